@@ -1,0 +1,3 @@
+"""HelixPipe: pipeline schedules as data, and the machinery that checks, simulates, draws and runs them."""
+
+__version__ = "0.1.0"

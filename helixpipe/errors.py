@@ -1,0 +1,21 @@
+"""Errors a user can act on. Entry points print their one sentence, not a traceback."""
+
+
+class UserError(ValueError):
+    """A mistake in flags, files or a program of one's own; the message is one sentence that says what would be valid."""
+
+
+class ScheduleError(UserError):
+    """A schedule cannot be built for this shape (ranks, microbatches, layers, options)."""
+
+
+class ProgramError(UserError):
+    """A program (built or loaded from a CSV file) is malformed, incomplete or cannot run."""
+
+
+class DataError(UserError):
+    """Data files are missing, corrupt, or do not fit the flags."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint cannot be read or written."""

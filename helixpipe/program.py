@@ -1,0 +1,236 @@
+"""The intermediate representation: a pipeline schedule as data, and its text form.
+
+A `Program` says which unit of work runs on which rank in which order, and nothing else. Communication, memory, timing and
+execution are derived from it elsewhere (`graph`, `lowering`, `simulator`, `runtime`). No torch here.
+
+Text form: one CSV row a rank, one op a cell, `2F5` = stage 2, forward, microbatch 5; `2F5.1` = chunk 1 of that microbatch.
+The letters and the cells are those of torch.distributed.pipelining, whose dumped files load here.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from helixpipe.errors import ProgramError, ScheduleError
+
+LAYER_PIECES = ("norm", "qkv", "attn", "proj", "mlp")
+"""The pieces of one transformer layer, in order."""
+
+PIECE_KINDS = ("embed", *LAYER_PIECES, "head")
+
+OP_KINDS = ("F", "B", "I", "W", "R")
+"""F forward, B full backward, I input-gradient backward, W weight-gradient backward, R recompute."""
+
+PLACEMENTS = ("resident", "shipped", "replicated", "ring")
+
+
+class Piece(NamedTuple):
+    """The smallest part of the model that can sit on a rank alone. `layer` is the global layer index, -1 for embed and head."""
+
+    kind: str
+    layer: int = -1
+
+    def __str__(self) -> str:
+        return self.kind if self.layer < 0 else f"{self.kind}[{self.layer}]"
+
+
+class Unit(NamedTuple):
+    """What an op works on: one chunk of one microbatch in one stage."""
+
+    stage: int
+    microbatch: int
+    chunk: int = 0
+
+
+class Op(NamedTuple):
+    """One kind of work (`OP_KINDS`) on one unit."""
+
+    kind: str
+    stage: int
+    microbatch: int
+    chunk: int = 0
+
+    @property
+    def unit(self) -> Unit:
+        return Unit(self.stage, self.microbatch, self.chunk)
+
+    def __str__(self) -> str:
+        """`2F5`, or `2F5.1` for a chunk other than the first (`2F5` and `2F5.0` are the same op)."""
+        cell = f"{self.stage}{self.kind}{self.microbatch}"
+        return f"{cell}.{self.chunk}" if self.chunk else cell
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A contiguous run of pieces run as one operation with one autograd graph, and how its weights are placed.
+
+    `placement`: `resident` (all its units on one rank), `shipped`, `replicated` or `ring` (see docs/architecture.md).
+    """
+
+    pieces: tuple[Piece, ...]
+    placement: str = "resident"
+
+    @property
+    def has_attention(self) -> bool:
+        return any(piece.kind == "attn" for piece in self.pieces)
+
+
+@dataclass(frozen=True)
+class Program:
+    """For each rank an ordered list of ops, plus the stages with the placement of their weights and the chunk lengths.
+
+    schedule: name shown in tables, pictures and messages.
+    stages: in model order; their pieces, concatenated, are the whole model.
+    ranks: one tuple of ops a pipeline rank, in the order the rank runs them.
+    chunk_lengths: tokens of each chunk of a microbatch's sequence; None = one chunk, or chunks of equal length.
+    forward_only: an evaluation program, every unit has F and nothing else.
+    """
+
+    schedule: str
+    stages: tuple[Stage, ...]
+    ranks: tuple[tuple[Op, ...], ...]
+    num_microbatches: int
+    num_chunks: int = 1
+    chunk_lengths: tuple[int, ...] | None = None
+    forward_only: bool = False
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def num_layers(self) -> int:
+        return 1 + max((piece.layer for stage in self.stages for piece in stage.pieces), default=-1)
+
+    def pieces_of_rank(self, rank: int) -> tuple[Piece, ...]:
+        """The pieces, in model order, that this rank runs and whose weights it therefore holds."""
+        stages = sorted({op.stage for op in self.ranks[rank]})
+        return tuple(piece for stage in stages for piece in self.stages[stage].pieces)
+
+
+def model_pieces(num_layers: int) -> tuple[Piece, ...]:
+    """The whole model as a chain: embed, then norm, qkv, attn, proj, mlp of each layer, then head."""
+    layers = (Piece(kind, layer) for layer in range(num_layers) for kind in LAYER_PIECES)
+    return (Piece("embed"), *layers, Piece("head"))
+
+
+def even_stages(num_layers: int, num_stages: int) -> tuple[Stage, ...]:
+    """`num_stages` stages of equally many whole layers; embed in the first, head in the last.
+
+    Raises ScheduleError when the layers cannot be divided evenly.
+    """
+    if num_stages < 1 or num_layers < num_stages or num_layers % num_stages:
+        below = num_layers - num_layers % num_stages if num_stages else 0
+        valid = " or ".join(str(n) for n in (below, below + num_stages) if n > 0)
+        raise ScheduleError(
+            f"--num-layers {num_layers} cannot be divided evenly over {num_stages} pipeline stages; "
+            f"the nearest valid values are {valid}."
+        )
+    per_stage = num_layers // num_stages
+    stages = []
+    for index in range(num_stages):
+        layers = range(index * per_stage, (index + 1) * per_stage)
+        pieces = [Piece(kind, layer) for layer in layers for kind in LAYER_PIECES]
+        if index == 0:
+            pieces.insert(0, Piece("embed"))
+        if index == num_stages - 1:
+            pieces.append(Piece("head"))
+        stages.append(Stage(tuple(pieces)))
+    return tuple(stages)
+
+
+def forward_only(program: Program) -> Program:
+    """The evaluation form of a program: its forwards, in their order on every rank."""
+    ranks = tuple(tuple(op for op in ops if op.kind == "F") for ops in program.ranks)
+    return replace(program, ranks=ranks, forward_only=True)
+
+
+# ---------------------------------------------------------------------------------------------------------- text form
+
+_CELL = re.compile(r"(\d+)([A-Z_]+)(\d*)(?:\.(\d+))?")
+_DERIVED_CELLS = frozenset({"REDUCE_GRAD", "UNSHARD", "RESHARD", "SEND_F", "RECV_F", "SEND_B", "RECV_B"})
+_OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+
+
+def parse_cell(cell: str) -> list[Op]:
+    """The ops of one CSV cell: usually one; none for an empty cell or one that is derived here (communication, FSDP).
+
+    torch's `(0F1;1B0)OVERLAP_F_B` gives its ops in the order written. Raises ProgramError for anything else.
+    """
+    cell = cell.strip()
+    if not cell:
+        return []
+    if overlap := _OVERLAP.fullmatch(cell):
+        return [op for part in overlap[1].split(";") for op in parse_cell(part)]
+    match = _CELL.fullmatch(cell)
+    if match:
+        stage, kind, microbatch, chunk = match.groups()
+        if kind in _DERIVED_CELLS and chunk is None:
+            return []
+        if kind in OP_KINDS and microbatch:
+            return [Op(kind, int(stage), int(microbatch), int(chunk or 0))]
+    raise ProgramError(
+        f"cell {cell!r} is not an op: write stage, kind ({', '.join(OP_KINDS)}) and microbatch, "
+        "such as 2F5, or 2F5.1 for its chunk 1."
+    )
+
+
+def parse_rows(rows: Iterable[Sequence[str]], source: str = "program") -> tuple[tuple[Op, ...], ...]:
+    """The ops of each rank from rows of cells. Raises ProgramError with row and column of a malformed cell."""
+    ranks: list[tuple[Op, ...]] = []
+    for rank, row in enumerate(rows):
+        ops: list[Op] = []
+        for column, cell in enumerate(row):
+            try:
+                ops.extend(parse_cell(cell))
+            except ProgramError as error:
+                raise ProgramError(f"{source}, row {rank} (rank {rank}), column {column + 1}: {error}") from None
+        ranks.append(tuple(ops))
+    return tuple(ranks)
+
+
+def format_rows(program: Program) -> list[list[str]]:
+    """The program as rows of cells, one row a rank: what `to_csv` writes and `simulate --order` prints."""
+    return [[str(op) for op in ops] for ops in program.ranks]
+
+
+def to_csv(program: Program, path: str | Path) -> None:
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows(format_rows(program))
+
+
+def from_csv(path: str | Path, num_layers: int | None = None) -> Program:
+    """Read a program from a CSV file; the stages get equally many whole layers (one each when `num_layers` is None).
+
+    Only the text is checked here: `validate.validate` says whether the program is complete and can run.
+    Raises ProgramError for an unreadable file, a malformed cell or a file without ops, ScheduleError for indivisible layers.
+    """
+    path = Path(path)
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            ranks = parse_rows(list(csv.reader(file)), source=path.name)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ProgramError(f"cannot read the schedule file {path}: {reason}.") from None
+    while ranks and not ranks[-1]:  # trailing blank lines
+        ranks = ranks[:-1]
+    ops = [op for rank in ranks for op in rank]
+    if not ops:
+        raise ProgramError(f"{path.name} contains no ops.")
+    num_stages = 1 + max(op.stage for op in ops)
+    if num_stages > len(ops):
+        missing = next(stage for stage in range(num_stages) if all(op.stage != stage for op in ops))
+        raise ProgramError(f"{path.name} names stage {num_stages - 1} but has no op of stage {missing}.")
+    return Program(
+        schedule=path.name,
+        stages=even_stages(num_layers if num_layers is not None else num_stages, num_stages),
+        ranks=ranks,
+        num_microbatches=1 + max(op.microbatch for op in ops),
+        num_chunks=1 + max(op.chunk for op in ops),
+        forward_only=all(op.kind == "F" for op in ops),
+    )
