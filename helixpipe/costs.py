@@ -1,0 +1,120 @@
+"""What an op takes and what a message weighs. No torch here.
+
+B = I + W. A piece whose weights are linear layers splits its backward: I (gradient of its input) takes as long as F, W (gradient of its
+weights) the rest. A piece without linear layers (attention, norms, embedding) does all its backward in I. R takes as long as F.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from helixpipe.errors import UserError
+from helixpipe.graph import Message
+from helixpipe.program import LAYER_PIECES, PIECE_KINDS, Op, Piece, Program, Stage
+
+SPLIT_BACKWARD = frozenset({"qkv", "proj", "mlp", "head"})
+"""Pieces made of linear layers: their weight gradients may be computed later than their input gradients."""
+
+STASH = {"embed": 0.0, "norm": 1 / 16, "qkv": 1 / 16, "attn": 3 / 16, "proj": 1 / 16, "mlp": 10 / 16, "head": 0.0}
+"""Activations each piece keeps from F to backward, in microbatch-layers (a whole layer is 16 b·s·h elements with flash attention and
+no dropout: HelixPipe; Korthikanti et al., 2022)."""
+
+PIECE_ALIASES = {"pre": "qkv", "post": "mlp"}
+
+
+class Costs(Protocol):
+    """What the simulator asks for: seconds (or any unit, the same everywhere) and microbatch-layers of stash."""
+
+    def op_time(self, program: Program, op: Op) -> float: ...
+
+    def message_time(self, program: Program, message: Message) -> float: ...
+
+    def stash(self, program: Program, op: Op) -> float: ...
+
+
+@dataclass(frozen=True)
+class PieceTimes:
+    """Costs given by hand: the forward time of each piece for a whole microbatch; missing pieces take no time.
+
+    backward_ratio: full backward over forward, for every piece. message: time of any message between ranks.
+    """
+
+    forward: Mapping[str, float] = field(default_factory=lambda: {"mlp": 1.0})
+    backward_ratio: float = 2.0
+    message: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in (*self.forward.items(), ("backward ratio", self.backward_ratio), ("message", self.message)):
+            if value < 0 or value != value or value == float("inf"):
+                raise UserError(f"the time of {name} must be a finite number and not negative, not {value}.")
+
+    def op_time(self, program: Program, op: Op) -> float:
+        return sum(self._piece_time(program, piece, op) for piece in program.stages[op.stage].pieces)
+
+    def message_time(self, program: Program, message: Message) -> float:
+        return self.message
+
+    def stash(self, program: Program, op: Op) -> float:
+        return stage_stash(program.stages[op.stage]) * chunk_share(program, op.chunk)
+
+    def _piece_time(self, program: Program, piece: Piece, op: Op) -> float:
+        share = chunk_share(program, op.chunk) if piece.kind != "attn" else attention_share(program, op.chunk)
+        forward = self.forward.get(piece.kind, 0.0) * share
+        if op.kind in "FR":
+            return forward
+        split = piece.kind in SPLIT_BACKWARD
+        if op.kind == "I":
+            return forward if split else forward * self.backward_ratio
+        if op.kind == "W":
+            return forward * (self.backward_ratio - 1) if split else 0.0
+        return forward * self.backward_ratio
+
+
+def stage_stash(stage: Stage) -> float:
+    """Microbatch-layers that one whole microbatch keeps in this stage; a stage of n whole layers keeps n."""
+    return sum(1 for piece in stage.pieces if piece.kind == "mlp") if _whole_layers(stage) else _sum_stash(stage)
+
+
+def _whole_layers(stage: Stage) -> bool:
+    kinds = [piece.kind for piece in stage.pieces if piece.layer >= 0]
+    return len(kinds) % len(LAYER_PIECES) == 0 and kinds[: len(LAYER_PIECES)] in ([], list(LAYER_PIECES))
+
+
+def _sum_stash(stage: Stage) -> float:
+    return sum(STASH[piece.kind] for piece in stage.pieces)
+
+
+def chunk_share(program: Program, chunk: int) -> float:
+    """The part of a microbatch's tokens in this chunk."""
+    if program.chunk_lengths is None:
+        return 1.0 / program.num_chunks
+    return program.chunk_lengths[chunk] / sum(program.chunk_lengths)
+
+
+def attention_share(program: Program, chunk: int) -> float:
+    """The part of a microbatch's causal attention in this chunk: n tokens after c earlier ones cost n(c + n/2)."""
+    lengths = program.chunk_lengths or (1,) * program.num_chunks
+    tokens, earlier, total = lengths[chunk], sum(lengths[:chunk]), sum(lengths)
+    return tokens * (earlier + tokens / 2) / (total * total / 2)
+
+
+def parse_piece_times(text: str) -> dict[str, float]:
+    """`pre=1,attn=3,post=2,embed=0.5` as a table; `pre` means qkv and `post` mlp. Raises UserError with what would be valid."""
+    known = (*PIECE_KINDS, *PIECE_ALIASES)
+    times: dict[str, float] = {}
+    for part in text.split(","):
+        name, separator, value = part.partition("=")
+        name = name.strip()
+        if not separator or name not in known:
+            raise UserError(f"--piece-times: {part.strip()!r} is not NAME=TIME with a name of {', '.join(known)}.")
+        try:
+            seconds = float(value)
+        except ValueError:
+            raise UserError(f"--piece-times: {value.strip()!r} is not a number (in {part.strip()!r}).") from None
+        piece = PIECE_ALIASES.get(name, name)
+        if piece in times:
+            raise UserError(f"--piece-times gives {piece} twice ({name} means {piece}).")
+        times[piece] = seconds
+    return times

@@ -1,0 +1,228 @@
+"""Dependencies derived from a program, and the list scheduler that times them. No torch here.
+
+`build_graph` turns a program into tasks: its ops, and one message for every dependency that crosses ranks. The rules are those of
+the mathematics, written once for every schedule:
+
+- activation: F(s, m, c) -> F(s+1, m, c);  gradient: B|I(s+1, m, c) -> B|I(s, m, c);  own: F -> (R ->) B|I -> W;
+- causal attention over chunks, for a stage with attention: F(s, m, c) -> F(s, m, c+1) (keys and values) and
+  B|I(s, m, c+1) -> B|I(s, m, c) (their gradients). Keys and values stay on the rank, so these never become messages.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from helixpipe.program import Op, Program
+
+
+class Message(NamedTuple):
+    """What crosses ranks for one dependency: `producer` on rank `source` to `consumer` on rank `target`.
+
+    kind: `activation` (what crosses the cut between two stages) or `gradient` (its gradient, same shapes).
+    number: its place among the program's messages, equal on every rank.
+    """
+
+    number: int
+    kind: str
+    producer: Op
+    consumer: Op
+    source: int
+    target: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.producer} -> {self.consumer} (rank {self.source} -> rank {self.target})"
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Tasks and dependencies of a program. Tasks 0..len(ops)-1 are ops, the others messages, in that order.
+
+    rank_tasks: for each rank its op tasks in program order. successors: for each task the tasks that wait for it (rank order is not
+    included). num_dependencies: for each task how many tasks it waits for.
+    """
+
+    program: Program
+    ops: list[Op]
+    ranks: list[int]
+    messages: list[Message]
+    rank_tasks: list[range]
+    successors: list[list[int]]
+    num_dependencies: list[int]
+
+    @property
+    def num_tasks(self) -> int:
+        return len(self.ops) + len(self.messages)
+
+    def message(self, task: int) -> Message:
+        return self.messages[task - len(self.ops)]
+
+    def is_message(self, task: int) -> bool:
+        return task >= len(self.ops)
+
+
+def dependencies(program: Program) -> Callable[[Op], list[tuple[Op, str]]]:
+    """A function from an op to the ops it waits for, each with the kind of the dependency.
+
+    Kinds: `activation`, `gradient` (these become messages between ranks), `kv` and `own` (always within a rank).
+    """
+    last_stage = len(program.stages) - 1
+    last_chunk = program.num_chunks - 1
+    attention = [stage.has_attention for stage in program.stages]
+    splits = {op.unit for ops in program.ranks for op in ops if op.kind == "I"}
+    recomputed = {op.unit for ops in program.ranks for op in ops if op.kind == "R"}
+
+    def backward_of(stage: int, microbatch: int, chunk: int) -> Op:
+        return Op("I" if splits and (stage, microbatch, chunk) in splits else "B", stage, microbatch, chunk)
+
+    def of(op: Op) -> list[tuple[Op, str]]:
+        kind, stage, microbatch, chunk = op
+        if kind == "F":
+            needed = [(Op("F", stage - 1, microbatch, chunk), "activation")] if stage > 0 else []
+            if chunk > 0 and attention[stage]:
+                needed.append((Op("F", stage, microbatch, chunk - 1), "kv"))
+            return needed
+        if kind == "R":
+            return [(Op("F", stage, microbatch, chunk), "own")]
+        if kind == "W":
+            return [(Op("I", stage, microbatch, chunk), "own")]
+        start = "R" if recomputed and (stage, microbatch, chunk) in recomputed else "F"
+        needed = [(Op(start, stage, microbatch, chunk), "own")]
+        if stage < last_stage:
+            needed.append((backward_of(stage + 1, microbatch, chunk), "gradient"))
+        if chunk < last_chunk and attention[stage]:
+            needed.append((backward_of(stage, microbatch, chunk + 1), "kv"))
+        return needed
+
+    return of
+
+
+def build_graph(program: Program) -> Graph:
+    """Tasks and dependencies of a complete program (one that has every op its ops wait for; see `validate`)."""
+    ops: list[Op] = []
+    ranks: list[int] = []
+    rank_tasks: list[range] = []
+    for rank, order in enumerate(program.ranks):
+        rank_tasks.append(range(len(ops), len(ops) + len(order)))
+        ops.extend(order)
+        ranks.extend([rank] * len(order))
+    task_of = {op: task for task, op in enumerate(ops)}
+    successors: list[list[int]] = [[] for _ in ops]
+    num_dependencies = [0] * len(ops)
+    messages: list[Message] = []
+    waits_for = dependencies(program)
+    for task, op in enumerate(ops):
+        for producer_op, kind in waits_for(op):
+            producer = task_of[producer_op]
+            num_dependencies[task] += 1
+            if ranks[producer] == ranks[task]:
+                successors[producer].append(task)
+                continue
+            messages.append(Message(len(messages), kind, producer_op, op, ranks[producer], ranks[task]))
+            successors[producer].append(len(successors))
+            successors.append([task])
+            num_dependencies.append(1)
+    # Ops were given the first numbers; messages got theirs in the order found, after all ops.
+    return Graph(program, ops, ranks, messages, rank_tasks, successors, num_dependencies)
+
+
+@dataclass(frozen=True)
+class Times:
+    """Start and end of every task, and `order`: the tasks by start time, always a linear extension of the dependencies."""
+
+    start: list[float]
+    end: list[float]
+    order: list[int]
+
+    @property
+    def makespan(self) -> float:
+        return max(self.end, default=0.0)
+
+
+def list_schedule(
+    graph: Graph,
+    op_time: Callable[[Op], float],
+    message_time: Callable[[Message], float],
+    link_orders: Mapping[tuple[int, int], Sequence[int]] | None = None,
+) -> Times:
+    """Run the tasks as early as their dependencies and resources allow: each rank runs its ops in program order, one at a time;
+    each directed link (source, target) carries one message at a time.
+
+    link_orders: for each link its message tasks in the order to send them; without it, first ready, first sent.
+    Tasks that can never start (a cyclic program) are absent from `order`. Time is O(n log n) in the number of tasks.
+    """
+    num_ops, total = len(graph.ops), graph.num_tasks
+    start, end = [0.0] * total, [0.0] * total
+    order: list[int] = []
+    waiting = list(graph.num_dependencies)
+    completions: list[tuple[float, int, int]] = []  # (time, sequence number, task)
+
+    next_op = [tasks.start for tasks in graph.rank_tasks]
+    rank_busy = [False] * len(graph.rank_tasks)
+    queues: dict[tuple[int, int], deque[int]] = {}
+    link_busy: set[tuple[int, int]] = set()
+    if link_orders is not None:
+        queues = {link: deque(tasks) for link, tasks in link_orders.items()}
+
+    def begin(task: int, now: float, duration: float) -> None:
+        start[task], end[task] = now, now + duration
+        order.append(task)
+        heappush(completions, (now + duration, len(order), task))
+
+    def try_rank(rank: int, now: float) -> None:
+        task = next_op[rank]
+        if not rank_busy[rank] and task < graph.rank_tasks[rank].stop and waiting[task] == 0:
+            rank_busy[rank] = True
+            next_op[rank] = task + 1
+            begin(task, now, op_time(graph.ops[task]))
+
+    def try_link(link: tuple[int, int], now: float) -> None:
+        queue = queues[link]
+        if link not in link_busy and queue and waiting[queue[0]] == 0:
+            link_busy.add(link)
+            task = queue.popleft()
+            begin(task, now, message_time(graph.message(task)))
+
+    for rank in range(len(graph.rank_tasks)):
+        try_rank(rank, 0.0)
+    while completions:
+        now, _, task = heappop(completions)
+        for successor in graph.successors[task]:
+            waiting[successor] -= 1
+            if waiting[successor]:
+                continue
+            if successor < num_ops:
+                try_rank(graph.ranks[successor], now)
+            else:
+                message = graph.message(successor)
+                link = (message.source, message.target)
+                if link_orders is None:
+                    queues.setdefault(link, deque()).append(successor)
+                try_link(link, now)
+        if task < num_ops:
+            rank_busy[graph.ranks[task]] = False
+            try_rank(graph.ranks[task], now)
+        else:
+            message = graph.message(task)
+            link = (message.source, message.target)
+            link_busy.discard(link)
+            try_link(link, now)
+    return Times(start, end, order)
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pause the cyclic garbage collector: graphs are many small objects without cycles, which it would visit again and again, so
+    that time would no longer grow linearly with the number of ops."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,111 @@
+"""Simulator: lowered program + costs -> timeline, bubble, memory. No torch here.
+
+Each rank runs its ops one at a time in stream order; each directed link carries its messages one at a time in stream order; an op starts
+when its rank is free and all it waits for is there. Edges within a rank are free. Nothing here is a schedule's formula.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from helixpipe.costs import Costs
+from helixpipe.events import MessageEvent, OpEvent, Timeline
+from helixpipe.graph import collector_paused, list_schedule
+from helixpipe.lowering import Action, LoweredProgram, timers
+from helixpipe.program import format_rows
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """One simulated step.
+
+    makespan, ideal, bubble_time: in the costs' unit; ideal = total work / ranks; bubble_time = makespan - ideal.
+    busy: time in ops of each rank. peak_activation: most stashed at once on each rank, in microbatch-layers.
+    """
+
+    lowered: LoweredProgram
+    timeline: Timeline
+    makespan: float
+    busy: list[float]
+    peak_activation: list[float]
+
+    @property
+    def ideal(self) -> float:
+        return sum(self.busy) / len(self.busy)
+
+    @property
+    def bubble_time(self) -> float:
+        return self.makespan - self.ideal
+
+    @property
+    def bubble_ratio(self) -> float:
+        return self.bubble_time / self.makespan if self.makespan else 0.0
+
+    def to_json(self, order: bool = False) -> dict[str, Any]:
+        """What `helixpipe simulate --json` prints; `order` adds the program as rows of cells."""
+        program = self.lowered.program
+        result: dict[str, Any] = {
+            "schedule": program.schedule,
+            "ranks": program.num_ranks,
+            "microbatches": program.num_microbatches,
+            "layers": program.num_layers,
+            "chunks": program.num_chunks,
+            "makespan": _plain(self.makespan),
+            "ideal": _plain(self.ideal),
+            "bubble_time": _plain(self.bubble_time),
+            "bubble_ratio": round(self.bubble_ratio, 9),
+            "busy": [_plain(value) for value in self.busy],
+            "peak_activation": [_plain(value) for value in self.peak_activation],
+            "messages": len(self.lowered.messages),
+        }
+        if order:
+            result["order"] = format_rows(program)
+        return result
+
+
+@collector_paused()
+def simulate(lowered: LoweredProgram, costs: Costs, unit: str = "") -> Simulation:
+    """Run a lowered program on paper. unit: that of the costs' times, for the timeline's axis."""
+    program, graph = lowered.program, lowered.graph
+    first_message = len(graph.ops)
+    link_orders: dict[tuple[int, int], list[int]] = {}
+    for stream in lowered.streams:
+        for instruction in stream:
+            if instruction.action is Action.SEND and instruction.message is not None:
+                message = instruction.message
+                link_orders.setdefault((message.source, message.target), []).append(first_message + message.number)
+    times = list_schedule(graph, *timers(program, costs), link_orders)
+    ops = [OpEvent(graph.ranks[i], op, times.start[i], times.end[i]) for i, op in enumerate(graph.ops)]
+    messages = [
+        MessageEvent(m.kind, m.source, m.target, m.producer, m.consumer, times.start[i], times.end[i])
+        for i, m in enumerate(graph.messages, start=first_message)
+    ]
+    timeline = Timeline(program.schedule, program.num_ranks, ops, messages, unit)
+    peaks = [_peak_stash(lowered, rank, costs) for rank in range(program.num_ranks)]
+    return Simulation(lowered, timeline, times.makespan, timeline.busy(), peaks)
+
+
+def _peak_stash(lowered: LoweredProgram, rank: int, costs: Costs) -> float:
+    """A unit is stashed from the start of its F to the FREE after its B or W; a rank's ops never overlap, so its stream's order is enough."""
+    stash: dict[tuple[int, int], float] = {}
+    now = peak = 0.0
+    for instruction in lowered.streams[rank]:
+        op = instruction.op
+        if op is None or (op.kind == "F") != (instruction.action is Action.RUN) or lowered.program.forward_only:
+            continue
+        key = (op.stage, op.chunk)
+        if key not in stash:
+            stash[key] = costs.stash(lowered.program, op)
+        if instruction.action is Action.RUN:
+            now += stash[key]
+            peak = max(peak, now)
+        elif instruction.action is Action.FREE:
+            now -= stash[key]
+    return peak
+
+
+def _plain(value: float) -> float | int:
+    """Whole numbers without `.0`, the rest without the last digits' rounding noise."""
+    rounded = round(value, 9)
+    return int(rounded) if rounded == int(rounded) else rounded

@@ -1,0 +1,65 @@
+"""The catalogue of pipeline schedules: one file a family, pure functions, one line each in the registry."""
+
+from __future__ import annotations
+
+import difflib
+from types import MappingProxyType
+from typing import Any
+
+from helixpipe.errors import ScheduleError
+from helixpipe.program import Program, from_csv
+from schedules.base import NoOptions, Schedule, Shape
+from schedules.gpipe import gpipe, no_pipeline
+from schedules.one_f_one_b import interleaved, one_f_one_b
+
+__all__ = ["SCHEDULES", "NoOptions", "Schedule", "Shape", "build", "find"]
+
+_REGISTRY = (
+    Schedule("none", no_pipeline, "gradient accumulation, p = 1", bubble="0", memory="1"),
+    Schedule("gpipe", gpipe, "Huang et al., GPipe, 2019", bubble="(p-1)(F+B)", memory="m"),
+    Schedule("1f1b", one_f_one_b, "Fan et al., DAPPLE, 2021", bubble="(p-1)(F+B)", memory="min(p-r, m)"),
+    Schedule(
+        "interleaved-1f1b",
+        interleaved,
+        "Narayanan et al., SC'21",
+        bubble="(p-1)(F+B)/v",
+        memory="(2(p-r-1) + (v-1)p + 1)/v",
+        virtual_stages=True,
+    ),
+)
+
+SCHEDULES = MappingProxyType({schedule.name: schedule for schedule in _REGISTRY})
+"""Every schedule by its flag value."""
+
+
+def find(name: str) -> Schedule:
+    """The schedule of that name. Raises ScheduleError that names the nearest one."""
+    if name in SCHEDULES:
+        return SCHEDULES[name]
+    near = difflib.get_close_matches(name.lower(), SCHEDULES, n=1, cutoff=0.3)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise ScheduleError(
+        f"unknown pipeline schedule {name!r}: {hint}known are {', '.join(SCHEDULES)}, or the path of a .csv file."
+    )
+
+
+def build(name: str, shape: Shape, options: Any = None) -> Program:
+    """The program of a schedule of the catalogue, or of a CSV file (a name that ends in `.csv`), for a shape.
+
+    Raises ScheduleError for an unknown name or a shape the schedule cannot have; for a file, ProgramError when it cannot be read and
+    ScheduleError when it was made for other ranks or microbatches. The program is not validated here (`lowering.lower` does).
+    """
+    if name.endswith(".csv"):
+        program = from_csv(name, shape.layers)
+        if (program.num_ranks, program.num_microbatches) != (shape.ranks, shape.microbatches):
+            raise ScheduleError(
+                f"{name} is a program for {program.num_ranks} ranks and {program.num_microbatches} microbatches, "
+                f"but the run has {shape.ranks} and {shape.microbatches}."
+            )
+        return program
+    schedule = find(name)
+    if shape.virtual_stages not in (None, 1) and not schedule.virtual_stages:
+        raise ScheduleError(f"schedule {name} has one stage a rank; virtual stages ({shape.virtual_stages}) need another.")
+    if shape.chunks != 1 and not schedule.chunks:
+        raise ScheduleError(f"schedule {name} does not cut the sequence; chunks ({shape.chunks}) need another.")
+    return schedule.build(shape, options if options is not None else schedule.options())

@@ -1,0 +1,74 @@
+"""What every schedule is given and what the catalogue says of it. Pure Python: no flags, no prints, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from helixpipe.costs import Costs
+from helixpipe.errors import ScheduleError
+from helixpipe.program import Program
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The size of the problem a schedule is asked to order.
+
+    ranks: pipeline size p. microbatches: m a step. layers: L of the model. chunks: k slices of a microbatch's sequence.
+    virtual_stages: v stages a rank, for schedules that interleave. chunk_lengths: tokens of each chunk, None = equal.
+    costs: what ops take, for schedules found from costs; None = unknown.
+    """
+
+    ranks: int
+    microbatches: int
+    layers: int
+    chunks: int = 1
+    virtual_stages: int | None = None
+    chunk_lengths: tuple[int, ...] | None = None
+    costs: Costs | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("pipeline ranks", self.ranks),
+            ("microbatches", self.microbatches),
+            ("layers", self.layers),
+            ("chunks", self.chunks),
+            ("virtual stages", self.virtual_stages if self.virtual_stages is not None else 1),
+        ):
+            if value < 1:
+                raise ScheduleError(f"the number of {name} must be at least 1, not {value}.")
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """The schedule has no options of its own."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One line of the catalogue.
+
+    build: a pure function of the shape and the schedule's own options. options: a dataclass; its fields become flags.
+    paper, bubble, memory: what `helixpipe list` shows; formulas in p, m, k, v, F, B (times a rank) and microbatch-stages.
+    """
+
+    name: str
+    build: Callable[[Shape, Any], Program]
+    paper: str
+    bubble: str
+    memory: str
+    options: type[Any] = field(default=NoOptions)
+    virtual_stages: bool = False
+    chunks: bool = False
+
+
+def require_multiple(schedule: str, microbatches: int, of: int, what: str) -> None:
+    """Raise ScheduleError, naming the two nearest valid values, unless `microbatches` is a multiple of `of`."""
+    if microbatches % of:
+        below = microbatches - microbatches % of
+        valid = f"{below} and {below + of}" if below else f"{of} and {2 * of}"
+        raise ScheduleError(
+            f"{schedule} needs a number of microbatches that is a multiple of {what} {of}, not {microbatches}; "
+            f"the nearest valid values are {valid}."
+        )

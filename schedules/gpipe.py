@@ -1,0 +1,34 @@
+"""GPipe and plain gradient accumulation."""
+
+from __future__ import annotations
+
+from helixpipe.errors import ScheduleError
+from helixpipe.program import Op, Program, even_stages
+from schedules.base import NoOptions, Shape
+
+
+def gpipe(shape: Shape, options: NoOptions) -> Program:
+    """All forwards, then all backwards (Huang et al., GPipe, NeurIPS 2019).
+
+    Bubble (p-1)(F+B); every rank keeps the activations of all m microbatches.
+    """
+    stages = even_stages(shape.layers, shape.ranks)
+    ranks = []
+    for rank in range(shape.ranks):
+        # Step 1: mF
+        forwards = [Op("F", rank, microbatch) for microbatch in range(shape.microbatches)]
+        # Step 2: mB
+        backwards = [Op("B", rank, microbatch) for microbatch in range(shape.microbatches)]
+        ranks.append((*forwards, *backwards))
+    return Program("gpipe", stages, tuple(ranks), shape.microbatches)
+
+
+def no_pipeline(shape: Shape, options: NoOptions) -> Program:
+    """Gradient accumulation on one rank: forward and backward of each microbatch in turn. No bubble; one microbatch alive."""
+    if shape.ranks != 1:
+        raise ScheduleError(
+            f"schedule none runs on one pipeline rank, not {shape.ranks}; "
+            "set --pipeline-model-parallel-size 1 or choose another --pipeline-schedule."
+        )
+    order = [Op(kind, 0, microbatch) for microbatch in range(shape.microbatches) for kind in "FB"]
+    return Program("none", even_stages(shape.layers, 1), (tuple(order),), shape.microbatches)

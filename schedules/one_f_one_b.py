@@ -1,0 +1,60 @@
+"""1F1B and its interleaved form: a backward as soon as there is one, so that few microbatches are alive."""
+
+from __future__ import annotations
+
+from helixpipe.program import Op, Program, even_stages
+from schedules.base import NoOptions, Shape, require_multiple
+
+
+def one_f_one_b(shape: Shape, options: NoOptions) -> Program:
+    """1F1B (Fan et al., DAPPLE, PPoPP 2021; Narayanan et al., PipeDream-flush, ICML 2021; Megatron-LM's default).
+
+    Bubble (p-1)(F+B); rank r keeps at most min(p-r, m) microbatches. Any m works: the warm-up is clamped to m.
+    """
+    p, m = shape.ranks, shape.microbatches
+    ranks = []
+    for rank in range(p):
+        warmup = min(p - rank - 1, m)
+        order: list[Op] = []
+        # Step 1 (warm-up): (p-r-1) F
+        order += [Op("F", rank, i) for i in range(warmup)]
+        # Step 2 (steady): (m-warmup) F B
+        for i in range(m - warmup):
+            order += [Op("F", rank, warmup + i), Op("B", rank, i)]
+        # Step 3 (cool-down): the rest of B
+        order += [Op("B", rank, i) for i in range(m - warmup, m)]
+        ranks.append(tuple(order))
+    return Program("1f1b", even_stages(shape.layers, p), tuple(ranks), m)
+
+
+def interleaved(shape: Shape, options: NoOptions) -> Program:
+    """Interleaved 1F1B: v stages a rank, stage s on rank s mod p (Narayanan et al., SC 2021).
+
+    Bubble (p-1)(F+B)/v; a rank runs the microbatches in groups of p, each group through its v stages in turn.
+    """
+    p, m = shape.ranks, shape.microbatches
+    v = shape.virtual_stages if shape.virtual_stages is not None else 2
+    require_multiple("interleaved-1f1b", m, p, "the pipeline size")
+
+    def unit(index: int, rank: int, forward: bool) -> tuple[int, int]:
+        """Stage and microbatch of the index-th forward or backward of a rank."""
+        group, within = divmod(index, p * v)
+        chunk, microbatch = divmod(within, p)
+        if not forward:
+            chunk = v - 1 - chunk
+        return chunk * p + rank, group * p + microbatch
+
+    ranks = []
+    for rank in range(p):
+        total = m * v
+        warmup = min(2 * (p - rank - 1) + (v - 1) * p, total)
+        order: list[Op] = []
+        # Step 1 (warm-up): 2(p-r-1) + (v-1)p F
+        order += [Op("F", *unit(i, rank, forward=True)) for i in range(warmup)]
+        # Step 2 (steady): F B
+        for i in range(total - warmup):
+            order += [Op("F", *unit(warmup + i, rank, forward=True)), Op("B", *unit(i, rank, forward=False))]
+        # Step 3 (cool-down): the rest of B
+        order += [Op("B", *unit(i, rank, forward=False)) for i in range(total - warmup, total)]
+        ranks.append(tuple(order))
+    return Program("interleaved-1f1b", even_stages(shape.layers, p * v), tuple(ranks), m)
