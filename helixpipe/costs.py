@@ -1,7 +1,8 @@
 """What an op takes and what a message weighs. No torch here.
 
-B = I + W. A piece whose weights are linear layers splits its backward: I (gradient of its input) takes as long as F, W (gradient of its
-weights) the rest. A piece without linear layers (attention, norms, embedding) does all its backward in I. R takes as long as F.
+B = I + W. A piece whose weights are linear layers splits its backward: I (gradient of its input) takes as long as F, W
+(gradient of its weights) the rest. A piece without linear layers (attention, norms, embedding) does all its backward
+in I. R takes as long as F.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ SPLIT_BACKWARD = frozenset({"qkv", "proj", "mlp", "head"})
 """Pieces made of linear layers: their weight gradients may be computed later than their input gradients."""
 
 STASH = {"embed": 0.0, "norm": 1 / 16, "qkv": 1 / 16, "attn": 3 / 16, "proj": 1 / 16, "mlp": 10 / 16, "head": 0.0}
-"""Activations each piece keeps from F to backward, in microbatch-layers (a whole layer is 16 b·s·h elements with flash attention and
-no dropout: HelixPipe; Korthikanti et al., 2022)."""
+"""Activations each piece keeps from F to backward, in microbatch-layers (a whole layer is 16 b·s·h elements with flash
+attention and no dropout: HelixPipe; Korthikanti et al., 2022)."""
 
 PIECE_ALIASES = {"pre": "qkv", "post": "mlp"}
 
@@ -101,7 +102,7 @@ def attention_share(program: Program, chunk: int) -> float:
 
 
 def parse_piece_times(text: str) -> dict[str, float]:
-    """`pre=1,attn=3,post=2,embed=0.5` as a table; `pre` means qkv and `post` mlp. Raises UserError with what would be valid."""
+    """`pre=1,attn=3,post=2,embed=0.5` as a table; `pre` means qkv, `post` mlp. Raises UserError with what is valid."""
     known = (*PIECE_KINDS, *PIECE_ALIASES)
     times: dict[str, float] = {}
     for part in text.split(","):

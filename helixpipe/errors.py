@@ -2,7 +2,8 @@
 
 
 class UserError(ValueError):
-    """A mistake in flags, files or a program of one's own; the message is one sentence that says what would be valid."""
+    """A mistake in flags, files or a program of one's own; the message is one sentence that says what would be
+    valid."""
 
 
 class ScheduleError(UserError):

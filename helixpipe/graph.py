@@ -1,7 +1,7 @@
 """Dependencies derived from a program, and the list scheduler that times them. No torch here.
 
-`build_graph` turns a program into tasks: its ops, and one message for every dependency that crosses ranks. The rules are those of
-the mathematics, written once for every schedule:
+`build_graph` turns a program into tasks: its ops, and one message for every dependency that crosses ranks. The rules
+are those of the mathematics, written once for every schedule:
 
 - activation: F(s, m, c) -> F(s+1, m, c);  gradient: B|I(s+1, m, c) -> B|I(s, m, c);  own: F -> (R ->) B|I -> W;
 - causal attention over chunks, for a stage with attention: F(s, m, c) -> F(s, m, c+1) (keys and values) and
@@ -43,8 +43,8 @@ class Message(NamedTuple):
 class Graph:
     """Tasks and dependencies of a program. Tasks 0..len(ops)-1 are ops, the others messages, in that order.
 
-    rank_tasks: for each rank its op tasks in program order. successors: for each task the tasks that wait for it (rank order is not
-    included). num_dependencies: for each task how many tasks it waits for.
+    rank_tasks: for each rank its op tasks in program order. successors: for each task the tasks that wait for it (rank
+    order is not included). num_dependencies: for each task how many tasks it waits for.
     """
 
     program: Program
@@ -133,7 +133,8 @@ def build_graph(program: Program) -> Graph:
 
 @dataclass(frozen=True)
 class Times:
-    """Start and end of every task, and `order`: the tasks by start time, always a linear extension of the dependencies."""
+    """Start and end of every task, and `order`: the tasks by start time, always a linear extension of the
+    dependencies."""
 
     start: list[float]
     end: list[float]
@@ -150,8 +151,8 @@ def list_schedule(
     message_time: Callable[[Message], float],
     link_orders: Mapping[tuple[int, int], Sequence[int]] | None = None,
 ) -> Times:
-    """Run the tasks as early as their dependencies and resources allow: each rank runs its ops in program order, one at a time;
-    each directed link (source, target) carries one message at a time.
+    """Run the tasks as early as their dependencies and resources allow: each rank runs its ops in program order, one
+    at a time; each directed link (source, target) carries one message at a time.
 
     link_orders: for each link its message tasks in the order to send them; without it, first ready, first sent.
     Tasks that can never start (a cyclic program) are absent from `order`. Time is O(n log n) in the number of tasks.
@@ -217,8 +218,8 @@ def list_schedule(
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause the cyclic garbage collector: graphs are many small objects without cycles, which it would visit again and again, so
-    that time would no longer grow linearly with the number of ops."""
+    """Pause the cyclic garbage collector: graphs are many small objects without cycles, which it would visit again and
+    again, so that time would no longer grow linearly with the number of ops."""
     enabled = gc.isenabled()
     gc.disable()
     try:

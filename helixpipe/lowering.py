@@ -1,18 +1,21 @@
 """Lowering: a program with every receive, wait, send and free made explicit. No torch here.
 
-The program is list-scheduled once; ops and messages by start time form one linear order that extends the dependencies and every
-rank's own order. Each rank's stream is the projection of that one order: a message appears at its place in the streams of both its ends.
+The program is list-scheduled once; ops and messages by start time form one linear order that extends the dependencies
+and every rank's own order. Each rank's stream is the projection of that one order: a message appears at its place in
+the streams of both its ends.
 
-Theorem. Streams projected from one linear order cannot deadlock, even when messages are unbuffered rendezvous (a send ends only when
-its receive runs) and each rank has a single communication stream that runs in the order issued.
-Proof. Take the earliest event of the order that has not finished. Everything before it has. If it is an op, its rank has finished all that
-precedes it in its stream, and all messages it waits for are earlier in the order, so finished: it runs. If it is a message, both ends
-have issued it, because all earlier ops of both ranks have finished, and it is at the head of both communication streams, because all
-earlier messages have finished: it runs. So there is never an earliest event that is stuck. (Tested with random programs.)
+Theorem. Streams projected from one linear order cannot deadlock, even when messages are unbuffered rendezvous (a send
+ends only when its receive runs) and each rank has a single communication stream that runs in the order issued.
+Proof. Take the earliest event of the order that has not finished. Everything before it has. If it is an op, its rank
+has finished all that precedes it in its stream, and all messages it waits for are earlier in the order, so finished:
+it runs. If it is a message, both ends have issued it, because all earlier ops of both ranks have finished, and it is
+at the head of both communication streams, because all earlier messages have finished: it runs. So there is never an
+earliest event that is stuck. (Tested with random programs.)
 
-`receive_ahead` posts receives earlier than their place, by that many ops, so that the transfer overlaps the op before the one that needs
-it even where the receiver must have posted first (gloo). That is safe where a posted receive holds up nothing but later receives from
-the same rank (gloo; NCCL with a communicator a direction), which `Transport.independent_channels` states; otherwise it must be 0.
+`receive_ahead` posts receives earlier than their place, by that many ops, so that the transfer overlaps the op before
+the one that needs it even where the receiver must have posted first (gloo). That is safe where a posted receive holds
+up nothing but later receives from the same rank (gloo; NCCL with a communicator a direction), which
+`Transport.independent_channels` states; otherwise it must be 0.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ class Action(str, Enum):
     SEND = "SEND"
     """Start sending a message; its tensors belong to the transport from here on."""
     FREE = "FREE"
-    """After an F whose outputs have left: this rank no longer needs their data. After a B or W: nor anything its unit stashed."""
+    """After an F whose outputs have left: this rank no longer needs their data. After a B or W: nor anything its unit
+    stashed."""
 
 
 class Instruction(NamedTuple):
@@ -75,7 +79,8 @@ class LoweredProgram:
 def lower(program: Program, costs: Costs | None = None, receive_ahead: int = 0) -> LoweredProgram:
     """Validate and lower a program. Every rank computes the same result from the same arguments.
 
-    costs: decide the order of messages relative to ops; unit costs when None. Raises ProgramError when the program is not valid.
+    costs: decide the order of messages relative to ops; unit costs when None. Raises ProgramError when the program is
+    not valid.
     """
     graph = validate(program)
     times = list_schedule(graph, *timers(program, costs or unit_costs()))

@@ -1,10 +1,10 @@
 """The intermediate representation: a pipeline schedule as data, and its text form.
 
-A `Program` says which unit of work runs on which rank in which order, and nothing else. Communication, memory, timing and
-execution are derived from it elsewhere (`graph`, `lowering`, `simulator`, `runtime`). No torch here.
+A `Program` says which unit of work runs on which rank in which order, and nothing else. Communication, memory, timing
+and execution are derived from it elsewhere (`graph`, `lowering`, `simulator`, `runtime`). No torch here.
 
-Text form: one CSV row a rank, one op a cell, `2F5` = stage 2, forward, microbatch 5; `2F5.1` = chunk 1 of that microbatch.
-The letters and the cells are those of torch.distributed.pipelining, whose dumped files load here.
+Text form: one CSV row a rank, one op a cell, `2F5` = stage 2, forward, microbatch 5; `2F5.1` = chunk 1 of that
+microbatch. The letters and the cells are those of torch.distributed.pipelining, whose dumped files load here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ PLACEMENTS = ("resident", "shipped", "replicated", "ring")
 
 
 class Piece(NamedTuple):
-    """The smallest part of the model that can sit on a rank alone. `layer` is the global layer index, -1 for embed and head."""
+    """The smallest part of the model that can sit on a rank alone. `layer` is the global layer index, -1 for embed and
+    head."""
 
     kind: str
     layer: int = -1
@@ -208,7 +209,8 @@ def from_csv(path: str | Path, num_layers: int | None = None) -> Program:
     """Read a program from a CSV file; the stages get equally many whole layers (one each when `num_layers` is None).
 
     Only the text is checked here: `validate.validate` says whether the program is complete and can run.
-    Raises ProgramError for an unreadable file, a malformed cell or a file without ops, ScheduleError for indivisible layers.
+    Raises ProgramError for an unreadable file, a malformed cell or a file without ops, ScheduleError for indivisible
+    layers.
     """
     path = Path(path)
     try:

@@ -1,7 +1,8 @@
 """Simulator: lowered program + costs -> timeline, bubble, memory. No torch here.
 
-Each rank runs its ops one at a time in stream order; each directed link carries its messages one at a time in stream order; an op starts
-when its rank is free and all it waits for is there. Edges within a rank are free. Nothing here is a schedule's formula.
+Each rank runs its ops one at a time in stream order; each directed link carries its messages one at a time in stream
+order; an op starts when its rank is free and all it waits for is there. Edges within a rank are free. Nothing here is
+a schedule's formula.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def simulate(lowered: LoweredProgram, costs: Costs, unit: str = "") -> Simulatio
 
 
 def _peak_stash(lowered: LoweredProgram, rank: int, costs: Costs) -> float:
-    """A unit is stashed from the start of its F to the FREE after its B or W; a rank's ops never overlap, so its stream's order is enough."""
+    """A unit is stashed from its F to the FREE after its B or W; a rank runs one op at a time, so its stream is enough."""
     stash: dict[tuple[int, int], float] = {}
     now = peak = 0.0
     for instruction in lowered.streams[rank]:

@@ -1,4 +1,4 @@
-"""Validation before launch: completeness, placement, order and deadlock, with messages a person can act on. No torch here."""
+"""Validation before launch: completeness, placement, order, deadlock, with messages a person can act on. No torch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from helixpipe.program import OP_KINDS, PLACEMENTS, Op, Program, Unit, model_pie
 def validate(program: Program) -> Graph:
     """Check that the program is complete and that running it ends; raises ProgramError with the first fault.
 
-    In this order: the stages are the model; every op is in range; every unit has exactly one F, then exactly one B, or one I and one
-    W (none of them in a forward-only program), R at most once; nothing twice, nothing missing; every unit stays on one
-    rank, and so do stages whose weights are resident and keys and values of a microbatch; each rank's order and the dependencies
-    together have no cycle. Returns the program's graph, which the last two checks need and so does whoever goes on.
+    In this order: the stages are the model; every op is in range; every unit has exactly one F, then exactly one B, or
+    one I and one W (none of them in a forward-only program), R at most once; nothing twice, nothing missing; every
+    unit stays on one rank, and so do stages whose weights are resident and keys and values of a microbatch; each
+    rank's order and the dependencies together have no cycle. Returns the program's graph, which the last two checks
+    need and so does whoever goes on.
     """
     _check_stages(program)
     _check_ranges(program)
@@ -32,7 +33,10 @@ def _check_stages(program: Program) -> None:
     pieces = tuple(piece for stage in program.stages for piece in stage.pieces)
     expected = model_pieces(program.num_layers)
     if pieces != expected:
-        at = next((i for i, (a, b) in enumerate(zip(pieces, expected, strict=False)) if a != b), min(len(pieces), len(expected)))
+        at = next(
+            (i for i, (a, b) in enumerate(zip(pieces, expected, strict=False)) if a != b),
+            min(len(pieces), len(expected)),
+        )
         found = str(pieces[at]) if at < len(pieces) else "nothing"
         wanted = str(expected[at]) if at < len(expected) else "nothing"
         raise ProgramError(f"the stages are not the model in order: piece {at} is {found} where {wanted} was expected.")
@@ -40,7 +44,9 @@ def _check_stages(program: Program) -> None:
         if not stage.pieces:
             raise ProgramError(f"stage {index} has no pieces.")
         if stage.placement not in PLACEMENTS:
-            raise ProgramError(f"stage {index} has unknown placement {stage.placement!r}; known are {', '.join(PLACEMENTS)}.")
+            raise ProgramError(
+                f"stage {index} has unknown placement {stage.placement!r}; known are {', '.join(PLACEMENTS)}."
+            )
     if program.chunk_lengths is not None and (
         len(program.chunk_lengths) != program.num_chunks or min(program.chunk_lengths) < 1
     ):
@@ -106,7 +112,9 @@ def _check_placement(program: Program, ranks: dict[Op, int]) -> None:
         elif stage.has_attention:
             for microbatch in range(program.num_microbatches):
                 own = units[microbatch * len(chunks) : (microbatch + 1) * len(chunks)]
-                _check_same_rank(own, ranks, f"the keys and values of microbatch {microbatch} in stage {index} stay on one rank")
+                _check_same_rank(
+                    own, ranks, f"the keys and values of microbatch {microbatch} in stage {index} stay on one rank"
+                )
 
 
 def _check_same_rank(units: list[Unit], ranks: dict[Op, int], rule: str) -> None:
@@ -177,7 +185,9 @@ def _describe_cycle(cycle: list[Op], waits_for: Callable[[Op], list[tuple[Op, st
     parts = []
     for op, target in zip(cycle, cycle[1:] + cycle[:1], strict=True):
         direct = any(producer == target for producer, _ in waits_for(op))
-        parts.append(f"{op} (rank {ranks[op]}) {'waits for' if direct else 'comes after'} {target} (rank {ranks[target]})")
+        parts.append(
+            f"{op} (rank {ranks[op]}) {'waits for' if direct else 'comes after'} {target} (rank {ranks[target]})"
+        )
     return "the program can never finish, its ops wait for each other in a circle: " + ", ".join(parts) + "."
 
 

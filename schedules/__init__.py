@@ -46,8 +46,9 @@ def find(name: str) -> Schedule:
 def build(name: str, shape: Shape, options: Any = None) -> Program:
     """The program of a schedule of the catalogue, or of a CSV file (a name that ends in `.csv`), for a shape.
 
-    Raises ScheduleError for an unknown name or a shape the schedule cannot have; for a file, ProgramError when it cannot be read and
-    ScheduleError when it was made for other ranks or microbatches. The program is not validated here (`lowering.lower` does).
+    Raises ScheduleError for an unknown name or a shape the schedule cannot have; for a file, ProgramError when it
+    cannot be read and ScheduleError when it was made for other ranks or microbatches. The program is not validated
+    here (`lowering.lower` does).
     """
     if name.endswith(".csv"):
         program = from_csv(name, shape.layers)
@@ -59,7 +60,9 @@ def build(name: str, shape: Shape, options: Any = None) -> Program:
         return program
     schedule = find(name)
     if shape.virtual_stages not in (None, 1) and not schedule.virtual_stages:
-        raise ScheduleError(f"schedule {name} has one stage a rank; virtual stages ({shape.virtual_stages}) need another.")
+        raise ScheduleError(
+            f"schedule {name} has one stage a rank; virtual stages ({shape.virtual_stages}) need another."
+        )
     if shape.chunks != 1 and not schedule.chunks:
         raise ScheduleError(f"schedule {name} does not cut the sequence; chunks ({shape.chunks}) need another.")
     return schedule.build(shape, options if options is not None else schedule.options())

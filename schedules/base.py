@@ -50,7 +50,8 @@ class Schedule:
     """One line of the catalogue.
 
     build: a pure function of the shape and the schedule's own options. options: a dataclass; its fields become flags.
-    paper, bubble, memory: what `helixpipe list` shows; formulas in p, m, k, v, F, B (times a rank) and microbatch-stages.
+    paper, bubble, memory: what `helixpipe list` shows; formulas in p, m, k, v, F, B (times a rank) and
+    microbatch-stages.
     """
 
     name: str
