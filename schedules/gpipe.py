@@ -24,7 +24,7 @@ def gpipe(shape: Shape, options: NoOptions) -> Program:
 
 
 def no_pipeline(shape: Shape, options: NoOptions) -> Program:
-    """Gradient accumulation on one rank: each microbatch forward and backward in turn. No bubble, one alive at a time."""
+    """Gradient accumulation on one rank: each microbatch forward and backward in turn. No bubble."""
     if shape.ranks != 1:
         raise ScheduleError(
             f"schedule none runs on one pipeline rank, not {shape.ranks}; "

@@ -1,0 +1,304 @@
+"""The executor: a loop over one rank's instructions with a table from kind to handler. It knows no schedule.
+
+It keeps three things. `stash`: what a unit's backward needs, from its F to the FREE after its backward. `inbox`:
+tensors that have arrived for an op, from another rank or from this one. `outbox`: tensors that an op produced for
+another rank, until sent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+from helixpipe.errors import ProgramError, UserError
+from helixpipe.events import MessageEvent, OpEvent, Timeline
+from helixpipe.graph import Message
+from helixpipe.lowering import Action, Instruction, LoweredProgram
+from helixpipe.model import Microbatch, UnitContext
+from helixpipe.program import Op, Piece, Unit
+from helixpipe.runtime.transport import Receipt, Transport
+
+
+class Model(Protocol):
+    """What the executor runs; `helixpipe.model.PipelineModel` is one."""
+
+    payload_dtype: torch.dtype
+
+    def run(
+        self, pieces: Sequence[Piece], inputs: tuple[Tensor, ...], batch: Microbatch, context: UnitContext
+    ) -> tuple[Tensor, ...]: ...
+
+    def payload_shapes(self, after: Piece, micro_batch_size: int, length: int) -> tuple[torch.Size, ...]: ...
+
+
+@dataclass(frozen=True)
+class Step:
+    """What differs from one run of a program to the next.
+
+    iteration: for the random state. first_microbatch: number of this pipeline's microbatch 0 among those of all
+    data-parallel ranks. batch: the data of a microbatch by its number in this pipeline; asked for only on ranks that
+    hold embed or head. root_gradient: for a microbatch, the gradient of the objective with respect to its loss sum: a
+    scalar tensor, such as loss_scale / (tokens of the microbatch * number of microbatches). micro_batch_size,
+    seq_length: of this step.
+    """
+
+    iteration: int
+    first_microbatch: int
+    batch: Callable[[int], Microbatch]
+    root_gradient: Callable[[int], Tensor]
+    micro_batch_size: int
+    seq_length: int
+    training: bool = True
+
+
+class LossSum(NamedTuple):
+    """The sum of a chunk's token losses times their loss mask; a float32 scalar, on the rank of the head only."""
+
+    microbatch: int
+    chunk: int
+    value: Tensor
+
+
+@dataclass
+class _Stashed:
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+
+
+@dataclass
+class _Record:
+    """Times of one step on this rank, in seconds of the machine's monotonic clock."""
+
+    ops: list[tuple[Op, float, float]] = field(default_factory=list)
+    sent: dict[int, float] = field(default_factory=dict)
+    arrived: dict[int, float] = field(default_factory=dict)
+
+
+class ExecutionError(RuntimeError):
+    """An instruction failed; the message shows it among its neighbours in the rank's stream."""
+
+
+class Executor:
+    """Runs a lowered program on one rank.
+
+    rank: pipeline rank. model: holds the weights of this rank's pieces. Raises ProgramError for ops the executor
+    cannot run.
+    """
+
+    def __init__(self, lowered: LoweredProgram, rank: int, model: Model, transport: Transport):
+        self.lowered = lowered
+        self.rank = rank
+        self.model = model
+        self.transport = transport
+        self._stream = lowered.streams[rank]
+        self._actions: dict[Action, Callable[[Instruction], None]] = {
+            Action.RECV: self._receive,
+            Action.WAIT: self._wait,
+            Action.RUN: self._run,
+            Action.SEND: self._send,
+            Action.FREE: self._free,
+        }
+        self._ops: dict[str, Callable[[Op], None]] = {"F": self._forward, "B": self._backward}
+        for op in lowered.program.ranks[rank]:
+            if op.kind not in self._ops:
+                raise ProgramError(
+                    f"{op} on rank {rank} cannot be run: training runs ops of kind {' and '.join(self._ops)} so far; "
+                    "programs with I, W or R can be checked, simulated and drawn."
+                )
+        self._local_consumer = self._consumers_on_this_rank()
+        self._ranges = {op: f"PP:{op}" for op in lowered.program.ranks[rank]}
+
+    def run(self, step: Step, record: bool = False) -> tuple[list[LossSum], _Record]:
+        """Run the program once. Gradients are added to the parameters'. Returns the loss sums of the microbatches
+        whose head is here, and this rank's times when `record` (else an empty record)."""
+        self._step = step
+        self._stash: dict[Unit, _Stashed] = {}
+        self._inbox: dict[Op, tuple[Tensor, ...]] = {}
+        self._outbox: dict[Op, tuple[Tensor, ...]] = {}
+        self._receipts: dict[int, Receipt] = {}
+        self._losses: list[LossSum] = []
+        self._record = _Record() if record else None
+        with torch.no_grad() if self.lowered.program.forward_only else nullcontext():
+            for index, instruction in enumerate(self._stream):
+                try:
+                    self._actions[instruction.action](instruction)
+                except UserError:
+                    raise
+                except Exception as error:
+                    raise ExecutionError(f"{type(error).__name__}: {error}\n{self._where(index)}") from error
+        self.transport.finish()
+        return self._losses, self._record or _Record()
+
+    # ------------------------------------------------------------------------------------------------- instructions
+
+    def _receive(self, instruction: Instruction) -> None:
+        message = _message(instruction)
+        shapes = self._payload_shapes(message)
+        self._receipts[message.number] = self.transport.receive(
+            shapes, self.model.payload_dtype, message.source, message.number
+        )
+
+    def _wait(self, instruction: Instruction) -> None:
+        message = _message(instruction)
+        self._inbox[message.consumer] = self._receipts.pop(message.number).wait()
+        if self._record is not None:
+            self._record.arrived[message.number] = self._now()
+
+    def _run(self, instruction: Instruction) -> None:
+        op = _op(instruction)
+        start = self._now() if self._record is not None else 0.0
+        with torch.autograd.profiler.record_function(self._ranges[op]):
+            self._ops[op.kind](op)
+        if self._record is not None:
+            self._record.ops.append((op, start, self._now()))
+
+    def _send(self, instruction: Instruction) -> None:
+        message = _message(instruction)
+        if self._record is not None:
+            self._record.sent[message.number] = self._now()
+        self.transport.send(self._outbox.pop(message.producer), message.target, message.number)
+
+    def _free(self, instruction: Instruction) -> None:
+        op = _op(instruction)
+        if op.kind != "F":
+            del self._stash[op.unit]
+        elif op.unit in self._stash:
+            _free_outputs(self._stash[op.unit])
+
+    # ---------------------------------------------------------------------------------------------------------- ops
+
+    def _forward(self, op: Op) -> None:
+        stage = self.lowered.program.stages[op.stage]
+        inputs = self._inbox.pop(op, ())
+        if not self.lowered.program.forward_only:
+            inputs = tuple(tensor.detach().requires_grad_() for tensor in inputs)
+        outputs = self.model.run(stage.pieces, inputs, self._step.batch(op.microbatch), self._context(op))
+        if not self.lowered.program.forward_only:
+            self._stash[op.unit] = _Stashed(inputs, outputs)
+        if op.stage == len(self.lowered.program.stages) - 1:
+            self._losses.append(LossSum(op.microbatch, op.chunk, outputs[0].detach()))
+        else:
+            self._deliver(op, tuple(tensor.detach() for tensor in outputs))
+
+    def _backward(self, op: Op) -> None:
+        stashed = self._stash[op.unit]
+        if op.stage == len(self.lowered.program.stages) - 1:
+            gradients: tuple[Tensor, ...] = (self._step.root_gradient(op.microbatch),)
+        else:
+            gradients = self._inbox.pop(op)
+        # The engine itself, since torch.autograd.backward would compare shapes with outputs whose data has been freed.
+        Variable._execution_engine.run_backward(
+            stashed.outputs,
+            gradients,
+            False,  # keep_graph
+            False,  # create_graph
+            (),  # inputs: all leaves
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
+        if op.stage > 0:
+            self._deliver(op, tuple(_gradient(tensor) for tensor in stashed.inputs))
+        stashed.outputs = ()
+
+    def _deliver(self, op: Op, tensors: tuple[Tensor, ...]) -> None:
+        consumer = self._local_consumer.get(op)
+        if consumer is None:
+            self._outbox[op] = tensors
+        else:
+            self._inbox[consumer] = tensors
+
+    # ------------------------------------------------------------------------------------------------------ details
+
+    def _context(self, op: Op) -> UnitContext:
+        lengths = self.lowered.program.chunk_lengths or (self._step.seq_length,)
+        return UnitContext(
+            step=self._step.iteration,
+            microbatch=self._step.first_microbatch + op.microbatch,
+            chunk=op.chunk,
+            offset=sum(lengths[: op.chunk]),
+            length=lengths[op.chunk],
+            training=self._step.training,
+        )
+
+    def _payload_shapes(self, message: Message) -> tuple[torch.Size, ...]:
+        """A gradient has the shapes of what it is the gradient of: what crossed the cut after the consumer's stage."""
+        stage = message.producer.stage if message.kind == "activation" else message.consumer.stage
+        after = self.lowered.program.stages[stage].pieces[-1]
+        lengths = self.lowered.program.chunk_lengths or (self._step.seq_length,)
+        return self.model.payload_shapes(after, self._step.micro_batch_size, lengths[message.producer.chunk])
+
+    def _consumers_on_this_rank(self) -> dict[Op, Op]:
+        """For each op of this rank whose tensors another op of this rank takes over: that op."""
+        graph = self.lowered.graph
+        consumers = {}
+        for task in graph.rank_tasks[self.rank]:
+            for successor in graph.successors[task]:
+                if not graph.is_message(successor) and graph.ops[successor].stage != graph.ops[task].stage:
+                    consumers[graph.ops[task]] = graph.ops[successor]
+        return consumers
+
+    def _now(self) -> float:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def _where(self, index: int) -> str:
+        """The failing instruction among its neighbours."""
+        lines = [f"in the stream of pipeline rank {self.rank} (schedule {self.lowered.program.schedule}):"]
+        for i in range(max(index - 3, 0), min(index + 4, len(self._stream))):
+            lines.append(f"  {'-->' if i == index else '   '} {i:5d}  {self._stream[i]}")
+        return "\n".join(lines)
+
+
+def merge_records(lowered: LoweredProgram, records: Sequence[_Record], title: str) -> Timeline:
+    """One timeline in seconds from what every rank recorded of the same step; its start is the first op's."""
+    begin = min((start for record in records for _, start, _ in record.ops), default=0.0)
+    ops = [
+        OpEvent(rank, op, start - begin, end - begin)
+        for rank, record in enumerate(records)
+        for op, start, end in record.ops
+    ]
+    messages = []
+    for message in lowered.messages:
+        sent = records[message.source].sent.get(message.number)
+        arrived = records[message.target].arrived.get(message.number)
+        if sent is not None and arrived is not None:
+            messages.append(
+                MessageEvent(
+                    message.kind, message.source, message.target, message.producer, message.consumer,
+                    sent - begin, max(arrived, sent) - begin,
+                )
+            )  # fmt: skip
+    return Timeline(title, lowered.program.num_ranks, ops, messages, unit="s")
+
+
+def _gradient(tensor: Tensor) -> Tensor:
+    gradient, tensor.grad = tensor.grad, None
+    return gradient if gradient is not None else torch.zeros_like(tensor)
+
+
+def _free_outputs(stashed: _Stashed) -> None:
+    """Drop the data of outputs that have been sent, keeping their place in the autograd graph: backward needs only the
+    gradients that come back. Left alone: what is an input as well (a residual that passes through) and views, whose
+    base keeps the memory."""
+    passing = {id(tensor) for tensor in stashed.inputs}
+    for output in stashed.outputs:
+        if id(output) not in passing and output._base is None:
+            output.data = torch.empty(0, device=output.device, dtype=output.dtype)
+
+
+def _op(instruction: Instruction) -> Op:
+    assert instruction.op is not None
+    return instruction.op
+
+
+def _message(instruction: Instruction) -> Message:
+    assert instruction.message is not None
+    return instruction.message
