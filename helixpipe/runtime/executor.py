@@ -42,7 +42,7 @@ class Model(Protocol):
 class Step:
     """What differs from one run of a program to the next.
 
-    iteration: for the random state. first_microbatch: number of this pipeline's microbatch 0 among those of all
+    iteration: for the random state. microbatch_number: of a microbatch of this pipeline among those of all
     data-parallel ranks. batch: the data of a microbatch by its number in this pipeline; asked for only on ranks that
     hold embed or head. root_gradient: for a microbatch, the gradient of the objective with respect to its loss sum: a
     scalar tensor, such as loss_scale / (tokens of the microbatch * number of microbatches). micro_batch_size,
@@ -50,7 +50,7 @@ class Step:
     """
 
     iteration: int
-    first_microbatch: int
+    microbatch_number: Callable[[int], int]
     batch: Callable[[int], Microbatch]
     root_gradient: Callable[[int], Tensor]
     micro_batch_size: int
@@ -73,8 +73,8 @@ class _Stashed:
 
 
 @dataclass
-class _Record:
-    """Times of one step on this rank, in seconds of the machine's monotonic clock."""
+class Record:
+    """Times of one step on this rank, in seconds of the machine's monotonic clock (shared by the ranks of one machine)."""
 
     ops: list[tuple[Op, float, float]] = field(default_factory=list)
     sent: dict[int, float] = field(default_factory=dict)
@@ -115,7 +115,7 @@ class Executor:
         self._local_consumer = self._consumers_on_this_rank()
         self._ranges = {op: f"PP:{op}" for op in lowered.program.ranks[rank]}
 
-    def run(self, step: Step, record: bool = False) -> tuple[list[LossSum], _Record]:
+    def run(self, step: Step, record: bool = False) -> tuple[list[LossSum], Record]:
         """Run the program once. Gradients are added to the parameters'. Returns the loss sums of the microbatches
         whose head is here, and this rank's times when `record` (else an empty record)."""
         self._step = step
@@ -124,7 +124,7 @@ class Executor:
         self._outbox: dict[Op, tuple[Tensor, ...]] = {}
         self._receipts: dict[int, Receipt] = {}
         self._losses: list[LossSum] = []
-        self._record = _Record() if record else None
+        self._record = Record() if record else None
         with torch.no_grad() if self.lowered.program.forward_only else nullcontext():
             for index, instruction in enumerate(self._stream):
                 try:
@@ -134,7 +134,7 @@ class Executor:
                 except Exception as error:
                     raise ExecutionError(f"{type(error).__name__}: {error}\n{self._where(index)}") from error
         self.transport.finish()
-        return self._losses, self._record or _Record()
+        return self._losses, self._record or Record()
 
     # ------------------------------------------------------------------------------------------------- instructions
 
@@ -220,7 +220,7 @@ class Executor:
         lengths = self.lowered.program.chunk_lengths or (self._step.seq_length,)
         return UnitContext(
             step=self._step.iteration,
-            microbatch=self._step.first_microbatch + op.microbatch,
+            microbatch=self._step.microbatch_number(op.microbatch),
             chunk=op.chunk,
             offset=sum(lengths[: op.chunk]),
             length=lengths[op.chunk],
@@ -257,7 +257,7 @@ class Executor:
         return "\n".join(lines)
 
 
-def merge_records(lowered: LoweredProgram, records: Sequence[_Record], title: str) -> Timeline:
+def merge_records(lowered: LoweredProgram, records: Sequence[Record], title: str) -> Timeline:
     """One timeline in seconds from what every rank recorded of the same step; its start is the first op's."""
     begin = min((start for record in records for _, start, _ in record.ops), default=0.0)
     ops = [

@@ -1,0 +1,10 @@
+"""A megatron-core GPT cut into pieces: embed; norm, qkv, attn, proj, mlp of each layer; head."""
+
+from helixpipe.runtime.device import prepare
+
+prepare()  # megatron-core must be imported quietly and, without CUDA, made to run on the CPU
+
+from helixpipe.model.options import GPTOptions, Microbatch, UnitContext  # noqa: E402
+from helixpipe.model.pipeline_model import PipelineModel  # noqa: E402
+
+__all__ = ["GPTOptions", "Microbatch", "PipelineModel", "UnitContext"]

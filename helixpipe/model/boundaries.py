@@ -1,0 +1,33 @@
+"""Shapes of what crosses a cut of the model, so that no rank ever has to ask another for them."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.transformer import TransformerConfig
+
+from helixpipe.program import Piece
+
+
+def payload_shapes(
+    config: TransformerConfig, after: Piece, micro_batch_size: int, length: int
+) -> tuple[torch.Size, ...]:
+    """Shapes, on one tensor-parallel rank, of the tensors that cross the cut after a piece, in their order.
+
+    After head it is the loss sum, a scalar. `length` is the chunk's number of tokens.
+    """
+    tp = config.tensor_model_parallel_size
+    channels, groups = config.kv_channels, config.num_query_groups
+    assert channels is not None and groups is not None  # TransformerConfig fills them in
+    rows = length // tp if config.sequence_parallel else length
+    hidden = torch.Size((rows, micro_batch_size, config.hidden_size))
+    heads = config.num_attention_heads // tp
+    query = torch.Size((length, micro_batch_size, heads, channels))
+    key = torch.Size((length, micro_batch_size, groups // tp, channels))
+    attention = torch.Size((length, micro_batch_size, heads * channels))
+    by_kind = {
+        "norm": (hidden, hidden),
+        "qkv": (query, key, key, hidden),
+        "attn": (attention, hidden),
+        "head": (torch.Size(()),),
+    }
+    return by_kind.get(after.kind, (hidden,))

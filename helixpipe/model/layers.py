@@ -1,0 +1,157 @@
+"""The weights of one transformer layer, or of the pieces of it that a rank holds, and what each piece computes.
+
+Modules and parameters carry megatron-core's names (its local layer spec), so weights and checkpoints interchange.
+Hidden states are [s, b, h], with sequence parallelism [s / tp, b, h] outside attention and MLP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.utils import apply_prefix_mapping
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from helixpipe.model.attention import CoreAttention, Rotary
+from helixpipe.program import Piece
+
+DrawWeights = Callable[[str], AbstractContextManager[None]]
+"""Gives the context in which the weights of the named part are drawn (`randomness.initial_weights`)."""
+
+_CHECKPOINT_NAMES = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+"""In megatron-core's checkpoints a norm belongs to the linear layer that follows it, as in its fused modules."""
+
+
+def make_norm(config: TransformerConfig) -> torch.nn.Module:
+    """torch's LayerNorm or RMSNorm; with sequence parallelism its gradients are marked as partial sums over TP."""
+    kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+    norm = kind(config.hidden_size, eps=config.layernorm_epsilon, dtype=config.params_dtype)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return norm
+
+
+class SelfAttention(MegatronModule):
+    """The projections around core attention; `qkv` and `proj` may be on different ranks."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        index: int,
+        kinds: Collection[str],
+        tp_group: torch.distributed.ProcessGroup,
+        draw: DrawWeights,
+    ):
+        super().__init__(config)
+        self.tp_group = tp_group
+        assert config.kv_channels is not None and config.num_query_groups is not None  # TransformerConfig fills them in
+        channels, heads, groups = config.kv_channels, config.num_attention_heads, config.num_query_groups
+        if "qkv" in kinds:
+            with draw(str(Piece("qkv", index))):
+                self.linear_qkv = ColumnParallelLinear(
+                    config.hidden_size,
+                    channels * (heads + 2 * groups),
+                    config=config,
+                    init_method=config.init_method,
+                    bias=config.add_bias_linear or config.add_qkv_bias,
+                    gather_output=False,
+                    skip_bias_add=False,
+                    tp_group=tp_group,
+                )
+        if "proj" in kinds:
+            with draw(str(Piece("proj", index))):
+                self.linear_proj = RowParallelLinear(
+                    channels * heads,
+                    config.hidden_size,
+                    config=config,
+                    init_method=config.output_layer_init_method,
+                    bias=config.add_bias_linear,
+                    input_is_parallel=True,
+                    skip_bias_add=True,
+                    tp_group=tp_group,
+                )
+        self._groups = groups // tp_group.size()
+        self._split = [channels * (heads // groups), channels, channels]
+
+    def query_key_value(self, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[s, b, heads / tp, d] query, [s, b, groups / tp, d] key and value; the weight's rows lie group by group."""
+        mixed, _ = self.linear_qkv(normed)
+        query, key, value = mixed.unflatten(-1, (self._groups, -1)).split(self._split, dim=-1)
+        return query.reshape(*query.shape[:2], -1, self._split[1]), key, value
+
+
+class Layer(MegatronModule):
+    """The pieces `kinds` of one transformer layer, with the weights of exactly these pieces, each drawn on its own."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        index: int,
+        kinds: Collection[str],
+        rotary: Rotary | None,
+        tp_group: torch.distributed.ProcessGroup,
+        draw: DrawWeights,
+    ):
+        super().__init__(config)
+        self.tp_group = tp_group
+        self._rotary = rotary
+        if "norm" in kinds:
+            self.input_layernorm = make_norm(config)
+        if "qkv" in kinds or "proj" in kinds:
+            self.self_attention = SelfAttention(config, index, kinds, tp_group, draw)
+        if "attn" in kinds:
+            self.core_attention = CoreAttention(config)
+        if "mlp" in kinds:
+            self.pre_mlp_layernorm = make_norm(config)
+            submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+            with draw(str(Piece("mlp", index))):
+                self.mlp = MLP(config, submodules, ffn_hidden_size=config.ffn_hidden_size, tp_group=tp_group)
+
+    def norm(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Hidden state to (norm output, residual)."""
+        return self.input_layernorm(hidden), hidden
+
+    def qkv(self, normed: Tensor, residual: Tensor, *, offset: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(norm output, residual) to (query, key, value, residual), rotated for tokens that begin at `offset`."""
+        query, key, value = self.self_attention.query_key_value(normed)
+        if self._rotary is not None:
+            query, key = self._rotary.rotate(query, offset), self._rotary.rotate(key, offset)
+        return query, key, value, residual
+
+    def attn(
+        self, query: Tensor, key: Tensor, value: Tensor, residual: Tensor, *, training: bool
+    ) -> tuple[Tensor, Tensor]:
+        """(query, key, value, residual) to (attention output [s, b, heads / tp * d], residual)."""
+        return self.core_attention(query, key, value, training), residual
+
+    def proj(self, attention: Tensor, residual: Tensor, *, training: bool) -> tuple[Tensor]:
+        """(attention output, residual) to one hidden state."""
+        return (self._add(self.self_attention.linear_proj(attention), residual, training),)
+
+    def ffn(self, hidden: Tensor, *, training: bool) -> tuple[Tensor]:
+        """The `mlp` piece (norm, MLP, residual): hidden state to hidden state."""
+        return (self._add(self.mlp(self.pre_mlp_layernorm(hidden)), hidden, training),)
+
+    def _add(self, output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, training: bool) -> Tensor:
+        """Bias, dropout and residual connection."""
+        bias_dropout_add = get_bias_dropout_add(training, self.config.bias_dropout_fusion)
+        return bias_dropout_add(output_and_bias, residual, self.config.hidden_dropout)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """This rank's part of the layer in a checkpoint, under megatron-core's checkpoint names."""
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        apply_prefix_mapping(state, {prefix + name: prefix + saved for name, saved in _CHECKPOINT_NAMES.items()})
+        return state

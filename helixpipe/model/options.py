@@ -1,0 +1,116 @@
+"""What the model is told: its shape beyond megatron-core's TransformerConfig, one microbatch, and the unit it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from helixpipe.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
+
+@dataclass(frozen=True)
+class GPTOptions:
+    """The part of a GPT's definition that TransformerConfig leaves to megatron-core's GPTModel; names as there."""
+
+    vocab_size: int
+    """Rows of the embedding, already padded to a multiple of the tensor-parallel size."""
+    max_sequence_length: int
+    """Longest sequence the model can be given: the number of learned positions."""
+    position_embedding_type: str = "learned_absolute"
+    """`learned_absolute`, `rope` or `none`."""
+    rotary_percent: float = 1.0
+    """Share of every head's channels that RoPE rotates."""
+    rotary_base: int = 10000
+    """Base period of RoPE."""
+    share_embeddings_and_output_weights: bool = True
+    """Whether the head uses the word embedding's weights."""
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """One microbatch of whole sequences; a rank that has neither embed nor head uses none of it."""
+
+    tokens: torch.Tensor
+    """[b, s] int64, on the model's device, as are the others."""
+    labels: torch.Tensor
+    """[b, s] int64: the token that follows each token."""
+    loss_mask: torch.Tensor
+    """[b, s] float32: weight of each token's loss."""
+    position_ids: torch.Tensor | None = None
+    """[b, s] int64 for learned positions; None means 0 to s - 1. RoPE, as in megatron-core, always counts from 0."""
+
+
+@dataclass(frozen=True)
+class UnitContext:
+    """Which unit the model runs: what its random state and its place in the sequence depend on."""
+
+    step: int
+    """Training iteration."""
+    microbatch: int
+    """Number of the microbatch in the step over all data-parallel ranks: dp_rank * num_microbatches + local index."""
+    chunk: int = 0
+    """Number of the chunk in the sequence."""
+    offset: int = 0
+    """First token of the chunk in the sequence."""
+    length: int | None = None
+    """Tokens of the chunk; None means up to the end of the sequence."""
+    training: bool = True
+    """Whether dropout is applied."""
+
+    @property
+    def tokens(self) -> slice:
+        """The chunk's tokens in the sequence."""
+        return slice(self.offset, None if self.length is None else self.offset + self.length)
+
+
+class _Requirement(NamedTuple):
+    """A setting of TransformerConfig that the pieces rely on, and what to tell the user who set it otherwise."""
+
+    field: str
+    holds: Callable[[Any], bool]
+    valid: str
+
+
+_NORMS = ("LayerNorm", "RMSNorm")
+_POSITIONS = ("learned_absolute", "rope", "none")
+_REQUIREMENTS = (
+    _Requirement("num_moe_experts", lambda value: value is None, "--num-experts is not supported: leave it out"),
+    _Requirement("multi_latent_attention", lambda value: not value, "--multi-latent-attention is not supported"),
+    _Requirement("qk_layernorm", lambda value: not value, "--qk-layernorm is not supported"),
+    _Requirement("attention_output_gate", lambda value: not value, "--attention-output-gate is not supported"),
+    _Requirement("window_size", lambda value: value is None, "--window-size is not supported: leave it out"),
+    _Requirement("softmax_type", lambda value: value == "vanilla", "--softmax-type must be vanilla"),
+    _Requirement("rotary_interleaved", lambda value: not value, "--rotary-interleaved is not supported"),
+    _Requirement("layernorm_zero_centered_gamma", lambda value: not value, "--apply-layernorm-1p is not supported"),
+    _Requirement("fp32_residual_connection", lambda value: not value, "--fp32-residual-connection is not supported"),
+    _Requirement("context_parallel_size", lambda value: value == 1, "--context-parallel-size must be 1"),
+    _Requirement("fp8", lambda value: value is None, "--fp8-format is not supported: leave it out"),
+    _Requirement("normalization", lambda value: value in _NORMS, "--normalization must be LayerNorm or RMSNorm"),
+)
+
+
+def check_supported(config: TransformerConfig, gpt: GPTOptions) -> None:
+    """Raise UserError, naming the flag, for a model that the pieces cannot express."""
+    for field, holds, valid in _REQUIREMENTS:
+        value = getattr(config, field)
+        if not holds(value):
+            raise UserError(f"{valid} (it is {value!r}).")
+    if gpt.position_embedding_type not in _POSITIONS:
+        raise UserError(
+            f"--position-embedding-type {gpt.position_embedding_type} is not supported; "
+            f"valid values are {', '.join(_POSITIONS)}."
+        )
+    tp = config.tensor_model_parallel_size
+    for flag, count in (
+        ("--num-attention-heads", config.num_attention_heads),
+        ("--num-query-groups", config.num_query_groups or config.num_attention_heads),
+        ("the padded vocabulary size", gpt.vocab_size),
+    ):
+        if count % tp:
+            raise UserError(f"{flag} {count} must be a multiple of --tensor-model-parallel-size {tp}.")

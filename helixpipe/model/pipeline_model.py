@@ -1,0 +1,245 @@
+"""The model as one pipeline rank holds it: one module with the weights of exactly the rank's pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, sharded_state_dict_default
+from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
+from torch import Tensor
+
+from helixpipe.model import boundaries
+from helixpipe.model.attention import Rotary
+from helixpipe.model.ends import Embedding, loss_sum
+from helixpipe.model.layers import Layer, make_norm
+from helixpipe.model.options import GPTOptions, Microbatch, UnitContext, check_supported
+from helixpipe.model.randomness import DropoutSeeds, initial_weights
+from helixpipe.program import Piece
+from helixpipe.runtime.device import device
+
+_WORD_EMBEDDING = "embedding.word_embeddings.weight"
+_OUTPUT_LAYER = "output_layer.weight"
+
+
+class Decoder(MegatronModule):
+    """The layers, by global index, and the final norm, named and checkpointed as megatron-core's TransformerBlock."""
+
+    def __init__(self, config: TransformerConfig, tp_group: torch.distributed.ProcessGroup):
+        super().__init__(config)
+        self.tp_group = tp_group
+        self.layers = torch.nn.ModuleDict()
+        self.final_layernorm: Any = None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """Keys without layer numbers and a leading axis of layers; numbered keys where `metadata` asks for them."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        numbered = metadata.get("non_homogeneous_layers") or metadata.get("singleton_local_shards")
+        state: ShardedStateDict = {}
+        for index, child in self.layers.items():
+            layer = cast(Layer, child)
+            own_prefix = f"{prefix}layers.{index}."
+            offsets = () if numbered else ((0, int(index), self.config.num_layers),)
+            layer_state = layer.sharded_state_dict(own_prefix, offsets, metadata)
+            replace_prefix_for_sharding(layer_state, own_prefix, own_prefix if numbered else f"{prefix}layers.")
+            state.update(layer_state)
+        if self.final_layernorm is not None:
+            final_prefix = f"{prefix}final_layernorm."
+            state.update(
+                sharded_state_dict_default(
+                    self.final_layernorm, final_prefix, sharded_offsets, metadata, tp_group=self.tp_group
+                )
+            )
+        return state
+
+
+class PipelineModel(MegatronModule):
+    """A GPT's pieces on one rank.
+
+    config: megatron-core's; `params_dtype` is the type of weights and hidden states.
+    pieces: those this rank runs, in model order; each once. All of `model_pieces(num_layers)` makes the whole model.
+    pg_collection: needs `tp`; None takes megatron-core's parallel state, which must be initialised in any case: the
+        loss uses its tensor-parallel group.
+    seed: of initial weights and dropout.
+
+    Parameter names are GPTModel's with global layer indices. A tied head away from the embedding has its own copy of
+    the weight, `output_layer.weight`, which starts out equal; `replicated_parameters` names such copies.
+    Raises UserError for a model that cannot be cut into these pieces.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        gpt: GPTOptions,
+        pieces: Sequence[Piece],
+        pg_collection: ProcessGroupCollection | None = None,
+        seed: int = 1234,
+    ):
+        check_supported(config, gpt)
+        super().__init__(config)
+        if pg_collection is None:
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp"])
+        self.gpt = gpt
+        self.pg_collection = pg_collection
+        self.tp_group = pg_collection.tp
+        self.payload_dtype: torch.dtype = config.params_dtype
+        self.share_embeddings_and_output_weights = gpt.share_embeddings_and_output_weights
+        self._dropout = DropoutSeeds(seed, self.tp_group.rank())
+        self._build(pieces, seed)
+        # Learned positions are made by torch in float32 on the CPU; all else has its type and device already.
+        self.to(device=device(), dtype=config.params_dtype)
+        self._mark_ends()
+
+    def _build(self, pieces: Sequence[Piece], seed: int) -> None:
+        """Make the weights of the pieces, each part from its own seed."""
+        config, gpt, group = self.config, self.gpt, self.tp_group
+        kinds_of_layer: dict[int, set[str]] = {}
+        for piece in pieces:
+            kinds_of_layer.setdefault(piece.layer, set()).add(piece.kind)
+        ends = kinds_of_layer.pop(-1, set())
+        draw = partial(initial_weights, seed, tp_rank=group.rank())
+        rotary = Rotary(config, gpt) if gpt.position_embedding_type == "rope" else None
+        self.decoder = Decoder(config, group)
+        if "embed" in ends:
+            with draw("embedding"):
+                self.embedding = Embedding(config, gpt, group)
+        for index in sorted(kinds_of_layer):
+            self.decoder.layers[str(index)] = Layer(config, index, kinds_of_layer[index], rotary, group, draw)
+        if "head" in ends:
+            tied = gpt.share_embeddings_and_output_weights
+            self.decoder.final_layernorm = make_norm(config)
+            # A tied copy away from the embedding repeats the embedding's draw.
+            with draw("embedding" if tied else "output_layer"):
+                self.output_layer = ColumnParallelLinear(
+                    config.hidden_size,
+                    gpt.vocab_size,
+                    config=config,
+                    init_method=config.embedding_init_method if tied else config.init_method,
+                    bias=False,
+                    gather_output=False,
+                    skip_bias_add=False,
+                    skip_weight_param_allocation=tied and "embed" in ends,
+                    tp_group=group,
+                )
+
+    def run(
+        self, pieces: Sequence[Piece], inputs: tuple[Tensor, ...], batch: Microbatch, context: UnitContext
+    ) -> tuple[Tensor, ...]:
+        """Run consecutive pieces on one chunk in one autograd graph.
+
+        inputs: () when the first piece is embed, else what crosses the cut before pieces[0] (see `payload_shapes`).
+        Returns what crosses the cut after pieces[-1]; after head (loss_sum,), a float32 scalar: the sum over the chunk
+        of token losses times loss mask. A residual may come back as the very tensor that was given.
+        """
+        state = inputs
+        for piece in pieces:
+            state = self._run_piece(piece, state, batch, context)
+        return state
+
+    forward = run
+
+    def _run_piece(
+        self, piece: Piece, state: tuple[Tensor, ...], batch: Microbatch, context: UnitContext
+    ) -> tuple[Tensor, ...]:
+        training = context.training
+        if piece.kind == "embed":
+            self._seed_dropout(piece, context, self.config.hidden_dropout, split=self.config.sequence_parallel)
+            return (self.embedding(batch, context),)
+        if piece.kind == "head":
+            return (loss_sum(self.logits(*state), batch, context),)
+        layer = cast(Layer, self.decoder.layers[str(piece.layer)])
+        if piece.kind == "norm":
+            return layer.norm(*state)
+        if piece.kind == "qkv":
+            return layer.qkv(*state, offset=context.offset)
+        if piece.kind == "attn":
+            self._seed_dropout(piece, context, self.config.attention_dropout, split=True)
+            return layer.attn(*state, training=training)
+        self._seed_dropout(piece, context, self.config.hidden_dropout, split=self.config.sequence_parallel)
+        return layer.proj(*state, training=training) if piece.kind == "proj" else layer.ffn(*state, training=training)
+
+    def _seed_dropout(self, piece: Piece, context: UnitContext, probability: float, split: bool) -> None:
+        if probability > 0.0 and context.training:
+            self._dropout.begin(piece, context, split)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The last layer's hidden states to logits, [s, b, vocabulary / tp]; needs the head."""
+        weight = self.embedding.word_embeddings.weight if self.output_layer.weight is None else None
+        return self.output_layer(self.decoder.final_layernorm(hidden), weight=weight)[0]
+
+    def payload_shapes(self, after: Piece, micro_batch_size: int, length: int) -> tuple[torch.Size, ...]:
+        """Shapes on this rank of the tensors that cross the cut after a piece, for a chunk of `length` tokens.
+
+        Their type is `payload_dtype`, except the loss sum's, which is float32.
+        """
+        return boundaries.payload_shapes(self.config, after, micro_batch_size, length)
+
+    # ---------------------------------------------------------------------------------------- copies on several ranks
+
+    def _mark_ends(self) -> None:
+        """Set the attributes by which megatron-core's optimizer knows the ends of the model and the tied copy."""
+        embedding, head = self._end_weights()
+        for weight in (embedding, head):
+            if weight is not None:
+                weight.is_embedding_or_output_parameter = True
+        if not self.share_embeddings_and_output_weights:
+            return
+        if embedding is not None and hasattr(self, "output_layer"):
+            embedding.zero_out_wgrad = True  # used twice: a fused weight gradient must not leave garbage behind
+        else:
+            for weight in (embedding, head):
+                if weight is not None:
+                    weight.shared_embedding = True
+            if head is not None:
+                head.shared = True  # counted in norms on the embedding's rank only
+
+    def _end_weights(self) -> tuple[Any, Any]:
+        """(word embedding weight, output layer's own weight); None for one this rank does not hold."""
+        embedding = self.embedding.word_embeddings.weight if hasattr(self, "embedding") else None
+        head = self.output_layer.weight if hasattr(self, "output_layer") else None
+        return embedding, head
+
+    def replicated_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Parameters of which other pipeline ranks hold copies, by a key equal on all of these ranks.
+
+        Their gradients must be summed over these ranks before the optimizer's step. Now: the tied embedding.
+        """
+        embedding, head = self._end_weights()
+        if not self.share_embeddings_and_output_weights or (embedding is not None and hasattr(self, "output_layer")):
+            return {}
+        weight = embedding if head is None else head
+        return {} if weight is None else {_WORD_EMBEDDING: weight}
+
+    # ------------------------------------------------------------------------------------------------------ checkpoints
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """What this rank holds of the checkpoint, under the keys, shapes and offsets of megatron-core's GPTModel."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        state.pop(f"{prefix}output_layer._extra_state", None)  # GPTModel leaves this empty object out
+        _, head = self._end_weights()
+        if head is not None and self.share_embeddings_and_output_weights:
+            dp_cp_group = metadata["dp_cp_group"]
+            state[prefix + _OUTPUT_LAYER] = make_tp_sharded_tensor_for_checkpoint(
+                tensor=head,
+                key=prefix + _WORD_EMBEDDING,
+                replica_id=(1, 0, dp_cp_group.rank()),  # copy 1; the embedding's rank writes copy 0
+                allow_shape_mismatch=True,
+                tp_group=self.tp_group,
+                dp_cp_group=dp_cp_group,
+            )
+        elif head is not None:
+            state[prefix + _OUTPUT_LAYER].allow_shape_mismatch = True  # vocabulary padding, as for the embedding
+        return state

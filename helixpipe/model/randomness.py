@@ -1,0 +1,76 @@
+"""Random numbers that depend on what is computed, never on when or where: initial weights and dropout.
+
+Initial weights are drawn from (seed, name of the part), so every schedule and partition starts from the same model; so
+does every tensor-parallel size with `use_cpu_initialization`: megatron-core then draws the whole weight and slices it.
+Dropout is drawn from (seed, step, microbatch, layer, piece, chunk): a schedule does not change it and a recomputation
+repeats it. Tensor-parallel ranks share the draw where they hold the same values and draw apart where they do not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+from helixpipe.model.options import UnitContext
+from helixpipe.program import PIECE_KINDS, Piece
+from helixpipe.runtime.device import device
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A 63-bit seed from the parts, the same in every process; a change of any part changes all of it."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@contextmanager
+def initial_weights(seed: int, part: str, tp_rank: int) -> Iterator[None]:
+    """Draw the weights made inside from (seed, part); the generators are left as they were.
+
+    Weights that megatron-core makes on the GPU, slice by slice, are drawn from its random state tracker: there
+    (seed, part, tp_rank) decides, so that slices differ.
+    """
+    part_seed = derive_seed(seed, "weights", part)
+    tracker = get_cuda_rng_tracker()
+    states = tracker.get_states()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=devices):
+        torch.cuda.manual_seed(derive_seed(part_seed, tp_rank))
+        if "model-parallel-rng" in states:
+            tracker.set_states({**states, "model-parallel-rng": torch.cuda.get_rng_state()})
+        torch.manual_seed(part_seed)
+        try:
+            yield
+        finally:
+            tracker.set_states(states)
+
+
+class DropoutSeeds:
+    """Seeds the default generator of the device before a piece draws its dropout masks.
+
+    Nothing is saved or restored: every draw of the model is preceded by its own seed.
+    """
+
+    def __init__(self, seed: int, tp_rank: int):
+        self._seed = seed
+        self._tp_rank = tp_rank
+        target = device()
+        on_cpu = target.type == "cpu"
+        self._generator = torch.default_generator if on_cpu else torch.cuda.default_generators[target.index]
+
+    def begin(self, piece: Piece, context: UnitContext, split: bool) -> None:
+        """Seed for `piece` of the unit; `split`: tensor-parallel ranks hold different parts of what is dropped."""
+        self._generator.manual_seed(
+            derive_seed(
+                self._seed,
+                context.step,
+                context.microbatch,
+                piece.layer,
+                PIECE_KINDS.index(piece.kind),
+                context.chunk,
+                self._tp_rank if split else -1,
+            )
+        )

@@ -1,0 +1,1 @@
+"""Running a program: executor, transport, stashes and the device."""

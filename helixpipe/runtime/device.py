@@ -1,0 +1,189 @@
+"""Where tensors live, and the one small shim that lets megatron-core run on machines without CUDA.
+
+`prepare()` is called once, before anything of `megatron.core` is imported (importing `helixpipe.model` calls it). It
+imports the parts of megatron-core used here with the notices about missing optional packages (Transformer Engine, apex)
+silenced, during these imports only, so later warnings are seen. On a machine with CUDA it does nothing else.
+
+Without CUDA, megatron-core 0.16 still names the device "cuda" in several places. Two remedies, by cost:
+
+- functions that can only fail without CUDA (`torch.cuda.current_device`, `synchronize`, the CUDA random state,
+  `Tensor.cuda`) are replaced for good by their CPU meaning. Nothing else slows down, and all that the forward and
+  backward passes of megatron-core's layers need is among them;
+- literal `device="cuda"` arguments and the checks of `Tensor.type()` are rewritten by a `TorchFunctionMode`. It costs
+  about a microsecond for every torch call made while it is active, as much as a small op itself, so it is active only
+  inside megatron-core's own construction, optimizer and checkpoint code (`_ENTRY_POINTS`), never in the forward and
+  backward passes. `redirect()` gives it to other code that needs it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_IMPORTS = (
+    "megatron.core",
+    "megatron.core.dist_checkpointing",
+    "megatron.core.distributed",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.core.optimizer",
+    "megatron.core.tensor_parallel",
+)
+
+_ENTRY_POINTS = {
+    "megatron.core.dist_checkpointing.strategies.fully_parallel": (
+        "FullyParallelLoadStrategyWrapper.load",
+        "FullyParallelSaveStrategyWrapper.save",
+        "FullyParallelSaveStrategyWrapper.async_save",
+    ),
+    "megatron.core.dist_checkpointing.strategies.torch": (
+        "TorchDistLoadShardedStrategy.load",
+        "TorchDistSaveShardedStrategy.async_save",
+    ),
+    "megatron.core.distributed.distributed_data_parallel": ("DistributedDataParallel.__init__",),
+    "megatron.core.optimizer.distrib_optimizer": ("DistributedOptimizer.__init__",),
+    "megatron.core.optimizer.grad_scaler": ("MegatronGradScaler.__init__", "DynamicGradScaler.__init__"),
+    "megatron.core.optimizer.optimizer": (
+        "FP32Optimizer.__init__",
+        "Float16OptimizerWithFloat16Params.__init__",
+        "ChainedOptimizer.count_zeros",
+        "ChainedOptimizer.get_grad_norm",
+        "ChainedOptimizer.get_loss_scale",
+        "ChainedOptimizer.load_state_dict",
+        "ChainedOptimizer.sharded_state_dict",
+        "ChainedOptimizer.step",
+    ),
+}
+"""Methods of megatron-core that run under `redirect()` without CUDA; methods, so that it does not matter who imported
+their classes before."""
+
+_NOISE = (
+    (FutureWarning, r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"),
+    (FutureWarning, r"`load_state_dict` is deprecated and will be removed"),
+    (FutureWarning, r"Please use DTensor instead and we are deprecating ShardedTensor"),
+    (UserWarning, r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed"),
+)
+"""Warnings that megatron-core's own code draws from torch at every run; whoever runs it can do nothing about them."""
+
+_NOISE_WITHOUT_CUDA = ((UserWarning, r".* recommended to set the environment variable CUDA_DEVICE_MAX_CONNECTIONS"),)
+
+_CPU = torch.device("cpu")
+
+
+def device() -> torch.device:
+    """The device this process computes on: its current CUDA device, or the CPU when there is no CUDA."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
+
+
+def prepare() -> None:
+    """Import megatron-core quietly and, without CUDA, make it run on the CPU. Calling it again does nothing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in _IMPORTS:
+            importlib.import_module(name)
+    _ignore(_NOISE)
+    current_device: Any = torch.cuda.current_device
+    if not torch.cuda.is_available() and current_device is not _current_device:
+        _ignore(_NOISE_WITHOUT_CUDA)
+        _replace_cuda_functions()
+        for module, methods in _ENTRY_POINTS.items():
+            for method in methods:
+                _run_redirected(module, method)
+
+
+def _ignore(noise: tuple[tuple[type[Warning], str], ...]) -> None:
+    for category, message in noise:
+        warnings.filterwarnings("ignore", message=message, category=category)
+
+
+def redirect() -> AbstractContextManager[Any]:
+    """Within it torch reads the device "cuda" as "cpu" and names tensor types as CUDA would; nothing with CUDA."""
+    return nullcontext() if torch.cuda.is_available() else _Redirect()
+
+
+class _Redirect(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if kwargs and _is_cuda(kwargs.get("device")):
+            kwargs = {**kwargs, "device": _CPU}
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+            args = (args[0], _CPU, *args[2:])
+        return func(*args, **(kwargs or {}))
+
+
+def _is_cuda(value: Any) -> bool:
+    if isinstance(value, str):
+        return value.startswith("cuda")
+    return isinstance(value, torch.device) and value.type == "cuda"
+
+
+def _run_redirected(module: str, method: str) -> None:
+    """Wrap one method of megatron-core so that it runs under `redirect()`."""
+    class_name, name = method.split(".")
+    owner = getattr(importlib.import_module(module), class_name)
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def redirected(*args: Any, **kwargs: Any) -> Any:
+        with _Redirect():
+            return original(*args, **kwargs)
+
+    setattr(owner, name, redirected)
+
+
+# ------------------------------------------------------------------------------ the CPU meaning of torch.cuda functions
+
+
+def _current_device() -> torch.device:
+    return _CPU
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Stands for torch.cuda functions that have nothing to do on the CPU."""
+
+
+def _get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.default_generator.get_state()
+
+
+def _set_rng_state(new_state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    torch.default_generator.set_state(new_state)
+
+
+def _manual_seed(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+
+
+def _tensor_cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return self
+
+
+def _not_about_cpu_generator(record: logging.LogRecord) -> bool:
+    """False for the notice that the CPU random state changed inside a CUDA one: here they are the same generator."""
+    return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
+
+
+def _replace_cuda_functions() -> None:
+    cuda: Any = torch.cuda
+    cuda.current_device = _current_device
+    cuda.synchronize = cuda.empty_cache = _nothing
+    cuda.get_rng_state = cuda.random.get_rng_state = _get_rng_state
+    cuda.set_rng_state = cuda.random.set_rng_state = _set_rng_state
+    cuda.manual_seed = cuda.random.manual_seed = _manual_seed
+    tensor: Any = torch.Tensor
+    tensor.cuda = _tensor_cuda
+    tracker: Any = importlib.import_module("megatron.core.tensor_parallel.random")
+    tracker._get_cuda_rng_state = _get_rng_state
+    tracker._set_cuda_rng_state = _set_rng_state
+    logging.getLogger(tracker.__name__).addFilter(_not_about_cpu_generator)
