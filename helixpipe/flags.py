@@ -9,7 +9,8 @@
     options = dataclass_from_namespace(Options, parser.parse(["--virtual-stages", "4"]))
 
 A field `some_name` becomes `--some-name`. Its metadata may hold:
-help (required), flags (option strings instead of the one derived from the name), choices, nargs, metavar, cli (False: no flag).
+help (required), flags (option strings instead of the one derived from the name), choices, nargs, metavar,
+cli (False: no flag).
 Types: bool, int, float, str, Literal[...], each also optional (`X | None`), and list/tuple of them (several values).
 """
 
@@ -97,9 +98,9 @@ def nearest_name(name: str, known: Iterable[str]) -> str | None:
 def add_dataclass_arguments(parser: argparse.ArgumentParser, cls: type, *, title: str | None = None) -> None:
     """Add a flag for every field of dataclass `cls`, under the heading `title`.
 
-    A flag the parser already has is left alone: classes (the options of two schedules, say) may share a field, and then must
-    agree on its default. Raises TypeError for a field without help, of an unsupported type, or that disagrees: programmers'
-    errors.
+    A flag the parser already has is left alone: classes (the options of two schedules, say) may share a field, and then
+    must agree on its default. Raises TypeError, a programmer's error, for a field without help, of an unsupported type,
+    or that disagrees.
     """
     target: Any = parser.add_argument_group(title) if title else parser
     hints = typing.get_type_hints(cls)

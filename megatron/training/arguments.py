@@ -1,0 +1,178 @@
+"""Megatron-LM's command line: from `argv` to one validated, immutable `Config`. Imports no torch.
+
+config = parse_args()          # raises UserError, one sentence, for anything wrong
+print_arguments(config)        # on rank 0: warnings, then Megatron-LM's dump of all values
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from helixpipe.errors import CheckpointError, UserError
+from helixpipe.flags import FlagParser, add_dataclass_arguments, dataclass_from_namespace
+from megatron.training.config import CheckpointConfig, Config, LaunchConfig, compat
+from megatron.training.config.container import GROUPS
+from megatron.training.validation import validate
+from schedules import SCHEDULES, find
+
+MODEL_SHAPE = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "kv_channels",
+    "group_query_attention",
+    "num_query_groups",
+    "seq_length",
+    "max_position_embeddings",
+    "position_embedding_type",
+    "rotary_base",
+    "rotary_percent",
+    "normalization",
+    "norm_epsilon",
+    "swiglu",
+    "squared_relu",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "untie_embeddings_and_output_weights",
+    "make_vocab_size_divisible_by",
+    "attention_dropout",
+    "hidden_dropout",
+)
+"""The model's values that --use-checkpoint-args takes from the checkpoint."""
+
+CheckpointArgs = Callable[[CheckpointConfig], Mapping[str, Any] | argparse.Namespace | None]
+"""Reads the `args` a checkpoint was saved with; None when there is no checkpoint."""
+
+
+def parse_args(
+    argv: Sequence[str] | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    load_checkpoint_args: CheckpointArgs | None = None,
+) -> Config:
+    """Parse and validate the command line.
+
+    argv: without the program's name; default the process's. environ: for RANK, WORLD_SIZE, LOCAL_RANK.
+    load_checkpoint_args: called only with --use-checkpoint-args.
+
+    Raises UserError (one sentence) for unknown flags, wrong values and combinations. --help prints and exits.
+    """
+    arguments, warnings = split_unavailable(sys.argv[1:] if argv is None else argv)
+    namespace = build_parser().parse(arguments, also_known=[*compat.IGNORED, *compat.LATER, *compat.REFUSED])
+    launch = LaunchConfig.from_environment(environ)
+    groups: dict[str, Any] = {name: dataclass_from_namespace(cls, namespace) for name, (_, cls) in GROUPS.items()}
+    config = Config(**groups, launch=launch, warnings=tuple(warnings))
+    if config.checkpoint.use_checkpoint_args:
+        saved = load_checkpoint_args(config.checkpoint) if load_checkpoint_args is not None else None
+        config = overlay_checkpoint_args(config, saved)
+    config = validate(config)
+    schedule = config.parallel.pipeline_schedule or ""
+    if not schedule.endswith(".csv"):
+        options = dataclass_from_namespace(find(schedule).options, namespace)
+        config = dataclasses.replace(config, schedule_options=options)
+    return config
+
+
+def build_parser() -> FlagParser:
+    """The parser of every flag there is, each schedule's own among them."""
+    parser = FlagParser(
+        prog="pretrain_gpt.py",
+        usage="torchrun [torchrun's flags] pretrain_gpt.py [flags]",
+        description="Train a GPT model under a pipeline schedule.",
+        epilog=f"Besides these, {len(compat.IGNORED)} flags of Megatron-LM are accepted without effect, with one "
+        "warning, and those that ask for something this project does not do are refused, saying why: "
+        "megatron/training/config/compat.py lists both.",
+    )
+    for title, cls in GROUPS.values():
+        add_dataclass_arguments(parser, cls, title=title)
+    for schedule in SCHEDULES.values():
+        add_dataclass_arguments(parser, schedule.options, title=f"schedule {schedule.name}")
+    return parser
+
+
+def split_unavailable(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Take the flags of `compat`'s tables, with their values, out of `argv`.
+
+    Returns the rest, and warnings about what is ignored. Raises UserError for a flag that is refused.
+    """
+    rest: list[str] = []
+    ignored: dict[str, str] = {}
+    for flag, values, words in _by_flag(argv):
+        neutral = list(values) in ([value] for value in compat.NEUTRAL.get(flag, ()))
+        refusal = compat.LATER.get(flag) or _reason(flag, compat.REFUSED, compat.REFUSED_FAMILIES)
+        if refusal is not None:
+            if not neutral:
+                raise UserError(f"{' '.join([flag, *values])} is refused: {refusal}.")
+        elif (why := _reason(flag, compat.IGNORED, compat.IGNORED_FAMILIES)) is not None:
+            ignored[flag] = why
+        else:
+            rest.extend(words)
+    if not ignored:
+        return rest, []
+    listed = "; ".join(f"{flag} ({reason})" for flag, reason in ignored.items())
+    return rest, [f"accepted without effect: {listed}."]
+
+
+def _by_flag(argv: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+    """(flag, its values, the words as given) for each `--flag` and what follows it; flag "" for words before any."""
+    start = 0
+    for end in range(1, len(argv) + 1):
+        if end == len(argv) or argv[end].startswith("--"):
+            words = tuple(argv[start:end])
+            flag, equals, value = words[0].partition("=")
+            if words[0].startswith("--"):
+                yield flag, ((value,) if equals else ()) + words[1:], words
+            else:
+                yield "", (), words
+            start = end
+
+
+def _reason(flag: str, table: Mapping[str, str], families: Mapping[str, str]) -> str | None:
+    if flag in table:
+        return table[flag]
+    return next((reason for prefix, reason in families.items() if flag.startswith(prefix)), None)
+
+
+def overlay_checkpoint_args(config: Config, saved: Mapping[str, Any] | argparse.Namespace | None) -> Config:
+    """The configuration with the model's shape (`MODEL_SHAPE`) and the vocabulary as saved in a checkpoint.
+
+    saved: the checkpoint's `args`, of this project or of Megatron-LM; None keeps the flags', with a warning.
+    Raises CheckpointError when it describes a model that cannot be built here.
+    """
+    if saved is None:
+        return config.warn("--use-checkpoint-args: there is no checkpoint, so the flags describe the model.")
+    values = dict(saved) if isinstance(saved, Mapping) else vars(saved)
+    model = {name: values[name] for name in MODEL_SHAPE if values.get(name) is not None}
+    if not model.get("group_query_attention", True):
+        model["num_query_groups"] = 1
+    positions = model.get("position_embedding_type")
+    if positions not in (None, "learned_absolute", "rope", "none"):
+        raise CheckpointError(
+            f"the checkpoint's model has position_embedding_type {positions!r}, which is not supported."
+        )
+    if values.get("num_experts"):
+        raise CheckpointError("the checkpoint's model is a mixture of experts, which is not supported.")
+    config = config.replace("model", **model)
+    vocabulary = {name: values[name] for name in ("tokenizer_type", "vocab_size") if values.get(name) is not None}
+    return config.replace("data", **{k: v for k, v in vocabulary.items() if getattr(config.data, k) is None})
+
+
+def format_arguments(config: Config) -> str:
+    """Megatron-LM's dump: a line `  name ....... value` for each value, dots to column 48, sorted by name."""
+    lines = [f"  {name} {'.' * (48 - len(name))} {value}" for name, value in config.flat().items()]
+    head = f"{'-' * 24} arguments {'-' * 24}"
+    tail = f"{'-' * 20} end of arguments {'-' * 21}"
+    return "\n".join([head, *sorted(lines, key=str.lower), tail])
+
+
+def print_arguments(config: Config) -> None:
+    """On rank 0, print the warnings (standard error) and the dump of all values (standard output)."""
+    if config.launch.rank == 0:
+        for sentence in config.warnings:
+            print(f"WARNING: {sentence}", file=sys.stderr, flush=True)
+        print(format_arguments(config), flush=True)

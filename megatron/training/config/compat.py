@@ -1,0 +1,358 @@
+"""Megatron-LM flags that this project does not have: data, flag -> reason.
+
+IGNORED: accepted because ignoring them changes no result; one warning names them all.
+LATER: parts of the command line that belong to work not finished yet; refused, saying what is missing.
+REFUSED: they ask for something this project does not do; refused, saying what.
+NEUTRAL: values at which a LATER or REFUSED flag asks for nothing, and is accepted without a word.
+REFUSED_FAMILIES, IGNORED_FAMILIES: the same for every flag that begins so.
+When a flag is implemented its line goes away here and a field appears in one of the configuration classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+_FUSION = "kernels are chosen for you; fused and unfused agree up to rounding"
+_TP_OVERLAP = "only changes how tensor-parallel communication overlaps"
+_DATA_PARALLEL = "gradients are reduced and weights gathered once at the edge of a step"
+_P2P = "pipeline messages follow from the schedule"
+_CHECKPOINT = "checkpoints are always torch_dist and can be loaded at any parallel sizes"
+_ONE_LOGGER = "one-logger is an internal tool of NVIDIA"
+_GC = "Python's garbage collector is left alone"
+_RERUN = "results are not recomputed to look for faults"
+_STRAGGLER = "stragglers are not tracked"
+_DEFAULT_HERE = "this is always so here"
+
+IGNORED: Mapping[str, str] = MappingProxyType(
+    {
+        "--no-masked-softmax-fusion": _FUSION,
+        "--no-rope-fusion": _FUSION,
+        "--no-persist-layer-norm": _FUSION,
+        "--no-gradient-accumulation-fusion": _FUSION,
+        "--cross-entropy-loss-fusion": _FUSION,
+        "--cross-entropy-fusion-impl": _FUSION,
+        "--use-te-activation-func": _FUSION,
+        "--use-fused-weighted-squared-relu": _FUSION,
+        "--use-flash-attn": "flash attention is used wherever it is installed",
+        "--transformer-impl": "layers are megatron-core's local ones; results agree up to rounding",
+        "--use-mcore-models": _DEFAULT_HERE,
+        "--apply-query-key-layer-scaling": "scores are not rescaled; mathematically it changes nothing",
+        "--no-async-tensor-model-parallel-allreduce": "Megatron-LM ignores it too",
+        "--tp-comm-overlap": _TP_OVERLAP,
+        "--tp-comm-overlap-cfg": _TP_OVERLAP,
+        "--disable-tp-comm-overlap-ag": _TP_OVERLAP,
+        "--disable-tp-comm-overlap-rs": _TP_OVERLAP,
+        "--tp-comm-overlap-rs-dgrad": _TP_OVERLAP,
+        "--disable-tp-comm-bulk-dgrad": _TP_OVERLAP,
+        "--disable-tp-comm-bulk-wgrad": _TP_OVERLAP,
+        "--disable-tp-comm-split-ag": _TP_OVERLAP,
+        "--disable-tp-comm-split-rs": _TP_OVERLAP,
+        "--tp-comm-bootstrap-backend": _TP_OVERLAP,
+        "--no-clone-scatter-output-in-embedding": "only changes memory",
+        "--overlap-grad-reduce": _DATA_PARALLEL,
+        "--overlap-param-gather": _DATA_PARALLEL,
+        "--overlap-param-gather-with-optimizer-step": _DATA_PARALLEL,
+        "--no-align-grad-reduce": _DATA_PARALLEL,
+        "--no-align-param-gather": _DATA_PARALLEL,
+        "--ddp-num-buckets": _DATA_PARALLEL,
+        "--ddp-pad-buckets-for-high-nccl-busbw": _DATA_PARALLEL,
+        "--ddp-reduce-scatter-with-fp32-accumulation": _DATA_PARALLEL,
+        "--no-gradient-reduce-div-fusion": _DATA_PARALLEL,
+        "--use-nccl-ub": "NCCL's buffers are left at their defaults",
+        "--disable-symmetric-registration": "NCCL's buffers are left at their defaults",
+        "--use-sharp": "the network's settings are left at their defaults",
+        "--sharp-enabled-group": "the network's settings are left at their defaults",
+        "--nccl-communicator-config-path": "NCCL's settings are left at their defaults",
+        "--high-priority-stream-groups": "streams have their default priority",
+        "--pipeline-model-parallel-comm-backend": _P2P,
+        "--no-overlap-p2p-communication": _P2P,
+        "--overlap-p2p-communication-warmup-flush": _P2P,
+        "--no-scatter-gather-tensors-in-pipeline": _P2P,
+        "--use-ring-exchange-p2p": _P2P,
+        "--defer-embedding-wgrad-compute": _P2P,
+        "--wgrad-deferral-limit": _P2P,
+        "--distributed-timeout-seconds-after-init": "--distributed-timeout-minutes holds throughout",
+        "--disable-gloo-process-groups": "only changes how checkpoints are coordinated",
+        "--local-rank": "torchrun passes it in the environment",
+        "--cp-comm-type": "there is no context parallelism whose messages it could change",
+        "--empty-unused-memory-level": "the memory cache is left alone",
+        "--manual-gc": _GC,
+        "--manual-gc-interval": _GC,
+        "--no-manual-gc-eval": _GC,
+        "--train-sync-interval": "the host never runs far ahead of the device",
+        "--check-weight-hash-across-dp-replicas-interval": "replicas are not compared",
+        "--check-for-spiky-loss": _RERUN,
+        "--check-for-large-grads": _RERUN,
+        "--error-injection-rate": _RERUN,
+        "--error-injection-type": _RERUN,
+        "--rerun-mode": _RERUN,
+        "--result-rejected-tracker-filename": _RERUN,
+        "--log-straggler": _STRAGGLER,
+        "--disable-straggler-on-startup": _STRAGGLER,
+        "--straggler-ctrlr-port": _STRAGGLER,
+        "--straggler-minmax-count": _STRAGGLER,
+        "--log-progress": "no progress.txt is written",
+        "--log-energy": "energy is not measured",
+        "--record-memory-history": "no memory history is recorded",
+        "--memory-snapshot-path": "no memory history is recorded",
+        "--run-workload-inspector-server": "there is no inspector",
+        "--config-logger-dir": "configurations are not dumped to files",
+        "--test-mode": "there are no tests that run alongside",
+        "--enable-experimental": "there are no experimental features",
+        "--no-create-attention-mask-in-dataloader": _DEFAULT_HERE,
+        "--object-storage-cache-path": "data is read from files",
+        "--disable-msc": "data is read from files",
+        "--tokenizer-library": "it follows from --tokenizer-type",
+        "--legacy-tokenizer": "tokenizers are megatron-core's",
+        "--tokenizer-metadata": "it follows from --tokenizer-type",
+        "--allow-ambiguous-pad-tokens": "pretraining data has no padding",
+        "--no-initialization": "weights are always initialized; a checkpoint replaces them",
+        "--async-save": "checkpoints are written before training goes on",
+        "--use-persistent-ckpt-worker": "checkpoints are written before training goes on",
+        "--ckpt-assume-constant-structure": "only makes saving faster",
+        "--ckpt-fully-parallel-save": "it is the default",
+        "--use-dist-ckpt": _CHECKPOINT,
+        "--dist-ckpt-format": _CHECKPOINT,
+        "--auto-detect-ckpt-format": _CHECKPOINT,
+        "--dist-ckpt-optim-fully-reshardable": _CHECKPOINT,
+        "--distrib-optim-fully-reshardable-mem-efficient": _CHECKPOINT,
+        "--no-use-tokenizer-model-from-checkpoint-args": "the tokenizer is never taken from a checkpoint",
+        "--adlr-autoresume": "relaunching the same command resumes",
+        "--adlr-autoresume-interval": "relaunching the same command resumes",
+        "--no-one-logger": _ONE_LOGGER,
+        "--app-tag-run-name": _ONE_LOGGER,
+        "--app-tag-run-version": _ONE_LOGGER,
+        "--enable-ft-package": "relaunching the same command resumes",
+        "--calc-ft-timeouts": "relaunching the same command resumes",
+        "--te-rng-tracker": "random states follow from step, microbatch and layer",
+    }
+)
+
+IGNORED_FAMILIES: Mapping[str, str] = MappingProxyType(
+    {"--one-logger-": _ONE_LOGGER, "--inprocess-": "relaunching the same command resumes"}
+)
+
+_RECOMPUTE = "activation recomputation is not available yet"
+_SEQ1F1B = "it needs --pipeline-schedule seq1f1b, which is not available yet"
+_HELIX = "it needs --pipeline-schedule helix, which is not available yet"
+
+LATER: Mapping[str, str] = MappingProxyType(
+    {
+        "--recompute-activations": _RECOMPUTE,
+        "--recompute-granularity": _RECOMPUTE,
+        "--recompute-method": _RECOMPUTE,
+        "--recompute-num-layers": _RECOMPUTE,
+        "--recompute-modules": _RECOMPUTE,
+        "--distribute-saved-activations": _RECOMPUTE,
+        "--pipe-sp-splits": _SEQ1F1B,
+        "--pipe-sp-strategy": _SEQ1F1B,
+        "--num-fold": _HELIX,
+        "--transfer-weight": _HELIX,
+        "--checkpoint-without-attn": _HELIX,
+        "--chunk-size": _HELIX,
+        "--context-parallel-size": "context parallelism is not available yet",
+        "--hierarchical-context-parallel-sizes": "context parallelism is not available yet",
+        "--cpu-offloading-num-layers": "offloading of activations is not available yet",
+        "--reset-position-ids": "packing documents apart from each other is not available yet",
+        "--reset-attention-mask": "packing documents apart from each other is not available yet",
+    }
+)
+
+_LAYERS = "every layer is the same pre-norm attention and MLP"
+_FSDP = "fully sharded data parallelism is not supported; use --use-distributed-optimizer"
+_LOW_PRECISION = "8-bit and 4-bit training is not supported"
+_MOE = "mixture-of-experts models are not supported"
+_MLA = "multi-latent attention is not supported"
+_MTP = "multi-token prediction is not supported"
+_ROPE = "scaled rotary embeddings are not supported"
+_OPTIMIZER = "optimizer state is kept in float32 on the device"
+_SPLIT = "stages hold equally many layers; a schedule of one's own is a .csv file for --pipeline-schedule"
+_CUDA_GRAPHS = "CUDA graphs are not supported"
+_NON_PERSISTENT = "every checkpoint is written to --save"
+_OLD = "Megatron-LM no longer has it"
+_NOT_GPT = "only GPT models are trained here"
+
+REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        "--batch-size": f"{_OLD}; use --micro-batch-size",
+        "--warmup": f"{_OLD}; use --lr-warmup-fraction",
+        "--model-parallel-size": f"{_OLD}; use --tensor-model-parallel-size",
+        "--checkpoint-activations": f"{_OLD}, and activation recomputation is not available yet",
+        "--use-legacy-models": "only megatron-core models are supported",
+        "--spec": "the layers cannot be replaced",
+        "--yaml-cfg": "options are given as flags",
+        "--encoder-num-layers": f"{_NOT_GPT}; use --num-layers",
+        "--decoder-num-layers": f"{_NOT_GPT}; use --num-layers",
+        "--encoder-seq-length": f"{_NOT_GPT}; use --seq-length",
+        "--decoder-seq-length": f"{_NOT_GPT}; use --seq-length",
+        "--apply-layernorm-1p": "norm weights are not centered around zero",
+        "--apply-residual-connection-post-layernorm": _LAYERS,
+        "--qk-layernorm": _LAYERS,
+        "--qk-l2-norm": _LAYERS,
+        "--qk-clip": _LAYERS,
+        "--softmax-type": _LAYERS,
+        "--window-size": _LAYERS,
+        "--window-attn-skip-freq": _LAYERS,
+        "--no-rope-freq": _LAYERS,
+        "--openai-gelu": "the activation is GELU, SwiGLU or squared ReLU",
+        "--quick-geglu": "the activation is GELU, SwiGLU or squared ReLU",
+        "--onnx-safe": "models are not exported",
+        "--activation-func-clamp-value": "the activation is GELU, SwiGLU or squared ReLU",
+        "--glu-linear-offset": "the activation is GELU, SwiGLU or squared ReLU",
+        "--no-position-embedding": "use --position-embedding-type none",
+        "--relative-attention-num-buckets": "positions are learned_absolute, rope or none",
+        "--relative-attention-max-distance": "positions are learned_absolute, rope or none",
+        "--rotary-interleaved": "rotary embeddings rotate the two halves of a head",
+        "--mrope-section": "positions are learned_absolute, rope or none",
+        "--rotary-seq-len-interpolation-factor": _ROPE,
+        "--use-rope-scaling": _ROPE,
+        "--rope-scaling-factor": _ROPE,
+        "--rope-type": _ROPE,
+        "--rotary-scaling-factor": _ROPE,
+        "--multi-latent-attention": _MLA,
+        "--q-lora-rank": _MLA,
+        "--kv-lora-rank": _MLA,
+        "--qk-head-dim": _MLA,
+        "--qk-pos-emb-head-dim": _MLA,
+        "--v-head-dim": _MLA,
+        "--mscale": _MLA,
+        "--mscale-all-dim": _MLA,
+        "--cache-mla-latents": _MLA,
+        "--mtp-num-layers": _MTP,
+        "--mtp-loss-scaling-factor": _MTP,
+        "--num-experts": _MOE,
+        "--expert-model-parallel-size": _MOE,
+        "--expert-tensor-parallel-size": _MOE,
+        "--overlap-moe-expert-parallel-comm": _MOE,
+        "--delay-wgrad-compute": "weight gradients follow from the schedule",
+        "--disable-bf16-reduced-precision-matmul": "matrix products run at torch's default precision",
+        "--fp32-residual-connection": "the residual stream has the precision of the weights",
+        "--fp16-lm-cross-entropy": "the loss is computed in float32",
+        "--first-last-layers-bf16": _LOW_PRECISION,
+        "--num-layers-at-start-in-bf16": _LOW_PRECISION,
+        "--num-layers-at-end-in-bf16": _LOW_PRECISION,
+        "--keep-fp8-transpose-cache": _LOW_PRECISION,
+        "--no-fp8-wgrad": _LOW_PRECISION,
+        "--reuse-grad-buf-for-mxfp8-param-ag": _LOW_PRECISION,
+        "--use-precision-aware-optimizer": _OPTIMIZER,
+        "--main-grads-dtype": _OPTIMIZER,
+        "--main-params-dtype": _OPTIMIZER,
+        "--exp-avg-dtype": _OPTIMIZER,
+        "--exp-avg-sq-dtype": _OPTIMIZER,
+        "--optimizer-cpu-offload": _OPTIMIZER,
+        "--optimizer-offload-fraction": _OPTIMIZER,
+        "--use-torch-optimizer-for-cpu-offload": _OPTIMIZER,
+        "--overlap-cpu-optimizer-d2h-h2d": _OPTIMIZER,
+        "--no-pin-cpu-grads": _OPTIMIZER,
+        "--no-pin-cpu-params": _OPTIMIZER,
+        "--dump-param-to-param-group-map": "parameter groups are not dumped",
+        "--use-torch-fsdp2": _FSDP,
+        "--torch-fsdp2-no-reshard-after-forward": _FSDP,
+        "--use-megatron-fsdp": _FSDP,
+        "--use-custom-fsdp": _FSDP,
+        "--data-parallel-sharding-strategy": _FSDP,
+        "--fsdp-double-buffer": _FSDP,
+        "--suggested-communication-unit-size": _FSDP,
+        "--enable-full-sharding-in-hsdp": _FSDP,
+        "--no-strict-fsdp-dtensor-load": _FSDP,
+        "--init-model-with-meta-device": _FSDP,
+        "--num-distributed-optimizer-instances": "the optimizer is split over all data-parallel ranks",
+        "--use-tp-pp-dp-mapping": "ranks are ordered tensor, data, pipeline",
+        "--lazy-mpu-init": "process groups are made at the start",
+        "--decoder-first-pipeline-num-layers": _SPLIT,
+        "--decoder-last-pipeline-num-layers": _SPLIT,
+        "--pipeline-model-parallel-layout": _SPLIT,
+        "--account-for-embedding-in-pipeline-split": _SPLIT,
+        "--account-for-loss-in-pipeline-split": _SPLIT,
+        "--microbatch-group-size-per-virtual-pipeline-stage": "the schedule groups by pipeline size",
+        "--enable-cuda-graph": _CUDA_GRAPHS,
+        "--external-cuda-graph": _CUDA_GRAPHS,
+        "--cuda-graph-impl": _CUDA_GRAPHS,
+        "--cuda-graph-scope": _CUDA_GRAPHS,
+        "--cuda-graph-warmup-steps": _CUDA_GRAPHS,
+        "--data-parallel-random-init": "all model copies start alike",
+        "--iterations-to-skip": "no iteration is skipped",
+        "--full-validation": "an evaluation has --eval-iters iterations",
+        "--multiple-validation-sets": "an evaluation gives one loss",
+        "--vocab-extra-ids": _NOT_GPT,
+        "--tiktoken-special-tokens": "the special tokens follow from --tiktoken-num-special-tokens",
+        "--trust-remote-code": "code that comes with a tokenizer is not run",
+        "--non-persistent-save-interval": _NON_PERSISTENT,
+        "--non-persistent-ckpt-type": _NON_PERSISTENT,
+        "--non-persistent-global-ckpt-dir": _NON_PERSISTENT,
+        "--non-persistent-local-ckpt-dir": _NON_PERSISTENT,
+        "--non-persistent-local-ckpt-algo": _NON_PERSISTENT,
+        "--replication": _NON_PERSISTENT,
+        "--replication-jump": _NON_PERSISTENT,
+        "--replication-factor": _NON_PERSISTENT,
+        "--pretrained-checkpoint": "use --load with --finetune",
+        "--load-main-params-from-ckpt": "main weights come from the optimizer's state or the model",
+        "--use-mp-args-from-checkpoint-args": "parallel sizes are given as flags and may differ from the checkpoint's",
+        "--dist-ckpt-save-pre-mcore-014": "only today's format is written",
+        "--ckpt-convert-format": "checkpoints are not converted",
+        "--ckpt-convert-save": "checkpoints are not converted",
+        "--ckpt-convert-update-legacy-dist-opt-format": "checkpoints are not converted",
+        "--sft": "only pretraining is supported",
+        "--sft-tokenizer-prompt-format": "only pretraining is supported",
+        "--perform-rl-step": "only pretraining is supported",
+        "--bert-no-binary-head": _NOT_GPT,
+        "--bert-load": _NOT_GPT,
+        "--mask-prob": _NOT_GPT,
+        "--short-seq-prob": _NOT_GPT,
+        "--sample-rate": "all data is used",
+        "--is-hybrid-model": _NOT_GPT,
+        "--disable-mamba-mem-eff-path": _NOT_GPT,
+        "--flash-decode": "only training is supported",
+        "--symmetric-ar-type": "only training is supported",
+        "--vision-pretraining": _NOT_GPT,
+    }
+)
+
+REFUSED_FAMILIES: Mapping[str, str] = MappingProxyType(
+    {
+        "--moe-": _MOE,
+        "--fp8-": _LOW_PRECISION,
+        "--fp4-": _LOW_PRECISION,
+        "--muon-": "the optimizer is adam or sgd",
+        "--mamba-": _NOT_GPT,
+        "--hybrid-": _NOT_GPT,
+        "--heterogeneous-": _LAYERS,
+        "--retro-": _NOT_GPT,
+        "--retriever-": _NOT_GPT,
+        "--ict-": _NOT_GPT,
+        "--biencoder-": _NOT_GPT,
+        "--indexer-": _NOT_GPT,
+        "--vision-": _NOT_GPT,
+        "--dino-": _NOT_GPT,
+        "--rl-": "only pretraining is supported",
+        "--grpo-": "only pretraining is supported",
+        "--langrl-": "only pretraining is supported",
+        "--inference-": "only training is supported",
+        "--kitchen-": _LOW_PRECISION,
+    }
+)
+
+NEUTRAL: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "--context-parallel-size": ("1",),
+        "--pipe-sp-splits": ("1",),
+        "--num-fold": ("1",),
+        "--cpu-offloading-num-layers": ("0",),
+        "--expert-model-parallel-size": ("1",),
+        "--expert-tensor-parallel-size": ("1",),
+        "--num-experts": ("0",),
+        "--softmax-type": ("vanilla",),
+        "--rope-type": ("rope",),
+        "--cuda-graph-impl": ("none",),
+        "--data-parallel-sharding-strategy": ("no_shard",),
+        "--num-distributed-optimizer-instances": ("1",),
+        "--main-grads-dtype": ("fp32",),
+        "--main-params-dtype": ("fp32",),
+        "--exp-avg-dtype": ("fp32",),
+        "--exp-avg-sq-dtype": ("fp32",),
+        "--vocab-extra-ids": ("0",),
+        "--sample-rate": ("1", "1.0"),
+        "--rotary-scaling-factor": ("1", "1.0"),
+    }
+)

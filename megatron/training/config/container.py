@@ -1,0 +1,94 @@
+"""The one configuration object that is passed around, and what other parts read from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from megatron.training.config.checkpoint import CheckpointConfig
+from megatron.training.config.data import DataConfig
+from megatron.training.config.log import LoggingConfig
+from megatron.training.config.model import ModelConfig
+from megatron.training.config.parallel import LaunchConfig, ParallelConfig
+from megatron.training.config.training import TrainingConfig
+
+if TYPE_CHECKING:  # these import torch, which parsing and --help do without
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer import TransformerConfig
+
+    from helixpipe.model import GPTOptions
+
+GROUPS: Mapping[str, tuple[str, type]] = {
+    "model": ("model", ModelConfig),
+    "parallel": ("parallelism", ParallelConfig),
+    "training": ("training", TrainingConfig),
+    "data": ("data and tokenizer", DataConfig),
+    "checkpoint": ("checkpoints", CheckpointConfig),
+    "logging": ("evaluation and logs", LoggingConfig),
+}
+"""Field of `Config` -> heading in --help, dataclass of its flags."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything a run was asked to do. Immutable; `megatron.training.arguments.parse_args` returns a validated one.
+
+    schedule_options: the chosen schedule's own options dataclass, None for a .csv file.
+    warnings: sentences to print once, on rank 0.
+    """
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    schedule_options: Any = None
+    warnings: tuple[str, ...] = ()
+
+    def replace(self, group: str, **changes: Any) -> Config:
+        """A copy with fields of one group changed: `config.replace("training", lr=1e-4)`."""
+        return dataclasses.replace(self, **{group: dataclasses.replace(getattr(self, group), **changes)})
+
+    def warn(self, sentence: str) -> Config:
+        """A copy with one more warning."""
+        return dataclasses.replace(self, warnings=(*self.warnings, sentence))
+
+    def flat(self) -> dict[str, Any]:
+        """Every value by its Megatron-LM name: what the argument dump shows and a checkpoint keeps as `args`."""
+        values: dict[str, Any] = {}
+        groups = [getattr(self, name) for name in (*GROUPS, "launch")]
+        groups += [self.schedule_options] if dataclasses.is_dataclass(self.schedule_options) else []
+        for group in groups:
+            for item in dataclasses.fields(group):
+                value = getattr(group, item.name)
+                values[item.name] = list(value) if isinstance(value, tuple) else value
+        return values
+
+    def to_transformer_config(self) -> TransformerConfig:
+        """megatron-core's TransformerConfig of the model."""
+        from megatron.training.config import core
+
+        return core.transformer_config(self)
+
+    def to_optimizer_config(self) -> OptimizerConfig:
+        """megatron-core's OptimizerConfig."""
+        from megatron.training.config import core
+
+        return core.optimizer_config(self)
+
+    def to_ddp_config(self) -> DistributedDataParallelConfig:
+        """megatron-core's DistributedDataParallelConfig."""
+        from megatron.training.config import core
+
+        return core.ddp_config(self)
+
+    def gpt_options(self, vocab_size: int | None = None) -> GPTOptions:
+        """What the model needs beyond its TransformerConfig. `vocab_size`: the tokenizer's; a flag goes before it."""
+        from megatron.training.config import core
+
+        return core.gpt_options(self, vocab_size)

@@ -1,0 +1,68 @@
+"""Flags that describe the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from helixpipe.flags import option
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape and numerics of the GPT model, under Megatron-LM's names. Validation fills in every derived size."""
+
+    num_layers: int | None = option(None, "Number of transformer layers.")
+    hidden_size: int | None = option(None, "Width of the hidden states.")
+    ffn_hidden_size: int | None = option(
+        None,
+        "Width of the MLP; by default 4 x hidden-size, or with --swiglu 2/3 of that rounded down to a multiple of 64.",
+    )
+    num_attention_heads: int | None = option(None, "Number of attention (query) heads.")
+    kv_channels: int | None = option(
+        None, "Channels of one attention head; by default hidden-size / num-attention-heads."
+    )
+    group_query_attention: bool = option(False, "Share keys and values between groups of query heads.")
+    num_query_groups: int = option(1, "Number of key/value heads with --group-query-attention.")
+    seq_length: int | None = option(None, "Tokens in a training sequence.")
+    max_position_embeddings: int | None = option(
+        None, "Longest sequence the position embedding allows; at least --seq-length, which is the default with rope."
+    )
+    position_embedding_type: Literal["learned_absolute", "rope", "none"] = option(
+        "learned_absolute", "How positions enter: a learned table, rotary embeddings, or not at all."
+    )
+    use_rotary_position_embeddings: bool = option(False, "Older spelling of --position-embedding-type rope.")
+    rotary_base: int = option(10000, "Base period of the rotary embeddings.")
+    rotary_percent: float = option(1.0, "Fraction of each head's channels that is rotated.")
+    normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "Kind of normalization.")
+    norm_epsilon: float = option(1e-5, "Epsilon of the normalization.")
+    swiglu: bool = option(False, "Gated MLP with SiLU instead of GELU.")
+    squared_relu: bool = option(False, "Squared ReLU instead of GELU.")
+    add_bias_linear: bool = option(True, "No bias in the linear layers.", flags=["--disable-bias-linear"])
+    add_qkv_bias: bool = option(False, "Bias in the QKV projection although --disable-bias-linear is given.")
+    untie_embeddings_and_output_weights: bool = option(False, "Give the output layer weights of its own.")
+    make_vocab_size_divisible_by: int = option(
+        128, "The vocabulary is padded to a multiple of this times the tensor-parallel size."
+    )
+    attention_dropout: float = option(0.1, "Dropout probability of the attention weights.")
+    hidden_dropout: float = option(0.1, "Dropout probability of the hidden states.")
+    attention_softmax_in_fp32: bool = option(False, "Compute the attention softmax in float32.")
+    attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = option(
+        "auto",
+        "Core attention: flash-attn where it is installed (auto, flash), else torch's; results agree up to rounding.",
+    )
+    init_method_std: float = option(0.02, "Standard deviation of the normal initialization of weights.")
+    embedding_init_method_std: float | None = option(
+        None, "Standard deviation for the embedding; by default that of the other weights."
+    )
+    init_method_xavier_uniform: bool = option(False, "Initialize weights with Xavier uniform.")
+    use_cpu_initialization: bool = option(False, "Initialize weights on the CPU also where there is a GPU.")
+    bias_gelu_fusion: bool = option(
+        True, "Do not fuse bias and GELU (fused on GPU only).", flags=["--no-bias-gelu-fusion"]
+    )
+    bias_swiglu_fusion: bool = option(
+        True, "Do not fuse bias and SwiGLU (fused on GPU only).", flags=["--no-bias-swiglu-fusion"]
+    )
+    bias_dropout_fusion: bool = option(
+        True, "Do not fuse bias, dropout and residual (fused on GPU only).", flags=["--no-bias-dropout-fusion"]
+    )

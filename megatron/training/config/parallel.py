@@ -1,0 +1,69 @@
+"""Flags that distribute the model over ranks, and the facts about the launch they are checked against."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from helixpipe.errors import UserError
+from helixpipe.flags import option, setting
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Tensor, pipeline and data parallelism. Validation fills in `pipeline_schedule` and the derived sizes."""
+
+    tensor_model_parallel_size: int = option(1, "Ranks each layer's weights are split over.")
+    pipeline_model_parallel_size: int = option(1, "Pipeline ranks.")
+    pipeline_schedule: str | None = option(
+        None,
+        "Pipeline schedule: a name from `helixpipe list`, or the path of a .csv file with a schedule of one's own; "
+        "by default none with one pipeline rank, interleaved-1f1b with virtual stages, else 1f1b.",
+        metavar="NAME|FILE.csv",
+    )
+    num_layers_per_virtual_pipeline_stage: int | None = option(
+        None, "Layers of one stage when a rank holds several stages (interleaved-1f1b)."
+    )
+    num_virtual_stages_per_pipeline_rank: int | None = option(
+        None, "Stages each pipeline rank holds (interleaved-1f1b); instead of --num-layers-per-virtual-pipeline-stage."
+    )
+    sequence_parallel: bool = option(
+        False,
+        "Split norms and dropout over the tensor-parallel ranks along the sequence; off when there is one such rank.",
+    )
+    use_distributed_optimizer: bool = option(False, "Split the optimizer state over the data-parallel ranks.")
+    ddp_bucket_size: int | None = option(None, "Elements in a bucket of the data-parallel gradient reduction.")
+    ddp_average_in_collective: bool = option(False, "Average gradients inside the data-parallel collective.")
+    distributed_backend: Literal["nccl", "gloo"] | None = option(
+        None, "torch.distributed backend; by default nccl where there are GPUs, else gloo."
+    )
+    distributed_timeout_minutes: float = option(
+        10.0,
+        "How long a collective may wait for a rank that is alive but stuck (fractions allowed). A rank that died is "
+        "noticed at once: its connections close and torchrun ends the other ranks.",
+    )
+    virtual_pipeline_model_parallel_size: int | None = setting(None, "Stages a pipeline rank holds; None for one.")
+    data_parallel_size: int = setting(1, "Model copies: world size / (tensor x pipeline).")
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """Where this process stands in the job, from the environment torchrun sets."""
+
+    rank: int = setting(0, "Rank of this process in the job.")
+    world_size: int = setting(1, "Processes in the job.")
+    local_rank: int = setting(0, "Rank of this process on its machine.")
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> LaunchConfig:
+        """Read RANK, WORLD_SIZE and LOCAL_RANK (absent: a single process). Raises UserError when one is no number."""
+        environ = os.environ if environ is None else environ
+        values = {}
+        for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)):
+            try:
+                values[name.lower()] = int(environ.get(name, default))
+            except ValueError:
+                raise UserError(f"the environment variable {name}={environ[name]!r} is not a whole number.") from None
+        return cls(**values)

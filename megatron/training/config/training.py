@@ -1,0 +1,97 @@
+"""Flags of the training run: batch, length, learning rate, optimizer, precision, and when to stop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from helixpipe.flags import option
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """How the model is trained. After validation `global_batch_size` and the weight-decay range are filled in."""
+
+    # batch and length
+    micro_batch_size: int | None = option(None, "Sequences a rank processes at a time.")
+    global_batch_size: int | None = option(
+        None, "Sequences in one optimizer step; by default micro-batch-size x data-parallel size."
+    )
+    rampup_batch_size: tuple[int, ...] | None = option(
+        None, "Grow the batch: START INCREMENT SAMPLES, from START by INCREMENT over SAMPLES samples.", nargs=3
+    )
+    decrease_batch_size_if_needed: bool = option(
+        False, "Shrink the batch to a multiple of micro-batch-size x data-parallel size instead of refusing."
+    )
+    train_iters: int | None = option(None, "Iterations of the whole training; give this or --train-samples.")
+    train_samples: int | None = option(None, "Samples of the whole training; give this or --train-iters.")
+    skip_train: bool = option(False, "Only evaluate on the validation and test data, then exit.")
+    # learning rate and weight decay
+    lr: float | None = option(None, "Peak learning rate.")
+    min_lr: float = option(0.0, "Learning rate at the end of the decay.")
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = option(
+        "linear", "Shape of the learning-rate decay (WSD: warm-up, stable, decay)."
+    )
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = option(
+        "exponential", "Shape of the last phase of WSD."
+    )
+    lr_decay_iters: int | None = option(None, "Iterations until --min-lr is reached; by default train-iters.")
+    lr_decay_samples: int | None = option(None, "Samples until --min-lr is reached; by default train-samples.")
+    lr_wsd_decay_iters: int | None = option(None, "Iterations of the last phase of WSD.")
+    lr_wsd_decay_samples: int | None = option(None, "Samples of the last phase of WSD.")
+    lr_warmup_fraction: float | None = option(None, "Warm-up as a fraction of the decay's length.")
+    lr_warmup_iters: int = option(0, "Iterations of linear warm-up.")
+    lr_warmup_samples: int = option(0, "Samples of linear warm-up.")
+    lr_warmup_init: float = option(0.0, "Learning rate at the start of the warm-up.")
+    decoupled_lr: float | None = option(None, "Peak learning rate of the embedding and the output layer.")
+    decoupled_min_lr: float | None = option(None, "Final learning rate of the embedding and the output layer.")
+    override_opt_param_scheduler: bool = option(
+        False,
+        "Take the learning-rate schedule from these flags, not from the checkpoint.",
+        flags=["--override-opt-param-scheduler", "--override-opt_param-scheduler"],
+    )
+    use_checkpoint_opt_param_scheduler: bool = option(
+        False,
+        "Take the learning-rate schedule from the checkpoint, not from these flags.",
+        flags=["--use-checkpoint-opt-param-scheduler", "--use-checkpoint-opt_param-scheduler"],
+    )
+    weight_decay: float = option(0.01, "Weight decay.")
+    start_weight_decay: float | None = option(None, "First value when the weight decay changes over training.")
+    end_weight_decay: float | None = option(None, "Last value when the weight decay changes over training.")
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = option(
+        "constant", "How the weight decay goes from its first to its last value."
+    )
+    # optimizer
+    optimizer: Literal["adam", "sgd"] = option("adam", "Optimizer (adam is AdamW).")
+    adam_beta1: float = option(0.9, "Adam: decay of the first moment.")
+    adam_beta2: float = option(0.999, "Adam: decay of the second moment.")
+    adam_eps: float = option(1e-8, "Adam: term added to the denominator.")
+    sgd_momentum: float = option(0.9, "SGD: momentum.")
+    clip_grad: float = option(1.0, "Clip the global gradient norm to this; 0 turns clipping off.")
+    # precision
+    bf16: bool = option(False, "Compute in bfloat16, with float32 main weights.")
+    fp16: bool = option(False, "Compute in float16 with loss scaling, with float32 main weights (GPU only).")
+    loss_scale: float | None = option(None, "fp16: fixed loss scale; by default the scale adapts.")
+    initial_loss_scale: float = option(2.0**32, "fp16: first value of the adaptive loss scale.")
+    min_loss_scale: float = option(1.0, "fp16: least value of the adaptive loss scale.")
+    loss_scale_window: float = option(1000, "fp16: iterations without overflow before the scale grows.")
+    hysteresis: int = option(2, "fp16: overflows before the scale shrinks.")
+    accumulate_allreduce_grads_in_fp32: bool = option(
+        False, "Accumulate and reduce gradients in float32; always so with --bf16 unless --grad-reduce-in-bf16."
+    )
+    grad_reduce_in_bf16: bool = option(False, "Accumulate and reduce gradients in bfloat16.")
+    check_for_nan_in_loss_and_grad: bool = option(
+        True, "Do not stop at a NaN in the loss or a gradient.", flags=["--no-check-for-nan-in-loss-and-grad"]
+    )
+    calculate_per_token_loss: bool = option(
+        False, "Divide the loss by the unmasked tokens of the whole batch instead of each microbatch."
+    )
+    # randomness
+    seed: int = option(1234, "Seed of weights, data order and dropout.")
+    deterministic_mode: bool = option(False, "Use deterministic kernels only.")
+    # stopping
+    exit_interval: int | None = option(None, "Save and exit after an iteration divisible by this.")
+    exit_duration_in_mins: float | None = option(None, "Save and exit after this many minutes.")
+    exit_signal_handler: bool = option(
+        True, "Save and exit on SIGTERM, as is always done; --no-exit-signal-handler lets the signal kill the process."
+    )

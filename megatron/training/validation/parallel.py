@@ -1,0 +1,83 @@
+"""How the model is spread over ranks."""
+
+from __future__ import annotations
+
+from helixpipe.errors import UserError
+from megatron.training.config import Config
+from megatron.training.validation.wording import checked, nearest
+
+
+def world_size(config: Config) -> Config:
+    """World size = pipeline x tensor x data."""
+    parallel, world = config.parallel, config.launch.world_size
+    pp, tp = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
+    if world % (pp * tp):
+        raise UserError(
+            f"the world size {world} must be a multiple of --pipeline-model-parallel-size {pp} x "
+            f"--tensor-model-parallel-size {tp} = {pp * tp}; the nearest valid sizes are {nearest(world, pp * tp)}."
+        )
+    return config.replace("parallel", data_parallel_size=world // (pp * tp))
+
+
+def virtual_stages(config: Config) -> Config:
+    """Stages a rank holds, from either of Megatron-LM's two flags."""
+    parallel, layers = config.parallel, checked(config.model.num_layers)
+    pp, per_stage = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
+    stages = parallel.num_virtual_stages_per_pipeline_rank
+    if per_stage is not None:
+        if stages is not None:
+            raise UserError(
+                "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank say the same; "
+                "give one."
+            )
+        if layers % (pp * per_stage):
+            raise UserError(
+                f"--num-layers-per-virtual-pipeline-stage {per_stage} must divide the layers of a pipeline rank "
+                f"(--num-layers {layers} over {pp} ranks)."
+            )
+        stages = layers // (pp * per_stage)
+    if stages is None or stages == 1:
+        return config
+    if pp == 1:
+        raise UserError(f"{stages} virtual stages need --pipeline-model-parallel-size above 1.")
+    return config.replace("parallel", virtual_pipeline_model_parallel_size=stages)
+
+
+def pipeline_schedule(config: Config) -> Config:
+    """The default schedule, and that none is for one rank. Its own rules are checked when its program is built."""
+    parallel = config.parallel
+    pp, stages = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
+    name = parallel.pipeline_schedule
+    if name is None:
+        name = "none" if pp == 1 else "1f1b" if stages is None else "interleaved-1f1b"
+    if name == "none" and pp > 1:
+        raise UserError(f"--pipeline-schedule none is for one pipeline rank, not --pipeline-model-parallel-size {pp}.")
+    return config.replace("parallel", pipeline_schedule=name)
+
+
+def sequence_parallel(config: Config) -> Config:
+    """Off with one tensor-parallel rank, as in Megatron-LM; else the sequence is divided evenly."""
+    parallel, length = config.parallel, checked(config.model.seq_length)
+    tp = parallel.tensor_model_parallel_size
+    if not parallel.sequence_parallel:
+        return config
+    if tp == 1:
+        return config.replace("parallel", sequence_parallel=False).warn(
+            "--sequence-parallel does nothing with --tensor-model-parallel-size 1."
+        )
+    if length % tp:
+        raise UserError(
+            f"--seq-length {length} must be a multiple of --tensor-model-parallel-size {tp} with --sequence-parallel; "
+            f"the nearest valid values are {nearest(length, tp)}."
+        )
+    return config
+
+
+def check_device(config: Config, *, gpus: int) -> None:
+    """What needs a GPU is not asked of a machine without one. `gpus`: how many this process sees."""
+    if gpus:
+        return
+    if config.training.fp16:
+        raise UserError("--fp16 needs a GPU; use --bf16 or neither on CPU.")
+    if config.parallel.distributed_backend == "nccl":
+        raise UserError("--distributed-backend nccl needs a GPU; use gloo, the default without one.")

@@ -1,0 +1,138 @@
+"""Batch, length of training, learning rate, precision."""
+
+from __future__ import annotations
+
+from helixpipe.errors import UserError
+from megatron.training.config import Config
+from megatron.training.validation.wording import checked, nearest
+
+
+def batch_size(config: Config) -> Config:
+    """The global batch defaults to one microbatch a data-parallel rank and holds whole ones."""
+    training, dp = config.training, config.parallel.data_parallel_size
+    unit = checked(training.micro_batch_size) * dp
+    size = training.global_batch_size if training.global_batch_size is not None else unit
+    if training.decrease_batch_size_if_needed:
+        if size < unit:
+            raise UserError(
+                f"--global-batch-size {size} is less than --micro-batch-size x data-parallel size = {unit}."
+            )
+    elif size % unit:
+        raise UserError(
+            f"--global-batch-size {size} must be a multiple of --micro-batch-size {training.micro_batch_size} x "
+            f"data-parallel size {dp} = {unit}; the nearest valid values are {nearest(size, unit)}."
+        )
+    return config.replace("training", global_batch_size=size)
+
+
+def rampup(config: Config) -> Config:
+    """START INCREMENT SAMPLES: START plus whole increments is the global batch; each step holds whole microbatches."""
+    training = config.training
+    if training.rampup_batch_size is None:
+        return config
+    start, increment, samples = training.rampup_batch_size
+    shown, size = f"--rampup-batch-size {start} {increment} {samples}", checked(training.global_batch_size)
+    unit = checked(training.micro_batch_size) * config.parallel.data_parallel_size
+    if min(start, increment, samples) < 1:
+        raise UserError(f"{shown}: all three numbers must be at least 1.")
+    if start >= size or (size - start) % increment:
+        raise UserError(f"{shown}: the start plus a whole number of increments must give --global-batch-size {size}.")
+    if not training.decrease_batch_size_if_needed and (start % unit or increment % unit):
+        raise UserError(
+            f"{shown}: start and increment must be multiples of --micro-batch-size x data-parallel size = {unit}."
+        )
+    return config
+
+
+def train_length(config: Config) -> Config:
+    """Iterations or samples, and the learning rate's flags in the same unit."""
+    training = config.training
+    if training.skip_train:
+        return config
+    if (training.train_iters is None) == (training.train_samples is None):
+        raise UserError("give exactly one of --train-iters and --train-samples.")
+    by = "iters" if training.train_iters is not None else "samples"
+    other = "samples" if by == "iters" else "iters"
+    for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+        if getattr(training, f"{name}_{other}"):
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(f"{flag}-{other} does not go with --train-{by}; use {flag}-{by}.")
+    return config
+
+
+def learning_rate(config: Config) -> Config:
+    training = config.training
+    if training.lr is None:
+        return config
+    for flag, low, high in (
+        ("--lr", training.lr, training.lr),
+        ("--min-lr", training.min_lr, training.lr),
+        ("--lr-warmup-init", training.lr_warmup_init, training.lr),
+    ):
+        if not 0 <= low <= high:
+            limit = "must not be negative" if low < 0 else f"must not be more than --lr {training.lr:g}"
+            raise UserError(f"{flag} {low:g} {limit}.")
+    if training.override_opt_param_scheduler and training.use_checkpoint_opt_param_scheduler:
+        raise UserError(
+            "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler contradict each other."
+        )
+    return config
+
+
+def warmup_and_decay(config: Config) -> Config:
+    """One way to say the warm-up, shorter than the decay; WSD is told how long its last phase is."""
+    training = config.training
+    if training.skip_train:
+        return config
+    by = "iters" if training.train_iters is not None else "samples"
+    length = getattr(training, f"lr_decay_{by}")
+    if length is None:
+        length = getattr(training, f"train_{by}")
+    warmup, fraction = getattr(training, f"lr_warmup_{by}"), training.lr_warmup_fraction
+    if fraction is not None:
+        if warmup:
+            raise UserError(f"--lr-warmup-fraction and --lr-warmup-{by} both say the warm-up; give one.")
+        if not 0 <= fraction < 1:
+            raise UserError(f"--lr-warmup-fraction {fraction:g} must be at least 0 and less than 1.")
+    if not 0 <= warmup < length:
+        raise UserError(f"--lr-warmup-{by} {warmup} must be less than the {length} {by} over which the rate decays.")
+    last = getattr(training, f"lr_wsd_decay_{by}")
+    if training.lr_decay_style == "WSD" and (last is None or not 1 <= last <= length):
+        raise UserError(f"--lr-decay-style WSD needs --lr-wsd-decay-{by}, from 1 to {length}.")
+    return config
+
+
+def weight_decay(config: Config) -> Config:
+    """A constant weight decay, or one that grows from a first to a last value."""
+    training = config.training
+    start, end = training.start_weight_decay, training.end_weight_decay
+    if training.weight_decay_incr_style == "constant":
+        if start is not None or end is not None:
+            raise UserError(
+                "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine."
+            )
+        start = end = training.weight_decay
+    elif start is None or end is None:
+        raise UserError(
+            f"--weight-decay-incr-style {training.weight_decay_incr_style} needs --start-weight-decay and "
+            "--end-weight-decay."
+        )
+    if not 0 <= start <= end:
+        raise UserError(f"the weight decay from {start:g} to {end:g} must not be negative and must not fall.")
+    return config.replace("training", start_weight_decay=start, end_weight_decay=end)
+
+
+def precision(config: Config) -> Config:
+    """bf16 or fp16; gradients of bf16 are kept in float32 unless asked; NaNs are fp16's signal to its loss scale."""
+    training = config.training
+    if training.fp16 and training.bf16:
+        raise UserError("--fp16 and --bf16 name two precisions; give one.")
+    if training.grad_reduce_in_bf16 and training.accumulate_allreduce_grads_in_fp32:
+        raise UserError("--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 contradict each other.")
+    if training.loss_scale is not None and not training.fp16:
+        raise UserError(f"--loss-scale {training.loss_scale:g} needs --fp16.")
+    if training.bf16 and not training.grad_reduce_in_bf16:
+        config = config.replace("training", accumulate_allreduce_grads_in_fp32=True)
+    if training.fp16 and training.loss_scale is None:
+        config = config.replace("training", check_for_nan_in_loss_and_grad=False)
+    return config

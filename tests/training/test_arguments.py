@@ -1,0 +1,325 @@
+"""The command line: pinned flags, derived values, and one sentence for everything that is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+import pytest
+
+from helixpipe.errors import CheckpointError, UserError
+from helixpipe.flags import FlagParser
+from megatron.training.arguments import (
+    build_parser,
+    format_arguments,
+    overlay_checkpoint_args,
+    parse_args,
+    print_arguments,
+)
+from megatron.training.config import LaunchConfig, compat
+from megatron.training.validation import check_device
+from tests.training.helpers import BASE, config
+
+GOLDEN = Path(__file__).with_name("flags.txt")
+
+CONVENTIONS = """
+num-layers hidden-size ffn-hidden-size num-attention-heads kv-channels group-query-attention num-query-groups
+seq-length max-position-embeddings position-embedding-type rotary-base rotary-percent normalization norm-epsilon
+swiglu disable-bias-linear untie-embeddings-and-output-weights init-method-std attention-dropout hidden-dropout
+attention-softmax-in-fp32 attention-backend transformer-impl use-mcore-models use-flash-attn
+make-vocab-size-divisible-by tensor-model-parallel-size pipeline-model-parallel-size
+num-layers-per-virtual-pipeline-stage context-parallel-size cp-comm-type sequence-parallel use-distributed-optimizer
+overlap-grad-reduce overlap-param-gather distributed-backend distributed-timeout-minutes micro-batch-size
+global-batch-size rampup-batch-size train-iters train-samples lr min-lr lr-decay-style lr-decay-iters lr-decay-samples
+lr-warmup-fraction lr-warmup-iters lr-warmup-samples weight-decay clip-grad adam-beta1 adam-beta2 adam-eps bf16 fp16
+seed recompute-granularity recompute-method recompute-num-layers recompute-activations deterministic-mode
+calculate-per-token-loss exit-interval exit-duration-in-mins no-gradient-accumulation-fusion no-masked-softmax-fusion
+data-path split train-data-path valid-data-path test-data-path mock-data data-cache-path tokenizer-type
+tokenizer-model vocab-file merge-file vocab-size num-workers no-create-attention-mask-in-dataloader eod-mask-loss save
+load save-interval ckpt-format use-checkpoint-args no-load-optim no-load-rng no-save-optim finetune
+dist-ckpt-strictness log-interval eval-interval eval-iters tensorboard-dir wandb-project wandb-exp-name
+timing-log-level log-throughput log-params-norm log-num-zeros-in-grad log-timers-to-tensorboard
+log-memory-to-tensorboard profile profile-step-start profile-step-end profile-ranks pipe-sp-splits pipe-sp-strategy
+num-fold transfer-weight checkpoint-without-attn chunk-size pipeline-schedule
+"""
+
+
+def flag_lines(parser: FlagParser) -> list[str]:
+    """`--flag[, --other] = default`, sorted, of every flag but --help."""
+    return sorted(
+        f"{', '.join(action.option_strings)} = {action.default!r}"
+        for action in parser._actions
+        if not isinstance(action, argparse._HelpAction)
+    )
+
+
+def test_the_flags_are_those_on_record() -> None:
+    """A new flag, a lost one or a changed default shows here; after an intended change write flags.txt anew."""
+    assert flag_lines(build_parser()) == GOLDEN.read_text(encoding="utf-8").splitlines()
+
+
+def test_every_flag_has_help() -> None:
+    assert all(action.help for action in build_parser()._actions)
+
+
+def test_every_flag_of_the_conventions_is_known() -> None:
+    known = {*build_parser().option_strings(), *compat.IGNORED, *compat.LATER, *compat.REFUSED}
+    assert [name for name in CONVENTIONS.split() if f"--{name}" not in known] == []
+
+
+# ------------------------------------------------------------------------------------------------------ derived values
+
+
+def test_sizes_that_follow_from_others() -> None:
+    plain = config()
+    assert (plain.model.ffn_hidden_size, plain.model.kv_channels) == (256, 16)
+    assert plain.training.global_batch_size == 2
+    assert config("--hidden-size 4096 --num-attention-heads 32 --swiglu").model.ffn_hidden_size == 10880
+    assert config("--global-batch-size 16", world=4).parallel.data_parallel_size == 4
+    assert config("--position-embedding-type rope").model.max_position_embeddings == 32
+    assert config("--use-rotary-position-embeddings").model.position_embedding_type == "rope"
+
+
+def test_rope_needs_no_number_of_positions() -> None:
+    words = BASE.replace("--max-position-embeddings 32 ", "") + " --train-iters 1 --position-embedding-type rope"
+    assert parse_args(words.split(), environ={}).model.max_position_embeddings == 32
+
+
+def test_the_schedule_follows_from_the_sizes() -> None:
+    assert config().parallel.pipeline_schedule == "none"
+    assert config("--pipeline-model-parallel-size 2", world=2).parallel.pipeline_schedule == "1f1b"
+    interleaved = config("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1", world=2)
+    assert interleaved.parallel.pipeline_schedule == "interleaved-1f1b"
+    assert interleaved.parallel.virtual_pipeline_model_parallel_size == 2
+    named = config("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2", world=2)
+    assert named.parallel.virtual_pipeline_model_parallel_size == 2
+    own = config("--pipeline-model-parallel-size 2 --pipeline-schedule mine.csv", world=2)
+    assert (own.parallel.pipeline_schedule, own.schedule_options) == ("mine.csv", None)
+
+
+def test_precision_decides_about_gradients() -> None:
+    assert config("--bf16").training.accumulate_allreduce_grads_in_fp32
+    assert not config("--bf16 --grad-reduce-in-bf16").training.accumulate_allreduce_grads_in_fp32
+    assert not config("--fp16").training.check_for_nan_in_loss_and_grad
+    assert config("--fp16 --loss-scale 1024").training.check_for_nan_in_loss_and_grad
+
+
+def test_sequence_parallelism_is_off_with_one_tensor_rank() -> None:
+    alone = config("--sequence-parallel")
+    assert not alone.parallel.sequence_parallel and len(alone.warnings) == 1
+    assert config("--sequence-parallel --tensor-model-parallel-size 2", world=2).parallel.sequence_parallel
+
+
+def test_data_lists_may_be_kept_in_files(tmp_path: Path) -> None:
+    (tmp_path / "words").write_text("0.3 A\n0.7 B\n")
+    base = BASE.replace("--mock-data ", "")
+    listed = parse_args(f"{base} --train-iters 1 --data-args-path {tmp_path}/words".split(), environ={})
+    assert listed.data.data_args_path == f"{tmp_path}/words"
+    with pytest.raises(UserError, match=r"--data-args-path .*missing"):
+        parse_args(f"{base} --train-iters 1 --data-args-path {tmp_path}/missing".split(), environ={})
+
+
+def test_split_is_dropped_with_mock_data() -> None:
+    assert config("--split 99,1,0").data.split is None
+
+
+# ---------------------------------------------------------------------------------------------- one sentence for errors
+
+WRONG = [
+    ("--num-layers 0", 1, "--num-layers 0 must be at least 1."),
+    ("--hidden-dropout 1", 1, "--hidden-dropout 1 must be at least 0 and less than 1."),
+    ("--seq-length 64", 1, "--max-position-embeddings 32 must be at least --seq-length 64."),
+    (
+        "--num-attention-heads 5",
+        1,
+        "--hidden-size 64 must be a multiple of --num-attention-heads 5, such as 60 and 65, unless --kv-channels is "
+        "given.",
+    ),
+    (
+        "--tensor-model-parallel-size 3",
+        3,
+        "--num-attention-heads 4 must be a multiple of --tensor-model-parallel-size 3; the nearest valid values are "
+        "3 and 6.",
+    ),
+    ("--num-query-groups 2", 1, "--num-query-groups 2 needs --group-query-attention."),
+    (
+        "--group-query-attention --num-query-groups 3",
+        1,
+        "--num-query-groups 3 must divide --num-attention-heads 4 and be a multiple of --tensor-model-parallel-size 1; "
+        "valid values are 1, 2 or 4.",
+    ),
+    ("--swiglu --squared-relu", 1, "--swiglu and --squared-relu name two activations; give one."),
+    (
+        "--pipeline-model-parallel-size 2",
+        3,
+        "the world size 3 must be a multiple of --pipeline-model-parallel-size 2 x --tensor-model-parallel-size 1 = 2; "
+        "the nearest valid sizes are 2 and 4.",
+    ),
+    (
+        "--pipeline-model-parallel-size 2",
+        1,
+        "the world size 1 must be a multiple of --pipeline-model-parallel-size 2 x --tensor-model-parallel-size 1 = 2; "
+        "the nearest valid sizes are 2.",
+    ),
+    (
+        "--pipeline-model-parallel-size 2 --pipeline-schedule none",
+        2,
+        "--pipeline-schedule none is for one pipeline rank, not --pipeline-model-parallel-size 2.",
+    ),
+    (
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3",
+        2,
+        "--num-layers-per-virtual-pipeline-stage 3 must divide the layers of a pipeline rank (--num-layers 4 over 2 "
+        "ranks).",
+    ),
+    ("--num-virtual-stages-per-pipeline-rank 2", 1, "2 virtual stages need --pipeline-model-parallel-size above 1."),
+    (
+        "--global-batch-size 7",
+        1,
+        "--global-batch-size 7 must be a multiple of --micro-batch-size 2 x data-parallel size 1 = 2; the nearest "
+        "valid values are 6 and 8.",
+    ),
+    (
+        "--rampup-batch-size 3 2 100 --global-batch-size 8",
+        1,
+        "--rampup-batch-size 3 2 100: the start plus a whole number of increments must give --global-batch-size 8.",
+    ),
+    ("--train-samples 100", 1, "give exactly one of --train-iters and --train-samples."),
+    ("--lr-decay-samples 5", 1, "--lr-decay-samples does not go with --train-iters; use --lr-decay-iters."),
+    ("--min-lr 1", 1, "--min-lr 1 must not be more than --lr 0.001."),
+    ("--lr -1", 1, "--lr -1 must not be negative."),
+    (
+        "--lr-warmup-fraction 0.1 --lr-warmup-iters 2",
+        1,
+        "--lr-warmup-fraction and --lr-warmup-iters both say the warm-up; give one.",
+    ),
+    ("--lr-warmup-iters 10", 1, "--lr-warmup-iters 10 must be less than the 10 iters over which the rate decays."),
+    ("--lr-decay-style WSD", 1, "--lr-decay-style WSD needs --lr-wsd-decay-iters, from 1 to 10."),
+    (
+        "--weight-decay-incr-style linear",
+        1,
+        "--weight-decay-incr-style linear needs --start-weight-decay and --end-weight-decay.",
+    ),
+    ("--fp16 --bf16", 1, "--fp16 and --bf16 name two precisions; give one."),
+    ("--loss-scale 8", 1, "--loss-scale 8 needs --fp16."),
+    ("--use-checkpoint-args", 1, "--use-checkpoint-args needs --load."),
+    (
+        "--save x --save-interval 4 --save-retain-interval 6",
+        1,
+        "--save-retain-interval 6 must be a multiple of --save-interval 4.",
+    ),
+    (
+        "--profile --profile-step-start 12",
+        1,
+        "--profile-step-start 12 must be less than --profile-step-end 12.",
+    ),
+    ("--seq-lenght 64", 1, "unknown flag --seq-lenght; did you mean --seq-length?"),
+    (
+        "--recompute-granularity full",
+        1,
+        "--recompute-granularity full is refused: activation recomputation is not available yet.",
+    ),
+    ("--num-experts=8", 1, "--num-experts 8 is refused: mixture-of-experts models are not supported."),
+    (
+        "--context-parallel-size 2",
+        1,
+        "--context-parallel-size 2 is refused: context parallelism is not available yet.",
+    ),
+    (
+        "--pipe-sp-splits 4 --bf16",
+        1,
+        "--pipe-sp-splits 4 is refused: it needs --pipeline-schedule seq1f1b, which is not available yet.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("flags", "world", "message"), WRONG, ids=[flags for flags, _, _ in WRONG])
+def test_wrong_flags_give_one_sentence(flags: str, world: int, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        config(flags, world=world)
+    assert str(caught.value) == message
+
+
+def test_an_unknown_schedule_names_the_nearest() -> None:
+    with pytest.raises(UserError, match=r"^unknown pipeline schedule '1f1': did you mean 1f1b"):
+        config("--pipeline-schedule 1f1")
+
+
+def test_all_that_is_missing_is_named_at_once() -> None:
+    with pytest.raises(UserError) as caught:
+        parse_args(["--mock-data", "--num-layers", "2"], environ={})
+    assert str(caught.value) == (
+        "--hidden-size, --num-attention-heads, --seq-length, --micro-batch-size and --lr must be given."
+    )
+
+
+def test_a_machine_without_gpus_is_not_asked_for_them() -> None:
+    check_device(config("--bf16"), gpus=0)
+    check_device(config("--fp16 --distributed-backend nccl"), gpus=1)
+    with pytest.raises(UserError, match="--fp16 needs a GPU"):
+        check_device(config("--fp16"), gpus=0)
+    with pytest.raises(UserError, match="--distributed-backend nccl needs a GPU"):
+        check_device(config("--distributed-backend nccl"), gpus=0)
+
+
+def test_the_environment_must_hold_numbers() -> None:
+    with pytest.raises(UserError, match="WORLD_SIZE='two' is not a whole number"):
+        LaunchConfig.from_environment({"WORLD_SIZE": "two"})
+
+
+# --------------------------------------------------------------------------------------- flags of Megatron-LM, the dump
+
+
+def test_ignored_flags_are_named_in_one_warning() -> None:
+    chosen = config("--no-masked-softmax-fusion --manual-gc-interval 5 --lr 0.5 --tp-comm-overlap")
+    assert chosen.training.lr == 0.5
+    assert len(chosen.warnings) == 1
+    for flag in ("--no-masked-softmax-fusion", "--manual-gc-interval", "--tp-comm-overlap"):
+        assert flag in chosen.warnings[0]
+
+
+@pytest.mark.parametrize(("flag", "values"), compat.NEUTRAL.items())
+def test_refused_flags_are_accepted_where_they_ask_for_nothing(flag: str, values: tuple[str, ...]) -> None:
+    assert flag in compat.REFUSED or flag in compat.LATER
+    for value in values:
+        assert config(f"{flag} {value}").warnings == ()
+
+
+def test_no_flag_is_in_two_tables_or_also_real() -> None:
+    tables = [set(compat.IGNORED), set(compat.LATER), set(compat.REFUSED), set(build_parser().option_strings())]
+    assert sum(map(len, tables)) == len(set.union(*tables))
+    families = {*compat.IGNORED_FAMILIES, *compat.REFUSED_FAMILIES}
+    assert [flag for flag in tables[3] if any(flag.startswith(prefix) for prefix in families)] == []
+
+
+def test_reasons_read_as_the_end_of_a_sentence() -> None:
+    for table in (compat.IGNORED, compat.LATER, compat.REFUSED, compat.IGNORED_FAMILIES, compat.REFUSED_FAMILIES):
+        for flag, reason in table.items():
+            assert re.fullmatch(r"--[a-z0-9_-]+", flag) and reason and not reason.endswith("."), flag
+
+
+def test_the_dump_is_megatrons(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = format_arguments(config("--bf16")).splitlines()
+    assert lines[0] == "------------------------ arguments ------------------------"
+    assert lines[-1] == "-------------------- end of arguments ---------------------"
+    assert all(re.fullmatch(r"  [A-Za-z0-9_]+ \.* .*", line) and line[51] == " " for line in lines[1:-1])
+    assert "  bf16 ............................................ True" in lines
+    assert [line.lower() for line in lines[1:-1]] == sorted(line.lower() for line in lines[1:-1])
+    print_arguments(config(rank=1, world=2))
+    assert capsys.readouterr().out == ""
+
+
+def test_model_shape_from_a_checkpoint() -> None:
+    saved = {**config("--num-layers 2 --swiglu --normalization RMSNorm").flat(), "lr": 5.0}
+
+    def load(checkpoint: object) -> dict[str, object]:
+        return saved
+
+    words = "--use-checkpoint-args --load x --micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --num-layers 9"
+    chosen = parse_args(words.split(), environ={}, load_checkpoint_args=load)
+    assert (chosen.model.num_layers, chosen.model.hidden_size, chosen.model.swiglu) == (2, 64, True)
+    assert (chosen.training.lr, chosen.data.vocab_size) == (1e-3, 100)
+    assert "no checkpoint" in overlay_checkpoint_args(config(), None).warnings[0]
+    with pytest.raises(CheckpointError, match="mixture of experts"):
+        overlay_checkpoint_args(config(), argparse.Namespace(num_experts=8))

@@ -1,0 +1,250 @@
+"""Batches, learning rate, FLOPs, megatron-core's configurations and the decision to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core.transformer.enums import AttnBackend
+
+from helixpipe.errors import UserError
+from megatron.training.arguments import parse_args
+from megatron.training.config import Config
+from megatron.training.flops import flops_per_sample
+from megatron.training.lr_schedule import build_param_scheduler, schedule_lengths
+from megatron.training.microbatches import BatchSchedule, StepBatch, run_length
+from megatron.training.signals import SignalFlag, StopCheck, StopReason, all_ranks_max
+from tests.training.helpers import BASE, config
+
+
+def batches(chosen: Config) -> BatchSchedule:
+    return BatchSchedule.from_config(chosen)
+
+
+# -------------------------------------------------------------------------------------------------------------- batches
+
+
+def test_constant_batches() -> None:
+    chosen = config("--global-batch-size 16", world=2)
+    schedule = batches(chosen)
+    assert schedule.at(0) == schedule.at(10**9) == StepBatch(num_microbatches=4, samples=16)
+    assert schedule.step_sizes() == [4] and schedule.final() == schedule.at(0)
+    assert run_length(chosen, schedule) == (10, 160)
+    by_samples = config("--global-batch-size 16", world=2, length="--train-samples 100")
+    assert run_length(by_samples, batches(by_samples)) == (6, 96)
+
+
+def test_rampup_counts_every_step() -> None:
+    chosen = config("--global-batch-size 8 --rampup-batch-size 2 2 30")
+    schedule = batches(chosen)
+    sizes, samples = [], 0
+    for _ in range(12):
+        sizes.append(schedule.at(samples).samples)
+        samples += sizes[-1]
+    assert sizes == sorted(sizes) and sizes[0] == 2 and sizes[-1] == 8
+    assert schedule.step_sizes() == [1, 2, 3, 4] and schedule.final().samples == 8
+    for count in range(13):
+        assert schedule.samples_after(count) == sum(sizes[:count])
+        assert schedule.iterations_within(sum(sizes[:count])) == count
+        assert schedule.iterations_within(sum(sizes[:count]) + 1) == count
+
+
+PLAIN = config()
+
+
+@settings(deadline=None, max_examples=50)
+@given(increment=st.integers(1, 3), steps=st.integers(1, 4), ramp=st.integers(1, 60), samples=st.integers(0, 300))
+def test_iterations_and_samples_are_inverse(increment: int, steps: int, ramp: int, samples: int) -> None:
+    size = 2 + 2 * increment * steps
+    schedule = batches(PLAIN.replace("training", global_batch_size=size, rampup_batch_size=(2, 2 * increment, ramp)))
+    count = schedule.iterations_within(samples)
+    assert schedule.samples_after(count) <= samples < schedule.samples_after(count + 1)
+
+
+def test_too_few_samples_for_one_step() -> None:
+    chosen = config("--global-batch-size 16", length="--train-samples 15")
+    with pytest.raises(UserError, match="--train-samples 15 is less than the first step's 16 samples"):
+        run_length(chosen, batches(chosen))
+
+
+def test_batches_may_shrink_to_fit() -> None:
+    schedule = batches(config("--global-batch-size 7 --decrease-batch-size-if-needed"))
+    assert schedule.at(0) == StepBatch(num_microbatches=3, samples=6)
+
+
+# -------------------------------------------------------------------------------------------------------- learning rate
+
+
+class Optimizer:
+    def __init__(self) -> None:
+        self.param_groups = [{"wd_mult": 1.0, "lr_mult": 1.0, "lr": 0.0, "weight_decay": 0.0, "default_config": True}]
+
+
+def rates(flags: str, length: str = "--train-iters 10") -> tuple[list[float], list[float]]:
+    """Learning rate and weight decay before each of ten steps, and after the last."""
+    chosen = config(flags, length=length)
+    optimizer, schedule = Optimizer(), batches(chosen)
+    scheduler = build_param_scheduler(optimizer, chosen, schedule)
+    seen, samples = [], 0
+    for _ in range(11):
+        seen.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]))
+        scheduler.step(increment=schedule.at(samples).samples)
+        samples += schedule.at(samples).samples
+    return [lr for lr, _ in seen], [wd for _, wd in seen]
+
+
+@pytest.mark.parametrize(
+    ("flags", "length"),
+    [
+        ("--lr-warmup-iters 2", "--train-iters 10"),
+        ("--lr-warmup-fraction 0.2", "--train-iters 10"),
+        ("--lr-warmup-samples 8", "--train-samples 40"),
+        ("--lr-warmup-fraction 0.2 --lr-decay-samples 40", "--train-samples 40"),
+        ("--lr-warmup-iters 2 --lr-decay-iters 10", "--train-iters 500"),
+    ],
+)
+def test_linear_warmup_and_decay(flags: str, length: str) -> None:
+    lr, _ = rates(f"{flags} --global-batch-size 4 --lr 1.0 --min-lr 0.2 --lr-decay-style linear", length)
+    expected = [0.0, 0.5, 1.0] + [1.0 - 0.1 * step for step in range(1, 9)]
+    assert lr == pytest.approx(expected)
+
+
+def test_other_shapes() -> None:
+    base = "--global-batch-size 4 --lr 1.0 --min-lr 0.0"
+    assert rates(f"{base} --lr-decay-style constant")[0] == [1.0] * 11
+    cosine, _ = rates(f"{base} --lr-decay-style cosine")
+    assert cosine[0] == 1.0 and cosine[5] == pytest.approx(0.5) and cosine[10] == pytest.approx(0.0)
+    wsd, _ = rates(f"{base} --lr-decay-style WSD --lr-wsd-decay-iters 4 --lr-wsd-decay-style linear")
+    assert wsd == pytest.approx([1.0] * 7 + [0.75, 0.5, 0.25, 0.0])
+
+
+def test_evaluation_alone_needs_no_learning_rate() -> None:
+    words = BASE.replace("--lr 1e-3 ", "") + " --skip-train"
+    chosen = parse_args(words.split(), environ={})
+    assert run_length(chosen, batches(chosen)) == (0, 0)
+    assert build_param_scheduler(Optimizer(), chosen, batches(chosen)).get_lr({}) == 0.0
+    assert chosen.to_optimizer_config().lr == 0.0
+
+
+def test_weight_decay_may_grow() -> None:
+    _, decay = rates("--weight-decay-incr-style linear --start-weight-decay 0.0 --end-weight-decay 1.0")
+    assert decay == pytest.approx([0.1 * step for step in range(11)])
+    assert set(rates("--weight-decay 0.3")[1]) == {0.3}
+
+
+def test_rampup_ends_the_decay_with_the_last_iteration() -> None:
+    flags = "--global-batch-size 8 --rampup-batch-size 2 2 20 --lr 1.0 --min-lr 0.25 --lr-decay-style linear"
+    lr, _ = rates(flags)
+    assert lr[10] == pytest.approx(0.25) and lr[9] > 0.25
+    chosen = config(flags)
+    assert schedule_lengths(chosen, batches(chosen)).decay == batches(chosen).samples_after(10)
+
+
+# ---------------------------------------------------------------------------------------------------------------- FLOPs
+
+
+def test_flops_of_a_gpt_by_hand() -> None:
+    """h 64, ffn 256, s 32, V 128, L 4; a token forward: QKV 24576, scores and values 4096, output 8192, MLP 65536."""
+    layer = 2 * 64 * 192 + 2 * (2 * 64 * 32) // 2 + 2 * 64 * 64 + 2 * 2 * 64 * 256
+    assert layer == 24576 + 4096 + 8192 + 65536
+    assert flops_per_sample(config().model, 128) == 3 * 32 * (4 * layer + 2 * 64 * 128)
+
+
+def test_flops_of_a_llama_by_hand() -> None:
+    """Two key/value heads of 16 channels, three matrices in the MLP of width 128."""
+    model = config("--group-query-attention --num-query-groups 2 --swiglu").model
+    layer = 2 * 64 * (64 + 2 * 32) + 2 * (2 * 64 * 32) // 2 + 2 * 64 * 64 + 3 * 2 * 64 * 128
+    assert model.ffn_hidden_size == 128
+    assert flops_per_sample(model, 256) == 3 * 32 * (4 * layer + 2 * 64 * 256)
+
+
+def test_flops_agree_with_the_published_formula() -> None:
+    """72 b s L h^2 (1 + s/6h + V/12Lh) without the causal half (Korthikanti et al.); with it s/12h."""
+    model = config(
+        "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --position-embedding-type rope "
+        "--max-position-embeddings 2048"
+    ).model
+    h, s, layers, vocabulary = 12288, 2048, 96, 51200
+    published = 72 * s * layers * h**2 * (1 + s / (12 * h) + vocabulary / (12 * layers * h))
+    assert flops_per_sample(model, vocabulary) == pytest.approx(published)
+
+
+# ----------------------------------------------------------------------------------------- megatron-core configurations
+
+
+def test_megatron_core_configurations() -> None:
+    chosen = config(
+        "--swiglu --normalization RMSNorm --disable-bias-linear --group-query-attention --num-query-groups 2 --bf16 "
+        "--untie-embeddings-and-output-weights --position-embedding-type rope --rotary-base 500000 "
+        "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer --attention-backend flash "
+        "--adam-beta2 0.95 --clip-grad 0.5 --hidden-dropout 0",
+        world=2,
+    )
+    transformer = chosen.to_transformer_config()
+    assert transformer.gated_linear_unit and transformer.activation_func is torch.nn.functional.silu
+    assert (transformer.num_query_groups, transformer.kv_channels, transformer.ffn_hidden_size) == (2, 16, 128)
+    assert not transformer.add_bias_linear and transformer.normalization == "RMSNorm"
+    assert transformer.params_dtype is transformer.pipeline_dtype is torch.bfloat16
+    assert transformer.sequence_parallel and transformer.attention_backend is AttnBackend.flash
+    assert (transformer.hidden_dropout, transformer.attention_dropout) == (0.0, 0.1)
+    optimizer = chosen.to_optimizer_config()
+    assert (optimizer.adam_beta2, optimizer.clip_grad, optimizer.lr) == (0.95, 0.5, 1e-3)
+    assert optimizer.bf16 and optimizer.use_distributed_optimizer
+    ddp = chosen.to_ddp_config()
+    assert ddp.grad_reduce_in_fp32 and ddp.use_distributed_optimizer and not ddp.overlap_grad_reduce
+    gpt = chosen.gpt_options()
+    assert (gpt.vocab_size, gpt.rotary_base, gpt.max_sequence_length) == (256, 500000, 32)
+    assert gpt.position_embedding_type == "rope" and not gpt.share_embeddings_and_output_weights
+
+
+def test_the_vocabulary_comes_from_a_flag_or_the_tokenizer() -> None:
+    assert config().gpt_options(vocab_size=1000).vocab_size == 128
+    assert config("--padded-vocab-size 104").gpt_options().vocab_size == 104
+    assert config("--make-vocab-size-divisible-by 8").gpt_options().vocab_size == 104
+
+
+# ------------------------------------------------------------------------------------------------------------- stopping
+
+
+def test_a_signal_is_noted_once_and_the_handler_restored() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with SignalFlag() as flag:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert flag.received
+    assert signal.getsignal(signal.SIGTERM) is before
+    with SignalFlag(active=False):
+        assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_why_a_run_stops() -> None:
+    now = [0.0]
+    flag = SignalFlag()
+    chosen = config("--exit-interval 4 --exit-duration-in-mins 2")
+    stop = StopCheck(chosen, flag, agree=all_ranks_max("cpu"), clock=lambda: now[0])
+    assert stop.after(1) is None
+    assert stop.after(4) is StopReason.INTERVAL
+    now[0] = 150.0
+    assert stop.after(5) is StopReason.DURATION
+    flag.received = True
+    assert stop.after(8) is StopReason.SIGNAL
+    assert stop.message(StopReason.SIGNAL, 8) == "exiting program after receiving SIGTERM."
+    assert stop.message(StopReason.DURATION, 8) == "exiting program after 2.5 minutes"
+    assert stop.message(StopReason.INTERVAL, 8) == "exiting program at iteration 8"
+
+
+def test_ranks_agree_on_the_strongest_reason() -> None:
+    """One rank got the signal: the others stop too, for the same reason."""
+    heard: list[int] = []
+
+    def agree(number: int) -> int:
+        heard.append(number)
+        return max(number, StopReason.SIGNAL)
+
+    stop = StopCheck(config(), SignalFlag(), agree=agree)
+    assert stop.after(3) is StopReason.SIGNAL
+    assert heard == [0]
