@@ -6,14 +6,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from helixpipe.errors import UserError
 from helixpipe.program import Op, parse_cell
 
 
-@dataclass(frozen=True)
-class OpEvent:
+class OpEvent(NamedTuple):
     """One op on one rank. start, end: in the timeline's unit, from the start of the step."""
 
     rank: int
@@ -22,8 +21,7 @@ class OpEvent:
     end: float
 
 
-@dataclass(frozen=True)
-class MessageEvent:
+class MessageEvent(NamedTuple):
     """One message between ranks."""
 
     kind: str

@@ -1,0 +1,395 @@
+"""The `helixpipe` command: look at pipeline schedules without running them.
+
+    helixpipe list
+    helixpipe simulate 1f1b -p 4 -m 8
+    helixpipe draw 1f1b interleaved-1f1b -o compare.png
+    helixpipe check my_schedule.csv
+
+It is the composition root, so it alone in this package imports the catalogue. It never imports torch, and what is slow
+to import (matplotlib, rich) only where it is used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from helixpipe import __version__
+from helixpipe.costs import PieceTimes, parse_piece_times
+from helixpipe.errors import ScheduleError, UserError
+from helixpipe.events import Timeline
+from helixpipe.files import whole_file
+from helixpipe.flags import (
+    FlagParser,
+    add_dataclass_arguments,
+    dataclass_from_namespace,
+    nearest_name,
+    option,
+    unknown_argument,
+)
+from helixpipe.lowering import lower
+from helixpipe.program import Program, format_rows, forward_only, from_csv, to_csv
+from helixpipe.report import summary, table, text_timeline
+from helixpipe.simulator import Simulation, simulate
+from helixpipe.timeline import check_suffix, count, draw
+from schedules import SCHEDULES, Schedule, Shape, build, find
+
+MAX_UNITS = 5_000_000  # some minutes and gigabytes: more is a slip of the finger
+USER_ERROR, INTERRUPTED, PIPE_CLOSED = 2, 130, 141  # exit codes; the last two as a shell gives them
+
+
+@dataclass(frozen=True)
+class ShapeOptions:
+    """The size of the problem; what is not given is the .csv file's, or chosen so that every schedule fits."""
+
+    ranks: int | None = option(None, "Pipeline ranks p (default: 4, or the file's).", flags=("--ranks", "-p"))
+    microbatches: int | None = option(
+        None, "Microbatches m a step (default: 2p, or the file's).", flags=("--microbatches", "-m")
+    )
+    layers: int | None = option(
+        None,
+        "Layers L of the model (default: the fewest that every named schedule can divide, two a rank or more).",
+        flags=("--layers", "-L"),
+    )
+    chunks: int | None = option(
+        None, "Chunks k each microbatch's sequence is cut into (default: 1, or the file's).", flags=("--chunks", "-k")
+    )
+    virtual_stages: int | None = option(
+        None,
+        "Stages v a rank, for schedules that interleave (default: the schedule's).",
+        flags=("--virtual-stages", "-v"),
+    )
+
+
+@dataclass(frozen=True)
+class CostOptions:
+    """What ops and messages take."""
+
+    piece_times: str = option(
+        "pre=1,attn=3,post=2",
+        "Forward time of pieces for a whole microbatch: embed, head, and in each layer norm, qkv, attn, proj, mlp; "
+        "pre means qkv and post mlp; pieces not given take no time.",
+        metavar="NAME=TIME,...",
+    )
+    backward_ratio: float = option(2.0, "Time of a full backward over its forward, at least 1.")
+    message_time: float = option(0.0, "Time of any message between ranks.")
+    forward_only: bool = option(False, "The schedule's evaluation form: its forwards alone.", flags=("--forward-only",))
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """How the result is printed."""
+
+    json: bool = option(False, "Print one JSON object.", flags=("--json",))
+
+
+@dataclass(frozen=True)
+class SimulateOptions:
+    """What `simulate` adds."""
+
+    order: bool = option(False, "Also print the program: a row a rank, a cell an op.", flags=("--order",))
+    csv: str | None = option(None, "Write the program to this file, to edit and to run.", metavar="OUT.csv")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code. Errors of the user's are one sentence on standard error."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _run(arguments)
+        sys.stdout.flush()
+    except UserError as error:
+        print(f"helixpipe: {error}", file=sys.stderr)
+        return USER_ERROR
+    except BrokenPipeError:  # the reader (`| head`) has seen enough
+        _give_up_stdout()
+        return PIPE_CLOSED
+    except OSError as error:  # a full disk behind standard output
+        _give_up_stdout()
+        print(f"helixpipe: cannot write the output: {error.strerror or error}.", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return code
+
+
+def _give_up_stdout() -> None:
+    """Keep the interpreter from flushing what nobody reads when it exits."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _run(arguments: list[str]) -> int:
+    parser, commands = _parsers()
+    name = arguments[0] if arguments else ""
+    if not arguments:
+        parser.print_help(sys.stderr)
+        return USER_ERROR
+    if not name.startswith("-") and name not in commands:
+        near = nearest_name(name, commands)
+        hint = f"did you mean {near}?" if near else f"known are {', '.join(commands)}."
+        raise UserError(f"unknown command {name!r}; {hint}")
+    if name not in commands and name not in ("-h", "--help", "--version"):
+        raise UserError(f"a command must come before {name}: one of {', '.join(commands)}.")
+    namespace, unknown = parser.parse_known_args(arguments)
+    if unknown and unknown[0].startswith("-"):
+        raise UserError(unknown_argument(unknown[0], commands[name].option_strings()))
+    if unknown:
+        raise UserError(f"{name} takes one schedule or file; {unknown[0]!r} is one too many.")
+    _COMMANDS[name](namespace)
+    return 0
+
+
+def _parsers() -> tuple[FlagParser, dict[str, FlagParser]]:
+    parser = FlagParser(prog="helixpipe", description="Look at pipeline schedules without running them.")
+    parser.add_argument("--version", action="version", version=f"helixpipe {__version__}")
+    subparsers = parser.add_subparsers(metavar="COMMAND", parser_class=FlagParser)
+
+    listing = subparsers.add_parser("list", help="the schedules there are", description="List the schedules there are.")
+
+    simulating = subparsers.add_parser(
+        "simulate",
+        help="time, bubble and memory of a schedule",
+        description="Run a schedule on paper: time, bubble, memory, messages.",
+    )
+    simulating.add_argument("schedule", metavar="SCHEDULE|FILE.csv", help="a name from `helixpipe list`, or a file")
+
+    drawing = subparsers.add_parser(
+        "draw",
+        help="a picture of schedules and of measured runs",
+        description="Draw schedules, simulated, and measured runs below them. Timelines of one unit share a scale.",
+    )
+    drawing.add_argument(
+        "schedules",
+        nargs="+",
+        metavar="SCHEDULE|FILE.csv",
+        help="names from `helixpipe list`, or files; several to compare",
+    )
+    drawing.add_argument(
+        "-o", "--output", metavar="FILE",
+        help="where to; its suffix chooses the format: .png, .svg, .pdf, .html (zoom, pan, hover) or .json "
+        "(Chrome trace for ui.perfetto.dev) (default: SCHEDULE.png)",
+    )  # fmt: skip
+    drawing.add_argument(
+        "--measured", action="append", default=[], metavar="RUN.json",
+        help="a timeline recorded in training, drawn below the simulated ones; may be repeated",
+    )  # fmt: skip
+
+    checking = subparsers.add_parser(
+        "check",
+        help="whether a schedule of one's own can run",
+        description="Check a schedule file as every launch does: complete, in order, no deadlock. Exit code 2 if not.",
+    )
+    checking.add_argument("file", metavar="FILE.csv", help="a row a rank, an op a cell: 2F5, or 2F5.1 for a chunk")
+
+    for command in (simulating, drawing, checking):
+        add_dataclass_arguments(command, ShapeOptions, title="size")
+    for command in (simulating, drawing):
+        add_dataclass_arguments(command, CostOptions, title="costs")
+        for schedule in SCHEDULES.values():
+            if dataclasses.fields(schedule.options):
+                add_dataclass_arguments(command, schedule.options, title=f"options of {schedule.name}")
+    for command in (listing, simulating, drawing, checking):
+        add_dataclass_arguments(command, OutputOptions, title="output")
+    add_dataclass_arguments(simulating, SimulateOptions, title="output of simulate")
+    return parser, {"list": listing, "simulate": simulating, "draw": drawing, "check": checking}
+
+
+# ----------------------------------------------------------------------------------------------------------- commands
+
+
+def _list(namespace: argparse.Namespace) -> None:
+    if namespace.json:
+        keys = ("name", "paper", "bubble", "memory")
+        rows = [{**{key: getattr(s, key) for key in keys}, "options": _option_names(s)} for s in SCHEDULES.values()]
+        print(json.dumps(rows))
+        return
+    headers = ("name", "options", "paper", "bubble", "memory")
+    print(
+        table(headers, [(s.name, " ".join(_option_names(s)), s.paper, s.bubble, s.memory) for s in SCHEDULES.values()])
+    )
+    print(
+        "\nbubble: idle time of a rank; F, B: time of a rank for one microbatch forward, backward.\n"
+        "memory: activations that rank r keeps, in microbatches x the rank's layers.\n"
+        "p ranks, m microbatches, v virtual stages, k chunks."
+    )
+
+
+def _simulate(namespace: argparse.Namespace) -> None:
+    options = dataclass_from_namespace(SimulateOptions, namespace)
+    (simulation,) = _simulations([namespace.schedule], namespace)
+    program = simulation.lowered.program
+    if options.csv is not None:
+        with whole_file(options.csv) as temporary:
+            to_csv(program, temporary)
+    if namespace.json:
+        print(json.dumps(simulation.to_json(order=options.order)))
+        return
+    print(summary(simulation))
+    drawing = text_timeline(simulation.timeline, shutil.get_terminal_size((100, 24)).columns)
+    if drawing is not None:
+        print(f"\n{drawing}")
+    if options.order:
+        print()
+        for row in format_rows(program):
+            print(",".join(row))
+
+
+def _draw(namespace: argparse.Namespace) -> None:
+    names: list[str] = namespace.schedules
+    output = namespace.output
+    if output is None:
+        output = "-".join(Path(name).stem if name.endswith(".csv") else name for name in names) + ".png"
+    check_suffix(output)
+    measured = [_measured(path) for path in namespace.measured]
+    simulations = _simulations(names, namespace)
+    simulated = [simulation.timeline for simulation in simulations]
+    if measured:
+        simulated = [dataclasses.replace(timeline, title=f"{timeline.title} (simulated)") for timeline in simulated]
+    draw([*simulated, *measured], output)
+    if namespace.json:
+        print(json.dumps({"output": str(output), "simulations": [simulation.to_json() for simulation in simulations]}))
+    else:
+        print(f"wrote {output}")
+
+
+def _measured(path: str) -> Timeline:
+    timeline = Timeline.load(path)
+    if not timeline.ops:
+        raise UserError(f"the timeline {path} has no ops.")
+    for rank, op, start, end in timeline.ops:
+        if not 0 <= rank < timeline.num_ranks or not 0 <= start <= end < math.inf:
+            raise UserError(
+                f"the timeline {path} is damaged: {op} on rank {rank} from {start} to {end} cannot be drawn."
+            )
+    title = timeline.title if "measured" in timeline.title else f"{timeline.title} (measured)"
+    return dataclasses.replace(timeline, title=title)
+
+
+def _check(namespace: argparse.Namespace) -> None:
+    size = dataclass_from_namespace(ShapeOptions, namespace)
+    lowered = lower(_from_file(namespace.file, size, size.layers))
+    program = lowered.program
+    counts = {
+        "ranks": program.num_ranks,
+        "microbatches": program.num_microbatches,
+        "stages": len(program.stages),
+        "chunks": program.num_chunks,
+        "ops": len(lowered.graph.ops),
+        "messages": len(lowered.messages),
+    }
+    if namespace.json:
+        print(json.dumps({"schedule": program.schedule, **counts, "forward_only": program.forward_only}))
+        return
+    one = {"microbatches": "microbatch"}  # the others lose their s
+    parts = [count(number, one.get(many, many[:-1]), many) for many, number in counts.items()]
+    print(f"{namespace.file} can run: {', '.join(parts)}{', forward only' if program.forward_only else ''}.")
+
+
+_COMMANDS: MappingProxyType[str, Callable[[argparse.Namespace], None]] = MappingProxyType(
+    {"list": _list, "simulate": _simulate, "draw": _draw, "check": _check}
+)
+
+
+# ----------------------------------------------------------------------------------------- from flags to simulations
+
+
+def _simulations(names: Sequence[str], namespace: argparse.Namespace) -> list[Simulation]:
+    """Simulate each schedule or file, all of one size."""
+    size = dataclass_from_namespace(ShapeOptions, namespace)
+    options = dataclass_from_namespace(CostOptions, namespace)
+    if options.backward_ratio < 1:
+        raise UserError(
+            f"--backward-ratio {options.backward_ratio:g} must be at least 1: "
+            "the input gradient alone takes as long as the forward."
+        )
+    costs = PieceTimes(parse_piece_times(options.piece_times), options.backward_ratio, options.message_time)
+    simulations = [simulate(lower(program, costs), costs) for program in _programs(names, size, costs, namespace)]
+    if not all(math.isfinite(simulation.makespan + sum(simulation.busy)) for simulation in simulations):
+        raise UserError(f"--piece-times {options.piece_times} are too large to add up.")
+    return simulations
+
+
+def _programs(
+    names: Sequence[str], size: ShapeOptions, costs: PieceTimes, namespace: argparse.Namespace
+) -> list[Program]:
+    """The program of each name; a file gives ranks and microbatches to the schedules it is compared with."""
+    schedules = {name: find(name) for name in names if not name.endswith(".csv")}
+    # Beside schedules of the catalogue, chunks and virtual stages are for those.
+    own = dataclasses.replace(size, chunks=None, virtual_stages=None) if schedules else size
+    files = {name: _from_file(name, own, None) for name in names if name.endswith(".csv")}
+    _check_own_options(namespace, list(schedules.values()))
+    if files:
+        first = next(iter(files.values()))
+        size = dataclasses.replace(size, ranks=first.num_ranks, microbatches=first.num_microbatches)
+    shapes = {
+        schedule.name: _shape(schedule, size, costs, alone=len(schedules) == 1) for schedule in schedules.values()
+    }
+    layers = size.layers
+    if layers is None:
+        layers = math.lcm(*(shape.layers for shape in shapes.values()), *(len(f.stages) for f in files.values()))
+    programs = []
+    for name in names:
+        if name in files:
+            program = _from_file(name, own, layers)
+        else:
+            shape = dataclasses.replace(shapes[name], layers=layers)
+            program = build(name, shape, dataclass_from_namespace(schedules[name].options, namespace))
+        programs.append(forward_only(program) if namespace.forward_only else program)
+    return programs
+
+
+def _shape(schedule: Schedule, size: ShapeOptions, costs: PieceTimes, alone: bool) -> Shape:
+    """The size for one schedule. Compared with others, it takes only flags it knows: the rest are for the others."""
+    ranks = size.ranks if size.ranks is not None else 1 if schedule.name == "none" else 4
+    microbatches = size.microbatches if size.microbatches is not None else 2 * max(ranks, 1)
+    chunks = size.chunks if size.chunks is not None and (alone or schedule.chunks) else 1
+    virtual = size.virtual_stages if alone or schedule.virtual_stages else None
+    layers = size.layers if size.layers is not None else max(ranks, 1) * max(virtual or 2, 2)
+    if ranks * microbatches * chunks * (virtual or 1) > MAX_UNITS:
+        raise ScheduleError(
+            f"{schedule.name} with {ranks} ranks, {microbatches} microbatches and {chunks} chunks is too large to "
+            f"simulate; the product may be {MAX_UNITS} at most."
+        )
+    return Shape(ranks, microbatches, layers, chunks, virtual, costs=costs)
+
+
+def _from_file(path: str, size: ShapeOptions, layers: int | None) -> Program:
+    """The program of a file. Raises ScheduleError when flags that were given say otherwise."""
+    program = from_csv(path, layers)
+    for flag, given, own in (
+        ("--ranks", size.ranks, program.num_ranks),
+        ("--microbatches", size.microbatches, program.num_microbatches),
+        ("--chunks", size.chunks, program.num_chunks),
+        ("--virtual-stages", size.virtual_stages, len(program.stages) / program.num_ranks),
+    ):
+        if given is not None and given != own:
+            raise ScheduleError(f"{flag} {given} does not fit {path}, whose {flag[2:].replace('-', ' ')} are {own:g}.")
+    return program
+
+
+def _check_own_options(namespace: argparse.Namespace, chosen: Sequence[Schedule]) -> None:
+    """Refuse an option of a schedule that is not among the chosen, rather than ignore it."""
+    allowed = {field.name for schedule in chosen for field in dataclasses.fields(schedule.options)}
+    for schedule in SCHEDULES.values():
+        for field in dataclasses.fields(schedule.options):
+            if field.name not in allowed and getattr(namespace, field.name, field.default) != field.default:
+                flag = "--" + field.name.replace("_", "-")
+                names = ", ".join(other.name for other in chosen) or "a file"
+                raise ScheduleError(f"{flag} is an option of {schedule.name}, not of {names}.")
+
+
+def _option_names(schedule: Schedule) -> list[str]:
+    names = ["--" + field.name.replace("_", "-") for field in dataclasses.fields(schedule.options)]
+    return ["-v"] * schedule.virtual_stages + ["-k"] * schedule.chunks + names
+
+
+if __name__ == "__main__":
+    sys.exit(main())

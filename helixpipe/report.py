@@ -1,0 +1,106 @@
+"""What the `helixpipe` command prints for people: a summary, a timeline in letters, a table. No torch here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from helixpipe.events import Timeline
+from helixpipe.simulator import Simulation
+from helixpipe.timeline import count
+
+MAX_TEXT_OPS = 2000
+MAX_RANK_LINES = 16
+
+
+def summary(simulation: Simulation) -> str:
+    """Figures of one simulated step, one a line, then a line a rank."""
+    program = simulation.lowered.program
+    shape = [
+        count(program.num_ranks, "rank"),
+        count(program.num_microbatches, "microbatch", "microbatches"),
+        count(program.num_layers, "layer"),
+        count(len(program.stages), "stage"),
+    ]
+    if program.num_chunks > 1:
+        shape.append(f"{program.num_chunks} chunks")
+    if program.forward_only:
+        shape.append("forward only")
+    figures = [
+        ("makespan", f"{simulation.makespan:.6g}", ""),
+        ("ideal", f"{simulation.ideal:.6g}", "total work / ranks"),
+        ("bubble", f"{simulation.bubble_time:.6g}", f"{100 * simulation.bubble_ratio:.1f} % of the makespan"),
+        ("messages", str(len(simulation.lowered.messages)), "between ranks"),
+    ]
+    width = max(len(value) for _, value, _ in figures)
+    lines = [f"{program.schedule}: {', '.join(shape)}", ""]
+    lines += [f"{name:<9}  {value:>{width}}  {note}".rstrip() for name, value, note in figures]
+    return "\n".join([*lines, "", *_ranks(simulation)])
+
+
+def _ranks(simulation: Simulation) -> list[str]:
+    makespan = simulation.makespan or 1.0
+    busy = [100 * value / makespan for value in simulation.busy]
+    peaks = simulation.peak_activation
+    if len(busy) > MAX_RANK_LINES:
+        return [
+            f"each rank is busy {min(busy):.1f} to {max(busy):.1f} % of the makespan",
+            f"peak activation {min(peaks):.4g} (rank {peaks.index(min(peaks))}) to "
+            f"{max(peaks):.4g} (rank {peaks.index(max(peaks))}) microbatch-layers",
+        ]
+    rows = [f"{rank:>4}  {busy[rank]:>6.1f} %  {peaks[rank]:>15.4g}" for rank in range(len(busy))]
+    return ["rank      busy  peak activation (microbatch-layers)", *rows]
+
+
+def text_timeline(timeline: Timeline, width: int) -> str | None:
+    """The timeline in letters, a line a rank: `F0` then dashes while it runs, spaces while the rank is idle.
+
+    The scale is the smallest that has room for every op's name. None when that is wider than `width`, or with too many
+    ops or ranks.
+    """
+    if not timeline.makespan or len(timeline.ops) > MAX_TEXT_OPS or timeline.num_ranks > MAX_RANK_LINES:
+        return None
+    names = {event: f"{event.op.kind}{event.op.microbatch}" for event in timeline.ops}
+    if any(event.op.chunk for event in timeline.ops):
+        names = {event: f"{name}.{event.op.chunk}" for event, name in names.items()}
+    drawn = [event for event in timeline.ops if event.end > event.start]
+    prefix = len(f"rank {timeline.num_ranks - 1} ")
+    room = width - prefix - 2
+    needed = max(len(names[event]) / (event.end - event.start) for event in drawn) * timeline.makespan
+    for columns in range(int(needed + 0.999), room + 1):
+        scale = columns / timeline.makespan
+        spans = [(round(event.start * scale), round(event.end * scale)) for event in drawn]
+        if all(end - start >= len(names[event]) for event, (start, end) in zip(drawn, spans, strict=True)):
+            break
+    else:
+        return None
+    lines = [[" "] * columns for _ in range(timeline.num_ranks)]
+    for event, (start, end) in zip(drawn, spans, strict=True):
+        lines[event.rank][start:end] = names[event].ljust(end - start, "-")
+    return "\n".join(f"{f'rank {rank}':<{prefix}}|{''.join(line)}|" for rank, line in enumerate(lines))
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table for standard output: ruled on a wide terminal, a block a row on a narrow one, aligned text in a pipe."""
+    widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
+    if not sys.stdout.isatty():
+        aligned = (
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (headers, *rows)
+        )
+        return "\n".join(line.rstrip() for line in aligned)
+    from rich.console import Console  # a tenth of a second to import: only terminals wait for it
+    from rich.table import Table
+
+    console = Console()
+    if console.width < sum(widths) + 3 * len(widths) + 1:
+        lines = []
+        for name, *cells in rows:
+            lines.append(name)
+            lines += [f"  {header}: {cell}" for header, cell in zip(headers[1:], cells, strict=True) if cell]
+        return "\n".join(lines)
+    ruled = Table(*headers)
+    for row in rows:
+        ruled.add_row(*(cell.replace("[", r"\[") for cell in row))
+    with console.capture() as capture:
+        console.print(ruled)
+    return capture.get().rstrip("\n")

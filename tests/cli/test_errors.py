@@ -1,0 +1,156 @@
+"""Bad input to the `helixpipe` command: one sentence on standard error, exit code 2, nothing half-written."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from types import MappingProxyType
+
+import pytest
+
+from helixpipe import cli
+from helixpipe.flags import option
+from schedules import SCHEDULES
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line that refuses these arguments."""
+    assert cli.main(list(arguments)) == cli.USER_ERROR
+    output = capsys.readouterr()
+    assert output.out == ""
+    (line,) = output.err.splitlines()
+    assert line.startswith("helixpipe: ")
+    return line
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("simulat 1f1b", "did you mean simulate?"),
+        ("--json list", "a command must come before --json"),
+        ("simulate", "required: SCHEDULE|FILE.csv"),
+        ("simulate 1f1", "did you mean 1f1b?"),
+        ("simulate 1f1b gpipe", "'gpipe' is one too many"),
+        ("simulate 1f1b --rank 4", "did you mean --ranks?"),
+        ("simulate 1f1b -p four", "'four' is not a whole number"),
+        ("simulate 1f1b -p 0", "at least 1, not 0"),
+        ("simulate 1f1b -m -3", "at least 1, not -3"),
+        ("simulate 1f1b -L 7", "4 or 8"),
+        ("simulate interleaved-1f1b -m 5", "4 and 8"),
+        ("simulate 1f1b -v 2", "virtual stages (2)"),
+        ("simulate 1f1b -k 2", "chunks (2)"),
+        ("simulate none -p 2", "not 2"),
+        ("simulate 1f1b --piece-times attention=1", "'attention=1' is not NAME=TIME"),
+        ("simulate 1f1b --piece-times attn=fast", "'fast' is not a number"),
+        ("simulate 1f1b --piece-times attn=nan", "not nan"),
+        ("simulate 1f1b --piece-times attn=1e308", "too large"),
+        ("simulate 1f1b --backward-ratio 0.5", "at least 1"),
+        ("simulate 1f1b --message-time -1", "not negative"),
+        ("simulate 1f1b -p 1000000 -m 1000000", "too large to simulate"),
+        ("draw 1f1b -o picture.bmp", ".png, .svg, .pdf, .html, .json"),
+        ("draw 1f1b -o nowhere/picture.html", "cannot write nowhere/picture.html: No such file or directory"),
+        ("draw 1f1b -o folder.json", "cannot write folder.json: it is a directory"),
+        ("simulate 1f1b --csv nowhere/p.csv", "cannot write nowhere/p.csv"),
+        ("draw 1f1b --measured absent.json", "cannot read the timeline absent.json"),
+        ("check absent.csv", "cannot read the schedule file absent.csv: No such file or directory"),
+    ],
+)
+def test_one_sentence(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str, says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.json").mkdir()
+    assert says in refused(capsys, *command.split())
+    assert os.listdir(tmp_path) == ["folder.json"]
+    assert os.listdir(tmp_path / "folder.json") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("0F0,0F0,0B0\n1F0,1B0\n", "0F0 appears twice"),
+        ("0F0\n1F0,1B0\n", "0B0 is missing"),
+        ("0B0,0F0\n1F0,1B0\n", "0B0 comes before 0F0"),
+        ("0F0garbage,0B0\n", "'0F0garbage' is not an op"),
+        ("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n", "circle"),
+        ("0F0,1F0,1B0\n0B0\n", "0B0 is on rank 1 but its forward is on rank 0"),
+        ("", "contains no ops"),
+        ("\0\xff", "is not an op"),
+    ],
+)
+def test_check_refuses(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "bad.csv"
+    path.write_text(text, encoding="utf-8")
+    assert says in refused(capsys, "check", str(path))
+    assert says in refused(capsys, "simulate", str(path))
+
+
+def test_flags_that_disagree_with_the_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    assert cli.main(["simulate", "1f1b", "-p", "2", "-m", "3", "--csv", str(path)]) == 0
+    capsys.readouterr()
+    for flags, says in (
+        ("-p 3", "--ranks 3 does not fit"),
+        ("-m 4", "whose microbatches are 3"),
+        ("-k 2", "--chunks 2"),
+        ("-v 2", "--virtual-stages 2"),
+        ("-L 3", "2 or 4"),
+    ):
+        for command in ("simulate", "check"):
+            assert says in refused(capsys, command, str(path), *flags.split())
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("[1]", "is not a timeline file"),
+        ('{"title": "x", "ranks": 1, "unit": "s", "ops": [[0, "0F0.0.0", 0, 1]], "messages": []}', "not a timeline"),
+        ('{"title": "x", "ranks": 1, "unit": "s", "ops": [], "messages": []}', "has no ops"),
+        ('{"title": "x", "ranks": 1, "unit": "s", "ops": [[1, "0F0", 0, 1]], "messages": []}', "damaged"),
+        ('{"title": "x", "ranks": 1, "unit": "s", "ops": [[0, "0F0", 2, 1]], "messages": []}', "damaged"),
+        ('{"title": "x", "ranks": 1, "unit": "s", "ops": [[0, "0F0", 0, NaN]], "messages": []}', "damaged"),
+    ],
+)
+def test_damaged_measurement(capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str, says: str) -> None:
+    measured, picture = tmp_path / "run.json", tmp_path / "x.png"
+    measured.write_text(content)
+    assert says in refused(capsys, "draw", "1f1b", "--measured", str(measured), "-o", str(picture))
+    assert not picture.exists()
+
+
+def test_a_failed_drawing_leaves_the_old_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.json"
+    path.write_text("old")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    assert "cannot write" in refused(capsys, "draw", "1f1b", "-o", str(path))
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["x.json"]
+
+
+def test_options_of_another_schedule(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A schedule's own options are flags here, refused where they would be ignored."""
+
+    @dataclasses.dataclass(frozen=True)
+    class FoldOptions:
+        num_fold: int = option(2, "Folds.")
+
+    fold = dataclasses.replace(SCHEDULES["gpipe"], name="fold", options=FoldOptions)
+    monkeypatch.setattr(cli, "SCHEDULES", MappingProxyType({**SCHEDULES, "fold": fold}))
+    assert "--num-fold is an option of fold, not of 1f1b." in refused(capsys, "simulate", "1f1b", "--num-fold", "3")
+    assert cli.main(["list"]) == 0
+    assert "--num-fold" in capsys.readouterr().out
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--help"], ["simulate", "--help"], ["draw", "--help"], ["check", "--help"], ["--version"]):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(arguments)
+        assert stop.value.code == 0
+        assert "helixpipe" in capsys.readouterr().out
+    assert cli.main([]) == cli.USER_ERROR

@@ -1,0 +1,148 @@
+"""`helixpipe list`, `simulate` and `check`: what they print and their exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helixpipe import cli
+from helixpipe.program import from_csv
+from schedules import SCHEDULES
+
+PAPER = ["--piece-times", "pre=1,attn=3,post=2"]
+
+
+def simulate(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert cli.main(["simulate", *arguments, "--json"]) == 0
+    output = capsys.readouterr()
+    assert output.err == ""
+    result: dict[str, Any] = json.loads(output.out)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("schedule", "makespan", "bubble", "peak"),
+    [
+        (["1f1b"], 396, 108, [8, 6, 4, 2]),
+        (["gpipe"], 396, 108, [16, 16, 16, 16]),
+        (["interleaved-1f1b", "-v", "2"], 342, 54, [11, 9, 7, 5]),
+    ],
+)
+def test_figures(
+    capsys: pytest.CaptureFixture[str], schedule: list[str], makespan: int, bubble: int, peak: list[int]
+) -> None:
+    result = simulate(capsys, *schedule, "-p", "4", "-m", "8", "-L", "8", *PAPER)
+    assert result["schedule"] == schedule[0]
+    assert (result["ranks"], result["microbatches"], result["layers"]) == (4, 8, 8)
+    assert (result["makespan"], result["ideal"], result["bubble_time"]) == (makespan, 288, bubble)
+    assert result["bubble_ratio"] == pytest.approx(bubble / makespan)
+    assert result["busy"] == [288] * 4
+    assert result["peak_activation"] == peak
+    assert result["messages"] == 2 * 8 * (
+        4 * len(schedule[2:]) + 3
+    )  # two cuts' worth a microbatch: activation, gradient
+    assert "order" not in result
+
+
+def test_defaults_are_comparable(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without flags every schedule of several ranks gets the same model, the issue's example."""
+    results = [simulate(capsys, name) for name in SCHEDULES if name != "none"]
+    assert {(r["ranks"], r["microbatches"], r["layers"], r["ideal"]) for r in results} == {(4, 8, 8, 288)}
+    assert simulate(capsys, "none")["ranks"] == 1
+
+
+def test_costs(capsys: pytest.CaptureFixture[str]) -> None:
+    size = ["-p", "2", "-m", "1", "-L", "2"]
+    plain = simulate(capsys, "1f1b", *size, "--piece-times", "post=1,head=10", "--backward-ratio", "3")
+    assert plain["makespan"] == (1 + 11) * 4
+    slow = simulate(
+        capsys, "1f1b", *size, "--piece-times", "post=1,head=10", "--backward-ratio", "3", "--message-time", "5"
+    )
+    assert slow["makespan"] == plain["makespan"] + 2 * 5
+
+
+def test_forward_only(capsys: pytest.CaptureFixture[str]) -> None:
+    result = simulate(capsys, "1f1b", *PAPER, "--forward-only", "--order")
+    assert result["makespan"] == (8 + 3) * 12
+    assert result["messages"] == 8 * 3
+    assert all(cell[1] == "F" for row in result["order"] for cell in row)
+
+
+def test_summary_for_people(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    assert cli.main(["simulate", "1f1b", "-p", "2", "-m", "2", "-L", "2", "--order"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("1f1b: 2 ranks, 2 microbatches, 2 layers, 2 stages\n")
+    assert "bubble     18  33.3 % of the makespan" in out
+    assert "rank 0 |F0F1    B0--  B1--|\nrank 1 |  F0B0--F1B1--    |\n" in out
+    assert out.endswith("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    monkeypatch.setenv("COLUMNS", "20")  # too narrow for the timeline: left out
+    assert cli.main(["simulate", "1f1b"]) == 0
+    assert "|" not in capsys.readouterr().out
+
+
+def test_csv_round_trip(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """What `simulate --csv` writes is checked, and simulates the same; size comes from the file."""
+    path = tmp_path / "mine.csv"
+    original = simulate(capsys, "interleaved-1f1b", "-p", "2", "-m", "4", "-L", "8", "--order", "--csv", str(path))
+    assert os.listdir(tmp_path) == ["mine.csv"]
+    again = simulate(capsys, str(path), "-L", "8", "--order")
+    assert {**again, "schedule": original["schedule"]} == original
+    assert simulate(capsys, str(path))["layers"] == 4  # one a stage
+    assert cli.main(["check", str(path), "-p", "2", "-m", "4", "-v", "2"]) == 0
+    assert (
+        capsys.readouterr().out == f"{path} can run: 2 ranks, 4 microbatches, 4 stages, 1 chunk, 32 ops, 24 messages.\n"
+    )
+    assert cli.main(["check", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ops"] == 32
+
+
+def test_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["list"]) == 0
+    out = capsys.readouterr().out
+    for schedule in SCHEDULES.values():
+        (line,) = [line for line in out.splitlines() if line.split()[:1] == [schedule.name]]
+        assert schedule.paper in line and schedule.bubble in line and schedule.memory in line
+    assert cli.main(["list", "--json"]) == 0
+    assert [row["name"] for row in json.loads(capsys.readouterr().out)] == list(SCHEDULES)
+
+
+@pytest.mark.parametrize("columns", [50, 200])
+def test_list_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert cli.main(["list"]) == 0
+    out = capsys.readouterr().out
+    table = re.sub(r"\x1b\[\d*m", "", out.split("\n\n")[0])
+    assert all(name in table for name in SCHEDULES)
+    assert max(map(len, table.splitlines())) <= columns
+    assert ("┃" in table) == (columns == 200)
+
+
+def test_a_process_of_its_own(tmp_path: Path) -> None:
+    """Neither torch nor anything slow is imported; a reader that leaves early is no error."""
+    slow = "{'torch', 'numpy', 'matplotlib', 'rich', 'megatron'} & set(sys.modules)"
+    code = (
+        "import sys; from helixpipe.cli import main; code = main(['simulate', '1f1b'])\n"
+        f"print({slow} or 'nothing slow', file=sys.stderr); sys.exit(code)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, cwd=tmp_path, env=environment, text=True)
+    os.close(writer)
+    assert (result.stderr, result.returncode) == ("nothing slow\n", cli.PIPE_CLOSED)
+
+
+def test_written_program_is_the_schedule(tmp_path: Path) -> None:
+    path = tmp_path / "p.csv"
+    assert cli.main(["simulate", "gpipe", "-p", "2", "-m", "1", "--csv", str(path)]) == 0
+    assert [[str(op) for op in ops] for ops in from_csv(path).ranks] == [["0F0", "0B0"], ["1F0", "1B0"]]
