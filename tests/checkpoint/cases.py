@@ -1,0 +1,327 @@
+"""What the ranks of test_checkpoint.py run."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import signal
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+
+from helixpipe.errors import CheckpointError
+from megatron.training import checkpoint_tensors, checkpointing
+from megatron.training.checkpointing import read_arguments
+from tests.checkpoint.runs import Layout, Run, contents
+
+PP, TP, DP = Layout(pp=2), Layout(tp=2), Layout()
+ZERO = Layout(distributed_optimizer=True)
+BF16, ZERO_BF16 = Layout(pp=2, bf16=True), Layout(distributed_optimizer=True, bf16=True)
+UNTIED, UNTIED_ZERO = Layout(pp=2, tied=False), Layout(distributed_optimizer=True, tied=False)
+SAME = {
+    "pp2": PP,
+    "tp2": TP,
+    "dp2": DP,
+    "zero": ZERO,
+    "bf16": BF16,
+    "zero bf16": ZERO_BF16,
+    "untied": UNTIED,
+    "untied zero": UNTIED_ZERO,
+}
+CHANGED = {
+    "pp2 to dp2": (PP, DP),
+    "pp2 to tp2": (PP, TP),
+    "tp2 to pp2": (TP, PP),
+    "dp2 to pp2": (DP, PP),
+    "zero to pp2 zero": (ZERO, Layout(pp=2, distributed_optimizer=True)),
+    "tp2 zero to zero": (Layout(tp=2, distributed_optimizer=True), ZERO),
+    "untied zero to pp2 zero": (UNTIED_ZERO, Layout(pp=2, distributed_optimizer=True, tied=False)),
+    "pp2 to zero": (PP, ZERO),
+    "zero to tp2": (ZERO, TP),
+    "bf16 pp2 to zero": (BF16, ZERO_BF16),
+    "bf16 zero to tp2": (ZERO_BF16, Layout(tp=2, bf16=True)),
+    "untied zero to pp2": (UNTIED_ZERO, UNTIED),
+}
+
+
+def all_cases(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    directory = Path(folder)
+    results: dict[str, Any] = {"after kill": after_kill(directory / "killed")}
+    for name, layout in SAME.items():
+        results[name] = resumed_equals_uninterrupted(directory / name, layout, layout, exactly=True)
+    for name, (saved, loaded) in CHANGED.items():
+        results[name] = resumed_equals_uninterrupted(directory / name, saved, loaded, exactly=False)
+    damaged(results, directory / "pp2", directory / "damaged")
+    mistakes(results, directory / "pp2", directory)
+    written(results, directory)
+    results["from megatron-core"] = from_megatron_core(directory / "megatron-core")
+    return results
+
+
+# ------------------------------------------------------------------------------------------------------------ resuming
+
+
+def resumed_equals_uninterrupted(directory: Path, saved: Layout, loaded: Layout, exactly: bool) -> str:
+    """Train 3, save, train 2, save; load the first in a run of another seed, train 2, save; '' when these are equal."""
+    run = Run(saved).train(3).save(directory).train(2).save(directory)
+    again = Run(loaded, seed=2)
+    result = again.load(directory, ckpt_step=3)
+    assert result is not None
+    progress, arguments = result
+    again.train(2).save(directory / "again")
+    if again.progress != run.progress or progress.consumed_train_samples != arguments["consumed_train_samples"]:
+        return f"{again.progress} != {run.progress}, {arguments}"
+    if again.scheduler.state_dict() != run.scheduler.state_dict():
+        return "scheduler"
+    ours, theirs = (named(folder / "iter_0000005") for folder in (directory, directory / "again"))
+    kinds = {name.split(".decoder")[0] for name in ours if name.startswith("optimizer")}
+    if exactly and (ours.keys() != theirs.keys() or not {"optimizer.state.exp_avg"} < kinds):
+        return f"keys {ours.keys() ^ theirs.keys()} of {kinds}"
+    for name in ours.keys() & theirs.keys():
+        a, b = ours[name].float(), theirs[name].float()
+        same = torch.equal(a, b) if exactly else torch.allclose(a, b, rtol=1e-2 if saved.bf16 else 1e-5, atol=1e-7)
+        if not same:
+            return f"{name}: {(a - b).abs().max()}"
+    return "" if len(ours.keys() & theirs.keys()) > 20 else f"only {ours.keys() & theirs.keys()}"
+
+
+def named(folder: Path) -> dict[str, torch.Tensor]:
+    """Tensors by one name for the float32 copy, which optimizers call `param` or `fp32_param`."""
+    return {name.replace("state.fp32_param", "state.param"): tensor for name, tensor in contents(folder).items()}
+
+
+# -------------------------------------------------------------------------------------------------------------- damage
+
+
+def remove(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def truncate(name: str) -> Callable[[Path], None]:
+    return lambda folder: os.truncate(folder / name, (folder / name).stat().st_size // 2)
+
+
+def overwrite(name: str, keep_size: bool = True) -> Callable[[Path], None]:
+    """Nonsense from a third of the file on."""
+
+    def change(folder: Path) -> None:
+        content = (folder / name).read_bytes()
+        third = len(content) // 3
+        (folder / name).write_bytes(content[:third] + bytes(b ^ 0x5A for b in content[third:]) + b"" * keep_size)
+
+    return change
+
+
+def all_of(*changes: Callable[[Path], None]) -> Callable[[Path], None]:
+    return lambda folder: [change(folder) for change in changes] and None
+
+
+SHARD = "__1_0.distcp"
+UNLISTED = remove("manifest.json")  # as a checkpoint of Megatron-LM
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "shard missing": remove(SHARD),
+    "shard truncated": truncate(SHARD),
+    "shard corrupt": overwrite(SHARD),
+    "index missing": remove(".metadata"),
+    "index corrupt": overwrite(".metadata"),
+    "common missing": remove("common.pt"),
+    "common truncated": truncate("common.pt"),
+    "format missing": remove("metadata.json"),
+    "manifest corrupt": overwrite("manifest.json"),
+    "folder missing": shutil.rmtree,
+    "unlisted, shard missing": all_of(UNLISTED, remove(SHARD)),
+    "unlisted, shard truncated": all_of(UNLISTED, truncate(SHARD)),
+    "unlisted, shard corrupt": all_of(UNLISTED, overwrite(SHARD)),
+    "unlisted, index corrupt": all_of(UNLISTED, overwrite(".metadata")),
+    "unlisted, common corrupt": all_of(UNLISTED, overwrite("common.pt")),
+    "unlisted, format corrupt": all_of(UNLISTED, overwrite("metadata.json")),
+}
+TRACKERS = {"set back": ("3", 3), "garbage": ("\x00\xff nonsense", 5), "empty": ("", 5), "missing": (None, 5)}
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def damaged(results: dict[str, Any], original: Path, directory: Path) -> None:
+    run = Run(PP, seed=3)
+    expected = {}
+    for step in (3, 5):
+        run.load(original, ckpt_step=step)
+        expected[step] = run.tensors()
+
+    def load(change: Callable[[Path], Any]) -> tuple[int, bool, list[str]]:
+        """(iteration loaded, state equal to a clean load of it, lines about it) after a change to a copy."""
+        on_first(lambda: (shutil.rmtree(directory, ignore_errors=True), shutil.copytree(original, directory)))
+        on_first(lambda: change(directory))
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            run.load(directory)
+        iteration = run.progress.iteration
+        equal = all(map(torch.equal, run.tensors(), expected[iteration]))
+        return iteration, equal, [line for line in output.getvalue().splitlines() if "WARNING" in line]
+
+    for name, change in DAMAGES.items():
+        results[name] = load(lambda folder, change=change: change(folder / "iter_0000005"))  # type: ignore[misc]
+    for name, (content, _) in TRACKERS.items():
+        action = remove(TRACKER) if content is None else lambda d, c=content: (d / TRACKER).write_text(c)
+        results[f"tracker {name}"] = load(action)
+
+    def ruin(folder: Path) -> None:
+        for each in folder.glob("iter_*"):
+            truncate(SHARD)(each)
+
+    with contextlib.suppress(CheckpointError):
+        load(ruin)
+        raise RuntimeError("nothing was usable, yet something was loaded")
+    results["all damaged"] = message(lambda: run.load(directory))
+    results["all damaged, arguments"] = message(lambda: read_arguments(str(directory)))
+
+
+def on_first(action: Callable[[], Any]) -> None:
+    if dist.get_rank() == 0:
+        action()
+    dist.barrier()
+
+
+def message(action: Callable[[], Any]) -> str:
+    try:
+        action()
+    except CheckpointError as error:
+        return str(error)
+    raise AssertionError("no error")
+
+
+# ------------------------------------------------------------------------------------------------------------ mistakes
+
+
+def mistakes(results: dict[str, Any], saved: Path, directory: Path) -> None:
+    """Loading what does not fit, or is not there."""
+    results["layers"] = message(lambda: Run(Layout(pp=2, num_layers=4)).load(saved))
+    results["hidden"] = message(lambda: Run(Layout(pp=2, hidden_size=32)).load(saved))
+    results["schedule"] = message(lambda: Run(Layout(pp=2, lr_decay_steps=50)).load(saved))
+    run = Run(PP)
+    before = run.tensors()
+    results["step"] = message(lambda: run.load(saved, ckpt_step=4))
+    results["missing"] = message(lambda: run.load(directory / "none", exit_on_missing_checkpoint=True))
+    results["fresh"] = [run.load(directory / "none"), run.load(directory), read_arguments(str(directory / "none"))]
+    results["untouched"] = len(before) == len(run.tensors()) and all(map(torch.equal, before, run.tensors()))
+    results["arguments"] = read_arguments(str(saved))
+    loaded = run.load(saved, finetune=True)
+    results["finetune"] = loaded is not None and (loaded[0].iteration, run.optimizer.state_dict()["state"])
+    run.train(1).save(directory / "weights", no_save_optim=True)
+    results["no optimizer"] = message(lambda: Run(PP).load(directory / "weights"))
+    loaded = run.load(directory / "weights", no_load_optim=True)
+    results["weights alone"] = loaded is not None and loaded[0].iteration
+    args = {"num_layers": 4}
+    with mock.patch.dict(run.arguments, args):  # what the arguments say may also be wrong: the tensors decide
+        run.save(directory / "lying")
+    results["lying"] = message(lambda: Run(Layout(pp=2, num_layers=4)).load(directory / "lying"))
+
+
+# ------------------------------------------------------------------------------------------------------------- writing
+
+
+def written(results: dict[str, Any], directory: Path) -> None:
+    """Failures while saving, retention, and what a save leaves behind."""
+    target = directory / "written"
+    run = Run(PP).train(1).save(target).train(1)
+    rank = dist.get_rank()
+
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    def save_with(owner: Any, name: str, replacement: Any, here: bool) -> tuple[str, list[str], str]:
+        with mock.patch.object(owner, name, replacement) if here else contextlib.nullcontext():
+            text = message(lambda: run.save(target))
+        dist.barrier()
+        return text, sorted(path.name for path in target.iterdir() if path.name[0] != "."), read(target / TRACKER)
+
+    writer = checkpoint_tensors.FileSystemWriter
+    results["disk full, shard"] = save_with(writer, "write_data", full, rank == 1)
+    results["disk full, common"] = save_with(checkpointing, "save_config", full, rank == 0)
+    results["not shared"] = save_with(checkpointing, "appears", lambda folder: rank == 0, True)
+    results["no tracker yet"] = save_with(checkpointing.folders, "write_tracker", full, rank == 0)
+    run.save(target).save(target)
+    results["hidden left"] = sorted(path.name for path in target.iterdir() if path.name[0] == ".")
+    for _ in range(3):
+        run.train(1).save(target, save_retain_interval=4)
+    results["retained"] = sorted(path.name for path in target.glob("iter_*"))
+    results["children"] = [path.read_text() for path in Path("/proc/self/task").glob("*/children")]
+    manifest = json.loads((target / "iter_0000005" / "manifest.json").read_text())
+    results["files"] = sorted(manifest["files"])
+    results["keys"] = sorted(torch.load(target / "iter_0000005" / "common.pt"))
+
+
+def read(path: Path) -> str:
+    return path.read_text()
+
+
+def killed(rank: int, world_size: int, folder: str) -> None:
+    """Save, train on, and be killed when the shards of the next checkpoint are written."""
+    run = Run(PP).train(3).save(folder).train(2)
+    save = checkpoint_tensors.InProcessSave.save
+
+    def save_and_die(*args: Any) -> None:
+        save(*args)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with mock.patch.object(checkpoint_tensors.InProcessSave, "save", save_and_die):
+        run.save(folder)
+
+
+def after_kill(directory: Path) -> dict[str, Any]:
+    """Relaunch after `killed`."""
+    left = sorted(path.name.partition("-")[0] for path in directory.iterdir())
+    dist.barrier()
+    run = Run(PP, seed=2)
+    run.load(directory)
+    resumed = run.progress.iteration
+    run.train(2).save(directory)
+    return {"left": left, "resumed at": resumed, "in the end": sorted(path.name for path in directory.iterdir())}
+
+
+# -------------------------------------------------------------------------------------------------------- interchange
+
+
+def from_megatron_core(directory: Path) -> dict[str, Any]:
+    """Load what plain megatron-core saved with its own writer, as Megatron-LM lays it out."""
+    run = Run(PP)
+    model = GPTModel(
+        Run(DP).model.config,
+        get_gpt_layer_local_spec(normalization="RMSNorm"),
+        vocab_size=32,
+        max_sequence_length=8,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=True,
+    )
+    folder = directory / "iter_0000007"
+    on_first(lambda: folder.mkdir(parents=True))
+    state = {
+        "args": Namespace(num_layers=2, hidden_size=16, consumed_train_samples=28, swiglu=True),
+        "checkpoint_version": 3.0,
+        "iteration": 7,
+        "model": model.sharded_state_dict(),
+    }
+    with checkpoint_tensors.quiet(), checkpointing.redirect():
+        dist_checkpointing.save(state, str(folder))
+    on_first(lambda: (directory / TRACKER).write_text("7"))
+    run = Run(PP)
+    needed = message(lambda: run.load(directory))
+    loaded = run.load(directory, no_load_optim=True)
+    reference = dict(model.named_parameters())
+    names = {"output_layer.weight": "embedding.word_embeddings.weight"}
+    return {
+        "without --no-load-optim": needed,
+        "progress": loaded and (loaded[0].iteration, loaded[0].consumed_train_samples),
+        "weights": all(torch.equal(w, reference[names.get(name, name)]) for name, w in run.model.named_parameters()),
+        "some": len(list(run.model.parameters())),
+    }

@@ -1,0 +1,142 @@
+"""Small training runs for the checkpoint tests: any layout of two ranks, without data or a schedule; runs inside ranks.
+
+The gradient of a weight is a function of its own value, so training is elementwise: the same on every layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer import TransformerConfig
+
+from helixpipe.model import GPTOptions, PipelineModel
+from helixpipe.program import model_pieces
+from megatron.training.checkpoint_tensors import quiet
+from megatron.training.checkpointing import Checkpointer, CheckpointOptions, Progress
+from tests.model.common import set_parallel
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Parallel sizes; data parallelism takes the ranks that are left."""
+
+    tp: int = 1
+    pp: int = 1
+    distributed_optimizer: bool = False
+    bf16: bool = False
+    tied: bool = True
+    num_layers: int = 2
+    hidden_size: int = 16
+    lr_decay_steps: int = 100
+
+
+class Run:
+    """Model, optimizer and scheduler of one layout. Making one replaces the parallel state of the one before."""
+
+    def __init__(self, layout: Layout, seed: int = 1):
+        set_parallel(layout.tp, layout.pp)
+        dtype = torch.bfloat16 if layout.bf16 else torch.float32
+        config = TransformerConfig(
+            num_layers=layout.num_layers,
+            hidden_size=layout.hidden_size,
+            num_attention_heads=2,
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            use_cpu_initialization=True,
+            bf16=layout.bf16,
+            params_dtype=dtype,
+            pipeline_dtype=dtype,
+            gated_linear_unit=True,
+            add_bias_linear=False,
+            normalization="RMSNorm",
+            cuda_graph_scope=[],
+        )
+        gpt = GPTOptions(32, 8, "rope", share_embeddings_and_output_weights=layout.tied)
+        pieces = model_pieces(layout.num_layers)
+        part = (len(pieces) + layout.pp - 1) // layout.pp
+        rank = parallel_state.get_pipeline_model_parallel_rank()
+        self.model = PipelineModel(config, gpt, pieces[rank * part : (rank + 1) * part], seed=seed)
+        distributed = layout.distributed_optimizer
+        self.ddp = DistributedDataParallel(
+            config, DistributedDataParallelConfig(use_distributed_optimizer=distributed), self.model
+        )
+        optimizer_config = OptimizerConfig(
+            optimizer="adam",
+            lr=1e-2,
+            min_lr=1e-3,
+            bf16=layout.bf16,
+            params_dtype=dtype,
+            use_distributed_optimizer=distributed,
+            clip_grad=0.0,
+        )
+        self.optimizer = get_megatron_optimizer(optimizer_config, [self.ddp], use_gloo_process_groups=False)
+        self.scheduler = OptimizerParamScheduler(
+            self.optimizer,
+            init_lr=0.0,
+            max_lr=1e-2,
+            min_lr=1e-3,
+            lr_warmup_steps=2,
+            lr_decay_steps=layout.lr_decay_steps,
+            lr_decay_style="cosine",
+            start_wd=0.1,
+            end_wd=0.1,
+            wd_incr_steps=10,
+            wd_incr_style="constant",
+        )
+        self.progress = Progress()
+        self.arguments = {
+            "num_layers": layout.num_layers,
+            "hidden_size": layout.hidden_size,
+            "swiglu": True,
+            "data_path": (Path("a"), 0.5),
+            "rank": torch.distributed.get_rank(),
+        }
+
+    def train(self, iterations: int) -> Run:
+        for _ in range(iterations):
+            self.ddp.zero_grad_buffer()
+            for parameter in self.model.parameters():
+                parameter.main_grad.copy_(parameter.detach() * 0.5 + 0.01)
+            self.ddp.finish_grad_sync()
+            self.optimizer.step()
+            self.scheduler.step(increment=4)
+            self.progress.iteration += 1
+            self.progress.consumed_train_samples += 4
+            self.progress.num_floating_point_operations_so_far += 1e18
+        return self
+
+    def save(self, directory: Path | str, **options: Any) -> Run:
+        checkpointer = Checkpointer(CheckpointOptions(save=str(directory), **options))
+        checkpointer.save(self.progress, self.ddp, self.optimizer, self.scheduler, self.arguments)
+        return self
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Copies of weights and of the optimizer's state on this rank."""
+        states = [
+            torch.as_tensor(value)
+            for part in self.optimizer.chained_optimizers
+            for state in part.optimizer.state.values()
+            for value in state.values()
+        ]
+        return [tensor.detach().clone() for tensor in [*self.model.parameters(), *states]]
+
+    def load(self, directory: Path | str, **options: Any) -> tuple[Progress, dict[str, Any]] | None:
+        checkpointer = Checkpointer(CheckpointOptions(load=str(directory), **options))
+        loaded = checkpointer.load(self.ddp, self.optimizer, self.scheduler)
+        if loaded is not None:
+            self.progress = loaded[0]
+        return loaded
+
+
+def contents(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, whole, by name. Collective."""
+    with quiet():
+        loaded = dist_checkpointing.load_plain_tensors(str(folder))
+    return {name: value for name, value in loaded.items() if isinstance(value, torch.Tensor)}

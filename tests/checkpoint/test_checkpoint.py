@@ -1,0 +1,134 @@
+"""Saving, resuming on other layouts, and damaged checkpoints, on two ranks; one process group runs all cases."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint import cases
+from tests.distributed import run_ranks
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder: Path = tmp_path_factory.mktemp("checkpoints")
+    with pytest.raises(RuntimeError, match="died with exit code -9"):
+        run_ranks(cases.killed, 2, str(folder / "killed"))
+    return run_ranks(cases.all_cases, 2, str(folder), timeout=240.0)
+
+
+@pytest.mark.parametrize("case", cases.SAME)
+def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(ranks: list[dict[str, Any]], case: str) -> None:
+    assert [results[case] for results in ranks] == ["", ""]
+
+
+@pytest.mark.parametrize("case", cases.CHANGED)
+def test_layout_and_optimizer_may_change(ranks: list[dict[str, Any]], case: str) -> None:
+    assert [results[case] for results in ranks] == ["", ""]
+
+
+@pytest.mark.parametrize("case", cases.DAMAGES)
+def test_damaged_newest_checkpoint_is_reported_and_the_previous_one_used(
+    ranks: list[dict[str, Any]], case: str
+) -> None:
+    for rank, results in enumerate(ranks):
+        iteration, equal, lines = results[case]
+        assert (iteration, equal) == (3, True)
+        assert len(lines) == (1 if rank == 0 else 0)
+        assert all("iter_0000005 is not usable: " in line for line in lines)
+
+
+@pytest.mark.parametrize("case", cases.TRACKERS)
+def test_tracker(ranks: list[dict[str, Any]], case: str) -> None:
+    for rank, results in enumerate(ranks):
+        iteration, equal, lines = results[f"tracker {case}"]
+        assert (iteration, equal) == (cases.TRACKERS[case][1], True)
+        assert len(lines) == (rank == 0 and case != "set back")
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("all damaged", ["no checkpoint in --load", "iter_0000005: __1_0.distcp is truncated", "iter_0000003: "]),
+        ("all damaged, arguments", ["no checkpoint in --load", "iter_0000005: __1_0.distcp is truncated"]),
+        ("layers", ["--num-layers 2, but the flags say 4", "--use-checkpoint-args"]),
+        ("hidden", ["--hidden-size 16, but the flags say 32"]),
+        ("schedule", ["another learning-rate schedule", "--override-opt-param-scheduler"]),
+        ("step", ["iter_0000004: the folder is missing"]),
+        ("missing", ["holds no checkpoint", "--exit-on-missing-checkpoint"]),
+        ("no optimizer", ["holds no optimizer", "--no-load-optim"]),
+        ("lying", ["of shape [2, ", "these flags make it [4, "]),
+    ],
+)
+def test_mistakes_are_one_sentence_on_every_rank(ranks: list[dict[str, Any]], case: str, words: list[str]) -> None:
+    first, second = (results[case] for results in ranks)
+    assert first == second and "\n" not in first and first.endswith(".")
+    assert all(word in first for word in words), first
+
+
+def test_without_a_checkpoint_training_starts_afresh(ranks: list[dict[str, Any]]) -> None:
+    for results in ranks:
+        assert results["fresh"] == [None, None, None]
+        assert results["untouched"]
+
+
+def test_parts_of_a_checkpoint(ranks: list[dict[str, Any]]) -> None:
+    for results in ranks:
+        assert results["finetune"] == (0, {})
+        assert results["weights alone"] == 1
+
+
+def test_arguments(ranks: list[dict[str, Any]]) -> None:
+    for results in ranks:
+        arguments = results["arguments"]
+        assert arguments["num_layers"] == 2 and arguments["data_path"] == ["a", 0.5]
+        assert (arguments["iteration"], arguments["consumed_train_samples"]) == (5, 20)
+        assert "rank" not in arguments
+
+
+@pytest.mark.parametrize(
+    ("case", "words", "folders"),
+    [
+        ("disk full, shard", "No space left on device", ["iter_0000001"]),
+        ("disk full, common", "No space left on device", ["iter_0000001"]),
+        ("not shared", "is not seen by rank 1 on ", ["iter_0000001"]),
+        ("no tracker yet", "No space left on device", ["iter_0000001", "iter_0000002"]),
+    ],
+)
+def test_failed_save_leaves_the_last_checkpoint(
+    ranks: list[dict[str, Any]], case: str, words: str, folders: list[str]
+) -> None:
+    (text, names, tracker), other = (results[case] for results in ranks)
+    assert (text, names, tracker) == other
+    assert text.startswith("--save ") and words in text and "\n" not in text
+    assert (names, tracker) == ([*folders, cases.TRACKER], "1")
+
+
+def test_save_leaves_nothing_but_checkpoints(ranks: list[dict[str, Any]]) -> None:
+    for results in ranks:
+        assert results["hidden left"] == []
+        assert not any(results["children"]), "a process is left behind"
+        assert results["retained"] == ["iter_0000001", "iter_0000004", "iter_0000005"]
+        assert results["files"] == [".metadata", "__0_0.distcp", "__1_0.distcp", "common.pt", "metadata.json"]
+        assert {"args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far"} < set(
+            results["keys"]
+        )
+        assert "opt_param_scheduler" in results["keys"]
+
+
+def test_run_killed_while_saving_resumes_and_its_leftovers_go(ranks: list[dict[str, Any]]) -> None:
+    for results in ranks:
+        after = results["after kill"]
+        assert after["left"] == [".iter_0000005.tmp", "iter_0000003", cases.TRACKER]
+        assert after["resumed at"] == 3
+        assert after["in the end"] == ["iter_0000003", "iter_0000005", cases.TRACKER]
+
+
+def test_checkpoint_of_plain_megatron_core_loads(ranks: list[dict[str, Any]]) -> None:
+    for results in ranks:
+        loaded = results["from megatron-core"]
+        assert loaded["progress"] == (7, 28)
+        assert loaded["weights"] and loaded["some"] > 3
+        assert "--no-load-optim" in loaded["without --no-load-optim"]
