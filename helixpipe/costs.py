@@ -1,8 +1,8 @@
 """What an op takes and what a message weighs. No torch here.
 
-B = I + W. A piece whose weights are linear layers splits its backward: I (gradient of its input) takes as long as F, W
-(gradient of its weights) the rest. A piece without linear layers (attention, norms, embedding) does all its backward
-in I. R takes as long as F.
+B = I + W. A piece whose weights are linear layers splits its backward: I (gradient of its input) takes as long as F
+(but no longer than B), W (gradient of its weights) the rest. A piece without linear layers (attention, norms,
+embedding) does all its backward in I. R takes as long as F.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol
 
 from helixpipe.errors import UserError
 from helixpipe.graph import Message
-from helixpipe.program import LAYER_PIECES, PIECE_KINDS, Op, Piece, Program, Stage
+from helixpipe.program import PIECE_KINDS, Op, Piece, Program, Stage
 
 SPLIT_BACKWARD = frozenset({"qkv", "proj", "mlp", "head"})
 """Pieces made of linear layers: their weight gradients may be computed later than their input gradients."""
@@ -65,25 +65,32 @@ class PieceTimes:
         forward = self.forward.get(piece.kind, 0.0) * share
         if op.kind in "FR":
             return forward
-        split = piece.kind in SPLIT_BACKWARD
-        if op.kind == "I":
-            return forward if split else forward * self.backward_ratio
-        if op.kind == "W":
-            return forward * (self.backward_ratio - 1) if split else 0.0
-        return forward * self.backward_ratio
+        backward = forward * self.backward_ratio
+        if op.kind == "B":
+            return backward
+        inputs = min(forward, backward) if piece.kind in SPLIT_BACKWARD else backward
+        return inputs if op.kind == "I" else backward - inputs
+
+
+@dataclass(frozen=True)
+class OpTimes:
+    """Costs measured: the time of each (kind, stage, chunk), and of any message between ranks."""
+
+    times: Mapping[tuple[str, int, int], float]
+    message: float = 0.0
+
+    def op_time(self, program: Program, op: Op) -> float:
+        return self.times[op.kind, op.stage, op.chunk]
+
+    def message_time(self, program: Program, message: Message) -> float:
+        return self.message
+
+    def stash(self, program: Program, op: Op) -> float:
+        return stage_stash(program.stages[op.stage]) * chunk_share(program, op.chunk)
 
 
 def stage_stash(stage: Stage) -> float:
-    """Microbatch-layers that one whole microbatch keeps in this stage; a stage of n whole layers keeps n."""
-    return sum(1 for piece in stage.pieces if piece.kind == "mlp") if _whole_layers(stage) else _sum_stash(stage)
-
-
-def _whole_layers(stage: Stage) -> bool:
-    kinds = [piece.kind for piece in stage.pieces if piece.layer >= 0]
-    return len(kinds) % len(LAYER_PIECES) == 0 and kinds[: len(LAYER_PIECES)] in ([], list(LAYER_PIECES))
-
-
-def _sum_stash(stage: Stage) -> float:
+    """Microbatch-layers that one whole microbatch keeps in this stage; a stage of n whole layers keeps exactly n."""
     return sum(STASH[piece.kind] for piece in stage.pieces)
 
 

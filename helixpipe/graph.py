@@ -157,62 +157,43 @@ def list_schedule(
     link_orders: for each link its message tasks in the order to send them; without it, first ready, first sent.
     Tasks that can never start (a cyclic program) are absent from `order`. Time is O(n log n) in the number of tasks.
     """
-    num_ops, total = len(graph.ops), graph.num_tasks
-    start, end = [0.0] * total, [0.0] * total
+    # Every task occupies one resource: an op its rank, a message its link.
+    links: dict[tuple[int, int], int] = {}
+    first_link = len(graph.rank_tasks)
+    resource = list(graph.ranks)
+    for message in graph.messages:
+        resource.append(first_link + links.setdefault((message.source, message.target), len(links)))
+    queues = [deque(tasks) for tasks in graph.rank_tasks]
+    queues.extend(deque(link_orders[link]) if link_orders is not None else deque() for link in links)
+
+    durations = [op_time(op) for op in graph.ops] + [message_time(message) for message in graph.messages]
+    start, end = [0.0] * graph.num_tasks, [0.0] * graph.num_tasks
     order: list[int] = []
     waiting = list(graph.num_dependencies)
-    completions: list[tuple[float, int, int]] = []  # (time, sequence number, task)
+    busy = [False] * len(queues)
+    completions: list[tuple[float, int, int]] = []  # (time, place in `order`, task)
 
-    next_op = [tasks.start for tasks in graph.rank_tasks]
-    rank_busy = [False] * len(graph.rank_tasks)
-    queues: dict[tuple[int, int], deque[int]] = {}
-    link_busy: set[tuple[int, int]] = set()
-    if link_orders is not None:
-        queues = {link: deque(tasks) for link, tasks in link_orders.items()}
-
-    def begin(task: int, now: float, duration: float) -> None:
-        start[task], end[task] = now, now + duration
-        order.append(task)
-        heappush(completions, (now + duration, len(order), task))
-
-    def try_rank(rank: int, now: float) -> None:
-        task = next_op[rank]
-        if not rank_busy[rank] and task < graph.rank_tasks[rank].stop and waiting[task] == 0:
-            rank_busy[rank] = True
-            next_op[rank] = task + 1
-            begin(task, now, op_time(graph.ops[task]))
-
-    def try_link(link: tuple[int, int], now: float) -> None:
-        queue = queues[link]
-        if link not in link_busy and queue and waiting[queue[0]] == 0:
-            link_busy.add(link)
+    def try_start(resource: int, now: float) -> None:
+        queue = queues[resource]
+        if queue and not busy[resource] and not waiting[queue[0]]:
             task = queue.popleft()
-            begin(task, now, message_time(graph.message(task)))
+            busy[resource] = True
+            start[task], end[task] = now, now + durations[task]
+            heappush(completions, (end[task], len(order), task))
+            order.append(task)
 
-    for rank in range(len(graph.rank_tasks)):
-        try_rank(rank, 0.0)
+    for rank in range(first_link):
+        try_start(rank, 0.0)
     while completions:
         now, _, task = heappop(completions)
         for successor in graph.successors[task]:
             waiting[successor] -= 1
-            if waiting[successor]:
-                continue
-            if successor < num_ops:
-                try_rank(graph.ranks[successor], now)
-            else:
-                message = graph.message(successor)
-                link = (message.source, message.target)
-                if link_orders is None:
-                    queues.setdefault(link, deque()).append(successor)
-                try_link(link, now)
-        if task < num_ops:
-            rank_busy[graph.ranks[task]] = False
-            try_rank(graph.ranks[task], now)
-        else:
-            message = graph.message(task)
-            link = (message.source, message.target)
-            link_busy.discard(link)
-            try_link(link, now)
+            if not waiting[successor]:
+                if link_orders is None and resource[successor] >= first_link:
+                    queues[resource[successor]].append(successor)
+                try_start(resource[successor], now)
+        busy[resource[task]] = False
+        try_start(resource[task], now)
     return Times(start, end, order)
 
 

@@ -90,7 +90,7 @@ def lower(program: Program, costs: Costs | None = None, receive_ahead: int = 0) 
 
 def unit_costs() -> PieceTimes:
     """Every piece takes 1, backward twice that, a message 0.1: only their order matters here."""
-    return PieceTimes({kind: 1.0 for kind in PIECE_KINDS}, message=0.1)
+    return PieceTimes(dict.fromkeys(PIECE_KINDS, 1.0), message=0.1)
 
 
 def timers(program: Program, costs: Costs) -> tuple[Callable[[Op], float], Callable[[Message], float]]:
@@ -108,26 +108,27 @@ def timers(program: Program, costs: Costs) -> tuple[Callable[[Op], float], Calla
 
 def _project(graph: Graph, times: Times) -> list[list[Instruction]]:
     streams: list[list[Instruction]] = [[] for _ in graph.rank_tasks]
-    arriving: dict[Op, list[Message]] = {}
+    waits: dict[Op, list[Instruction]] = {}
     unsent: dict[Op, int] = {}
     for message in graph.messages:
-        arriving.setdefault(message.consumer, []).append(message)
+        waits.setdefault(message.consumer, []).append(Instruction(Action.WAIT, None, message))
         unsent[message.producer] = unsent.get(message.producer, 0) + 1
     for task in times.order:
         if graph.is_message(task):
             message = graph.message(task)
-            streams[message.source].append(Instruction(Action.SEND, message=message))
-            streams[message.target].append(Instruction(Action.RECV, message=message))
-            unsent[message.producer] -= 1
-            if message.producer.kind == "F" and unsent[message.producer] == 0:
-                streams[message.source].append(Instruction(Action.FREE, op=message.producer))
-            continue
-        op = graph.ops[task]
-        stream = streams[graph.ranks[task]]
-        stream.extend(Instruction(Action.WAIT, message=message) for message in arriving.get(op, ()))
-        stream.append(Instruction(Action.RUN, op=op))
-        if op.kind in "BW":
-            stream.append(Instruction(Action.FREE, op=op))
+            producer = message.producer
+            streams[message.source].append(Instruction(Action.SEND, None, message))
+            streams[message.target].append(Instruction(Action.RECV, None, message))
+            unsent[producer] -= 1
+            if producer.kind == "F" and unsent[producer] == 0:
+                streams[message.source].append(Instruction(Action.FREE, producer))
+        else:
+            op = graph.ops[task]
+            stream = streams[graph.ranks[task]]
+            stream.extend(waits.get(op, ()))
+            stream.append(Instruction(Action.RUN, op))
+            if op.kind in "BW":
+                stream.append(Instruction(Action.FREE, op))
     return streams
 
 

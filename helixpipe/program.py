@@ -130,7 +130,7 @@ def even_stages(num_layers: int, num_stages: int) -> tuple[Stage, ...]:
         valid = " or ".join(str(n) for n in (below, below + num_stages) if n > 0)
         raise ScheduleError(
             f"--num-layers {num_layers} cannot be divided evenly over {num_stages} pipeline stages; "
-            f"the nearest valid values are {valid}."
+            f"the nearest valid: {valid}."
         )
     per_stage = num_layers // num_stages
     stages = []
@@ -153,7 +153,7 @@ def forward_only(program: Program) -> Program:
 
 # ---------------------------------------------------------------------------------------------------------- text form
 
-_CELL = re.compile(r"(\d+)([A-Z_]+)(\d*)(?:\.(\d+))?")
+_CELL = re.compile(r"([0-9]{1,9})([A-Z_]+)([0-9]{0,9})(?:\.([0-9]{1,9}))?")
 _DERIVED_CELLS = frozenset({"REDUCE_GRAD", "UNSHARD", "RESHARD", "SEND_F", "RECV_F", "SEND_B", "RECV_B"})
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
@@ -175,8 +175,9 @@ def parse_cell(cell: str) -> list[Op]:
             return []
         if kind in OP_KINDS and microbatch:
             return [Op(kind, int(stage), int(microbatch), int(chunk or 0))]
+    shown = cell if len(cell) <= 40 else cell[:40] + "…"
     raise ProgramError(
-        f"cell {cell!r} is not an op: write stage, kind ({', '.join(OP_KINDS)}) and microbatch, "
+        f"cell {shown!r} is not an op: write stage, kind ({', '.join(OP_KINDS)}) and microbatch, "
         "such as 2F5, or 2F5.1 for its chunk 1."
     )
 
@@ -214,7 +215,7 @@ def from_csv(path: str | Path, num_layers: int | None = None) -> Program:
     """
     path = Path(path)
     try:
-        with open(path, newline="", encoding="utf-8") as file:
+        with open(path, newline="", encoding="utf-8-sig") as file:  # spreadsheets write a byte order mark
             ranks = parse_rows(list(csv.reader(file)), source=path.name)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
@@ -224,9 +225,10 @@ def from_csv(path: str | Path, num_layers: int | None = None) -> Program:
     ops = [op for rank in ranks for op in rank]
     if not ops:
         raise ProgramError(f"{path.name} contains no ops.")
-    num_stages = 1 + max(op.stage for op in ops)
-    if num_stages > len(ops):
-        missing = next(stage for stage in range(num_stages) if all(op.stage != stage for op in ops))
+    stages = {op.stage for op in ops}
+    num_stages = 1 + max(stages)
+    if len(stages) < num_stages:
+        missing = next(stage for stage in range(num_stages) if stage not in stages)
         raise ProgramError(f"{path.name} names stage {num_stages - 1} but has no op of stage {missing}.")
     return Program(
         schedule=path.name,

@@ -88,21 +88,22 @@ def simulate(lowered: LoweredProgram, costs: Costs, unit: str = "") -> Simulatio
 
 
 def _peak_stash(lowered: LoweredProgram, rank: int, costs: Costs) -> float:
-    """A unit is stashed from its F to the FREE after its B or W; a rank runs one op at a time, so its stream is enough."""
+    """Most stashed at once, a unit from its F to the FREE after its B or W; ops of a rank never overlap, so the
+    stream is enough."""
+    if lowered.program.forward_only:
+        return 0.0
     stash: dict[tuple[int, int], float] = {}
     now = peak = 0.0
-    for instruction in lowered.streams[rank]:
-        op = instruction.op
-        if op is None or (op.kind == "F") != (instruction.action is Action.RUN) or lowered.program.forward_only:
+    for action, op, _ in lowered.streams[rank]:
+        stashed = op is not None and op.kind == "F" and action is Action.RUN
+        freed = op is not None and op.kind != "F" and action is Action.FREE
+        if op is None or not (stashed or freed):
             continue
         key = (op.stage, op.chunk)
         if key not in stash:
             stash[key] = costs.stash(lowered.program, op)
-        if instruction.action is Action.RUN:
-            now += stash[key]
-            peak = max(peak, now)
-        elif instruction.action is Action.FREE:
-            now -= stash[key]
+        now += stash[key] if stashed else -stash[key]
+        peak = max(peak, now)
     return peak
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 
 from helixpipe.errors import ProgramError
 from helixpipe.graph import Graph, build_graph, dependencies
@@ -47,6 +47,9 @@ def _check_stages(program: Program) -> None:
             raise ProgramError(
                 f"stage {index} has unknown placement {stage.placement!r}; known are {', '.join(PLACEMENTS)}."
             )
+    for name, size in (("microbatches", program.num_microbatches), ("chunks", program.num_chunks)):
+        if size < 1:
+            raise ProgramError(f"the number of {name} must be at least 1, not {size}.")
     if program.chunk_lengths is not None and (
         len(program.chunk_lengths) != program.num_chunks or min(program.chunk_lengths) < 1
     ):
@@ -132,12 +135,6 @@ def _check_own_order(graph: Graph) -> None:
             if successor < task and graph.ranks[successor] == graph.ranks[task]:
                 op, producer = graph.ops[successor], graph.ops[task]
                 raise ProgramError(f"rank {graph.ranks[task]}: {op} comes before {producer}, which it needs.")
-    if not graph.program.forward_only:
-        position = {op: task for task, op in enumerate(graph.ops)}
-        for op, task in position.items():  # nothing waits for an R that comes too late, so look for it
-            backward = Op("I", *op.unit) if Op("I", *op.unit) in position else Op("B", *op.unit)
-            if op.kind == "R" and task > position[backward]:
-                raise ProgramError(f"rank {graph.ranks[task]}: {backward} comes before {op}, which it needs.")
 
 
 def _check_no_cycle(graph: Graph) -> None:
@@ -182,20 +179,23 @@ def _find_cycle(stuck: set[Op], before: dict[Op, list[Op]]) -> list[Op]:
 
 
 def _describe_cycle(cycle: list[Op], waits_for: Callable[[Op], list[tuple[Op, str]]], ranks: dict[Op, int]) -> str:
+    direct = [
+        any(producer == target for producer, _ in waits_for(op))
+        for op, target in zip(cycle, cycle[1:] + cycle[:1], strict=True)
+    ]
+    # A run of ops that only come after one another on a rank is told as its two ends.
+    corners = [i for i in range(len(cycle)) if direct[i] or direct[i - 1]]
     parts = []
-    for op, target in zip(cycle, cycle[1:] + cycle[:1], strict=True):
-        direct = any(producer == target for producer, _ in waits_for(op))
-        parts.append(
-            f"{op} (rank {ranks[op]}) {'waits for' if direct else 'comes after'} {target} (rank {ranks[target]})"
-        )
+    for i, j in zip(corners, corners[1:] + corners[:1], strict=True):
+        op, target = cycle[i], cycle[j]
+        relation = "waits for" if direct[i] else "comes after"
+        parts.append(f"{op} (rank {ranks[op]}) {relation} {target} (rank {ranks[target]})")
     return "the program can never finish, its ops wait for each other in a circle: " + ", ".join(parts) + "."
 
 
-def all_units(program: Program) -> Iterable[Unit]:
-    """Every unit the program must run: each stage, microbatch and chunk."""
-    return [
-        Unit(stage, microbatch, chunk)
-        for stage in range(len(program.stages))
-        for microbatch in range(program.num_microbatches)
-        for chunk in range(program.num_chunks)
-    ]
+def all_units(program: Program) -> Iterator[Unit]:
+    """Every unit the program must run, one at a time: a file may name microbatch 999999999."""
+    for stage in range(len(program.stages)):
+        for microbatch in range(program.num_microbatches):
+            for chunk in range(program.num_chunks):
+                yield Unit(stage, microbatch, chunk)

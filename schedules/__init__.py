@@ -57,6 +57,8 @@ def build(name: str, shape: Shape, options: Any = None) -> Program:
                 f"{name} is a program for {program.num_ranks} ranks and {program.num_microbatches} microbatches, "
                 f"but the run has {shape.ranks} and {shape.microbatches}."
             )
+        if shape.chunks not in (1, program.num_chunks):
+            raise ScheduleError(f"{name} has {program.num_chunks} chunks a microbatch, but the run has {shape.chunks}.")
         return program
     schedule = find(name)
     if shape.virtual_stages not in (None, 1) and not schedule.virtual_stages:

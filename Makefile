@@ -1,0 +1,47 @@
+# `make help` lists what there is. Python 3.10 or newer, python3-venv and a C++ compiler are all that must be there before.
+PYTHON ?= python3
+export PYTHON
+
+# One thread a process: the tests and the quick start run several processes side by side.
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install quickstart test pytest lint format bench test-gpu clean distclean
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+
+install:  ## make .venv and install the pinned dependencies and this checkout (quick when nothing changed)
+	@tools/install.sh
+
+quickstart: install  ## train a small GPT on the Python standard library's source over 2 pipeline ranks
+	@examples/quickstart.sh
+
+test:  ## everything CI checks: install, the whole test suite, lint
+	@$(MAKE) --no-print-directory pytest
+	@$(MAKE) --no-print-directory lint
+
+pytest: install  ## the test suite alone; make pytest ARGS="tests/test_cli.py -x"
+	.venv/bin/python -m pytest $(ARGS)
+
+test-gpu: install  ## the tests that need a CUDA device
+	.venv/bin/python -m pytest -m gpu $(ARGS)
+
+lint: install  ## ruff (rules and format) and mypy
+	.venv/bin/python -m ruff check .
+	.venv/bin/python -m ruff format --check .
+	.venv/bin/python -m mypy
+
+format: install  ## let ruff sort imports and format the code
+	.venv/bin/python -m ruff check --fix .
+	.venv/bin/python -m ruff format .
+
+bench: install  ## speed and memory against megatron-core's and torch's own 1F1B
+	.venv/bin/python benchmarks/bench.py
+
+clean:  ## remove caches, builds and what the quick start wrote (its next run starts over)
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis runs/quickstart
+	find . -name .venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean  ## remove .venv as well
+	rm -rf .venv

@@ -1,0 +1,107 @@
+#!/usr/bin/env bash
+# The main job in small, on any machine: a Llama-style GPT over 2 pipeline ranks, trained on the source of Python's
+# standard library. `make quickstart` installs and runs this. Everything is written below runs/quickstart.
+# Run it again and it resumes from its checkpoint, for ITERATIONS more once it had finished.
+#
+#   ITERATIONS=300 SCHEDULE=gpipe examples/quickstart.sh
+set -euo pipefail
+cd -P "$(dirname "$0")/.."
+
+ITERATIONS=${ITERATIONS:-150}
+SCHEDULE=${SCHEDULE:-1f1b}
+RUN=${RUN:-runs/quickstart}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+python=.venv/bin/python
+[ -x "$python" ] || { echo "quickstart: there is no .venv yet; run make install" >&2; exit 1; }
+mkdir -p "$RUN/data"
+
+# Data: one document a file, byte by byte, as a .bin/.idx pair.
+prefix=$RUN/data/stdlib_text_document
+if [ ! -e "$prefix.idx" ]; then
+    echo "quickstart: writing the standard library's source as tokens to $prefix.bin"
+    "$python" tools/stdlib_corpus.py --output "$RUN/data/stdlib.jsonl"
+    "$python" tools/preprocess_data.py \
+        --input "$RUN/data/stdlib.jsonl" \
+        --json-keys text \
+        --output-prefix "$RUN/data/stdlib" \
+        --tokenizer-type ByteLevelTokenizer \
+        --append-eod \
+        --workers 2
+fi
+
+# How far: to ITERATIONS, or that much further than a run that got there.
+target=$ITERATIONS
+tracker=$RUN/checkpoints/latest_checkpointed_iteration.txt
+if [ -e "$tracker" ]; then
+    done_before=$(cat "$tracker")
+    while [ "$target" -le "$done_before" ]; do target=$((target + ITERATIONS)); done
+    echo "quickstart: resuming at iteration $done_before, up to $target (make clean starts over)"
+fi
+
+model=(
+    --num-layers 4
+    --hidden-size 128
+    --ffn-hidden-size 344
+    --num-attention-heads 8
+    --group-query-attention
+    --num-query-groups 2
+    --position-embedding-type rope
+    --normalization RMSNorm
+    --swiglu
+    --disable-bias-linear
+    --untie-embeddings-and-output-weights
+    --attention-dropout 0
+    --hidden-dropout 0
+    --seq-length 256
+    --max-position-embeddings 256
+)
+training=(
+    --pipeline-model-parallel-size 2
+    --pipeline-schedule "$SCHEDULE"
+    --micro-batch-size 4
+    --global-batch-size 32
+    --train-iters "$target"
+    --lr 3e-3
+    --lr-decay-style constant
+    --lr-warmup-iters 10
+    --override-opt-param-scheduler
+    --weight-decay 0.1
+    --adam-beta2 0.95
+    --clip-grad 1.0
+    --seed 1234
+)
+data=(
+    --data-path "$prefix"
+    --split 95,5,0
+    --tokenizer-type ByteLevelTokenizer
+    --data-cache-path "$RUN/data/cache"
+    --num-workers 0
+)
+output=(
+    --save "$RUN/checkpoints"
+    --load "$RUN/checkpoints"
+    --save-interval 50
+    --log-interval 10
+    --eval-interval 50
+    --eval-iters 4
+    --tensorboard-dir "$RUN/tensorboard"
+    --timeline-png "$RUN/timeline.png"
+)
+"$python" -m torch.distributed.run --standalone --nproc-per-node 2 pretrain_gpt.py \
+    "${model[@]}" "${training[@]}" "${data[@]}" "${output[@]}" 2>&1 | tee "$RUN/log.txt"
+
+# What came of it: the loss against that of a model that only knows how frequent each byte is.
+"$python" - "$RUN" <<'PYTHON'
+import json, re, sys
+from pathlib import Path
+
+run = Path(sys.argv[1])
+unigram = json.loads((run / "data/stdlib.jsonl.stats.json").read_text())["unigram_entropy_nats"]
+loss = float(re.findall(r"validation loss at .*? lm loss value: (\S+)", (run / "log.txt").read_text())[-1])
+print(f"\nquickstart: validation loss {loss:.3f}, unigram entropy of the data {unigram:.3f} (nats a token)")
+print(f"  checkpoints  {run / 'checkpoints'}")
+print(f"  picture      {run / 'timeline.png'} (simulated above measured)")
+print(f"  curves       .venv/bin/tensorboard --logdir {run / 'tensorboard'}")
+if loss > 0.9 * unigram:
+    sys.exit("quickstart: the loss is not clearly below the unigram entropy: something is wrong")
+PYTHON

@@ -1,0 +1,85 @@
+"""The outermost layer of the program: one sentence for a user's mistake, a quick end on every rank for anything
+else."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from helixpipe.errors import UserError
+
+
+def run(started: float, argv: Sequence[str] | None = None) -> int:
+    """Parse, train, and return the exit status. started: `time.monotonic()` when the program began.
+
+    After a failure the process ends at once, without waiting for other ranks: their connections to it close, which ends
+    them too. A mistake that all ranks see is told once, by rank 0.
+    """
+    from megatron.training.arguments import parse_args
+
+    try:
+        config = parse_args(argv, load_checkpoint_args=_saved_arguments)
+    except UserError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"pretrain_gpt.py: {error}", file=sys.stderr, flush=True)
+        return 2
+
+    from megatron.training.pretrain import pretrain
+
+    try:
+        pretrain(config, started)
+    except UserError as error:
+        _tell(str(error))
+        _leave(2)
+    except KeyboardInterrupt:
+        _leave(130)
+    except BaseException as error:
+        _explain(error, config.launch.rank)
+        _leave(1)
+    return 0
+
+
+def _saved_arguments(options):  # type: ignore[no-untyped-def]  # CheckpointConfig -> dict | None
+    from helixpipe.runtime.device import prepare
+
+    prepare()
+    from megatron.training.checkpointing import read_arguments
+
+    return read_arguments(options.load) if options.load else None
+
+
+def _tell(sentence: str) -> None:
+    """Print a sentence that several ranks may have, once: whoever comes first, as the job's store knows."""
+    if _first_to_say(sentence):
+        print(f"pretrain_gpt.py: {sentence}", file=sys.stderr, flush=True)
+
+
+def _first_to_say(sentence: str) -> bool:
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return os.environ.get("RANK", "0") == "0"
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        return bool(store.add(f"told: {sentence}", 1) == 1)
+    except Exception:  # the store may be gone with the rank that held it
+        return True
+
+
+def _explain(error: BaseException, rank: int) -> None:
+    from helixpipe.runtime.executor import ExecutionError
+
+    if isinstance(error, ExecutionError):
+        print(f"[Rank {rank}] {error}", file=sys.stderr, flush=True)
+    else:
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        print(f"[Rank {rank}] {text}", file=sys.stderr, flush=True)
+
+
+def _leave(status: int) -> None:
+    """End this process now: neither process groups nor loader processes may hold it up."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

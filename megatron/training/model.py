@@ -1,0 +1,58 @@
+"""Model, optimizer and learning-rate schedule of one rank, from the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import get_megatron_optimizer
+
+from helixpipe.model import PipelineModel
+from helixpipe.program import Piece
+from megatron.training.config import Config
+from megatron.training.gradients import GradientReducer
+from megatron.training.parallel import Parallel
+
+
+@dataclass(frozen=True)
+class TrainingModel:
+    """What the optimizer's step needs. `ddp` wraps `model` and holds the gradient buffers; `reducer` finishes
+    gradients."""
+
+    model: PipelineModel
+    ddp: DistributedDataParallel
+    optimizer: Any
+    reducer: GradientReducer
+
+
+def build_model(config: Config, parallel: Parallel, pieces: Sequence[Piece], vocab_size: int) -> TrainingModel:
+    """The weights of `pieces` with their gradient buffers and optimizer. vocab_size: the tokenizer's, before padding.
+
+    Collective over the pipeline.
+    """
+    transformer_config = config.to_transformer_config()
+    model = PipelineModel(transformer_config, config.gpt_options(vocab_size), pieces, seed=config.training.seed)
+    ddp = DistributedDataParallel(transformer_config, config.to_ddp_config(), model)
+    optimizer = get_megatron_optimizer(config.to_optimizer_config(), [ddp], use_gloo_process_groups=False)
+    reducer = GradientReducer(ddp, model, parallel, per_token=config.training.calculate_per_token_loss)
+    return TrainingModel(model, ddp, optimizer, reducer)
+
+
+def count_parameters(model: PipelineModel, parallel: Parallel) -> tuple[int, int]:
+    """(parameters on this rank, parameters of the whole model counting copies once); collective over a model copy."""
+    own = sum(parameter.numel() for parameter in model.parameters())
+    # Weights split over tensor-parallel ranks count on each; the others, and copies on several pipeline ranks, once.
+    counted = sum(
+        parameter.numel()
+        for parameter in model.parameters()
+        if not getattr(parameter, "shared", False)
+        and (getattr(parameter, "tensor_model_parallel", False) or parallel.tp_rank == 0)
+    )
+    total = torch.tensor(counted, dtype=torch.int64, device=parallel.device)
+    dist.all_reduce(total, group=parallel.tp_group)
+    dist.all_reduce(total, group=parallel.pp_group)
+    return own, int(total)

@@ -1,0 +1,144 @@
+"""The chosen schedule, as something that runs a step: programs for each number of microbatches, made when first
+needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from helixpipe.costs import OpTimes, PieceTimes
+from helixpipe.errors import ScheduleError
+from helixpipe.events import Timeline
+from helixpipe.lowering import LoweredProgram, lower
+from helixpipe.model import Microbatch, PipelineModel
+from helixpipe.program import Piece, Program, forward_only
+from helixpipe.runtime.executor import Executor, Record, Step, merge_records
+from helixpipe.runtime.transport import make_transport
+from helixpipe.simulator import simulate
+from megatron.training.config import Config
+from megatron.training.parallel import Parallel
+from schedules import Shape, build
+
+
+def make_program(config: Config, num_microbatches: int) -> Program:
+    """The schedule's program for a training step. Raises ScheduleError or ProgramError, in the words of the flags."""
+    shape = Shape(
+        ranks=config.parallel.pipeline_model_parallel_size,
+        microbatches=num_microbatches,
+        layers=config.model.num_layers or 0,
+        virtual_stages=config.parallel.virtual_pipeline_model_parallel_size,
+    )
+    return build(config.parallel.pipeline_schedule or "none", shape, config.schedule_options)
+
+
+class Pipeline:
+    """Runs steps on this rank.
+
+    step_sizes: every number of microbatches that may be asked for; each is checked at once, so that a bad one shows
+    before training starts. Raises ScheduleError when programs of different sizes would place the model differently.
+    """
+
+    def __init__(self, config: Config, parallel: Parallel, step_sizes: Sequence[int]):
+        self._config = config
+        self._parallel = parallel
+        self._executors: dict[tuple[int, bool], Executor] = {}
+        self.pieces = self._pieces(step_sizes[-1])
+        for size in step_sizes:
+            if self._pieces(size) != self.pieces:
+                raise ScheduleError(
+                    f"schedule {config.parallel.pipeline_schedule} places the model differently for {size} "
+                    f"microbatches than for {step_sizes[-1]}, so the batch cannot change size under it."
+                )
+        self._transport = make_transport(parallel.pp_group, parallel.device)
+
+    def attach(self, model: PipelineModel) -> None:
+        """The model to run: it must hold the weights of `pieces`."""
+        self._model = model
+
+    @property
+    def reads_data(self) -> bool:
+        """Whether this rank needs tokens or labels."""
+        return any(piece.kind in ("embed", "head") for piece in self.pieces)
+
+    @property
+    def has_head(self) -> bool:
+        return any(piece.kind == "head" for piece in self.pieces)
+
+    def run(
+        self,
+        iteration: int,
+        batches: Sequence[Microbatch],
+        root_gradient: Callable[[int], torch.Tensor],
+        training: bool = True,
+        record: bool = False,
+    ) -> tuple[torch.Tensor, Record]:
+        """Run one step (evaluation: forwards only, no dropout) over all `batches` of this pipeline.
+
+        Returns the sum of the loss sums (float32 scalar, zero on ranks without the head) and the step's record.
+        """
+        executor = self._executor(len(batches), training)
+        step = Step(
+            iteration=iteration,
+            # as the sampler deals them out, so that dropout does not depend on the data-parallel size
+            microbatch_number=lambda index: index * self._parallel.dp_size + self._parallel.dp_rank,
+            batch=batches.__getitem__,
+            root_gradient=root_gradient,
+            micro_batch_size=self._config.training.micro_batch_size or 0,
+            seq_length=self._config.model.seq_length or 0,
+            training=training,
+        )
+        losses, times = executor.run(step, record)
+        total = torch.zeros((), dtype=torch.float32, device=self._parallel.device)
+        # In the order of microbatches, not of the schedule: the reported loss is then the same, to the bit, under all.
+        for loss in sorted(losses, key=lambda loss: (loss.microbatch, loss.chunk)):
+            total += loss.value
+        return total, times
+
+    def timelines(self, record: Record, num_microbatches: int) -> tuple[Timeline, Timeline]:
+        """(simulated, measured) timelines of a recorded training step, in seconds; collective over the pipeline.
+
+        The simulation uses the step's own median time of each kind of op in each stage, so it shows what the order of
+        ops costs, not what ops cost; messages take no time in it.
+        """
+        lowered = self._executor(num_microbatches, training=True).lowered
+        records: list[Record] = [record] * self._parallel.pp_size
+        dist.all_gather_object(records, record, group=self._parallel.pp_group)
+        name = lowered.program.schedule
+        measured = merge_records(lowered, records, f"{name}, measured")
+        samples: dict[tuple[str, int, int], list[float]] = {}
+        for event in measured.ops:
+            samples.setdefault((event.op.kind, event.op.stage, event.op.chunk), []).append(event.end - event.start)
+        costs = OpTimes({key: median(times) for key, times in samples.items()})
+        simulated = simulate(lowered, costs, unit="s").timeline
+        return replace(simulated, title=f"{name}, simulated from the median op times"), measured
+
+    def program(self, num_microbatches: int) -> Program:
+        """The program of a training step."""
+        return make_program(self._config, num_microbatches)
+
+    def bubble(self, num_microbatches: int) -> float:
+        """Simulated share of idle time with equal layers, backward twice forward, and no message time."""
+        lowered = lower(self.program(num_microbatches))
+        return simulate(lowered, PieceTimes({"mlp": 1.0})).bubble_ratio
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def _pieces(self, num_microbatches: int) -> tuple[Piece, ...]:
+        return make_program(self._config, num_microbatches).pieces_of_rank(self._parallel.pp_rank)
+
+    def _executor(self, num_microbatches: int, training: bool) -> Executor:
+        key = (num_microbatches, training)
+        if key not in self._executors:
+            lowered = self._lower(num_microbatches, training)
+            self._executors[key] = Executor(lowered, self._parallel.pp_rank, self._model, self._transport)
+        return self._executors[key]
+
+    def _lower(self, num_microbatches: int, training: bool) -> LoweredProgram:
+        program = make_program(self._config, num_microbatches)
+        ahead = 1 if self._transport.independent_channels else 0
+        return lower(program if training else forward_only(program), receive_ahead=ahead)

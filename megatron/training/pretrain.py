@@ -1,0 +1,167 @@
+"""From a command line to a running `Trainer`: setup in the order things depend on each other."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from helixpipe.model import Microbatch
+from helixpipe.runtime.device import prepare
+from megatron.training.arguments import print_arguments
+from megatron.training.config import Config
+from megatron.training.data import batch_iterator, build_datasets
+from megatron.training.data_options import DataOptions
+from megatron.training.samplers import MicrobatchSampler, consumed_valid_samples, samples_needed
+from megatron.training.validation import check_device
+
+
+def pretrain(config: Config, started: float) -> None:
+    """Run what the configuration asks for. started: `time.monotonic()` when the program began.
+
+    Raises UserError (alike on all ranks) for what flags, data or checkpoints get wrong.
+    """
+    prepare()
+    from megatron.training.parallel import initialize
+
+    check_device(config, gpus=torch.cuda.device_count())
+    print_arguments(config)
+    if config.logging.logging_level is not None:
+        logging.getLogger().setLevel(config.logging.logging_level)
+    if config.training.deterministic_mode:
+        torch.use_deterministic_algorithms(True)
+    parallel = initialize(config)
+    _run(config, parallel, started)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _run(config: Config, parallel: Any, started: float) -> None:
+    # These import megatron-core, which `prepare` has to see first.
+    from megatron.training.checkpointing import Checkpointer, CheckpointOptions, Progress
+    from megatron.training.flops import flops_per_sample
+    from megatron.training.log import TrainingLog, build_timers, parameters_line
+    from megatron.training.lr_schedule import build_param_scheduler
+    from megatron.training.metrics import MetricsWriter
+    from megatron.training.microbatches import BatchSchedule, run_length
+    from megatron.training.model import build_model, count_parameters
+    from megatron.training.pipeline import Pipeline
+    from megatron.training.signals import SignalFlag, StopCheck, all_ranks_max
+    from megatron.training.tokenizer import build_tokenizer
+    from megatron.training.train import Batches, Trainer
+
+    schedule = BatchSchedule.from_config(config)
+    length = run_length(config, schedule)
+    evaluation_size = schedule.final().num_microbatches
+    pipeline = Pipeline(config, parallel, sorted({*schedule.step_sizes(), evaluation_size}))
+    tokenizer = build_tokenizer(**_tokenizer_flags(config))
+    state = build_model(config, parallel, pipeline.pieces, tokenizer.vocab_size)
+    pipeline.attach(state.model)
+    scheduler = build_param_scheduler(state.optimizer, config, schedule)
+    own, total = count_parameters(state.model, parallel)
+    if parallel.dp_rank == 0:
+        print(parameters_line(parallel.tp_rank, parallel.pp_rank, own), flush=True)
+    if parallel.is_first:
+        print(_summary(config, pipeline, evaluation_size, total), flush=True)
+
+    checkpointer = Checkpointer(CheckpointOptions.from_config(config))
+    loaded = checkpointer.load(state.ddp, state.optimizer, scheduler)
+    progress = loaded[0] if loaded is not None else Progress()
+    padded = config.gpt_options(tokenizer.vocab_size).vocab_size
+    with SignalFlag(active=config.training.exit_signal_handler) as flag:
+        trainer = Trainer(
+            config=config,
+            parallel=parallel,
+            pipeline=pipeline,
+            state=state,
+            scheduler=scheduler,
+            schedule=schedule,
+            length=length,
+            batches=_batches(config, parallel, pipeline.reads_data, tokenizer, length, progress, Batches),
+            checkpointer=checkpointer,
+            progress=progress,
+            flops_per_sample=flops_per_sample(config.model, padded),
+            log=TrainingLog(
+                config,
+                total_iterations=length.iterations,
+                flops_per_sample=flops_per_sample(config.model, padded),
+                writer=(writer := MetricsWriter.from_config(config)),
+                timers=(timers := build_timers(config)),
+                report_memory=parallel.dp_rank == 0,
+            ),
+            timers=timers,
+            stop=StopCheck(config, flag, agree=all_ranks_max(parallel.device), started=started),
+        )
+        try:
+            trainer.run()
+        finally:
+            writer.close()
+    pipeline.close()
+
+
+def _tokenizer_flags(config: Config) -> dict[str, Any]:
+    data = config.data
+    return {
+        "tokenizer_type": data.tokenizer_type,
+        "tokenizer_model": data.tokenizer_model,
+        "vocab_file": data.vocab_file,
+        "merge_file": data.merge_file,
+        "vocab_size": data.vocab_size,
+        "tiktoken_pattern": data.tiktoken_pattern,
+        "tiktoken_num_special_tokens": data.tiktoken_num_special_tokens,
+    }
+
+
+def _batches(
+    config: Config, parallel: Any, reads_data: bool, tokenizer: Any, length: Any, progress: Any, batches: type[Any]
+) -> Any:
+    """The microbatches of every split, from where `progress` says. Collective."""
+    training, logging = config.training, config.logging
+    size, interval = training.global_batch_size or 1, logging.eval_interval or 0
+    options = DataOptions.from_flags(config.data, seq_length=config.model.seq_length or 0, seed=training.seed)
+    samples = samples_needed(length.samples, length.iterations, interval, logging.eval_iters, size)
+    datasets = build_datasets(options, tokenizer, samples, needed_here=reads_data)
+    present = torch.tensor([each is not None for each in datasets], dtype=torch.int32, device=parallel.device)
+    dist.all_reduce(present, op=dist.ReduceOp.MAX)
+
+    def iterate(dataset: Any, consumed: int, wrap: bool) -> Iterator[Microbatch] | None:
+        if dataset is None:
+            return None
+        sampler = MicrobatchSampler(
+            total_samples=len(dataset),
+            consumed_samples=consumed,
+            micro_batch_size=training.micro_batch_size or 1,
+            dp_rank=parallel.dp_rank,
+            dp_size=parallel.dp_size,
+            dataloader_type="single" if wrap else options.dataloader_type,
+            seed=training.seed,
+            wrap=wrap,
+        )
+        return batch_iterator(dataset, sampler, Microbatch, num_workers=options.num_workers, device=parallel.device)
+
+    used = consumed_valid_samples(progress.iteration, interval, logging.eval_iters, size)
+    progress.consumed_valid_samples = used
+    return batches(
+        train=iterate(datasets.train, progress.consumed_train_samples, wrap=False),
+        valid=iterate(datasets.valid, used, wrap=True),
+        test=iterate(datasets.test, 0, wrap=True),
+        has_valid=bool(present[1]) and logging.eval_iters > 0,
+        has_test=bool(present[2]) and logging.eval_iters > 0,
+    )
+
+
+def _summary(config: Config, pipeline: Any, num_microbatches: int, parameters: int) -> str:
+    """Two lines about what is about to run."""
+    program = pipeline.program(num_microbatches)
+    parallel = config.parallel
+    layers: Sequence[int] = [len([piece for piece in stage.pieces if piece.kind == "mlp"]) for stage in program.stages]
+    return (
+        f" > pipeline schedule {program.schedule}: {program.num_ranks} ranks, {num_microbatches} microbatches a step, "
+        f"{len(program.stages)} stages of {min(layers)} layers; simulated bubble "
+        f"{pipeline.bubble(num_microbatches):.1%} (equal layers, backward twice forward, no message time)\n"
+        f" > {parameters:,} parameters; tensor {parallel.tensor_model_parallel_size} x "
+        f"pipeline {program.num_ranks} x data {parallel.data_parallel_size}"
+    )

@@ -1,0 +1,20 @@
+"""What a recorded step leaves behind: the measured timeline as JSON, and a picture of the simulated one above it."""
+
+from __future__ import annotations
+
+from helixpipe.events import Timeline
+from helixpipe.timeline import draw
+from megatron.training.config import Config
+from megatron.training.parallel import Parallel
+
+
+def write_timelines(config: Config, parallel: Parallel, timelines: tuple[Timeline, Timeline]) -> None:
+    """Write (simulated, measured) where --record-timeline and --timeline-png say, from the first rank of all."""
+    if (parallel.pp_rank, parallel.tp_rank, parallel.dp_rank) != (0, 0, 0):
+        return
+    simulated, measured = timelines
+    if config.logging.record_timeline:
+        measured.save(config.logging.record_timeline)
+    if config.logging.timeline_png:
+        draw([simulated, measured], config.logging.timeline_png)
+        print(f"timeline drawn to {config.logging.timeline_png}", flush=True)

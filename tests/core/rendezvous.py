@@ -1,0 +1,104 @@
+"""Machines that run lowered streams in the worst way the theorem of `helixpipe.lowering` allows, in random order."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from random import Random
+
+from helixpipe.graph import Message
+from helixpipe.lowering import Action, LoweredProgram
+from helixpipe.program import Op
+from tests.core.random_programs import needs
+
+
+class Machine:
+    """Hosts issue their stream in order and stop at a WAIT whose message has not arrived; nothing is ever buffered.
+
+    `channels` False: each rank has one communication stream, in order, and a message completes only when it is at the
+    head of both its ends' streams. With `blocking`, hosts moreover stop at every SEND and RECV until it is complete.
+    `channels` True: a channel for each directed pair of ranks; a message completes when both ends have come to it in
+    that channel.
+    """
+
+    def __init__(self, lowered: LoweredProgram, rng: Random, channels: bool = False, blocking: bool = False) -> None:
+        self.lowered, self.rng, self.blocking = lowered, rng, blocking
+        self.channels = channels
+        self.position = [0] * len(lowered.streams)
+        self.posted: dict[object, deque[tuple[Action, Message]]] = defaultdict(deque)
+        self.complete: set[Message] = set()
+        self.sent: set[Message] = set()
+        self.ran: list[list[Op]] = [[] for _ in lowered.streams]
+        self.waited: list[set[Message]] = [set() for _ in lowered.streams]
+        self.present = {op for ops in lowered.program.ranks for op in ops}
+
+    def run(self) -> bool:
+        """Whether every stream comes to its end."""
+        links = [(m.source, m.target) for m in self.lowered.messages]
+        moves = [(self.host, rank) for rank in range(len(self.position))] + [
+            (self.transfer, link) for link in set(links)
+        ]
+        moves.sort(key=lambda move: str(move[1]))
+        stuck = False
+        while not stuck:
+            self.rng.shuffle(moves)
+            stuck = True
+            for step, who in moves:
+                for _ in range(self.rng.choice((1, 1, 9))):  # bursts: ranks drift far apart
+                    if not step(who):
+                        break
+                    stuck = False
+        return all(at == len(stream) for at, stream in zip(self.position, self.lowered.streams, strict=True))
+
+    def queue(self, rank: int, message: Message, action: Action) -> deque[tuple[Action, Message]]:
+        return self.posted[(message.source, message.target, action) if self.channels else rank]
+
+    def host(self, rank: int) -> bool:
+        stream, at = self.lowered.streams[rank], self.position[rank]
+        if at == len(stream):
+            return False
+        action, op, message = stream[at]
+        if at and self.blocking:
+            before = stream[at - 1]
+            if before.action in (Action.SEND, Action.RECV) and before.message not in self.complete:
+                return False
+        if action is Action.WAIT and message not in self.complete:
+            return False
+        self.position[rank] += 1
+        if action is Action.RUN:
+            self.check_run(rank, op)
+            self.ran[rank].append(op)
+        elif action is Action.WAIT:
+            assert message.target == rank and message not in self.waited[rank]
+            self.waited[rank].add(message)
+        elif action is Action.FREE:
+            assert op in self.ran[rank]
+            assert all(m in self.sent for m in self.lowered.messages if m.producer == op) or op.kind != "F"
+        else:
+            if action is Action.SEND:
+                assert message.source == rank and message.producer in self.ran[rank] and message not in self.sent
+                self.sent.add(message)
+            self.queue(rank, message, action).append((action, message))
+        return True
+
+    def check_run(self, rank: int, op: Op) -> None:
+        """The op is the program's next on this rank, and all it needs is there."""
+        assert op == self.lowered.program.ranks[rank][len(self.ran[rank])]
+        arrived = {m.producer for m in self.waited[rank] if m.consumer == op}
+        assert needs(self.lowered.program, op, self.present) <= arrived.union(self.ran[rank])
+
+    def transfer(self, link: tuple[int, int]) -> bool:
+        source, target = link
+        if self.channels:
+            sends, receives = self.posted[(*link, Action.SEND)], self.posted[(*link, Action.RECV)]
+        else:
+            sends, receives = self.posted[source], self.posted[target]
+        if not sends or not receives or sends[0][0] is not Action.SEND or receives[0][0] is not Action.RECV:
+            return False
+        sent, received = sends[0][1], receives[0][1]
+        if not self.channels and sent != received:
+            return False
+        assert sent == received, "both ends of a channel must agree on the order of its messages"
+        sends.popleft()
+        receives.popleft()
+        self.complete.add(sent)
+        return True

@@ -1,0 +1,114 @@
+"""Run a function on several ranks, each a process with a gloo group, for tests."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.multiprocessing as multiprocessing
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+    """Call `function(rank, world_size, *args)` on every rank and return what each returned, by rank.
+
+    The function must be importable by name (not a lambda or a nested function); it runs with torch.distributed
+    initialised (gloo) and one thread. When a rank fails, its traceback is raised here as RuntimeError at once and the
+    others are killed; so are all after `timeout` seconds (TimeoutError), their stacks printed shortly before.
+    """
+    context = multiprocessing.get_context("spawn")
+    port = _free_port()
+    readers: dict[Any, int] = {}
+    processes = []
+    for rank in range(world_size):
+        reader, writer = context.Pipe(duplex=False)
+        process = context.Process(target=_run_rank, args=(writer, function, rank, world_size, port, timeout, args))
+        process.start()
+        writer.close()
+        readers[reader] = rank
+        processes.append(process)
+    results: list[Any] = [None] * world_size
+    deadline = time.monotonic() + timeout
+    try:
+        while readers:
+            ready = wait(list(readers), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise TimeoutError(f"ranks {sorted(readers.values())} of {world_size} not done after {timeout:.0f} s")
+            for reader in ready:
+                connection: Any = reader
+                rank = readers.pop(connection)
+                try:
+                    error, results[rank] = connection.recv()
+                except EOFError:
+                    processes[rank].join(5)
+                    raise RuntimeError(f"rank {rank} died with exit code {processes[rank].exitcode}") from None
+                if error is not None:
+                    raise RuntimeError(f"rank {rank} failed:\n{error}")
+    finally:
+        for process in processes:
+            if not readers:
+                process.join(10)
+            _kill_group(process.pid)
+            process.kill()  # in case it had no group yet
+            process.join()
+    return results
+
+
+def _kill_group(pid: int | None) -> None:
+    """Kill a rank and the processes it started (megatron-core's checkpoint writer leaves one that outlives it)."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid or 0, signal.SIGKILL)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _die_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os.killpg(0, signal.SIGKILL)
+
+
+def _run_rank(
+    writer: Connection,
+    function: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    port: int,
+    timeout: float,
+    args: tuple[Any, ...],
+) -> None:
+    os.setsid()  # a group of its own, so that all of it can be killed
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        OMP_NUM_THREADS="1",
+    )
+    torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(0.9 * timeout, exit=False)  # shows where a rank hangs
+    try:
+        torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+        result = function(rank, world_size, *args)
+        torch.distributed.destroy_process_group()
+        writer.send((None, result))
+    except BaseException:
+        writer.send((traceback.format_exc(), None))
+    writer.close()

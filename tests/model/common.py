@@ -1,0 +1,175 @@
+"""Small models, their megatron-core counterparts and batches, for the tests of the model; runs inside ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
+
+from helixpipe.model import GPTOptions, Microbatch, PipelineModel, UnitContext
+from helixpipe.program import Piece, model_pieces
+
+LAYERS, VOCABULARY, SEQUENCE, BATCH = 2, 48, 12, 2
+CHAIN = model_pieces(LAYERS)
+CONTEXT = UnitContext(step=0, microbatch=0)
+
+
+def set_parallel(tp: int = 1, pp: int = 1) -> None:
+    """Process groups of the given sizes over all ranks, data parallel over the rest, in place of the ones before.
+
+    The old groups are destroyed, not just forgotten: each gloo group has three threads, and there are some twenty groups.
+    """
+    torch.distributed.barrier()
+    parallel_state.destroy_model_parallel()
+    for group in list(torch.distributed.distributed_c10d._world.pg_map):
+        if group is not torch.distributed.group.WORLD:
+            torch.distributed.destroy_process_group(group)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        create_gloo_process_groups=False,
+        # Our models sum the gradients of tied copies themselves, whichever ranks hold them.
+        get_embedding_ranks=lambda ranks, *_: ranks[:1],
+        get_position_embedding_ranks=lambda ranks, *_: ranks[:1],
+    )
+    model_parallel_cuda_manual_seed(1)
+
+
+def make_config(style: str, tp: int = 1, **changes: Any) -> TransformerConfig:
+    """A float64 config: `gpt` style (LayerNorm, GELU, biases) or `llama` style (RMSNorm, SwiGLU, GQA, no bias)."""
+    settings: dict[str, Any] = {
+        "num_layers": LAYERS,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "use_cpu_initialization": True,
+        "params_dtype": torch.float64,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "attention_softmax_in_fp32": False,
+        "masked_softmax_fusion": False,
+        "bias_dropout_fusion": False,
+        "cuda_graph_scope": None,
+        "tensor_model_parallel_size": tp,
+    }
+    if style == "llama":
+        settings.update(
+            normalization="RMSNorm",
+            gated_linear_unit=True,
+            activation_func=torch.nn.functional.silu,
+            add_bias_linear=False,
+            num_query_groups=2,
+            ffn_hidden_size=40,
+        )
+    return TransformerConfig(**{**settings, **changes})
+
+
+def make_options(style: str, tied: bool) -> GPTOptions:
+    rope = {"position_embedding_type": "rope", "rotary_percent": 0.5, "rotary_base": 500}
+    return GPTOptions(
+        vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
+        share_embeddings_and_output_weights=tied,
+        **(rope if style == "llama" else {}),  # type: ignore[arg-type]
+    )
+
+
+def make_model(
+    style: str, tied: bool, pieces: Sequence[Piece] = CHAIN, tp: int = 1, seed: int = 7, **changes: Any
+) -> PipelineModel:
+    return PipelineModel(make_config(style, tp, **changes), make_options(style, tied), pieces, seed=seed)
+
+
+def make_reference(style: str, tied: bool, tp: int = 1, **changes: Any) -> GPTModel:
+    """Plain megatron-core, with its unfused attention."""
+    options = make_options(style, tied)
+    return GPTModel(
+        make_config(style, tp, **changes),
+        get_gpt_layer_local_spec(normalization="RMSNorm" if style == "llama" else None),
+        options.vocab_size,
+        options.max_sequence_length,
+        share_embeddings_and_output_weights=tied,
+        position_embedding_type=options.position_embedding_type,  # type: ignore[arg-type]
+        rotary_percent=options.rotary_percent,
+        rotary_base=options.rotary_base,
+    ).double()
+
+
+def make_batch(seed: int = 3) -> Microbatch:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=generator)
+    labels = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=generator)
+    return Microbatch(tokens, labels, torch.rand(BATCH, SEQUENCE, generator=generator))
+
+
+def score(logits: torch.Tensor, tp_rank: int = 0) -> torch.Tensor:
+    """A float64 function of the logits [s, b, vocabulary / tp]: stands for the loss, which computes in float32."""
+    columns = torch.arange(logits.size(-1), dtype=torch.float64) + tp_rank * logits.size(-1)
+    rows = torch.arange(logits.size(0), dtype=torch.float64)[:, None, None]
+    return torch.sum(torch.sin(columns + 0.1 * rows) * logits + torch.cos(rows - 0.2 * columns) * logits**2)
+
+
+def reference_forward(model: GPTModel, batch: Microbatch, labels: torch.Tensor | None) -> torch.Tensor:
+    """GPTModel's logits [s, b, vocabulary / tp], or its token losses [b, s] when labels are given."""
+    positions = torch.arange(SEQUENCE).expand(BATCH, -1)
+    mask = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)[None, None]
+    output = model(batch.tokens, positions, mask, labels=labels)
+    return output if labels is not None else output.transpose(0, 1)
+
+
+def run_parts(
+    parts: Sequence[tuple[PipelineModel, Sequence[Piece]]],
+    batch: Microbatch,
+    objective: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    context: UnitContext = CONTEXT,
+) -> torch.Tensor:
+    """Run the chain part by part, each in its own graph, then backward part by part with explicit gradients.
+
+    objective: function of the logits in place of the head's own loss. Returns the loss.
+    """
+    boundaries: list[tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]] = []
+    state: tuple[torch.Tensor, ...] = ()
+    for model, pieces in parts:
+        inputs = tuple(tensor.detach().requires_grad_() for tensor in state)
+        if objective is not None and pieces[-1].kind == "head":
+            state = (objective(model.logits(*model.run(pieces[:-1], inputs, batch, context))),)
+        else:
+            state = model.run(pieces, inputs, batch, context)
+        if pieces[-1].kind != "head":
+            shapes = model.payload_shapes(pieces[-1], BATCH, SEQUENCE)
+            assert tuple(tensor.shape for tensor in state) == shapes, (pieces[-1], shapes)
+            assert all(tensor.dtype == model.payload_dtype for tensor in state)
+        boundaries.append((inputs, state))
+    loss = state[0].detach()
+    gradients: tuple[torch.Tensor | None, ...] = (None,)
+    for inputs, outputs in reversed(boundaries):
+        torch.autograd.backward(outputs, gradients)
+        gradients = tuple(tensor.grad for tensor in inputs)
+        assert all(gradient is not None for gradient in gradients)
+    return loss
+
+
+def gradients_of(*models: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Gradients by GPTModel's names; a tied head's own copy is added to the word embedding's."""
+    gradients: dict[str, torch.Tensor] = {}
+    for model in models:
+        copies = {id(copy): key for key, copy in getattr(model, "replicated_parameters", dict)().items()}
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None, name
+            key = copies.get(id(parameter), name)
+            gradients[key] = gradients[key] + parameter.grad if key in gradients else parameter.grad
+    return gradients
+
+
+def worst(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> tuple[float, str]:
+    """The largest difference, relative to the parameter's largest gradient, and the parameter's name."""
+    assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
+    return max(
+        (((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max().clamp_min(1e-30)).item(), name)
+        for name in theirs
+    )

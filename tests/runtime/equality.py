@@ -1,0 +1,242 @@
+"""What the ranks of test_equality.py run: every schedule on real ranks against plain megatron-core in one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from helixpipe.runtime.device import prepare
+
+prepare()  # before megatron-core is imported, whose notices it silences
+
+from megatron.core import parallel_state  # noqa: E402
+
+from helixpipe.lowering import lower
+from helixpipe.model import Microbatch, PipelineModel
+from helixpipe.program import Program, forward_only
+from helixpipe.runtime.executor import Executor, Step
+from helixpipe.runtime.transport import Transport, make_transport
+from schedules import Shape, build
+from tests.model.common import (
+    BATCH,
+    SEQUENCE,
+    VOCABULARY,
+    gradients_of,
+    make_config,
+    make_options,
+    make_reference,
+    reference_forward,
+    set_parallel,
+    worst,
+)
+from tests.model.equality import whole
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run. `layers` of the model; v: virtual stages; tied: whether head and embedding share their weight."""
+
+    schedule: str
+    pp: int
+    m: int
+    style: str
+    tp: int = 1
+    v: int | None = None
+    tied: bool = False
+    sequence_parallel: bool = False
+    layers: int = 4
+    dropout: float = 0.0
+
+    def __str__(self) -> str:
+        marks = (
+            [f"v{self.v}"] * (self.v is not None) + ["sp"] * self.sequence_parallel + ["dropout"] * (self.dropout > 0)
+        )
+        return "-".join([self.schedule, self.style, f"p{self.pp}", f"tp{self.tp}", f"m{self.m}", *marks])
+
+    def program(self) -> Program:
+        return build(self.schedule, Shape(self.pp, self.m, self.layers, virtual_stages=self.v))
+
+
+def microbatches(count: int) -> list[Microbatch]:
+    generator = torch.Generator().manual_seed(11)
+    return [
+        Microbatch(
+            torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=generator),
+            torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=generator),
+            torch.randint(0, 2, (BATCH, SEQUENCE), generator=generator).float(),
+        )
+        for _ in range(count)
+    ]
+
+
+def run_cases(rank: int, world_size: int, cases: list[Case]) -> list[dict[str, Any]]:
+    """For each case the largest relative error of the gradients and the name of the parameter, the losses' error, and the
+    forward-only losses' error. Every rank computes the one-process references itself. Process groups are made once for each
+    size, since gloo gives every group threads of its own."""
+    set_parallel(tp=1)
+    references = [reference(case) for case in cases]
+    results: dict[int, dict[str, Any]] = {}
+    for tp, pp in sorted({(case.tp, case.pp) for case in cases}):
+        set_parallel(tp=tp, pp=pp)
+        transport = make_transport(parallel_state.get_pipeline_model_parallel_group(), torch.device("cpu"))
+        for index, case in enumerate(cases):
+            if (case.tp, case.pp) == (tp, pp):
+                results[index] = run_case(case, *references[index], transport)
+        transport.close()
+    return [results[index] for index in range(len(cases))]
+
+
+def run_case(case: Case, expected: dict[str, Tensor], losses: dict[int, float], transport: Transport) -> dict[str, Any]:
+    model, executor = make_executor(case, transport)
+    found = executor.run(make_step(case))[0]
+    error = worst(gather(model, gradients_of(model)), expected)
+    evaluator = Executor(lower(forward_only(case.program())), executor.rank, model, transport)
+    evaluated = evaluator.run(make_step(case, training=False))[0]
+    head = parallel_state.is_pipeline_last_stage()
+    assert [loss.microbatch for loss in evaluated] == (list(range(case.m)) if head else [])
+    return {
+        "gradient": error,
+        "losses": len(found),
+        "loss": max((abs(each.value.item() / losses[each.microbatch] - 1) for each in found), default=0.0),
+        "evaluation": 0.0
+        if case.dropout
+        else max((abs(each.value.item() / losses[each.microbatch] - 1) for each in evaluated), default=0.0),
+    }
+
+
+def reference(case: Case) -> tuple[dict[str, Tensor], dict[int, float]]:
+    """Gradients by name and the loss sum of each microbatch, from megatron-core's GPTModel; with dropout, from our own model
+    run whole, microbatch by microbatch, since the random states differ."""
+    if case.dropout:
+        alone = Case("none", 1, case.m, case.style, tied=case.tied, layers=case.layers, dropout=case.dropout)
+        model, executor = make_executor(alone)
+        losses = executor.run(make_step(alone))[0]
+        return gradients_of(model), {each.microbatch: each.value.item() for each in losses}
+    ours = make_model(Case("none", 1, case.m, case.style, tied=case.tied, layers=case.layers))
+    model = make_reference(case.style, case.tied, num_layers=case.layers)
+    model.load_state_dict(ours.state_dict())
+    losses = {}
+    for index, batch in enumerate(microbatches(case.m)):
+        loss = torch.sum(reference_forward(model, batch, batch.labels) * batch.loss_mask)
+        (loss * (1.0 / batch.loss_mask.sum() / case.m)).backward()
+        losses[index] = loss.item()
+    return gradients_of(model), losses
+
+
+def make_model(case: Case) -> PipelineModel:
+    config = make_config(
+        case.style,
+        case.tp,
+        num_layers=case.layers,
+        sequence_parallel=case.sequence_parallel,
+        hidden_dropout=case.dropout,
+        attention_dropout=case.dropout,
+    )
+    rank = parallel_state.get_pipeline_model_parallel_rank() if case.pp > 1 else 0
+    return PipelineModel(config, make_options(case.style, case.tied), case.program().pieces_of_rank(rank), seed=7)
+
+
+def make_executor(case: Case, transport: Transport | None = None) -> tuple[Any, Executor]:
+    """transport None: for a case on one rank, which sends nothing."""
+    model = make_model(case)
+    rank = parallel_state.get_pipeline_model_parallel_rank() if case.pp > 1 else 0
+    return model, Executor(lower(case.program(), receive_ahead=1), rank, model, transport or _Nowhere())
+
+
+class _Nowhere:
+    """A network without other ranks."""
+
+    independent_channels = True
+
+    def send(self, *args: Any) -> None:
+        raise AssertionError("there is nobody to send to")
+
+    def receive(self, *args: Any) -> Any:
+        raise AssertionError("there is nobody to receive from")
+
+    def finish(self) -> None:
+        """Nothing was sent."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def make_step(case: Case, training: bool = True) -> Step:
+    batches = microbatches(case.m)
+    return Step(
+        iteration=5,
+        microbatch_number=lambda index: index,
+        batch=batches.__getitem__,
+        root_gradient=lambda index: 1.0 / batches[index].loss_mask.sum() / case.m,
+        micro_batch_size=BATCH,
+        seq_length=SEQUENCE,
+        training=training,
+    )
+
+
+def gather(model: Any, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Whole gradients by name on every rank: tensor-parallel shards joined, copies on several pipeline ranks summed."""
+    if parallel_state.get_tensor_model_parallel_world_size() > 1:
+        copies = {id(copy): key for key, copy in model.replicated_parameters().items()}
+        names = {name: copies.get(id(parameter), name) for name, parameter in model.named_parameters()}
+        shards = {name: parameter.grad for name, parameter in model.named_parameters()}
+        gradients = {names[name]: value for name, value in whole(model, shards, partial_sums=True).items()}
+    group = parallel_state.get_pipeline_model_parallel_group()
+    gathered: list[dict[str, Tensor]] = [{} for _ in range(group.size())]
+    torch.distributed.all_gather_object(gathered, gradients, group=group)
+    result: dict[str, Tensor] = {}
+    for each in gathered:
+        for name, value in each.items():
+            result[name] = result[name] + value if name in result else value
+    return result
+
+
+def run_csv(rank: int, world_size: int, path: str, m: int) -> list[dict[str, Any]]:
+    """A program from a file, with the same checks."""
+    return run_cases(rank, world_size, [Case(path, world_size, m, "llama")])
+
+
+def fail_in_the_middle(rank: int, world_size: int) -> str:
+    """Rank 1 fails in its second forward; what every rank's error says."""
+    case = Case("1f1b", world_size, 4, "gpt")
+    model, executor = make_on_all_ranks(case)
+    run = model.run
+
+    def broken(pieces: Any, inputs: Any, batch: Any, context: Any) -> Any:
+        if rank == 1 and context.microbatch == 1:
+            raise RuntimeError("out of order")
+        return run(pieces, inputs, batch, context)
+
+    model.run = broken
+    try:
+        executor.run(make_step(case))
+    except Exception as error:
+        if rank == 1:  # as a program does: its exit closes the connections
+            torch.distributed.destroy_process_group()
+        return f"{type(error).__name__}: {error}"
+    return "finished"
+
+
+def peak_of_stash(rank: int, world_size: int, schedule: str, m: int) -> tuple[int, list[int]]:
+    """(units stashed at once at most, what is left in each of the executor's tables after the step)."""
+    case = Case(schedule, world_size, m, "llama")
+    _, executor = make_on_all_ranks(case)
+    peak = 0
+    forward = executor._ops["F"]
+
+    def counted(op: Any) -> None:
+        nonlocal peak
+        forward(op)
+        peak = max(peak, len(executor._stash))
+
+    executor._ops["F"] = counted
+    executor.run(make_step(case))
+    return peak, [len(executor._stash), len(executor._inbox), len(executor._outbox), len(executor._receipts)]
+
+
+def make_on_all_ranks(case: Case) -> tuple[Any, Executor]:
+    set_parallel(tp=1, pp=case.pp)
+    return make_executor(case, make_transport(parallel_state.get_pipeline_model_parallel_group(), torch.device("cpu")))

@@ -1,0 +1,88 @@
+"""Loss and every parameter's gradient under every schedule equal those of plain megatron-core in one process."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helixpipe.program import to_csv
+from schedules import Shape, build
+from tests.distributed import run_ranks
+from tests.runtime.equality import Case, fail_in_the_middle, peak_of_stash, run_cases, run_csv
+
+GRADIENT_TOLERANCE = 1e-9
+SPLIT_VOCABULARY_TOLERANCE = 1e-6  # with a split vocabulary, float32 cross entropy sums in another order
+LOSS_TOLERANCE = 1e-6  # megatron-core's cross entropy computes in float32; sums over tokens differ in order
+
+STYLES = ("gpt", "llama")
+
+
+def pipelines(pp: int, tp: int = 1, **extra: Any) -> list[Case]:
+    """Every schedule with m below p, equal to p, and not a multiple of p where that is allowed; tied for GPT style."""
+    cases = []
+    for style, (schedule, v) in product(STYLES, (("gpipe", None), ("1f1b", None), ("interleaved-1f1b", 2))):
+        counts = (1, pp + 1, 2 * pp) if v is None else (pp, 2 * pp)
+        for m in counts:
+            layers = pp * (v or 1)
+            cases.append(Case(schedule, pp, m, style, tp=tp, v=v, tied=style == "gpt", layers=layers, **extra))
+    return cases
+
+
+GROUPS = {
+    "p4": pipelines(4),
+    "p2-dp2": pipelines(2),
+    "p2-tp2": pipelines(2, tp=2) + pipelines(2, tp=2, sequence_parallel=True),
+    "p1": [Case("none", 1, m, style, tied=tied) for m in (1, 3) for style in STYLES for tied in (False, True)]
+    + [Case("1f1b", 1, 3, "llama"), Case("gpipe", 1, 2, "gpt", tied=True)],
+    "dropout": [
+        Case(schedule, pp, 4, "llama", v=v, dropout=0.2)
+        for pp in (2, 4)
+        for schedule, v in (("gpipe", None), ("1f1b", None), ("interleaved-1f1b", 2 if pp == 2 else 1))
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[Case, list[dict[str, Any]]]:
+    """Each case's results by rank. One launch for all: starting ranks costs more than running the cases."""
+    cases = [case for group in GROUPS.values() for case in group]
+    by_rank = run_ranks(run_cases, 4, cases, timeout=300.0)
+    return {case: [results[index] for results in by_rank] for index, case in enumerate(cases)}
+
+
+@pytest.mark.parametrize("case", [case for group in GROUPS.values() for case in group], ids=str)
+def test_equal_to_one_process(case: Case, results: dict[Case, list[dict[str, Any]]]) -> None:
+    tolerance = GRADIENT_TOLERANCE if case.tp == 1 else SPLIT_VOCABULARY_TOLERANCE
+    for result in results[case]:
+        error, parameter = result["gradient"]
+        assert error < tolerance, parameter
+        assert result["loss"] < LOSS_TOLERANCE
+        assert result["evaluation"] < LOSS_TOLERANCE
+    reporting = 4 // case.pp  # the ranks of the last stage, over data and tensor parallelism
+    assert sorted(result["losses"] for result in results[case]) == [0] * (4 - reporting) + [case.m] * reporting
+
+
+def test_program_of_ones_own(tmp_path: Path) -> None:
+    """A file: the interleaved program on 2 ranks, loaded as 4 stages."""
+    path = tmp_path / "mine.csv"
+    to_csv(build("interleaved-1f1b", Shape(2, 4, 4, virtual_stages=2)), path)
+    for (result,) in run_ranks(run_csv, 2, str(path), 4):
+        assert result["gradient"][0] < GRADIENT_TOLERANCE
+        assert result["loss"] < LOSS_TOLERANCE
+
+
+def test_a_failing_op_is_shown_and_ends_every_rank() -> None:
+    first, second = run_ranks(fail_in_the_middle, 2, timeout=60.0)
+    assert "out of order" in second
+    assert "--> " in second and "RUN 1F1" in second and "pipeline rank 1" in second
+    assert first != "finished"
+
+
+@pytest.mark.parametrize(("schedule", "peaks"), [("1f1b", [4, 3, 2, 1]), ("gpipe", [6, 6, 6, 6])])
+def test_stash_is_as_small_as_the_schedule_says(schedule: str, peaks: list[int]) -> None:
+    results = run_ranks(peak_of_stash, 4, schedule, 6)
+    assert [peak for peak, _ in results] == peaks
+    assert all(left == [0, 0, 0, 0] for _, left in results)

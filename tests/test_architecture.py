@@ -1,0 +1,196 @@
+"""The house's rules: who may import whom, where torch may be, how long a file may be (see docs/architecture.md)."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("helixpipe", "schedules", "megatron/training")
+MAX_LINES = 450
+"""A file is for one sitting: beyond this it holds two things."""
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))}
+
+# Of helixpipe, only what lies in the folders model/ and runtime/ may use torch.
+TORCH_FREE = sorted(
+    name
+    for name in MODULES
+    if name.split(".")[0] == "schedules" or (name.split(".")[0] == "helixpipe" and name.count(".") <= 1)
+    if name not in ("helixpipe.model", "helixpipe.runtime")
+)
+
+
+def imports(source: str, module: str, *, is_package: bool, at_import: bool = False) -> set[str]:
+    """Dotted names that `module` imports: modules, and `from` names, which may be modules too.
+
+    at_import: only what happens when the module is imported; not inside functions, not under `if TYPE_CHECKING`.
+    """
+    found: set[str] = set()
+
+    def visit(nodes: Iterator[ast.AST]) -> None:
+        for node in nodes:
+            if isinstance(node, ast.Import):
+                found.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                base = node.module or ""
+                if node.level:
+                    parents = module.split(".") if is_package else module.split(".")[:-1]
+                    parents = parents[: len(parents) - node.level + 1]
+                    base = ".".join([*parents, base] if base else parents)
+                found.update({base, *(f"{base}.{alias.name}" for alias in node.names)})
+            elif at_import and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                continue
+            elif at_import and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+                visit(iter(node.orelse))
+            else:
+                visit(ast.iter_child_nodes(node))
+
+    visit(ast.iter_child_nodes(ast.parse(source)))
+    return found
+
+
+def imports_of(module: str, *, at_import: bool = False) -> set[str]:
+    path = MODULES[module]
+    source = path.read_text(encoding="utf-8")
+    return imports(source, module, is_package=path.name == "__init__.py", at_import=at_import)
+
+
+def under(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+def path_to_torch(module: str) -> list[str]:
+    """A chain of imports from `module` to torch or megatron, or an empty list."""
+    seen: set[str] = set()
+    chains = [[module]]
+    while chains:
+        chain = chains.pop()
+        if chain[-1] in seen:
+            continue
+        seen.add(chain[-1])
+        for name in sorted(imports_of(chain[-1], at_import=True)):
+            if under(name, "torch") or under(name, "megatron"):
+                return [*chain, name]
+            # importing a.b.c runs a, a.b and a.b.c
+            parts = name.split(".")
+            ancestors = (".".join(parts[: i + 1]) for i in range(len(parts)))
+            chains += [[*chain, ancestor] for ancestor in ancestors if ancestor in MODULES]
+    return []
+
+
+def test_scanner_sees_every_way_to_import() -> None:
+    source = (
+        "import torch.nn as nn\n"
+        "from . import near\n"
+        "from ..far import thing\n"
+        "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n    import only_types\n"
+        "try:\n    import tried\nexcept ImportError:\n    pass\n"
+        "class C:\n    import in_class\n"
+        "def f():\n    from later import g\n"
+    )
+    everything = imports(source, "a.b.c", is_package=False)
+    assert {
+        "torch.nn",
+        "a.b",
+        "a.b.near",
+        "a.far",
+        "a.far.thing",
+        "only_types",
+        "tried",
+        "in_class",
+        "later",
+    } <= everything
+    at_import = imports(source, "a.b.c", is_package=False, at_import=True)
+    assert {"torch.nn", "tried", "in_class"} <= at_import
+    assert not {"only_types", "later", "later.g"} & at_import
+    assert "a.b.near" in imports("from . import near", "a.b", is_package=True)
+
+
+def test_the_packages_are_where_the_rules_look() -> None:
+    assert {"helixpipe.program", "helixpipe.validate", "helixpipe.lowering", "schedules", "schedules.base"} <= set(
+        TORCH_FREE
+    )
+    assert not [name for name in TORCH_FREE if name.startswith(("helixpipe.model.", "helixpipe.runtime."))]
+
+
+@pytest.mark.parametrize("module", TORCH_FREE)
+def test_torch_free_modules_reach_no_torch(module: str) -> None:
+    chain = path_to_torch(module)
+    assert not chain, " imports ".join(chain)
+
+
+def test_importing_torch_free_modules_loads_no_torch() -> None:
+    """The same seen from outside, so that third-party packages count as well."""
+    code = (
+        "import importlib, sys\n"
+        f"for name in {TORCH_FREE!r}:\n"
+        "    importlib.import_module(name)\n"
+        "    assert 'torch' not in sys.modules, f'{name} loads torch'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_only_the_command_line_knows_the_catalogue() -> None:
+    offenders = [
+        (module, name)
+        for module in MODULES
+        if under(module, "helixpipe") and module != "helixpipe.cli"
+        for name in imports_of(module)
+        if under(name, "schedules")
+    ]
+    assert not offenders
+
+
+@pytest.mark.parametrize("package", ["helixpipe", "schedules"])
+def test_machinery_and_catalogue_do_not_know_the_training_program(package: str) -> None:
+    above = ("megatron.training", "pretrain_gpt", "tools", "tests", "examples", "benchmarks")
+    offenders = [
+        (module, name)
+        for module in MODULES
+        if under(module, package)
+        for name in imports_of(module)
+        if any(under(name, user) for user in above)
+    ]
+    assert not offenders
+
+
+def test_schedules_use_only_torch_free_modules_of_the_machinery() -> None:
+    offenders = [
+        (module, name)
+        for module in MODULES
+        if under(module, "schedules")
+        for name in imports_of(module)
+        if any(under(name, forbidden) for forbidden in ("torch", "megatron", "helixpipe.model", "helixpipe.runtime"))
+    ]
+    assert not offenders
+
+
+def test_megatron_is_shared_with_the_wheel() -> None:
+    """`megatron.training` is ours, `megatron.core` the wheel's: an __init__.py in megatron/ would hide one of them."""
+    assert not (ROOT / "megatron" / "__init__.py").exists()
+    training, core = importlib.util.find_spec("megatron.training"), importlib.util.find_spec("megatron.core")
+    assert training is not None and training.submodule_search_locations is not None
+    assert str(ROOT / "megatron" / "training") in list(training.submodule_search_locations)
+    assert core is not None and core.origin is not None and ROOT / "megatron" not in Path(core.origin).parents
+
+
+def test_files_can_be_read_in_one_sitting() -> None:
+    folders = [*PACKAGES, "tools", "tests", "benchmarks", "examples"]
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in files}
+    assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
