@@ -125,12 +125,12 @@ def even_stages(num_layers: int, num_stages: int) -> tuple[Stage, ...]:
 
     Raises ScheduleError when the layers cannot be divided evenly.
     """
-    if num_stages < 1 or num_layers < num_stages or num_layers % num_stages:
-        below = num_layers - num_layers % num_stages if num_stages else 0
-        valid = " or ".join(str(n) for n in (below, below + num_stages) if n > 0)
+    if num_layers < num_stages or num_layers % num_stages:
+        below = num_layers - num_layers % num_stages
+        valid = f"values are {below} and {below + num_stages}" if below else f"value is {num_stages}"
         raise ScheduleError(
             f"--num-layers {num_layers} cannot be divided evenly over {num_stages} pipeline stages; "
-            f"the nearest valid: {valid}."
+            f"the nearest valid {valid}."
         )
     per_stage = num_layers // num_stages
     stages = []

@@ -23,7 +23,7 @@ from tests.core.rendezvous import Machine
 
 
 def test_random_programs() -> None:
-    """2,000 random programs: the validator's verdict is brute force's; every accepted one ends on the worst machines."""
+    """2,000 random programs: the validator's verdict is brute force's, all accepted ones end on the worst machines."""
     verdicts: Counter[bool] = Counter()
 
     @settings(DETERMINISTIC, max_examples=2000)

@@ -93,13 +93,17 @@ WRONG = [
     (
         "1f1b",
         Shape(4, 8, 6),
-        "--num-layers 6 cannot be divided evenly over 4 pipeline stages; the nearest valid: 4 or 8.",
+        "--num-layers 6 cannot be divided evenly over 4 pipeline stages; the nearest valid values are 4 and 8.",
     ),
-    ("gpipe", Shape(4, 8, 3), "--num-layers 3 cannot be divided evenly over 4 pipeline stages; the nearest valid: 4."),
+    (
+        "gpipe",
+        Shape(4, 8, 3),
+        "--num-layers 3 cannot be divided evenly over 4 pipeline stages; the nearest valid value is 4.",
+    ),
     (
         "interleaved-1f1b",
         Shape(4, 8, 12),
-        "--num-layers 12 cannot be divided evenly over 8 pipeline stages; the nearest valid: 8 or 16.",
+        "--num-layers 12 cannot be divided evenly over 8 pipeline stages; the nearest valid values are 8 and 16.",
     ),
     ("1f1b", Shape(2, 2, 4, virtual_stages=2), "schedule 1f1b has one stage a rank; virtual stages (2) need another."),
     ("gpipe", Shape(2, 2, 4, chunks=3), "schedule gpipe does not cut the sequence; chunks (3) need another."),
@@ -182,7 +186,10 @@ def test_a_file_for_other_sizes_is_refused(tmp_path: Path) -> None:
     for shape, said in [
         (Shape(4, 4, 4), "is a program for 2 ranks and 4 microbatches, but the run has 4 and 4."),
         (Shape(2, 8, 4), "is a program for 2 ranks and 4 microbatches, but the run has 2 and 8."),
-        (Shape(2, 4, 3), "--num-layers 3 cannot be divided evenly over 2 pipeline stages; the nearest valid: 2 or 4."),
+        (
+            Shape(2, 4, 3),
+            "--num-layers 3 cannot be divided evenly over 2 pipeline stages; the nearest valid values are 2 and 4.",
+        ),
         (Shape(2, 4, 4, chunks=2), "has 1 chunks a microbatch, but the run has 2."),
     ]:
         with pytest.raises(ScheduleError, match=f"{re.escape(said)}$"):

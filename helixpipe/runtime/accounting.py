@@ -1,0 +1,67 @@
+"""Bytes that autograd really keeps: saved tensors, each storage counted once, from when they are saved to when they go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+import torch
+
+
+class SavedBytes:
+    """Context that counts what autograd saves for backward while it is active; `now` and `peak` are bytes.
+
+    Weights, and anything else in `ignore`, are kept anyway and do not count. A tensor saved twice, or two views of one
+    storage, count once. What was saved goes on counting until autograd lets go of it, also after the context.
+    """
+
+    def __init__(self, ignore: Iterable[torch.Tensor] = ()):
+        self._ignored = {tensor.untyped_storage().data_ptr() for tensor in ignore}
+        self._users: dict[int, int] = {}
+        self.now = 0
+        self.peak = 0
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+
+    def __enter__(self) -> SavedBytes:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._hooks.__exit__(kind, error, trace)
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        storage = tensor.untyped_storage()
+        key = storage.data_ptr()
+        if key in self._ignored or storage.nbytes() == 0:
+            return tensor
+        users = self._users.get(key, 0)
+        self._users[key] = users + 1
+        if users == 0:
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+        return _Saved(tensor, self, key, storage.nbytes())
+
+    def release(self, key: int, nbytes: int) -> None:
+        """One saved tensor of a storage is gone."""
+        self._users[key] -= 1
+        if self._users[key] == 0:
+            del self._users[key]
+            self.now -= nbytes
+
+
+class _Saved:
+    """What autograd holds in place of a tensor; it dies with the graph's node."""
+
+    def __init__(self, tensor: torch.Tensor, account: SavedBytes, key: int, nbytes: int):
+        self.tensor = tensor
+        self._account, self._key, self._nbytes = account, key, nbytes
+
+    def __del__(self) -> None:
+        self._account.release(self._key, self._nbytes)
+
+
+def _unpack(saved: Any) -> torch.Tensor:
+    return saved.tensor if isinstance(saved, _Saved) else saved
