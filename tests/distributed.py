@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.multiprocessing as multiprocessing
@@ -44,8 +44,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
             ready = wait(list(readers), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise TimeoutError(f"ranks {sorted(readers.values())} of {world_size} not done after {timeout:.0f} s")
-            for reader in ready:
-                connection: Any = reader
+            for connection in cast(list[Any], ready):
                 rank = readers.pop(connection)
                 try:
                     error, results[rank] = connection.recv()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from helixpipe.errors import CheckpointError, UserError
 
@@ -36,7 +37,7 @@ def together(action: Callable[[], T], where: str | None = None) -> T:
     result, failure, mine = None, None, None
     try:
         result = action()
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # torch's is no Exception
         mine, failure = error, (isinstance(error, UserError), _reason(error))
     failures = [each for each in gather(failure) if each is not None]
     if failures:

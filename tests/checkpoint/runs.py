@@ -89,6 +89,7 @@ class Run:
             end_wd=0.1,
             wd_incr_steps=10,
             wd_incr_style="constant",
+            use_checkpoint_opt_param_scheduler=False,
         )
         self.progress = Progress()
         self.arguments = {

@@ -19,13 +19,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(cases.all_cases, 2, str(folder), timeout=240.0)
 
 
-@pytest.mark.parametrize("case", cases.SAME)
-def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(ranks: list[dict[str, Any]], case: str) -> None:
-    assert [results[case] for results in ranks] == ["", ""]
-
-
-@pytest.mark.parametrize("case", cases.CHANGED)
-def test_layout_and_optimizer_may_change(ranks: list[dict[str, Any]], case: str) -> None:
+@pytest.mark.parametrize("case", [f"{a} to {b}" for a, (_, others) in cases.RESUMED.items() for b in others])
+def test_resumed_run_equals_the_uninterrupted_one(ranks: list[dict[str, Any]], case: str) -> None:
+    """Bit for bit on the same layout; on another one, which may sum and round in another order, within tolerance."""
     assert [results[case] for results in ranks] == ["", ""]
 
 

@@ -23,7 +23,7 @@ CONTEXT = UnitContext(step=0, microbatch=0)
 def set_parallel(tp: int = 1, pp: int = 1) -> None:
     """Process groups of the given sizes over all ranks, data parallel over the rest, in place of the ones before.
 
-    The old groups are destroyed, not just forgotten: each gloo group has three threads, and there are some twenty groups.
+    The old groups are destroyed, not just forgotten: there are some twenty, and each gloo group has three threads.
     """
     torch.distributed.barrier()
     parallel_state.destroy_model_parallel()
@@ -94,7 +94,7 @@ def make_reference(style: str, tied: bool, tp: int = 1, **changes: Any) -> GPTMo
         options.vocab_size,
         options.max_sequence_length,
         share_embeddings_and_output_weights=tied,
-        position_embedding_type=options.position_embedding_type,  # type: ignore[arg-type]
+        position_embedding_type=options.position_embedding_type,
         rotary_percent=options.rotary_percent,
         rotary_base=options.rotary_base,
     ).double()

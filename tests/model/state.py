@@ -137,7 +137,8 @@ def chunks(results: dict[str, Any]) -> None:
         results[f"{style} chunk losses"] = losses, loss.item()
     shifted = replace(make_batch(), position_ids=torch.arange(SEQUENCE).flip(0).expand(BATCH, -1))
     model = make_model("gpt", True)
-    table, plain = model.embedding.position_embeddings.weight, model.run(CHAIN[:1], (), make_batch(), CONTEXT)[0]
+    table = dict(model.named_parameters())["embedding.position_embeddings.weight"]
+    plain = model.run(CHAIN[:1], (), make_batch(), CONTEXT)[0]
     expected = plain + (table.flip(0) - table)[:, None]
     torch.testing.assert_close(model.run(CHAIN[:1], (), shifted, CONTEXT)[0], expected, rtol=1e-12, atol=1e-12)
 
