@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from helixpipe.runtime.device import prepare, redirect
+from helixpipe.runtime.device import prepare
 
 prepare()  # before megatron-core is imported, whose notices it silences
 
@@ -22,7 +22,7 @@ from megatron.core import parallel_state
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.pipeline_parallel.schedules import forward_backward_pipelining_without_interleaving
+from megatron.core.pipeline_parallel import schedules as core_schedules
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
@@ -143,6 +143,18 @@ class _Stage(MegatronModule):
         return self.model.run(self.pieces, self.input, batch, CONTEXT)[0]
 
 
+class _TorchOnCpu:
+    """torch, but `zeros(device="cuda")` is on the CPU: the one literal of megatron-core's schedule function, replaced
+    there alone so that its model runs as fast as it can."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def zeros(*args: Any, **kwargs: Any) -> Tensor:
+        return torch.zeros(*args, **{**kwargs, "device": "cpu"})
+
+
 def megatron_core(problem: Problem, whole: bool) -> Engine:
     """megatron-core's own 1F1B, on its GPTModel (`whole`) or on our pieces, which shows the schedule function alone."""
     first, last = problem.rank == 0, problem.rank == 1
@@ -191,15 +203,14 @@ def megatron_core(problem: Problem, whole: bool) -> Engine:
         return output, loss
 
     def step() -> None:
-        with redirect():  # megatron-core names its buffers' device "cuda"; our engine does not need this
-            forward_backward_pipelining_without_interleaving(
-                forward_step_func=forward_step,
-                data_iterator=iter([problem.microbatch(i) for i in range(problem.count)]),
-                model=module,
-                num_microbatches=problem.count,
-                seq_length=problem.sequence,
-                micro_batch_size=problem.micro,
-            )
+        core_schedules.forward_backward_pipelining_without_interleaving(
+            forward_step_func=forward_step,
+            data_iterator=iter([problem.microbatch(i) for i in range(problem.count)]),
+            model=module,
+            num_microbatches=problem.count,
+            seq_length=problem.sequence,
+            micro_batch_size=problem.micro,
+        )
 
     return Engine(module, step)
 
@@ -332,6 +343,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(1, 2, create_gloo_process_groups=False)
     model_parallel_cuda_manual_seed(1)
+    core_schedules.torch = _TorchOnCpu()  # type: ignore[attr-defined]
     problem = Problem([int(value) for value in size])
     engines = {
         OURS: ours(problem),

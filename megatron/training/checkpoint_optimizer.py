@@ -111,9 +111,11 @@ def load(optimizer: Any, state: dict[str, Any]) -> None:
     """Give an optimizer its loaded state (after `convert`).
 
     megatron-core's distributed optimizer looks for torch Adam's step among the tensors that were read, where it never
-    is: the steps are put aside while it loads them.
+    is: the steps are put aside while it loads them. The others save no step when it is 0, which torch misses.
     """
     parts = _parts(optimizer)
+    if len(parts) == 1 and next(_adam_states(optimizer), None) is not None:
+        state.get("optimizer", state).get("state", {}).setdefault("common_step", torch.tensor(0.0))
     if len(parts) == 1 and isinstance(parts[0], DistributedOptimizer) and "param_state" in state:
         tensors = state.pop("param_state")
         optimizer.load_state_dict(state)

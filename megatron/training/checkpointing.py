@@ -150,7 +150,7 @@ class Checkpointer:
         return state
 
     def _write(self, state: dict[str, Any], folder: Path, where: str) -> dict[str, list[int]]:
-        """Write all files but the manifest; rank 0 returns what the manifest says of them, the others {}."""
+        """Write all files but the manifest, and return what the manifest is to say of them."""
         sharded, common = together(lambda: save_preprocess(state), where)
 
         def write_common() -> None:
@@ -222,7 +222,8 @@ class Checkpointer:
     ) -> tuple[Progress, dict[str, Any]]:
         """Load one folder; raises DamagedError, on all ranks, to have the next tried."""
         rank, size = dist.get_rank(), dist.get_world_size()
-        wrong = next((reason for reason in gather(folders.problem(folder, rank, size)) if reason), None)
+        reasons = gather(together(lambda: folders.problem(folder, rank, size)))
+        wrong = next((reason for reason in reasons if reason), None)
         if wrong:
             raise DamagedError(wrong)
         common = together(lambda: dist_checkpointing.load_common_state_dict(str(folder)))

@@ -33,6 +33,26 @@ class Parallel:
     dp_group: dist.ProcessGroup
     device: torch.device
 
+    @classmethod
+    def current(cls) -> Parallel:
+        """From megatron-core's initialised parallel state."""
+        from megatron.core import parallel_state
+
+        return cls(
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+            pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
+            tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+            tp_size=parallel_state.get_tensor_model_parallel_world_size(),
+            dp_rank=parallel_state.get_data_parallel_rank(),
+            dp_size=parallel_state.get_data_parallel_world_size(),
+            pp_group=parallel_state.get_pipeline_model_parallel_group(),
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            dp_group=parallel_state.get_data_parallel_group(),
+            device=current_device(),
+        )
+
     @property
     def is_first(self) -> bool:
         return self.rank == 0
@@ -73,20 +93,7 @@ def initialize(config: Config) -> Parallel:
         get_position_embedding_ranks=lambda ranks, *_: ranks[:1],
     )
     model_parallel_cuda_manual_seed(config.training.seed)
-    return Parallel(
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-        pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
-        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-        tp_size=parallel_state.get_tensor_model_parallel_world_size(),
-        dp_rank=parallel_state.get_data_parallel_rank(),
-        dp_size=parallel_state.get_data_parallel_world_size(),
-        pp_group=parallel_state.get_pipeline_model_parallel_group(),
-        tp_group=parallel_state.get_tensor_model_parallel_group(),
-        dp_group=parallel_state.get_data_parallel_group(),
-        device=current_device(),
-    )
+    return Parallel.current()
 
 
 def _free_port() -> int:

@@ -39,7 +39,7 @@ def test_candidates_follow_the_tracker(tmp_path: Path, tracker: str | None, expe
 def test_candidates_of_an_empty_directory(tmp_path: Path) -> None:
     assert folders.candidates(tmp_path / "none") == folders.Candidates(())
     assert folders.candidates(tmp_path) == folders.Candidates(())
-    with pytest.raises(CheckpointError, match="'nonsense', not a number: .* there is none"):
+    with pytest.raises(CheckpointError, match=r"'nonsense', not a number: .* there is none"):
         folders.candidates(make(tmp_path, tracker="nonsense"))
 
 

@@ -1,0 +1,181 @@
+"""What the ranks of test_twenty_steps.py run: optimizer steps of the training loop beside those of plain megatron-core."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from helixpipe.runtime.device import prepare
+
+prepare()  # before megatron-core is imported, whose notices it silences
+
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import get_megatron_optimizer
+
+from helixpipe.model import Microbatch, PipelineModel
+from helixpipe.program import model_pieces
+from megatron.training.arguments import parse_args
+from megatron.training.checkpointing import Progress
+from megatron.training.config import Config
+from megatron.training.log import StepResult, build_timers
+from megatron.training.microbatches import BatchSchedule, run_length
+from megatron.training.model import build_model
+from megatron.training.parallel import Parallel
+from megatron.training.pipeline import Pipeline
+from megatron.training.train import Batches, Trainer
+from tests.model.common import set_parallel
+
+STEPS, SEQUENCE, VOCABULARY, GLOBAL_BATCH = 20, 16, 128, 8
+
+GPT = "--position-embedding-type learned_absolute"
+LLAMA = (
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --group-query-attention "
+    "--num-query-groups 2 --untie-embeddings-and-output-weights"
+)
+COMMON = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
+    "--attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1 --global-batch-size 8 --train-iters 20 --lr 1e-2 "
+    "--lr-decay-style constant --clip-grad 0.7 --weight-decay 0.1 --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 127 --make-vocab-size-divisible-by 128 --init-method-std 0.1 --eval-iters 0"
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run on four ranks. flags: besides `COMMON` and the style's."""
+
+    style: str
+    flags: str
+    tp: int = 1
+    pp: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.style} tp{self.tp} pp{self.pp} {self.flags}"
+
+    def config(self, rank: int, world_size: int) -> Config:
+        style = GPT if self.style == "gpt" else LLAMA
+        sizes = f"--tensor-model-parallel-size {self.tp} --pipeline-model-parallel-size {self.pp}"
+        environment = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+        return parse_args(f"{COMMON} {style} {sizes} {self.flags}".split(), environ=environment)
+
+
+def batch(index: int) -> Microbatch:
+    """The microbatch at a place of the global stream of samples."""
+    generator = torch.Generator().manual_seed(index)
+    tokens = torch.randint(0, VOCABULARY // 4, (1, SEQUENCE + 1), generator=generator)  # easy to learn something of
+    mask = (torch.rand(1, SEQUENCE, generator=generator) > 0.2).float()
+    return Microbatch(tokens[:, :-1], tokens[:, 1:], mask)
+
+
+def losses_of_runs(rank: int, world_size: int, runs: list[Run]) -> list[list[float]]:
+    """The loss of every step of every run, on every rank."""
+    results: dict[int, list[float]] = {}
+    for tp, pp in sorted({(run.tp, run.pp) for run in runs}):
+        set_parallel(tp=tp, pp=pp)
+        for index, run in enumerate(runs):
+            if (run.tp, run.pp) == (tp, pp):
+                results[index] = losses_of(run.config(rank, world_size))
+    return [results[index] for index in range(len(runs))]
+
+
+class _Losses:
+    """Stands where the training log does."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def step(self, iteration: int, consumed_samples: int, result: StepResult) -> None:
+        self.values.append(float(result.loss))
+
+
+class _NoSchedule:
+    def step(self, increment: int) -> None:
+        """The learning rate is constant."""
+
+
+def losses_of(config: Config) -> list[float]:
+    parallel = Parallel.current()
+    schedule = BatchSchedule.from_config(config)
+    pipeline = Pipeline(config, parallel, schedule.step_sizes())
+    state = build_model(config, parallel, pipeline.pieces, vocab_size=VOCABULARY - 1)
+    pipeline.attach(state.model)
+    log: Any = _Losses()
+    unused: Any = None
+    trainer = Trainer(
+        config=config,
+        parallel=parallel,
+        pipeline=pipeline,
+        state=state,
+        scheduler=_NoSchedule(),
+        schedule=schedule,
+        length=run_length(config, schedule),
+        batches=Batches(stream(parallel) if pipeline.reads_data else None, None, None, False, False),
+        checkpointer=unused,
+        progress=Progress(),
+        flops_per_sample=1.0,
+        log=log,
+        timers=build_timers(config),
+        stop=unused,
+    )
+    for _ in range(STEPS):
+        trainer._iteration(record=False)
+    pipeline.close()
+    return log.values
+
+
+def stream(parallel: Parallel) -> Iterator[Microbatch]:
+    """This data-parallel rank's microbatches: every dp_size-th of the global stream."""
+    index = parallel.dp_rank
+    while True:
+        yield batch(index)
+        index += parallel.dp_size
+
+
+def reference(rank: int, world_size: int, runs: list[Run]) -> list[list[float]]:
+    """The same steps by megatron-core's GPTModel, DDP and optimizer alone, on one process."""
+    set_parallel(tp=1, pp=1)
+    return [reference_losses(run.config(rank, world_size)) for run in runs]
+
+
+def reference_losses(config: Config) -> list[float]:
+    core = config.to_transformer_config()
+    options = config.gpt_options(VOCABULARY - 1)
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm" if config.model.swiglu else None)
+    model = GPTModel(
+        core,
+        spec,
+        options.vocab_size,
+        options.max_sequence_length,
+        share_embeddings_and_output_weights=options.share_embeddings_and_output_weights,
+        position_embedding_type=options.position_embedding_type,  # type: ignore[arg-type]
+    ).to(core.params_dtype)
+    ours = PipelineModel(core, options, model_pieces(core.num_layers), seed=config.training.seed)
+    model.load_state_dict({name: value for name, value in ours.state_dict().items() if value is not None})
+    ddp = DistributedDataParallel(core, config.to_ddp_config(), model)
+    optimizer = get_megatron_optimizer(config.to_optimizer_config(), [ddp], use_gloo_process_groups=False)
+    positions = torch.arange(SEQUENCE)[None]
+    attention_mask = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)[None, None]
+    losses, index = [], 0
+    for _ in range(STEPS):
+        ddp.zero_grad_buffer()
+        optimizer.zero_grad()
+        batches = [batch(index + offset) for offset in range(GLOBAL_BATCH)]
+        index += GLOBAL_BATCH
+        sums = []
+        for each in batches:
+            token_losses = model(each.tokens, positions, attention_mask, labels=each.labels)
+            total = torch.sum(token_losses.float() * each.loss_mask)
+            divisor = each.loss_mask.sum() * GLOBAL_BATCH
+            if config.training.calculate_per_token_loss:
+                divisor = sum(other.loss_mask.sum() for other in batches)
+            (total / divisor).backward()
+            sums.append(total.item())
+        ddp.finish_grad_sync()
+        optimizer.step()
+        losses.append(sum(sums) / float(sum(each.loss_mask.sum() for each in batches)))
+    return losses

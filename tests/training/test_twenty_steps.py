@@ -1,0 +1,52 @@
+"""Twenty optimizer steps have the losses of plain megatron-core, whatever the schedule and the parallel sizes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed import run_ranks
+from tests.training.steps import STEPS, Run, losses_of_runs, reference
+
+PER_TOKEN = "--calculate-per-token-loss"
+DISTRIBUTED = "--use-distributed-optimizer"
+REFERENCES = [Run("gpt", ""), Run("llama", ""), Run("llama", PER_TOKEN), Run("llama", "--bf16")]
+RUNS = [
+    Run("gpt", "--pipeline-schedule 1f1b", pp=4),
+    Run("gpt", "--pipeline-schedule gpipe", pp=4),
+    Run("llama", "--pipeline-schedule 1f1b", pp=4),
+    Run("llama", "--pipeline-schedule interleaved-1f1b --num-virtual-stages-per-pipeline-rank 2", pp=2),
+    Run("gpt", f"--pipeline-schedule interleaved-1f1b --num-virtual-stages-per-pipeline-rank 2 {DISTRIBUTED}", pp=2),
+    Run("llama", f"--pipeline-schedule gpipe {DISTRIBUTED}", pp=2),
+    Run("gpt", "--pipeline-schedule 1f1b --sequence-parallel", tp=2, pp=2),
+    Run("llama", "--pipeline-schedule 1f1b", tp=2, pp=2),
+    Run("llama", "--sequence-parallel", tp=2),
+    Run("gpt", DISTRIBUTED),
+    Run("llama", f"{PER_TOKEN} --pipeline-schedule 1f1b {DISTRIBUTED}", pp=2),
+    Run("llama", f"{PER_TOKEN} --sequence-parallel --pipeline-schedule gpipe", tp=2, pp=2),
+    Run("llama", f"--bf16 --pipeline-schedule 1f1b {DISTRIBUTED}", pp=2),
+    Run("llama", "--bf16 --pipeline-schedule interleaved-1f1b --num-layers-per-virtual-pipeline-stage 1", tp=2, pp=2),
+]
+
+
+@pytest.fixture(scope="module")
+def losses() -> dict[Run, list[list[float]]]:
+    """Losses of each run by rank, and of each reference."""
+    by_rank = run_ranks(losses_of_runs, 4, RUNS, timeout=300.0)
+    result = {run: [losses[index] for losses in by_rank] for index, run in enumerate(RUNS)}
+    (alone,) = run_ranks(reference, 1, REFERENCES)
+    return result | {run: [alone[index]] for index, run in enumerate(REFERENCES)}
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_losses_equal_megatron_core(run: Run, losses: dict[Run, list[list[float]]]) -> None:
+    numerics = next((flag for flag in (PER_TOKEN, "--bf16") if flag in run.flags), "")
+    (expected,) = losses[Run(run.style, numerics)]
+    assert len(expected) == STEPS
+    assert expected[-1] < 0.8 * expected[0], "the model learns, so steps matter"
+    tolerance = 2e-2 if numerics == "--bf16" else 1e-4
+    for found in losses[run]:
+        assert found == pytest.approx(expected, rel=tolerance)
+
+
+def test_every_rank_reports_the_same(losses: dict[Run, list[list[float]]]) -> None:
+    assert all(found == losses[run][0] for run in RUNS for found in losses[run])
