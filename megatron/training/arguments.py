@@ -16,6 +16,7 @@ from helixpipe.errors import CheckpointError, UserError
 from helixpipe.flags import FlagParser, add_dataclass_arguments, dataclass_from_namespace
 from megatron.training.config import CheckpointConfig, Config, LaunchConfig, compat
 from megatron.training.config.container import GROUPS
+from megatron.training.programs import check_program
 from megatron.training.validation import validate
 from schedules import SCHEDULES, find
 
@@ -75,6 +76,7 @@ def parse_args(
     if not schedule.endswith(".csv"):
         options = dataclass_from_namespace(find(schedule).options, namespace)
         config = dataclasses.replace(config, schedule_options=options)
+    check_program(config)
     return config
 
 

@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -32,6 +33,7 @@ from torch.utils.data import DataLoader, Dataset
 from helixpipe.errors import DataError, UserError
 from megatron.training.data_options import DEFAULT_SPLIT, SPLITS, Blend, DataOptions, parse_blend, parse_split
 from megatron.training.indexed_files import IndexedFile, check_vocabulary, read_indexed_file
+from megatron.training.lifetime import end_with_parent
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +97,7 @@ def batch_iterator(
         batch_sampler=sampler,
         collate_fn=_stack,
         num_workers=num_workers,
+        worker_init_fn=_settle_worker,
         pin_memory=on_cuda,
     )
     for batch in loader:
@@ -102,6 +105,14 @@ def batch_iterator(
             batch = {name: tensor.to(device, non_blocking=on_cuda) for name, tensor in batch.items()}
         yield make(**batch)
     raise DataError(f"the data is used up: the dataset has {len(dataset)} samples")  # type: ignore[arg-type]
+
+
+def _settle_worker(worker: int) -> None:
+    """Tie a loader process to its rank. Launchers send SIGTERM to all processes of a job, but this one has to go on for
+    the step that comes before saving. And it must not outlive a killed rank, whose connections it inherited: the other
+    ranks would not see them close (torch's own watch takes 5 s)."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    end_with_parent()
 
 
 def _stack(items: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

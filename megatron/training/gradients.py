@@ -20,7 +20,7 @@ class GradientReducer:
     """Finishes a step's gradients. `ddp`: the model in megatron-core's DistributedDataParallel, gradients in
     `main_grad`.
 
-    Collective over the pipeline when made: ranks tell each other which weights they hold copies of.
+    Collective over all ranks when made: they tell each other which weights they hold copies of.
     """
 
     def __init__(self, ddp: Any, model: PipelineModel, parallel: Parallel, per_token: bool):
@@ -56,12 +56,17 @@ def _copy_groups(
     holders: dict[str, tuple[int, ...]] = {}
     for key in sorted({key for each in keys for key in each}):
         holders[key] = tuple(rank for rank, each in enumerate(keys) if key in each)
+    if all(len(ranks) == 1 for ranks in holders.values()):
+        return []
+    # Every rank of the job makes every pipeline's groups, in one order: torch asks that of new_group. Pipelines are alike.
+    pipelines: list[Any] = [None] * parallel.world_size
+    dist.all_gather_object(pipelines, tuple(dist.get_process_group_ranks(parallel.pp_group)))
     result = []
-    for ranks in sorted(set(holders.values())):
-        if len(ranks) > 1 and parallel.pp_rank in ranks:
-            global_ranks = [dist.get_global_rank(parallel.pp_group, rank) for rank in ranks]
-            group = dist.new_group(global_ranks, use_local_synchronization=True)
-            result.append(([own[key] for key in sorted(own) if holders[key] == ranks], group))
+    for pipeline in sorted(set(pipelines)):
+        for ranks in sorted(set(holders.values())):
+            group = dist.new_group([pipeline[rank] for rank in ranks]) if len(ranks) > 1 else None
+            if group is not None and parallel.rank in pipeline and parallel.pp_rank in ranks:
+                result.append(([own[key] for key in sorted(own) if holders[key] == ranks], group))
     return result
 
 

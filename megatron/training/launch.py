@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Sequence
 
 from helixpipe.errors import UserError
-
+from megatron.training.lifetime import end_with_parent
 
 def run(started: float, argv: Sequence[str] | None = None) -> int:
     """Parse, train, and return the exit status. started: `time.monotonic()` when the program began.
@@ -17,6 +17,9 @@ def run(started: float, argv: Sequence[str] | None = None) -> int:
     After a failure the process ends at once, without waiting for other ranks: their connections to it close, which ends
     them too. A mistake that all ranks see is told once, by rank 0.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank that no launcher watches would train on, against its successor
+        end_with_parent()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # torch's profiler tells of every start and stop
     from megatron.training.arguments import parse_args
 
     try:

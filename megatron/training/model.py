@@ -32,7 +32,7 @@ class TrainingModel:
 def build_model(config: Config, parallel: Parallel, pieces: Sequence[Piece], vocab_size: int) -> TrainingModel:
     """The weights of `pieces` with their gradient buffers and optimizer. vocab_size: the tokenizer's, before padding.
 
-    Collective over the pipeline.
+    Collective over all ranks.
     """
     transformer_config = config.to_transformer_config()
     model = PipelineModel(transformer_config, config.gpt_options(vocab_size), pieces, seed=config.training.seed)

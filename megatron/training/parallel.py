@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from dataclasses import dataclass
@@ -72,6 +73,7 @@ class Parallel:
 def initialize(config: Config) -> Parallel:
     """Start torch.distributed and megatron-core's parallel state. Raises UserError when there is no CUDA for NCCL."""
     from megatron.core import parallel_state
+    from megatron.core.rerun_state_machine import RerunMode, initialize_rerun_state_machine
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     parallel, launch = config.parallel, config.launch
@@ -93,7 +95,14 @@ def initialize(config: Config) -> Parallel:
         get_position_embedding_ranks=lambda ranks, *_: ranks[:1],
     )
     model_parallel_cuda_manual_seed(config.training.seed)
+    rerun_logger = logging.getLogger("megatron.core.rerun_state_machine")
+    rerun_logger.addFilter(_not_about_initialization)  # it warns that it is off, which is as meant
+    initialize_rerun_state_machine(mode=RerunMode.DISABLED)
     return Parallel.current()
+
+
+def _not_about_initialization(record: logging.LogRecord) -> bool:
+    return "RerunStateMachine initialized" not in record.getMessage()
 
 
 def _free_port() -> int:

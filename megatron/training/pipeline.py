@@ -21,18 +21,7 @@ from helixpipe.runtime.transport import make_transport
 from helixpipe.simulator import simulate
 from megatron.training.config import Config
 from megatron.training.parallel import Parallel
-from schedules import Shape, build
-
-
-def make_program(config: Config, num_microbatches: int) -> Program:
-    """The schedule's program for a training step. Raises ScheduleError or ProgramError, in the words of the flags."""
-    shape = Shape(
-        ranks=config.parallel.pipeline_model_parallel_size,
-        microbatches=num_microbatches,
-        layers=config.model.num_layers or 0,
-        virtual_stages=config.parallel.virtual_pipeline_model_parallel_size,
-    )
-    return build(config.parallel.pipeline_schedule or "none", shape, config.schedule_options)
+from megatron.training.programs import make_program
 
 
 class Pipeline:

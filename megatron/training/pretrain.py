@@ -71,6 +71,8 @@ def _run(config: Config, parallel: Any, started: float) -> None:
     loaded = checkpointer.load(state.ddp, state.optimizer, scheduler)
     progress = loaded[0] if loaded is not None else Progress()
     padded = config.gpt_options(tokenizer.vocab_size).vocab_size
+    batches = _batches(config, parallel, pipeline.reads_data, tokenizer, length, progress, Batches)
+    # Until here SIGTERM kills: there is nothing to save, and a rank that waits for a dead one would not notice a flag.
     with SignalFlag(active=config.training.exit_signal_handler) as flag:
         trainer = Trainer(
             config=config,
@@ -80,7 +82,7 @@ def _run(config: Config, parallel: Any, started: float) -> None:
             scheduler=scheduler,
             schedule=schedule,
             length=length,
-            batches=_batches(config, parallel, pipeline.reads_data, tokenizer, length, progress, Batches),
+            batches=batches,
             checkpointer=checkpointer,
             progress=progress,
             flops_per_sample=flops_per_sample(config.model, padded),

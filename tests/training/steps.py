@@ -41,7 +41,7 @@ COMMON = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
     "--attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1 --global-batch-size 8 --train-iters 20 --lr 1e-2 "
     "--lr-decay-style constant --clip-grad 0.7 --weight-decay 0.1 --mock-data --tokenizer-type NullTokenizer "
-    "--vocab-size 127 --make-vocab-size-divisible-by 128 --init-method-std 0.1 --eval-iters 0"
+    "--vocab-size 127 --make-vocab-size-divisible-by 64 --init-method-std 0.1 --eval-iters 0"
 )
 
 
