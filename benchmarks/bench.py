@@ -2,9 +2,9 @@
 
     python benchmarks/bench.py [--pairs 7] [--json out.json]
 
-Same weights, same data, same process: each round runs one step under every engine in turn, so that what else the machine
-does hits all alike. What is compared is forward and backward of one step (no optimizer), tokens per second of our 1f1b over
-the other's, median over rounds.
+Same weights, same data, same process: each round runs one step under every engine in turn, so that what else the
+machine does hits all alike. What is compared is forward and backward of one step (no optimizer), tokens per second of
+our 1f1b over the other's, median over rounds.
 """
 
 from __future__ import annotations

@@ -297,7 +297,7 @@ def largest_difference(engines: dict[str, Engine]) -> float:
 
 
 def memory(problem: Problem) -> dict[str, Any]:
-    """Peak bytes by the simulator (microbatch-layers times the bytes of one, plus the ends of the model) and as measured.
+    """Peak bytes by the simulator (microbatch-layers times the bytes of one, plus the ends of the model), and measured.
 
     The bytes of one microbatch-layer, of embed and of head are measured alone; how many are alive at once is simulated.
     """

@@ -98,9 +98,14 @@ class Job:
                 continue
             with contextlib.suppress(OSError):  # gone meanwhile, or another user's
                 variables = dict(
-                    item.split("=", 1) for item in (folder / "environ").read_text(errors="replace").split("\0") if "=" in item
+                    item.split("=", 1)
+                    for item in (folder / "environ").read_text(errors="replace").split("\0")
+                    if "=" in item
                 )
-                if variables.get(MARK) == self.mark and (folder / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
+                if (
+                    variables.get(MARK) == self.mark
+                    and (folder / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+                ):
                     found[int(folder.name)] = variables.get("RANK", "")
         return found
 
@@ -190,7 +195,10 @@ def plan(kills: int, generator: random.Random) -> list[Kill]:
     phases = [PHASES[i % len(PHASES)] for i in range(kills)]
     victims = [VICTIMS[i % len(VICTIMS)] for i in range(kills)]
     generator.shuffle(victims)
-    planned = [Kill(phase, victim, (i + generator.random()) / kills) for i, (phase, victim) in enumerate(zip(phases, victims, strict=True))]
+    planned = [
+        Kill(phase, victim, (i + generator.random()) / kills)
+        for i, (phase, victim) in enumerate(zip(phases, victims, strict=True))
+    ]
     generator.shuffle(planned)
     return planned
 
@@ -224,7 +232,10 @@ def main() -> None:
             _settle(kills, job)
             found += losses(job.text())
             kills.append(kill)
-            print(f"kill {number:2d}: {kill.phase:8s} {kill.victim:10s} gone after {kill.gone:5.2f} s, checkpoint {kill.newest}", flush=True)
+            print(
+                f"kill {number:2d}: {kill.phase:8s} {kill.victim:10s} gone after {kill.gone:5.2f} s, checkpoint {kill.newest}",
+                flush=True,
+            )
         job = _launch(flags, folder, len(kills) + 1)
         final = _finish(job)
         _settle(kills, job)

@@ -348,7 +348,7 @@ def _programs(
 
 def _shape(schedule: Schedule, size: ShapeOptions, costs: PieceTimes, alone: bool) -> Shape:
     """The size for one schedule. Compared with others, it takes only flags it knows: the rest are for the others."""
-    ranks = size.ranks if size.ranks is not None else 1 if schedule.name == "none" else 4
+    ranks = size.ranks if size.ranks is not None else 1 if schedule.one_rank else 4
     microbatches = size.microbatches if size.microbatches is not None else 2 * max(ranks, 1)
     chunks = size.chunks if size.chunks is not None and (alone or schedule.chunks) else 1
     virtual = size.virtual_stages if alone or schedule.virtual_stages else None

@@ -26,6 +26,9 @@ PIECE_KINDS = ("embed", *LAYER_PIECES, "head")
 OP_KINDS = ("F", "B", "I", "W", "R")
 """F forward, B full backward, I input-gradient backward, W weight-gradient backward, R recompute."""
 
+RUNNABLE_KINDS = ("F", "B")
+"""The kinds the executor has handlers for; the others are validated, simulated and drawn only."""
+
 PLACEMENTS = ("resident", "shipped", "replicated", "ring")
 
 
@@ -75,6 +78,11 @@ class Stage:
 
     pieces: tuple[Piece, ...]
     placement: str = "resident"
+
+    @property
+    def has_weights(self) -> bool:
+        """Core attention has none, so a stage of nothing else is placed nowhere: its microbatches may run anywhere."""
+        return any(piece.kind != "attn" for piece in self.pieces)
 
     @property
     def has_attention(self) -> bool:

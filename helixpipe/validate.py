@@ -110,7 +110,7 @@ def _check_placement(program: Program, ranks: dict[Op, int]) -> None:
     chunks = range(program.num_chunks)
     for index, stage in enumerate(program.stages):
         units = [Unit(index, microbatch, chunk) for microbatch in range(program.num_microbatches) for chunk in chunks]
-        if stage.placement == "resident":
+        if stage.placement == "resident" and stage.has_weights:
             _check_same_rank(units, ranks, f"stage {index} is resident, so all its ops belong on one rank")
         elif stage.has_attention:
             for microbatch in range(program.num_microbatches):

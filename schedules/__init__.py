@@ -15,7 +15,7 @@ from schedules.one_f_one_b import interleaved, one_f_one_b
 __all__ = ["SCHEDULES", "NoOptions", "Schedule", "Shape", "build", "find"]
 
 _REGISTRY = (
-    Schedule("none", no_pipeline, "gradient accumulation, p = 1", bubble="0", memory="1"),
+    Schedule("none", no_pipeline, "gradient accumulation, p = 1", bubble="0", memory="1", one_rank=True),
     Schedule("gpipe", gpipe, "Huang et al., GPipe, 2019", bubble="(p-1)(F+B)", memory="m"),
     Schedule("1f1b", one_f_one_b, "Fan et al., DAPPLE, 2021", bubble="(p-1)(F+B)", memory="min(p-r, m)"),
     Schedule(
@@ -57,6 +57,8 @@ def build(name: str, shape: Shape, options: Any = None) -> Program:
                 f"{name} is a program for {program.num_ranks} ranks and {program.num_microbatches} microbatches, "
                 f"but the run has {shape.ranks} and {shape.microbatches}."
             )
+        if shape.virtual_stages is not None:
+            raise ScheduleError(f"{name} says itself which stages a rank has; leave virtual stages out.")
         if shape.chunks not in (1, program.num_chunks):
             raise ScheduleError(f"{name} has {program.num_chunks} chunks a microbatch, but the run has {shape.chunks}.")
         return program

@@ -50,6 +50,7 @@ class Schedule:
     """One line of the catalogue.
 
     build: a pure function of the shape and the schedule's own options. options: a dataclass; its fields become flags.
+    one_rank: runs on a single pipeline rank only. virtual_stages, chunks: whether it takes those of the shape.
     paper, bubble, memory: what `helixpipe list` shows; formulas in p, m, k, v, F, B (times a rank) and
     microbatch-stages.
     """
@@ -60,6 +61,7 @@ class Schedule:
     bubble: str
     memory: str
     options: type[Any] = field(default=NoOptions)
+    one_rank: bool = False
     virtual_stages: bool = False
     chunks: bool = False
 

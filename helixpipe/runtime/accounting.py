@@ -1,4 +1,4 @@
-"""Bytes that autograd really keeps: saved tensors, each storage counted once, from when they are saved to when they go."""
+"""Bytes that autograd really keeps: saved tensors, each storage once, from when they are saved to when they go."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class _Stashed:
 
 @dataclass
 class Record:
-    """Times of one step on this rank, in seconds of the machine's monotonic clock (shared by the ranks of one machine)."""
+    """Times of one step on this rank, in seconds of the monotonic clock (shared by the ranks of one machine)."""
 
     ops: list[tuple[Op, float, float]] = field(default_factory=list)
     sent: dict[int, float] = field(default_factory=dict)
@@ -106,12 +106,9 @@ class Executor:
             Action.FREE: self._free,
         }
         self._ops: dict[str, Callable[[Op], None]] = {"F": self._forward, "B": self._backward}
-        for op in lowered.program.ranks[rank]:
-            if op.kind not in self._ops:
-                raise ProgramError(
-                    f"{op} on rank {rank} cannot be run: training runs ops of kind {' and '.join(self._ops)} so far; "
-                    "programs with I, W or R can be checked, simulated and drawn."
-                )
+        unknown = next((op for op in lowered.program.ranks[rank] if op.kind not in self._ops), None)
+        if unknown is not None:
+            raise ProgramError(f"{unknown} on rank {rank} cannot be run: there is no handler for {unknown.kind}.")
         self._local_consumer = self._consumers_on_this_rank()
         self._ranges = {op: f"PP:{op}" for op in lowered.program.ranks[rank]}
 

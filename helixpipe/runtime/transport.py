@@ -80,7 +80,7 @@ class _Sent(NamedTuple):
 
 @dataclass
 class GlooTransport:
-    """Gloo over TCP or shared memory. A CUDA tensor travels through pinned host memory, so several ranks can share a GPU.
+    """Gloo over TCP or shared memory. A CUDA tensor travels through pinned host memory, so ranks can share a GPU.
 
     gloo keeps no copy of what it sends, moves a byte only when the receiver has posted, and can tell that a send has
     ended only to a thread that waits for it. So one thread a rank waits for the sends and releases their tensors;

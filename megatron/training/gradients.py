@@ -58,7 +58,7 @@ def _copy_groups(
         holders[key] = tuple(rank for rank, each in enumerate(keys) if key in each)
     if all(len(ranks) == 1 for ranks in holders.values()):
         return []
-    # Every rank of the job makes every pipeline's groups, in one order: torch asks that of new_group. Pipelines are alike.
+    # Every rank of the job makes every pipeline's groups, in one order, as new_group asks. Pipelines are alike.
     pipelines: list[Any] = [None] * parallel.world_size
     dist.all_gather_object(pipelines, tuple(dist.get_process_group_ranks(parallel.pp_group)))
     result = []

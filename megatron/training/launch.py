@@ -5,11 +5,17 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
 from helixpipe.errors import UserError
+from megatron.training.config import CheckpointConfig
 from megatron.training.lifetime import end_with_parent
+
+_WAIT_FOR_RANK_0 = 3.0  # seconds; torchrun ends the others as soon as rank 0 has ended
+
 
 def run(started: float, argv: Sequence[str] | None = None) -> int:
     """Parse, train, and return the exit status. started: `time.monotonic()` when the program began.
@@ -27,6 +33,8 @@ def run(started: float, argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"pretrain_gpt.py: {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(_WAIT_FOR_RANK_0)  # the first rank to end makes torchrun stop the others: let rank 0 speak
         return 2
 
     from megatron.training.pretrain import pretrain
@@ -44,7 +52,7 @@ def run(started: float, argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _saved_arguments(options):  # type: ignore[no-untyped-def]  # CheckpointConfig -> dict | None
+def _saved_arguments(options: CheckpointConfig) -> dict[str, Any] | None:
     from helixpipe.runtime.device import prepare
 
     prepare()

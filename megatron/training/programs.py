@@ -1,8 +1,9 @@
-"""From the flags to the schedule's program. Imports no torch, so that a bad schedule is refused before anything starts."""
+"""From the flags to the schedule's program. No torch: a bad schedule is refused before anything starts."""
 
 from __future__ import annotations
 
-from helixpipe.program import Program
+from helixpipe.errors import ProgramError
+from helixpipe.program import RUNNABLE_KINDS, Program
 from helixpipe.validate import validate
 from megatron.training.config import Config
 from schedules import Shape, build
@@ -20,7 +21,17 @@ def make_program(config: Config, num_microbatches: int) -> Program:
 
 
 def check_program(config: Config) -> None:
-    """Build and validate the program of a full batch. Raises ScheduleError or ProgramError."""
+    """Build and validate the program of a full batch, and that it can be run. Raises ScheduleError, ProgramError."""
     training = config.training
     samples = (training.micro_batch_size or 1) * config.parallel.data_parallel_size
-    validate(make_program(config, (training.global_batch_size or 1) // samples))
+    program = make_program(config, (training.global_batch_size or 1) // samples)
+    validate(program)
+    for rank, ops in enumerate(program.ranks):
+        if not ops:
+            raise ProgramError(f"schedule {program.schedule} gives pipeline rank {rank} nothing to run.")
+        unknown = next((op for op in ops if op.kind not in RUNNABLE_KINDS), None)
+        if unknown is not None:
+            raise ProgramError(
+                f"{unknown} on rank {rank} cannot be run yet: training runs {' and '.join(RUNNABLE_KINDS)}; "
+                "programs with others can be checked, simulated and drawn."
+            )

@@ -36,7 +36,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("simulate 1f1b -p four", "'four' is not a whole number"),
         ("simulate 1f1b -p 0", "at least 1, not 0"),
         ("simulate 1f1b -m -3", "at least 1, not -3"),
-        ("simulate 1f1b -L 7", "4 or 8"),
+        ("simulate 1f1b -L 7", "4 and 8"),
         ("simulate interleaved-1f1b -m 5", "4 and 8"),
         ("simulate 1f1b -v 2", "virtual stages (2)"),
         ("simulate 1f1b -k 2", "chunks (2)"),
@@ -95,7 +95,7 @@ def test_flags_that_disagree_with_the_file(capsys: pytest.CaptureFixture[str], t
         ("-m 4", "whose microbatches are 3"),
         ("-k 2", "--chunks 2"),
         ("-v 2", "--virtual-stages 2"),
-        ("-L 3", "2 or 4"),
+        ("-L 3", "2 and 4"),
     ):
         for command in ("simulate", "check"):
             assert says in refused(capsys, command, str(path), *flags.split())

@@ -66,7 +66,7 @@ class Result:
         said = re.findall(r"^pretrain_gpt\.py: (.*)$", self.output, re.MULTILINE)
         assert self.status != 0 and len(said) == 1, self.output
         assert "[Rank" not in self.output.replace("(after", "") or "memory (MB)" in self.output, self.output
-        assert 'megatron/training/' not in self.output.split("pretrain_gpt.py: ")[0], self.output
+        assert "megatron/training/" not in self.output.split("pretrain_gpt.py: ")[0], self.output
         return said[0]
 
 

@@ -78,12 +78,16 @@ def interleaved(folder: Path) -> Result:
 def test_log_lines_are_those_of_megatron(whole: Result, folder: Path) -> None:
     lines = whole.output.splitlines()
     step = (
-        r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] iteration {8}\d/ {7}8 \| consumed samples: {12}\d{1,2} \| "
-        r"elapsed time per iteration \(ms\): \d+\.\d \| throughput per GPU \(TFLOP/s/GPU\): \d+\.\d \| "
-        r"learning rate: \d\.\d{6}E[-+]\d\d \| global batch size: {5}8 \| lm loss: \d\.\d{6}E\+\d\d \| loss scale: 1\.0 \| "
-        r"grad norm: \d+\.\d{3} \| params norm: \d+\.\d{3} \| number of skipped iterations:   0 \| "
-        r"number of nan iterations:   0 \| tokens per second per GPU: \d+\.\d \|"
-    ).replace(" {12}", " +").replace(" {5}", " +")
+        (
+            r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] iteration {8}\d/ {7}8 \| consumed samples: {12}\d{1,2} \| "
+            r"elapsed time per iteration \(ms\): \d+\.\d \| throughput per GPU \(TFLOP/s/GPU\): \d+\.\d \| "
+            r"learning rate: \d\.\d{6}E[-+]\d\d \| global batch size: {5}8 \| lm loss: \d\.\d{6}E\+\d\d \| loss scale: 1\.0 \| "
+            r"grad norm: \d+\.\d{3} \| params norm: \d+\.\d{3} \| number of skipped iterations:   0 \| "
+            r"number of nan iterations:   0 \| tokens per second per GPU: \d+\.\d \|"
+        )
+        .replace(" {12}", " +")
+        .replace(" {5}", " +")
+    )
     assert len([line for line in lines if re.fullmatch(step, line)]) == ITERATIONS, whole.output
     assert sum(line.startswith("[Rank ") for line in lines if "memory (MB)" in line) == 2
     memory = r"\[Rank [01]\] \(after 1 iterations\) memory \(MB\)( \| (max )?(allocated|reserved): \d+\.\d\d){4}"
@@ -154,9 +158,7 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened(
 
 
 @pytest.mark.parametrize("launch", OTHERWISE, ids=lambda launch: launch.name)
-def test_a_run_may_resume_in_another_way(
-    launch: Launch, interleaved: Result, folder: Path, tmp_path: Path
-) -> None:
+def test_a_run_may_resume_in_another_way(launch: Launch, interleaved: Result, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.csv").write_text(CSV)
     saved = tmp_path / "saved"
     shutil.copytree(folder / "interleaved", saved)

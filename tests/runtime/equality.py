@@ -12,7 +12,7 @@ from helixpipe.runtime.device import prepare
 
 prepare()  # before megatron-core is imported, whose notices it silences
 
-from megatron.core import parallel_state  # noqa: E402
+from megatron.core import parallel_state
 
 from helixpipe.lowering import lower
 from helixpipe.model import Microbatch, PipelineModel
@@ -73,9 +73,9 @@ def microbatches(count: int) -> list[Microbatch]:
 
 
 def run_cases(rank: int, world_size: int, cases: list[Case]) -> list[dict[str, Any]]:
-    """For each case the largest relative error of the gradients and the name of the parameter, the losses' error, and the
-    forward-only losses' error. Every rank computes the one-process references itself. Process groups are made once for each
-    size, since gloo gives every group threads of its own."""
+    """For each case the largest relative error of the gradients and the parameter's name, the losses' error, and the
+    forward-only losses' error. Every rank computes the one-process references itself. Process groups are made once
+    for each size, since gloo gives every group threads of its own."""
     set_parallel(tp=1)
     references = [reference(case) for case in cases]
     results: dict[int, dict[str, Any]] = {}
@@ -108,8 +108,8 @@ def run_case(case: Case, expected: dict[str, Tensor], losses: dict[int, float], 
 
 
 def reference(case: Case) -> tuple[dict[str, Tensor], dict[int, float]]:
-    """Gradients by name and the loss sum of each microbatch, from megatron-core's GPTModel; with dropout, from our own model
-    run whole, microbatch by microbatch, since the random states differ."""
+    """Gradients by name and the loss sum of each microbatch, from megatron-core's GPTModel; with dropout, from our own
+    model run whole, microbatch by microbatch, since the random states differ."""
     if case.dropout:
         alone = Case("none", 1, case.m, case.style, tied=case.tied, layers=case.layers, dropout=case.dropout)
         model, executor = make_executor(alone)

@@ -1,4 +1,4 @@
-"""What the ranks of test_twenty_steps.py run: optimizer steps of the training loop beside those of plain megatron-core."""
+"""What the ranks of test_twenty_steps.py run: optimizer steps beside those of plain megatron-core."""
 
 from __future__ import annotations
 

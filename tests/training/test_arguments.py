@@ -86,16 +86,19 @@ def test_rope_needs_no_number_of_positions() -> None:
     assert parse_args(words.split(), environ={}).model.max_position_embeddings == 32
 
 
-def test_the_schedule_follows_from_the_sizes() -> None:
+def test_the_schedule_follows_from_the_sizes(tmp_path: Path) -> None:
     assert config().parallel.pipeline_schedule == "none"
     assert config("--pipeline-model-parallel-size 2", world=2).parallel.pipeline_schedule == "1f1b"
-    interleaved = config("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1", world=2)
+    two_ranks = "--pipeline-model-parallel-size 2 --global-batch-size 8"
+    interleaved = config(f"{two_ranks} --num-layers-per-virtual-pipeline-stage 1", world=2)
     assert interleaved.parallel.pipeline_schedule == "interleaved-1f1b"
     assert interleaved.parallel.virtual_pipeline_model_parallel_size == 2
-    named = config("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2", world=2)
+    named = config(f"{two_ranks} --num-virtual-stages-per-pipeline-rank 2", world=2)
     assert named.parallel.virtual_pipeline_model_parallel_size == 2
-    own = config("--pipeline-model-parallel-size 2 --pipeline-schedule mine.csv", world=2)
-    assert (own.parallel.pipeline_schedule, own.schedule_options) == ("mine.csv", None)
+    file = tmp_path / "mine.csv"
+    file.write_text("0F0,0B0\n1F0,1B0\n")
+    own = config(f"--pipeline-model-parallel-size 2 --pipeline-schedule {file}", world=2)
+    assert (own.parallel.pipeline_schedule, own.schedule_options) == (str(file), None)
 
 
 def test_precision_decides_about_gradients() -> None:
