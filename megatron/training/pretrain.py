@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ def pretrain(config: Config, started: float) -> None:
 
 def _run(config: Config, parallel: Any, started: float) -> None:
     # These import megatron-core, which `prepare` has to see first.
-    from megatron.training.checkpointing import Checkpointer, CheckpointOptions, Progress
+    from megatron.training.checkpointing import Checkpointer, CheckpointOptions, Progress, read_arguments
     from megatron.training.flops import flops_per_sample
     from megatron.training.log import TrainingLog, build_timers, parameters_line
     from megatron.training.lr_schedule import build_param_scheduler
@@ -58,6 +58,7 @@ def _run(config: Config, parallel: Any, started: float) -> None:
     evaluation_size = schedule.final().num_microbatches
     pipeline = Pipeline(config, parallel, sorted({*schedule.step_sizes(), evaluation_size}))
     tokenizer = build_tokenizer(**_tokenizer_flags(config))
+    config = _fix_vocabulary(config, tokenizer.vocab_size, read_arguments)
     state = build_model(config, parallel, pipeline.pieces, tokenizer.vocab_size)
     pipeline.attach(state.model)
     scheduler = build_param_scheduler(state.optimizer, config, schedule)
@@ -70,7 +71,7 @@ def _run(config: Config, parallel: Any, started: float) -> None:
     checkpointer = Checkpointer(CheckpointOptions.from_config(config))
     loaded = checkpointer.load(state.ddp, state.optimizer, scheduler)
     progress = loaded[0] if loaded is not None else Progress()
-    padded = config.gpt_options(tokenizer.vocab_size).vocab_size
+    flops = flops_per_sample(config.model, config.data.padded_vocab_size or 0)
     batches = _batches(config, parallel, pipeline.reads_data, tokenizer, length, progress, Batches)
     # Until here SIGTERM kills: there is nothing to save, and a rank that waits for a dead one would not notice a flag.
     with SignalFlag(active=config.training.exit_signal_handler) as flag:
@@ -85,11 +86,11 @@ def _run(config: Config, parallel: Any, started: float) -> None:
             batches=batches,
             checkpointer=checkpointer,
             progress=progress,
-            flops_per_sample=flops_per_sample(config.model, padded),
+            flops_per_sample=flops,
             log=TrainingLog(
                 config,
                 total_iterations=length.iterations,
-                flops_per_sample=flops_per_sample(config.model, padded),
+                flops_per_sample=flops,
                 writer=(writer := MetricsWriter.from_config(config)),
                 timers=(timers := build_timers(config)),
                 report_memory=parallel.dp_rank == 0,
@@ -102,6 +103,20 @@ def _run(config: Config, parallel: Any, started: float) -> None:
         finally:
             writer.close()
     pipeline.close()
+
+
+def _fix_vocabulary(config: Config, vocab_size: int, read_arguments: Callable[[str], Any]) -> Config:
+    """Settle the padded vocabulary: the flags', the checkpoint's, or padded as --make-vocab-size-divisible-by says.
+
+    The padding depends on the tensor-parallel size, and the padded rows take part in the loss: a run that resumes under
+    another size keeps the vocabulary it was saved with where that can be divided, and so its losses.
+    """
+    if config.data.padded_vocab_size is None and config.checkpoint.load:
+        saved = (read_arguments(config.checkpoint.load) or {}).get("padded_vocab_size")
+        tp = config.parallel.tensor_model_parallel_size
+        if isinstance(saved, int) and saved >= (config.data.vocab_size or vocab_size) and saved % tp == 0:
+            return config.replace("data", padded_vocab_size=saved)
+    return config.replace("data", padded_vocab_size=config.gpt_options(vocab_size).vocab_size)
 
 
 def _tokenizer_flags(config: Config) -> dict[str, Any]:
