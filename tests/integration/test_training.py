@@ -47,7 +47,7 @@ INTERLEAVED = Launch(
 OTHERWISE = [
     Launch(
         "tensor and sequence parallel",  # the padded vocabulary must stay what it was
-        "--tensor-model-parallel-size 2 --sequence-parallel --make-vocab-size-divisible-by 64 --ckpt-step 4",
+        "--tensor-model-parallel-size 2 --sequence-parallel --ckpt-step 4",
     ),
     Launch("data parallel, distributed optimizer", "--use-distributed-optimizer --ckpt-step 4"),
     Launch("a schedule of one's own", f"{P2} --pipeline-schedule {{csv}} --ckpt-step 4"),
