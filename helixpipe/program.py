@@ -26,9 +26,6 @@ PIECE_KINDS = ("embed", *LAYER_PIECES, "head")
 OP_KINDS = ("F", "B", "I", "W", "R")
 """F forward, B full backward, I input-gradient backward, W weight-gradient backward, R recompute."""
 
-RUNNABLE_KINDS = ("F", "B")
-"""The kinds the executor has handlers for; the others are validated, simulated and drawn only."""
-
 PLACEMENTS = ("resident", "shipped", "replicated", "ring")
 
 

@@ -106,7 +106,8 @@ def _run_rank(
     try:
         torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=timeout))
         result = function(rank, world_size, *args)
-        torch.distributed.destroy_process_group()
+        if torch.distributed.is_initialized():  # a function may have ended it, as a failing program does
+            torch.distributed.destroy_process_group()
         writer.send((None, result))
     except BaseException:
         writer.send((traceback.format_exc(), None))

@@ -21,6 +21,7 @@ from helixpipe.model import boundaries
 from helixpipe.model.attention import Rotary
 from helixpipe.model.ends import Embedding, loss_sum
 from helixpipe.model.layers import Layer, make_norm
+from helixpipe.model.linear import WeightGradients, defer_weight_gradients
 from helixpipe.model.options import GPTOptions, Microbatch, UnitContext, check_supported
 from helixpipe.model.randomness import DropoutSeeds, initial_weights
 from helixpipe.program import Piece
@@ -95,6 +96,7 @@ class PipelineModel(MegatronModule):
         self.payload_dtype: torch.dtype = config.params_dtype
         self.share_embeddings_and_output_weights = gpt.share_embeddings_and_output_weights
         self._dropout = DropoutSeeds(seed, self.tp_group.rank())
+        self._weight_gradients: WeightGradients | None = None
         self._build(pieces, seed)
         # Learned positions are made by torch in float32 on the CPU; all else has its type and device already.
         self.to(device=device(), dtype=config.params_dtype)
@@ -176,6 +178,12 @@ class PipelineModel(MegatronModule):
         """The last layer's hidden states to logits, [s, b, vocabulary / tp]; needs the head."""
         weight = self.embedding.word_embeddings.weight if self.output_layer.weight is None else None
         return self.output_layer(self.decoder.final_layernorm(hidden), weight=weight)[0]
+
+    def weight_gradients(self) -> WeightGradients:
+        """Where linear layers leave weight gradients that are computed later; one store for all who run this model."""
+        if self._weight_gradients is None:
+            self._weight_gradients = defer_weight_gradients(self)
+        return self._weight_gradients
 
     def payload_shapes(self, after: Piece, micro_batch_size: int, length: int) -> tuple[torch.Size, ...]:
         """Shapes on this rank of the tensors that cross the cut after a piece, for a chunk of `length` tokens.

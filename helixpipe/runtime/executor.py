@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from helixpipe.errors import ProgramError, UserError
+from helixpipe.errors import UserError
 from helixpipe.events import MessageEvent, OpEvent, Timeline
 from helixpipe.graph import Message
 from helixpipe.lowering import Action, Instruction, LoweredProgram
 from helixpipe.model import Microbatch, UnitContext
+from helixpipe.model.linear import WeightGradients
 from helixpipe.program import Op, Piece, Unit
 from helixpipe.runtime.transport import Receipt, Transport
 
@@ -34,6 +35,8 @@ class Model(Protocol):
     def run(
         self, pieces: Sequence[Piece], inputs: tuple[Tensor, ...], batch: Microbatch, context: UnitContext
     ) -> tuple[Tensor, ...]: ...
+
+    def weight_gradients(self) -> WeightGradients: ...
 
     def payload_shapes(self, after: Piece, micro_batch_size: int, length: int) -> tuple[torch.Size, ...]: ...
 
@@ -88,8 +91,7 @@ class ExecutionError(RuntimeError):
 class Executor:
     """Runs a lowered program on one rank.
 
-    rank: pipeline rank. model: holds the weights of this rank's pieces. Raises ProgramError for ops the executor
-    cannot run.
+    rank: pipeline rank. model: holds the weights of this rank's pieces.
     """
 
     def __init__(self, lowered: LoweredProgram, rank: int, model: Model, transport: Transport):
@@ -105,10 +107,16 @@ class Executor:
             Action.SEND: self._send,
             Action.FREE: self._free,
         }
-        self._ops: dict[str, Callable[[Op], None]] = {"F": self._forward, "B": self._backward}
-        unknown = next((op for op in lowered.program.ranks[rank] if op.kind not in self._ops), None)
-        if unknown is not None:
-            raise ProgramError(f"{unknown} on rank {rank} cannot be run: there is no handler for {unknown.kind}.")
+        self._ops: dict[str, Callable[[Op], None]] = {
+            "F": self._forward,
+            "B": self._backward,
+            "I": self._input_backward,
+            "W": self._weight_backward,
+            "R": self._recompute,
+        }
+        kinds = {op.kind for op in lowered.program.ranks[rank]}
+        self._weight_gradients = model.weight_gradients() if "W" in kinds else None
+        self._recomputed = frozenset(op.unit for op in lowered.program.ranks[rank] if op.kind == "R")
         self._local_consumer = self._consumers_on_this_rank()
         self._ranges = {op: f"PP:{op}" for op in lowered.program.ranks[rank]}
 
@@ -174,11 +182,14 @@ class Executor:
     def _forward(self, op: Op) -> None:
         stage = self.lowered.program.stages[op.stage]
         inputs = self._inbox.pop(op, ())
-        if not self.lowered.program.forward_only:
+        training = not self.lowered.program.forward_only
+        if training:
             inputs = tuple(tensor.detach().requires_grad_() for tensor in inputs)
-        outputs = self.model.run(stage.pieces, inputs, self._step.batch(op.microbatch), self._context(op))
-        if not self.lowered.program.forward_only:
-            self._stash[op.unit] = _Stashed(inputs, outputs)
+        recomputed = op.unit in self._recomputed
+        with torch.no_grad() if recomputed else nullcontext():
+            outputs = self.model.run(stage.pieces, inputs, self._step.batch(op.microbatch), self._context(op))
+        if training:
+            self._stash[op.unit] = _Stashed(inputs, () if recomputed else outputs)
         if op.stage == len(self.lowered.program.stages) - 1:
             self._losses.append(LossSum(op.microbatch, op.chunk, outputs[0].detach()))
         else:
@@ -202,7 +213,23 @@ class Executor:
         )
         if op.stage > 0:
             self._deliver(op, tuple(_gradient(tensor) for tensor in stashed.inputs))
-        stashed.outputs = ()
+        stashed.inputs = stashed.outputs = ()
+
+    def _input_backward(self, op: Op) -> None:
+        """B without the weight gradients of linear layers, which wait for W with what they need."""
+        assert self._weight_gradients is not None
+        with self._weight_gradients.keep(op.unit):
+            self._backward(op)
+
+    def _weight_backward(self, op: Op) -> None:
+        assert self._weight_gradients is not None
+        self._weight_gradients.compute(op.unit)
+
+    def _recompute(self, op: Op) -> None:
+        """The forward again, now with its graph; the random state depends on the unit alone, so dropout repeats."""
+        stage, stashed = self.lowered.program.stages[op.stage], self._stash[op.unit]
+        batch = self._step.batch(op.microbatch)
+        stashed.outputs = self.model.run(stage.pieces, stashed.inputs, batch, self._context(op))
 
     def _deliver(self, op: Op, tensors: tuple[Tensor, ...]) -> None:
         consumer = self._local_consumer.get(op)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 
 from helixpipe.lowering import lower
 from helixpipe.model import Microbatch, PipelineModel
-from helixpipe.program import Program, forward_only
+from helixpipe.program import Op, Program, forward_only
 from helixpipe.runtime.executor import Executor, Step
 from helixpipe.runtime.transport import Transport, make_transport
 from schedules import Shape, build
@@ -49,15 +49,47 @@ class Case:
     sequence_parallel: bool = False
     layers: int = 4
     dropout: float = 0.0
+    split: bool = False
+    """B as I and W, every W as late as the rank's order allows."""
+    recompute: bool = False
 
     def __str__(self) -> str:
         marks = (
-            [f"v{self.v}"] * (self.v is not None) + ["sp"] * self.sequence_parallel + ["dropout"] * (self.dropout > 0)
+            [f"v{self.v}"] * (self.v is not None)
+            + ["sp"] * self.sequence_parallel
+            + ["dropout"] * (self.dropout > 0)
+            + ["split"] * self.split
+            + ["recompute"] * self.recompute
         )
         return "-".join([self.schedule, self.style, f"p{self.pp}", f"tp{self.tp}", f"m{self.m}", *marks])
 
     def program(self) -> Program:
-        return build(self.schedule, Shape(self.pp, self.m, self.layers, virtual_stages=self.v))
+        program = build(self.schedule, Shape(self.pp, self.m, self.layers, virtual_stages=self.v))
+        if self.split:
+            program = replace(program, ranks=tuple(_split(ops) for ops in program.ranks))
+        if self.recompute:
+            program = replace(program, ranks=tuple(_with_recompute(ops) for ops in program.ranks))
+        return program
+
+
+def _split(ops: tuple[Op, ...]) -> tuple[Op, ...]:
+    """I where B was; the W of all but every third unit at the end, in another order than their I's."""
+    now, late = [], []
+    for op in ops:
+        now.append(op._replace(kind="I") if op.kind == "B" else op)
+        if op.kind == "B":
+            (now if op.microbatch % 3 == 2 else late).append(op._replace(kind="W"))
+    return (*now, *reversed(late))
+
+
+def _with_recompute(ops: tuple[Op, ...]) -> tuple[Op, ...]:
+    """R just before the backward, for all but every third microbatch."""
+    result = []
+    for op in ops:
+        if op.kind in "BI" and op.microbatch % 3 != 2:
+            result.append(op._replace(kind="R"))
+        result.append(op)
+    return tuple(result)
 
 
 def microbatches(count: int) -> list[Microbatch]:
@@ -202,7 +234,9 @@ def run_csv(rank: int, world_size: int, path: str, m: int) -> list[dict[str, Any
 def fail_in_the_middle(rank: int, world_size: int) -> str:
     """Rank 1 fails in its second forward; what every rank's error says."""
     case = Case("1f1b", world_size, 4, "gpt")
-    model, executor = make_on_all_ranks(case)
+    set_parallel(tp=1, pp=world_size)
+    transport = make_transport(parallel_state.get_pipeline_model_parallel_group(), torch.device("cpu"))
+    model, executor = make_executor(case, transport)
     run = model.run
 
     def broken(pieces: Any, inputs: Any, batch: Any, context: Any) -> Any:
@@ -220,14 +254,19 @@ def fail_in_the_middle(rank: int, world_size: int) -> str:
     return "finished"
 
 
-def peak_of_stash(rank: int, world_size: int, schedule: str, m: int) -> tuple[int, list[int]]:
-    """(units stashed at once at most, what is left in each of the executor's tables after the step)."""
-    case = Case(schedule, world_size, m, "llama")
-    _, executor = make_on_all_ranks(case)
+def peaks_of_stash(rank: int, world_size: int, schedules: list[str], m: int) -> dict[str, tuple[int, list[int]]]:
+    """For each schedule (units stashed at once at most, what is left in each of the executor's tables after a step)."""
+    set_parallel(tp=1, pp=world_size)
+    transport = make_transport(parallel_state.get_pipeline_model_parallel_group(), torch.device("cpu"))
+    return {schedule: peak_of_stash(Case(schedule, world_size, m, "llama"), transport) for schedule in schedules}
+
+
+def peak_of_stash(case: Case, transport: Transport) -> tuple[int, list[int]]:
+    _, executor = make_executor(case, transport)
     peak = 0
     forward = executor._ops["F"]
 
-    def counted(op: Any) -> None:
+    def counted(op: Op) -> None:
         nonlocal peak
         forward(op)
         peak = max(peak, len(executor._stash))
@@ -235,8 +274,3 @@ def peak_of_stash(rank: int, world_size: int, schedule: str, m: int) -> tuple[in
     executor._ops["F"] = counted
     executor.run(make_step(case))
     return peak, [len(executor._stash), len(executor._inbox), len(executor._outbox), len(executor._receipts)]
-
-
-def make_on_all_ranks(case: Case) -> tuple[Any, Executor]:
-    set_parallel(tp=1, pp=case.pp)
-    return make_executor(case, make_transport(parallel_state.get_pipeline_model_parallel_group(), torch.device("cpu")))

@@ -1,0 +1,156 @@
+"""Linear layers whose weight gradient can be computed later than their input gradient: what ops I and W need.
+
+megatron-core's own function computes both at once. This one is the same mathematics (forward, tensor-parallel
+communication and rounding alike), but while a unit's I runs it leaves the weight's part, with the tensors it needs, in
+a `WeightGradients` store, from which the unit's W takes it. Biases and norms stay with I: they cost next to nothing.
+With sequence parallelism I gathers the whole input as megatron-core's backward does; it is kept until W, so that there
+is no second all-gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from torch import Tensor
+
+
+class _Deferred(NamedTuple):
+    """One weight's gradient to come: output_gradient^T @ inputs, over all leading dimensions."""
+
+    weight: torch.nn.Parameter
+    inputs: Tensor
+    output_gradient: Tensor
+
+
+class WeightGradients:
+    """Weight gradients put off, by unit. `keep` collects them during a unit's I; `compute` is its W."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Hashable, list[_Deferred]] = {}
+        self._current: list[_Deferred] | None = None
+
+    @contextmanager
+    def keep(self, unit: Hashable) -> Iterator[None]:
+        """While active, backward passes leave weight gradients here instead of computing them."""
+        self._current = self._waiting.setdefault(unit, [])
+        try:
+            yield
+        finally:
+            self._current = None
+
+    def compute(self, unit: Hashable) -> None:
+        """Add the unit's weight gradients to the parameters', and let go of what they needed."""
+        deferred = self._waiting.pop(unit)
+        deferred.reverse()
+        while deferred:  # in the order the backward met them, each released before the next
+            _accumulate(deferred.pop())
+
+    def __len__(self) -> int:
+        """Units whose W is still to come."""
+        return len(self._waiting)
+
+    def linear(
+        self,
+        input: Tensor,
+        weight: torch.nn.Parameter,
+        bias: Tensor | None,
+        *,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        tp_group: dist.ProcessGroup | None,
+        **unused: Any,
+    ) -> Tensor:
+        """Stands where a linear layer of megatron-core calls its own function; same arguments, same result."""
+        output: Tensor = _Linear.apply(input, weight, bias, allreduce_dgrad, sequence_parallel, tp_group, self)
+        return output
+
+    def put_off(self, weight: torch.nn.Parameter, inputs: Tensor, output_gradient: Tensor) -> bool:
+        """Keep one weight's gradient for later, if a unit's I is running; else say so."""
+        if self._current is None:
+            return False
+        self._current.append(_Deferred(weight, inputs, output_gradient))
+        return True
+
+
+def defer_weight_gradients(model: torch.nn.Module) -> WeightGradients:
+    """Let every linear layer of `model` put off its weight gradient while the returned store keeps them."""
+    store = WeightGradients()
+    for module in model.modules():
+        if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+            module._forward_impl = partial(_call, store)
+    return store
+
+
+def _call(store: WeightGradients, **arguments: Any) -> Tensor:
+    return store.linear(**arguments)
+
+
+def _accumulate(deferred: _Deferred) -> None:
+    weight = deferred.weight
+    gradient = _weight_gradient(deferred.inputs, deferred.output_gradient)
+    buffer = getattr(weight, "main_grad", None)  # DDP's, which its hook adds to when autograd delivers a gradient
+    if buffer is not None:
+        buffer.add_(gradient)
+    elif weight.grad is None:
+        weight.grad = gradient
+    else:
+        weight.grad.add_(gradient)
+
+
+def _weight_gradient(inputs: Tensor, output_gradient: Tensor) -> Tensor:
+    return output_gradient.flatten(0, -2).t().matmul(inputs.flatten(0, -2))
+
+
+class _Linear(torch.autograd.Function):
+    """input [s, b, in] (with sequence parallelism [s / tp, b, in]) times weight [out, in] transposed, plus bias."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: torch.nn.Parameter,
+        bias: Tensor | None,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        tp_group: dist.ProcessGroup | None,
+        store: WeightGradients,
+    ) -> Tensor:
+        ctx.save_for_backward(input)
+        ctx.weight = weight  # the parameter itself, for its gradient buffer
+        ctx.with_bias = bias is not None
+        ctx.allreduce_dgrad, ctx.sequence_parallel, ctx.tp_group = allreduce_dgrad, sequence_parallel, tp_group
+        ctx.store = store
+        output = torch.matmul(_gather(input, tp_group) if sequence_parallel else input, weight.t())
+        return output + bias if bias is not None else output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (output_gradient,) = gradients
+        (input,) = ctx.saved_tensors
+        weight = ctx.weight
+        inputs = _gather(input, ctx.tp_group) if ctx.sequence_parallel else input
+        input_gradient = output_gradient.matmul(weight)
+        if ctx.allreduce_dgrad:
+            dist.all_reduce(input_gradient, group=ctx.tp_group)
+        if ctx.sequence_parallel:
+            part = torch.empty_like(input)
+            dist.reduce_scatter_tensor(part, input_gradient, group=ctx.tp_group)
+            input_gradient = part
+        later = ctx.store.put_off(weight, inputs, output_gradient)
+        weight_gradient = None if later else _weight_gradient(inputs, output_gradient)
+        bias_gradient = output_gradient.flatten(0, -2).sum(dim=0) if ctx.with_bias else None
+        return input_gradient, weight_gradient, bias_gradient, None, None, None, None
+
+
+def _gather(part: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The whole sequence from the tensor-parallel ranks' parts."""
+    assert group is not None
+    whole = part.new_empty((part.size(0) * group.size(), *part.shape[1:]))
+    dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
+    return whole
