@@ -16,6 +16,7 @@ from helixpipe.errors import CheckpointError, UserError
 from helixpipe.flags import FlagParser, add_dataclass_arguments, dataclass_from_namespace
 from megatron.training.config import CheckpointConfig, Config, LaunchConfig, compat
 from megatron.training.config.container import GROUPS
+from megatron.training.output import complain, say
 from megatron.training.programs import check_program
 from megatron.training.validation import validate
 from schedules import SCHEDULES, find
@@ -176,5 +177,5 @@ def print_arguments(config: Config) -> None:
     """On rank 0, print the warnings (standard error) and the dump of all values (standard output)."""
     if config.launch.rank == 0:
         for sentence in config.warnings:
-            print(f"WARNING: {sentence}", file=sys.stderr, flush=True)
-        print(format_arguments(config), flush=True)
+            complain(f"WARNING: {sentence}")
+        say(format_arguments(config))

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from helixpipe.errors import CheckpointError, UserError
+from megatron.training import output
 
 T = TypeVar("T")
 _VISIBLE_WITHIN = 10.0  # seconds a network file system may take to show a new folder to other nodes
@@ -73,7 +74,7 @@ def _reason(error: BaseException) -> str:
 
 def say(line: str) -> None:
     if dist.get_rank() == 0:
-        print(line, flush=True)
+        output.say(line)
 
 
 def place() -> str:

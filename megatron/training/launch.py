@@ -13,6 +13,7 @@ from typing import Any
 from helixpipe.errors import UserError
 from megatron.training.config import CheckpointConfig
 from megatron.training.lifetime import end_with_parent
+from megatron.training.output import complain
 
 _LOST_CONNECTION = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 """Parts of gloo's messages when the process at the other end is gone."""
@@ -35,7 +36,7 @@ def run(started: float, argv: Sequence[str] | None = None) -> int:
         config = parse_args(argv, load_checkpoint_args=_saved_arguments)
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":
-            print(f"pretrain_gpt.py: {error}", file=sys.stderr, flush=True)
+            complain(f"pretrain_gpt.py: {error}")
         else:
             time.sleep(_WAIT_FOR_RANK_0)  # the first rank to end makes torchrun stop the others: let rank 0 speak
         return 2
@@ -67,7 +68,7 @@ def _saved_arguments(options: CheckpointConfig) -> dict[str, Any] | None:
 def _tell(sentence: str) -> None:
     """Print a sentence that several ranks may have, once: whoever comes first, as the job's store knows."""
     if _first_to_say(sentence):
-        print(f"pretrain_gpt.py: {sentence}", file=sys.stderr, flush=True)
+        complain(f"pretrain_gpt.py: {sentence}")
 
 
 def _first_to_say(sentence: str) -> bool:
@@ -89,12 +90,12 @@ def _explain(error: BaseException, rank: int) -> None:
         sentence = (
             "lost the connection to another rank, which has ended; if it said why, that is printed above or below."
         )
-        print(f"[Rank {rank}] {sentence}", file=sys.stderr, flush=True)
+        complain(f"[Rank {rank}] {sentence}")
     elif isinstance(error, ExecutionError):
-        print(f"[Rank {rank}] {error}", file=sys.stderr, flush=True)
+        complain(f"[Rank {rank}] {error}")
     else:
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        print(f"[Rank {rank}] {text}", file=sys.stderr, flush=True)
+        complain(f"[Rank {rank}] {text}")
 
 
 def _leave(status: int) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.training.config import Config
 from megatron.training.metrics import MetricsWriter
+from megatron.training.output import say
 
 if TYPE_CHECKING:
     from megatron.core.timers import Timers
@@ -153,11 +154,6 @@ def build_timers(config: Config) -> Timers:
     return CoreTimers(config.logging.timing_log_level, config.logging.timing_log_option)
 
 
-def emit(line: str) -> None:
-    """Print a line at once, so that lines of several ranks do not mix."""
-    print(line, flush=True)
-
-
 class TrainingLog:
     """Counts what happens in each interval and writes its line, its metrics, timings and, once, the memory in use.
 
@@ -174,7 +170,7 @@ class TrainingLog:
         timers: Timers | None = None,
         report_memory: bool = True,
         clock: Callable[[], float] = time.perf_counter,
-        emit: Callable[[str], None] = emit,
+        emit: Callable[[str], None] = say,
     ) -> None:
         """report_memory: whether this rank prints its memory line; one of each model-parallel position is enough."""
         self._config = config

@@ -15,6 +15,7 @@ from megatron.training.arguments import print_arguments
 from megatron.training.config import Config
 from megatron.training.data import batch_iterator, build_datasets
 from megatron.training.data_options import DataOptions
+from megatron.training.output import say
 from megatron.training.samplers import MicrobatchSampler, consumed_valid_samples, samples_needed
 from megatron.training.validation import check_device
 
@@ -64,9 +65,9 @@ def _run(config: Config, parallel: Any, started: float) -> None:
     scheduler = build_param_scheduler(state.optimizer, config, schedule)
     own, total = count_parameters(state.model, parallel)
     if parallel.dp_rank == 0:
-        print(parameters_line(parallel.tp_rank, parallel.pp_rank, own), flush=True)
+        say(parameters_line(parallel.tp_rank, parallel.pp_rank, own))
     if parallel.is_first:
-        print(_summary(config, pipeline, evaluation_size, total), flush=True)
+        say(_summary(config, pipeline, evaluation_size, total))
 
     checkpointer = Checkpointer(CheckpointOptions.from_config(config))
     loaded = checkpointer.load(state.ddp, state.optimizer, scheduler)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megatron.training.config import Config
+from megatron.training.output import say
 
 
 class Profiler:
@@ -54,7 +55,7 @@ class Profiler:
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / f"trace-rank{self._rank}.json.gz"
             profile.export_chrome_trace(str(path))
-            print(f"[Rank {self._rank}] profile written to {path}", flush=True)
+            say(f"[Rank {self._rank}] profile written to {path}")
         elif profile is not None:
             profile.__exit__(None, None, None)
             torch.cuda.cudart().cudaProfilerStop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from helixpipe.events import Timeline
 from helixpipe.timeline import draw
 from megatron.training.config import Config
+from megatron.training.output import say
 from megatron.training.parallel import Parallel
 
 
@@ -17,4 +18,4 @@ def write_timelines(config: Config, parallel: Parallel, timelines: tuple[Timelin
         measured.save(config.logging.record_timeline)
     if config.logging.timeline_png:
         draw([simulated, measured], config.logging.timeline_png)
-        print(f"timeline drawn to {config.logging.timeline_png}", flush=True)
+        say(f"timeline drawn to {config.logging.timeline_png}")

@@ -20,6 +20,7 @@ from megatron.training.config import Config
 from megatron.training.log import StepResult, TrainingLog
 from megatron.training.microbatches import BatchSchedule, RunLength, StepBatch
 from megatron.training.model import TrainingModel
+from megatron.training.output import say
 from megatron.training.parallel import Parallel
 from megatron.training.pipeline import Pipeline
 from megatron.training.profiling import Profiler
@@ -88,7 +89,7 @@ class Trainer:
                     saved_at = progress.iteration
                 if reason is not None and not last:
                     if self.parallel.is_last:
-                        print(self.stop.message(reason, progress.iteration), flush=True)
+                        say(self.stop.message(reason, progress.iteration))
                     return True
         assert saved_at == progress.iteration
         return False

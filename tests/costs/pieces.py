@@ -1,0 +1,159 @@
+"""What torch counts of the real pieces, beside what helixpipe counts; runs inside ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from helixpipe.model import GPTOptions, Microbatch, PipelineModel, UnitContext
+from helixpipe.models import Chunk, Layout, ModelShape
+from helixpipe.piece_bytes import PieceBytes
+from helixpipe.piece_work import work
+from helixpipe.program import Piece, Unit, model_pieces
+from helixpipe.runtime.accounting import SavedBytes
+from tests.model.common import make_config, set_parallel
+
+TOKENS, BATCH, VOCABULARY, LAYERS = 24, 2, 512, 2
+CHAIN = model_pieces(LAYERS)
+CONTEXT = UnitContext(step=0, microbatch=0)
+SHAPES = {
+    "gpt": ModelShape("gpt", LAYERS, 32, 4, 4, 128, False, VOCABULARY, False, "LayerNorm", "learned_absolute", True, TOKENS),
+    "gpt-gqa": ModelShape("gpt-gqa", LAYERS, 32, 4, 2, 96, False, VOCABULARY, True, "LayerNorm", "none", True, TOKENS),
+    "llama": ModelShape("llama", LAYERS, 32, 4, 2, 40, True, VOCABULARY, False, "RMSNorm", "rope", False, TOKENS),
+    "llama-mha": ModelShape("llama-mha", LAYERS, 32, 4, 4, 40, True, VOCABULARY, True, "RMSNorm", "rope", False, TOKENS),
+}  # fmt: skip
+
+
+def compare(rank: int, world_size: int) -> dict[str, list[tuple[str, float, float]]]:
+    """For each model and layout, (what, torch's count, ours) of FLOPs, saved bytes, held bytes and parameters."""
+    results = {}
+    for name, shape in SHAPES.items():
+        for tp, split in ((1, False), (2, False), (2, True)):
+            set_parallel(tp=tp)
+            layout = Layout(tp, split, BATCH, element_bytes=4, fused_kernels=False)
+            case = f"{name}-tp{tp}{'-sp' if split else ''}"
+            results[case] = [*_flops(shape, layout), *_saved(shape, layout), *_parameters(shape, layout)]
+    return results
+
+
+def make(shape: ModelShape, layout: Layout, pieces: Sequence[Piece] = CHAIN) -> PipelineModel:
+    llama = {"normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
+    config = make_config(
+        "gpt",
+        layout.tensor_parallel,
+        params_dtype=torch.float32,
+        sequence_parallel=layout.sequence_parallel,
+        num_query_groups=shape.groups,
+        ffn_hidden_size=shape.ffn,
+        add_bias_linear=shape.bias,
+        **(llama if shape.gated else {}),
+    )
+    options = GPTOptions(
+        vocab_size=shape.padded_vocab(layout.tensor_parallel),
+        max_sequence_length=shape.seq_length,
+        position_embedding_type=shape.positions,
+        share_embeddings_and_output_weights=shape.tied,
+    )
+    return PipelineModel(config, options, pieces)
+
+
+def batch() -> Microbatch:
+    tokens = torch.randint(0, VOCABULARY, (BATCH, TOKENS), generator=torch.Generator().manual_seed(1))
+    return Microbatch(tokens, tokens.clone(), torch.ones(BATCH, TOKENS))
+
+
+def inputs_of(model: PipelineModel, first: Piece) -> tuple[torch.Tensor, ...]:
+    """Tensors as they arrive from another rank, before piece `first`."""
+    if first.kind == "embed":
+        return ()
+    before = CHAIN[CHAIN.index(first) - 1]
+    return tuple(torch.randn(shape, requires_grad=True) for shape in model.payload_shapes(before, BATCH, TOKENS))
+
+
+def _attention_flops(query: Any, key: Any, *unused: Any, **also_unused: Any) -> int:
+    b, heads, rows, channels = query
+    return 2 * 2 * b * heads * rows * key[2] * channels
+
+
+def _attention_backward_flops(gradient: Any, query: Any, key: Any, *unused: Any, **also_unused: Any) -> int:
+    return _attention_flops(query, key) * 5 // 2  # as torch counts the GPU's: the scores again, and four products
+
+
+@contextmanager
+def counted() -> Iterator[FlopCounterMode]:
+    """torch's counter; it lacks only the CPU's flash attention, which here counts as it counts the GPU's."""
+    aten = torch.ops.aten
+    mapping = {
+        aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+    }
+    with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
+        yield counter
+
+
+def _flops(shape: ModelShape, layout: Layout) -> list[tuple[str, float, float]]:
+    model = make(shape, layout)
+    store = model.weight_gradients()
+    found = []
+    for piece in CHAIN:
+        inputs = inputs_of(model, piece)
+        counts = {}
+        with counted() as counter:
+            outputs = model.run((piece,), inputs, batch(), CONTEXT)
+        counts["F"] = counter.get_total_flops()
+        gradients = tuple(torch.ones_like(tensor) for tensor in outputs)
+        unit = Unit(0, 0)
+        with counted() as counter, store.keep(unit):
+            torch.autograd.backward(outputs, gradients)
+        counts["I"] = counter.get_total_flops()
+        with counted() as counter:
+            store.compute(unit)
+        counts["W"] = counter.get_total_flops()
+        for op, count in counts.items():
+            ours = sum(kernel.flops for kernel in work(shape, layout, piece.kind, op, Chunk(TOKENS)))
+            # torch counts the whole square of scores, ours is causal: exactly half.
+            found.append((f"flops {op} {piece}", count, ours * (2 if piece.kind == "attn" else 1)))
+    return found
+
+
+def _saved(shape: ModelShape, layout: Layout) -> list[tuple[str, float, float]]:
+    model = make(shape, layout)
+    own = PieceBytes(shape, layout)
+    found = []
+    runs = [CHAIN[a:b] for a in range(len(CHAIN)) for b in {a + 1, a + 2, a + 6, len(CHAIN)} if b <= len(CHAIN)]
+    model.run(CHAIN, (), batch(), CONTEXT)  # makes RoPE's table
+    rotary = getattr(model.decoder.layers["0"], "_rotary", None)
+    tables = rotary._table if rotary is not None else ()
+    for pieces in runs:
+        data = batch()
+        known = [*model.parameters(), *tables, data.tokens, data.labels, data.loss_mask]
+        inputs = inputs_of(model, pieces[0])
+        with SavedBytes(known) as account:
+            outputs = model.run(pieces, inputs, data, CONTEXT)
+            saved = account.now
+        with SavedBytes(known) as account:
+            again = model.run(pieces, inputs, data, CONTEXT)
+            held = tuple(tensor * tensor for tensor in inputs)  # saves the inputs too
+            stash = account.now
+        what = f"{pieces[0]}..{pieces[-1]}"
+        found.append((f"saved {what}", saved, sum(own.saved(pieces, Chunk(TOKENS)).values())))
+        found.append((f"stash {what}", stash, own.stash(pieces, Chunk(TOKENS))))
+        del outputs, again, held
+        if pieces[0].kind != "embed":
+            nbytes = sum(tensor.nbytes for tensor in inputs)
+            found.append((f"message {what}", nbytes, own.message(pieces[0], Chunk(TOKENS))))
+    return found
+
+
+def _parameters(shape: ModelShape, layout: Layout) -> list[tuple[str, float, float]]:
+    own = PieceBytes(shape, layout)
+    parts = [CHAIN, CHAIN[:6], CHAIN[6:], *((piece,) for piece in CHAIN if piece.kind != "attn")]
+    found = []
+    for pieces in parts:
+        count = sum(parameter.numel() for parameter in make(shape, layout, pieces).parameters())
+        found.append((f"parameters {pieces[0]}..{pieces[-1]}", count, own.parameters(pieces)))
+    return found

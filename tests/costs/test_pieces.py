@@ -1,0 +1,26 @@
+"""FLOPs, saved bytes, messages and weights of every piece equal what torch counts of the real ones, exactly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.costs import pieces
+from tests.distributed import run_ranks
+
+CASES = [f"{shape}-{layout}" for shape in pieces.SHAPES for layout in ("tp1", "tp2", "tp2-sp")]
+
+
+@pytest.fixture(scope="module")
+def counts() -> list[dict[str, Any]]:
+    return run_ranks(pieces.compare, 2)
+
+
+@pytest.mark.parametrize("what", ["flops", "saved", "stash", "message", "parameters"])
+@pytest.mark.parametrize("case", CASES)
+def test_counts_equal_torch(counts: list[dict[str, Any]], case: str, what: str) -> None:
+    for rank, results in enumerate(counts):
+        rows = [row for row in results[case] if row[0].startswith(what)]
+        wrong = [f"{name}: torch {theirs}, ours {ours:g}" for name, theirs, ours in rows if theirs != ours]
+        assert rows and not wrong, f"rank {rank}: " + "; ".join(wrong[:12])
