@@ -1,6 +1,6 @@
 """`make bench`: speed and memory of the engine beside megatron-core's and torch's, on this machine's CPU, p = 2.
 
-    python benchmarks/bench.py [--pairs 7] [--json out.json]
+    python benchmarks/bench.py [--pairs 15] [--json out.json]
 
 Same weights, same data, same process: each round runs one step under every engine in turn, so that what else the
 machine does hits all alike. What is compared is forward and backward of one step (no optimizer), tokens per second of
@@ -20,14 +20,14 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 SIZES = {  # name: (layers, hidden, heads, groups, ffn, sequence, micro batch, microbatches)
     "small": (4, 128, 4, 2, 344, 128, 1, 8),
-    "wide": (4, 512, 8, 4, 1376, 256, 1, 8),
-    "long": (4, 256, 8, 2, 688, 2048, 1, 8),
+    "wide": (4, 512, 8, 4, 1376, 128, 1, 8),
+    "long": (2, 256, 8, 2, 688, 2048, 1, 4),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--pairs", type=int, default=7, help="rounds that count (at least 5)")
+    parser.add_argument("--pairs", type=int, default=15, help="rounds that count (at least 5)")
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES)
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
     arguments = parser.parse_args()

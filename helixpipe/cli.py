@@ -4,6 +4,7 @@
     helixpipe simulate 1f1b -p 4 -m 8
     helixpipe draw 1f1b interleaved-1f1b -o compare.png
     helixpipe check my_schedule.csv
+    helixpipe memory 1f1b --model llama2-7b --seq-length 131072 --hardware h20 --nodes 8 --tensor-parallel 8
 
 It is the composition root, so it alone in this package imports the catalogue. It never imports torch, and what is slow
 to import (matplotlib, rich) only where it is used.
@@ -19,12 +20,13 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
 from helixpipe import __version__
-from helixpipe.costs import PieceTimes, parse_piece_times
+from helixpipe.cli_model import ModelOptions, Plan, make_plan
+from helixpipe.cli_options import CostOptions, OutputOptions, ShapeOptions, SimulateOptions
+from helixpipe.costs import Costs, PieceTimes, parse_piece_times
 from helixpipe.errors import ScheduleError, UserError
 from helixpipe.events import Timeline
 from helixpipe.files import whole_file
@@ -33,10 +35,10 @@ from helixpipe.flags import (
     add_dataclass_arguments,
     dataclass_from_namespace,
     nearest_name,
-    option,
     unknown_argument,
 )
 from helixpipe.lowering import lower
+from helixpipe.model_report import memory_text, report, step_text
 from helixpipe.program import Program, format_rows, forward_only, from_csv, to_csv
 from helixpipe.report import summary, table, text_timeline
 from helixpipe.simulator import Simulation, simulate
@@ -45,59 +47,6 @@ from schedules import SCHEDULES, Schedule, Shape, build, find
 
 MAX_UNITS = 5_000_000  # some minutes and gigabytes: more is a slip of the finger
 USER_ERROR, INTERRUPTED, PIPE_CLOSED = 2, 130, 141  # exit codes; the last two as a shell gives them
-
-
-@dataclass(frozen=True)
-class ShapeOptions:
-    """The size of the problem; what is not given is the .csv file's, or chosen so that every schedule fits."""
-
-    ranks: int | None = option(None, "Pipeline ranks p (default: 4, or the file's).", flags=("--ranks", "-p"))
-    microbatches: int | None = option(
-        None, "Microbatches m a step (default: 2p, or the file's).", flags=("--microbatches", "-m")
-    )
-    layers: int | None = option(
-        None,
-        "Layers L of the model (default: the fewest that every named schedule can divide, two a rank or more).",
-        flags=("--layers", "-L"),
-    )
-    chunks: int | None = option(
-        None, "Chunks k each microbatch's sequence is cut into (default: 1, or the file's).", flags=("--chunks", "-k")
-    )
-    virtual_stages: int | None = option(
-        None,
-        "Stages v a rank, for schedules that interleave (default: the schedule's).",
-        flags=("--virtual-stages", "-v"),
-    )
-
-
-@dataclass(frozen=True)
-class CostOptions:
-    """What ops and messages take."""
-
-    piece_times: str = option(
-        "pre=1,attn=3,post=2",
-        "Forward time of pieces for a whole microbatch: embed, head, and in each layer norm, qkv, attn, proj, mlp; "
-        "pre means qkv and post mlp; pieces not given take no time.",
-        metavar="NAME=TIME,...",
-    )
-    backward_ratio: float = option(2.0, "Time of a full backward over its forward, at least 1.")
-    message_time: float = option(0.0, "Time of any message between ranks.")
-    forward_only: bool = option(False, "The schedule's evaluation form: its forwards alone.", flags=("--forward-only",))
-
-
-@dataclass(frozen=True)
-class OutputOptions:
-    """How the result is printed."""
-
-    json: bool = option(False, "Print one JSON object.", flags=("--json",))
-
-
-@dataclass(frozen=True)
-class SimulateOptions:
-    """What `simulate` adds."""
-
-    order: bool = option(False, "Also print the program: a row a rank, a cell an op.", flags=("--order",))
-    csv: str | None = option(None, "Write the program to this file, to edit and to run.", metavar="OUT.csv")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -161,6 +110,13 @@ def _parsers() -> tuple[FlagParser, dict[str, FlagParser]]:
     )
     simulating.add_argument("schedule", metavar="SCHEDULE|FILE.csv", help="a name from `helixpipe list`, or a file")
 
+    weighing = subparsers.add_parser(
+        "memory",
+        help="bytes a rank that a model needs under a schedule",
+        description="Memory of each GPU by kind, for a model on named hardware, and whether it fits.",
+    )
+    weighing.add_argument("schedule", metavar="SCHEDULE|FILE.csv", help="a name from `helixpipe list`, or a file")
+
     drawing = subparsers.add_parser(
         "draw",
         help="a picture of schedules and of measured runs",
@@ -189,17 +145,19 @@ def _parsers() -> tuple[FlagParser, dict[str, FlagParser]]:
     )
     checking.add_argument("file", metavar="FILE.csv", help="a row a rank, an op a cell: 2F5, or 2F5.1 for a chunk")
 
-    for command in (simulating, drawing, checking):
+    for command in (simulating, weighing, drawing, checking):
         add_dataclass_arguments(command, ShapeOptions, title="size")
-    for command in (simulating, drawing):
+    for command in (simulating, weighing, drawing):
         add_dataclass_arguments(command, CostOptions, title="costs")
+        add_dataclass_arguments(command, ModelOptions, title="model and hardware")
         for schedule in SCHEDULES.values():
             if dataclasses.fields(schedule.options):
                 add_dataclass_arguments(command, schedule.options, title=f"options of {schedule.name}")
-    for command in (listing, simulating, drawing, checking):
+    for command in (listing, simulating, weighing, drawing, checking):
         add_dataclass_arguments(command, OutputOptions, title="output")
     add_dataclass_arguments(simulating, SimulateOptions, title="output of simulate")
-    return parser, {"list": listing, "simulate": simulating, "draw": drawing, "check": checking}
+    commands = {"list": listing, "simulate": simulating, "memory": weighing, "draw": drawing, "check": checking}
+    return parser, commands
 
 
 # ----------------------------------------------------------------------------------------------------------- commands
@@ -224,15 +182,18 @@ def _list(namespace: argparse.Namespace) -> None:
 
 def _simulate(namespace: argparse.Namespace) -> None:
     options = dataclass_from_namespace(SimulateOptions, namespace)
-    (simulation,) = _simulations([namespace.schedule], namespace)
+    plan = _plan([namespace.schedule], namespace)
+    (simulation,) = _simulations([namespace.schedule], namespace, plan)
     program = simulation.lowered.program
     if options.csv is not None:
         with whole_file(options.csv) as temporary:
             to_csv(program, temporary)
+    step = None if plan is None else report(simulation, plan)
     if namespace.json:
-        print(json.dumps(simulation.to_json(order=options.order)))
+        result = simulation.to_json(order=options.order)
+        print(json.dumps(result if step is None else {**result, "unit": "s", "step": step.to_json()}))
         return
-    print(summary(simulation))
+    print(summary(simulation) if step is None else step_text(step))
     drawing = text_timeline(simulation.timeline, shutil.get_terminal_size((100, 24)).columns)
     if drawing is not None:
         print(f"\n{drawing}")
@@ -242,6 +203,15 @@ def _simulate(namespace: argparse.Namespace) -> None:
             print(",".join(row))
 
 
+def _memory(namespace: argparse.Namespace) -> None:
+    plan = _plan([namespace.schedule], namespace)
+    if plan is None:
+        raise UserError("memory needs --model, and counts the bytes of that model.")
+    (simulation,) = _simulations([namespace.schedule], namespace, plan)
+    step = report(simulation, plan)
+    print(json.dumps(step.memory_json()) if namespace.json else memory_text(step))
+
+
 def _draw(namespace: argparse.Namespace) -> None:
     names: list[str] = namespace.schedules
     output = namespace.output
@@ -249,7 +219,7 @@ def _draw(namespace: argparse.Namespace) -> None:
         output = "-".join(Path(name).stem if name.endswith(".csv") else name for name in names) + ".png"
     check_suffix(output)
     measured = [_measured(path) for path in namespace.measured]
-    simulations = _simulations(names, namespace)
+    simulations = _simulations(names, namespace, _plan(names, namespace))
     simulated = [simulation.timeline for simulation in simulations]
     if measured:
         simulated = [dataclasses.replace(timeline, title=f"{timeline.title} (simulated)") for timeline in simulated]
@@ -294,14 +264,34 @@ def _check(namespace: argparse.Namespace) -> None:
 
 
 _COMMANDS: MappingProxyType[str, Callable[[argparse.Namespace], None]] = MappingProxyType(
-    {"list": _list, "simulate": _simulate, "draw": _draw, "check": _check}
+    {"list": _list, "simulate": _simulate, "memory": _memory, "draw": _draw, "check": _check}
 )
 
 
 # ----------------------------------------------------------------------------------------- from flags to simulations
 
 
-def _simulations(names: Sequence[str], namespace: argparse.Namespace) -> list[Simulation]:
+def _plan(names: Sequence[str], namespace: argparse.Namespace) -> Plan | None:
+    """The model and cluster of --model; a file's ranks and microbatches are the plan's."""
+    size = dataclass_from_namespace(ShapeOptions, namespace)
+    options = dataclass_from_namespace(ModelOptions, namespace)
+    if options.model is not None:
+        _refuse_times(namespace)
+        for name in names:
+            if name.endswith(".csv"):
+                program = _from_file(name, dataclasses.replace(size, chunks=None, virtual_stages=None), None)
+                size = dataclasses.replace(size, ranks=program.num_ranks, microbatches=program.num_microbatches)
+    one_rank = all(not name.endswith(".csv") and find(name).one_rank for name in names)
+    return make_plan(options, size.ranks, size.microbatches, size.layers, one_rank)
+
+
+def _refuse_times(namespace: argparse.Namespace) -> None:
+    for name in ("piece_times", "backward_ratio", "message_time"):
+        if getattr(namespace, name) != getattr(CostOptions, name):
+            raise UserError(f"--{name.replace('_', '-')} cannot be given beside --model, which has costs of its own.")
+
+
+def _simulations(names: Sequence[str], namespace: argparse.Namespace, plan: Plan | None) -> list[Simulation]:
     """Simulate each schedule or file, all of one size."""
     size = dataclass_from_namespace(ShapeOptions, namespace)
     options = dataclass_from_namespace(CostOptions, namespace)
@@ -310,16 +300,18 @@ def _simulations(names: Sequence[str], namespace: argparse.Namespace) -> list[Si
             f"--backward-ratio {options.backward_ratio:g} must be at least 1: "
             "the input gradient alone takes as long as the forward."
         )
-    costs = PieceTimes(parse_piece_times(options.piece_times), options.backward_ratio, options.message_time)
-    simulations = [simulate(lower(program, costs), costs) for program in _programs(names, size, costs, namespace)]
+    costs: Costs = PieceTimes(parse_piece_times(options.piece_times), options.backward_ratio, options.message_time)
+    if plan is not None:
+        size = dataclasses.replace(size, ranks=plan.ranks, microbatches=plan.microbatches, layers=plan.layers)
+        costs = plan.costs
+    programs = _programs(names, size, costs, namespace)
+    simulations = [simulate(lower(program, costs), costs, "" if plan is None else "s") for program in programs]
     if not all(math.isfinite(simulation.makespan + sum(simulation.busy)) for simulation in simulations):
         raise UserError(f"--piece-times {options.piece_times} are too large to add up.")
     return simulations
 
 
-def _programs(
-    names: Sequence[str], size: ShapeOptions, costs: PieceTimes, namespace: argparse.Namespace
-) -> list[Program]:
+def _programs(names: Sequence[str], size: ShapeOptions, costs: Costs, namespace: argparse.Namespace) -> list[Program]:
     """The program of each name; a file gives ranks and microbatches to the schedules it is compared with."""
     schedules = {name: find(name) for name in names if not name.endswith(".csv")}
     # Beside schedules of the catalogue, chunks and virtual stages are for those.
@@ -346,7 +338,7 @@ def _programs(
     return programs
 
 
-def _shape(schedule: Schedule, size: ShapeOptions, costs: PieceTimes, alone: bool) -> Shape:
+def _shape(schedule: Schedule, size: ShapeOptions, costs: Costs, alone: bool) -> Shape:
     """The size for one schedule. Compared with others, it takes only flags it knows: the rest are for the others."""
     ranks = size.ranks if size.ranks is not None else 1 if schedule.one_rank else 4
     microbatches = size.microbatches if size.microbatches is not None else 2 * max(ranks, 1)

@@ -22,17 +22,26 @@ STASH = {"embed": 0.0, "norm": 1 / 16, "qkv": 1 / 16, "attn": 3 / 16, "proj": 1 
 """Activations each piece keeps from F to backward, in microbatch-layers (a whole layer is 16 b·s·h elements with flash
 attention and no dropout: HelixPipe; Korthikanti et al., 2022)."""
 
+DEFERRED_STASH = {"embed": 0.0, "norm": 0.0, "qkv": 4 / 16, "attn": 0.0, "proj": 2 / 16, "mlp": 10 / 16, "head": 0.0}
+"""What each piece keeps from I to W, in microbatch-layers: input and output gradient of each linear layer. QKV 1 + 3,
+output 1 + 1, MLP 1 + 4 and 4 + 1, in b·s·h elements: a whole layer 16, as much as it kept from F to I."""
+
 PIECE_ALIASES = {"pre": "qkv", "post": "mlp"}
 
 
 class Costs(Protocol):
-    """What the simulator asks for: seconds (or any unit, the same everywhere) and microbatch-layers of stash."""
+    """What the simulator asks for: seconds (or any unit, the same everywhere) and microbatch-layers of stash.
+
+    stash: what the op's unit keeps from F to its B or I. deferred_stash: what it keeps from I to W.
+    """
 
     def op_time(self, program: Program, op: Op) -> float: ...
 
     def message_time(self, program: Program, message: Message) -> float: ...
 
     def stash(self, program: Program, op: Op) -> float: ...
+
+    def deferred_stash(self, program: Program, op: Op) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -59,6 +68,9 @@ class PieceTimes:
 
     def stash(self, program: Program, op: Op) -> float:
         return stage_stash(program.stages[op.stage]) * chunk_share(program, op.chunk)
+
+    def deferred_stash(self, program: Program, op: Op) -> float:
+        return stage_deferred_stash(program.stages[op.stage]) * chunk_share(program, op.chunk)
 
     def _piece_time(self, program: Program, piece: Piece, op: Op) -> float:
         share = chunk_share(program, op.chunk) if piece.kind != "attn" else attention_share(program, op.chunk)
@@ -88,10 +100,18 @@ class OpTimes:
     def stash(self, program: Program, op: Op) -> float:
         return stage_stash(program.stages[op.stage]) * chunk_share(program, op.chunk)
 
+    def deferred_stash(self, program: Program, op: Op) -> float:
+        return stage_deferred_stash(program.stages[op.stage]) * chunk_share(program, op.chunk)
+
 
 def stage_stash(stage: Stage) -> float:
     """Microbatch-layers that one whole microbatch keeps in this stage; a stage of n whole layers keeps exactly n."""
     return sum(STASH[piece.kind] for piece in stage.pieces)
+
+
+def stage_deferred_stash(stage: Stage) -> float:
+    """Microbatch-layers that one whole microbatch keeps in this stage from I to W."""
+    return sum(DEFERRED_STASH[piece.kind] for piece in stage.pieces)
 
 
 def chunk_share(program: Program, chunk: int) -> float:

@@ -13,8 +13,8 @@ MAX_TEXT_OPS = 2000
 MAX_RANK_LINES = 16
 
 
-def summary(simulation: Simulation) -> str:
-    """Figures of one simulated step, one a line, then a line a rank."""
+def shape_line(simulation: Simulation) -> str:
+    """The schedule and the size it was given, on one line."""
     program = simulation.lowered.program
     shape = [
         count(program.num_ranks, "rank"),
@@ -26,6 +26,11 @@ def summary(simulation: Simulation) -> str:
         shape.append(f"{program.num_chunks} chunks")
     if program.forward_only:
         shape.append("forward only")
+    return f"{program.schedule}: {', '.join(shape)}"
+
+
+def summary(simulation: Simulation) -> str:
+    """Figures of one simulated step, one a line, then a line a rank."""
     figures = [
         ("makespan", f"{simulation.makespan:.6g}", ""),
         ("ideal", f"{simulation.ideal:.6g}", "total work / ranks"),
@@ -33,7 +38,7 @@ def summary(simulation: Simulation) -> str:
         ("messages", str(len(simulation.lowered.messages)), "between ranks"),
     ]
     width = max(len(value) for _, value, _ in figures)
-    lines = [f"{program.schedule}: {', '.join(shape)}", ""]
+    lines = [shape_line(simulation), ""]
     lines += [f"{name:<9}  {value:>{width}}  {note}".rstrip() for name, value, note in figures]
     return "\n".join([*lines, "", *_ranks(simulation)])
 

@@ -40,6 +40,17 @@ class Simulation:
         return self.makespan - self.ideal
 
     @property
+    def shifted_bubble_time(self) -> float:
+        """The bubble when the next step of each rank may start where this one ends on that rank: the longest time
+        from a rank's first op to its last, less the ideal. Papers on zero bubbles count so; a step that ends with
+        something collective (the norm of all gradients) has `bubble_time` instead."""
+        first, last = [self.makespan] * len(self.busy), [0.0] * len(self.busy)
+        for event in self.timeline.ops:
+            first[event.rank] = min(first[event.rank], event.start)
+            last[event.rank] = max(last[event.rank], event.end)
+        return max(end - start for start, end in zip(first, last, strict=True)) - self.ideal
+
+    @property
     def bubble_ratio(self) -> float:
         return self.bubble_time / self.makespan if self.makespan else 0.0
 
@@ -88,21 +99,22 @@ def simulate(lowered: LoweredProgram, costs: Costs, unit: str = "") -> Simulatio
 
 
 def _peak_stash(lowered: LoweredProgram, rank: int, costs: Costs) -> float:
-    """Most stashed at once, a unit from its F to the FREE after its B or W; ops of a rank never overlap, so the
-    stream is enough."""
-    if lowered.program.forward_only:
+    """Most stashed at once. A unit keeps its stash from F to B or I, and after I what W still needs until W; ops of a
+    rank never overlap, so the stream is enough."""
+    program = lowered.program
+    if program.forward_only:
         return 0.0
-    stash: dict[tuple[int, int], float] = {}
+    known: dict[tuple[int, int], tuple[float, float]] = {}
     now = peak = 0.0
     for action, op, _ in lowered.streams[rank]:
-        stashed = op is not None and op.kind == "F" and action is Action.RUN
-        freed = op is not None and op.kind != "F" and action is Action.FREE
-        if op is None or not (stashed or freed):
+        # An F's own FREE is of its outputs, once they are sent; those are not counted.
+        if op is None or action not in (Action.RUN, Action.FREE) or (action is Action.RUN) != (op.kind in "FI"):
             continue
         key = (op.stage, op.chunk)
-        if key not in stash:
-            stash[key] = costs.stash(lowered.program, op)
-        now += stash[key] if stashed else -stash[key]
+        if key not in known:
+            known[key] = (costs.stash(program, op), costs.deferred_stash(program, op))
+        stash, deferred = known[key]
+        now += {"F": stash, "I": deferred - stash, "B": -stash, "W": -deferred}[op.kind]
         peak = max(peak, now)
     return peak
 

@@ -154,13 +154,14 @@ def test_laws(seed: int) -> None:
     program, costs = random_program(rng), random_costs(rng)
     result = simulate(lower(program, rng.choice((None, costs, random_costs(rng))), rng.choice((0, 1))), costs)
     check_laws(result, costs)
-    # Memory, again but naively: what is stashed at the start of each F.
+    # Memory, again but naively: what is kept once each op has run; a split unit keeps what W needs from I on.
     for rank, ops in enumerate(program.ranks):
         peak = 0.0
         alive: dict[Op, float] = {}
         for op in ops:
-            if op.kind == "F" and not program.forward_only:
-                alive[op] = costs.stash(program, op)
+            if op.kind in "FI" and not program.forward_only:
+                kept = costs.stash(program, op) if op.kind == "F" else costs.deferred_stash(program, op)
+                alive[Op("F", *op.unit)] = kept
                 peak = max(peak, sum(alive.values()))
             elif op.kind in "BW":
                 del alive[Op("F", *op.unit)]

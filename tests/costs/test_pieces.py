@@ -9,16 +9,14 @@ import pytest
 from tests.costs import pieces
 from tests.distributed import run_ranks
 
-CASES = [f"{shape}-{layout}" for shape in pieces.SHAPES for layout in ("tp1", "tp2", "tp2-sp")]
-
 
 @pytest.fixture(scope="module")
 def counts() -> list[dict[str, Any]]:
     return run_ranks(pieces.compare, 2)
 
 
-@pytest.mark.parametrize("what", ["flops", "saved", "stash", "message", "parameters"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("what", ["flops", "saved", "stash", "deferred", "message", "parameters"])
+@pytest.mark.parametrize("case", pieces.CASES)
 def test_counts_equal_torch(counts: list[dict[str, Any]], case: str, what: str) -> None:
     for rank, results in enumerate(counts):
         rows = [row for row in results[case] if row[0].startswith(what)]

@@ -1,0 +1,112 @@
+"""Memory of every rank in bytes, by kind, from the lowered program: what is alive when. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from helixpipe.lowering import Action, LoweredProgram
+from helixpipe.model_costs import GRADIENT_BYTES, MASTER_AND_MOMENTS, ModelCosts
+from helixpipe.program import Op, Unit
+
+KINDS = ("weights", "gradients", "optimizer", "activations", "messages", "workspace")
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on each GPU of one pipeline rank at the moment of its peak.
+
+    activations: what units keep for their backward. messages: received and not yet used, or made and not yet sent.
+    workspace: an estimate of what the op running then needs beside.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    messages: float
+    workspace: float
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, kind) for kind in KINDS)
+
+
+def rank_memory(lowered: LoweredProgram, costs: ModelCosts, rank: int) -> RankMemory:
+    """Walk a rank's stream. A program that only goes forward has neither gradients, optimizer nor activations."""
+    program = lowered.program
+    parameters = costs.bytes.parameters(program.pieces_of_rank(rank))
+    training = not program.forward_only
+    share = costs.data_parallel if costs.distributed_optimizer else 1
+    activations, messages, workspace = _Walk(lowered, costs, rank).peak()
+    return RankMemory(
+        weights=parameters * costs.layout.element_bytes,
+        gradients=parameters * GRADIENT_BYTES * training,
+        optimizer=parameters * MASTER_AND_MOMENTS / share * training,
+        activations=activations,
+        messages=messages,
+        workspace=workspace,
+    )
+
+
+class _Walk:
+    """What is alive on one rank, instruction by instruction."""
+
+    def __init__(self, lowered: LoweredProgram, costs: ModelCosts, rank: int):
+        self.program, self.costs, self.rank = lowered.program, costs, rank
+        self.stream = lowered.streams[rank]
+        self.recomputed = {op.unit for op in self.program.ranks[rank] if op.kind == "R"}
+        self.outgoing: dict[Op, float] = {}  # bytes an op makes for other ranks
+        self.incoming: dict[Op, float] = {}
+        for message in lowered.messages:
+            table, op, end = self.outgoing, message.producer, message.source
+            if message.target == rank:
+                table, op, end = self.incoming, message.consumer, message.target
+            if end == rank:
+                table[op] = table.get(op, 0.0) + costs.message_bytes(self.program, message)
+        self.sizes: dict[tuple[str, int, int], float] = {}
+
+    def peak(self) -> tuple[float, float, float]:
+        """Activations, messages and workspace when their sum is largest."""
+        alive: dict[Unit, float] = {}
+        activations = messages = 0.0
+        peak = (0.0, 0.0, 0.0)
+
+        for action, op, message in self.stream:
+            if message is not None:
+                if action is Action.RECV:
+                    messages += self.costs.message_bytes(self.program, message)
+                elif action is Action.SEND:
+                    messages -= self.costs.message_bytes(self.program, message)
+            elif op is not None and action is Action.RUN:
+                before = alive.get(op.unit, 0.0)
+                after = self._after(op, before)
+                if op.kind == "F":  # what it received is now its own input
+                    messages -= self.incoming.get(op, 0.0)
+                during = activations - before + max(before, after)
+                now = (during, messages, self._size("workspace", op))
+                peak = max(peak, now, key=sum)
+                if op.kind != "F":
+                    messages -= self.incoming.get(op, 0.0)
+                activations += after - before
+                alive[op.unit] = after
+                messages += self.outgoing.get(op, 0.0)
+                peak = max(peak, (activations, messages, 0.0), key=sum)
+            elif op is not None and op.kind in "BW":
+                activations -= alive.pop(op.unit)
+        return peak
+
+    def _after(self, op: Op, before: float) -> float:
+        """What the op's unit keeps once it has run; a B or W lets go at its FREE."""
+        if self.program.forward_only or op.kind in "BW":
+            return before
+        if op.kind == "F":
+            return self._size("recompute_stash" if op.unit in self.recomputed else "stash", op)
+        return self._size("stash" if op.kind == "R" else "deferred_stash", op)
+
+    def _size(self, method: str, op: Op) -> float:
+        key = (method, op.stage, op.chunk)
+        if key not in self.sizes:
+            pieces = self.program.stages[op.stage].pieces
+            size: float = getattr(self.costs.bytes, method)(pieces, self.costs.chunk(self.program, op.chunk))
+            self.sizes[key] = size
+        return self.sizes[key]

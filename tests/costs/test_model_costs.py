@@ -1,0 +1,216 @@
+"""Presets, times, messages and memory of a model on named hardware."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from helixpipe.errors import UserError
+from helixpipe.hardware import GIB, HARDWARE, Efficiency, find_hardware
+from helixpipe.lowering import lower
+from helixpipe.memory import rank_memory
+from helixpipe.model_costs import ModelCosts
+from helixpipe.models import MODELS, Chunk, Layout, find_model
+from helixpipe.piece_work import flops, work
+from helixpipe.program import PIECE_KINDS, Op, Program, even_stages
+from helixpipe.simulator import simulate
+from schedules import Shape, build
+
+SEVEN, H20 = MODELS["llama2-7b"], HARDWARE["h20"]
+COSTS = ModelCosts(SEVEN, HARDWARE["a100-80"], Layout(), seq_length=4096)
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("llama2-7b", 6_738_415_616),  # as counted in the released weights
+        ("llama2-13b", 13_015_864_320),
+        ("llama2-70b", 68_976_648_192),
+        ("llama3-8b", 8_030_261_248),
+    ],
+)
+def test_number_of_weights_is_the_published_one(name: str, published: int) -> None:
+    assert MODELS[name].num_parameters() == published
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_are_consistent(name: str) -> None:
+    model = find_model(name.upper())
+    assert model.name == name
+    assert model.hidden % model.heads == model.heads % model.groups == 0
+    # the size in the name is that of the layers and the vocabulary, within a fifth
+    layers = replace(model, positions="rope").num_parameters()
+    size = name.split("-")[-1]
+    if size.endswith("b"):
+        assert layers == pytest.approx(float(size[:-1]) * 1e9, rel=0.2)
+
+
+def test_hardware_has_no_slip_of_a_unit() -> None:
+    for name, hardware in HARDWARE.items():
+        assert hardware.name == name
+        assert 1e14 < hardware.flops < 1e15 and 80 * GIB <= hardware.memory < 200 * GIB
+        assert hardware.flops > hardware.memory_bandwidth > hardware.nvlink >= hardware.network > hardware.host_link / 2
+    assert (HARDWARE["a800"].network, H20.network) == (4 * 100e9 / 8, 4 * 200e9 / 8)
+
+
+def test_bandwidth_is_shared() -> None:
+    eight, alone = H20.peer_bandwidth(8, same_node=False), H20.peer_bandwidth(1, same_node=False)
+    assert eight == pytest.approx(100e9 / 8 * H20.efficiency.network)
+    assert alone == pytest.approx(100e9 / 4 * H20.efficiency.network)  # one adapter of the four
+    assert H20.peer_bandwidth(8, same_node=True) > eight
+
+
+def test_unknown_names_and_shares_are_refused() -> None:
+    with pytest.raises(UserError, match="did you mean llama2-7b"):
+        find_model("llama-2-7b")
+    with pytest.raises(UserError, match="did you mean h200"):
+        find_hardware("h-200")
+    for value in (0.0, 1.1, float("nan")):
+        with pytest.raises(UserError, match="matmul-efficiency"):
+            find_hardware("h20", matmul=value)
+    assert find_hardware("h20", matmul=0.5, attention=None).efficiency == replace(H20.efficiency, matmul=0.5)
+    with pytest.raises(UserError, match="--tensor-parallel 3 must divide the 32 heads"):
+        ModelCosts(SEVEN, H20, Layout(3), 4096)
+    with pytest.raises(UserError, match="at most --gpus-per-node 8"):
+        ModelCosts(SEVEN, H20, Layout(16), 4096)
+
+
+# ----------------------------------------------------------------------------------------------------- FLOPs and time
+
+
+@pytest.mark.parametrize("kind", PIECE_KINDS)
+@pytest.mark.parametrize("op", "FIWBR")
+def test_chunks_add_up_to_the_whole_sequence(kind: str, op: str) -> None:
+    layout = Layout(2, True, 3)
+    parts = [Chunk(1000, 0), Chunk(24, 1000), Chunk(3072, 1024)]
+    whole = flops(SEVEN, layout, kind, op, Chunk(4096))
+    assert sum(flops(SEVEN, layout, kind, op, part) for part in parts) == pytest.approx(whole)
+
+
+@pytest.mark.parametrize("op", "FIWR")
+def test_tensor_parallel_ranks_share_the_flops(op: str) -> None:
+    for kind in PIECE_KINDS:
+        whole = flops(SEVEN, Layout(), kind, op, Chunk(4096))
+        # the head's vocabulary is padded
+        share = flops(SEVEN, Layout(8, True), kind, op, Chunk(4096)) * 8
+        assert share == pytest.approx(whole * (32768 / 32000 if kind == "head" else 1))
+
+
+def test_textbook_flops_of_gpt() -> None:
+    """6, 2, 16 b s h^2 of the linear layers and 2 b s^2 h of causal attention (HelixPipe's table)."""
+    gpt, s, h = MODELS["helix-7b"], 8192, 4096
+    forward = {kind: flops(gpt, Layout(), kind, "F", Chunk(s)) for kind in PIECE_KINDS}
+    assert forward["qkv"] == 6 * s * h * h and forward["proj"] == 2 * s * h * h and forward["mlp"] == 16 * s * h * h
+    assert forward["attn"] == 2 * s * s * h and forward["norm"] == forward["embed"] == 0
+    assert forward["head"] == 2 * s * h * 50304
+    for kind in ("qkv", "proj", "mlp", "head"):
+        assert flops(gpt, Layout(), kind, "I", Chunk(s)) == flops(gpt, Layout(), kind, "W", Chunk(s)) == forward[kind]
+    assert flops(gpt, Layout(), "attn", "I", Chunk(s)) == 2.5 * forward["attn"]
+    assert flops(gpt, Layout(), "attn", "W", Chunk(s)) == 0
+
+
+def test_time_of_an_op_is_its_pieces_kernels() -> None:
+    program = build("1f1b", Shape(4, 8, 32))
+    stage, chunk = program.stages[1], Chunk(4096)
+    for kind in "FBIWR":
+        expected = sum(COSTS.piece_time(piece.kind, kind, chunk) for piece in stage.pieces)
+        assert COSTS.op_time(program, Op(kind, 1, 0)) == pytest.approx(expected)
+    times = {kind: COSTS.op_time(program, Op(kind, 1, 0)) for kind in "FBIWR"}
+    assert times["B"] == pytest.approx(times["I"] + times["W"]) and times["R"] == times["F"] > times["W"] > 0
+    # A large linear layer is bound by arithmetic, a norm by memory.
+    (product,) = [kernel for kernel in work(SEVEN, Layout(), "proj", "F", chunk) if kernel.kind == "matmul"]
+    assert product.flops / (312e12 * 0.65) > product.bytes / (2039e9 * 0.75)
+    assert COSTS.piece_time("norm", "F", chunk) == pytest.approx(2 * 4096 * 4096 * 2 / (2039e9 * 0.75))
+
+
+def test_higher_efficiency_is_faster() -> None:
+    program = build("1f1b", Shape(2, 4, 32))
+    fast = replace(COSTS, hardware=replace(COSTS.hardware, efficiency=Efficiency(1, 1, 1, 1)))
+    assert fast.op_time(program, Op("B", 0, 0)) < 0.8 * COSTS.op_time(program, Op("B", 0, 0))
+
+
+def test_messages_weigh_what_crosses_the_cut() -> None:
+    costs = ModelCosts(SEVEN, H20, Layout(8, True), seq_length=131072)
+    lowered = lower(build("1f1b", Shape(8, 2, 32)), costs)
+    hidden = 131072 * 4096 * 2 / 8
+    assert {costs.message_bytes(lowered.program, message) for message in lowered.messages} == {hidden}
+    share = 100e9 / 8 * H20.efficiency.network  # eight GPUs of a node send at once
+    assert costs.message_time(lowered.program, lowered.messages[0]) == pytest.approx(10e-6 + hidden / share)
+    near = replace(costs, layout=Layout(2, True))
+    assert near._node(3) == 0 and near._node(4) == 1
+
+
+def test_utilization_of_llama2_7b_on_a100_is_near_what_is_published() -> None:
+    """About half of the peak on one node, as training reports have it (45 to 60 %)."""
+    costs = replace(COSTS, data_parallel=4)
+    simulation = simulate(lower(build("1f1b", Shape(2, 64, 32)), costs), costs)
+    seconds = simulation.makespan + sum(costs.after_time(simulation.lowered.program))
+    assert 0.45 < costs.step_flops(simulation.lowered.program) / (seconds * 8 * 312e12) < 0.6
+
+
+def test_published_gain_of_interleaving() -> None:
+    """Seq1F1B's table: 2.7B, 16k tokens, p = 8, 16 microbatches on A100: 1F1B 96.9, interleaved (v = 2) 110.3 TFLOP/s a
+    GPU. The ratio does not depend on how attention's FLOPs are counted."""
+    model = replace(MODELS["seq1f1b-2.7b"], seq_length=16384)
+    costs = ModelCosts(model, HARDWARE["a100-80"], Layout(), 16384)
+    plain, interleaved = (
+        simulate(lower(build(name, Shape(8, 16, 32, virtual_stages=v)), costs), costs).makespan
+        for name, v in (("1f1b", None), ("interleaved-1f1b", 2))
+    )
+    assert plain / interleaved == pytest.approx(110.3 / 96.9, rel=0.03)
+
+
+# ------------------------------------------------------------------------------------------------------------- memory
+
+
+def one_rank(order: str, microbatches: int = 1) -> Program:
+    """A program of one rank and stage: `F0 R0 I0 W0`."""
+    ops = tuple(Op(cell[0], 0, int(cell[1:])) for cell in order.split())
+    return Program("test", even_stages(32, 1), (ops,), microbatches)
+
+
+def test_activations_follow_the_program() -> None:
+    stages, chunk = even_stages(32, 1), Chunk(4096)
+    kept = COSTS.bytes.stash(stages[0].pieces, chunk)
+    deferred = COSTS.bytes.deferred_stash(stages[0].pieces, chunk)
+
+    def peak(order: str, microbatches: int = 1) -> float:
+        return rank_memory(lower(one_rank(order, microbatches)), COSTS, 0).activations
+
+    assert peak("F0 B0") == peak("F0 B0 F1 B1", 2) == kept
+    assert peak("F0 F1 B0 B1", 2) == 2 * kept
+    assert peak("F0 I0 W0") == max(kept, deferred)
+    assert peak("F0 I0 F1 I1 W0 W1", 2) == pytest.approx(kept + deferred + max(deferred - kept, 0))
+    assert peak("F0 F1 R0 B0 R1 B1", 2) == kept  # embed is first: nothing to keep for R but the batch
+    assert 0 < kept < 32 * 20 * 4096 * 4096 * 2 + 2 * 4096 * 32000 * 4
+
+
+def test_weights_gradients_and_optimizer() -> None:
+    costs = replace(COSTS, data_parallel=4)
+    lowered = lower(build("1f1b", Shape(2, 4, 32)), costs)
+    ranks = [rank_memory(lowered, costs, rank) for rank in range(2)]
+    weights = sum(memory.weights for memory in ranks) / 2
+    assert weights == SEVEN.num_parameters()
+    assert sum(memory.gradients for memory in ranks) == 4 * weights
+    assert sum(memory.optimizer for memory in ranks) == 12 * weights / 4
+    whole = replace(costs, distributed_optimizer=False)
+    assert rank_memory(lowered, whole, 0).optimizer == 4 * ranks[0].optimizer
+    assert ranks[0].activations > ranks[1].activations > 0
+    assert all(memory.messages > 0 and memory.workspace >= 0 for memory in ranks)
+
+
+def test_what_is_received_is_let_go() -> None:
+    """Messages of a long pipeline do not pile up in the account: more microbatches, same peak."""
+    few, many = (lower(build("1f1b", Shape(4, m, 32)), COSTS) for m in (8, 24))
+    for rank in range(4):
+        assert rank_memory(few, COSTS, rank) == rank_memory(many, COSTS, rank)
+
+
+def test_tied_head_has_a_copy_only_away_from_the_embedding() -> None:
+    tied = replace(COSTS, model=MODELS["helix-1.3b"])
+    together = lower(build("none", Shape(1, 1, 24)), tied)
+    apart = lower(build("1f1b", Shape(2, 2, 24)), tied)
+    table = tied.model.padded_vocab(1) * 2048
+    once = rank_memory(together, tied, 0).weights
+    assert sum(rank_memory(apart, tied, rank).weights for rank in range(2)) == once + 2 * table
