@@ -11,6 +11,7 @@ from helixpipe.program import Program, from_csv
 from schedules.base import NoOptions, Schedule, Shape
 from schedules.gpipe import gpipe, no_pipeline
 from schedules.one_f_one_b import interleaved, one_f_one_b
+from schedules.zero_bubble import ZeroBubbleOptions, zb1p, zb2p, zbv
 
 __all__ = ["SCHEDULES", "NoOptions", "Schedule", "Shape", "build", "find"]
 
@@ -26,6 +27,11 @@ _REGISTRY = (
         memory="(2(p-r-1) + (v-1)p + 1)/v",
         virtual_stages=True,
     ),
+    Schedule(
+        "zb1p", zb1p, "Qi et al., ICLR 2024 (ZB-H1)", bubble="(p-1)(F+I-W)", memory="p", options=ZeroBubbleOptions
+    ),
+    Schedule("zb2p", zb2p, "Qi et al., ICLR 2024 (ZB-H2)", bubble="(p-1)F", memory="2p", options=ZeroBubbleOptions),
+    Schedule("zbv", zbv, "Qi et al., ICLR 2024 (ZB-V)", bubble="(p-1)F/2", memory="p", options=ZeroBubbleOptions),
 )
 
 SCHEDULES = MappingProxyType({schedule.name: schedule for schedule in _REGISTRY})

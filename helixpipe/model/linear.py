@@ -44,6 +44,7 @@ class WeightGradients:
         finally:
             self._current = None
 
+    @torch.no_grad()
     def compute(self, unit: Hashable) -> None:
         """Add the unit's weight gradients to the parameters', and let go of what they needed."""
         deferred = self._waiting.pop(unit)

@@ -160,7 +160,7 @@ def gradients_of(*models: torch.nn.Module) -> dict[str, torch.Tensor]:
     for model in models:
         copies = {id(copy): key for key, copy in getattr(model, "replicated_parameters", dict)().items()}
         for name, parameter in model.named_parameters():
-            assert parameter.grad is not None, name
+            assert parameter.grad is not None and not parameter.grad.requires_grad, name
             key = copies.get(id(parameter), name)
             gradients[key] = gradients[key] + parameter.grad if key in gradients else parameter.grad
     return gradients

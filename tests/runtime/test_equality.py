@@ -61,6 +61,12 @@ GROUPS = {
             (2, "interleaved-1f1b", 2, True),
         )
     ],
+    "zero-bubble": [
+        Case(schedule, pp, m, style, tp=tp, tied=style == "gpt", sequence_parallel=tp > 1, layers=2 * pp)
+        for (pp, tp), schedule, (style, m) in product(
+            ((4, 1), (2, 2)), ("zb1p", "zb2p", "zbv"), (("gpt", 1), ("gpt", 6), ("llama", 5))
+        )
+    ],
     "dropout": [
         Case(schedule, pp, 4, "llama", v=v, dropout=0.2)
         for pp in (2, 4)

@@ -139,6 +139,7 @@ def stream(parallel: Parallel) -> Iterator[Microbatch]:
 def reference(rank: int, world_size: int, runs: list[Run]) -> list[list[float]]:
     """The same steps by megatron-core's GPTModel, DDP and optimizer alone, on one process."""
     set_parallel(tp=1, pp=1)
+
     return [reference_losses(run.config(rank, world_size)) for run in runs]
 
 

@@ -21,6 +21,8 @@ RUNS = [
     Run("llama", "--pipeline-schedule 1f1b", tp=2, pp=2),
     Run("llama", "--sequence-parallel", tp=2),
     Run("gpt", DISTRIBUTED),
+    Run("gpt", f"--pipeline-schedule zbv {DISTRIBUTED}", pp=2),
+    Run("llama", "--pipeline-schedule zb1p --sequence-parallel", tp=2, pp=2),
     Run("llama", f"{PER_TOKEN} --pipeline-schedule 1f1b {DISTRIBUTED}", pp=2),
     Run("llama", f"{PER_TOKEN} --sequence-parallel --pipeline-schedule gpipe", tp=2, pp=2),
     Run("llama", f"--bf16 --pipeline-schedule 1f1b {DISTRIBUTED}", pp=2),

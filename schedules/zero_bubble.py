@@ -1,0 +1,259 @@
+"""Zero bubble schedules: the backward is split into I and W, and W fills the time a rank would idle.
+
+Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024; the V-shaped placement is their ZB-V. Their programs are for
+equal F, I and W; these are found from what F, I, W and messages take: the best of a few dozen greedy list schedules,
+1F1B's own order among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import permutations, product
+from math import inf
+
+from helixpipe.costs import PieceTimes
+from helixpipe.errors import ScheduleError
+from helixpipe.flags import option
+from helixpipe.graph import collector_paused
+from helixpipe.program import Op, Program, even_stages
+from schedules.base import Shape
+from schedules.list_scheduling import Found, Problem, Rules, greedy, problem
+
+Orders = Callable[[Problem], list[tuple[tuple[Op, ...], ...]]]
+"""Fixed orders of F and I on every rank that are worth a try."""
+
+Maker = Callable[[Problem], Rules]
+"""Rules for a problem; a fixed order depends on the number of microbatches."""
+
+FINALISTS = 4
+"""Rules that are refined, and of which the best is chosen at full size."""
+
+BUDGET = 1_000_000
+"""Ops that are scheduled to compare rules: some seconds. Only pipelines of more than 16 ranks come to the end of it."""
+
+
+@dataclass(frozen=True)
+class ZeroBubbleOptions:
+    """Options of zb1p, zb2p and zbv; each field is a flag, of `helixpipe` and of training."""
+
+    zb_max_inflight: int | None = option(
+        None,
+        "zb1p, zb2p, zbv: microbatches whose activations a rank may keep at once, until their weight gradients are "
+        "computed (default: p, 2p for zb2p).",
+    )
+
+
+def zb1p(shape: Shape, options: ZeroBubbleOptions) -> Program:
+    """Zero bubble with 1F1B's memory: at most p microbatches on every rank (ZB-H1).
+
+    Bubble (p-1)(F+I-W) when F, I and W are equal; never more than 1F1B's.
+    """
+    return _one_stage_a_rank("zb1p", shape, options, shape.ranks)
+
+
+def zb2p(shape: Shape, options: ZeroBubbleOptions) -> Program:
+    """Zero bubble with twice 1F1B's memory: at most 2p microbatches on every rank (ZB-H2).
+
+    When F, I and W are equal no rank idles between its first op and its last; what remains of a single step is the
+    (p-1)F in which the first microbatch travels to the last rank.
+    """
+    return _one_stage_a_rank("zb2p", shape, options, 2 * shape.ranks)
+
+
+def zbv(shape: Shape, options: ZeroBubbleOptions) -> Program:
+    """Zero bubble with two stages a rank in a V: s and 2p-1-s on one rank; 1F1B's memory, on every rank alike (ZB-V).
+
+    When F, I and W are equal no rank idles between its first op and its last; what remains of a single step is
+    (p-1)F/2. A microbatch takes twice as many messages as in 1F1B; where those are so slow that 1F1B would be faster,
+    the stages lie in a line instead (2r and 2r+1 on rank r).
+    """
+    p, m = shape.ranks, shape.microbatches
+    limit = _limit(options, p)
+    costs = shape.costs or PieceTimes()
+    stages = even_stages(shape.layers, 2 * p)
+    v = problem("zbv", stages, (*range(p), *reversed(range(p))), m, limit, costs)
+    line = problem("zbv", stages, tuple(s // 2 for s in range(2 * p)), m, limit, costs)
+    with collector_paused():
+        found = _search(v, _v_orders)
+        straight = _best(line, [Rules(order=_one_f_one_b(line, limit), deferred=(0.0,) * p)])
+        if straight.rating[0] < found.rating[0]:
+            found = min(straight, _search(line, lambda given: [_one_f_one_b(given, limit)]), key=lambda one: one.rating)
+    return Program("zbv", stages, found.ranks, m)
+
+
+def _one_stage_a_rank(name: str, shape: Shape, options: ZeroBubbleOptions, default: int) -> Program:
+    p, m = shape.ranks, shape.microbatches
+    limit = _limit(options, default)
+    stages = even_stages(shape.layers, p)
+    given = problem(name, stages, tuple(range(p)), m, limit, shape.costs or PieceTimes())
+    with collector_paused():
+        found = _search(given, lambda given: [_one_f_one_b(given, limit)])
+    return Program(name, stages, found.ranks, m)
+
+
+def _limit(options: ZeroBubbleOptions, default: int) -> int:
+    limit = options.zb_max_inflight
+    if limit is not None and limit < 1:
+        raise ScheduleError(f"--zb-max-inflight must be at least 1, not {limit}.")
+    return default if limit is None else limit
+
+
+# ------------------------------------------------------------------------------------------------------------- search
+
+
+def _search(given: Problem, orders: Orders) -> Found:
+    """The best schedule by makespan, then time between a rank's first op and its last, then memory.
+
+    Rules are compared on a few microbatches, for what repeats need not be scheduled again and again; the best few, and
+    the first of `orders` with W right after I, on all. The search ends early where nothing can be better.
+    """
+    ranks = len(given.own)
+    few = replace(given, microbatches=min(given.microbatches, 3 * ranks))
+    bounds = given.lower_bounds(), few.lower_bounds()
+    rated: list[tuple[tuple[float, float, float], int, Maker]] = []
+
+    def rate(makers: Iterable[Maker]) -> Found | None:
+        """Add the rules to `rated`; returns a schedule of the whole problem if it cannot be bettered."""
+        for make in makers:
+            if len(rated) * 3 * few.microbatches * len(few.homes) > BUDGET:
+                break
+            found = greedy(few, make(few))
+            if found is None:
+                continue
+            rated.append((found.rating, len(rated), make))
+            if found.reaches(bounds[1]):
+                whole = found if few == given else greedy(given, make(given))
+                if whole is not None and whole.reaches(bounds[0]):
+                    return whole
+        rated.sort(key=lambda entry: entry[:2])
+        return None
+
+    perfect = rate(_coarse(given, orders)) or rate(_refined(given, [make for _, _, make in rated[:FINALISTS]]))
+    if perfect is not None:
+        return perfect
+    finalists = [make(given) for _, _, make in rated[:FINALISTS]]
+    fixed = Rules(order=orders(given)[0], deferred=(0.0,) * ranks)
+    return _best(given, [*finalists, fixed, Rules(_kinds(given))])  # the last always finds a schedule
+
+
+def _best(given: Problem, rules: Iterable[Rules]) -> Found:
+    found = [one for one in (greedy(given, each) for each in rules) if one is not None]
+    return min(found, key=lambda one: one.rating)
+
+
+def _coarse(given: Problem, orders: Orders) -> Iterator[Maker]:
+    """Every order of preference and every fixed order, each with a few ways to place W."""
+    for index in range(len(orders(given))):
+        for deferred, patience in product((None, 1.0, 0.0), (inf, 0.5, 0.0)):
+            yield _ordered(orders, index, deferred, patience)
+    kinds = _kinds(given)
+    fills = list(product((True, False), (inf, 0.5)))
+    for order in permutations(kinds):
+        for make_room, patience in fills:
+            yield _same(Rules(order, make_room=make_room, patience=patience))
+    for rest in permutations(kinds[1:]):
+        for make_room, patience in fills:
+            yield _same(Rules((kinds[0], *rest), in_turn=True, make_room=make_room, patience=patience))
+
+
+def _kinds(given: Problem) -> tuple[tuple[str, int], ...]:
+    """F and I of the stages of a rank, the later stage first."""
+    return tuple((kind, place) for place in reversed(range(max(map(len, given.own)))) for kind in "FI")
+
+
+def _same(rules: Rules) -> Maker:
+    return lambda given: rules
+
+
+def _ordered(orders: Orders, index: int, deferred: float | None, patience: float) -> Maker:
+    def make(given: Problem) -> Rules:
+        pending = None if deferred is None else (deferred,) * len(given.own)
+        return Rules(order=orders(given)[index], deferred=pending, patience=patience)
+
+    return make
+
+
+def _refined(given: Problem, makers: list[Maker]) -> Iterator[Maker]:
+    """Each with shorter warm-ups, and with fewer W kept waiting."""
+    p, v = len(given.own), max(map(len, given.own))
+    ranks = range(p)
+    warmups = [
+        tuple(float(v * (p - r)) for r in ranks),
+        tuple(float(2 * v * (p - r) - 1) for r in ranks),
+        tuple(float(2 * p - r) for r in ranks),
+        (2.0 * p - 2,) * p,
+    ]
+    kept = [tuple(float(v * r) for r in ranks), (1.0,) * p, (0.0,) * p]
+    for make in makers:
+        rules = make(given)
+        for deferred, warmup in product((None, *kept), (None, *warmups)):
+            if (rules.order and warmup is not None) or rules.deferred is not None:
+                continue
+            yield _changed(make, deferred, warmup)
+
+
+def _changed(make: Maker, deferred: tuple[float, ...] | None, warmup: tuple[float, ...] | None) -> Maker:
+    return lambda given: replace(make(given), deferred=deferred, warmup=warmup)
+
+
+# ------------------------------------------------------------------------------------------------------- fixed orders
+
+
+def _one_f_one_b(given: Problem, limit: int) -> tuple[tuple[Op, ...], ...]:
+    """1F1B of a pipeline in a line, each rank's stages one after the other; warm-ups fit into the limit."""
+    m, own = given.microbatches, given.own
+    ranks = []
+    for rank, stages in enumerate(own):
+        warmup = min(len(own) - rank - 1, limit - 1, m)
+        order: list[Op] = []
+
+        def forward(microbatch: int, stages: list[int] = stages) -> list[Op]:
+            return [Op("F", stage, microbatch) for stage in stages]
+
+        def inputs(microbatch: int, stages: list[int] = stages) -> list[Op]:
+            return [Op("I", stage, microbatch) for stage in reversed(stages)]
+
+        # Step 1 (warm-up): (p-r-1) F
+        for i in range(warmup):
+            order += forward(i)
+        # Step 2 (steady): (m-warmup) F I
+        for i in range(m - warmup):
+            order += forward(warmup + i) + inputs(i)
+        # Step 3 (cool-down): the rest of I
+        for i in range(m - warmup, m):
+            order += inputs(i)
+        ranks.append(tuple(order))
+    return tuple(ranks)
+
+
+def _v_orders(given: Problem) -> list[tuple[tuple[Op, ...], ...]]:
+    """F and I of ZB-V as published, for equal costs. a is the stage on the way down, b the one on the way back."""
+    m, own = given.microbatches, given.own
+    p = len(own)
+    ranks = []
+    for rank, (a, b) in enumerate(own):
+        left = {(kind, stage): iter([Op(kind, stage, i) for i in range(m)]) for kind in "FI" for stage in (a, b)}
+        order: list[Op] = []
+
+        def add(
+            count: int,
+            *steps: tuple[str, int],
+            left: dict[tuple[str, int], Iterator[Op]] = left,
+            order: list[Op] = order,
+        ) -> None:
+            for _ in range(count):
+                order.extend(op for step in steps if (op := next(left[step], None)) is not None)
+
+        # Step 1 (down): 2(p-r)-1 Fa
+        add(2 * (p - rank) - 1, ("F", a))
+        # Step 2 (the first come back): r Fb Fa
+        add(rank, ("F", b), ("F", a))
+        # Step 3 (the first gradients): (p-r) Fb Ib
+        add(p - rank, ("F", b), ("I", b))
+        # Step 4 (steady): Fa Ia Fb Ib until there are no more F
+        add(m - min(p, m), ("F", a), ("I", a), ("F", b), ("I", b))
+        # Step 5 (cool-down): the rest of I
+        add(m, ("I", a), ("I", b))
+        ranks.append(tuple(order))
+    return [tuple(ranks)]
