@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 SIZES = {  # name: (layers, hidden, heads, groups, ffn, sequence, micro batch, microbatches)
     "small": (4, 128, 4, 2, 344, 128, 1, 8),
     "wide": (4, 512, 8, 4, 1376, 128, 1, 8),
-    "long": (2, 256, 8, 2, 688, 2048, 1, 4),
+    "long": (4, 256, 8, 2, 688, 1024, 1, 4),
 }
 
 
