@@ -46,6 +46,8 @@ from helixpipe.timeline import check_suffix, count, draw
 from schedules import SCHEDULES, Schedule, Shape, build, find
 
 MAX_UNITS = 5_000_000  # some minutes and gigabytes: more is a slip of the finger
+_PROGRAM = "SCHEDULE|FILE.csv"
+_PROGRAM_HELP = "a name from `helixpipe list`, or a file (default 1f1b)"
 USER_ERROR, INTERRUPTED, PIPE_CLOSED = 2, 130, 141  # exit codes; the last two as a shell gives them
 
 
@@ -108,14 +110,14 @@ def _parsers() -> tuple[FlagParser, dict[str, FlagParser]]:
         help="time, bubble and memory of a schedule",
         description="Run a schedule on paper: time, bubble, memory, messages.",
     )
-    simulating.add_argument("schedule", metavar="SCHEDULE|FILE.csv", help="a name from `helixpipe list`, or a file")
+    simulating.add_argument("schedule", nargs="?", default="1f1b", metavar=_PROGRAM, help=_PROGRAM_HELP)
 
     weighing = subparsers.add_parser(
         "memory",
         help="bytes a rank that a model needs under a schedule",
         description="Memory of each GPU by kind, for a model on named hardware, and whether it fits.",
     )
-    weighing.add_argument("schedule", metavar="SCHEDULE|FILE.csv", help="a name from `helixpipe list`, or a file")
+    weighing.add_argument("schedule", nargs="?", default="1f1b", metavar=_PROGRAM, help=_PROGRAM_HELP)
 
     drawing = subparsers.add_parser(
         "draw",
@@ -174,7 +176,8 @@ def _list(namespace: argparse.Namespace) -> None:
         table(headers, [(s.name, " ".join(_option_names(s)), s.paper, s.bubble, s.memory) for s in SCHEDULES.values()])
     )
     print(
-        "\nbubble: idle time of a rank; F, B: time of a rank for one microbatch forward, backward.\n"
+        "\nbubble: idle time of a rank; F, B = I + W: time of a rank for one microbatch\n"
+        "        forward, backward (gradients of inputs, of weights).\n"
         "memory: activations that rank r keeps, in microbatches x the rank's layers.\n"
         "p ranks, m microbatches, v virtual stages, k chunks."
     )

@@ -29,7 +29,6 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     [
         ("simulat 1f1b", "did you mean simulate?"),
         ("--json list", "a command must come before --json"),
-        ("simulate", "required: SCHEDULE|FILE.csv"),
         ("simulate 1f1", "did you mean 1f1b?"),
         ("simulate 1f1b gpipe", "'gpipe' is one too many"),
         ("simulate 1f1b --rank 4", "did you mean --ranks?"),

@@ -146,3 +146,8 @@ def test_written_program_is_the_schedule(tmp_path: Path) -> None:
     path = tmp_path / "p.csv"
     assert cli.main(["simulate", "gpipe", "-p", "2", "-m", "1", "--csv", str(path)]) == 0
     assert [[str(op) for op in ops] for ops in from_csv(path).ranks] == [["0F0", "0B0"], ["1F0", "1B0"]]
+
+
+def test_the_default_schedule_is_1f1b(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["simulate", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["schedule"] == "1f1b"
