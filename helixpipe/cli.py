@@ -37,6 +37,7 @@ from helixpipe.flags import (
     nearest_name,
     unknown_argument,
 )
+from helixpipe.graph import collector_paused
 from helixpipe.lowering import lower
 from helixpipe.model_report import memory_text, report, step_text
 from helixpipe.program import Program, format_rows, forward_only, from_csv, to_csv
@@ -77,6 +78,7 @@ def _give_up_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+@collector_paused()  # one command makes its objects and ends
 def _run(arguments: list[str]) -> int:
     parser, commands = _parsers()
     name = arguments[0] if arguments else ""
