@@ -6,7 +6,7 @@ export PYTHON
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test pytest lint format bench test-gpu clean distclean
+.PHONY: help install quickstart test pytest lint format bench clean distclean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -23,9 +23,6 @@ test:  ## everything CI checks: install, the whole test suite, lint
 
 pytest: install  ## the test suite alone; make pytest ARGS="tests/test_cli.py -x"
 	.venv/bin/python -m pytest $(ARGS)
-
-test-gpu: install  ## the tests that need a CUDA device
-	.venv/bin/python -m pytest -m gpu $(ARGS)
 
 lint: install  ## ruff (rules and format) and mypy
 	.venv/bin/python -m ruff check .

@@ -312,9 +312,11 @@ def _free_outputs(stashed: _Stashed) -> None:
     """Drop the data of outputs that have been sent, keeping their place in the autograd graph: backward needs only the
     gradients that come back. Left alone: what is an input as well (a residual that passes through) and views, whose
     base keeps the memory."""
-    passing = {id(tensor) for tensor in stashed.inputs}
+    kept = {id(tensor) for tensor in stashed.inputs}
+    if len(stashed.outputs) > 1:
+        kept.add(id(stashed.outputs[-1]))
     for output in stashed.outputs:
-        if id(output) not in passing and output._base is None:
+        if id(output) not in kept and output._base is None:
             output.data = torch.empty(0, device=output.device, dtype=output.dtype)
 
 

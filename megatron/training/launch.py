@@ -39,6 +39,7 @@ def run(started: float, argv: Sequence[str] | None = None) -> int:
             complain(f"pretrain_gpt.py: {error}")
         else:
             time.sleep(_WAIT_FOR_RANK_0)  # the first rank to end makes torchrun stop the others: let rank 0 speak
+            complain(f"[Rank {os.environ['RANK']}] pretrain_gpt.py: {error}")  # rank 0 had nothing to say
         return 2
 
     from megatron.training.pretrain import pretrain

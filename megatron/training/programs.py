@@ -26,6 +26,13 @@ def check_program(config: Config) -> None:
     samples = (training.micro_batch_size or 1) * config.parallel.data_parallel_size
     program = make_program(config, (training.global_batch_size or 1) // samples)
     validate(program)
+    if program.forward_only:
+        raise ProgramError(f"schedule {program.schedule} has no backward: it is an evaluation program.")
+    for stage in program.stages:
+        if stage.placement != "resident":
+            raise ProgramError(
+                f"schedule {program.schedule} has {stage.placement} stages, which training cannot run yet."
+            )
     for rank, ops in enumerate(program.ranks):
         if not ops:
             raise ProgramError(f"schedule {program.schedule} gives pipeline rank {rank} nothing to run.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from helixpipe.errors import UserError
 from helixpipe.events import Timeline
 from helixpipe.timeline import draw
 from megatron.training.config import Config
@@ -14,6 +15,13 @@ def write_timelines(config: Config, parallel: Parallel, timelines: tuple[Timelin
     if (parallel.pp_rank, parallel.tp_rank, parallel.dp_rank) != (0, 0, 0):
         return
     simulated, measured = timelines
+    try:
+        _write(config, simulated, measured)
+    except (OSError, UserError) as error:
+        say(f"WARNING: the timeline was not written: {error}")
+
+
+def _write(config: Config, simulated: Timeline, measured: Timeline) -> None:
     if config.logging.record_timeline:
         measured.save(config.logging.record_timeline)
     if config.logging.timeline_png:

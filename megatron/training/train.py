@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -75,27 +74,27 @@ class Trainer:
         """Returns whether training stopped before its end."""
         config, progress = self.config, self.progress
         interval = config.logging.eval_interval
-        saved_at = progress.iteration
         with Profiler(config, self.parallel.rank) as profiler:
             while progress.iteration < self.length.iterations:
                 last = progress.iteration + 1 == self.length.iterations
-                self._iteration(record=last and self._wants_timeline())
+                size = self.schedule.at(progress.consumed_train_samples).num_microbatches
+                recorded = self._iteration(record=last and self._wants_timeline())
                 profiler.after(progress.iteration)
                 if interval and progress.iteration % interval == 0 and self.batches.has_valid and not last:
                     self._evaluate(self.batches.valid, f"iteration {progress.iteration}")
                 reason = self.stop.after(progress.iteration)
                 if self._save_is_due() or reason is not None or last:
                     self._save()
-                    saved_at = progress.iteration
+                if recorded is not None:  # only now: a picture that cannot be drawn must not cost the checkpoint
+                    write_timelines(config, self.parallel, self.pipeline.timelines(recorded, size))
                 if reason is not None and not last:
                     if self.parallel.is_last:
                         say(self.stop.message(reason, progress.iteration))
                     return True
-        assert saved_at == progress.iteration
         return False
 
-    def _iteration(self, record: bool) -> None:
-        """One optimizer step."""
+    def _iteration(self, record: bool) -> Record | None:
+        """One optimizer step. Returns what was recorded of it."""
         config, progress = self.config, self.progress
         batch = self.schedule.at(progress.consumed_train_samples)
         loss, times = self._forward_backward(progress.iteration + 1, batch, record)
@@ -108,20 +107,18 @@ class Trainer:
         progress.iteration += 1
         progress.consumed_train_samples += batch.samples
         progress.num_floating_point_operations_so_far += self.flops_per_sample * batch.samples
-        if math.isfinite(loss) or not config.training.check_for_nan_in_loss_and_grad or config.training.fp16:
-            result = StepResult(
-                loss=loss,
-                learning_rate=get_canonical_lr_for_logging(self.state.optimizer.param_groups) or 0.0,
-                samples=batch.samples,
-                loss_scale=float(self.state.optimizer.get_loss_scale()),
-                grad_norm=grad_norm,
-                num_zeros=num_zeros if config.logging.log_num_zeros_in_grad else None,
-                params_norm=self._params_norm() if config.logging.log_params_norm else None,
-                skipped=not updated,
-            )
-            self.log.step(progress.iteration, progress.consumed_train_samples, result)
-        if times is not None:
-            write_timelines(config, self.parallel, self.pipeline.timelines(times, batch.num_microbatches))
+        result = StepResult(
+            loss=loss,
+            learning_rate=get_canonical_lr_for_logging(self.state.optimizer.param_groups) or 0.0,
+            samples=batch.samples,
+            loss_scale=float(self.state.optimizer.get_loss_scale()),
+            grad_norm=grad_norm,
+            num_zeros=num_zeros if config.logging.log_num_zeros_in_grad else None,
+            params_norm=self._params_norm() if config.logging.log_params_norm else None,
+            skipped=not updated,
+        )
+        self.log.step(progress.iteration, progress.consumed_train_samples, result)
+        return times
 
     def _forward_backward(self, iteration: int, batch: StepBatch, record: bool) -> tuple[float, Record | None]:
         """Sum and reduce the gradients of one step. Returns the mean loss over the tokens of the whole batch."""
@@ -157,13 +154,12 @@ class Trainer:
         """Mean loss over the tokens of `--eval-iters` global batches, printed and logged."""
         with self.log.paused():
             totals = torch.zeros(2, dtype=torch.float64, device=self.parallel.device)
-            training, parallel = self.config.training, self.parallel
-            count = (training.global_batch_size or 0) // ((training.micro_batch_size or 1) * parallel.dp_size)
+            batch = self.schedule.final()
             for _ in range(self.config.logging.eval_iters):
-                microbatches = self._next(iterator, count)
+                microbatches = self._next(iterator, batch.num_microbatches)
                 loss_sum, _ = self.pipeline.run(self.progress.iteration, microbatches, _no_gradient, training=False)
                 totals += self._totals(loss_sum, self._tokens(microbatches))
-                self.progress.consumed_valid_samples += training.global_batch_size or 0
+                self.progress.consumed_valid_samples += batch.samples
             loss = float(totals[0] / totals[1].clamp(min=1.0))
             self.log.evaluation(where, loss, self.progress.iteration, self.progress.consumed_train_samples)
 
@@ -224,8 +220,3 @@ class Trainer:
 
 def _no_gradient(microbatch: int) -> torch.Tensor:
     raise RuntimeError("evaluation has no backward")
-
-
-def started_now() -> float:
-    """When the program began, for --exit-duration-in-mins."""
-    return time.monotonic()

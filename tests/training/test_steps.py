@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from megatron.training.config import Config
 from megatron.training.flops import flops_per_sample
 from megatron.training.lr_schedule import build_param_scheduler, schedule_lengths
 from megatron.training.microbatches import BatchSchedule, StepBatch, run_length
+from megatron.training.programs import make_program
 from megatron.training.signals import SignalFlag, StopCheck, StopReason, all_ranks_max
 from tests.training.helpers import BASE, config
 
@@ -248,3 +250,30 @@ def test_ranks_agree_on_the_strongest_reason() -> None:
     stop = StopCheck(config(), SignalFlag(), agree=agree)
     assert stop.after(3) is StopReason.SIGNAL
     assert heard == [0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--lr inf", "'inf' is not a finite number"),
+        ("--clip-grad nan", "'nan' is not a finite number"),
+        ("--ddp-average-in-collective --calculate-per-token-loss", "cannot be combined"),
+    ],
+)
+def test_refused_at_once(flags: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        config(flags)
+
+
+def test_one_virtual_stage_means_one() -> None:
+    asked = "--pipeline-model-parallel-size 2 --global-batch-size 4 --pipeline-schedule interleaved-1f1b"
+    one = config(f"{asked} --num-virtual-stages-per-pipeline-rank 1", world=2)
+    assert one.parallel.virtual_pipeline_model_parallel_size == 1
+    assert len(make_program(one, 4).stages) == 2
+
+
+def test_a_program_without_backward_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "forward.csv"
+    path.write_text("0F0,0F1\n1F0,1F1\n")
+    with pytest.raises(UserError, match="has no backward"):
+        config(f"--pipeline-model-parallel-size 2 --global-batch-size 4 --pipeline-schedule {path}", world=2)

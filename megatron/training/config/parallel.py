@@ -66,4 +66,8 @@ class LaunchConfig:
                 values[name.lower()] = int(environ.get(name, default))
             except ValueError:
                 raise UserError(f"the environment variable {name}={environ[name]!r} is not a whole number.") from None
+        if not 0 <= values["rank"] < values["world_size"]:
+            raise UserError(
+                f"RANK={values['rank']} must lie between 0 and WORLD_SIZE={values['world_size']} (excluded)."
+            )
         return cls(**values)

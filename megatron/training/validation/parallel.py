@@ -36,9 +36,9 @@ def virtual_stages(config: Config) -> Config:
                 f"(--num-layers {layers} over {pp} ranks)."
             )
         stages = layers // (pp * per_stage)
-    if stages is None or stages == 1:
+    if stages is None:
         return config
-    if pp == 1:
+    if pp == 1 and stages > 1:
         raise UserError(f"{stages} virtual stages need --pipeline-model-parallel-size above 1.")
     return config.replace("parallel", virtual_pipeline_model_parallel_size=stages)
 
@@ -49,7 +49,7 @@ def pipeline_schedule(config: Config) -> Config:
     pp, stages = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
     name = parallel.pipeline_schedule
     if name is None:
-        name = "none" if pp == 1 else "1f1b" if stages is None else "interleaved-1f1b"
+        name = "none" if pp == 1 else "1f1b" if stages in (None, 1) else "interleaved-1f1b"
     if name == "none" and pp > 1:
         raise UserError(f"--pipeline-schedule none is for one pipeline rank, not --pipeline-model-parallel-size {pp}.")
     return config.replace("parallel", pipeline_schedule=name)

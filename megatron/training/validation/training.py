@@ -124,6 +124,8 @@ def weight_decay(config: Config) -> Config:
 
 def precision(config: Config) -> Config:
     """bf16 or fp16; gradients of bf16 are kept in float32 unless asked; NaNs are fp16's signal to its loss scale."""
+    if config.parallel.ddp_average_in_collective and config.training.calculate_per_token_loss:
+        raise UserError("--ddp-average-in-collective cannot be combined with --calculate-per-token-loss; give one.")
     training = config.training
     if training.fp16 and training.bf16:
         raise UserError("--fp16 and --bf16 name two precisions; give one.")
