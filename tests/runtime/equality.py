@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 
 from helixpipe.lowering import lower
 from helixpipe.model import Microbatch, PipelineModel
-from helixpipe.program import Op, Program, forward_only
+from helixpipe.program import Op, Piece, Program, Stage, forward_only, model_pieces
 from helixpipe.runtime.executor import Executor, Step
 from helixpipe.runtime.transport import Transport, make_transport
 from schedules import Shape, build
@@ -52,6 +52,8 @@ class Case:
     split: bool = False
     """B as I and W, every W as late as the rank's order allows."""
     recompute: bool = False
+    cut_after: str = ""
+    """Cut the model over two ranks inside layer 2, after the piece of this kind."""
 
     def __str__(self) -> str:
         marks = (
@@ -60,11 +62,16 @@ class Case:
             + ["dropout"] * (self.dropout > 0)
             + ["split"] * self.split
             + ["recompute"] * self.recompute
+            + [f"cut-after-{self.cut_after}"] * bool(self.cut_after)
         )
         return "-".join([self.schedule, self.style, f"p{self.pp}", f"tp{self.tp}", f"m{self.m}", *marks])
 
     def program(self) -> Program:
         program = build(self.schedule, Shape(self.pp, self.m, self.layers, virtual_stages=self.v))
+        if self.cut_after:
+            chain = model_pieces(self.layers)
+            cut = chain.index(Piece(self.cut_after, 2)) + 1
+            program = replace(program, stages=(Stage(chain[:cut]), Stage(chain[cut:])))
         if self.split:
             program = replace(program, ranks=tuple(_split(ops) for ops in program.ranks))
         if self.recompute:

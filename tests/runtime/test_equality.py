@@ -61,6 +61,10 @@ GROUPS = {
             (2, "interleaved-1f1b", 2, True),
         )
     ],
+    "inner-cuts": [
+        Case("1f1b", 2, 3, style, tp=tp, tied=style == "gpt", sequence_parallel=tp > 1, cut_after=kind)
+        for style, kind, tp in product(STYLES, ("norm", "qkv", "attn", "proj"), (1, 2))
+    ],
     "zero-bubble": [
         Case(schedule, pp, m, style, tp=tp, tied=style == "gpt", sequence_parallel=tp > 1, layers=2 * pp)
         for (pp, tp), schedule, (style, m) in product(
