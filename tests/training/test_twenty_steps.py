@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from tests.distributed import run_ranks
@@ -10,15 +12,16 @@ from tests.training.steps import STEPS, Run, losses_of_runs, reference
 PER_TOKEN = "--calculate-per-token-loss"
 DISTRIBUTED = "--use-distributed-optimizer"
 REFERENCES = [Run("gpt", ""), Run("llama", ""), Run("llama", PER_TOKEN), Run("llama", "--bf16")]
+INTERLEAVED = "interleaved-1f1b --num-virtual-stages-per-pipeline-rank"
 RUNS = [
-    Run("gpt", "--pipeline-schedule 1f1b", pp=4),
-    Run("gpt", "--pipeline-schedule gpipe", pp=4),
-    Run("llama", "--pipeline-schedule 1f1b", pp=4),
-    Run("llama", "--pipeline-schedule interleaved-1f1b --num-virtual-stages-per-pipeline-rank 2", pp=2),
-    Run("gpt", f"--pipeline-schedule interleaved-1f1b --num-virtual-stages-per-pipeline-rank 2 {DISTRIBUTED}", pp=2),
+    *(
+        Run(style, f"--pipeline-schedule {schedule}", tp=tp, pp=pp)
+        for (pp, tp), style in product(((4, 1), (2, 1), (2, 2)), ("gpt", "llama"))
+        for schedule in ("gpipe", "1f1b", f"{INTERLEAVED} {4 // pp}")
+    ),
+    Run("gpt", f"--pipeline-schedule {INTERLEAVED} 2 {DISTRIBUTED}", pp=2),
     Run("llama", f"--pipeline-schedule gpipe {DISTRIBUTED}", pp=2),
     Run("gpt", "--pipeline-schedule 1f1b --sequence-parallel", tp=2, pp=2),
-    Run("llama", "--pipeline-schedule 1f1b", tp=2, pp=2),
     Run("llama", "--sequence-parallel", tp=2),
     Run("gpt", DISTRIBUTED),
     Run("gpt", f"--pipeline-schedule zbv {DISTRIBUTED}", pp=2),
