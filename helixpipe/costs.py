@@ -44,8 +44,18 @@ class Costs(Protocol):
     def deferred_stash(self, program: Program, op: Op) -> float: ...
 
 
+class _LayerStash:
+    """Memory counted in microbatch-layers, whatever the times come from."""
+
+    def stash(self, program: Program, op: Op) -> float:
+        return stage_stash(program.stages[op.stage]) * chunk_share(program, op.chunk)
+
+    def deferred_stash(self, program: Program, op: Op) -> float:
+        return stage_deferred_stash(program.stages[op.stage]) * chunk_share(program, op.chunk)
+
+
 @dataclass(frozen=True)
-class PieceTimes:
+class PieceTimes(_LayerStash):
     """Costs given by hand: the forward time of each piece for a whole microbatch; missing pieces take no time.
 
     backward_ratio: full backward over forward, for every piece. message: time of any message between ranks.
@@ -66,12 +76,6 @@ class PieceTimes:
     def message_time(self, program: Program, message: Message) -> float:
         return self.message
 
-    def stash(self, program: Program, op: Op) -> float:
-        return stage_stash(program.stages[op.stage]) * chunk_share(program, op.chunk)
-
-    def deferred_stash(self, program: Program, op: Op) -> float:
-        return stage_deferred_stash(program.stages[op.stage]) * chunk_share(program, op.chunk)
-
     def _piece_time(self, program: Program, piece: Piece, op: Op) -> float:
         share = chunk_share(program, op.chunk) if piece.kind != "attn" else attention_share(program, op.chunk)
         forward = self.forward.get(piece.kind, 0.0) * share
@@ -85,7 +89,7 @@ class PieceTimes:
 
 
 @dataclass(frozen=True)
-class OpTimes:
+class OpTimes(_LayerStash):
     """Costs measured: the time of each (kind, stage, chunk), and of any message between ranks."""
 
     times: Mapping[tuple[str, int, int], float]
@@ -96,12 +100,6 @@ class OpTimes:
 
     def message_time(self, program: Program, message: Message) -> float:
         return self.message
-
-    def stash(self, program: Program, op: Op) -> float:
-        return stage_stash(program.stages[op.stage]) * chunk_share(program, op.chunk)
-
-    def deferred_stash(self, program: Program, op: Op) -> float:
-        return stage_deferred_stash(program.stages[op.stage]) * chunk_share(program, op.chunk)
 
 
 def stage_stash(stage: Stage) -> float:
