@@ -7,20 +7,48 @@ embedding) does all its backward in I. R takes as long as F.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from types import MappingProxyType
+from typing import ClassVar, Protocol
 
 from helixpipe.errors import UserError
 from helixpipe.graph import Message
 from helixpipe.program import PIECE_KINDS, Op, Piece, Program, Stage
+from helixpipe.stash import kept
 
 SPLIT_BACKWARD = frozenset({"qkv", "proj", "mlp", "head"})
 """Pieces made of linear layers: their weight gradients may be computed later than their input gradients."""
 
-STASH = {"embed": 0.0, "norm": 1 / 16, "qkv": 1 / 16, "attn": 3 / 16, "proj": 1 / 16, "mlp": 10 / 16, "head": 0.0}
-"""Activations each piece keeps from F to backward, in microbatch-layers (a whole layer is 16 b·s·h elements with flash
-attention and no dropout: HelixPipe; Korthikanti et al., 2022)."""
+SAVED: Mapping[str, Mapping[str, int]] = MappingProxyType(
+    {
+        "embed": {},
+        "norm": {"residual": 1},
+        "qkv": {"normed": 1},
+        "attn": {"queries, keys, values": 3},
+        "proj": {"attention": 1},
+        "mlp": {"after attention": 1, "mlp input": 1, "inner": 4, "activated": 4},
+        "head": {},
+    }
+)
+"""Activations each piece keeps from F to backward, by name, in elements of b·s·h: a whole layer 16, with flash
+attention and no dropout (HelixPipe; Korthikanti et al., 2022)."""
+
+INPUTS: Mapping[str, Mapping[str, int]] = MappingProxyType(
+    {
+        "embed": {},
+        "norm": {"residual": 1},
+        "qkv": {"normed": 1, "residual": 1},
+        "attn": {"queries, keys, values": 3, "residual": 1},
+        "proj": {"attention": 1, "residual": 1},
+        "mlp": {"after attention": 1},
+        "head": {"last": 1},
+    }
+)
+"""What crosses the cut before each piece: all that is kept of a recomputed run that begins there."""
+
+LAYER_ELEMENTS = 16
+"""Elements of b·s·h that a whole layer keeps."""
 
 DEFERRED_STASH = {"embed": 0.0, "norm": 0.0, "qkv": 4 / 16, "attn": 0.0, "proj": 2 / 16, "mlp": 10 / 16, "head": 0.0}
 """What each piece keeps from I to W, in microbatch-layers: input and output gradient of each linear layer. QKV 1 + 3,
@@ -30,10 +58,16 @@ PIECE_ALIASES = {"pre": "qkv", "post": "mlp"}
 
 
 class Costs(Protocol):
-    """What the simulator asks for: seconds (or any unit, the same everywhere) and microbatch-layers of stash.
+    """What the simulator asks for: times in one unit, whatever it is, and memory in one unit.
 
-    stash: what the op's unit keeps from F to its B or I. deferred_stash: what it keeps from I to W.
+    op_time: of an op alone; R is the forward of what its stage recomputes, and is not part of B and I.
+    stash: what the op's unit keeps once its F has run (of a recomputed run its inputs alone), once its R has (all), or,
+    for B and I, the most it keeps during a backward that recomputes run by run. deferred_stash: what it keeps from I
+    to W. static_memory: weights, gradients and optimizer state of a rank that holds these pieces; 0 where unknown.
     """
+
+    @property
+    def memory_unit(self) -> str: ...
 
     def op_time(self, program: Program, op: Op) -> float: ...
 
@@ -43,15 +77,22 @@ class Costs(Protocol):
 
     def deferred_stash(self, program: Program, op: Op) -> float: ...
 
+    def static_memory(self, pieces: Sequence[Piece]) -> float: ...
+
 
 class _LayerStash:
     """Memory counted in microbatch-layers, whatever the times come from."""
 
+    memory_unit: ClassVar[str] = "microbatch-layers"
+
     def stash(self, program: Program, op: Op) -> float:
-        return stage_stash(program.stages[op.stage]) * chunk_share(program, op.chunk)
+        return stage_stash(program.stages[op.stage], op.kind) * chunk_share(program, op.chunk)
 
     def deferred_stash(self, program: Program, op: Op) -> float:
         return stage_deferred_stash(program.stages[op.stage]) * chunk_share(program, op.chunk)
+
+    def static_memory(self, pieces: Sequence[Piece]) -> float:
+        return 0.0
 
 
 @dataclass(frozen=True)
@@ -71,7 +112,7 @@ class PieceTimes(_LayerStash):
                 raise UserError(f"the time of {name} must be a finite number and not negative, not {value}.")
 
     def op_time(self, program: Program, op: Op) -> float:
-        return sum(self._piece_time(program, piece, op) for piece in program.stages[op.stage].pieces)
+        return sum(self._piece_time(program, piece, op) for piece in op_pieces(program, op))
 
     def message_time(self, program: Program, message: Message) -> float:
         return self.message
@@ -90,21 +131,38 @@ class PieceTimes(_LayerStash):
 
 @dataclass(frozen=True)
 class OpTimes(_LayerStash):
-    """Costs measured: the time of each (kind, stage, chunk), and of any message between ranks."""
+    """Costs measured: the time of each (kind, stage, chunk), and of any message between ranks. Where R was part of the
+    backward, its time is there, and R takes none."""
 
     times: Mapping[tuple[str, int, int], float]
     message: float = 0.0
 
     def op_time(self, program: Program, op: Op) -> float:
-        return self.times[op.kind, op.stage, op.chunk]
+        key = (op.kind, op.stage, op.chunk)
+        return self.times.get(key, 0.0) if op.kind == "R" else self.times[key]
 
     def message_time(self, program: Program, message: Message) -> float:
         return self.message
 
 
-def stage_stash(stage: Stage) -> float:
-    """Microbatch-layers that one whole microbatch keeps in this stage; a stage of n whole layers keeps exactly n."""
-    return sum(STASH[piece.kind] for piece in stage.pieces)
+def op_pieces(program: Program, op: Op) -> tuple[Piece, ...]:
+    """The pieces an op works on: its stage's, for R those that are recomputed."""
+    stage = program.stages[op.stage]
+    return stage.pieces if op.kind != "R" else tuple(piece for run in stage.recompute for piece in run)
+
+
+def stage_stash(stage: Stage, kind: str = "R") -> float:
+    """Microbatch-layers that one whole microbatch keeps in this stage once its op of that kind has run (B, I: at most
+    while it runs; see `Costs`); a stage of n whole layers that keeps everything keeps exactly n."""
+    segments = stage.segments
+    whole = [_tensors(segment.pieces, SAVED) for segment in segments]
+    inputs = [_tensors(segment.pieces[:1], INPUTS) for segment in segments]
+    return kept(segments, whole, inputs, kind) / LAYER_ELEMENTS
+
+
+def _tensors(pieces: Sequence[Piece], table: Mapping[str, Mapping[str, int]]) -> dict[tuple[str, int], int]:
+    """The tensors of pieces by name and layer: one that several keep is kept once."""
+    return {(name, piece.layer): size for piece in pieces for name, size in table[piece.kind].items()}
 
 
 def stage_deferred_stash(stage: Stage) -> float:

@@ -94,13 +94,21 @@ def unit_costs() -> PieceTimes:
 
 
 def timers(program: Program, costs: Costs) -> tuple[Callable[[Op], float], Callable[[Message], float]]:
-    """`costs` bound to a program for `list_schedule`; an op's time is asked for once for all microbatches."""
-    known: dict[tuple[str, int, int], float] = {}
+    """`costs` bound to a program for `list_schedule`; an op's time is asked for once for all microbatches.
+
+    A backward whose unit is recomputed and has no R op takes the time of R as well.
+    """
+    known: dict[tuple[str, int, int, bool], float] = {}
+    explicit = {op.unit for ops in program.ranks for op in ops if op.kind == "R"}
+    recomputes = [bool(stage.recompute) for stage in program.stages]
 
     def op_time(op: Op) -> float:
-        key = (op.kind, op.stage, op.chunk)
+        inside = op.kind in "BI" and recomputes[op.stage] and op.unit not in explicit
+        key = (op.kind, op.stage, op.chunk, inside)
         if key not in known:
             known[key] = costs.op_time(program, op)
+            if inside:
+                known[key] += costs.op_time(program, op._replace(kind="R"))
         return known[key]
 
     return op_time, lambda message: costs.message_time(program, message)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from helixpipe.lowering import Action, LoweredProgram
 from helixpipe.model_costs import GRADIENT_BYTES, MASTER_AND_MOMENTS, ModelCosts
-from helixpipe.program import Op, Unit
+from helixpipe.program import Op
+from helixpipe.stash import StashWalk
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "messages", "workspace")
 
@@ -54,7 +55,7 @@ class _Walk:
     def __init__(self, lowered: LoweredProgram, costs: ModelCosts, rank: int):
         self.program, self.costs, self.rank = lowered.program, costs, rank
         self.stream = lowered.streams[rank]
-        self.recomputed = {op.unit for op in self.program.ranks[rank] if op.kind == "R"}
+        self.walk = StashWalk(self.program, costs, rank)
         self.outgoing: dict[Op, float] = {}  # bytes an op makes for other ranks
         self.incoming: dict[Op, float] = {}
         for message in lowered.messages:
@@ -63,14 +64,12 @@ class _Walk:
                 table, op, end = self.incoming, message.consumer, message.target
             if end == rank:
                 table[op] = table.get(op, 0.0) + costs.message_bytes(self.program, message)
-        self.sizes: dict[tuple[str, int, int], float] = {}
+        self.workspaces: dict[tuple[int, int], float] = {}
 
     def peak(self) -> tuple[float, float, float]:
         """Activations, messages and workspace when their sum is largest."""
-        alive: dict[Unit, float] = {}
-        activations = messages = 0.0
+        walk, messages = self.walk, 0.0
         peak = (0.0, 0.0, 0.0)
-
         for action, op, message in self.stream:
             if message is not None:
                 if action is Action.RECV:
@@ -78,35 +77,21 @@ class _Walk:
                 elif action is Action.SEND:
                     messages -= self.costs.message_bytes(self.program, message)
             elif op is not None and action is Action.RUN:
-                before = alive.get(op.unit, 0.0)
-                after = self._after(op, before)
+                during = walk.run(op)
                 if op.kind == "F":  # what it received is now its own input
                     messages -= self.incoming.get(op, 0.0)
-                during = activations - before + max(before, after)
-                now = (during, messages, self._size("workspace", op))
-                peak = max(peak, now, key=sum)
+                peak = max(peak, (during, messages, self._workspace(op)), key=sum)
                 if op.kind != "F":
                     messages -= self.incoming.get(op, 0.0)
-                activations += after - before
-                alive[op.unit] = after
                 messages += self.outgoing.get(op, 0.0)
-                peak = max(peak, (activations, messages, 0.0), key=sum)
+                peak = max(peak, (walk.now, messages, 0.0), key=sum)
             elif op is not None and op.kind in "BW":
-                activations -= alive.pop(op.unit)
+                walk.free(op)
         return peak
 
-    def _after(self, op: Op, before: float) -> float:
-        """What the op's unit keeps once it has run; a B or W lets go at its FREE."""
-        if self.program.forward_only or op.kind in "BW":
-            return before
-        if op.kind == "F":
-            return self._size("recompute_stash" if op.unit in self.recomputed else "stash", op)
-        return self._size("stash" if op.kind == "R" else "deferred_stash", op)
-
-    def _size(self, method: str, op: Op) -> float:
-        key = (method, op.stage, op.chunk)
-        if key not in self.sizes:
+    def _workspace(self, op: Op) -> float:
+        key = (op.stage, op.chunk)
+        if key not in self.workspaces:
             pieces = self.program.stages[op.stage].pieces
-            size: float = getattr(self.costs.bytes, method)(pieces, self.costs.chunk(self.program, op.chunk))
-            self.sizes[key] = size
-        return self.sizes[key]
+            self.workspaces[key] = self.costs.bytes.workspace(pieces, self.costs.chunk(self.program, op.chunk))
+        return self.workspaces[key]

@@ -11,17 +11,19 @@ Ranks lie on nodes as Megatron places them: tensor-parallel ranks side by side, 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
-from helixpipe.costs import chunk_share, stage_deferred_stash, stage_stash
+from helixpipe.costs import chunk_share, op_pieces
 from helixpipe.errors import UserError
 from helixpipe.graph import Message
 from helixpipe.hardware import Hardware
 from helixpipe.models import Chunk, Layout, ModelShape
 from helixpipe.piece_bytes import PieceBytes
 from helixpipe.piece_work import Kernel, model_flops, work
-from helixpipe.program import Op, Program
+from helixpipe.program import Op, Piece, Program
 
 MASTER_AND_MOMENTS = 12
 """Bytes of Adam's state a weight: float32 copy, first and second moment."""
@@ -44,6 +46,7 @@ class ModelCosts:
     seq_length: int
     data_parallel: int = 1
     distributed_optimizer: bool = True
+    memory_unit: ClassVar[str] = "bytes"
 
     def __post_init__(self) -> None:
         tp, layout = self.layout.tensor_parallel, self.layout
@@ -65,7 +68,7 @@ class ModelCosts:
 
     def op_time(self, program: Program, op: Op) -> float:
         chunk = self.chunk(program, op.chunk)
-        kinds = Counter(piece.kind for piece in program.stages[op.stage].pieces)
+        kinds = Counter(piece.kind for piece in op_pieces(program, op))
         return sum(count * self.piece_time(kind, op.kind, chunk) for kind, count in kinds.items())
 
     def message_time(self, program: Program, message: Message) -> float:
@@ -75,11 +78,17 @@ class ModelCosts:
         return self.hardware.latency + self.message_bytes(program, message) / bandwidth
 
     def stash(self, program: Program, op: Op) -> float:
-        """Microbatch-layers, as every Costs counts; `helixpipe.memory` has the bytes."""
-        return stage_stash(program.stages[op.stage]) * chunk_share(program, op.chunk)
+        """Bytes."""
+        return self.bytes.segments_stash(program.stages[op.stage].segments, self.chunk(program, op.chunk), op.kind)
 
     def deferred_stash(self, program: Program, op: Op) -> float:
-        return stage_deferred_stash(program.stages[op.stage]) * chunk_share(program, op.chunk)
+        """Bytes."""
+        return self.bytes.deferred_stash(program.stages[op.stage].pieces, self.chunk(program, op.chunk))
+
+    def static_memory(self, pieces: Sequence[Piece]) -> float:
+        """Bytes of weights, gradients and optimizer state of a rank that holds these pieces."""
+        share = self.data_parallel if self.distributed_optimizer else 1
+        return self.bytes.parameters(pieces) * (self.layout.element_bytes + GRADIENT_BYTES + MASTER_AND_MOMENTS / share)
 
     # ------------------------------------------------------------------------------------------------------------ time
 

@@ -22,7 +22,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from helixpipe.models import Chunk, Layout, ModelShape
-from helixpipe.program import Piece
+from helixpipe.program import Piece, Segment
+from helixpipe.stash import kept
 
 Tensors = dict[str, float]
 """Bytes of tensors by name. Pieces of one stage share tensors (the norm's output is the QKV layer's input): a name
@@ -39,11 +40,15 @@ class PieceBytes:
 
     def stash(self, pieces: Sequence[Piece], chunk: Chunk) -> float:
         """Kept by one unit of a stage from F to B or I: what autograd saves, and the stage's inputs."""
-        return sum({**self.inputs(pieces[0], chunk), **self.saved(pieces, chunk)}.values())
+        return sum(self._whole(pieces, chunk).values())
 
-    def recompute_stash(self, pieces: Sequence[Piece], chunk: Chunk) -> float:
-        """Kept from F to R when the stage is recomputed: its inputs alone."""
-        return sum(self.inputs(pieces[0], chunk).values())
+    def segments_stash(self, segments: Sequence[Segment], chunk: Chunk, kind: str) -> float:
+        """Kept by one unit of a stage once its op of that kind has run; see `stash.kept`."""
+        whole = [self._whole(segment.pieces, chunk) for segment in segments]
+        return kept(segments, whole, [self.inputs(segment.pieces[0], chunk) for segment in segments], kind)
+
+    def _whole(self, pieces: Sequence[Piece], chunk: Chunk) -> Tensors:
+        return {**self.inputs(pieces[0], chunk), **self.saved(pieces, chunk)}
 
     def deferred_stash(self, pieces: Sequence[Piece], chunk: Chunk) -> float:
         """Kept from I to W: input and output gradient of every linear layer, whole sequences of both."""

@@ -66,15 +66,38 @@ class Op(NamedTuple):
         return f"{cell}.{self.chunk}" if self.chunk else cell
 
 
+class Segment(NamedTuple):
+    """Consecutive pieces of a stage with one autograd graph. recomputed: its activations, all but its inputs, are
+    dropped after F and made again before the backward."""
+
+    pieces: tuple[Piece, ...]
+    recomputed: bool
+
+
 @dataclass(frozen=True)
 class Stage:
-    """A contiguous run of pieces run as one operation with one autograd graph, and how its weights are placed.
+    """A contiguous run of pieces run as one operation, and how its weights are placed.
 
     `placement`: `resident` (all its units on one rank), `shipped`, `replicated` or `ring` (see docs/architecture.md).
+    `recompute`: runs of its pieces, in order, each recomputed from its inputs: by the unit's R op, or where the
+    program has none, run by run, in the unit's B or I as it comes to them.
     """
 
     pieces: tuple[Piece, ...]
     placement: str = "resident"
+    recompute: tuple[tuple[Piece, ...], ...] = ()
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The stage in order: the runs that are recomputed and what is kept between them."""
+        found: list[Segment] = []
+        start = 0
+        for run in self.recompute:
+            at = self.pieces.index(run[0])
+            found += [Segment(self.pieces[start:at], False)] * (at > start) + [Segment(run, True)]
+            start = at + len(run)
+        rest = self.pieces[start:]
+        return (*found, Segment(rest, False)) if rest else tuple(found)
 
     @property
     def has_weights(self) -> bool:
@@ -214,9 +237,9 @@ def to_csv(program: Program, path: str | Path) -> None:
 def from_csv(path: str | Path, num_layers: int | None = None) -> Program:
     """Read a program from a CSV file; the stages get equally many whole layers (one each when `num_layers` is None).
 
-    Only the text is checked here: `validate.validate` says whether the program is complete and can run.
-    Raises ProgramError for an unreadable file, a malformed cell or a file without ops, ScheduleError for indivisible
-    layers.
+    A stage with R ops is recomputed whole. Only the text is checked here: `validate.validate` says whether the program
+    is complete and can run. Raises ProgramError for an unreadable file, a malformed cell or a file without ops,
+    ScheduleError for indivisible layers.
     """
     path = Path(path)
     try:
@@ -235,9 +258,11 @@ def from_csv(path: str | Path, num_layers: int | None = None) -> Program:
     if len(stages) < num_stages:
         missing = next(stage for stage in range(num_stages) if stage not in stages)
         raise ProgramError(f"{path.name} names stage {num_stages - 1} but has no op of stage {missing}.")
+    recomputed = {op.stage for op in ops if op.kind == "R"}
+    own_stages = even_stages(num_layers if num_layers is not None else num_stages, num_stages)
     return Program(
         schedule=path.name,
-        stages=even_stages(num_layers if num_layers is not None else num_stages, num_stages),
+        stages=tuple(replace(s, recompute=(s.pieces,)) if i in recomputed else s for i, s in enumerate(own_stages)),
         ranks=ranks,
         num_microbatches=1 + max(op.microbatch for op in ops),
         num_chunks=1 + max(op.chunk for op in ops),

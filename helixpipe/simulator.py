@@ -15,6 +15,7 @@ from helixpipe.events import MessageEvent, OpEvent, Timeline
 from helixpipe.graph import collector_paused, list_schedule
 from helixpipe.lowering import Action, LoweredProgram, timers
 from helixpipe.program import format_rows
+from helixpipe.stash import StashWalk
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Simulation:
     """One simulated step.
 
     makespan, ideal, bubble_time: in the costs' unit; ideal = total work / ranks; bubble_time = makespan - ideal.
-    busy: time in ops of each rank. peak_activation: most stashed at once on each rank, in microbatch-layers.
+    busy: time in ops of each rank. peak_activation: most stashed at once on each rank, in the costs' unit of memory.
     """
 
     lowered: LoweredProgram
@@ -30,6 +31,7 @@ class Simulation:
     makespan: float
     busy: list[float]
     peak_activation: list[float]
+    memory_unit: str = "microbatch-layers"
 
     @property
     def ideal(self) -> float:
@@ -69,6 +71,7 @@ class Simulation:
             "bubble_ratio": round(self.bubble_ratio, 9),
             "busy": [_plain(value) for value in self.busy],
             "peak_activation": [_plain(value) for value in self.peak_activation],
+            "peak_activation_unit": self.memory_unit,
             "messages": len(self.lowered.messages),
         }
         if order:
@@ -95,27 +98,17 @@ def simulate(lowered: LoweredProgram, costs: Costs, unit: str = "") -> Simulatio
     ]
     timeline = Timeline(program.schedule, program.num_ranks, ops, messages, unit)
     peaks = [_peak_stash(lowered, rank, costs) for rank in range(program.num_ranks)]
-    return Simulation(lowered, timeline, times.makespan, timeline.busy(), peaks)
+    return Simulation(lowered, timeline, times.makespan, timeline.busy(), peaks, costs.memory_unit)
 
 
 def _peak_stash(lowered: LoweredProgram, rank: int, costs: Costs) -> float:
-    """Most stashed at once. A unit keeps its stash from F to B or I, and after I what W still needs until W; ops of a
-    rank never overlap, so the stream is enough."""
-    program = lowered.program
-    if program.forward_only:
-        return 0.0
-    known: dict[tuple[int, int], tuple[float, float]] = {}
-    now = peak = 0.0
+    """Most stashed at once; ops of a rank never overlap, so the stream is enough."""
+    walk, peak = StashWalk(lowered.program, costs, rank), 0.0
     for action, op, _ in lowered.streams[rank]:
-        # An F's own FREE is of its outputs, once they are sent; those are not counted.
-        if op is None or action not in (Action.RUN, Action.FREE) or (action is Action.RUN) != (op.kind in "FI"):
-            continue
-        key = (op.stage, op.chunk)
-        if key not in known:
-            known[key] = (costs.stash(program, op), costs.deferred_stash(program, op))
-        stash, deferred = known[key]
-        now += {"F": stash, "I": deferred - stash, "B": -stash, "W": -deferred}[op.kind]
-        peak = max(peak, now)
+        if op is not None and action is Action.RUN:
+            peak = max(peak, walk.run(op), walk.now)
+        elif op is not None and action is Action.FREE and op.kind in "BW":
+            walk.free(op)
     return peak
 
 

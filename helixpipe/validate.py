@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from helixpipe.errors import ProgramError
 from helixpipe.graph import Graph, build_graph, dependencies
-from helixpipe.program import OP_KINDS, PLACEMENTS, Op, Program, Unit, model_pieces
+from helixpipe.program import OP_KINDS, PLACEMENTS, Op, Program, Stage, Unit, model_pieces
 
 
 def validate(program: Program) -> Graph:
@@ -43,6 +43,7 @@ def _check_stages(program: Program) -> None:
     for index, stage in enumerate(program.stages):
         if not stage.pieces:
             raise ProgramError(f"stage {index} has no pieces.")
+        _check_recompute(index, stage)
         if stage.placement not in PLACEMENTS:
             raise ProgramError(
                 f"stage {index} has unknown placement {stage.placement!r}; known are {', '.join(PLACEMENTS)}."
@@ -54,6 +55,16 @@ def _check_stages(program: Program) -> None:
         len(program.chunk_lengths) != program.num_chunks or min(program.chunk_lengths) < 1
     ):
         raise ProgramError(f"chunk lengths {program.chunk_lengths} do not fit {program.num_chunks} chunks.")
+
+
+def _check_recompute(index: int, stage: Stage) -> None:
+    start = 0
+    for run in stage.recompute:
+        at = stage.pieces.index(run[0], start) if run and run[0] in stage.pieces[start:] else -1
+        if at < 0 or stage.pieces[at : at + len(run)] != run:
+            shown = " ".join(map(str, run)) or "an empty run"
+            raise ProgramError(f"stage {index} cannot recompute {shown}: not a run of its pieces, or out of order.")
+        start = at + len(run)
 
 
 def _check_ranges(program: Program) -> None:
@@ -91,6 +102,8 @@ def _check_units(program: Program, ranks: dict[Op, int]) -> None:
             if extra:
                 raise ProgramError(f"{Op(extra[0], *unit)} has no place in a forward-only program.")
             continue
+        if Op("R", *unit) in ranks and not program.stages[unit.stage].recompute:
+            raise ProgramError(f"{Op('R', *unit)} has nothing to do: stage {unit.stage} recomputes none of its pieces.")
         if backward and (inputs or weights):
             other = "I" if inputs else "W"
             raise ProgramError(

@@ -8,7 +8,8 @@ from typing import Any
 
 from helixpipe.costs import Costs
 from helixpipe.errors import ScheduleError
-from helixpipe.program import Program
+from helixpipe.program import Program, Stage, even_stages
+from helixpipe.recompute import RecomputeOptions
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,8 @@ class Shape:
 
     ranks: pipeline size p. microbatches: m a step. layers: L of the model. chunks: k slices of a microbatch's sequence.
     virtual_stages: v stages a rank, for schedules that interleave. chunk_lengths: tokens of each chunk, None = equal.
-    costs: what ops take, for schedules found from costs; None = unknown.
+    costs: what ops take, for schedules found from costs; None = unknown. recompute: what every stage recomputes.
+    memory_limit: what a rank may use, in the costs' unit of memory; None = unknown.
     """
 
     ranks: int
@@ -27,6 +29,8 @@ class Shape:
     virtual_stages: int | None = None
     chunk_lengths: tuple[int, ...] | None = None
     costs: Costs | None = None
+    recompute: RecomputeOptions = field(default_factory=RecomputeOptions)
+    memory_limit: float | None = None
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -38,6 +42,11 @@ class Shape:
         ):
             if value < 1:
                 raise ScheduleError(f"the number of {name} must be at least 1, not {value}.")
+        self.recompute.check()
+
+    def even_stages(self, count: int) -> tuple[Stage, ...]:
+        """`count` stages of equally many layers, with what they recompute; see `helixpipe.program.even_stages`."""
+        return self.recompute.stages(even_stages(self.layers, count))
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from helixpipe.errors import ScheduleError
-from helixpipe.program import Op, Program, even_stages
+from helixpipe.program import Op, Program
 from schedules.base import NoOptions, Shape
 
 
@@ -12,7 +12,7 @@ def gpipe(shape: Shape, options: NoOptions) -> Program:
 
     Bubble (p-1)(F+B); every rank keeps the activations of all m microbatches.
     """
-    stages = even_stages(shape.layers, shape.ranks)
+    stages = shape.even_stages(shape.ranks)
     ranks = []
     for rank in range(shape.ranks):
         # Step 1: mF
@@ -31,4 +31,4 @@ def no_pipeline(shape: Shape, options: NoOptions) -> Program:
             "set --pipeline-model-parallel-size 1 or choose another --pipeline-schedule."
         )
     order = [Op(kind, 0, microbatch) for microbatch in range(shape.microbatches) for kind in "FB"]
-    return Program("none", even_stages(shape.layers, 1), (tuple(order),), shape.microbatches)
+    return Program("none", shape.even_stages(1), (tuple(order),), shape.microbatches)

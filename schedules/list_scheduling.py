@@ -14,6 +14,7 @@ from math import inf
 
 from helixpipe.costs import Costs
 from helixpipe.graph import Message
+from helixpipe.lowering import timers
 from helixpipe.program import Op, Program, Stage
 
 
@@ -127,15 +128,15 @@ def problem(
     """
     empty = Program(name, stages, ((),) * (1 + max(homes)), m)
 
+    op_time, message_time = timers(empty, costs)
+
     def times(kind: str) -> tuple[float, ...]:
-        return tuple(costs.op_time(empty, Op(kind, stage, 0)) for stage in range(len(stages)))
+        return tuple(op_time(Op(kind, stage, 0)) for stage in range(len(stages)))
 
     messages = []
     for stage in range(len(stages) - 1):
         here, there = Op("F", stage, 0), Op("F", stage + 1, 0)
-        messages.append(
-            costs.message_time(empty, Message(0, "activation", here, there, homes[stage], homes[stage + 1]))
-        )
+        messages.append(message_time(Message(0, "activation", here, there, homes[stage], homes[stage + 1])))
     deferred = tuple(costs.deferred_stash(empty, Op("W", stage, 0)) for stage in range(len(stages)))
     held = tuple(max(costs.stash(empty, Op("F", s, 0)), deferred[s]) for s in range(len(stages)))
     limit = [0.0] * (1 + max(homes))

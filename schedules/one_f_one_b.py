@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from helixpipe.program import Op, Program, even_stages
+from helixpipe.program import Op, Program
 from schedules.base import NoOptions, Shape, require_multiple
 
 
@@ -24,7 +24,7 @@ def one_f_one_b(shape: Shape, options: NoOptions) -> Program:
         # Step 3 (cool-down): the rest of B
         order += [Op("B", rank, i) for i in range(m - warmup, m)]
         ranks.append(tuple(order))
-    return Program("1f1b", even_stages(shape.layers, p), tuple(ranks), m)
+    return Program("1f1b", shape.even_stages(p), tuple(ranks), m)
 
 
 def interleaved(shape: Shape, options: NoOptions) -> Program:
@@ -57,4 +57,4 @@ def interleaved(shape: Shape, options: NoOptions) -> Program:
         # Step 3 (cool-down): the rest of B
         order += [Op("B", *unit(i, rank, forward=False)) for i in range(total - warmup, total)]
         ranks.append(tuple(order))
-    return Program("interleaved-1f1b", even_stages(shape.layers, p * v), tuple(ranks), m)
+    return Program("interleaved-1f1b", shape.even_stages(p * v), tuple(ranks), m)

@@ -16,7 +16,7 @@ from helixpipe.costs import PieceTimes
 from helixpipe.errors import ScheduleError
 from helixpipe.flags import option
 from helixpipe.graph import collector_paused
-from helixpipe.program import Op, Program, even_stages
+from helixpipe.program import Op, Program
 from schedules.base import Shape
 from schedules.list_scheduling import Found, Problem, Rules, greedy, problem
 
@@ -71,7 +71,7 @@ def zbv(shape: Shape, options: ZeroBubbleOptions) -> Program:
     p, m = shape.ranks, shape.microbatches
     limit = _limit(options, p)
     costs = shape.costs or PieceTimes()
-    stages = even_stages(shape.layers, 2 * p)
+    stages = shape.even_stages(2 * p)
     v = problem("zbv", stages, (*range(p), *reversed(range(p))), m, limit, costs)
     line = problem("zbv", stages, tuple(s // 2 for s in range(2 * p)), m, limit, costs)
     with collector_paused():
@@ -85,7 +85,7 @@ def zbv(shape: Shape, options: ZeroBubbleOptions) -> Program:
 def _one_stage_a_rank(name: str, shape: Shape, options: ZeroBubbleOptions, default: int) -> Program:
     p, m = shape.ranks, shape.microbatches
     limit = _limit(options, default)
-    stages = even_stages(shape.layers, p)
+    stages = shape.even_stages(p)
     given = problem(name, stages, tuple(range(p)), m, limit, shape.costs or PieceTimes())
     with collector_paused():
         found = _search(given, lambda given: [_one_f_one_b(given, limit)])

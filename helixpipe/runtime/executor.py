@@ -23,7 +23,7 @@ from helixpipe.graph import Message
 from helixpipe.lowering import Action, Instruction, LoweredProgram
 from helixpipe.model import Microbatch, UnitContext
 from helixpipe.model.linear import WeightGradients
-from helixpipe.program import Op, Piece, Unit
+from helixpipe.program import Op, Piece, Segment, Unit
 from helixpipe.runtime.transport import Receipt, Transport
 
 
@@ -70,7 +70,11 @@ class LossSum(NamedTuple):
 
 
 @dataclass
-class _Stashed:
+class _Graph:
+    """One segment of a unit, between its F and its backward: what autograd starts from and ends at. No outputs: they
+    are to be made again."""
+
+    segment: Segment
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
 
@@ -116,7 +120,6 @@ class Executor:
         }
         kinds = {op.kind for op in lowered.program.ranks[rank]}
         self._weight_gradients = model.weight_gradients() if "W" in kinds else None
-        self._recomputed = frozenset(op.unit for op in lowered.program.ranks[rank] if op.kind == "R")
         self._local_consumer = self._consumers_on_this_rank()
         self._ranges = {op: f"PP:{op}" for op in lowered.program.ranks[rank]}
 
@@ -124,7 +127,7 @@ class Executor:
         """Run the program once. Gradients are added to the parameters'. Returns the loss sums of the microbatches
         whose head is here, and this rank's times when `record` (else an empty record)."""
         self._step = step
-        self._stash: dict[Unit, _Stashed] = {}
+        self._stash: dict[Unit, list[_Graph]] = {}
         self._inbox: dict[Op, tuple[Tensor, ...]] = {}
         self._outbox: dict[Op, tuple[Tensor, ...]] = {}
         self._receipts: dict[int, Receipt] = {}
@@ -175,45 +178,52 @@ class Executor:
         if op.kind != "F":
             del self._stash[op.unit]
         elif op.unit in self._stash:
-            _free_outputs(self._stash[op.unit])
+            _free_outputs(self._stash[op.unit][-1])
 
     # ---------------------------------------------------------------------------------------------------------- ops
 
     def _forward(self, op: Op) -> None:
         stage = self.lowered.program.stages[op.stage]
-        inputs = self._inbox.pop(op, ())
-        training = not self.lowered.program.forward_only
-        if training:
-            inputs = tuple(tensor.detach().requires_grad_() for tensor in inputs)
-        recomputed = op.unit in self._recomputed
-        with torch.no_grad() if recomputed else nullcontext():
-            outputs = self.model.run(stage.pieces, inputs, self._step.batch(op.microbatch), self._context(op))
-        if training:
-            self._stash[op.unit] = _Stashed(inputs, () if recomputed else outputs)
+        state = self._inbox.pop(op, ())
+        if self.lowered.program.forward_only:
+            outputs = self._run_pieces(op, stage.pieces, state)
+        else:
+            graphs = self._stash[op.unit] = []
+            for segment in stage.segments:
+                inputs = _leaves(state)
+                with torch.no_grad() if segment.recomputed else nullcontext():
+                    outputs = self._run_pieces(op, segment.pieces, inputs)
+                graphs.append(_Graph(segment, inputs, () if segment.recomputed else outputs))
+                state = outputs
         if op.stage == len(self.lowered.program.stages) - 1:
             self._losses.append(LossSum(op.microbatch, op.chunk, outputs[0].detach()))
         else:
             self._deliver(op, tuple(tensor.detach() for tensor in outputs))
 
     def _backward(self, op: Op) -> None:
-        stashed = self._stash[op.unit]
+        """Segment by segment from the last; one that is recomputed and has had no R is made again first."""
+        graphs = self._stash[op.unit]
         if op.stage == len(self.lowered.program.stages) - 1:
             gradients: tuple[Tensor, ...] = (self._step.root_gradient(op.microbatch),)
         else:
             gradients = self._inbox.pop(op)
-        # The engine itself, since torch.autograd.backward would compare shapes with outputs whose data has been freed.
-        Variable._execution_engine.run_backward(
-            stashed.outputs,
-            gradients,
-            False,  # keep_graph
-            False,  # create_graph
-            (),  # inputs: all leaves
-            allow_unreachable=True,
-            accumulate_grad=True,
-        )
+        while graphs:
+            graph = graphs.pop()
+            self._make_again(op, graph)
+            # The engine itself: torch.autograd.backward would compare shapes with outputs whose data has been freed.
+            Variable._execution_engine.run_backward(
+                graph.outputs,
+                gradients,
+                False,  # keep_graph
+                False,  # create_graph
+                (),  # inputs: all leaves
+                allow_unreachable=True,
+                accumulate_grad=True,
+            )
+            if graphs or op.stage > 0:
+                gradients = tuple(_gradient(tensor) for tensor in graph.inputs)
         if op.stage > 0:
-            self._deliver(op, tuple(_gradient(tensor) for tensor in stashed.inputs))
-        stashed.inputs = stashed.outputs = ()
+            self._deliver(op, gradients)
 
     def _input_backward(self, op: Op) -> None:
         """B without the weight gradients of linear layers, which wait for W with what they need."""
@@ -226,10 +236,17 @@ class Executor:
         self._weight_gradients.compute(op.unit)
 
     def _recompute(self, op: Op) -> None:
-        """The forward again, now with its graph; the random state depends on the unit alone, so dropout repeats."""
-        stage, stashed = self.lowered.program.stages[op.stage], self._stash[op.unit]
-        batch = self._step.batch(op.microbatch)
-        stashed.outputs = self.model.run(stage.pieces, stashed.inputs, batch, self._context(op))
+        """What the stage recomputes, now with its graph; the random state depends on the unit, so dropout repeats."""
+        for graph in self._stash[op.unit]:
+            self._make_again(op, graph)
+            _free_outputs(graph)
+
+    def _make_again(self, op: Op, graph: _Graph) -> None:
+        if not graph.outputs:
+            graph.outputs = self._run_pieces(op, graph.segment.pieces, graph.inputs)
+
+    def _run_pieces(self, op: Op, pieces: tuple[Piece, ...], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return self.model.run(pieces, inputs, self._step.batch(op.microbatch), self._context(op))
 
     def _deliver(self, op: Op, tensors: tuple[Tensor, ...]) -> None:
         consumer = self._local_consumer.get(op)
@@ -308,14 +325,23 @@ def _gradient(tensor: Tensor) -> Tensor:
     return gradient if gradient is not None else torch.zeros_like(tensor)
 
 
-def _free_outputs(stashed: _Stashed) -> None:
+def _leaves(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The inputs of a graph of their own. A view of something larger is copied, so that the rest of that can go."""
+    return tuple(
+        (tensor.detach().clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor.detach())
+        .requires_grad_()
+        for tensor in tensors
+    )  # fmt: skip
+
+
+def _free_outputs(graph: _Graph) -> None:
     """Drop the data of outputs that have been sent, keeping their place in the autograd graph: backward needs only the
     gradients that come back. Left alone: what is an input as well (a residual that passes through) and views, whose
     base keeps the memory."""
-    kept = {id(tensor) for tensor in stashed.inputs}
-    if len(stashed.outputs) > 1:
-        kept.add(id(stashed.outputs[-1]))
-    for output in stashed.outputs:
+    kept = {id(tensor) for tensor in graph.inputs}
+    if len(graph.outputs) > 1:
+        kept.add(id(graph.outputs[-1]))
+    for output in graph.outputs:
         if id(output) not in kept and output._base is None:
             output.data = torch.empty(0, device=output.device, dtype=output.dtype)
 

@@ -13,7 +13,7 @@ from random import Random
 from hypothesis import HealthCheck, settings
 
 from helixpipe.costs import PieceTimes
-from helixpipe.program import OP_KINDS, PIECE_KINDS, PLACEMENTS, Op, Program, Stage, Unit, model_pieces
+from helixpipe.program import OP_KINDS, PIECE_KINDS, PLACEMENTS, Op, Piece, Program, Stage, Unit, model_pieces
 
 DETERMINISTIC = settings(
     derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow], print_blob=False
@@ -27,9 +27,12 @@ def random_program(rng: Random) -> Program:
     pieces = model_pieces(rng.randint(1, 2))
     num_stages = rng.randint(1, 6)
     cuts = [0, *sorted(rng.sample(range(1, len(pieces)), num_stages - 1)), len(pieces)]
-    stages = tuple(Stage(pieces[a:b], rng.choice(("resident", rng.choice(PLACEMENTS)))) for a, b in pairwise(cuts))
     forward_only = rng.random() < 0.1
     split, recompute = rng.choice((0, 0.5, 1)), rng.choice((0, 0.3, 1))
+    stages = tuple(
+        Stage(pieces[a:b], rng.choice(("resident", rng.choice(PLACEMENTS))), random_runs(pieces[a:b], recompute, rng))
+        for a, b in pairwise(cuts)
+    )
     ops: dict[Op, int] = {}
     homes: dict[tuple[int, ...], int] = {}
     for unit in every_unit(stages, num_microbatches, num_chunks):
@@ -37,7 +40,7 @@ def random_program(rng: Random) -> Program:
         key = unit[:1] if stage.placement == "resident" else unit[:2] if stage.has_attention else unit
         rank = homes.setdefault(key, rng.randrange(num_ranks))
         kinds = "F" if forward_only else "FIW" if rng.random() < split else "FB"
-        if not forward_only and rng.random() < recompute:
+        if not forward_only and stage.recompute and rng.random() < 0.7:
             kinds += "R"
         ops.update((Op(kind, *unit), rank) for kind in kinds)
     lengths = None if rng.random() < 0.5 else tuple(rng.randint(1, 9) for _ in range(num_chunks))
@@ -52,6 +55,12 @@ def random_program(rng: Random) -> Program:
         done.add(op)
         ranks[ops[op]].append(op)
     return replace(empty, ranks=tuple(map(tuple, ranks)))
+
+
+def random_runs(pieces: tuple[Piece, ...], probability: float, rng: Random) -> tuple[tuple[Piece, ...], ...]:
+    """Runs of pieces to recompute, with gaps of any size between them."""
+    cuts = sorted(rng.sample(range(len(pieces) + 1), rng.randint(0, len(pieces) + 1)))
+    return tuple(pieces[a:b] for a, b in pairwise(cuts) if rng.random() < probability)
 
 
 def every_unit(stages: tuple[Stage, ...], num_microbatches: int, num_chunks: int) -> list[Unit]:
@@ -96,6 +105,8 @@ def can_run(program: Program) -> bool:
         return False
     for unit in units:
         found = {kind for kind in OP_KINDS if count[Op(kind, *unit)]}
+        if "R" in found and not program.stages[unit.stage].recompute:
+            return False
         if found not in ([{"F"}] if program.forward_only else [{*"FB"}, {*"FIW"}, {*"FBR"}, {*"FIWR"}]):
             return False
     homes: dict[tuple[int, ...], int] = {}

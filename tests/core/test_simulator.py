@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -19,7 +20,7 @@ from helixpipe.costs import PieceTimes, parse_piece_times
 from helixpipe.errors import UserError
 from helixpipe.events import Timeline
 from helixpipe.lowering import lower
-from helixpipe.program import Op, Program, Stage, even_stages, forward_only, model_pieces, parse_rows
+from helixpipe.program import Op, Program, Stage, Unit, even_stages, forward_only, model_pieces, parse_rows
 from helixpipe.simulator import Simulation, simulate
 from schedules import Shape, build
 from tests.core.random_programs import DETERMINISTIC, needs, random_costs, random_program
@@ -108,6 +109,12 @@ def test_messages_cost_time_and_links_carry_one_at_a_time() -> None:
 # -------------------------------------------------------------------------------------------------------- any program
 
 
+def recomputes_inside(program: Program, rank: int, op: Op) -> bool:
+    """Whether this op is a backward that recomputes, for want of an R."""
+    explicit = op._replace(kind="R") in program.ranks[rank]
+    return op.kind in "BI" and bool(program.stages[op.stage].recompute) and not explicit
+
+
 def check_laws(result: Simulation, costs: PieceTimes) -> None:
     """What must hold for any program and costs: nothing overlaps or starts before what it needs, no work is lost."""
     program, timeline = result.lowered.program, result.timeline
@@ -118,6 +125,7 @@ def check_laws(result: Simulation, costs: PieceTimes) -> None:
     for rank, ops in enumerate(program.ranks):
         assert all(end[before] <= start[after] + near for before, after in pairwise(ops))
         work = sum(costs.op_time(program, op) for op in ops)
+        work += sum(costs.op_time(program, op._replace(kind="R")) for op in ops if recomputes_inside(program, rank, op))
         assert result.busy[rank] == pytest.approx(work)
         assert work <= result.makespan + near
     links: dict[tuple[int, int], list[Any]] = {}
@@ -157,14 +165,16 @@ def test_laws(seed: int) -> None:
     # Memory, again but naively: what is kept once each op has run; a split unit keeps what W needs from I on.
     for rank, ops in enumerate(program.ranks):
         peak = 0.0
-        alive: dict[Op, float] = {}
-        for op in ops:
-            if op.kind in "FI" and not program.forward_only:
-                kept = costs.stash(program, op) if op.kind == "F" else costs.deferred_stash(program, op)
-                alive[Op("F", *op.unit)] = kept
-                peak = max(peak, sum(alive.values()))
-            elif op.kind in "BW":
-                del alive[Op("F", *op.unit)]
+        alive: dict[Unit, float] = {}
+        for op in ops if not program.forward_only else ():
+            if recomputes_inside(program, rank, op):
+                others = sum(kept for unit, kept in alive.items() if unit != op.unit)
+                peak = max(peak, others + costs.stash(program, op))
+            if op.kind in "FRI":
+                alive[op.unit] = costs.deferred_stash(program, op) if op.kind == "I" else costs.stash(program, op)
+            peak = max(peak, sum(alive.values()))
+            if op.kind in "BW":
+                del alive[op.unit]
         assert not alive
         assert result.peak_activation[rank] == pytest.approx(peak)
 
@@ -190,10 +200,12 @@ def test_a_slower_link_is_never_faster() -> None:
 def test_weight_gradients_cost_what_they_cost() -> None:
     """Attention has no weights: all its backward is I. The linear layers' W is their backward less their forward."""
     costs = PieceTimes({"qkv": 1, "attn": 10, "mlp": 2})
-    program = Program("split", even_stages(1, 1), parse_rows([["0F0", "0I0", "0W0", "0F1", "0R1", "0B1"]]), 2)
+    (stage,) = even_stages(1, 1)
+    stages = (replace(stage, recompute=(stage.pieces,)),)
+    program = Program("split", stages, parse_rows([["0F0", "0I0", "0W0", "0F1", "0R1", "0B1"]]), 2)
     assert [costs.op_time(program, op) for op in program.ranks[0]] == [13, 1 + 20 + 2, 1 + 0 + 2, 13, 13, 26]
     result = simulate(lower(program), costs)
-    assert result.makespan == 13 + 23 + 3 + 13 + 13 + 26
+    assert result.makespan == 13 + (23 + 13) + 3 + 13 + 13 + 26  # without R its time is the backward's
     assert {str(e.op): e.end - e.start for e in result.timeline.ops}["0W0"] == 3
 
 

@@ -34,7 +34,12 @@ def program(rows: Sequence[str], stages: tuple[Stage, ...] | None = None, **fiel
         "num_chunks": 1 + max(op.chunk for op in ops),
     }
     num_stages = 1 + max(op.stage for op in ops)
-    return Program("test", stages or even_stages(num_stages, num_stages), ranks, **{**sizes, **fields})
+    recomputed = {op.stage for op in ops if op.kind == "R"}
+    own = tuple(
+        replace(stage, recompute=(stage.pieces,)) if index in recomputed else stage
+        for index, stage in enumerate(even_stages(num_stages, num_stages))
+    )
+    return Program("test", stages or own, ranks, **{**sizes, **fields})
 
 
 def sentence(rows: Sequence[str], stages: tuple[Stage, ...] | None = None, **fields: Any) -> str:

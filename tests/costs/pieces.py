@@ -9,13 +9,17 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from helixpipe.lowering import LoweredProgram, lower
 from helixpipe.model import GPTOptions, Microbatch, PipelineModel, UnitContext
 from helixpipe.models import Chunk, Layout, ModelShape
 from helixpipe.piece_bytes import PieceBytes
 from helixpipe.piece_work import work
-from helixpipe.program import Piece, Unit, model_pieces
+from helixpipe.program import Op, Piece, Program, Stage, Unit, model_pieces
+from helixpipe.recompute import RecomputeOptions
 from helixpipe.runtime.accounting import SavedBytes
+from helixpipe.runtime.executor import Executor, Step
 from tests.model.common import make_config, set_parallel
+from tests.runtime.equality import Nowhere
 
 TOKENS, BATCH, VOCABULARY, LAYERS = 24, 2, 512, 2
 CHAIN = model_pieces(LAYERS)
@@ -45,7 +49,12 @@ def compare(rank: int, world_size: int) -> dict[str, list[tuple[str, float, floa
                 continue
             set_parallel(tp=tp)
             layout = Layout(tp, split, BATCH, element_bytes=4, fused_kernels=False)
-            results[case] = [*_flops(shape, layout), *_saved(shape, layout), *_parameters(shape, layout)]
+            results[case] = [
+                *_flops(shape, layout),
+                *_saved(shape, layout),
+                *_recomputed(shape, layout),
+                *_parameters(shape, layout),
+            ]
     return results
 
 
@@ -164,6 +173,59 @@ def _saved(shape: ModelShape, layout: Layout) -> list[tuple[str, float, float]]:
             nbytes = sum(tensor.nbytes for tensor in inputs)
             found.append((f"message {what}", nbytes, own.message(pieces[0], Chunk(TOKENS))))
     return found
+
+
+RECOMPUTATIONS = (
+    RecomputeOptions("full"),
+    RecomputeOptions("full", recompute_method="block"),
+    RecomputeOptions("full", recompute_num_layers=2),
+    RecomputeOptions("selective"),
+    RecomputeOptions("selective", recompute_modules=("mlp",)),
+    RecomputeOptions("without-attention"),
+)
+
+
+def _recomputed(shape: ModelShape, layout: Layout) -> list[tuple[str, float, float]]:
+    """What the executor holds of one unit after F, and at most while its backward recomputes."""
+    model = make(shape, layout)
+    own, found = PieceBytes(shape, layout), []
+    rows = ((Op("F", 0, 0), Op("B", 0, 0)),)
+    data = batch()
+    model.run(CHAIN, (), data, CONTEXT)
+    rotary = getattr(model.decoder.layers["0"], "_rotary", None)
+    tables = rotary._table if rotary is not None else ()
+    for options in RECOMPUTATIONS:
+        stages = options.stages((Stage(CHAIN),))
+        step = Step(0, int, lambda index: data, lambda index: torch.tensor(1.0), BATCH, TOKENS)
+        with SavedBytes([*model.parameters(), *tables, data.tokens, data.labels, data.loss_mask]) as account:
+            executor = _Watched(lower(Program("one", stages, rows, 1)), model, account)
+            executor.run(step)
+        what = f"{options.granularity} {options.recompute_method} {options.recompute_num_layers}"
+        for kind, held in (("F", executor.after_forward), ("B", executor.most)):
+            ours = own.segments_stash(stages[0].segments, Chunk(TOKENS), kind)
+            found.append((f"recompute {kind} {what} {options.recompute_modules}", held, ours))
+    return found
+
+
+class _Watched(Executor):
+    """Looks at what is held after F and whenever a segment of the backward is complete."""
+
+    def __init__(self, lowered: LoweredProgram, model: PipelineModel, account: SavedBytes):
+        super().__init__(lowered, 0, model, Nowhere())
+        self._account = account
+        self.after_forward = self.most = 0
+
+    def _forward(self, op: Op) -> None:
+        super()._forward(op)
+        self.after_forward = self._held(self._stash[op.unit])
+
+    def _make_again(self, op: Op, graph: Any) -> None:
+        super()._make_again(op, graph)
+        self.most = max(self.most, self._held([*self._stash[op.unit], graph]))
+
+    def _held(self, graphs: Sequence[Any]) -> int:
+        inputs = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for g in graphs for t in g.inputs}
+        return self._account.now + sum(size for key, size in inputs.items() if key not in self._account._users)
 
 
 def _parameters(shape: ModelShape, layout: Layout) -> list[tuple[str, float, float]]:

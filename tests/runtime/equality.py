@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,9 +14,10 @@ prepare()  # before megatron-core is imported, whose notices it silences
 
 from megatron.core import parallel_state
 
-from helixpipe.lowering import lower
+from helixpipe.lowering import lower, unit_costs
 from helixpipe.model import Microbatch, PipelineModel
 from helixpipe.program import Op, Piece, Program, Stage, forward_only, model_pieces
+from helixpipe.recompute import RecomputeOptions, place_early
 from helixpipe.runtime.executor import Executor, Step
 from helixpipe.runtime.transport import Transport, make_transport
 from schedules import Shape, build
@@ -51,7 +52,7 @@ class Case:
     dropout: float = 0.0
     split: bool = False
     """B as I and W, every W as late as the rank's order allows."""
-    recompute: bool = False
+    recompute: RecomputeOptions = field(default_factory=RecomputeOptions)
     cut_after: str = ""
     """Cut the model over two ranks inside layer 2, after the piece of this kind."""
 
@@ -61,22 +62,27 @@ class Case:
             + ["sp"] * self.sequence_parallel
             + ["dropout"] * (self.dropout > 0)
             + ["split"] * self.split
-            + ["recompute"] * self.recompute
+            + _recompute_marks(self.recompute)
             + [f"cut-after-{self.cut_after}"] * bool(self.cut_after)
         )
         return "-".join([self.schedule, self.style, f"p{self.pp}", f"tp{self.tp}", f"m{self.m}", *marks])
 
     def program(self) -> Program:
-        program = build(self.schedule, Shape(self.pp, self.m, self.layers, virtual_stages=self.v))
+        shape = Shape(self.pp, self.m, self.layers, virtual_stages=self.v)
+        program = build(self.schedule, shape)
         if self.cut_after:
             chain = model_pieces(self.layers)
             cut = chain.index(Piece(self.cut_after, 2)) + 1
             program = replace(program, stages=(Stage(chain[:cut]), Stage(chain[cut:])))
         if self.split:
             program = replace(program, ranks=tuple(_split(ops) for ops in program.ranks))
-        if self.recompute:
-            program = replace(program, ranks=tuple(_with_recompute(ops) for ops in program.ranks))
-        return program
+        program = replace(program, stages=self.recompute.stages(program.stages))
+        return place_early(program, unit_costs()) if self.recompute.recompute_early else program
+
+
+def _recompute_marks(options: RecomputeOptions) -> list[str]:
+    marks = (options.granularity, options.recompute_method, options.recompute_num_layers, options.recompute_modules)
+    return [str(mark) for mark in marks if mark] + ["inside"] * (not options.recompute_early)
 
 
 def _split(ops: tuple[Op, ...]) -> tuple[Op, ...]:
@@ -87,16 +93,6 @@ def _split(ops: tuple[Op, ...]) -> tuple[Op, ...]:
         if op.kind == "B":
             (now if op.microbatch % 3 == 2 else late).append(op._replace(kind="W"))
     return (*now, *reversed(late))
-
-
-def _with_recompute(ops: tuple[Op, ...]) -> tuple[Op, ...]:
-    """R just before the backward, for all but every third microbatch."""
-    result = []
-    for op in ops:
-        if op.kind in "BI" and op.microbatch % 3 != 2:
-            result.append(op._replace(kind="R"))
-        result.append(op)
-    return tuple(result)
 
 
 def microbatches(count: int) -> list[Microbatch]:
@@ -182,10 +178,10 @@ def make_executor(case: Case, transport: Transport | None = None) -> tuple[Any, 
     """transport None: for a case on one rank, which sends nothing."""
     model = make_model(case)
     rank = parallel_state.get_pipeline_model_parallel_rank() if case.pp > 1 else 0
-    return model, Executor(lower(case.program(), receive_ahead=1), rank, model, transport or _Nowhere())
+    return model, Executor(lower(case.program(), receive_ahead=1), rank, model, transport or Nowhere())
 
 
-class _Nowhere:
+class Nowhere:
     """A network without other ranks."""
 
     independent_channels = True

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from helixpipe.program import to_csv
+from helixpipe.recompute import RecomputeOptions
 from schedules import Shape, build
 from tests.distributed import run_ranks
 from tests.runtime.equality import Case, fail_in_the_middle, peaks_of_stash, run_cases, run_csv
@@ -31,6 +32,15 @@ def pipelines(pp: int, tp: int = 1, **extra: Any) -> list[Case]:
     return cases
 
 
+RECOMPUTATIONS = (
+    RecomputeOptions("without-attention"),
+    RecomputeOptions("full", recompute_early=False),
+    RecomputeOptions("without-attention", recompute_early=False),
+    RecomputeOptions("selective", recompute_modules=("core_attn", "mlp")),
+    RecomputeOptions("full", recompute_method="block", recompute_num_layers=1),
+    RecomputeOptions("full", recompute_method="uniform", recompute_num_layers=2),
+)
+
 GROUPS = {
     "p4": pipelines(4),
     "p2-dp2": pipelines(2),
@@ -51,15 +61,28 @@ GROUPS = {
             recompute=recompute,
         )
         for (pp, tp, sp), style in product(((4, 1, False), (2, 2, False), (2, 2, True)), STYLES)
-        for schedule, v, recompute in (("1f1b", None, False), ("interleaved-1f1b", 1, True))
+        for schedule, v, recompute in (
+            ("1f1b", None, RecomputeOptions()),
+            ("interleaved-1f1b", 1, RecomputeOptions("without-attention")),
+        )
     ],
     "recompute": [
-        Case(schedule, pp, 4, "llama", v=v, dropout=0.2, recompute=True, split=split)
-        for pp, schedule, v, split in (
-            (4, "1f1b", None, False),
-            (2, "gpipe", None, False),
-            (2, "interleaved-1f1b", 2, True),
+        Case(schedule, pp, 4, style, v=v, tp=tp, tied=style == "gpt", dropout=dropout, recompute=options, split=split)
+        for (pp, tp, schedule, v, split, style, dropout), options in product(
+            (
+                (4, 1, "1f1b", None, False, "llama", 0.2),
+                (2, 1, "gpipe", None, False, "gpt", 0.0),
+                (2, 2, "interleaved-1f1b", 2, True, "llama", 0.0),
+                (2, 2, "1f1b", None, False, "gpt", 0.0),
+                (2, 1, "zbv", None, False, "gpt", 0.0),
+            ),
+            RECOMPUTATIONS,
         )
+        if not (tp == 2 and dropout)
+    ]
+    + [
+        Case("1f1b", 2, 3, style, recompute=options, cut_after=kind, tied=style == "gpt")
+        for style, kind, options in product(STYLES, ("norm", "qkv", "attn", "proj"), RECOMPUTATIONS[:2])
     ],
     "inner-cuts": [
         Case("1f1b", 2, 3, style, tp=tp, tied=style == "gpt", sequence_parallel=tp > 1, cut_after=kind)

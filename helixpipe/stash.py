@@ -1,0 +1,83 @@
+"""What the units of a rank keep for their backward, op by op, in the costs' unit of memory. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from helixpipe.program import Op, Program, Segment, Unit
+
+if TYPE_CHECKING:
+    from helixpipe.costs import Costs
+
+Name = TypeVar("Name", bound=Hashable)
+
+
+def kept(
+    segments: Sequence[Segment],
+    whole: Sequence[Mapping[Name, float]],
+    inputs: Sequence[Mapping[Name, float]],
+    kind: str,
+) -> float:
+    """What a unit keeps once its op of that kind has run, from the sizes of named tensors; one that several keep
+    counts once.
+
+    whole, inputs: for each segment all it keeps, and its inputs alone. F: of what is recomputed the inputs. R: all. B
+    and I: the most while a backward runs that recomputes segment by segment, from the last to the first.
+    """
+    after_forward = [inputs[i] if segment.recomputed else whole[i] for i, segment in enumerate(segments)]
+    if kind == "R":
+        moments = [[*after_forward, *whole]]
+    elif kind == "F":
+        moments = [after_forward]
+    else:
+        moments = [[*after_forward[:index], *[whole[index]]] for index in range(len(segments))]
+    return max(sum({name: size for tensors in each for name, size in tensors.items()}.values()) for each in moments)
+
+
+class StashWalk:
+    """Follows the ops of one rank in their order.
+
+    now: kept by all units. A unit keeps its stash from F to B or I, after an R everything its backward needs, and
+    after I what W still needs, until W.
+    """
+
+    def __init__(self, program: Program, costs: Costs, rank: int):
+        self.now = 0.0
+        self._program, self._costs = program, costs
+        self._explicit = {op.unit for op in program.ranks[rank] if op.kind == "R"}
+        self._alive: dict[Unit, float] = {}
+        self._sizes: dict[tuple[str, int, int], float] = {}
+
+    def run(self, op: Op) -> float:
+        """Run an op; returns the most that is kept meanwhile. `now` includes what B or W leaves until `free`."""
+        if self._program.forward_only:
+            return 0.0
+        before = self._alive.get(op.unit, 0.0)
+        during = after = before
+        if op.kind in "FR":
+            after = self._size(op)
+        elif op.kind == "I":
+            after = self._deferred(op)
+        if op.kind in "BI" and self._program.stages[op.stage].recompute and op.unit not in self._explicit:
+            during = self._size(op)
+        most = self.now - before + max(before, during, after)
+        self.now += after - before
+        self._alive[op.unit] = after
+        return most
+
+    def free(self, op: Op) -> None:
+        """The FREE after a B or W: its unit keeps nothing any more."""
+        self.now -= self._alive.pop(op.unit, 0.0)
+
+    def _size(self, op: Op) -> float:
+        key = (op.kind, op.stage, op.chunk)
+        if key not in self._sizes:
+            self._sizes[key] = self._costs.stash(self._program, op)
+        return self._sizes[key]
+
+    def _deferred(self, op: Op) -> float:
+        key = ("W", op.stage, op.chunk)
+        if key not in self._sizes:
+            self._sizes[key] = self._costs.deferred_stash(self._program, op)
+        return self._sizes[key]
