@@ -41,6 +41,7 @@ from helixpipe.graph import collector_paused
 from helixpipe.lowering import lower
 from helixpipe.model_report import memory_text, report, step_text
 from helixpipe.program import Program, format_rows, forward_only, from_csv, to_csv
+from helixpipe.recompute import RecomputeOptions, recomputed
 from helixpipe.report import summary, table, text_timeline
 from helixpipe.simulator import Simulation, simulate
 from helixpipe.timeline import check_suffix, count, draw
@@ -154,6 +155,7 @@ def _parsers() -> tuple[FlagParser, dict[str, FlagParser]]:
     for command in (simulating, weighing, drawing):
         add_dataclass_arguments(command, CostOptions, title="costs")
         add_dataclass_arguments(command, ModelOptions, title="model and hardware")
+        add_dataclass_arguments(command, RecomputeOptions, title="recomputation")
         for schedule in SCHEDULES.values():
             if dataclasses.fields(schedule.options):
                 add_dataclass_arguments(command, schedule.options, title=f"options of {schedule.name}")
@@ -190,15 +192,21 @@ def _simulate(namespace: argparse.Namespace) -> None:
     plan = _plan([namespace.schedule], namespace)
     (simulation,) = _simulations([namespace.schedule], namespace, plan)
     program = simulation.lowered.program
+    late = _without_early_recomputation(namespace, plan, program)
     if options.csv is not None:
         with whole_file(options.csv) as temporary:
             to_csv(program, temporary)
     step = None if plan is None else report(simulation, plan)
     if namespace.json:
         result = simulation.to_json(order=options.order)
+        if late is not None:
+            result["makespan_recomputing_late"] = late
         print(json.dumps(result if step is None else {**result, "unit": "s", "step": step.to_json()}))
         return
     print(summary(simulation) if step is None else step_text(step))
+    if late is not None:
+        saved = 1 - simulation.makespan / late if late else 0.0
+        print(f"Recomputing in idle time saves {100 * saved:.1f} % (--no-recompute-early: {late:.6g}).")
     drawing = text_timeline(simulation.timeline, shutil.get_terminal_size((100, 24)).columns)
     if drawing is not None:
         print(f"\n{drawing}")
@@ -206,6 +214,15 @@ def _simulate(namespace: argparse.Namespace) -> None:
         print()
         for row in format_rows(program):
             print(",".join(row))
+
+
+def _without_early_recomputation(namespace: argparse.Namespace, plan: Plan | None, program: Program) -> float | None:
+    """The makespan if everything were recomputed inside the backwards; None where that is so, or nothing is."""
+    if not any(op.kind == "R" for ops in program.ranks for op in ops) or namespace.schedule.endswith(".csv"):
+        return None
+    late = argparse.Namespace(**{**vars(namespace), "recompute_early": False})
+    (simulation,) = _simulations([namespace.schedule], late, plan)
+    return simulation.makespan
 
 
 def _memory(namespace: argparse.Namespace) -> None:
@@ -306,17 +323,30 @@ def _simulations(names: Sequence[str], namespace: argparse.Namespace, plan: Plan
             "the input gradient alone takes as long as the forward."
         )
     costs: Costs = PieceTimes(parse_piece_times(options.piece_times), options.backward_ratio, options.message_time)
+    limit = options.memory_limit
     if plan is not None:
+        if limit is not None:
+            raise UserError("--memory-limit is for times given by hand; with --model the limit is the GPU's memory.")
         size = dataclasses.replace(size, ranks=plan.ranks, microbatches=plan.microbatches, layers=plan.layers)
-        costs = plan.costs
-    programs = _programs(names, size, costs, namespace)
+        costs, limit = plan.costs, plan.limit
+    recompute = dataclass_from_namespace(RecomputeOptions, namespace)
+    programs = _programs(names, size, _Given(costs, limit, recompute), namespace)
     simulations = [simulate(lower(program, costs), costs, "" if plan is None else "s") for program in programs]
     if not all(math.isfinite(simulation.makespan + sum(simulation.busy)) for simulation in simulations):
         raise UserError(f"--piece-times {options.piece_times} are too large to add up.")
     return simulations
 
 
-def _programs(names: Sequence[str], size: ShapeOptions, costs: Costs, namespace: argparse.Namespace) -> list[Program]:
+@dataclasses.dataclass(frozen=True)
+class _Given:
+    """What a schedule is given beside its size; see `schedules.Shape`."""
+
+    costs: Costs
+    memory_limit: float | None
+    recompute: RecomputeOptions
+
+
+def _programs(names: Sequence[str], size: ShapeOptions, given: _Given, namespace: argparse.Namespace) -> list[Program]:
     """The program of each name; a file gives ranks and microbatches to the schedules it is compared with."""
     schedules = {name: find(name) for name in names if not name.endswith(".csv")}
     # Beside schedules of the catalogue, chunks and virtual stages are for those.
@@ -327,7 +357,7 @@ def _programs(names: Sequence[str], size: ShapeOptions, costs: Costs, namespace:
         first = next(iter(files.values()))
         size = dataclasses.replace(size, ranks=first.num_ranks, microbatches=first.num_microbatches)
     shapes = {
-        schedule.name: _shape(schedule, size, costs, alone=len(schedules) == 1) for schedule in schedules.values()
+        schedule.name: _shape(schedule, size, given, alone=len(schedules) == 1) for schedule in schedules.values()
     }
     layers = size.layers
     if layers is None:
@@ -335,7 +365,7 @@ def _programs(names: Sequence[str], size: ShapeOptions, costs: Costs, namespace:
     programs = []
     for name in names:
         if name in files:
-            program = _from_file(name, own, layers)
+            program = recomputed(_from_file(name, own, layers), given.recompute, given.costs, given.memory_limit)
         else:
             shape = dataclasses.replace(shapes[name], layers=layers)
             program = build(name, shape, dataclass_from_namespace(schedules[name].options, namespace))
@@ -343,7 +373,7 @@ def _programs(names: Sequence[str], size: ShapeOptions, costs: Costs, namespace:
     return programs
 
 
-def _shape(schedule: Schedule, size: ShapeOptions, costs: Costs, alone: bool) -> Shape:
+def _shape(schedule: Schedule, size: ShapeOptions, given: _Given, alone: bool) -> Shape:
     """The size for one schedule. Compared with others, it takes only flags it knows: the rest are for the others."""
     ranks = size.ranks if size.ranks is not None else 1 if schedule.one_rank else 4
     microbatches = size.microbatches if size.microbatches is not None else 2 * max(ranks, 1)
@@ -355,7 +385,7 @@ def _shape(schedule: Schedule, size: ShapeOptions, costs: Costs, alone: bool) ->
             f"{schedule.name} with {ranks} ranks, {microbatches} microbatches and {chunks} chunks is too large to "
             f"simulate; the product may be {MAX_UNITS} at most."
         )
-    return Shape(ranks, microbatches, layers, chunks, virtual, costs=costs)
+    return Shape(ranks, microbatches, layers, chunks, virtual, **vars(given))
 
 
 def _from_file(path: str, size: ShapeOptions, layers: int | None) -> Program:

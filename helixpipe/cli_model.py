@@ -65,6 +65,11 @@ class Plan:
     reserved: float
 
     @property
+    def limit(self) -> float:
+        """Bytes of each GPU that may be used."""
+        return self.costs.hardware.memory - self.reserved
+
+    @property
     def gpus(self) -> int:
         return self.nodes * self.costs.hardware.gpus_per_node
 

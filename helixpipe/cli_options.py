@@ -42,6 +42,12 @@ class CostOptions:
     )
     backward_ratio: float = option(2.0, "Time of a full backward over its forward, at least 1.")
     message_time: float = option(0.0, "Time of any message between ranks.")
+    memory_limit: float | None = option(
+        None,
+        "What a rank may keep, in microbatch-layers, for schedules that choose by it (default: no limit; with --model "
+        "the GPU's memory).",
+        metavar="LAYERS",
+    )
     forward_only: bool = option(False, "The schedule's evaluation form: its forwards alone.", flags=("--forward-only",))
 
 

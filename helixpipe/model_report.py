@@ -44,7 +44,7 @@ class StepReport:
     @property
     def limit(self) -> float:
         """Bytes of each GPU that may be used."""
-        return self.plan.costs.hardware.memory - self.plan.reserved
+        return self.plan.limit
 
     @property
     def peak(self) -> float:

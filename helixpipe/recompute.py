@@ -16,9 +16,10 @@ from helixpipe.costs import Costs
 from helixpipe.errors import ScheduleError
 from helixpipe.flags import option
 from helixpipe.graph import Graph, Times, build_graph, list_schedule
-from helixpipe.lowering import timers
+from helixpipe.lowering import timers, unit_costs
 from helixpipe.program import Op, Piece, Program, Stage
 from helixpipe.stash import StashWalk
+from helixpipe.validate import validate
 
 MODULES = {"core_attn": "attn", "mlp": "mlp"}
 """Values of `--recompute-modules` and the piece each means."""
@@ -93,6 +94,20 @@ class RecomputeOptions:
             return tuple((piece,) for piece in pieces if piece.kind in chosen)
         kept = {"embed", "attn", "head"}
         return tuple(tuple(run) for keep, run in groupby(pieces, key=lambda piece: piece.kind in kept) if not keep)
+
+
+def recomputed(
+    program: Program, options: RecomputeOptions, costs: Costs | None = None, limit: float | None = None
+) -> Program:
+    """The program with what the options recompute, unless its schedule has chosen that itself, and R ops in idle time
+    unless they say otherwise. Raises ProgramError when R ops are to be placed in a program that is not valid."""
+    own = any(stage.recompute for stage in program.stages)
+    if options.granularity is not None and not own:
+        program = replace(program, stages=options.stages(program.stages))
+    if options.recompute_early and any(stage.recompute for stage in program.stages):
+        validate(program)
+        program = place_early(program, costs or unit_costs(), limit)
+    return program
 
 
 def place_early(program: Program, costs: Costs, limit: float | None = None) -> Program:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from helixpipe.errors import ScheduleError
-from helixpipe.lowering import unit_costs
 from helixpipe.program import Program, from_csv
-from helixpipe.recompute import place_early
-from helixpipe.validate import validate
+from helixpipe.recompute import recomputed
 from schedules.base import NoOptions, Schedule, Shape
 from schedules.gpipe import gpipe, no_pipeline
 from schedules.one_f_one_b import interleaved, one_f_one_b
@@ -60,14 +57,7 @@ def build(name: str, shape: Shape, options: Any = None) -> Program:
     cannot be read and ScheduleError when it was made for other ranks or microbatches. The program is not validated
     here (`lowering.lower` does).
     """
-    recompute = shape.recompute
-    program = _build(name, shape, options)
-    if recompute.granularity is not None and not any(stage.recompute for stage in program.stages):
-        program = replace(program, stages=recompute.stages(program.stages))
-    if recompute.recompute_early and any(stage.recompute for stage in program.stages):
-        validate(program)  # what a file says may be anything
-        program = place_early(program, shape.costs or unit_costs(), shape.memory_limit)
-    return program
+    return recomputed(_build(name, shape, options), shape.recompute, shape.costs, shape.memory_limit)
 
 
 def _build(name: str, shape: Shape, options: Any) -> Program:
