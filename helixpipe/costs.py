@@ -63,7 +63,7 @@ class Costs(Protocol):
     op_time: of an op alone; R is the forward of what its stage recomputes, and is not part of B and I.
     stash: what the op's unit keeps once its F has run (of a recomputed run its inputs alone), once its R has (all), or,
     for B and I, the most it keeps during a backward that recomputes run by run. deferred_stash: what it keeps from I
-    to W. static_memory: weights, gradients and optimizer state of a rank that holds these pieces; 0 where unknown.
+    to W. static_memory: all else of a rank that holds these pieces (weights, gradients, optimizer; 0 where unknown).
     """
 
     @property

@@ -28,6 +28,9 @@ from helixpipe.program import Op, Piece, Program
 MASTER_AND_MOMENTS = 12
 """Bytes of Adam's state a weight: float32 copy, first and second moment."""
 
+MESSAGES_KEPT = 4
+"""Hidden states or gradients of them that a rank holds beside its stash: one in and one out of each neighbour."""
+
 GRADIENT_BYTES = 4
 """Gradients are summed, and reduced over data-parallel ranks, in float32."""
 
@@ -86,9 +89,15 @@ class ModelCosts:
         return self.bytes.deferred_stash(program.stages[op.stage].pieces, self.chunk(program, op.chunk))
 
     def static_memory(self, pieces: Sequence[Piece]) -> float:
-        """Bytes of weights, gradients and optimizer state of a rank that holds these pieces."""
+        """Bytes of a rank that holds these pieces: weights, gradients, optimizer state; the workspace of an op; hidden
+        states on their way in and out."""
         share = self.data_parallel if self.distributed_optimizer else 1
-        return self.bytes.parameters(pieces) * (self.layout.element_bytes + GRADIENT_BYTES + MASTER_AND_MOMENTS / share)
+        chunk = Chunk(self.seq_length)
+        return (
+            self.bytes.parameters(pieces) * (self.layout.element_bytes + GRADIENT_BYTES + MASTER_AND_MOMENTS / share)
+            + self.bytes.workspace(pieces, chunk)
+            + MESSAGES_KEPT * self.bytes.message(Piece("norm", 0), chunk)
+        )
 
     # ------------------------------------------------------------------------------------------------------------ time
 
