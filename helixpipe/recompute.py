@@ -49,11 +49,7 @@ class RecomputeOptions:
     recompute_modules: tuple[str, ...] | None = option(
         None, "With selective: what to recompute (default: core_attn).", choices=tuple(MODULES), nargs="+"
     )
-    recompute_early: bool = option(
-        True,
-        "Recompute only once the gradient has come, not in idle time before.",
-        flags=("--no-recompute-early",),
-    )
+    recompute_early: bool = option(True, "Recompute in idle time, before the gradient comes, where memory allows.")
 
     @property
     def granularity(self) -> str | None:

@@ -20,6 +20,7 @@ from helixpipe.runtime.executor import Executor, Record, Step, merge_records
 from helixpipe.runtime.transport import make_transport
 from helixpipe.simulator import simulate
 from megatron.training.config import Config
+from megatron.training.costs import training_costs
 from megatron.training.parallel import Parallel
 from megatron.training.programs import make_program
 
@@ -130,4 +131,5 @@ class Pipeline:
     def _lower(self, num_microbatches: int, training: bool) -> LoweredProgram:
         program = make_program(self._config, num_microbatches)
         ahead = 1 if self._transport.independent_channels else 0
-        return lower(program if training else forward_only(program), receive_ahead=ahead)
+        costs = training_costs(self._config)
+        return lower(program if training else forward_only(program), costs, receive_ahead=ahead)

@@ -57,9 +57,9 @@ def _run(config: Config, parallel: Any, started: float) -> None:
     schedule = BatchSchedule.from_config(config)
     length = run_length(config, schedule)
     evaluation_size = schedule.final().num_microbatches
-    pipeline = Pipeline(config, parallel, schedule.step_sizes())
     tokenizer = build_tokenizer(**_tokenizer_flags(config))
     config = _fix_vocabulary(config, tokenizer.vocab_size, read_arguments)
+    pipeline = Pipeline(config, parallel, schedule.step_sizes())
     state = build_model(config, parallel, pipeline.pieces, tokenizer.vocab_size)
     pipeline.attach(state.model)
     scheduler = build_param_scheduler(state.optimizer, config, schedule)

@@ -6,6 +6,7 @@ from helixpipe.errors import ProgramError
 from helixpipe.program import Program
 from helixpipe.validate import validate
 from megatron.training.config import Config
+from megatron.training.costs import memory_limit, training_costs
 from schedules import Shape, build
 
 
@@ -16,6 +17,9 @@ def make_program(config: Config, num_microbatches: int) -> Program:
         microbatches=num_microbatches,
         layers=config.model.num_layers or 0,
         virtual_stages=config.parallel.virtual_pipeline_model_parallel_size,
+        costs=training_costs(config),
+        recompute=config.recompute,
+        memory_limit=memory_limit(config),
     )
     return build(config.parallel.pipeline_schedule or "none", shape, config.schedule_options)
 

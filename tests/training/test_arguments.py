@@ -219,9 +219,9 @@ WRONG = [
     ),
     ("--seq-lenght 64", 1, "unknown flag --seq-lenght; did you mean --seq-length?"),
     (
-        "--recompute-granularity full",
+        "--recompute-granularity selective --recompute-method block",
         1,
-        "--recompute-granularity full is refused: activation recomputation is not available yet.",
+        "--recompute-method needs --recompute-granularity full.",
     ),
     ("--num-experts=8", 1, "--num-experts 8 is refused: mixture-of-experts models are not supported."),
     (

@@ -95,7 +95,7 @@ def test_values_of_an_example_arrive() -> None:
         ("--use-rope-scaling", "scaled rotary embeddings"),
         ("--multi-latent-attention --q-lora-rank 512", "multi-latent attention"),
         ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params", "fully sharded"),
-        ("--recompute-activations", "not available yet"),
+        ("--distribute-saved-activations --recompute-activations", "--sequence-parallel splits what is kept"),
     ],
 )
 def test_what_an_example_asks_beyond_is_refused_in_one_sentence(extra: str, reason: str) -> None:

@@ -133,18 +133,11 @@ IGNORED_FAMILIES: Mapping[str, str] = MappingProxyType(
     {"--one-logger-": _ONE_LOGGER, "--inprocess-": "relaunching the same command resumes"}
 )
 
-_RECOMPUTE = "activation recomputation is not available yet"
 _SEQ1F1B = "it needs --pipeline-schedule seq1f1b, which is not available yet"
 _HELIX = "it needs --pipeline-schedule helix, which is not available yet"
 
 LATER: Mapping[str, str] = MappingProxyType(
     {
-        "--recompute-activations": _RECOMPUTE,
-        "--recompute-granularity": _RECOMPUTE,
-        "--recompute-method": _RECOMPUTE,
-        "--recompute-num-layers": _RECOMPUTE,
-        "--recompute-modules": _RECOMPUTE,
-        "--distribute-saved-activations": _RECOMPUTE,
         "--pipe-sp-splits": _SEQ1F1B,
         "--pipe-sp-strategy": _SEQ1F1B,
         "--num-fold": _HELIX,
@@ -178,7 +171,8 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "--batch-size": f"{_OLD}; use --micro-batch-size",
         "--warmup": f"{_OLD}; use --lr-warmup-fraction",
         "--model-parallel-size": f"{_OLD}; use --tensor-model-parallel-size",
-        "--checkpoint-activations": f"{_OLD}, and activation recomputation is not available yet",
+        "--distribute-saved-activations": "--sequence-parallel splits what is kept over the tensor-parallel ranks",
+        "--checkpoint-activations": f"{_OLD}; use --recompute-granularity full",
         "--use-legacy-models": "only megatron-core models are supported",
         "--spec": "the layers cannot be replaced",
         "--yaml-cfg": "options are given as flags",

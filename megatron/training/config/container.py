@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from helixpipe.recompute import RecomputeOptions
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.data import DataConfig
 from megatron.training.config.log import LoggingConfig
@@ -24,6 +25,7 @@ if TYPE_CHECKING:  # these import torch, which parsing and --help do without
 GROUPS: Mapping[str, tuple[str, type]] = {
     "model": ("model", ModelConfig),
     "parallel": ("parallelism", ParallelConfig),
+    "recompute": ("recomputation", RecomputeOptions),
     "training": ("training", TrainingConfig),
     "data": ("data and tokenizer", DataConfig),
     "checkpoint": ("checkpoints", CheckpointConfig),
@@ -42,6 +44,7 @@ class Config:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    recompute: RecomputeOptions = field(default_factory=RecomputeOptions)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

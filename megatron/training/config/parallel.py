@@ -9,6 +9,7 @@ from typing import Literal
 
 from helixpipe.errors import UserError
 from helixpipe.flags import option, setting
+from helixpipe.hardware import HARDWARE
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,15 @@ class ParallelConfig:
         "Pipeline schedule: a name from `helixpipe list`, or the path of a .csv file with a schedule of one's own; "
         "by default none with one pipeline rank, interleaved-1f1b with virtual stages, else 1f1b.",
         metavar="NAME|FILE.csv",
+    )
+    hardware: str | None = option(
+        None,
+        "GPUs whose cost model schedules are found from, and whose memory they keep to: "
+        f"{', '.join(HARDWARE)} (default: h100, and no memory limit).",
+        metavar="NAME",
+    )
+    memory_limit: float | None = option(
+        None, "GiB of each GPU that a schedule may plan with, instead of what --hardware has.", metavar="GIB"
     )
     num_layers_per_virtual_pipeline_stage: int | None = option(
         None, "Layers of one stage when a rank holds several stages (interleaved-1f1b)."

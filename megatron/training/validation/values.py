@@ -77,6 +77,8 @@ def ranges(config: Config) -> Config:
             raise UserError(f"{_flag(name)} {value:g} must be at least 0 and less than 1.")
     if not 0 < config.model.rotary_percent <= 1:
         raise UserError(f"--rotary-percent {config.model.rotary_percent:g} must be more than 0 and at most 1.")
+    if config.parallel.memory_limit is not None and not config.parallel.memory_limit > 0:
+        raise UserError(f"--memory-limit {config.parallel.memory_limit:g} must be more than 0 GiB.")
     if not config.parallel.distributed_timeout_minutes > 0:
         minutes = config.parallel.distributed_timeout_minutes
         raise UserError(f"--distributed-timeout-minutes {minutes:g} must be more than 0.")

@@ -1,0 +1,63 @@
+"""What ops take in the configured model, for schedules that are found from costs. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from helixpipe.hardware import GIB, find_hardware
+from helixpipe.model_costs import ModelCosts
+from helixpipe.models import Layout, ModelShape
+from megatron.training.config import Config
+
+DEFAULT_HARDWARE = "h100"
+RESERVED = 3 * GIB
+"""Bytes of a GPU for the driver, NCCL and fragmentation."""
+
+
+def training_costs(config: Config) -> ModelCosts:
+    """Seconds and bytes on the hardware that --hardware names. Of times only the ratios matter to a schedule."""
+    parallel, model, training = config.parallel, config.model, config.training
+    hardware = find_hardware(parallel.hardware or DEFAULT_HARDWARE)
+    tp = parallel.tensor_model_parallel_size
+    return ModelCosts(
+        model_shape(config),
+        replace(hardware, gpus_per_node=max(hardware.gpus_per_node, tp)),
+        Layout(
+            tp,
+            parallel.sequence_parallel,
+            training.micro_batch_size or 1,
+            element_bytes=2 if training.bf16 or training.fp16 else 4,
+        ),
+        model.seq_length or 1,
+        parallel.data_parallel_size,
+        parallel.use_distributed_optimizer,
+    )
+
+
+def memory_limit(config: Config) -> float | None:
+    """Bytes a GPU may use: --memory-limit, else those of --hardware; None when neither is given."""
+    parallel = config.parallel
+    if parallel.memory_limit is not None:
+        return parallel.memory_limit * GIB
+    return None if parallel.hardware is None else find_hardware(parallel.hardware).memory - RESERVED
+
+
+def model_shape(config: Config) -> ModelShape:
+    """The configured model. Its vocabulary is the padded one once that is known."""
+    model, data = config.model, config.data
+    heads, hidden = model.num_attention_heads or 1, model.hidden_size or 1
+    return ModelShape(
+        name="the model",
+        layers=model.num_layers or 1,
+        hidden=hidden,
+        heads=heads,
+        groups=model.num_query_groups if model.group_query_attention else heads,
+        ffn=model.ffn_hidden_size or 4 * hidden,
+        gated=model.swiglu,
+        vocab=data.padded_vocab_size or data.vocab_size or 50257,
+        tied=not model.untie_embeddings_and_output_weights,
+        norm=model.normalization,
+        positions=model.position_embedding_type,
+        bias=model.add_bias_linear,
+        seq_length=model.seq_length or 1,
+    )
