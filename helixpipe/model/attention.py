@@ -6,7 +6,8 @@ for the CPU too. Grouped queries are not expanded to one key per head where the 
 
 A chunk of a sequence attends to all keys before it and causally to its own: of the n x (c + n) scores those are wanted
 that lie below the diagonal which ends in the lower right corner. GPU kernels know that shape. The CPU's knows only the
-square and the full rectangle, so it runs once on each, and the two results are merged (`_ChunkAttention`).
+square and the full rectangle, so it runs once on each, and the two results are merged (`_ChunkAttention`). Where no
+fused kernel can be had, as for dropout on the CPU, torch makes the scores and the mask.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 from torch.nn.attention.bias import causal_lower_right
 
 from helixpipe.model.options import GPTOptions
@@ -54,9 +56,9 @@ class CoreAttention(torch.nn.Module):
             return output.flatten(2).transpose(0, 1).contiguous()
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         whole = query.size(2) == key.size(2)
-        if not whole and dropout == 0.0 and query.device.type == "cpu":
+        if not whole and _has_cpu_kernel(query, key, value, dropout):
             output = _ChunkAttention.apply(query, key, value, self._scale)
-        else:  # with dropout the CPU has no fused kernel: the scores and the mask exist then
+        else:
             output = F.scaled_dot_product_attention(
                 query,
                 key,
@@ -68,6 +70,15 @@ class CoreAttention(torch.nn.Module):
                 enable_gqa=query.size(1) != key.size(1),
             )
         return output.permute(2, 0, 1, 3).flatten(2)
+
+
+def _has_cpu_kernel(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
+    """Whether torch's fused kernel for the CPU can do this: not with dropout, nor grouped queries in older versions."""
+    if query.device.type != "cpu":
+        return False
+    gqa = query.size(1) != key.size(1)
+    choice = torch._fused_sdp_choice(query, key, value, None, dropout, False, enable_gqa=gqa)
+    return choice == SDPBackend.FLASH_ATTENTION.value
 
 
 class _ChunkAttention(torch.autograd.Function):

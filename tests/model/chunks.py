@@ -165,6 +165,7 @@ def compare(rank: int, world_size: int) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name in list(MODELS)[rank::world_size]:
         results.update(compare_model(name))
+    results.update(drop("gpt" if rank == 0 else "llama"))
     results.update(evaluate("gpt" if rank == 0 else "llama"))
     expected = {name: unchunked(make(name)) for name in ("gpt", "llama")}
     set_parallel(tp=2)
@@ -216,6 +217,19 @@ def compare_model(name: str) -> dict[str, Any]:
         run.all()
         results[f"{name}-{len(lengths)}-own-loss"] = relative(run.loss, whole_sum)
     return results
+
+
+def drop(name: str) -> dict[str, Any]:
+    """Differences of loss and gradients between a run that recomputes everything and one that keeps everything."""
+    model = make(name, attention_dropout=0.2, hidden_dropout=0.1)
+    losses, gradients = [], []
+    for recomputed in ((), (0, 1, 2)):
+        model.zero_grad()
+        run = ChunkedRun(model, (5, 4, 3), BEFORE_ATTENTION, recomputed)
+        run.all()
+        losses.append(run.loss)
+        gradients.append({key: value.clone() for key, value in gradients_of(model).items()})
+    return {f"{name}-dropout": (relative(*losses)[0], worst(*gradients)[0])}
 
 
 def expected_peak(model: PipelineModel, lengths: Sequence[int]) -> int:

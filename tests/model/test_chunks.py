@@ -47,6 +47,11 @@ def test_recomputation_changes_nothing(differences: dict[str, Any], model: str, 
     assert differences[f"{model}-{number}-{what}-memory"] == (0, 0)
 
 
+@pytest.mark.parametrize("model", ["gpt", "llama"])
+def test_dropout_repeats_in_recomputation(differences: dict[str, Any], model: str) -> None:
+    assert differences[f"{model}-dropout"] == (0.0, 0.0)
+
+
 @pytest.mark.parametrize("what", ["every-piece", "attention-recomputed"])
 @pytest.mark.parametrize("number", CHUNKS)
 @pytest.mark.parametrize("model", chunks.MODELS)
@@ -117,6 +122,18 @@ def test_attention_of_a_chunk_equals_rows_of_the_whole(groups: int, earlier: int
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 5e-2)):
         for ours, theirs in zip(attend(dtype, slice(earlier, None)), expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def test_attention_of_a_chunk_without_a_fused_kernel_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    attention = CoreAttention(make_config("llama"))
+    query = torch.randn(5, 2, 4, 8, dtype=torch.float64)
+    key, value = torch.randn(2, 9, 2, 2, 8, dtype=torch.float64).unbind()
+    fused = attention(query, key, value, training=True)
+    monkeypatch.setattr("helixpipe.model.attention._ChunkAttention", None)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        masked = attention(query, key, value, training=True)
+    torch.testing.assert_close(masked, fused, rtol=1e-12, atol=1e-12)
 
 
 def test_no_scores_are_kept_of_a_chunk() -> None:
