@@ -20,7 +20,7 @@ Parts = tuple[tuple[Piece, ...], ...]
 Relay = dict[tuple[int, int], list[torch.Tensor]]
 """By microbatch and layer, [gradient of the keys, gradient of the values]."""
 
-MICROBATCHES = 3
+MICROBATCHES = 2
 LENGTHS = ((12,), (7, 5), (5, 4, 3), (4, 3, 3, 2), (3, 2, 2, 1, 1, 1, 1, 1))
 EVEN = ((6, 4, 2), (2, 2, 2, 2, 2, 2), (4, 8))
 """With sequence parallelism over two ranks."""
@@ -42,7 +42,8 @@ class ChunkedRun:
     """Forward and backward of units, a unit being one microbatch's chunk through the whole model.
 
     parts: runs of pieces, each with a graph of its own. recomputed: those among them whose forward keeps nothing.
-    own_loss: the head's loss, which is computed in float32, in place of `objective`.
+    own_loss: the head's loss, which is computed in float32, in place of `objective`. split: weight gradients of linear
+    layers come after all input gradients.
     """
 
     def __init__(
@@ -52,12 +53,15 @@ class ChunkedRun:
         parts: Parts = WHOLE,
         recomputed: Sequence[int] = (),
         own_loss: bool = False,
+        split: bool = False,
     ):
         self.model, self.lengths, self.parts, self.recomputed = model, lengths, parts, recomputed
         self.own_loss = own_loss
+        self.weight_gradients = model.weight_gradients() if split else None
         self.store = KeyValueStore()
         self.loss = 0.0
         self.relay: Relay = {}
+        self._order: list[tuple[int, int]] = []
         self._stash: dict[tuple[int, int], list[tuple[Tensors, Tensors]]] = {}
 
     def all(self) -> None:
@@ -67,7 +71,14 @@ class ChunkedRun:
                 self.forward(microbatch, chunk)
         for chunk in reversed(range(len(self.lengths))):
             for microbatch in range(MICROBATCHES):
-                self.backward(microbatch, chunk)
+                if self.weight_gradients is None:
+                    self.backward(microbatch, chunk)
+                else:
+                    with self.weight_gradients.keep((microbatch, chunk)):
+                        self.backward(microbatch, chunk)
+        if self.weight_gradients is not None:
+            for unit in self._order:
+                self.weight_gradients.compute(unit)
 
     def context(self, microbatch: int, chunk: int) -> UnitContext:
         offset, length = sum(self.lengths[:chunk]), self.lengths[chunk]
@@ -78,6 +89,7 @@ class ChunkedRun:
         state: Tensors = ()
         context = self.context(microbatch, chunk)
         stash = self._stash[microbatch, chunk] = []
+        self._order.append((microbatch, chunk))
         for index, pieces in enumerate(self.parts):
             inputs = tuple(tensor.detach().requires_grad_() for tensor in state)
             recomputed = index in self.recomputed
@@ -165,6 +177,7 @@ def compare(rank: int, world_size: int) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name in list(MODELS)[rank::world_size]:
         results.update(compare_model(name))
+        results.update(own_loss(name))
     results.update(drop("gpt" if rank == 0 else "llama"))
     results.update(evaluate("gpt" if rank == 0 else "llama"))
     expected = {name: unchunked(make(name)) for name in ("gpt", "llama")}
@@ -210,7 +223,16 @@ def compare_model(name: str) -> dict[str, Any]:
             )
             if parts == EVERY_PIECE:
                 results[f"{case}-relay"] = worst_of_relay(run.relay, relay)
-    model.zero_grad()
+    for lengths in LENGTHS:  # last, as it changes the model's linear layers
+        model.zero_grad()
+        ChunkedRun(model, lengths, BEFORE_ATTENTION, (1,), split=True).all()
+        results[f"{name}-{len(lengths)}-split-gradients"] = worst(gradients_of(model), gradients)
+    return results
+
+
+def own_loss(name: str) -> dict[str, Any]:
+    model = make(name)
+    results: dict[str, Any] = {}
     whole_sum = sum(model.run(CHAIN, (), make_batch(i), UnitContext(0, i))[0].item() for i in range(MICROBATCHES))
     for lengths in LENGTHS:
         run = ChunkedRun(model, lengths, own_loss=True)
