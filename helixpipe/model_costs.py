@@ -149,8 +149,9 @@ class ModelCosts:
     def chunk(self, program: Program, number: int) -> Chunk:
         if program.num_chunks == 1:
             return Chunk(self.seq_length)
-        earlier = sum(chunk_share(program, chunk) for chunk in range(number))
-        return Chunk(chunk_share(program, number) * self.seq_length, earlier * self.seq_length)
+        shares = [chunk_share(program, chunk) for chunk in range(program.num_chunks)]
+        earlier, tokens = sum(shares[:number]) * self.seq_length, shares[number] * self.seq_length
+        return Chunk(tokens, earlier, sum(shares[number + 1 :]) * self.seq_length)
 
     def message_bytes(self, program: Program, message: Message) -> float:
         """Of one tensor-parallel rank: what crosses the cut, or its gradient, in the same shapes."""

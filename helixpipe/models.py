@@ -152,7 +152,12 @@ class Layout:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens of a chunk and how many of its sequence come earlier; a whole sequence has none earlier."""
+    """Tokens of a chunk, and how many of its sequence come earlier and later; a whole sequence has neither."""
 
     tokens: float
     earlier: float = 0.0
+    later: float = 0.0
+
+    @property
+    def whole(self) -> bool:
+        return not self.earlier and not self.later

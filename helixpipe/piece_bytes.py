@@ -8,6 +8,8 @@ autograd keep, tensor by tensor, which is more than the textbook's 16 b s h a la
 - with RoPE, queries and keys are new tensors, while values stay a view of the QKV layer's whole output, which is
   therefore kept too; without RoPE all three are views of it (queries are copied if several share each of several keys);
 - attention keeps queries, keys, values, output and a float32 log-sum of every row; keys are not expanded;
+- keys and values of a sequence that runs in chunks lie in buffers of the whole sequence, as do their gradients, and
+  belong to no unit (`keys_values`, `key_value_gradients`); queries are then copied, and the QKV layer's output goes;
 - a gated MLP keeps three times its inner size fused and five times unfused (SiLU, product, and a copy of the linear
   half), an ungated one twice;
 - the head keeps float32 probabilities of the whole vocabulary, a mask and an index of every token;
@@ -45,10 +47,20 @@ class PieceBytes:
     def segments_stash(self, segments: Sequence[Segment], chunk: Chunk, kind: str) -> float:
         """Kept by one unit of a stage once its op of that kind has run; see `stash.kept`."""
         whole = [self._whole(segment.pieces, chunk) for segment in segments]
-        return kept(segments, whole, [self.inputs(segment.pieces[0], chunk) for segment in segments], kind)
+        return kept(segments, whole, [self._kept_inputs(segment.pieces[0], chunk) for segment in segments], kind)
 
     def _whole(self, pieces: Sequence[Piece], chunk: Chunk) -> Tensors:
-        return {**self.inputs(pieces[0], chunk), **self.saved(pieces, chunk)}
+        return {**self._kept_inputs(pieces[0], chunk), **self.saved(pieces, chunk)}
+
+    def keys_values(self, pieces: Sequence[Piece], tokens: float) -> float:
+        """Buffers of one microbatch's keys and values, from the forward of its first chunk to that chunk's backward, in
+        all layers whose attention is among the pieces. tokens: of the whole sequence."""
+        return 2 * self._attention_layers(pieces) * self._key(tokens) * self.layout.element_bytes
+
+    def key_value_gradients(self, pieces: Sequence[Piece], tokens: float, in_float32: bool = False) -> float:
+        """Buffers of their gradients, from the backward of the last chunk on. tokens: those before the last chunk."""
+        element = max(self.layout.element_bytes, 4 if in_float32 else 0)
+        return 2 * self._attention_layers(pieces) * self._key(tokens) * element
 
     def deferred_stash(self, pieces: Sequence[Piece], chunk: Chunk) -> float:
         """Kept from I to W: input and output gradient of every linear layer, whole sequences of both."""
@@ -72,7 +84,9 @@ class PieceBytes:
                 name = str(piece.layer)
                 inside = ("qkv", piece.layer) in kinds
                 tensors |= (
-                    self._queries_keys_values(name, chunk) if inside else self.inputs(piece, chunk, residual=False)
+                    self._queries_keys_values(name, chunk)
+                    if inside
+                    else self._kept_inputs(piece, chunk, residual=False)
                 )
                 tensors |= self._attention(name, chunk)
             elif piece.kind in ("norm", "mlp"):
@@ -95,7 +109,7 @@ class PieceBytes:
         """What crosses the cut before a piece, which its stage holds until the backward, and which the message weighs:
         before qkv the norm's output and the residual, before attn q, k, v and the residual, before proj the attention's
         output and the residual, elsewhere one hidden state. Keys and values are those of the chunk alone."""
-        layer, model = first.layer, self.model
+        layer = first.layer
         if first.kind == "embed":
             return {}
         own: Tensors = {}
@@ -103,7 +117,7 @@ class PieceBytes:
         if first.kind == "qkv":
             own = {f"normed {layer}": hidden}
         elif first.kind == "attn":
-            key = self._tokens(chunk) * model.kv_hidden / self.tp * self.layout.element_bytes
+            key = self._key(chunk.tokens) * self.layout.element_bytes
             own = {f"q {layer}": self._attention_output(chunk), f"k {layer}": key, f"v {layer}": key}
         elif first.kind == "proj":
             own = {f"attention output {layer}": self._attention_output(chunk)}
@@ -141,6 +155,19 @@ class PieceBytes:
     def _tokens(self, chunk: Chunk) -> float:
         return chunk.tokens * self.layout.micro_batch_size
 
+    def _key(self, tokens: float) -> float:
+        """Elements of a microbatch's keys on this rank; tokens: of each of its sequences."""
+        return tokens * self.layout.micro_batch_size * self.model.kv_hidden / self.tp
+
+    @staticmethod
+    def _attention_layers(pieces: Sequence[Piece]) -> int:
+        return sum(piece.kind == "attn" for piece in pieces)
+
+    def _kept_inputs(self, first: Piece, chunk: Chunk, residual: bool = True) -> Tensors:
+        """Inputs but for keys and values of a chunk, which have moved to the sequence's buffers."""
+        moved = () if chunk.whole or first.kind != "attn" else (f"k {first.layer}", f"v {first.layer}")
+        return {name: size for name, size in self.inputs(first, chunk, residual).items() if name not in moved}
+
     def _rows(self, chunk: Chunk) -> float:
         """Tokens that this rank holds outside attention and MLP."""
         return self._tokens(chunk) / (self.tp if self.layout.sequence_parallel else 1)
@@ -169,6 +196,8 @@ class PieceBytes:
 
     def _queries_keys_values(self, layer: str, chunk: Chunk) -> Tensors:
         """As the QKV layer of the same stage leaves them."""
+        if not chunk.whole:
+            return {f"q {layer}": self._attention_output(chunk)}
         model = self.model
         mixed = self._tokens(chunk) * (model.hidden + 2 * model.kv_hidden) / self.tp * self.layout.element_bytes
         tensors = {f"qkv {layer}": mixed}
@@ -176,7 +205,7 @@ class PieceBytes:
         if rope or self.tp < model.groups < model.heads:  # with one group here, or one a head, queries stay a view
             tensors[f"q {layer}"] = self._attention_output(chunk)
         if rope:
-            tensors[f"k {layer}"] = self._tokens(chunk) * model.kv_hidden / self.tp * self.layout.element_bytes
+            tensors[f"k {layer}"] = self._key(chunk.tokens) * self.layout.element_bytes
         return tensors
 
     def _attention(self, layer: str, chunk: Chunk) -> Tensors:

@@ -21,6 +21,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from helixpipe.model.attention import CoreAttention, Rotary
+from helixpipe.model.kv_store import UnitKeyValues
 from helixpipe.program import Piece
 
 DrawWeights = Callable[[str], AbstractContextManager[None]]
@@ -105,6 +106,7 @@ class Layer(MegatronModule):
     ):
         super().__init__(config)
         self.tp_group = tp_group
+        self._index = index
         self._rotary = rotary
         if "norm" in kinds:
             self.input_layernorm = make_norm(config)
@@ -130,9 +132,23 @@ class Layer(MegatronModule):
         return query, key, value, residual
 
     def attn(
-        self, query: Tensor, key: Tensor, value: Tensor, residual: Tensor, *, training: bool
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        residual: Tensor,
+        *,
+        training: bool,
+        keys_values: UnitKeyValues | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(query, key, value, residual) to (attention output [s, b, heads / tp * d], residual)."""
+        """(query, key, value, residual) to (attention output [s, b, heads / tp * d], residual).
+
+        With `keys_values` the earlier chunks' keys and values come before those given. The query is then copied if it
+        is a view, since attention saves it and with it the memory of the key and value beside it.
+        """
+        if keys_values is not None:
+            query = query.contiguous()
+            key, value = keys_values.join(self._index, key, value)
         return self.core_attention(query, key, value, training), residual
 
     def proj(self, attention: Tensor, residual: Tensor, *, training: bool) -> tuple[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -12,6 +12,8 @@ from helixpipe.errors import UserError
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
+
+    from helixpipe.model.kv_store import UnitKeyValues
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,8 @@ class UnitContext:
     """Tokens of the chunk; None means up to the end of the sequence."""
     training: bool = True
     """Whether dropout is applied."""
+    keys_values: UnitKeyValues | None = field(default=None, compare=False, repr=False)
+    """The earlier chunks' keys and values; None when the chunk is the whole sequence."""
 
     @property
     def tokens(self) -> slice:
@@ -97,8 +101,8 @@ _REQUIREMENTS = (
 
 def check_supported(config: TransformerConfig, gpt: GPTOptions) -> None:
     """Raise UserError, naming the flag, for a model that the pieces cannot express."""
-    for field, holds, valid in _REQUIREMENTS:
-        value = getattr(config, field)
+    for name, holds, valid in _REQUIREMENTS:
+        value = getattr(config, name)
         if not holds(value):
             raise UserError(f"{valid} (it is {value!r}).")
     if gpt.position_embedding_type not in _POSITIONS:

@@ -166,7 +166,7 @@ class PipelineModel(MegatronModule):
             return layer.qkv(*state, offset=context.offset)
         if piece.kind == "attn":
             self._seed_dropout(piece, context, self.config.attention_dropout, split=True)
-            return layer.attn(*state, training=training)
+            return layer.attn(*state, training=training, keys_values=context.keys_values)
         self._seed_dropout(piece, context, self.config.hidden_dropout, split=self.config.sequence_parallel)
         return layer.proj(*state, training=training) if piece.kind == "proj" else layer.ffn(*state, training=training)
 

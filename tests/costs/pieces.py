@@ -11,10 +11,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from helixpipe.lowering import LoweredProgram, lower
 from helixpipe.model import GPTOptions, Microbatch, PipelineModel, UnitContext
+from helixpipe.model.kv_store import KeyValueStore
 from helixpipe.models import Chunk, Layout, ModelShape
 from helixpipe.piece_bytes import PieceBytes
 from helixpipe.piece_work import work
-from helixpipe.program import Op, Piece, Program, Stage, Unit, model_pieces
+from helixpipe.program import Op, Piece, Program, Segment, Stage, Unit, model_pieces
 from helixpipe.recompute import RecomputeOptions
 from helixpipe.runtime.accounting import SavedBytes
 from helixpipe.runtime.executor import Executor, Step
@@ -31,6 +32,10 @@ SHAPES = {
     "llama": ModelShape("llama", LAYERS, 32, 4, 2, 40, True, VOCABULARY, False, *LLAMA),
     "llama-mha": ModelShape("llama-mha", LAYERS, 32, 4, 4, 40, True, VOCABULARY, True, *LLAMA),
 }
+
+RUNS = [CHAIN[a:b] for a in range(len(CHAIN)) for b in {a + 1, a + 2, a + 6, len(CHAIN)} if b <= len(CHAIN)]
+CHUNKS = (12, 8, 4)
+"""Their lengths."""
 
 LAYOUTS = ((1, False), (2, False), (2, True))
 CASES = [
@@ -53,6 +58,7 @@ def compare(rank: int, world_size: int) -> dict[str, list[tuple[str, float, floa
                 *_flops(shape, layout),
                 *_saved(shape, layout),
                 *_recomputed(shape, layout),
+                *_saved_of_chunks(shape, layout),
                 *_parameters(shape, layout),
             ]
     return results
@@ -84,12 +90,12 @@ def batch() -> Microbatch:
     return Microbatch(tokens, tokens.clone(), torch.ones(BATCH, TOKENS))
 
 
-def inputs_of(model: PipelineModel, first: Piece) -> tuple[torch.Tensor, ...]:
+def inputs_of(model: PipelineModel, first: Piece, tokens: int = TOKENS) -> tuple[torch.Tensor, ...]:
     """Tensors as they arrive from another rank, before piece `first`."""
     if first.kind == "embed":
         return ()
     before = CHAIN[CHAIN.index(first) - 1]
-    return tuple(torch.randn(shape, requires_grad=True) for shape in model.payload_shapes(before, BATCH, TOKENS))
+    return tuple(torch.randn(shape, requires_grad=True) for shape in model.payload_shapes(before, BATCH, tokens))
 
 
 def _attention_flops(query: Any, key: Any, *unused: Any, **also_unused: Any) -> int:
@@ -150,11 +156,10 @@ def _saved(shape: ModelShape, layout: Layout) -> list[tuple[str, float, float]]:
     model = make(shape, layout)
     own = PieceBytes(shape, layout)
     found = []
-    runs = [CHAIN[a:b] for a in range(len(CHAIN)) for b in {a + 1, a + 2, a + 6, len(CHAIN)} if b <= len(CHAIN)]
     model.run(CHAIN, (), batch(), CONTEXT)  # makes RoPE's table
     rotary = getattr(model.decoder.layers["0"], "_rotary", None)
     tables = rotary._table if rotary is not None else ()
-    for pieces in runs:
+    for pieces in RUNS:
         data = batch()
         known = [*model.parameters(), *tables, data.tokens, data.labels, data.loss_mask]
         inputs = inputs_of(model, pieces[0])
@@ -226,6 +231,58 @@ class _Watched(Executor):
     def _held(self, graphs: Sequence[Any]) -> int:
         inputs = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for g in graphs for t in g.inputs}
         return self._account.now + sum(size for key, size in inputs.items() if key not in self._account._users)
+
+
+def _saved_of_chunks(shape: ModelShape, layout: Layout) -> list[tuple[str, float, float]]:
+    """What chunks keep beside the store, and the store."""
+    model = make(shape, layout)
+    own = PieceBytes(shape, layout)
+    found = []
+    model.run(CHAIN, (), batch(), CONTEXT)  # makes RoPE's table
+    rotary = getattr(model.decoder.layers["0"], "_rotary", None)
+    tables = rotary._table if rotary is not None else ()
+    for pieces in RUNS:
+        store = KeyValueStore()
+        layers = [piece.layer for piece in pieces if piece.kind == "attn"]
+        units = []
+        for number, tokens in enumerate(CHUNKS):
+            earlier, later = sum(CHUNKS[:number]), sum(CHUNKS[number + 1 :])
+            unit = store.unit(0, earlier, tokens, TOKENS)
+            context = UnitContext(0, 0, number, earlier, tokens, keys_values=unit)
+            data, chunk = batch(), Chunk(tokens, earlier, later)
+            inputs = inputs_of(model, pieces[0], tokens)
+            if layers:
+                with torch.no_grad():  # makes the buffers, which are known then
+                    model.run(pieces, inputs, data, context)
+            buffers = [buffer for layer in layers for buffer in store.get(0, layer).buffers]
+            known = [*model.parameters(), *tables, data.tokens, data.labels, data.loss_mask, *buffers]
+            with SavedBytes(known) as account:
+                outputs = model.run(pieces, inputs, data, context)
+                saved = account.now
+            with SavedBytes(known) as account:
+                again = model.run(pieces, inputs, data, context)
+                held = tuple(tensor * tensor for tensor in inputs)  # saves the inputs too
+                stash = account.now
+            del again, held
+            units.append((unit, outputs))
+            what = f"chunk {number} {pieces[0]}..{pieces[-1]}"
+            found.append((f"saved {what}", saved, sum(own.saved(pieces, chunk).values())))
+            found.append((f"stash {what}", stash, own.stash(pieces, chunk)))
+            if pieces[0].kind != "embed":
+                kept = sum({t.untyped_storage().data_ptr(): t.nbytes for t in inputs}.values())
+                kept -= sum(t.nbytes for t in inputs if any(t.is_set_to(b[earlier:][:tokens]) for b in buffers))
+                found.append(
+                    (f"stash recomputed {what}", kept, own.segments_stash((Segment(tuple(pieces), True),), chunk, "F"))
+                )
+        if layers:
+            what = f"{pieces[0]}..{pieces[-1]}"
+            found.append((f"saved store {what}", store.bytes_alive(), own.keys_values(pieces, TOKENS)))
+            for unit, _ in reversed(units[1:]):
+                unit.roots(layers)
+                unit.finish(layers)
+            both = own.keys_values(pieces, TOKENS) + own.key_value_gradients(pieces, sum(CHUNKS[:-1]))
+            found.append((f"saved store and gradients {what}", store.peak_bytes(), both))
+    return found
 
 
 def _parameters(shape: ModelShape, layout: Layout) -> list[tuple[str, float, float]]:

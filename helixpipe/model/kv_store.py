@@ -1,0 +1,223 @@
+"""Keys and values of a sequence that runs chunk by chunk: one buffer each for every microbatch and layer.
+
+Chunks run forward in their order and backward in reverse. The forward of a chunk writes its keys and values into the
+buffers and attends to all rows so far (`UnitKeyValues.join`). In its backward the gradient of the rows before it goes
+to gradient buffers, where it is summed over all later chunks, and the sum of its own rows enters its backward as the
+gradient of two more roots (`UnitKeyValues.roots`). The gradients are plain tensors that pass from one autograd graph to
+the next, as between stages; no graph reaches over two chunks.
+
+What a graph saves are views of the buffers with version counters of their own: a later chunk writes other rows of the
+same memory, which autograd must not mistake for a change of what was saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class KeyValueStore:
+    """The buffers of one pipeline rank.
+
+    fp32_gradients: sum the gradients in float32 where keys and values are of half precision.
+    """
+
+    def __init__(self, fp32_gradients: bool = False):
+        self._fp32_gradients = fp32_gradients
+        self._sequences: dict[tuple[int, int], _Sequence] = {}
+        self._bytes = 0
+        self._peak = 0
+
+    def unit(self, microbatch: int, offset: int, length: int, seq_length: int) -> UnitKeyValues:
+        """The keys and values as one chunk sees them, whose `length` tokens begin at `offset`. It keeps nothing
+        itself: asking again for the same chunk gives an equal object."""
+        return UnitKeyValues(self, microbatch, offset, length, seq_length)
+
+    def bytes_alive(self) -> int:
+        """Bytes of all buffers of keys, values and their gradients now."""
+        return self._bytes
+
+    def peak_bytes(self) -> int:
+        """The most that `bytes_alive` ever was."""
+        return self._peak
+
+    def get(self, microbatch: int, layer: int) -> _Sequence:
+        """Raises RuntimeError when the layer has no keys and values of this microbatch."""
+        sequence = self._sequences.get((microbatch, layer))
+        if sequence is None:
+            raise RuntimeError(f"no keys and values of microbatch {microbatch} in layer {layer}")
+        return sequence
+
+    def get_or_make(self, microbatch: int, layer: int, seq_length: int, key: Tensor, value: Tensor) -> _Sequence:
+        """The buffers of a layer; at the first chunk new ones, for sequences of tensors such as `key` and `value`."""
+        if (microbatch, layer) not in self._sequences:
+            buffers = tuple(
+                torch.empty((seq_length, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
+                for tensor in (key, value)
+            )
+            self.count(sum(buffer.nbytes for buffer in buffers))
+            self._sequences[microbatch, layer] = _Sequence(buffers)
+        return self._sequences[microbatch, layer]
+
+    def free(self, microbatch: int, layer: int) -> None:
+        """Let go of a layer's buffers."""
+        sequence = self._sequences.pop((microbatch, layer))
+        self.count(-sum(buffer.nbytes for buffer in (*sequence.buffers, *sequence.gradients)))
+
+    def make_gradients(self, sequence: _Sequence, rows: int) -> None:
+        """Allocate the gradients of a sequence's first rows, all zero."""
+        for buffer in sequence.buffers:
+            dtype = torch.promote_types(buffer.dtype, torch.float32) if self._fp32_gradients else buffer.dtype
+            sequence.gradients += (torch.zeros_like(buffer[:rows], dtype=dtype),)
+        self.count(sum(gradient.nbytes for gradient in sequence.gradients))
+
+    def layers(self, microbatch: int) -> list[int]:
+        """Layers that hold keys and values of a microbatch."""
+        return [layer for number, layer in self._sequences if number == microbatch]
+
+    def count(self, nbytes: int) -> None:
+        """Add to the account."""
+        self._bytes += nbytes
+        self._peak = max(self._peak, self._bytes)
+
+
+class _Sequence:
+    """Keys and values of one microbatch in one layer, as pairs."""
+
+    def __init__(self, buffers: tuple[Tensor, ...]):
+        self.buffers = buffers
+        """Each [s, b, groups, d]."""
+        self.gradients: tuple[Tensor, ...] = ()
+        """Each [rows before the last chunk, b, groups, d], from the backward of the last chunk on."""
+        self.filled = 0
+        """Rows written so far."""
+        self.finished = buffers[0].size(0)
+        """First row of the chunk that was the last to finish its backward."""
+        self.own: dict[int, tuple[Tensor, ...]] = {}
+        """By the chunk's offset, its rows as part of its autograd graph."""
+
+    def add_gradient(self, which: int, prefix: Tensor) -> None:
+        """Move the gradient of the first rows, which autograd has left at `prefix`, to the sum."""
+        gradient, prefix.grad = prefix.grad, None
+        assert gradient is not None
+        self.gradients[which][: prefix.size(0)] += gradient
+
+
+@dataclass(frozen=True)
+class UnitKeyValues:
+    """Keys and values of a microbatch's sequences as one chunk sees them, in all layers of a pipeline rank.
+
+    The order of calls: `join` in every layer's forward, again if it is recomputed; then, in the backward, `roots` of
+    layers that lie in one autograd graph, the backward itself, and `finish` of the same layers. In evaluation `join`
+    and then `release`.
+    """
+
+    store: KeyValueStore
+    microbatch: int
+    offset: int
+    length: int
+    seq_length: int
+
+    def join(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The chunk's key and value, [length, b, groups, d], to all up to its end, [offset + length, b, groups, d].
+
+        What is returned are views of the buffers. Rows are written once: recomputed ones must equal those that later
+        chunks may have seen, and are taken from the buffers. A leaf that is given loses its memory for that of the
+        buffers. Raises RuntimeError when an earlier chunk is missing.
+        """
+        if key.size(0) != self.length or value.size(0) != self.length:
+            raise RuntimeError(f"{self.length} keys and values were expected, not {key.size(0)} and {value.size(0)}")
+        sequence = self.store.get_or_make(self.microbatch, layer, self.seq_length, key, value)
+        end = self.offset + self.length
+        if sequence.filled < self.offset:
+            raise RuntimeError(f"tokens {sequence.filled} to {self.offset - 1} must run before those from there on")
+        if sequence.filled < end:
+            for buffer, tensor in zip(sequence.buffers, (key, value), strict=True):
+                buffer[self.offset : end].copy_(tensor.detach())
+            sequence.filled = end
+        own = []
+        for buffer, tensor in zip(sequence.buffers, (key, value), strict=True):
+            if tensor.is_leaf and tensor.requires_grad:
+                tensor.data = buffer[self.offset : end].data
+            own.append(_Stored.apply(tensor, buffer[self.offset : end]))
+        if not torch.is_grad_enabled() or not own[0].requires_grad:
+            return sequence.buffers[0][:end].data, sequence.buffers[1][:end].data
+        sequence.own[self.offset] = tuple(own)
+        if self.offset == 0:
+            return own[0], own[1]
+        joined = []
+        for which, buffer in enumerate(sequence.buffers):
+            prefix = buffer[: self.offset].data.requires_grad_()
+            prefix.register_post_accumulate_grad_hook(partial(sequence.add_gradient, which))
+            joined.append(_Join.apply(prefix, own[which], buffer[:end]))
+        return joined[0], joined[1]
+
+    def roots(self, layers: Sequence[int]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """For the backward of a graph that holds these layers: more roots beside its outputs, and their gradients.
+
+        The roots are the chunk's own keys and values, the gradients what later chunks have summed up; none in the last
+        chunk. Raises RuntimeError when a later chunk has not finished.
+        """
+        tensors: tuple[Tensor, ...] = ()
+        gradients: tuple[Tensor, ...] = ()
+        end = self.offset + self.length
+        for layer in layers:
+            sequence = self.store.get(self.microbatch, layer)
+            if sequence.finished != end:
+                raise RuntimeError(f"tokens from {end} on must finish before those from {self.offset} on")
+            if end < self.seq_length:
+                tensors += sequence.own[self.offset]
+                gradients += tuple(
+                    gradient[self.offset : end].to(buffer.dtype)
+                    for gradient, buffer in zip(sequence.gradients, sequence.buffers, strict=True)
+                )
+            elif self.offset > 0:
+                self.store.make_gradients(sequence, self.offset)
+        return tensors, gradients
+
+    def finish(self, layers: Sequence[int]) -> None:
+        """After the backward of a graph that holds these layers: let go of the graph, and after the first chunk's of
+        the buffers."""
+        for layer in layers:
+            sequence = self.store.get(self.microbatch, layer)
+            del sequence.own[self.offset]
+            sequence.finished = self.offset
+            if self.offset == 0:
+                self.store.free(self.microbatch, layer)
+
+    def release(self) -> None:
+        """In evaluation, after the forward of layers: let go of the buffers that are full and not needed again."""
+        for layer in self.store.layers(self.microbatch):
+            if self.store.get(self.microbatch, layer).filled == self.seq_length:
+                self.store.free(self.microbatch, layer)
+
+
+class _Stored(torch.autograd.Function):
+    """A chunk's own rows as they lie in the buffer, so that nothing needs the tensor they were copied from."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, rows: Tensor) -> Tensor:
+        return rows.data
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+class _Join(torch.autograd.Function):
+    """The rows before a chunk and its own, one after the other, as they lie in the buffer already."""
+
+    @staticmethod
+    def forward(ctx: Any, prefix: Tensor, own: Tensor, rows: Tensor) -> Tensor:
+        ctx.offset = prefix.size(0)
+        return rows.data
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        (gradient,) = gradients
+        return gradient[: ctx.offset], gradient[ctx.offset :], None
