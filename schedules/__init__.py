@@ -11,6 +11,7 @@ from helixpipe.program import Program, from_csv
 from schedules.base import NoOptions, Schedule, Shape
 from schedules.gpipe import gpipe, no_pipeline
 from schedules.one_f_one_b import interleaved, one_f_one_b
+from schedules.seq1f1b import seq1f1b, seq1f1b_interleaved, seq1f1b_zero_bubble, terapipe
 from schedules.zero_bubble import ZeroBubbleOptions, zb1p, zb2p, zbv
 
 __all__ = ["SCHEDULES", "NoOptions", "Schedule", "Shape", "build", "find"]
@@ -32,6 +33,26 @@ _REGISTRY = (
     ),
     Schedule("zb2p", zb2p, "Qi et al., ICLR 2024 (ZB-H2)", bubble="(p-1)F", memory="2p", options=ZeroBubbleOptions),
     Schedule("zbv", zbv, "Qi et al., ICLR 2024 (ZB-V)", bubble="(p-1)F/2", memory="p", options=ZeroBubbleOptions),
+    Schedule("terapipe", terapipe, "Li et al., ICML 2021", bubble="(p-1)(F+B)/k", memory="m", chunks=True),
+    Schedule("seq1f1b", seq1f1b, "Sun et al., Seq1F1B, 2024", bubble="(p-1)(F+B)/k", memory="(p-r-1+k)/k", chunks=True),
+    Schedule(
+        "seq1f1b-interleaved",
+        seq1f1b_interleaved,
+        "Sun et al., Seq1F1B, 2024",
+        bubble="(p-1)(F+B)/(kv)",
+        memory="(2(p-r-1) + (v-1)kg + k)/(kv), g = p/k rounded up",
+        virtual_stages=True,
+        chunks=True,
+    ),
+    Schedule(
+        "seq1f1b-zb",
+        seq1f1b_zero_bubble,
+        "Sun et al., Seq1F1B, 2024",
+        bubble="(p-1)(F+I-W)/k",
+        memory="(p-1+k)/k",
+        options=ZeroBubbleOptions,
+        chunks=True,
+    ),
 )
 
 SCHEDULES = MappingProxyType({schedule.name: schedule for schedule in _REGISTRY})
