@@ -24,6 +24,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from helixpipe import __version__
+from helixpipe.chunk_lengths import best_chunks, chunk_counts, short_chunks
+from helixpipe.chunk_options import ChunkOptions
 from helixpipe.cli_model import ModelOptions, Plan, make_plan
 from helixpipe.cli_options import CostOptions, OutputOptions, ShapeOptions, SimulateOptions
 from helixpipe.costs import Costs, PieceTimes, parse_piece_times
@@ -41,7 +43,7 @@ from helixpipe.graph import collector_paused
 from helixpipe.lowering import lower
 from helixpipe.model_report import memory_text, report, step_text
 from helixpipe.program import Program, format_rows, forward_only, from_csv, to_csv
-from helixpipe.report import summary, table, text_timeline
+from helixpipe.report import chunk_times, chunks_text, summary, table, text_timeline
 from helixpipe.simulator import Simulation, simulate
 from helixpipe.timeline import check_suffix, count, draw
 from schedules import SCHEDULES, Schedule, Shape, build, find
@@ -152,6 +154,7 @@ def _parsers() -> tuple[FlagParser, dict[str, FlagParser]]:
     for command in (simulating, weighing, drawing, checking):
         add_dataclass_arguments(command, ShapeOptions, title="size")
     for command in (simulating, weighing, drawing):
+        add_dataclass_arguments(command, ChunkOptions, title="chunks")
         add_dataclass_arguments(command, CostOptions, title="costs")
         add_dataclass_arguments(command, ModelOptions, title="model and hardware")
         for schedule in SCHEDULES.values():
@@ -196,9 +199,15 @@ def _simulate(namespace: argparse.Namespace) -> None:
     step = None if plan is None else report(simulation, plan)
     if namespace.json:
         result = simulation.to_json(order=options.order)
+        if program.chunk_lengths is not None:
+            result |= {"chunk_lengths": program.chunk_lengths, "chunk_times": chunk_times(simulation)}
         print(json.dumps(result if step is None else {**result, "unit": "s", "step": step.to_json()}))
         return
     print(summary(simulation) if step is None else step_text(step))
+    if (lengths := chunks_text(simulation)) is not None:
+        print(f"\n{lengths}")
+    if plan is not None and (warning := _short_chunks(plan, program.num_chunks)) is not None:
+        print(f"Warning: {warning}")
     drawing = text_timeline(simulation.timeline, shutil.get_terminal_size((100, 24)).columns)
     if drawing is not None:
         print(f"\n{drawing}")
@@ -206,6 +215,11 @@ def _simulate(namespace: argparse.Namespace) -> None:
         print()
         for row in format_rows(program):
             print(",".join(row))
+
+
+def _short_chunks(plan: Plan, chunks: int) -> str | None:
+    costs = plan.costs
+    return short_chunks(costs.seq_length, chunks, costs.layout.micro_batch_size, costs.hardware)
 
 
 def _memory(namespace: argparse.Namespace) -> None:
@@ -309,16 +323,25 @@ def _simulations(names: Sequence[str], namespace: argparse.Namespace, plan: Plan
     if plan is not None:
         size = dataclasses.replace(size, ranks=plan.ranks, microbatches=plan.microbatches, layers=plan.layers)
         costs = plan.costs
-    programs = _programs(names, size, costs, namespace)
+    programs = _programs(names, size, costs, plan, namespace)
     simulations = [simulate(lower(program, costs), costs, "" if plan is None else "s") for program in programs]
     if not all(math.isfinite(simulation.makespan + sum(simulation.busy)) for simulation in simulations):
         raise UserError(f"--piece-times {options.piece_times} are too large to add up.")
     return simulations
 
 
-def _programs(names: Sequence[str], size: ShapeOptions, costs: Costs, namespace: argparse.Namespace) -> list[Program]:
+def _programs(
+    names: Sequence[str], size: ShapeOptions, costs: Costs, plan: Plan | None, namespace: argparse.Namespace
+) -> list[Program]:
     """The program of each name; a file gives ranks and microbatches to the schedules it is compared with."""
     schedules = {name: find(name) for name in names if not name.endswith(".csv")}
+    chunking = dataclass_from_namespace(ChunkOptions, namespace)
+    size = dataclasses.replace(size, chunks=chunking.count(size.chunks))
+    if chunking.auto and not any(schedule.chunks for schedule in schedules.values()):
+        raise ScheduleError(
+            f"--pipe-sp-splits auto needs a schedule that cuts the sequence, unlike {', '.join(names)}."
+        )
+    sequence = (None, 1) if plan is None else (plan.costs.seq_length, plan.costs.layout.tensor_parallel)
     # Beside schedules of the catalogue, chunks and virtual stages are for those.
     own = dataclasses.replace(size, chunks=None, virtual_stages=None) if schedules else size
     files = {name: _from_file(name, own, None) for name in names if name.endswith(".csv")}
@@ -336,11 +359,32 @@ def _programs(names: Sequence[str], size: ShapeOptions, costs: Costs, namespace:
     for name in names:
         if name in files:
             program = _from_file(name, own, layers)
+            lengths = chunking.resolve(program.num_chunks, costs, layers, *sequence)
+            program = dataclasses.replace(program, chunk_lengths=lengths)
         else:
             shape = dataclasses.replace(shapes[name], layers=layers)
-            program = build(name, shape, dataclass_from_namespace(schedules[name].options, namespace))
+
+            def make(chunks: int, name: str = name, shape: Shape = shape) -> Program:
+                lengths = chunking.resolve(chunks, costs, layers, *sequence)
+                cut = dataclasses.replace(shape, chunks=chunks, chunk_lengths=lengths)
+                return build(name, cut, dataclass_from_namespace(schedules[name].options, namespace))
+
+            auto = chunking.auto and schedules[name].chunks
+            program = _best_chunks(make, costs, plan) if auto else make(shape.chunks)
         programs.append(forward_only(program) if namespace.forward_only else program)
     return programs
+
+
+def _best_chunks(make: Callable[[int], Program], costs: Costs, plan: Plan | None) -> Program:
+    if plan is None:
+        return best_chunks(make, costs)
+    counts = chunk_counts(plan.costs.seq_length, plan.costs.layout.micro_batch_size, plan.costs.hardware)
+
+    def fits(simulation: Simulation) -> bool:
+        step = report(simulation, plan)
+        return step.peak <= step.limit
+
+    return best_chunks(make, costs, fits, counts)
 
 
 def _shape(schedule: Schedule, size: ShapeOptions, costs: Costs, alone: bool) -> Shape:

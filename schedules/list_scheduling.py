@@ -8,9 +8,10 @@ memory limit holds an F back.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from heapq import heappop, heappush
 from functools import cached_property
+from heapq import heappop, heappush
 from itertools import accumulate, pairwise
 from math import inf
 
