@@ -24,8 +24,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from helixpipe import __version__
-from helixpipe.chunk_lengths import best_chunks, chunk_counts, short_chunks
 from helixpipe.chunk_options import ChunkOptions
+from helixpipe.cli_chunks import Chunking, Lengths, chunk_warning
 from helixpipe.cli_model import ModelOptions, Plan, make_plan
 from helixpipe.cli_options import CostOptions, OutputOptions, ShapeOptions, SimulateOptions
 from helixpipe.costs import Costs, PieceTimes, parse_piece_times
@@ -184,7 +184,7 @@ def _list(namespace: argparse.Namespace) -> None:
         "\nbubble: idle time of a rank; F, B = I + W: time of a rank for one microbatch\n"
         "        forward, backward (gradients of inputs, of weights).\n"
         "memory: activations that rank r keeps, in microbatches x the rank's layers.\n"
-        "p ranks, m microbatches, v virtual stages, k chunks."
+        "p ranks, m microbatches, v virtual stages, k chunks, g = p/k rounded up."
     )
 
 
@@ -206,8 +206,8 @@ def _simulate(namespace: argparse.Namespace) -> None:
     print(summary(simulation) if step is None else step_text(step))
     if (lengths := chunks_text(simulation)) is not None:
         print(f"\n{lengths}")
-    if plan is not None and (warning := _short_chunks(plan, program.num_chunks)) is not None:
-        print(f"Warning: {warning}")
+    if plan is not None and (warning := chunk_warning(plan, program)) is not None:
+        print(warning)
     drawing = text_timeline(simulation.timeline, shutil.get_terminal_size((100, 24)).columns)
     if drawing is not None:
         print(f"\n{drawing}")
@@ -215,11 +215,6 @@ def _simulate(namespace: argparse.Namespace) -> None:
         print()
         for row in format_rows(program):
             print(",".join(row))
-
-
-def _short_chunks(plan: Plan, chunks: int) -> str | None:
-    costs = plan.costs
-    return short_chunks(costs.seq_length, chunks, costs.layout.micro_batch_size, costs.hardware)
 
 
 def _memory(namespace: argparse.Namespace) -> None:
@@ -335,13 +330,9 @@ def _programs(
 ) -> list[Program]:
     """The program of each name; a file gives ranks and microbatches to the schedules it is compared with."""
     schedules = {name: find(name) for name in names if not name.endswith(".csv")}
-    chunking = dataclass_from_namespace(ChunkOptions, namespace)
-    size = dataclasses.replace(size, chunks=chunking.count(size.chunks))
-    if chunking.auto and not any(schedule.chunks for schedule in schedules.values()):
-        raise ScheduleError(
-            f"--pipe-sp-splits auto needs a schedule that cuts the sequence, unlike {', '.join(names)}."
-        )
-    sequence = (None, 1) if plan is None else (plan.costs.seq_length, plan.costs.layout.tensor_parallel)
+    chunking = Chunking(dataclass_from_namespace(ChunkOptions, namespace), costs, plan)
+    cutting = any(schedule.chunks for schedule in schedules.values())
+    size = dataclasses.replace(size, chunks=chunking.count(size.chunks, names, cutting))
     # Beside schedules of the catalogue, chunks and virtual stages are for those.
     own = dataclasses.replace(size, chunks=None, virtual_stages=None) if schedules else size
     files = {name: _from_file(name, own, None) for name in names if name.endswith(".csv")}
@@ -358,33 +349,20 @@ def _programs(
     programs = []
     for name in names:
         if name in files:
-            program = _from_file(name, own, layers)
-            lengths = chunking.resolve(program.num_chunks, costs, layers, *sequence)
-            program = dataclasses.replace(program, chunk_lengths=lengths)
+            program = chunking.of_file(_from_file(name, own, layers))
         else:
             shape = dataclasses.replace(shapes[name], layers=layers)
+            own_options = dataclass_from_namespace(schedules[name].options, namespace)
 
-            def make(chunks: int, name: str = name, shape: Shape = shape) -> Program:
-                lengths = chunking.resolve(chunks, costs, layers, *sequence)
-                cut = dataclasses.replace(shape, chunks=chunks, chunk_lengths=lengths)
-                return build(name, cut, dataclass_from_namespace(schedules[name].options, namespace))
+            def make(
+                chunks: int, lengths: Lengths, name: str = name, shape: Shape = shape, options: object = own_options
+            ) -> Program:
+                return build(name, dataclasses.replace(shape, chunks=chunks, chunk_lengths=lengths), options)
 
-            auto = chunking.auto and schedules[name].chunks
-            program = _best_chunks(make, costs, plan) if auto else make(shape.chunks)
+            auto = chunking.options.auto and schedules[name].chunks
+            program = chunking.program(make, None if auto else shape.chunks, layers)
         programs.append(forward_only(program) if namespace.forward_only else program)
     return programs
-
-
-def _best_chunks(make: Callable[[int], Program], costs: Costs, plan: Plan | None) -> Program:
-    if plan is None:
-        return best_chunks(make, costs)
-    counts = chunk_counts(plan.costs.seq_length, plan.costs.layout.micro_batch_size, plan.costs.hardware)
-
-    def fits(simulation: Simulation) -> bool:
-        step = report(simulation, plan)
-        return step.peak <= step.limit
-
-    return best_chunks(make, costs, fits, counts)
 
 
 def _shape(schedule: Schedule, size: ShapeOptions, costs: Costs, alone: bool) -> Shape:

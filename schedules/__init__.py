@@ -40,7 +40,7 @@ _REGISTRY = (
         seq1f1b_interleaved,
         "Sun et al., Seq1F1B, 2024",
         bubble="(p-1)(F+B)/(kv)",
-        memory="(2(p-r-1) + (v-1)kg + k)/(kv), g = p/k rounded up",
+        memory="(2(p-r-1) + (v-1)kg + k)/(kv)",
         virtual_stages=True,
         chunks=True,
     ),
