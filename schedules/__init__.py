@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -88,6 +89,8 @@ def build(name: str, shape: Shape, options: Any = None) -> Program:
             raise ScheduleError(f"{name} says itself which stages a rank has; leave virtual stages out.")
         if shape.chunks not in (1, program.num_chunks):
             raise ScheduleError(f"{name} has {program.num_chunks} chunks a microbatch, but the run has {shape.chunks}.")
+        if shape.chunks == program.num_chunks:  # a file does not say how long they are
+            return replace(program, chunk_lengths=shape.chunk_lengths)
         return program
     schedule = find(name)
     if shape.virtual_stages not in (None, 1) and not schedule.virtual_stages:

@@ -40,6 +40,9 @@ class Shape:
         ):
             if value < 1:
                 raise ScheduleError(f"the number of {name} must be at least 1, not {value}.")
+        lengths = self.chunk_lengths
+        if lengths is not None and (len(lengths) != self.chunks or min(lengths) < 1):
+            raise ScheduleError(f"chunk lengths {lengths} do not fit the number of chunks, {self.chunks}.")
 
 
 @dataclass(frozen=True)

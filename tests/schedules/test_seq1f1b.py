@@ -3,7 +3,9 @@ and W."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import ceil
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from helixpipe.costs import PieceTimes
 from helixpipe.errors import ProgramError, ScheduleError
 from helixpipe.lowering import lower
-from helixpipe.program import Op, Program, even_stages
+from helixpipe.program import Op, Program, even_stages, to_csv
 from helixpipe.simulator import Simulation, simulate
 from helixpipe.validate import validate
 from schedules import Shape, build
@@ -115,6 +117,18 @@ def test_groups_of_p_units_are_not() -> None:
     validate(build("seq1f1b-interleaved", Shape(4, 8, 8, 3, 2)))
     for k in (1, 2, 4):
         assert published(4, 8, k, 2).ranks == build("seq1f1b-interleaved", Shape(4, 8, 8, k, 2)).ranks
+
+
+def test_lengths_are_those_of_the_shape(tmp_path: Path) -> None:
+    shape = Shape(2, 3, 4, chunks=3, chunk_lengths=(5, 3, 2))
+    for name in NAMES:
+        assert build(name, shape).chunk_lengths == (5, 3, 2)
+    path = str(tmp_path / "mine.csv")
+    to_csv(build("seq1f1b", shape), path)
+    assert replace(build(path, shape), schedule="seq1f1b") == build("seq1f1b", shape)
+    for lengths in ((5, 5), (5, 5, 0)):
+        with pytest.raises(ScheduleError, match=r"^chunk lengths \(5, 5.*\) do not fit the number of chunks, 3\.$"):
+            Shape(2, 3, 4, chunks=3, chunk_lengths=lengths)
 
 
 # ------------------------------------------------------------------------------------------------- bubbles and memory
