@@ -24,6 +24,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from helixpipe import __version__
+from helixpipe.chunk_options import ChunkOptions
+from helixpipe.cli_chunks import Chunking, Lengths, chunk_warning
 from helixpipe.cli_model import ModelOptions, Plan, make_plan
 from helixpipe.cli_options import CostOptions, OutputOptions, ShapeOptions, SimulateOptions
 from helixpipe.costs import Costs, PieceTimes, parse_piece_times
@@ -42,7 +44,7 @@ from helixpipe.lowering import lower
 from helixpipe.model_report import memory_text, report, step_text
 from helixpipe.program import Program, format_rows, forward_only, from_csv, to_csv
 from helixpipe.recompute import RecomputeOptions, recomputed
-from helixpipe.report import summary, table, text_timeline
+from helixpipe.report import chunk_times, chunks_text, summary, table, text_timeline
 from helixpipe.simulator import Simulation, simulate
 from helixpipe.timeline import check_suffix, count, draw
 from schedules import SCHEDULES, Schedule, Shape, build, find
@@ -153,6 +155,7 @@ def _parsers() -> tuple[FlagParser, dict[str, FlagParser]]:
     for command in (simulating, weighing, drawing, checking):
         add_dataclass_arguments(command, ShapeOptions, title="size")
     for command in (simulating, weighing, drawing):
+        add_dataclass_arguments(command, ChunkOptions, title="chunks")
         add_dataclass_arguments(command, CostOptions, title="costs")
         add_dataclass_arguments(command, ModelOptions, title="model and hardware")
         add_dataclass_arguments(command, RecomputeOptions, title="recomputation")
@@ -183,7 +186,7 @@ def _list(namespace: argparse.Namespace) -> None:
         "\nbubble: idle time of a rank; F, B = I + W: time of a rank for one microbatch\n"
         "        forward, backward (gradients of inputs, of weights).\n"
         "memory: activations that rank r keeps, in microbatches x the rank's layers.\n"
-        "p ranks, m microbatches, v virtual stages, k chunks."
+        "p ranks, m microbatches, v virtual stages, k chunks, g = p/k rounded up."
     )
 
 
@@ -201,9 +204,15 @@ def _simulate(namespace: argparse.Namespace) -> None:
         result = simulation.to_json(order=options.order)
         if late is not None:
             result["makespan_recomputing_late"] = late
+        if program.chunk_lengths is not None:
+            result |= {"chunk_lengths": program.chunk_lengths, "chunk_times": chunk_times(simulation)}
         print(json.dumps(result if step is None else {**result, "unit": "s", "step": step.to_json()}))
         return
     print(summary(simulation) if step is None else step_text(step))
+    if (lengths := chunks_text(simulation)) is not None:
+        print(f"\n{lengths}")
+    if plan is not None and (warning := chunk_warning(plan, program)) is not None:
+        print(warning)
     if late is not None:
         saved = 1 - simulation.makespan / late if late else 0.0
         print(f"Recomputing in idle time saves {100 * saved:.1f} % (--no-recompute-early: {late:.6g}).")
@@ -330,7 +339,7 @@ def _simulations(names: Sequence[str], namespace: argparse.Namespace, plan: Plan
         size = dataclasses.replace(size, ranks=plan.ranks, microbatches=plan.microbatches, layers=plan.layers)
         costs, limit = plan.costs, plan.limit
     recompute = dataclass_from_namespace(RecomputeOptions, namespace)
-    programs = _programs(names, size, _Given(costs, limit, recompute), namespace)
+    programs = _programs(names, size, _Given(costs, limit, recompute), plan, namespace)
     simulations = [simulate(lower(program, costs), costs, "" if plan is None else "s") for program in programs]
     if not all(math.isfinite(simulation.makespan + sum(simulation.busy)) for simulation in simulations):
         raise UserError(f"--piece-times {options.piece_times} are too large to add up.")
@@ -346,9 +355,14 @@ class _Given:
     recompute: RecomputeOptions
 
 
-def _programs(names: Sequence[str], size: ShapeOptions, given: _Given, namespace: argparse.Namespace) -> list[Program]:
+def _programs(
+    names: Sequence[str], size: ShapeOptions, given: _Given, plan: Plan | None, namespace: argparse.Namespace
+) -> list[Program]:
     """The program of each name; a file gives ranks and microbatches to the schedules it is compared with."""
     schedules = {name: find(name) for name in names if not name.endswith(".csv")}
+    chunking = Chunking(dataclass_from_namespace(ChunkOptions, namespace), given.costs, plan)
+    cutting = any(schedule.chunks for schedule in schedules.values())
+    size = dataclasses.replace(size, chunks=chunking.count(size.chunks, names, cutting))
     # Beside schedules of the catalogue, chunks and virtual stages are for those.
     own = dataclasses.replace(size, chunks=None, virtual_stages=None) if schedules else size
     files = {name: _from_file(name, own, None) for name in names if name.endswith(".csv")}
@@ -365,10 +379,19 @@ def _programs(names: Sequence[str], size: ShapeOptions, given: _Given, namespace
     programs = []
     for name in names:
         if name in files:
-            program = recomputed(_from_file(name, own, layers), given.recompute, given.costs, given.memory_limit)
+            program = chunking.of_file(_from_file(name, own, layers))
+            program = recomputed(program, given.recompute, given.costs, given.memory_limit)
         else:
             shape = dataclasses.replace(shapes[name], layers=layers)
-            program = build(name, shape, dataclass_from_namespace(schedules[name].options, namespace))
+            own_options = dataclass_from_namespace(schedules[name].options, namespace)
+
+            def make(
+                chunks: int, lengths: Lengths, name: str = name, shape: Shape = shape, options: object = own_options
+            ) -> Program:
+                return build(name, dataclasses.replace(shape, chunks=chunks, chunk_lengths=lengths), options)
+
+            auto = chunking.options.auto and schedules[name].chunks
+            program = chunking.program(make, None if auto else shape.chunks, layers)
         programs.append(forward_only(program) if namespace.forward_only else program)
     return programs
 

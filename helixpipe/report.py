@@ -57,6 +57,28 @@ def _ranks(simulation: Simulation) -> list[str]:
     return ["rank      busy  peak activation (microbatch-layers)", *rows]
 
 
+def chunk_times(simulation: Simulation) -> list[float]:
+    """Time of each chunk of a microbatch in all the stages together, forward and backward."""
+    times = [0.0] * simulation.lowered.program.num_chunks
+    for event in simulation.timeline.ops:
+        if event.op.microbatch == 0:
+            times[event.op.chunk] += event.end - event.start
+    return times
+
+
+def chunks_text(simulation: Simulation) -> str | None:
+    """A line a chunk, its length and what it takes; None when lengths are not stated."""
+    lengths = simulation.lowered.program.chunk_lengths
+    if lengths is None:
+        return None
+    unit = f" ({simulation.timeline.unit})" if simulation.timeline.unit else ""
+    rows = [
+        f"{chunk:>5}  {length:>8}  {time:>8.4g}"
+        for chunk, (length, time) in enumerate(zip(lengths, chunk_times(simulation), strict=True))
+    ]
+    return "\n".join([f"chunk    tokens  time in all stages together{unit}", *rows])
+
+
 def text_timeline(timeline: Timeline, width: int) -> str | None:
     """The timeline in letters, a line a rank: `F0` then dashes while it runs, spaces while the rank is idle.
 

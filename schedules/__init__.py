@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -12,6 +13,7 @@ from helixpipe.recompute import recomputed
 from schedules.base import NoOptions, Schedule, Shape
 from schedules.gpipe import gpipe, no_pipeline
 from schedules.one_f_one_b import interleaved, one_f_one_b
+from schedules.seq1f1b import seq1f1b, seq1f1b_interleaved, seq1f1b_zero_bubble, terapipe
 from schedules.zero_bubble import ZeroBubbleOptions, zb1p, zb2p, zbv
 
 __all__ = ["SCHEDULES", "NoOptions", "Schedule", "Shape", "build", "find"]
@@ -33,6 +35,26 @@ _REGISTRY = (
     ),
     Schedule("zb2p", zb2p, "Qi et al., ICLR 2024 (ZB-H2)", bubble="(p-1)F", memory="2p", options=ZeroBubbleOptions),
     Schedule("zbv", zbv, "Qi et al., ICLR 2024 (ZB-V)", bubble="(p-1)F/2", memory="p", options=ZeroBubbleOptions),
+    Schedule("terapipe", terapipe, "Li et al., ICML 2021", bubble="(p-1)(F+B)/k", memory="m", chunks=True),
+    Schedule("seq1f1b", seq1f1b, "Sun et al., Seq1F1B, 2024", bubble="(p-1)(F+B)/k", memory="(p-r-1+k)/k", chunks=True),
+    Schedule(
+        "seq1f1b-interleaved",
+        seq1f1b_interleaved,
+        "Sun et al., Seq1F1B, 2024",
+        bubble="(p-1)(F+B)/(kv)",
+        memory="(2(p-r-1) + (v-1)kg + k)/(kv)",
+        virtual_stages=True,
+        chunks=True,
+    ),
+    Schedule(
+        "seq1f1b-zb",
+        seq1f1b_zero_bubble,
+        "Sun et al., Seq1F1B, 2024",
+        bubble="(p-1)(F+I-W)/k",
+        memory="(p-1+k)/k",
+        options=ZeroBubbleOptions,
+        chunks=True,
+    ),
 )
 
 SCHEDULES = MappingProxyType({schedule.name: schedule for schedule in _REGISTRY})
@@ -72,6 +94,8 @@ def _build(name: str, shape: Shape, options: Any) -> Program:
             raise ScheduleError(f"{name} says itself which stages a rank has; leave virtual stages out.")
         if shape.chunks not in (1, program.num_chunks):
             raise ScheduleError(f"{name} has {program.num_chunks} chunks a microbatch, but the run has {shape.chunks}.")
+        if shape.chunks == program.num_chunks:  # a file does not say how long they are
+            return replace(program, chunk_lengths=shape.chunk_lengths)
         return program
     schedule = find(name)
     if shape.virtual_stages not in (None, 1) and not schedule.virtual_stages:

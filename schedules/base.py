@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from helixpipe.costs import Costs
 from helixpipe.errors import ScheduleError
 from helixpipe.program import Program, Stage, even_stages
 from helixpipe.recompute import RecomputeOptions
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,9 @@ class Shape:
         ):
             if value < 1:
                 raise ScheduleError(f"the number of {name} must be at least 1, not {value}.")
+        lengths = self.chunk_lengths
+        if lengths is not None and (len(lengths) != self.chunks or min(lengths) < 1):
+            raise ScheduleError(f"chunk lengths {lengths} do not fit the number of chunks, {self.chunks}.")
         self.recompute.check()
 
     def even_stages(self, count: int) -> tuple[Stage, ...]:
@@ -84,3 +89,26 @@ def require_multiple(schedule: str, microbatches: int, of: int, what: str) -> No
             f"{schedule} needs a number of microbatches that is a multiple of {what} {of}, not {microbatches}; "
             f"the nearest valid values are {valid}."
         )
+
+
+def forward_units(microbatches: int, chunks: int) -> list[tuple[int, int]]:
+    """(microbatch, chunk) in the order every stage runs them forward: first in first out, chunks ascending."""
+    return [(microbatch, chunk) for microbatch in range(microbatches) for chunk in range(chunks)]
+
+
+def backward_units(microbatches: int, chunks: int) -> list[tuple[int, int]]:
+    """(microbatch, chunk) in the order of backwards: microbatches first in first out, their chunks last in first out
+    ("partially ordered queue", Seq1F1B)."""
+    return [(microbatch, chunk) for microbatch in range(microbatches) for chunk in reversed(range(chunks))]
+
+
+def one_forward_one_backward(forwards: Sequence[T], backwards: Sequence[T], warmup: int) -> list[T]:
+    """As many forwards as the warm-up has, one forward and one backward in turn, the rest of the backwards.
+
+    forwards, backwards: equally many, each in the order it keeps. warmup: clamped to their number.
+    """
+    warmup = min(warmup, len(forwards))
+    order = list(forwards[:warmup])
+    for forward, backward in zip(forwards[warmup:], backwards, strict=False):
+        order += [forward, backward]
+    return [*order, *backwards[len(forwards) - warmup :]]

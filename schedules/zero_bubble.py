@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import permutations, product
-from math import inf
+from itertools import chain, permutations, product
+from math import ceil, floor, inf
 
 from helixpipe.costs import PieceTimes
 from helixpipe.errors import ScheduleError
 from helixpipe.flags import option
 from helixpipe.graph import collector_paused
 from helixpipe.program import Op, Program
-from schedules.base import Shape
+from schedules.base import Shape, one_forward_one_backward
 from schedules.list_scheduling import Found, Problem, Rules, greedy, problem
 
 Orders = Callable[[Problem], list[tuple[tuple[Op, ...], ...]]]
@@ -35,12 +35,12 @@ BUDGET = 1_000_000
 
 @dataclass(frozen=True)
 class ZeroBubbleOptions:
-    """Options of zb1p, zb2p and zbv; each field is a flag, of `helixpipe` and of training."""
+    """Options of zb1p, zb2p, zbv and seq1f1b-zb; each field is a flag, of `helixpipe` and of training."""
 
     zb_max_inflight: int | None = option(
         None,
-        "zb1p, zb2p, zbv: microbatches whose activations a rank may keep at once, until their weight gradients are "
-        "computed (default: p, 2p for zb2p).",
+        "zb1p, zb2p, zbv, seq1f1b-zb: microbatches whose activations a rank may keep at once, until their weight "
+        "gradients are computed (default: p, 2p for zb2p, (p-1)/k + 1 for seq1f1b-zb).",
     )
 
 
@@ -49,7 +49,7 @@ def zb1p(shape: Shape, options: ZeroBubbleOptions) -> Program:
 
     Bubble (p-1)(F+I-W) when F, I and W are equal; never more than 1F1B's.
     """
-    return _one_stage_a_rank("zb1p", shape, options, shape.ranks)
+    return one_stage_a_rank("zb1p", shape, options, shape.ranks)
 
 
 def zb2p(shape: Shape, options: ZeroBubbleOptions) -> Program:
@@ -58,7 +58,7 @@ def zb2p(shape: Shape, options: ZeroBubbleOptions) -> Program:
     When F, I and W are equal no rank idles between its first op and its last; what remains of a single step is the
     (p-1)F in which the first microbatch travels to the last rank.
     """
-    return _one_stage_a_rank("zb2p", shape, options, 2 * shape.ranks)
+    return one_stage_a_rank("zb2p", shape, options, 2 * shape.ranks)
 
 
 def zbv(shape: Shape, options: ZeroBubbleOptions) -> Program:
@@ -69,7 +69,7 @@ def zbv(shape: Shape, options: ZeroBubbleOptions) -> Program:
     the stages lie in a line instead (2r and 2r+1 on rank r).
     """
     p, m = shape.ranks, shape.microbatches
-    limit = _limit(options, p)
+    limit = inflight_limit(options, p)
     costs = shape.costs or PieceTimes()
     stages = shape.even_stages(2 * p)
     v = problem("zbv", stages, (*range(p), *reversed(range(p))), m, limit, costs)
@@ -82,17 +82,22 @@ def zbv(shape: Shape, options: ZeroBubbleOptions) -> Program:
     return Program("zbv", stages, found.ranks, m)
 
 
-def _one_stage_a_rank(name: str, shape: Shape, options: ZeroBubbleOptions, default: int) -> Program:
-    p, m = shape.ranks, shape.microbatches
-    limit = _limit(options, default)
-    stages = shape.even_stages(p)
-    given = problem(name, stages, tuple(range(p)), m, limit, shape.costs or PieceTimes())
+def one_stage_a_rank(name: str, shape: Shape, options: ZeroBubbleOptions, default: float) -> Program:
+    """The best program found for a stage a rank, of whole microbatches or of chunks.
+
+    default: microbatches that a rank may keep unless the options say otherwise.
+    """
+    p, m, k = shape.ranks, shape.microbatches, shape.chunks
+    limit = inflight_limit(options, default)
+    stages, costs = shape.even_stages(p), shape.costs or PieceTimes()
+    given = problem(name, stages, tuple(range(p)), m, limit, costs, k, shape.chunk_lengths)
     with collector_paused():
         found = _search(given, lambda given: [_one_f_one_b(given, limit)])
-    return Program(name, stages, found.ranks, m)
+    return Program(name, stages, found.ranks, m, k, shape.chunk_lengths)
 
 
-def _limit(options: ZeroBubbleOptions, default: int) -> int:
+def inflight_limit(options: ZeroBubbleOptions, default: float) -> float:
+    """Microbatches a rank may keep. Raises ScheduleError for a number of the options that is below 1."""
     limit = options.zb_max_inflight
     if limit is not None and limit < 1:
         raise ScheduleError(f"--zb-max-inflight must be at least 1, not {limit}.")
@@ -105,18 +110,19 @@ def _limit(options: ZeroBubbleOptions, default: int) -> int:
 def _search(given: Problem, orders: Orders) -> Found:
     """The best schedule by makespan, then time between a rank's first op and its last, then memory.
 
-    Rules are compared on a few microbatches, for what repeats need not be scheduled again and again; the best few, and
-    the first of `orders` with W right after I, on all. The search ends early where nothing can be better.
+    Rules are compared on a few microbatches (three units a rank, but three microbatches at least), for what repeats
+    need not be scheduled again and again; the best few, and the first of `orders` with W right after I, on all. The
+    search ends early where nothing can be better.
     """
     ranks = len(given.own)
-    few = replace(given, microbatches=min(given.microbatches, 3 * ranks))
+    few = replace(given, microbatches=min(given.microbatches, max(3, ceil(3 * ranks / given.chunks))))
     bounds = given.lower_bounds(), few.lower_bounds()
     rated: list[tuple[tuple[float, float, float], int, Maker]] = []
 
     def rate(makers: Iterable[Maker]) -> Found | None:
         """Add the rules to `rated`; returns a schedule of the whole problem if it cannot be bettered."""
         for make in makers:
-            if len(rated) * 3 * few.microbatches * len(few.homes) > BUDGET:
+            if len(rated) * 3 * len(few.forward_units) * len(few.homes) > BUDGET:
                 break
             found = greedy(few, make(few))
             if found is None:
@@ -178,11 +184,12 @@ def _refined(given: Problem, makers: list[Maker]) -> Iterator[Maker]:
     """Each with shorter warm-ups, and with fewer W kept waiting."""
     p, v = len(given.own), max(map(len, given.own))
     ranks = range(p)
+    more = v * (given.chunks - 1)  # a microbatch's first I comes after all its F
     warmups = [
-        tuple(float(v * (p - r)) for r in ranks),
-        tuple(float(2 * v * (p - r) - 1) for r in ranks),
-        tuple(float(2 * p - r) for r in ranks),
-        (2.0 * p - 2,) * p,
+        tuple(float(v * (p - r) + more) for r in ranks),
+        tuple(float(2 * v * (p - r) - 1 + more) for r in ranks),
+        tuple(float(2 * p - r + more) for r in ranks),
+        (2.0 * p - 2 + more,) * p,
     ]
     kept = [tuple(float(v * r) for r in ranks), (1.0,) * p, (0.0,) * p]
     for make in makers:
@@ -200,30 +207,17 @@ def _changed(make: Maker, deferred: tuple[float, ...] | None, warmup: tuple[floa
 # ------------------------------------------------------------------------------------------------------- fixed orders
 
 
-def _one_f_one_b(given: Problem, limit: int) -> tuple[tuple[Op, ...], ...]:
-    """1F1B of a pipeline in a line, each rank's stages one after the other; warm-ups fit into the limit."""
-    m, own = given.microbatches, given.own
+def _one_f_one_b(given: Problem, limit: float) -> tuple[tuple[Op, ...], ...]:
+    """1F1B of a pipeline in a line, each rank's stages one after the other; warm-ups fit into the limit, in
+    microbatches."""
+    own, chunks = given.own, given.chunks
+    fitting = floor(limit * chunks * (1 + 1e-9))
     ranks = []
     for rank, stages in enumerate(own):
-        warmup = min(len(own) - rank - 1, limit - 1, m)
-        order: list[Op] = []
-
-        def forward(microbatch: int, stages: list[int] = stages) -> list[Op]:
-            return [Op("F", stage, microbatch) for stage in stages]
-
-        def inputs(microbatch: int, stages: list[int] = stages) -> list[Op]:
-            return [Op("I", stage, microbatch) for stage in reversed(stages)]
-
-        # Step 1 (warm-up): (p-r-1) F
-        for i in range(warmup):
-            order += forward(i)
-        # Step 2 (steady): (m-warmup) F I
-        for i in range(m - warmup):
-            order += forward(warmup + i) + inputs(i)
-        # Step 3 (cool-down): the rest of I
-        for i in range(m - warmup, m):
-            order += inputs(i)
-        ranks.append(tuple(order))
+        forwards = [[Op("F", stage, *unit) for stage in stages] for unit in given.forward_units]
+        inputs = [[Op("I", stage, *unit) for stage in reversed(stages)] for unit in given.backward_units]
+        warmup = min(len(own) - rank - 1 + chunks - 1, fitting - 1)
+        ranks.append(tuple(chain.from_iterable(one_forward_one_backward(forwards, inputs, warmup))))
     return tuple(ranks)
 
 

@@ -1,0 +1,119 @@
+"""`helixpipe simulate`, `memory` and `draw` with sequences cut into chunks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helixpipe import cli
+
+MODEL = "--model seq1f1b-2.7b --hardware a100-80 -p 8 -m 8"
+
+
+def run(capsys: pytest.CaptureFixture[str], command: str) -> str:
+    assert cli.main(command.split()) == 0
+    output = capsys.readouterr()
+    assert output.err == ""
+    return output.out
+
+
+def run_json(capsys: pytest.CaptureFixture[str], command: str) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(run(capsys, command + " --json"))
+    return result
+
+
+def test_by_hand_chunks_are_equally_long(capsys: pytest.CaptureFixture[str]) -> None:
+    result = run_json(capsys, "simulate seq1f1b -p 4 -m 8 -k 4 --piece-times mlp=1")
+    assert (result["chunks"], result["bubble_time"]) == (4, 3 * 3 * 2 / 4)
+    assert "chunk_lengths" not in result
+    assert run_json(capsys, "simulate seq1f1b -p 4 -m 8 --pipe-sp-splits 4 --piece-times mlp=1") == result
+
+
+def test_lengths_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    result = run_json(capsys, "simulate seq1f1b -p 2 -m 4 -L 2 --chunk-lengths 5,3,2 --piece-times mlp=1,attn=1")
+    assert result["chunk_lengths"] == [5, 3, 2]
+    assert result["chunk_times"] == pytest.approx([6 * (0.5 + 0.25), 6 * (0.3 + 0.39), 6 * (0.2 + 0.36)])
+    text = run(capsys, "simulate seq1f1b -p 2 -m 4 -L 2 --chunk-lengths 5,3,2 --piece-times mlp=1,attn=1")
+    assert (
+        "chunk    tokens  time in all stages together\n    0         5       4.5\n    1         3      4.14\n" in text
+    )
+
+
+def test_a_strategy_balances_costs_given_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    slow, fast = (
+        run_json(capsys, f"simulate seq1f1b -p 4 -m 8 -k 4 --pipe-sp-strategy {strategy}")
+        for strategy in ("average", "uniform_comp")
+    )
+    assert slow["chunk_lengths"] == [16384] * 4
+    assert max(fast["chunk_times"]) == pytest.approx(min(fast["chunk_times"]), rel=1e-3)
+    assert fast["makespan"] < slow["makespan"]
+    aligned = run_json(capsys, "simulate seq1f1b -p 4 -m 8 -k 4 --pipe-sp-strategy uniform_comp --chunk-alignment 1000")
+    assert [length % 1000 for length in aligned["chunk_lengths"]] == [0, 0, 0, 536]
+
+
+def test_a_model_balances_by_default(capsys: pytest.CaptureFixture[str]) -> None:
+    result = run_json(capsys, f"simulate seq1f1b {MODEL} -k 4")
+    assert sum(result["chunk_lengths"]) == 32768 and all(length % 64 == 0 for length in result["chunk_lengths"])
+    assert max(result["chunk_times"]) < 1.01 * min(result["chunk_times"])
+    average = run_json(capsys, f"simulate seq1f1b {MODEL} -k 4 --pipe-sp-strategy average")
+    assert average["chunk_lengths"] == [8192] * 4
+    assert result["step"]["step_time"] < 0.9 * average["step"]["step_time"]
+    text = run(capsys, f"simulate seq1f1b {MODEL} -k 4")
+    assert "chunk    tokens  time in all stages together (s)\n" in text and "Warning" not in text
+    assert "Warning: 32 chunks of 1024 tokens of a microbatch are too short to keep a100-80 busy" in run(
+        capsys, f"simulate seq1f1b {MODEL} -k 32"
+    )
+
+
+def test_the_best_number_of_chunks(capsys: pytest.CaptureFixture[str]) -> None:
+    small = f"{MODEL} --seq-length 8192"
+    best = run_json(capsys, f"simulate seq1f1b {small} --pipe-sp-splits auto")
+    tried = [run_json(capsys, f"simulate seq1f1b {small} -k {k}") for k in (1, 2, 3, 4)]
+    assert best == min(tried, key=lambda result: result["makespan"])
+    assert run_json(capsys, "simulate seq1f1b -p 2 -m 2 --pipe-sp-splits auto --message-time 1000")["chunks"] == 1
+    # 64k tokens do not fit whole
+    assert run_json(capsys, f"memory 1f1b {MODEL} --seq-length 65536")["fits"] is False
+    assert run_json(capsys, f"memory seq1f1b {MODEL} --seq-length 65536 --pipe-sp-splits auto")["fits"] is True
+
+
+def test_schedules_with_and_without_chunks_beside_each_other(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    output = tmp_path / "both.png"
+    for flags in ("-k 3", "--chunk-lengths 4,3,2", "--pipe-sp-splits auto"):
+        result = run_json(capsys, f"draw 1f1b seq1f1b -p 2 -m 2 {flags} -o {output}")
+        one, cut = result["simulations"]
+        assert one["chunks"] == 1 < cut["chunks"]
+    assert output.stat().st_size > 1000
+
+
+def test_a_file_takes_lengths_from_the_flags(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    size = "-L 4 --chunk-lengths 5,3,2"
+    original = run_json(capsys, f"simulate seq1f1b -p 2 -m 4 {size} --csv {path}")
+    assert {**run_json(capsys, f"simulate {path} {size}"), "schedule": "seq1f1b"} == original
+    assert cli.main(["simulate", str(path), "--chunk-lengths", "5,3"]) == 2
+    assert "--chunks 2 does not fit" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("1f1b -k 2", "schedule 1f1b does not cut the sequence; chunks (2) need another."),
+        ("1f1b --chunk-lengths 2,2", "schedule 1f1b does not cut the sequence; chunks (2) need another."),
+        ("1f1b --pipe-sp-splits auto", "--pipe-sp-splits auto needs a schedule that cuts the sequence, unlike 1f1b."),
+        ("seq1f1b --pipe-sp-strategy average", "--pipe-sp-strategy needs --pipe-sp-splits of 2 or more, or auto."),
+        ("seq1f1b -k 3 --pipe-sp-splits 2", "the flags disagree: --chunks 3 chunks and --pipe-sp-splits 2 chunks."),
+        ("seq1f1b -k 2 --pipe-sp-strategy even", "invalid choice: 'even'"),
+        (f"seq1f1b {MODEL} --chunk-lengths 4,4", "add up to 8 tokens, but the sequence has 32768."),
+        (f"seq1f1b {MODEL} -k 4 --seq-length 3", "--seq-length 3 is too short for 4 chunks of 1 tokens"),
+        ("seq1f1b -k 0", "the number of chunks must be at least 1, not 0."),
+    ],
+)
+def test_refusals(capsys: pytest.CaptureFixture[str], command: str, said: str) -> None:
+    assert cli.main(["simulate", *command.split()]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
