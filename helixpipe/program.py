@@ -173,6 +173,21 @@ def even_stages(num_layers: int, num_stages: int) -> tuple[Stage, ...]:
     return tuple(stages)
 
 
+def chunk_lengths(program: Program, seq_length: int) -> tuple[int, ...]:
+    """Tokens of each chunk of sequences of that length; equal lengths, the first ones a token longer, if the program
+    has none. Raises ProgramError where its lengths do not add up to the sequence."""
+    if program.chunk_lengths is None:
+        least, more = divmod(seq_length, program.num_chunks)
+        if not least:
+            raise ProgramError(f"{seq_length} tokens cannot be cut into {program.num_chunks} chunks.")
+        return tuple(least + (chunk < more) for chunk in range(program.num_chunks))
+    if sum(program.chunk_lengths) != seq_length:
+        raise ProgramError(
+            f"chunk lengths {program.chunk_lengths} do not add up to the sequence's {seq_length} tokens."
+        )
+    return program.chunk_lengths
+
+
 def forward_only(program: Program) -> Program:
     """The evaluation form of a program: its forwards, in their order on every rank."""
     ranks = tuple(tuple(op for op in ops if op.kind == "F") for ops in program.ranks)

@@ -1,8 +1,8 @@
 """The executor: a loop over one rank's instructions with a table from kind to handler. It knows no schedule.
 
-It keeps three things. `stash`: what a unit's backward needs, from its F to the FREE after its backward. `inbox`:
-tensors that have arrived for an op, from another rank or from this one. `outbox`: tensors that an op produced for
-another rank, until sent.
+It keeps four things. `keys_values`: of sequences that run in chunks. `stash`: what a unit's backward needs, from its F
+to the FREE after its backward. `inbox`: tensors that have arrived for an op, from another rank or from this one.
+`outbox`: tensors that an op produced for another rank, until sent.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from helixpipe.events import MessageEvent, OpEvent, Timeline
 from helixpipe.graph import Message
 from helixpipe.lowering import Action, Instruction, LoweredProgram
 from helixpipe.model import Microbatch, UnitContext
+from helixpipe.model.kv_store import KeyValueStore, UnitKeyValues
 from helixpipe.model.linear import WeightGradients
-from helixpipe.program import Op, Piece, Segment, Unit
+from helixpipe.program import Op, Piece, Segment, Unit, chunk_lengths
 from helixpipe.runtime.transport import Receipt, Transport
 
 
@@ -95,10 +96,13 @@ class ExecutionError(RuntimeError):
 class Executor:
     """Runs a lowered program on one rank.
 
-    rank: pipeline rank. model: holds the weights of this rank's pieces.
+    rank: pipeline rank. model: holds the weights of this rank's pieces. fp32_kv_gradients: sum the gradients of keys
+    and values over chunks in float32. `keys_values` is the store of the step that ran last.
     """
 
-    def __init__(self, lowered: LoweredProgram, rank: int, model: Model, transport: Transport):
+    def __init__(
+        self, lowered: LoweredProgram, rank: int, model: Model, transport: Transport, fp32_kv_gradients: bool = False
+    ):
         self.lowered = lowered
         self.rank = rank
         self.model = model
@@ -121,12 +125,15 @@ class Executor:
         kinds = {op.kind for op in lowered.program.ranks[rank]}
         self._weight_gradients = model.weight_gradients() if "W" in kinds else None
         self._local_consumer = self._consumers_on_this_rank()
+        self._fp32_kv_gradients = fp32_kv_gradients
         self._ranges = {op: f"PP:{op}" for op in lowered.program.ranks[rank]}
 
     def run(self, step: Step, record: bool = False) -> tuple[list[LossSum], Record]:
         """Run the program once. Gradients are added to the parameters'. Returns the loss sums of the microbatches
         whose head is here, and this rank's times when `record` (else an empty record)."""
         self._step = step
+        self.keys_values = KeyValueStore(self._fp32_kv_gradients)
+        self._lengths = chunk_lengths(self.lowered.program, step.seq_length)
         self._stash: dict[Unit, list[_Graph]] = {}
         self._inbox: dict[Op, tuple[Tensor, ...]] = {}
         self._outbox: dict[Op, tuple[Tensor, ...]] = {}
@@ -187,6 +194,7 @@ class Executor:
         state = self._inbox.pop(op, ())
         if self.lowered.program.forward_only:
             outputs = self._run_pieces(op, stage.pieces, state)
+            self._keys_values(op).release()
         else:
             graphs = self._stash[op.unit] = []
             for segment in stage.segments:
@@ -210,16 +218,19 @@ class Executor:
         while graphs:
             graph = graphs.pop()
             self._make_again(op, graph)
+            layers = self._chunked_layers(graph)
+            roots, later = self._keys_values(op).roots(layers)
             # The engine itself: torch.autograd.backward would compare shapes with outputs whose data has been freed.
             Variable._execution_engine.run_backward(
-                graph.outputs,
-                gradients,
+                (*graph.outputs, *roots),
+                (*gradients, *later),
                 False,  # keep_graph
                 False,  # create_graph
                 (),  # inputs: all leaves
                 allow_unreachable=True,
                 accumulate_grad=True,
             )
+            self._keys_values(op).finish(layers)
             if graphs or op.stage > 0:
                 gradients = tuple(_gradient(tensor) for tensor in graph.inputs)
         if op.stage > 0:
@@ -258,22 +269,30 @@ class Executor:
     # ------------------------------------------------------------------------------------------------------ details
 
     def _context(self, op: Op) -> UnitContext:
-        lengths = self.lowered.program.chunk_lengths or (self._step.seq_length,)
         return UnitContext(
             step=self._step.iteration,
             microbatch=self._step.microbatch_number(op.microbatch),
             chunk=op.chunk,
-            offset=sum(lengths[: op.chunk]),
-            length=lengths[op.chunk],
+            offset=sum(self._lengths[: op.chunk]),
+            length=self._lengths[op.chunk],
             training=self._step.training,
+            keys_values=self._keys_values(op) if len(self._lengths) > 1 else None,
         )
+
+    def _keys_values(self, op: Op) -> UnitKeyValues:
+        offset = sum(self._lengths[: op.chunk])
+        return self.keys_values.unit(op.microbatch, offset, self._lengths[op.chunk], self._step.seq_length)
+
+    def _chunked_layers(self, graph: _Graph) -> list[int]:
+        """The layers whose keys and values the graph takes from the store."""
+        pieces = graph.segment.pieces if len(self._lengths) > 1 else ()
+        return [piece.layer for piece in pieces if piece.kind == "attn"]
 
     def _payload_shapes(self, message: Message) -> tuple[torch.Size, ...]:
         """A gradient has the shapes of what it is the gradient of: what crossed the cut after the consumer's stage."""
         stage = message.producer.stage if message.kind == "activation" else message.consumer.stage
         after = self.lowered.program.stages[stage].pieces[-1]
-        lengths = self.lowered.program.chunk_lengths or (self._step.seq_length,)
-        return self.model.payload_shapes(after, self._step.micro_batch_size, lengths[message.producer.chunk])
+        return self.model.payload_shapes(after, self._step.micro_batch_size, self._lengths[message.producer.chunk])
 
     def _consumers_on_this_rank(self) -> dict[Op, Op]:
         """For each op of this rank whose tensors another op of this rank takes over: that op."""

@@ -53,6 +53,8 @@ class Case:
     split: bool = False
     """B as I and W, every W as late as the rank's order allows."""
     recompute: RecomputeOptions = field(default_factory=RecomputeOptions)
+    lengths: tuple[int, ...] = ()
+    """Tokens of each chunk of a sequence; () for one chunk."""
     cut_after: str = ""
     """Cut the model over two ranks inside layer 2, after the piece of this kind."""
 
@@ -64,11 +66,13 @@ class Case:
             + ["split"] * self.split
             + _recompute_marks(self.recompute)
             + [f"cut-after-{self.cut_after}"] * bool(self.cut_after)
+            + ["chunks-" + "-".join(map(str, self.lengths))] * bool(self.lengths)
         )
         return "-".join([self.schedule, self.style, f"p{self.pp}", f"tp{self.tp}", f"m{self.m}", *marks])
 
     def program(self) -> Program:
-        shape = Shape(self.pp, self.m, self.layers, virtual_stages=self.v)
+        chunks = max(len(self.lengths), 1)
+        shape = Shape(self.pp, self.m, self.layers, chunks, self.v, self.lengths or None)
         program = build(self.schedule, shape)
         if self.cut_after:
             chain = model_pieces(self.layers)
@@ -127,29 +131,44 @@ def run_cases(rank: int, world_size: int, cases: list[Case]) -> list[dict[str, A
 def run_case(case: Case, expected: dict[str, Tensor], losses: dict[int, float], transport: Transport) -> dict[str, Any]:
     model, executor = make_executor(case, transport)
     found = executor.run(make_step(case))[0]
+    left = executor.keys_values.bytes_alive()
     error = worst(gather(model, gradients_of(model)), expected)
     evaluator = Executor(lower(forward_only(case.program())), executor.rank, model, transport)
     evaluated = evaluator.run(make_step(case, training=False))[0]
+    left += evaluator.keys_values.bytes_alive()
     head = any(piece.kind == "head" for piece in case.program().pieces_of_rank(executor.rank))
-    assert [loss.microbatch for loss in evaluated] == (list(range(case.m)) if head else [])
+    assert list(_by_microbatch(evaluated)) == (list(range(case.m)) if head else [])
     return {
         "gradient": error,
         "losses": len(found),
-        "loss": max((abs(each.value.item() / losses[each.microbatch] - 1) for each in found), default=0.0),
-        "evaluation": 0.0
-        if case.dropout
-        else max((abs(each.value.item() / losses[each.microbatch] - 1) for each in evaluated), default=0.0),
+        "loss": _loss_error(found, losses),
+        "evaluation": 0.0 if case.dropout else _loss_error(evaluated, losses),
+        "keys and values left": left,
+        "keys and values": executor.keys_values.peak_bytes(),
     }
+
+
+def _by_microbatch(found: list[Any]) -> dict[int, float]:
+    losses: dict[int, float] = {}
+    for each in found:
+        losses[each.microbatch] = losses.get(each.microbatch, 0.0) + each.value.item()
+    return dict(sorted(losses.items()))
+
+
+def _loss_error(found: list[Any], expected: dict[int, float]) -> float:
+    return max((abs(value / expected[index] - 1) for index, value in _by_microbatch(found).items()), default=0.0)
 
 
 def reference(case: Case) -> tuple[dict[str, Tensor], dict[int, float]]:
     """Gradients by name and the loss sum of each microbatch, from megatron-core's GPTModel; with dropout, from our own
     model run whole, microbatch by microbatch, since the random states differ."""
     if case.dropout:
-        alone = Case("none", 1, case.m, case.style, tied=case.tied, layers=case.layers, dropout=case.dropout)
+        whole = "seq1f1b" if case.lengths else "none"
+        alone = Case(whole, 1, case.m, case.style, tied=case.tied, layers=case.layers, dropout=case.dropout)
+        alone = replace(alone, lengths=case.lengths)
         model, executor = make_executor(alone)
         losses = executor.run(make_step(alone))[0]
-        return gradients_of(model), {each.microbatch: each.value.item() for each in losses}
+        return gradients_of(model), _by_microbatch(losses)
     ours = make_model(Case("none", 1, case.m, case.style, tied=case.tied, layers=case.layers))
     model = make_reference(case.style, case.tied, num_layers=case.layers)
     model.load_state_dict(ours.state_dict())

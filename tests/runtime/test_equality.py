@@ -84,6 +84,53 @@ GROUPS = {
         Case("1f1b", 2, 3, style, recompute=options, cut_after=kind, tied=style == "gpt")
         for style, kind, options in product(STYLES, ("norm", "qkv", "attn", "proj"), RECOMPUTATIONS[:2])
     ],
+    "chunks": [
+        *(
+            Case(schedule, pp, m, style, v=v, tied=style == "gpt", lengths=lengths)
+            for pp, schedule, v in (
+                (4, "seq1f1b", None),
+                (4, "seq1f1b-zb", None),
+                (2, "seq1f1b-interleaved", 2),
+                (2, "terapipe", None),
+            )
+            for style, m, lengths in (
+                ("gpt", 1, (7, 5)),
+                ("llama", 3, (5, 4, 3)),
+                ("gpt", 5, (3, 3, 3, 3)),
+                ("llama", 2, (2, 2, 2, 2, 1, 1, 1, 1)),
+            )
+        ),
+        *(
+            Case(schedule, 2, 3, style, tp=2, v=v, tied=style == "gpt", sequence_parallel=sp, lengths=(6, 4, 2))
+            for (schedule, v), style, sp in product(
+                (("seq1f1b", None), ("seq1f1b-zb", None), ("seq1f1b-interleaved", 2)), STYLES, (False, True)
+            )
+        ),
+        *(
+            Case(schedule, 2, 3, style, v=v, tied=style == "gpt", lengths=(6, 2, 4), recompute=options)
+            for (schedule, v, style), options in product(
+                (("seq1f1b", None, "llama"), ("seq1f1b-interleaved", 2, "gpt"), ("seq1f1b-zb", None, "llama")),
+                RECOMPUTATIONS,
+            )
+        ),
+        *(
+            Case("seq1f1b", 2, 2, style, tp=2, sequence_parallel=True, lengths=(8, 4), recompute=options)
+            for style, options in product(STYLES, RECOMPUTATIONS[:4])
+        ),
+        *(
+            Case("seq1f1b", 2, 3, "llama", lengths=(5, 7), recompute=options, cut_after=kind)
+            for kind, options in product(("norm", "qkv", "attn"), (RecomputeOptions(), RECOMPUTATIONS[2]))
+        ),
+        *(
+            Case(schedule, pp, 3, "llama", lengths=(5, 4, 3), dropout=0.2, recompute=options)
+            for schedule, pp, options in (
+                ("seq1f1b", 2, RecomputeOptions()),
+                ("seq1f1b", 4, RECOMPUTATIONS[0]),
+                ("seq1f1b-zb", 2, RECOMPUTATIONS[1]),
+            )
+        ),
+        Case("seq1f1b", 1, 2, "gpt", lengths=(4, 4, 4)),
+    ],
     "inner-cuts": [
         Case("1f1b", 2, 3, style, tp=tp, tied=style == "gpt", sequence_parallel=tp > 1, cut_after=kind)
         for style, kind, tp in product(STYLES, ("norm", "qkv", "attn", "proj"), (1, 2))
@@ -119,7 +166,10 @@ def test_equal_to_one_process(case: Case, results: dict[Case, list[dict[str, Any
         assert result["loss"] < LOSS_TOLERANCE
         assert result["evaluation"] < LOSS_TOLERANCE
     reporting = 4 // case.pp  # the ranks of the last stage, over data and tensor parallelism
-    assert sorted(result["losses"] for result in results[case]) == [0] * (4 - reporting) + [case.m] * reporting
+    losses = case.m * max(len(case.lengths), 1)
+    assert sorted(result["losses"] for result in results[case]) == [0] * (4 - reporting) + [losses] * reporting
+    assert all(result["keys and values left"] == 0 for result in results[case])
+    assert any(result["keys and values"] > 0 for result in results[case]) == bool(case.lengths)
 
 
 def test_program_of_ones_own(tmp_path: Path) -> None:
