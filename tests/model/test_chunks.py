@@ -245,6 +245,17 @@ def test_joining_again_neither_appends_nor_changes_rows() -> None:
     assert store.bytes_alive() == 0
 
 
+def test_rows_that_later_chunks_saw_are_never_written_again() -> None:
+    units = make_units(KeyValueStore())
+    for unit, span in zip(units, SPANS, strict=True):
+        seen = unit.join(0, *make_rows(*span))
+    other = make_rows(*SPANS[1])
+    again = units[1].join(0, *(2 * tensor for tensor in other))
+    for which in range(2):
+        assert torch.equal(again[which], seen[which][:7])
+        assert torch.equal(again[which][4:], other[which])
+
+
 def test_bytes_alive_at_every_moment() -> None:
     """Keys and values from the first chunk's forward to its backward; gradients from the last chunk's backward on."""
     store = KeyValueStore()
