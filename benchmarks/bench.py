@@ -4,8 +4,8 @@
 
 Rows:
   1f1b          our 1f1b beside megatron-core's 1F1B and torch's Schedule1F1B
-  zero-bubble   our zbv and zb1p, found from measured times, beside torch's ScheduleZBVZeroBubble and
-                ScheduleInterleavedZeroBubble; and torch's orders under our engine
+  zero-bubble   our zbv, zb1p and zb-interleaved, found from measured times, beside torch's ScheduleZBVZeroBubble
+                and ScheduleInterleavedZeroBubble; and torch's orders under our engine
   memory        peak activations of our schedules, as the cost model has them and as measured
 
 Same weights, same data, same kernels, same process: each round runs one step under every engine in turn, so that what

@@ -38,7 +38,6 @@ from helixpipe.memory import rank_memory
 from helixpipe.model import linear
 from helixpipe.model_costs import ModelCosts
 from helixpipe.models import Layout, ModelShape
-from helixpipe.program import Program
 from helixpipe.runtime.accounting import SavedBytes
 
 Pairs = list[tuple[str, str]]
@@ -66,14 +65,15 @@ def zero_bubble(problem: Problem) -> tuple[dict[str, Engine], Pairs]:
     every = {
         "ours, zbv": ours(problem, found(problem, "zbv")),
         "ours, zb1p": ours(problem, found(problem, "zb1p")),
+        "ours, zb-interleaved": ours(problem, found(problem, "zb-interleaved")),
         "ours, torch's ZBV order": ours(problem, v),
         "ours, torch's InterleavedZeroBubble order": ours(problem, interleaved),
         "torch ScheduleZBVZeroBubble": their_v,
         "torch ScheduleInterleavedZeroBubble": their_interleaved,
         "torch ScheduleZBVZeroBubble, Megatron's linear": torch_zbv(problem, plain=False)[0],
     }
-    zbv, zb1p, same_v, same_interleaved, other_v, other_interleaved, unsplit = every
-    pairs = [(zbv, other_v), (zbv, other_interleaved), (zb1p, other_interleaved), (zbv, unsplit)]
+    zbv, zb1p, interleaving, same_v, same_interleaved, other_v, other_interleaved, unsplit = every
+    pairs = [(zbv, other_v), *((mine, other_interleaved) for mine in (zbv, zb1p, interleaving)), (zbv, unsplit)]
     engine_alone = [(same_v, other_v), (same_interleaved, other_interleaved)]
     return every, [*pairs, *engine_alone, (zbv, same_v)]
 
@@ -220,10 +220,8 @@ def memory(problem: Problem) -> dict[str, Any]:
     )  # fmt: skip
     layout = Layout(micro_batch_size=problem.micro, element_bytes=4, fused_kernels=False)
     costs = ModelCosts(model, HARDWARE["h20"], layout, problem.sequence)
-    programs: dict[str, Program] = {
-        schedule: problem.program(schedule, v)
-        for schedule, v in (("1f1b", None), ("gpipe", None), ("interleaved-1f1b", 2), ("zb1p", None), ("zbv", None))
-    }
+    schedules = {"1f1b": None, "gpipe": None, "interleaved-1f1b": 2, "zb1p": None, "zbv": None, "zb-interleaved": 2}
+    programs = {schedule: problem.program(schedule, v) for schedule, v in schedules.items()}
     programs["torch's ZBV order"] = torch_zbv(problem)[1]
     result = {}
     for name, program in programs.items():

@@ -11,7 +11,7 @@ from helixpipe.program import Program, from_csv
 from schedules.base import NoOptions, Schedule, Shape
 from schedules.gpipe import gpipe, no_pipeline
 from schedules.one_f_one_b import interleaved, one_f_one_b
-from schedules.zero_bubble import ZeroBubbleOptions, zb1p, zb2p, zbv
+from schedules.zero_bubble import ZeroBubbleOptions, zb1p, zb2p, zb_interleaved, zbv
 
 __all__ = ["SCHEDULES", "NoOptions", "Schedule", "Shape", "build", "find"]
 
@@ -32,6 +32,15 @@ _REGISTRY = (
     ),
     Schedule("zb2p", zb2p, "Qi et al., ICLR 2024 (ZB-H2)", bubble="(p-1)F", memory="2p", options=ZeroBubbleOptions),
     Schedule("zbv", zbv, "Qi et al., ICLR 2024 (ZB-V)", bubble="(p-1)F/2", memory="p", options=ZeroBubbleOptions),
+    Schedule(
+        "zb-interleaved",
+        zb_interleaved,
+        "Qi et al., ICLR 2024 (ZB-H1), interleaved",
+        bubble="(p-1)(F+I-W)/v",
+        memory="(2(p-1) + (v-1)p + 1)/v",
+        options=ZeroBubbleOptions,
+        virtual_stages=True,
+    ),
 )
 
 SCHEDULES = MappingProxyType({schedule.name: schedule for schedule in _REGISTRY})
