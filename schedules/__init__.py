@@ -51,7 +51,8 @@ def find(name: str) -> Schedule:
     """The schedule of that name. Raises ScheduleError that names the nearest one."""
     if name in SCHEDULES:
         return SCHEDULES[name]
-    near = difflib.get_close_matches(name.lower(), SCHEDULES, n=1, cutoff=0.3)
+    longer = [known for known in SCHEDULES if name and known.startswith(name.lower())]
+    near = longer or difflib.get_close_matches(name.lower(), SCHEDULES, n=1, cutoff=0.3)
     hint = f"did you mean {near[0]}? " if near else ""
     raise ScheduleError(
         f"unknown pipeline schedule {name!r}: {hint}known are {', '.join(SCHEDULES)}, or the path of a .csv file."
