@@ -33,8 +33,8 @@ format: install  ## let ruff sort imports and format the code
 	.venv/bin/python -m ruff check --fix .
 	.venv/bin/python -m ruff format .
 
-bench: install  ## speed and memory against megatron-core's and torch's own 1F1B
-	.venv/bin/python benchmarks/bench.py
+bench: install  ## speed and memory beside megatron-core's and torch's engines; make bench ARGS="--rows 1f1b"
+	.venv/bin/python benchmarks/bench.py $(ARGS)
 
 clean:  ## remove caches, builds and what the quick start wrote (its next run starts over)
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis runs/quickstart

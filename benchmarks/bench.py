@@ -1,10 +1,16 @@
 """`make bench`: speed and memory of the engine beside megatron-core's and torch's, on this machine's CPU, p = 2.
 
-    python benchmarks/bench.py [--pairs 15] [--json out.json]
+    python benchmarks/bench.py [--rows zero-bubble] [--sizes wide long] [--pairs 15] [--json out.json]
 
-Same weights, same data, same process: each round runs one step under every engine in turn, so that what else the
-machine does hits all alike. What is compared is forward and backward of one step (no optimizer), tokens per second of
-our 1f1b over the other's, median over rounds.
+Rows:
+  1f1b          our 1f1b beside megatron-core's 1F1B and torch's Schedule1F1B
+  zero-bubble   our zbv, zb1p and zb-interleaved, found from measured times, beside torch's ScheduleZBVZeroBubble
+                and ScheduleInterleavedZeroBubble; and torch's orders under our engine
+  memory        peak activations of our schedules, as the cost model has them and as measured
+
+Same weights, same data, same kernels, same process: each round runs one step under every engine in turn, so that what
+else the machine does hits all alike. What is compared is forward and backward of one step (no optimizer): tokens per
+second of ours over the other's, median over rounds. All gradients are compared too.
 """
 
 from __future__ import annotations
@@ -15,6 +21,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -23,30 +30,38 @@ SIZES = {  # name: (layers, hidden, heads, groups, ffn, sequence, micro batch, m
     "wide": (4, 512, 8, 4, 1376, 128, 1, 8),
     "long": (4, 256, 8, 2, 688, 1024, 1, 4),
 }
+ROWS = ("1f1b", "zero-bubble", "memory")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--pairs", type=int, default=15, help="rounds that count (at least 5)")
-    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, usage="%(prog)s [options]"
+    )
+    parser.add_argument("--rows", nargs="+", default=ROWS, choices=ROWS, metavar="ROWS", help=_choice(ROWS))
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES, metavar="SIZE", help=_choice(SIZES))
+    parser.add_argument("--pairs", type=int, default=15, help="rounds that count, at least 5 (default: 15)")
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
     arguments = parser.parse_args()
     if arguments.pairs < 5:
         parser.error("--pairs must be at least 5")
     results = {}
     for name in arguments.sizes:
-        results[name] = launch(SIZES[name], arguments.pairs)
+        results[name] = launch(SIZES[name], arguments.pairs, arguments.rows)
         report(name, SIZES[name], results[name])
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
-def launch(size: tuple[int, ...], pairs: int) -> dict:
+def _choice(names: Iterable[str]) -> str:
+    return f"some of {', '.join(names)} (default: all)"
+
+
+def launch(size: tuple[int, ...], pairs: int, rows: Sequence[str]) -> dict:
     """Run one size on two ranks, one thread each."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "result.json")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        command += [str(HERE / "engines.py"), str(output), str(pairs), *map(str, size)]
+        command += [str(HERE / "measure.py"), str(output), str(pairs), ",".join(rows), *map(str, size)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
         subprocess.run(command, check=True, env=environment)
         return json.loads(output.read_text(encoding="utf-8"))
@@ -58,18 +73,32 @@ def report(name: str, size: tuple[int, ...], result: dict) -> None:
         f"\n{name}: Llama style, {layers} layers, hidden {hidden}, {heads} heads, {groups} groups, ffn {ffn}, "
         f"{sequence} tokens, micro batch {micro}, {microbatches} microbatches, p = 2"
     )
-    print(f"  {'engine':<44} {'tokens/s':>10} {'ours over it':>13} {'quartiles':>15} {'peak saved MB by rank':>23}")
+    for rows in result:
+        if rows == "memory":
+            report_memory(result[rows])
+        else:
+            report_speed(rows, result[rows])
+
+
+def report_speed(rows: str, result: dict) -> None:
+    first = next(iter(result["engines"]))
+    print(f"\n  {rows:<46} {'tokens/s':>10} {'peak MB by rank':>23} {'gradients differ':>18}")
     for engine, row in result["engines"].items():
         peaks = " ".join(f"{peak / 1e6:.1f}" for peak in row["peak_bytes"])
-        ratio = f"{row['ratio']:.3f}" if row["ratio"] is not None else ""
-        spread = f"{row['quartiles'][0]:.3f}–{row['quartiles'][1]:.3f}" if row["ratio"] is not None else ""
-        print(f"  {engine:<44} {row['tokens_per_second']:>10.0f} {ratio:>13} {spread:>15} {peaks:>23}")
-    print(f"  largest relative difference of any gradient between engines: {result['gradient_difference']:.1e}")
-    print(f"  {'peak saved activations':<44} {'simulated MB':>24} {'measured MB':>24} {'measured/simulated':>20}")
-    for schedule, row in result["memory"].items():
+        difference = "" if engine == first else f"{row['gradient_difference']:.1e}"
+        print(f"  {engine:<46} {row['tokens_per_second']:>10.0f} {peaks:>23} {difference:>18}")
+    print(f"  {'speed of ... over ...':<88} {'ratio':>7} {'quartiles':>14}")
+    for row in result["ratios"]:
+        spread = f"{row['quartiles'][0]:.3f}–{row['quartiles'][1]:.3f}"
+        print(f"  {row['ours']:<41} {row['over']:<46} {row['ratio']:>7.3f} {spread:>14}")
+
+
+def report_memory(result: dict) -> None:
+    print(f"\n  {'peak activations':<46} {'simulated MB':>16} {'measured MB':>16} {'measured/simulated':>20}")
+    for schedule, row in result.items():
         simulated, measured = (" ".join(f"{x / 1e6:.2f}" for x in row[key]) for key in ("simulated", "measured"))
         ratio = " ".join(f"{m / s:.3f}" for m, s in zip(row["measured"], row["simulated"], strict=True))
-        print(f"  {schedule:<44} {simulated:>24} {measured:>24} {ratio:>20}")
+        print(f"  {schedule:<46} {simulated:>16} {measured:>16} {ratio:>20}")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,9 @@
-"""What each of bench.py's two ranks runs: one step of the same model under several pipeline engines, in turn."""
+"""The engines that bench.py compares: one step of the same model under each, p = 2."""
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
-import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,23 +19,26 @@ from megatron.core.enums import ModelType
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import schedules as core_schedules
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 
-from helixpipe.costs import PieceTimes
+from helixpipe.costs import OpTimes
 from helixpipe.lowering import lower
 from helixpipe.model import GPTOptions, Microbatch, PipelineModel, UnitContext
 from helixpipe.model.attention import CoreAttention
 from helixpipe.model.ends import loss_sum
-from helixpipe.runtime.accounting import SavedBytes
-from helixpipe.runtime.executor import Executor, Step
+from helixpipe.program import Piece, Program, even_stages, parse_rows
+from helixpipe.runtime.executor import Executor, Step, merge_records
 from helixpipe.runtime.transport import GlooTransport
-from helixpipe.simulator import simulate
 from schedules import Shape, build
 
-OURS = "ours, 1f1b"
 CONTEXT = UnitContext(step=0, microbatch=0)
 
 
@@ -88,23 +87,69 @@ class Problem:
     def model(self, pieces: Any) -> PipelineModel:
         return PipelineModel(self.config, self.gpt, pieces)
 
-    def program(self, schedule: str, v: int | None = None) -> Any:
-        return build(schedule, Shape(2, self.count, self.layers, virtual_stages=v))
+    def program(self, schedule: str, v: int | None = None, costs: OpTimes | None = None) -> Program:
+        return build(schedule, Shape(2, self.count, self.layers, virtual_stages=v, costs=costs))
+
+
+def start(size: list[int]) -> Problem:
+    """Join the other rank; everything is ready for the engines below."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(1, 2, create_gloo_process_groups=False)
+    model_parallel_cuda_manual_seed(1)
+    core_schedules.torch = _TorchOnCpu()  # type: ignore[attr-defined]
+    return Problem(size)
 
 
 class Engine:
-    """One step of forward and backward; `module` holds the gradients."""
+    """One step of forward and backward. parameters: this rank's, by their names in the whole model, which all engines
+    share; they hold the gradients."""
 
-    def __init__(self, module: torch.nn.Module, step: Callable[[], None]):
-        self.module, self.step = module, step
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], step: Callable[[], Any]):
+        self.parameters, self.step = parameters, step
+
+    def clear(self) -> None:
+        """Gradients become zero; those that are not there yet stay so."""
+        for parameter in self.parameters.values():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
 
 
-def ours(problem: Problem, schedule: str = "1f1b", v: int | None = None) -> Engine:
-    program = problem.program(schedule, v)
+# -------------------------------------------------------------------------------------------------------------- ours
+
+
+def ours(problem: Problem, program: Program) -> Engine:
+    executor = _executor(problem, program)
+    step = _step(problem)
+    return Engine(dict(executor.model.named_parameters()), lambda: executor.run(step))  # type: ignore[attr-defined]
+
+
+def found(problem: Problem, schedule: str) -> Program:
+    """A schedule found from what its ops take here: medians recorded while it runs as found without costs."""
+    executor, step = _executor(problem, problem.program(schedule)), _step(problem)
+    executor.run(step)  # the first step is slower
+    times: dict[tuple[str, int, int], list[float]] = {}
+    messages = []
+    for _ in range(3):
+        records: list[Any] = [None, None]
+        dist.all_gather_object(records, executor.run(step, record=True)[1])
+        timeline = merge_records(executor.lowered, records, "bench")
+        for event in timeline.ops:
+            times.setdefault((event.op.kind, event.op.stage, event.op.chunk), []).append(event.end - event.start)
+        messages += [message.end - message.start for message in timeline.messages]
+    medians = {key: statistics.median(values) for key, values in times.items()}
+    # A message that was waited for late looks slow: the quickest says what one takes.
+    return problem.program(schedule, costs=OpTimes(medians, min(messages)))
+
+
+def _executor(problem: Problem, program: Program) -> Executor:
     model = problem.model(program.pieces_of_rank(problem.rank))
     transport = GlooTransport(problem.group, torch.device("cpu"))
-    executor = Executor(lower(program, receive_ahead=1), problem.rank, model, transport)
-    step = Step(
+    return Executor(lower(program, receive_ahead=1), problem.rank, model, transport)
+
+
+def _step(problem: Problem) -> Step:
+    return Step(
         iteration=0,
         microbatch_number=lambda index: index,
         batch=problem.microbatch,
@@ -112,7 +157,9 @@ def ours(problem: Problem, schedule: str = "1f1b", v: int | None = None) -> Engi
         micro_batch_size=problem.micro,
         seq_length=problem.sequence,
     )
-    return Engine(model, lambda: executor.run(step) and None)
+
+
+# ----------------------------------------------------------------------------------------------------- megatron-core
 
 
 class _Attention(torch.nn.Module):
@@ -174,16 +221,13 @@ def megatron_core(problem: Problem, whole: bool) -> Engine:
             position_embedding_type="rope",
         )
         offset = problem.rank * problem.layers // 2
-        renamed = {}
-        for name, value in same.state_dict().items():
-            parts = name.split(".")
-            if parts[:2] == ["decoder", "layers"]:
-                parts[2] = str(int(parts[2]) - offset)
-            renamed[".".join(parts)] = value
-        module.load_state_dict({k: v for k, v in renamed.items() if v is not None})
+        state = same.state_dict().items()
+        module.load_state_dict({_shifted(name, -offset): value for name, value in state if value is not None})
+        parameters = {_shifted(name, offset): parameter for name, parameter in module.named_parameters()}
         positions = torch.arange(problem.sequence).expand(problem.micro, -1)
     else:
         module = _Stage(problem.config, same, pieces)
+        parameters = dict(same.named_parameters())
 
     def forward_step(iterator: Any, model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
         batch = next(iterator)
@@ -212,168 +256,93 @@ def megatron_core(problem: Problem, whole: bool) -> Engine:
             micro_batch_size=problem.micro,
         )
 
-    return Engine(module, step)
+    return Engine(parameters, step)
+
+
+def _shifted(name: str, by: int) -> str:
+    """The name of a parameter with another number of its layer."""
+    parts = name.split(".")
+    if parts[:2] == ["decoder", "layers"]:
+        parts[2] = str(int(parts[2]) + by)
+    return ".".join(parts)
+
+
+# ----------------------------------------------------------------------------------------- torch.distributed.pipelining
 
 
 class _TorchStage(torch.nn.Module):
-    """Our pieces of one rank as torch.distributed.pipelining calls a stage; the loss is the schedule's own."""
+    """Our pieces of one stage as torch.distributed.pipelining calls it; the loss is the schedule's own."""
 
-    def __init__(self, problem: Problem):
+    def __init__(self, problem: Problem, pieces: Sequence[Piece]):
         super().__init__()
-        self.pieces = problem.program("1f1b").pieces_of_rank(problem.rank)
-        self.model = problem.model(self.pieces)
+        self.pieces = pieces
+        self.model = problem.model(pieces)
         self.mask = problem.mask
 
     def forward(self, tensor: Tensor) -> Tensor:
-        if self.pieces[0].kind == "embed":
-            return self.model.run(self.pieces, (), Microbatch(tensor, tensor, self.mask), CONTEXT)[0]
-        hidden = self.model.run(self.pieces[:-1], (tensor,), Microbatch(tensor, tensor, self.mask), CONTEXT)
-        return self.model.logits(*hidden)
+        batch, pieces = Microbatch(tensor, tensor, self.mask), self.pieces
+        inputs = () if pieces[0].kind == "embed" else (tensor,)
+        if pieces[-1].kind != "head":
+            return self.model.run(pieces, inputs, batch, CONTEXT)[0]
+        return self.model.logits(*self.model.run(pieces[:-1], inputs, batch, CONTEXT))
 
 
-def torch_pipelining(problem: Problem) -> Engine:
+def torch_1f1b(problem: Problem) -> Engine:
     """torch's Schedule1F1B on our pieces."""
-    module = _TorchStage(problem)
+    return _torch(problem, [problem.rank], 2, lambda stages, **options: Schedule1F1B(stages[0], **options))[0]
+
+
+def torch_zbv(problem: Problem, plain: bool = True) -> tuple[Engine, Program]:
+    """torch's ScheduleZBVZeroBubble, two stages a rank in a V, and its order as a program of ours."""
+    return _torch(problem, [problem.rank, 3 - problem.rank], 4, ScheduleZBVZeroBubble, plain)
+
+
+def torch_interleaved(problem: Problem) -> tuple[Engine, Program]:
+    """torch's ScheduleInterleavedZeroBubble, stages r and 2 + r on rank r, and its order as a program of ours."""
+    return _torch(problem, [problem.rank, 2 + problem.rank], 4, ScheduleInterleavedZeroBubble, plain=True)
+
+
+def _torch(
+    problem: Problem, own: Sequence[int], count: int, make: Callable[..., Any], plain: bool = False
+) -> tuple[Engine, Program]:
+    """A schedule of torch's over `count` stages of our pieces, `own` of which are here.
+
+    plain: linear layers are torch's own. torch splits a backward by asking autograd for some gradients only, and then
+    for the others. A function of one's own, such as megatron-core's linear layer, computes all of them each time.
+    """
     shape = (problem.sequence, problem.micro, problem.config.hidden_size)
     hidden = torch.empty(shape, requires_grad=True)
     logits = torch.empty(problem.sequence, problem.micro, problem.gpt.vocab_size, requires_grad=True)
-    inputs, outputs = (problem.tokens[0], hidden) if problem.rank == 0 else (hidden, logits)
-    stage = PipelineStage(
-        module, problem.rank, 2, torch.device("cpu"), input_args=(inputs,), output_args=(outputs,), group=problem.group
-    )
+    pieces = [stage.pieces for stage in even_stages(problem.layers, count)]
+    modules = [_TorchStage(problem, pieces[index]) for index in own]
+    for module in (part for stage in modules for part in stage.modules()):
+        if plain and isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+            module._forward_impl = _plain_linear
+    stages = [
+        PipelineStage(
+            module,
+            index,
+            count,
+            torch.device("cpu"),
+            input_args=(problem.tokens[0] if index == 0 else hidden,),
+            output_args=(logits if index == count - 1 else hidden,),
+            group=problem.group,
+        )
+        for index, module in zip(own, modules, strict=True)
+    ]
 
     def loss(output: Tensor, labels: Tensor) -> Tensor:
         return loss_sum(output, Microbatch(labels, labels, problem.mask), CONTEXT) * (problem.scale * problem.count)
 
-    schedule = Schedule1F1B(stage, problem.count, loss_fn=loss, scale_grads=True)
-
-    def step() -> None:
-        if problem.rank == 0:
-            schedule.step(problem.tokens.flatten(0, 1))
-        else:
-            schedule.step(target=problem.labels.flatten(0, 1), return_outputs=False)
-
-    return Engine(module, step)
-
-
-def timed(engine: Engine) -> float:
-    """Seconds of one step over both ranks, from a common start to the later end."""
-    engine.module.zero_grad(set_to_none=False)
-    dist.barrier()
-    start = time.perf_counter()
-    engine.step()
-    seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    return float(seconds)
+    schedule = make(stages, n_microbatches=problem.count, loss_fn=loss, scale_grads=True)
+    arguments = [problem.tokens.flatten(0, 1)] if 0 in own else []
+    target = problem.labels.flatten(0, 1) if count - 1 in own else None
+    parameters = {name: value for module in modules for name, value in module.model.named_parameters()}
+    engine = Engine(parameters, lambda: schedule.step(*arguments, target=target, return_outputs=False))
+    order = getattr(schedule, "pipeline_order_with_comms", None) or schedule._get_pipeline_order()
+    rows = parse_rows([[str(action) for action in order[rank] if action is not None] for rank in range(2)])
+    return engine, Program(type(schedule).__name__, even_stages(problem.layers, count), rows, problem.count)
 
 
-def peaks(engine: Engine) -> list[int]:
-    """Most bytes autograd kept at once on each rank during a step."""
-    with SavedBytes(ignore=engine.module.parameters()) as account:
-        engine.step()
-    assert account.now == 0, f"{account.now} bytes are still kept after the step"
-    every: list[Any] = [None, None]
-    dist.all_gather_object(every, account.peak)
-    return every
-
-
-def gradients(engine: Engine) -> list[Tensor]:
-    """Gradients in an order that all engines share: by shape, then by norm."""
-    values = [parameter.grad for parameter in engine.module.parameters()]
-    return sorted(values, key=lambda value: (tuple(value.shape), float(value.norm())))  # type: ignore[union-attr]
-
-
-def largest_difference(engines: dict[str, Engine]) -> float:
-    """Of any gradient from ours, relative to the gradient's largest element; also a check that all compute the same."""
-    for engine in engines.values():
-        timed(engine)
-    expected = gradients(engines[OURS])
-    worst = torch.zeros((), dtype=torch.float64)
-    for engine in engines.values():
-        for mine, other in zip(expected, gradients(engine), strict=True):
-            worst = torch.maximum(worst, ((mine - other).abs().max() / mine.abs().max()).double())
-    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    return float(worst)
-
-
-def memory(problem: Problem) -> dict[str, Any]:
-    """Peak bytes by the simulator (microbatch-layers times the bytes of one, plus the ends of the model), and measured.
-
-    The bytes of one microbatch-layer, of embed and of head are measured alone; how many are alive at once is simulated.
-    """
-    unit = problem.model(problem.program("1f1b").pieces_of_rank(problem.rank))
-    one = _bytes_of(problem, unit, "layer")
-    end = _bytes_of(problem, unit, "end")
-    ends: list[Any] = [None, None]
-    dist.all_gather_object(ends, end)
-    result = {}
-    for schedule, v in (("1f1b", None), ("gpipe", None), ("interleaved-1f1b", 2)):
-        simulation = simulate(lower(problem.program(schedule, v)), PieceTimes({"mlp": 1.0}))
-        stashed = [layers * one for layers in simulation.peak_activation]
-        # embed keeps no activations worth counting; head keeps its own for the one microbatch whose backward comes next
-        # (gpipe: for all of them)
-        heads = problem.count if schedule == "gpipe" else 1
-        simulated = [stashed[0] + 0.0, stashed[1] + heads * ends[1]]
-        result[schedule] = {"simulated": simulated, "measured": peaks(ours(problem, schedule, v))}
-    return result
-
-
-def _bytes_of(problem: Problem, model: PipelineModel, what: str) -> float:
-    """Bytes kept of one microbatch by one layer of this rank, or by embed or head."""
-    pieces = problem.program("1f1b").pieces_of_rank(problem.rank)
-    layer = [piece for piece in pieces if piece.layer >= 0]
-    shape = (problem.sequence, problem.micro, problem.config.hidden_size)
-    hidden = torch.randn(shape, requires_grad=True)
-    with SavedBytes(ignore=model.parameters()) as account:
-        if what == "layer":
-            output = model.run(layer, (hidden,), problem.microbatch(0), CONTEXT)
-            share = len({piece.layer for piece in layer})
-        elif problem.rank == 0:
-            output, share = model.run(pieces[:1], (), problem.microbatch(0), CONTEXT), 1
-        else:
-            output, share = model.run(pieces[-1:], (hidden,), problem.microbatch(0), CONTEXT), 1
-        size = account.now / share
-    del output
-    return size
-
-
-def main() -> None:
-    output, pairs, *size = sys.argv[1:]
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(1, 2, create_gloo_process_groups=False)
-    model_parallel_cuda_manual_seed(1)
-    core_schedules.torch = _TorchOnCpu()  # type: ignore[attr-defined]
-    problem = Problem([int(value) for value in size])
-    engines = {
-        OURS: ours(problem),
-        "megatron-core 1F1B, its GPTModel": megatron_core(problem, whole=True),
-        "megatron-core 1F1B, our pieces": megatron_core(problem, whole=False),
-        "torch.distributed.pipelining Schedule1F1B": torch_pipelining(problem),
-    }
-    difference = largest_difference(engines)  # also the warm-up
-    times: dict[str, list[float]] = {name: [] for name in engines}
-    for round_number in range(int(pairs)):
-        names = list(engines)
-        for name in names if round_number % 2 == 0 else reversed(names):
-            times[name].append(timed(engines[name]))
-    tokens = problem.count * problem.micro * problem.sequence
-    rows = {}
-    for name, engine in engines.items():
-        ratios = [theirs / mine for mine, theirs in zip(times[OURS], times[name], strict=True)]
-        rows[name] = {
-            "tokens_per_second": tokens / statistics.median(times[name]),
-            "ratio": None if name == OURS else statistics.median(ratios),
-            "quartiles": statistics.quantiles(ratios, n=4)[::2],
-            "seconds": times[name],
-            "peak_bytes": peaks(engine),
-        }
-    result = {"engines": rows, "gradient_difference": difference, "memory": memory(problem)}
-    if problem.rank == 0:
-        Path(output).write_text(json.dumps(result), encoding="utf-8")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+def _plain_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **unused: Any) -> Tensor:
+    return torch.nn.functional.linear(input, weight, bias)

@@ -14,7 +14,7 @@ from schedules.base import NoOptions, Schedule, Shape
 from schedules.gpipe import gpipe, no_pipeline
 from schedules.one_f_one_b import interleaved, one_f_one_b
 from schedules.seq1f1b import seq1f1b, seq1f1b_interleaved, seq1f1b_zero_bubble, terapipe
-from schedules.zero_bubble import ZeroBubbleOptions, zb1p, zb2p, zbv
+from schedules.zero_bubble import ZeroBubbleOptions, zb1p, zb2p, zb_interleaved, zbv
 
 __all__ = ["SCHEDULES", "NoOptions", "Schedule", "Shape", "build", "find"]
 
@@ -35,6 +35,15 @@ _REGISTRY = (
     ),
     Schedule("zb2p", zb2p, "Qi et al., ICLR 2024 (ZB-H2)", bubble="(p-1)F", memory="2p", options=ZeroBubbleOptions),
     Schedule("zbv", zbv, "Qi et al., ICLR 2024 (ZB-V)", bubble="(p-1)F/2", memory="p", options=ZeroBubbleOptions),
+    Schedule(
+        "zb-interleaved",
+        zb_interleaved,
+        "Qi et al., ICLR 2024 (ZB-H1), interleaved",
+        bubble="(p-1)(F+I-W)/v",
+        memory="(2(p-1) + (v-1)p + 1)/v",
+        options=ZeroBubbleOptions,
+        virtual_stages=True,
+    ),
     Schedule("terapipe", terapipe, "Li et al., ICML 2021", bubble="(p-1)(F+B)/k", memory="m", chunks=True),
     Schedule("seq1f1b", seq1f1b, "Sun et al., Seq1F1B, 2024", bubble="(p-1)(F+B)/k", memory="(p-r-1+k)/k", chunks=True),
     Schedule(
@@ -65,7 +74,8 @@ def find(name: str) -> Schedule:
     """The schedule of that name. Raises ScheduleError that names the nearest one."""
     if name in SCHEDULES:
         return SCHEDULES[name]
-    near = difflib.get_close_matches(name.lower(), SCHEDULES, n=1, cutoff=0.3)
+    longer = [known for known in SCHEDULES if name and known.startswith(name.lower())]
+    near = longer or difflib.get_close_matches(name.lower(), SCHEDULES, n=1, cutoff=0.3)
     hint = f"did you mean {near[0]}? " if near else ""
     raise ScheduleError(
         f"unknown pipeline schedule {name!r}: {hint}known are {', '.join(SCHEDULES)}, or the path of a .csv file."

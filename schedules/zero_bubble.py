@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import chain, permutations, product
+from itertools import accumulate, chain, permutations, product
 from math import ceil, floor, inf
 
 from helixpipe.costs import PieceTimes
@@ -35,12 +35,13 @@ BUDGET = 1_000_000
 
 @dataclass(frozen=True)
 class ZeroBubbleOptions:
-    """Options of zb1p, zb2p, zbv and seq1f1b-zb; each field is a flag, of `helixpipe` and of training."""
+    """Options of zb1p, zb2p, zbv, zb-interleaved, seq1f1b-zb; each field is a flag, of `helixpipe` and of training."""
 
     zb_max_inflight: int | None = option(
         None,
-        "zb1p, zb2p, zbv, seq1f1b-zb: microbatches whose activations a rank may keep at once, until their weight "
-        "gradients are computed (default: p, 2p for zb2p, (p-1)/k + 1 for seq1f1b-zb).",
+        "zb1p, zb2p, zbv, zb-interleaved, seq1f1b-zb: microbatches whose activations a rank may keep at once, until "
+        "their weight gradients are computed (default: p, 2p for zb2p, (p-1)/k + 1 for seq1f1b-zb, interleaved-1f1b's "
+        "for zb-interleaved).",
     )
 
 
@@ -82,6 +83,23 @@ def zbv(shape: Shape, options: ZeroBubbleOptions) -> Program:
     return Program("zbv", stages, found.ranks, m)
 
 
+def zb_interleaved(shape: Shape, options: ZeroBubbleOptions) -> Program:
+    """Zero bubble with v stages a rank, stage s on rank s mod p; at most what interleaved 1F1B keeps on its first rank.
+
+    Never more bubble than interleaved 1F1B with as many stages. Where attention, which has no W, takes most of the
+    time, gradients wait less than in a V: every rank has early and late stages alike.
+    """
+    p, m = shape.ranks, shape.microbatches
+    v = shape.virtual_stages if shape.virtual_stages is not None else 2
+    stages = shape.even_stages(p * v)
+    costs = shape.costs or PieceTimes()
+    given = problem("zb-interleaved", stages, tuple(s % p for s in range(p * v)), m, 1, costs)
+    limit = inflight_limit(options, 0) or _most_kept(given, _interleaved_orders(given)[-1])
+    with collector_paused():
+        found = _search(replace(given, limit=tuple(limit * one for one in given.limit)), _interleaved_orders)
+    return Program("zb-interleaved", stages, found.ranks, m)
+
+
 def one_stage_a_rank(name: str, shape: Shape, options: ZeroBubbleOptions, default: float) -> Program:
     """The best program found for a stage a rank, of whole microbatches or of chunks.
 
@@ -111,8 +129,8 @@ def _search(given: Problem, orders: Orders) -> Found:
     """The best schedule by makespan, then time between a rank's first op and its last, then memory.
 
     Rules are compared on a few microbatches (three units a rank, but three microbatches at least), for what repeats
-    need not be scheduled again and again; the best few, and the first of `orders` with W right after I, on all. The
-    search ends early where nothing can be better.
+    need not be scheduled again and again; the best few, and each of `orders` with W right after I, and after one more I
+    a rank, on all. The search ends early where nothing can be better.
     """
     ranks = len(given.own)
     few = replace(given, microbatches=min(given.microbatches, max(3, ceil(3 * ranks / given.chunks))))
@@ -139,8 +157,9 @@ def _search(given: Problem, orders: Orders) -> Found:
     if perfect is not None:
         return perfect
     finalists = [make(given) for _, _, make in rated[:FINALISTS]]
-    fixed = Rules(order=orders(given)[0], deferred=(0.0,) * ranks)
-    return _best(given, [*finalists, fixed, Rules(_kinds(given))])  # the last always finds a schedule
+    kept = (0.0,) * ranks, tuple(map(float, range(ranks)))
+    fixed = [Rules(order=order, deferred=deferred) for order in orders(given) for deferred in kept]
+    return _best(given, [*finalists, *fixed, Rules(_kinds(given))])  # the last always finds a schedule
 
 
 def _best(given: Problem, rules: Iterable[Rules]) -> Found:
@@ -155,17 +174,31 @@ def _coarse(given: Problem, orders: Orders) -> Iterator[Maker]:
             yield _ordered(orders, index, deferred, patience)
     kinds = _kinds(given)
     fills = list(product((True, False), (inf, 0.5)))
-    for order in permutations(kinds):
+    for order in _preferences(kinds):
         for make_room, patience in fills:
             yield _same(Rules(order, make_room=make_room, patience=patience))
-    for rest in permutations(kinds[1:]):
+    for order in _preferences(kinds):
         for make_room, patience in fills:
-            yield _same(Rules((kinds[0], *rest), in_turn=True, make_room=make_room, patience=patience))
+            if order[0] == kinds[0]:  # a turn may begin anywhere
+                yield _same(Rules(order, in_turn=True, make_room=make_room, patience=patience))
 
 
 def _kinds(given: Problem) -> tuple[tuple[str, int], ...]:
     """F and I of the stages of a rank, the later stage first."""
     return tuple((kind, place) for place in reversed(range(max(map(len, given.own)))) for kind in "FI")
+
+
+def _preferences(kinds: tuple[tuple[str, int], ...]) -> Iterator[tuple[tuple[str, int], ...]]:
+    """All orders for one or two stages a rank; for more, F and I each from the first stage or the last, one kind before
+    the other or in turn."""
+    if len(kinds) <= 4:
+        yield from permutations(kinds)
+        return
+    forward, inputs = kinds[::2], kinds[1::2]
+    for first, second in product((forward, forward[::-1]), (inputs, inputs[::-1])):
+        yield first + second
+        yield second + first
+        yield tuple(kind for pair in zip(first, second, strict=True) for kind in pair)
 
 
 def _same(rules: Rules) -> Maker:
@@ -251,3 +284,39 @@ def _v_orders(given: Problem) -> list[tuple[tuple[Op, ...], ...]]:
         add(m, ("I", a), ("I", b))
         ranks.append(tuple(order))
     return [tuple(ranks)]
+
+
+def _interleaved_orders(given: Problem) -> list[tuple[tuple[Op, ...], ...]]:
+    """F and I of interleaved 1F1B with shorter warm-ups, as a gradient comes back sooner without W; and as it is.
+
+    Microbatches go in groups of p through the stages of a rank; the last group may be smaller.
+    """
+    m, own = given.microbatches, given.own
+    p, v = len(own), len(own[0])
+    groups = [range(start, min(start + p, m)) for start in range(0, m, p)]
+    found = []
+    for each in (1, 2):
+        ranks = []
+        for rank, stages in enumerate(own):
+            forward = [Op("F", stage, i) for group in groups for stage in stages for i in group]
+            inputs = [Op("I", stage, i) for group in groups for stage in reversed(stages) for i in group]
+            warmup = min(each * (p - rank - 1) + (v - 1) * p, m * v)
+            # Step 1 (warm-up): (p-r-1) + (v-1)p F, or 2(p-r-1) + (v-1)p
+            order = forward[:warmup]
+            # Step 2 (steady): F I
+            order += [op for pair in zip(forward[warmup:], inputs, strict=False) for op in pair]
+            # Step 3 (cool-down): the rest of I
+            order += inputs[m * v - warmup :]
+            ranks.append(tuple(order))
+        found.append(tuple(ranks))
+    return found
+
+
+def _most_kept(given: Problem, order: tuple[tuple[Op, ...], ...]) -> float:
+    """The most that any rank keeps in a fixed order of F and I, in microbatches of all its stages."""
+    most = 0.0
+    for stages, ops in zip(given.own, order, strict=True):
+        kept = list(accumulate(given.held[op.stage][op.chunk] * (1 if op.kind == "F" else -1) for op in ops))
+        whole = sum(given.held[stage][0] for stage in stages)
+        most = max(most, max(kept) / whole if whole else 1.0)
+    return most

@@ -32,6 +32,10 @@ class SavedBytes:
     ) -> None:
         self._hooks.__exit__(kind, error, trace)
 
+    def hold(self, tensor: torch.Tensor) -> object:
+        """Count a tensor that is kept elsewhere, for as long as the returned object lives."""
+        return self._pack(tensor)
+
     def _pack(self, tensor: torch.Tensor) -> Any:
         storage = tensor.untyped_storage()
         key = storage.data_ptr()

@@ -138,7 +138,7 @@ GROUPS = {
     "zero-bubble": [
         Case(schedule, pp, m, style, tp=tp, tied=style == "gpt", sequence_parallel=tp > 1, layers=2 * pp)
         for (pp, tp), schedule, (style, m) in product(
-            ((4, 1), (2, 2)), ("zb1p", "zb2p", "zbv"), (("gpt", 1), ("gpt", 6), ("llama", 5))
+            ((4, 1), (2, 2)), ("zb1p", "zb2p", "zbv", "zb-interleaved"), (("gpt", 1), ("gpt", 6), ("llama", 5))
         )
     ],
     "dropout": [

@@ -35,6 +35,13 @@ def run(name: str, p: int, m: int, costs: PieceTimes | None, limit: int | None =
     return simulate(lower(program, costs or EQUAL), costs or EQUAL)
 
 
+def interleaved(name: str, p: int, m: int, costs: PieceTimes, v: int = 2, limit: int | None = None) -> Simulation:
+    """One layer a stage."""
+    options = ZeroBubbleOptions(limit) if name == "zb-interleaved" else None
+    program = build(name, Shape(p, m, p * v, virtual_stages=v, costs=costs), options)
+    return simulate(lower(program, costs), costs)
+
+
 # ----------------------------------------------------------------------------------------------------------- figures
 
 
@@ -133,7 +140,7 @@ def test_a_search_cut_short_is_still_not_worse(name: str, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("limit", [0, -1])
 def test_a_limit_below_one_is_refused(limit: int) -> None:
-    for name in NAMES:
+    for name in (*NAMES, "zb-interleaved"):
         with pytest.raises(ScheduleError, match=f"^--zb-max-inflight must be at least 1, not {limit}\\.$"):
             build(name, Shape(2, 2, 4), ZeroBubbleOptions(limit))
 
@@ -216,6 +223,57 @@ def test_no_v_is_faster_for_long_sequences(p: int) -> None:
     homes = (*range(p), *reversed(range(p)))
     bound, _ = problem("zbv", even_stages(2 * p, 2 * p), homes, 2 * p, p, LONG).lower_bounds()
     assert ours.makespan == pytest.approx(bound)
+
+
+# -------------------------------------------------------------------------------------------------------- interleaved
+
+
+@pytest.mark.parametrize("v", [1, 2, 3])
+@pytest.mark.parametrize("p", [1, 2, 3, 4])
+def test_interleaved_closed_forms(p: int, v: int) -> None:
+    """(p-1)(F+I-W)/v: F = I = W = v a rank; for long sequences, where the default memory allows less, F = 13v, I = 23v
+    and W = 3v."""
+    for m in (p, 2 * p, 3 * p):
+        assert interleaved("zb-interleaved", p, m, EQUAL, v).bubble_time == pytest.approx(p - 1)
+        assert interleaved("zb-interleaved", p, m, LONG, v).bubble_time <= (p - 1) * (13 + 23 - 3) + 1e-9
+
+
+@settings(DETERMINISTIC, max_examples=100)
+@given(p=st.integers(1, 5), groups=st.integers(1, 4), v=st.integers(1, 3), seed=st.integers(0, 2**32))
+def test_interleaved_is_never_worse_than_interleaved_1f1b(p: int, groups: int, v: int, seed: int) -> None:
+    drawn = random_costs(Random(seed))
+    costs = PieceTimes(drawn.forward, max(drawn.backward_ratio, 1.0), drawn.message)
+    ours, theirs = (interleaved(name, p, p * groups, costs, v) for name in ("zb-interleaved", "interleaved-1f1b"))
+    assert ours.makespan <= theirs.makespan * (1 + 1e-9) + 1e-9
+    assert max(ours.peak_activation) <= max(theirs.peak_activation) + 1e-9
+
+
+@pytest.mark.parametrize("costs", [EQUAL, LONG, SLOW, PieceTimes({"mlp": 1.0}, message=50.0)])
+def test_interleaved_with_any_number_of_microbatches_and_small_limits(costs: PieceTimes) -> None:
+    for p, m in ((1, 1), (1, 5), (4, 1), (4, 2), (4, 7), (5, 3)):
+        for limit, v in ((1, 2), (2, 2), (100, 2), (1, 3)):
+            result = interleaved("zb-interleaved", p, m, costs, v, limit)
+            assert max(result.peak_activation) <= limit * v + 1e-9
+            homes = {(op.stage, rank) for rank, ops in enumerate(result.lowered.program.ranks) for op in ops}
+            assert homes == {(stage, stage % p) for stage in range(p * v)}
+
+
+@pytest.mark.parametrize("costs", [EQUAL, LONG, SLOW], ids=["equal", "long", "slow"])
+@pytest.mark.parametrize("p", [2, 4, 8])
+def test_interleaved_is_not_worse_than_torch_with_its_memory(p: int, costs: PieceTimes) -> None:
+    for m in (p, 2 * p, 4 * p):
+        ours = interleaved("zb-interleaved", p, m, costs, limit=p)
+        theirs = simulate(lower(torch_program(torch_schedules.ScheduleInterleavedZeroBubble, p, m), costs), costs)
+        assert max(ours.peak_activation) <= max(theirs.peak_activation) == 2 * p
+        assert ours.makespan <= theirs.makespan + 1e-9
+
+
+def test_interleaved_beats_the_v_where_attention_is_long() -> None:
+    """p = 4, m = 8, two layers a rank."""
+    assert run("zbv", 4, 8, LONG).bubble_time == 117
+    with_its_memory, by_default = (interleaved("zb-interleaved", 4, 8, LONG, limit=limit) for limit in (4, None))
+    assert (with_its_memory.bubble_time, max(with_its_memory.peak_activation)) == (99, 8)
+    assert (by_default.bubble_time, max(by_default.peak_activation)) == (90, 11)
 
 
 # --------------------------------------------------------------------------------------------------------- the command
