@@ -63,7 +63,9 @@ class Costs(Protocol):
     op_time: of an op alone; R is the forward of what its stage recomputes, and is not part of B and I.
     stash: what the op's unit keeps once its F has run (of a recomputed run its inputs alone), once its R has (all), or,
     for B and I, the most it keeps during a backward that recomputes run by run. deferred_stash: what it keeps from I
-    to W. static_memory: all else of a rank that holds these pieces (weights, gradients, optimizer; 0 where unknown).
+    to W. keys_values: of one microbatch whose sequence runs in chunks, in a stage, beside the units' stash: keys and
+    values from the first chunk's F to its backward, their gradients from the last chunk's backward on. static_memory:
+    all else of a rank that holds these pieces (weights, gradients, optimizer; 0 where unknown).
     """
 
     @property
@@ -76,6 +78,8 @@ class Costs(Protocol):
     def stash(self, program: Program, op: Op) -> float: ...
 
     def deferred_stash(self, program: Program, op: Op) -> float: ...
+
+    def keys_values(self, program: Program, stage: int) -> tuple[float, float]: ...
 
     def static_memory(self, pieces: Sequence[Piece]) -> float: ...
 
@@ -90,6 +94,9 @@ class _LayerStash:
 
     def deferred_stash(self, program: Program, op: Op) -> float:
         return stage_deferred_stash(program.stages[op.stage]) * chunk_share(program, op.chunk)
+
+    def keys_values(self, program: Program, stage: int) -> tuple[float, float]:
+        return 0.0, 0.0  # they are in `SAVED`, chunk by chunk
 
     def static_memory(self, pieces: Sequence[Piece]) -> float:
         return 0.0

@@ -40,7 +40,8 @@ class ModelCosts:
     """`Costs` in seconds of one pipeline of a model on hardware; also its bytes.
 
     seq_length: tokens of a microbatch's sequences, which the program's chunks share. data_parallel: pipelines side
-    by side. distributed_optimizer: Adam's state is divided over them.
+    by side. distributed_optimizer: Adam's state is divided over them. fp32_kv_gradients: gradients of keys and values
+    are summed over chunks in float32.
     """
 
     model: ModelShape
@@ -49,6 +50,7 @@ class ModelCosts:
     seq_length: int
     data_parallel: int = 1
     distributed_optimizer: bool = True
+    fp32_kv_gradients: bool = False
     memory_unit: ClassVar[str] = "bytes"
 
     def __post_init__(self) -> None:
@@ -87,6 +89,14 @@ class ModelCosts:
     def deferred_stash(self, program: Program, op: Op) -> float:
         """Bytes."""
         return self.bytes.deferred_stash(program.stages[op.stage].pieces, self.chunk(program, op.chunk))
+
+    def keys_values(self, program: Program, stage: int) -> tuple[float, float]:
+        """Bytes."""
+        if program.num_chunks == 1:
+            return 0.0, 0.0
+        pieces, last = program.stages[stage].pieces, self.chunk(program, program.num_chunks - 1)
+        gradients = self.bytes.key_value_gradients(pieces, last.earlier, self.fp32_kv_gradients)
+        return self.bytes.keys_values(pieces, self.seq_length), gradients
 
     def static_memory(self, pieces: Sequence[Piece]) -> float:
         """Bytes of a rank that holds these pieces: weights, gradients, optimizer state; the workspace of an op; hidden

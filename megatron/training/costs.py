@@ -31,6 +31,7 @@ def training_costs(config: Config) -> ModelCosts:
         model.seq_length or 1,
         parallel.data_parallel_size,
         parallel.use_distributed_optimizer,
+        parallel.kv_grad_fp32,
     )
 
 

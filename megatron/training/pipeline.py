@@ -15,7 +15,8 @@ from helixpipe.errors import ScheduleError
 from helixpipe.events import Timeline
 from helixpipe.lowering import LoweredProgram, lower
 from helixpipe.model import Microbatch, PipelineModel
-from helixpipe.program import Piece, Program, forward_only
+from helixpipe.program import Piece, Program, chunk_lengths, forward_only
+from helixpipe.report import chunk_times
 from helixpipe.runtime.executor import Executor, Record, Step, merge_records
 from helixpipe.runtime.transport import make_transport
 from helixpipe.simulator import simulate
@@ -35,6 +36,7 @@ class Pipeline:
     def __init__(self, config: Config, parallel: Parallel, step_sizes: Sequence[int]):
         self._config = config
         self._parallel = parallel
+        self._programs: dict[int, Program] = {}
         self._executors: dict[tuple[int, bool], Executor] = {}
         self.pieces = self._pieces(step_sizes[-1])
         for size in step_sizes:
@@ -108,28 +110,42 @@ class Pipeline:
 
     def program(self, num_microbatches: int) -> Program:
         """The program of a training step."""
-        return make_program(self._config, num_microbatches)
+        if num_microbatches not in self._programs:  # some schedules search for theirs
+            self._programs[num_microbatches] = make_program(self._config, num_microbatches)
+        return self._programs[num_microbatches]
 
     def bubble(self, num_microbatches: int) -> float:
         """Simulated share of idle time with equal layers, backward twice forward, and no message time."""
         lowered = lower(self.program(num_microbatches))
         return simulate(lowered, PieceTimes({"mlp": 1.0})).bubble_ratio
 
+    def chunks(self, num_microbatches: int) -> str:
+        """A line about the chunks of a sequence and their simulated times, empty where sequences are not cut."""
+        program, costs = self.program(num_microbatches), training_costs(self._config)
+        if program.num_chunks == 1:
+            return ""
+        lengths = chunk_lengths(program, costs.seq_length)
+        times = chunk_times(simulate(lower(program, costs), costs))
+        shares = ", ".join(f"{length} ({time / sum(times):.1%})" for length, time in zip(lengths, times, strict=True))
+        return f" > tokens of each chunk (share of a microbatch's simulated time): {shares}\n"
+
     def close(self) -> None:
         self._transport.close()
 
     def _pieces(self, num_microbatches: int) -> tuple[Piece, ...]:
-        return make_program(self._config, num_microbatches).pieces_of_rank(self._parallel.pp_rank)
+        return self.program(num_microbatches).pieces_of_rank(self._parallel.pp_rank)
 
     def _executor(self, num_microbatches: int, training: bool) -> Executor:
         key = (num_microbatches, training)
         if key not in self._executors:
             lowered = self._lower(num_microbatches, training)
-            self._executors[key] = Executor(lowered, self._parallel.pp_rank, self._model, self._transport)
+            self._executors[key] = Executor(
+                lowered, self._parallel.pp_rank, self._model, self._transport, self._config.parallel.kv_grad_fp32
+            )
         return self._executors[key]
 
     def _lower(self, num_microbatches: int, training: bool) -> LoweredProgram:
-        program = make_program(self._config, num_microbatches)
+        program = self.program(num_microbatches)
         ahead = 1 if self._transport.independent_channels else 0
         costs = training_costs(self._config)
         return lower(program if training else forward_only(program), costs, receive_ahead=ahead)

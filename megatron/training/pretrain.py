@@ -180,6 +180,7 @@ def _summary(config: Config, pipeline: Any, num_microbatches: int, parameters: i
         f" > pipeline schedule {program.schedule}: {program.num_ranks} ranks, {num_microbatches} microbatches a step, "
         f"{len(program.stages)} stages of {min(layers)} layers; simulated bubble "
         f"{pipeline.bubble(num_microbatches):.1%} (equal layers, backward twice forward, no message time)\n"
+        f"{pipeline.chunks(num_microbatches)}"
         f" > {parameters:,} parameters; tensor {parallel.tensor_model_parallel_size} x "
         f"pipeline {program.num_ranks} x data {parallel.data_parallel_size}"
     )

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from helixpipe.chunk_lengths import best_chunks, chunk_counts
 from helixpipe.errors import ProgramError
 from helixpipe.program import Program
+from helixpipe.recompute import peak_memory
+from helixpipe.simulator import Simulation
 from helixpipe.validate import validate
 from megatron.training.config import Config
 from megatron.training.costs import memory_limit, training_costs
@@ -11,17 +16,36 @@ from schedules import Shape, build
 
 
 def make_program(config: Config, num_microbatches: int) -> Program:
-    """The schedule's program for a training step. Raises ScheduleError or ProgramError, in the words of the flags."""
+    """The schedule's program for a training step. Raises ScheduleError, ProgramError or UserError, in the words of the
+    flags."""
+    name, costs = config.parallel.pipeline_schedule or "none", training_costs(config)
+    limit = memory_limit(config)
     shape = Shape(
         ranks=config.parallel.pipeline_model_parallel_size,
         microbatches=num_microbatches,
         layers=config.model.num_layers or 0,
         virtual_stages=config.parallel.virtual_pipeline_model_parallel_size,
-        costs=training_costs(config),
+        costs=costs,
         recompute=config.recompute,
-        memory_limit=memory_limit(config),
+        memory_limit=limit,
     )
-    return build(config.parallel.pipeline_schedule or "none", shape, config.schedule_options)
+
+    def cut(chunks: int) -> Program:
+        """The program with the sequence cut into so many chunks."""
+        lengths = config.chunks.resolve(
+            chunks, costs, shape.layers, costs.seq_length, config.parallel.tensor_model_parallel_size
+        )
+        return build(name, replace(shape, chunks=chunks, chunk_lengths=lengths), config.schedule_options)
+
+    def fits(simulation: Simulation) -> bool:
+        program = simulation.lowered.program
+        return limit is None or all(peak_memory(program, costs, r) <= limit for r in range(program.num_ranks))
+
+    count = config.chunks.count()
+    if not config.chunks.auto:
+        return cut(count or 1)
+    counts = chunk_counts(costs.seq_length, costs.layout.micro_batch_size, costs.hardware)
+    return best_chunks(cut, costs, fits, counts)
 
 
 def check_program(config: Config) -> None:
@@ -40,5 +64,3 @@ def check_program(config: Config) -> None:
     for rank, ops in enumerate(program.ranks):
         if not ops:
             raise ProgramError(f"schedule {program.schedule} gives pipeline rank {rank} nothing to run.")
-    if program.num_chunks > 1:
-        raise ProgramError(f"schedule {program.schedule} cuts sequences into chunks, which training cannot run yet.")

@@ -229,10 +229,11 @@ WRONG = [
         1,
         "--context-parallel-size 2 is refused: context parallelism is not available yet.",
     ),
+    ("--pipe-sp-splits 4", 1, "schedule none does not cut the sequence; chunks (4) need another."),
     (
-        "--pipe-sp-splits 4 --bf16",
+        "--pipeline-schedule seq1f1b --pipe-sp-splits x",
         1,
-        "--pipe-sp-splits 4 is refused: it needs --pipeline-schedule seq1f1b, which is not available yet.",
+        "--pipe-sp-splits x must be a whole number, at least 1, or auto.",
     ),
 ]
 

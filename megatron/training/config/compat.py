@@ -133,13 +133,10 @@ IGNORED_FAMILIES: Mapping[str, str] = MappingProxyType(
     {"--one-logger-": _ONE_LOGGER, "--inprocess-": "relaunching the same command resumes"}
 )
 
-_SEQ1F1B = "it needs --pipeline-schedule seq1f1b, which is not available yet"
 _HELIX = "it needs --pipeline-schedule helix, which is not available yet"
 
 LATER: Mapping[str, str] = MappingProxyType(
     {
-        "--pipe-sp-splits": _SEQ1F1B,
-        "--pipe-sp-strategy": _SEQ1F1B,
         "--num-fold": _HELIX,
         "--transfer-weight": _HELIX,
         "--checkpoint-without-attn": _HELIX,
@@ -330,7 +327,6 @@ REFUSED_FAMILIES: Mapping[str, str] = MappingProxyType(
 NEUTRAL: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "--context-parallel-size": ("1",),
-        "--pipe-sp-splits": ("1",),
         "--num-fold": ("1",),
         "--cpu-offloading-num-layers": ("0",),
         "--expert-model-parallel-size": ("1",),

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from helixpipe.chunk_options import ChunkOptions
 from helixpipe.recompute import RecomputeOptions
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.data import DataConfig
@@ -25,6 +26,7 @@ if TYPE_CHECKING:  # these import torch, which parsing and --help do without
 GROUPS: Mapping[str, tuple[str, type]] = {
     "model": ("model", ModelConfig),
     "parallel": ("parallelism", ParallelConfig),
+    "chunks": ("sequence chunks", ChunkOptions),
     "recompute": ("recomputation", RecomputeOptions),
     "training": ("training", TrainingConfig),
     "data": ("data and tokenizer", DataConfig),
@@ -44,6 +46,7 @@ class Config:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    chunks: ChunkOptions = field(default_factory=ChunkOptions)
     recompute: RecomputeOptions = field(default_factory=RecomputeOptions)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -39,6 +39,7 @@ class ParallelConfig:
     num_virtual_stages_per_pipeline_rank: int | None = option(
         None, "Stages each pipeline rank holds (interleaved-1f1b); instead of --num-layers-per-virtual-pipeline-stage."
     )
+    kv_grad_fp32: bool = option(False, "Sum the gradients of keys and values over the chunks of a sequence in float32.")
     sequence_parallel: bool = option(
         False,
         "Split norms and dropout over the tensor-parallel ranks along the sequence; off when there is one such rank.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from helixpipe.errors import UserError
 from megatron.training.config import Config
 from megatron.training.validation.wording import checked, nearest
+from schedules import find
 
 
 def world_size(config: Config) -> Config:
@@ -52,7 +53,13 @@ def pipeline_schedule(config: Config) -> Config:
         name = "none" if pp == 1 else "1f1b" if stages in (None, 1) else "interleaved-1f1b"
     if name == "none" and pp > 1:
         raise UserError(f"--pipeline-schedule none is for one pipeline rank, not --pipeline-model-parallel-size {pp}.")
-    return config.replace("parallel", pipeline_schedule=name)
+    config = config.replace("parallel", pipeline_schedule=name)
+    chunks = config.chunks
+    if not name.endswith(".csv") and find(name).chunks and not chunks.auto and chunks.count() is None:
+        return config.warn(
+            f"{name} runs whole sequences unless --pipe-sp-splits says into how many chunks they are cut."
+        )
+    return config
 
 
 def sequence_parallel(config: Config) -> Config:
