@@ -5,9 +5,10 @@
     helixpipe draw 1f1b interleaved-1f1b -o compare.png
     helixpipe check my_schedule.csv
     helixpipe memory 1f1b --model llama2-7b --seq-length 131072 --hardware h20 --nodes 8 --tensor-parallel 8
+    helixpipe profile --model llama2-7b --seq-length 4096 --output profile.json
 
-It is the composition root, so it alone in this package imports the catalogue. It never imports torch, and what is slow
-to import (matplotlib, rich) only where it is used.
+It is the composition root, so it alone in this package imports the catalogue. It never imports torch (`profile` leaves
+that to the processes it starts), and what is slow to import (matplotlib, rich) only where it is used.
 """
 
 from __future__ import annotations
@@ -26,6 +27,14 @@ from types import MappingProxyType
 from helixpipe import __version__
 from helixpipe.cli_model import ModelOptions, Plan, make_plan
 from helixpipe.cli_options import CostOptions, OutputOptions, ShapeOptions, SimulateOptions
+from helixpipe.cli_profile import (
+    ProfileOptions,
+    measure,
+    profile_costs,
+    profile_table,
+    simulation_json,
+    simulation_text,
+)
 from helixpipe.costs import Costs, PieceTimes, parse_piece_times
 from helixpipe.errors import ScheduleError, UserError
 from helixpipe.events import Timeline
@@ -40,6 +49,7 @@ from helixpipe.flags import (
 from helixpipe.graph import collector_paused
 from helixpipe.lowering import lower
 from helixpipe.model_report import memory_text, report, step_text
+from helixpipe.profile_costs import ProfileCosts
 from helixpipe.program import Program, format_rows, forward_only, from_csv, to_csv
 from helixpipe.report import summary, table, text_timeline
 from helixpipe.simulator import Simulation, simulate
@@ -149,6 +159,13 @@ def _parsers() -> tuple[FlagParser, dict[str, FlagParser]]:
     )
     checking.add_argument("file", metavar="FILE.csv", help="a row a rank, an op a cell: 2F5, or 2F5.1 for a chunk")
 
+    profiling = subparsers.add_parser(
+        "profile",
+        help="measure a model's costs on this machine",
+        description="Time every piece of a model, and messages, on this machine; simulate and draw take the file.",
+    )
+    add_dataclass_arguments(profiling, ProfileOptions, title="what to measure")
+
     for command in (simulating, weighing, drawing, checking):
         add_dataclass_arguments(command, ShapeOptions, title="size")
     for command in (simulating, weighing, drawing):
@@ -157,11 +174,11 @@ def _parsers() -> tuple[FlagParser, dict[str, FlagParser]]:
         for schedule in SCHEDULES.values():
             if dataclasses.fields(schedule.options):
                 add_dataclass_arguments(command, schedule.options, title=f"options of {schedule.name}")
-    for command in (listing, simulating, weighing, drawing, checking):
+    for command in (listing, simulating, weighing, drawing, checking, profiling):
         add_dataclass_arguments(command, OutputOptions, title="output")
     add_dataclass_arguments(simulating, SimulateOptions, title="output of simulate")
     commands = {"list": listing, "simulate": simulating, "memory": weighing, "draw": drawing, "check": checking}
-    return parser, commands
+    return parser, {**commands, "profile": profiling}
 
 
 # ----------------------------------------------------------------------------------------------------------- commands
@@ -187,8 +204,9 @@ def _list(namespace: argparse.Namespace) -> None:
 
 def _simulate(namespace: argparse.Namespace) -> None:
     options = dataclass_from_namespace(SimulateOptions, namespace)
+    measured = profile_costs(namespace)
     plan = _plan([namespace.schedule], namespace)
-    (simulation,) = _simulations([namespace.schedule], namespace, plan)
+    (simulation,) = _simulations([namespace.schedule], namespace, plan or measured)
     program = simulation.lowered.program
     if options.csv is not None:
         with whole_file(options.csv) as temporary:
@@ -196,9 +214,16 @@ def _simulate(namespace: argparse.Namespace) -> None:
     step = None if plan is None else report(simulation, plan)
     if namespace.json:
         result = simulation.to_json(order=options.order)
-        print(json.dumps(result if step is None else {**result, "unit": "s", "step": step.to_json()}))
+        if step is not None:
+            result |= {"unit": "s", "step": step.to_json()}
+        if measured is not None:
+            result |= simulation_json(measured, namespace.profile)
+        print(json.dumps(result))
         return
-    print(summary(simulation) if step is None else step_text(step))
+    if measured is not None:
+        print(simulation_text(simulation, measured))
+    else:
+        print(summary(simulation) if step is None else step_text(step))
     drawing = text_timeline(simulation.timeline, shutil.get_terminal_size((100, 24)).columns)
     if drawing is not None:
         print(f"\n{drawing}")
@@ -224,7 +249,8 @@ def _draw(namespace: argparse.Namespace) -> None:
         output = "-".join(Path(name).stem if name.endswith(".csv") else name for name in names) + ".png"
     check_suffix(output)
     measured = [_measured(path) for path in namespace.measured]
-    simulations = _simulations(names, namespace, _plan(names, namespace))
+    measured_costs = profile_costs(namespace)
+    simulations = _simulations(names, namespace, _plan(names, namespace) or measured_costs)
     simulated = [simulation.timeline for simulation in simulations]
     if measured:
         simulated = [dataclasses.replace(timeline, title=f"{timeline.title} (simulated)") for timeline in simulated]
@@ -268,8 +294,18 @@ def _check(namespace: argparse.Namespace) -> None:
     print(f"{namespace.file} can run: {', '.join(parts)}{', forward only' if program.forward_only else ''}.")
 
 
+def _profile(namespace: argparse.Namespace) -> None:
+    options = dataclass_from_namespace(ProfileOptions, namespace)
+    measured = measure(options)
+    if namespace.json:
+        print(json.dumps(measured.to_json()))
+        return
+    print(profile_table(measured))
+    print(f"\nwrote {options.output}; next: helixpipe simulate 1f1b -p 2 -m 8 --profile {options.output}")
+
+
 _COMMANDS: MappingProxyType[str, Callable[[argparse.Namespace], None]] = MappingProxyType(
-    {"list": _list, "simulate": _simulate, "memory": _memory, "draw": _draw, "check": _check}
+    {"list": _list, "simulate": _simulate, "memory": _memory, "draw": _draw, "check": _check, "profile": _profile}
 )
 
 
@@ -296,8 +332,10 @@ def _refuse_times(namespace: argparse.Namespace) -> None:
             raise UserError(f"--{name.replace('_', '-')} cannot be given beside --model, which has costs of its own.")
 
 
-def _simulations(names: Sequence[str], namespace: argparse.Namespace, plan: Plan | None) -> list[Simulation]:
-    """Simulate each schedule or file, all of one size."""
+def _simulations(
+    names: Sequence[str], namespace: argparse.Namespace, given: Plan | ProfileCosts | None
+) -> list[Simulation]:
+    """Simulate each schedule or file, all of one size. given: in place of times by hand."""
     size = dataclass_from_namespace(ShapeOptions, namespace)
     options = dataclass_from_namespace(CostOptions, namespace)
     if options.backward_ratio < 1:
@@ -306,11 +344,14 @@ def _simulations(names: Sequence[str], namespace: argparse.Namespace, plan: Plan
             "the input gradient alone takes as long as the forward."
         )
     costs: Costs = PieceTimes(parse_piece_times(options.piece_times), options.backward_ratio, options.message_time)
-    if plan is not None:
-        size = dataclasses.replace(size, ranks=plan.ranks, microbatches=plan.microbatches, layers=plan.layers)
-        costs = plan.costs
+    if isinstance(given, Plan):
+        size = dataclasses.replace(size, ranks=given.ranks, microbatches=given.microbatches, layers=given.layers)
+        costs = given.costs
+    elif given is not None:
+        size = dataclasses.replace(size, layers=size.layers or given.profile.model.layers)
+        costs = given
     programs = _programs(names, size, costs, namespace)
-    simulations = [simulate(lower(program, costs), costs, "" if plan is None else "s") for program in programs]
+    simulations = [simulate(lower(program, costs), costs, "" if given is None else "s") for program in programs]
     if not all(math.isfinite(simulation.makespan + sum(simulation.busy)) for simulation in simulations):
         raise UserError(f"--piece-times {options.piece_times} are too large to add up.")
     return simulations

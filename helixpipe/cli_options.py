@@ -42,6 +42,9 @@ class CostOptions:
     )
     backward_ratio: float = option(2.0, "Time of a full backward over its forward, at least 1.")
     message_time: float = option(0.0, "Time of any message between ranks.")
+    profile: str | None = option(
+        None, "Take costs from this file of `helixpipe profile`, in seconds and bytes.", metavar="FILE.json"
+    )
     forward_only: bool = option(False, "The schedule's evaluation form: its forwards alone.", flags=("--forward-only",))
 
 

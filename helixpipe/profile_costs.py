@@ -1,0 +1,198 @@
+"""Costs measured on a machine by `helixpipe profile`: its file, and the `Costs` read from it. No torch here.
+
+An op takes the sum of its pieces' measured times and what an op costs beside them; a message takes a latency and its
+bytes at a bandwidth. Bytes are counted, not measured (`helixpipe.piece_bytes`, exact for these pieces).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from helixpipe.costs import chunk_share
+from helixpipe.errors import UserError
+from helixpipe.files import whole_file
+from helixpipe.graph import Message
+from helixpipe.models import Chunk, Layout, ModelShape
+from helixpipe.piece_bytes import PieceBytes
+from helixpipe.program import OP_KINDS, PIECE_KINDS, Op, Piece, Program
+
+VERSION = 1
+"""Of the file's format; a file of another version is refused."""
+
+GRADIENT_BYTES = 4
+"""Gradients are summed in float32."""
+
+
+@dataclass(frozen=True)
+class ChunkTimes:
+    """Seconds on one chunk: of each piece (`F`, `I`, `W`, `B` and `R` of it), and of an op beside its pieces.
+
+    tokens, earlier: the chunk's place in the sequence; a whole sequence has none earlier. pieces: by piece kind, then
+    op kind. overhead: by op kind.
+    """
+
+    tokens: int
+    earlier: int
+    pieces: Mapping[str, Mapping[str, float]]
+    overhead: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class MessageTimes:
+    """A message of n bytes takes latency + n / bandwidth seconds over `backend`."""
+
+    latency: float
+    bandwidth: float
+    backend: str
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What `helixpipe profile` measured, and of what.
+
+    machine, assumed: for people; what was measured on and under which conditions. torch: its version.
+    """
+
+    model: ModelShape
+    layout: Layout
+    dtype: str
+    seq_length: int
+    chunks: tuple[ChunkTimes, ...]
+    messages: MessageTimes
+    torch: str = ""
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    assumed: Mapping[str, Any] = field(default_factory=dict)
+
+    def save(self, path: str | Path) -> None:
+        """Write the file, whole or not at all. Raises UserError when it cannot be written."""
+        with whole_file(path) as temporary:
+            temporary.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+
+    def to_json(self) -> dict[str, Any]:
+        """What the file holds."""
+        return {"format": _FORMAT, "version": VERSION, **dataclasses.asdict(self)}
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Read a file that `save` wrote. Raises UserError for any other."""
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UserError(f"--profile: cannot read {path}: {error.strerror or error}.") from None
+        except ValueError:  # of JSON or of UTF-8
+            raise UserError(f"--profile: {path} is not JSON; `helixpipe profile` writes such files.") from None
+        if not isinstance(content, dict) or content.get("format") != _FORMAT:
+            raise UserError(f"--profile: {path} was not written by `helixpipe profile`.")
+        if content.get("version") != VERSION:
+            raise UserError(
+                f"--profile: {path} has version {content.get('version')} of the format and this program reads version "
+                f"{VERSION}; measure again with `helixpipe profile`."
+            )
+        try:
+            profile = cls(
+                model=ModelShape(**content["model"]),
+                layout=Layout(**content["layout"]),
+                chunks=tuple(ChunkTimes(**chunk) for chunk in content["chunks"]),
+                messages=MessageTimes(**content["messages"]),
+                **{name: content[name] for name in ("dtype", "seq_length", "torch", "machine", "assumed")},
+            )
+            profile._check()
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(f"--profile: {path} is damaged ({_reason(error)}); measure again.") from None
+        return profile
+
+    def _check(self) -> None:
+        """Raise ValueError, KeyError or TypeError unless every time is there, a number, and not negative."""
+        if not self.chunks:
+            raise ValueError("it has no chunk")
+        for chunk in self.chunks:
+            for kind in OP_KINDS:
+                times = {f"{piece} {kind}": chunk.pieces[piece][kind] for piece in PIECE_KINDS}
+                _check_numbers({**times, f"overhead {kind}": chunk.overhead[kind]})
+        _check_numbers({"latency": self.messages.latency, "1 / bandwidth": 1.0 / (self.messages.bandwidth or math.inf)})
+        if self.messages.bandwidth <= 0:
+            raise ValueError(f"a bandwidth of {self.messages.bandwidth}")
+
+
+_FORMAT = "helixpipe profile"
+
+
+@dataclass(frozen=True)
+class ProfileCosts:
+    """`Costs` in seconds and bytes of the model and machine of a profile."""
+
+    profile: Profile
+    memory_unit: str = field(default="bytes", init=False)
+
+    def op_time(self, program: Program, op: Op) -> float:
+        """Raises UserError when the program's chunk was not measured."""
+        times = self._times(self.chunk(program, op.chunk))
+        pieces = sum(times.pieces[piece.kind][op.kind] for piece in program.stages[op.stage].pieces)
+        return pieces + times.overhead[op.kind]
+
+    def message_time(self, program: Program, message: Message) -> float:
+        messages = self.profile.messages
+        return messages.latency + self.message_bytes(program, message) / messages.bandwidth
+
+    def stash(self, program: Program, op: Op) -> float:
+        return self.bytes.stash(self._pieces(program, op), self.chunk(program, op.chunk))
+
+    def recompute_stash(self, program: Program, op: Op) -> float:
+        return self.bytes.recompute_stash(self._pieces(program, op), self.chunk(program, op.chunk))
+
+    def deferred_stash(self, program: Program, op: Op) -> float:
+        return self.bytes.deferred_stash(self._pieces(program, op), self.chunk(program, op.chunk))
+
+    def static_memory(self, pieces: Sequence[Piece]) -> float:
+        """Weights, their gradients and Adam's state on a rank of these pieces, without data parallelism."""
+        element = self.profile.layout.element_bytes
+        moments_and_copy = 8 + (4 if element < 4 else 0)  # weights in float32 are their own copy
+        return self.bytes.parameters(pieces) * (element + GRADIENT_BYTES + moments_and_copy)
+
+    @cached_property
+    def bytes(self) -> PieceBytes:
+        return PieceBytes(self.profile.model, self.profile.layout)
+
+    def chunk(self, program: Program, number: int) -> Chunk:
+        """A chunk's place in the sequence of the profile."""
+        length = self.profile.seq_length
+        if program.num_chunks == 1:
+            return Chunk(length)
+        earlier = sum(chunk_share(program, chunk) for chunk in range(number))
+        return Chunk(chunk_share(program, number) * length, earlier * length)
+
+    def message_bytes(self, program: Program, message: Message) -> float:
+        """What crosses the cut, or its gradient, in the same shapes."""
+        stage = message.consumer.stage if message.kind == "activation" else message.producer.stage
+        return self.bytes.message(program.stages[stage].pieces[0], self.chunk(program, message.producer.chunk))
+
+    def _times(self, chunk: Chunk) -> ChunkTimes:
+        for times in self.profile.chunks:
+            if (times.tokens, times.earlier) == (round(chunk.tokens), round(chunk.earlier)):
+                return times
+        measured = ", ".join(f"{times.tokens} after {times.earlier}" for times in self.profile.chunks)
+        raise UserError(
+            f"--profile has no times of a chunk of {chunk.tokens:g} tokens after {chunk.earlier:g}; measured were "
+            f"{measured}."
+        )
+
+    @staticmethod
+    def _pieces(program: Program, op: Op) -> tuple[Piece, ...]:
+        return program.stages[op.stage].pieces
+
+
+def _check_numbers(values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+            raise ValueError(f"{name} is {value!r}")
+
+
+def _reason(error: Exception) -> str:
+    return f"{error} is missing" if isinstance(error, KeyError) else str(error)
