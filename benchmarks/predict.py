@@ -69,17 +69,23 @@ def run_case(name: str, steps: int) -> dict[str, Any]:
 
 
 def report(name: str, result: dict[str, Any]) -> None:
+    """Ratios are measured over predicted. busy: processor time of each rank's computing thread over its ops' time."""
     layers, sequence, micro, microbatches = CASES[name]
     print(f"\n{layers} layers, hidden 256, {sequence} tokens, micro batch {micro}, {microbatches} microbatches, p = 2")
-    print(f"  {'schedule':<18} {'predicted s':>12} {'measured s':>11} {'ratio':>6} {'quartiles':>13}", end="")
-    print(f" {'predicted MB':>15} {'measured MB':>15} {'ratios':>13}")
+    print(f"  {'schedule':<18} {'predicted s':>11} {'measured s':>11} {'ratio':>6} {'quartiles':>13}", end="")
+    print(f" {'busy':>11}  {'predicted MB':>14} {'measured MB':>14} {'ratios':>13}")
     for schedule, row in result.items():
-        low, high = statistics.quantiles(row["seconds"], n=4)[::2]
         predicted, measured = row["predicted"], statistics.median(row["seconds"])
+        low, high = (seconds / predicted for seconds in statistics.quantiles(row["seconds"], n=4)[::2])
+        busy = [statistics.median(times) for times in zip(*row["busy"], strict=True)]
         simulated, kept = (" ".join(f"{x / 1e6:.2f}" for x in row[key]) for key in ("predicted_bytes", "bytes"))
-        ratios = " ".join(f"{k / s:.3f}" for k, s in zip(row["bytes"], row["predicted_bytes"], strict=True))
-        print(f"  {schedule:<18} {predicted:>12.4f} {measured:>11.4f} {measured / predicted:>6.3f}", end="")
-        print(f" {f'{low:.3f}–{high:.3f}':>13} {simulated:>15} {kept:>15} {ratios:>13}")
+        print(f"  {schedule:<18} {predicted:>11.4f} {measured:>11.4f} {measured / predicted:>6.3f}", end="")
+        print(f" {f'{low:.3f}–{high:.3f}':>13} {_ratios(busy, row['predicted_busy'], 2):>11}", end="")
+        print(f"  {simulated:>14} {kept:>14} {_ratios(row['bytes'], row['predicted_bytes'], 3):>13}")
+
+
+def _ratios(measured: list[float], predicted: list[float], digits: int) -> str:
+    return " ".join(f"{m / p:.{digits}f}" for m, p in zip(measured, predicted, strict=True))
 
 
 # ------------------------------------------------------------------------------------------------ what each rank runs
@@ -127,24 +133,32 @@ def run_rank(profile_path: str, output: str, microbatches: int, steps: int) -> N
         simulation = simulate(lowered, costs)
         model, ddp = build_model(task, model_shape.layers, program.pieces_of_rank(rank))
         engines[name] = (Executor(lowered, rank, model, transport), ddp)
-        rows[name] = {"predicted": simulation.makespan, "predicted_bytes": simulation.peak_activation, "seconds": []}
+        rows[name] = {
+            "predicted": simulation.makespan,
+            "predicted_busy": simulation.busy,
+            "predicted_bytes": simulation.peak_activation,
+            "seconds": [],
+            "busy": [],
+        }
 
-    def timed(name: str) -> float:
-        """Seconds of a step over both ranks, from a common start to the later end."""
+    def timed(name: str) -> tuple[float, list[float]]:
+        """Seconds of a step over both ranks, from a common start to the later end, and each rank's processor time."""
         executor, ddp = engines[name]
         ddp.zero_grad_buffer()
         dist.barrier()
-        start = time.perf_counter()
+        start, computed = time.perf_counter(), time.thread_time()
         executor.run(step)
-        seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-        return float(seconds)
+        mine = torch.tensor([time.perf_counter() - start, time.thread_time() - computed], dtype=torch.float64)
+        every = [torch.empty_like(mine) for _ in range(2)]
+        dist.all_gather(every, mine)
+        return max(float(one[0]) for one in every), [float(one[1]) for one in every]
 
     for number in range(WARM_UP + steps):
         for name in list(engines) if number % 2 == 0 else reversed(list(engines)):
-            seconds = timed(name)
+            seconds, busy = timed(name)
             if number >= WARM_UP:
                 rows[name]["seconds"].append(seconds)
+                rows[name]["busy"].append(busy)
     for name, (executor, _) in engines.items():
         every: list[Any] = [None, None]
         dist.all_gather_object(every, peak_bytes(executor, step))

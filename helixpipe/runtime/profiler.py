@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def main() -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if gpus:
         torch.cuda.set_device(rank % gpus)
-    dist.init_process_group("nccl" if gpus >= world_size else "gloo")
+    dist.init_process_group("nccl" if gpus >= world_size else "gloo", timeout=timedelta(minutes=10))
     initialize_parallel_state(world_size)
     processes = task.processes or (1 if gpus == 1 else 2)
     measuring = dist.new_group(list(range(processes)))
@@ -95,6 +96,7 @@ def main() -> None:
                 "processes": processes,
                 "threads": task.threads,
                 "repeats": task.repeats,
+                "clock": _clock_name(bool(gpus), needs_wall_clock(task.threads, processes)),
                 "gradients": "added to float32 buffers",
                 "dropout": 0.0,
             },
@@ -163,14 +165,19 @@ def build_model(task: Task, num_layers: int, pieces: Sequence[Piece]) -> tuple[P
 
 
 class Clock:
-    """Marks on the time of the device: CUDA events in its stream, the monotonic clock on the CPU."""
+    """Marks on the time of the device: CUDA events in its stream; on the CPU this thread's processor time.
 
-    def __init__(self, on: torch.device):
+    wall: on the CPU take the monotonic clock instead, where several threads or more processes than cores compute.
+    Processor time leaves out what other programs on the machine take away.
+    """
+
+    def __init__(self, on: torch.device, wall: bool = False):
         self._cuda = on.type == "cuda"
+        self._now = time.perf_counter if wall else time.thread_time
 
     def mark(self) -> Any:
         if not self._cuda:
-            return time.perf_counter()
+            return self._now()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -181,6 +188,11 @@ class Clock:
             return float(end - start)
         end.synchronize()
         return float(start.elapsed_time(end)) / 1000.0
+
+
+def needs_wall_clock(threads: int, processes: int) -> bool:
+    """Whether this thread's processor time would not be what a step waits for."""
+    return threads > 1 or processes > (os.cpu_count() or 1)
 
 
 class _Alone:
@@ -229,7 +241,8 @@ class Measurement:
     """Times of every piece and op kind on one rank, while the other ranks of `group` do the same."""
 
     def __init__(self, task: Task, group: Any):
-        self._task, self._group, self._clock = task, group, Clock(device())
+        self._task, self._group = task, group
+        self._clock = Clock(device(), wall=needs_wall_clock(task.threads, dist.get_world_size(group)))
         self._pieces = model_pieces(LONG)
         self._model, self._ddp = build_model(task, LONG, self._pieces)
         shape = (task.micro_batch_size, task.seq_length)
@@ -252,7 +265,7 @@ class Measurement:
         split = self._rounds(split=True)  # last: from here on linear layers use the function that can put W off
         times, overhead = {}, {}
         for kind, samples in (("F", joint), ("B", joint), ("I", split), ("W", split)):
-            times[kind], overhead[kind] = _combine(samples, kind)
+            times[kind], overhead[kind] = scale_to_whole_units(samples, kind)
         times["R"], overhead["R"] = times["F"], overhead["F"]
         return {piece: {kind: times[kind][piece] for kind in "FIWBR"} for piece in PIECE_KINDS}, overhead
 
@@ -336,7 +349,7 @@ def _backward(
     return tuple(gradient for gradient in result if gradient is not None)
 
 
-def _combine(samples: Samples, kind: str) -> tuple[dict[str, float], float]:
+def scale_to_whole_units(samples: Samples, kind: str) -> tuple[dict[str, float], float]:
     """(seconds by piece, overhead of an op): pieces of a layer add up to what a further layer costs a whole unit."""
     alone = {piece: statistics.median(samples[piece, kind]) for piece in PIECE_KINDS}
     short, long = (statistics.median(samples[name, kind]) for name in ("short", "long"))
@@ -398,6 +411,10 @@ def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     below = sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, points, strict=True))
     slope = max(above / below, 1e-15)
     return max(mean_y - slope * mean_x, 0.0), slope
+
+
+def _clock_name(on_gpu: bool, wall: bool) -> str:
+    return "CUDA events" if on_gpu else "monotonic" if wall else "processor time"
 
 
 def _machine() -> dict[str, Any]:
