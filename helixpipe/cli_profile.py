@@ -198,10 +198,15 @@ def profile_table(measured: Profile) -> str:
             "",
             "Milliseconds of a microbatch: forward F, gradient of inputs I, of weights W, both at once B",
             table(("piece", *(kind.rjust(9) for kind in _KINDS)), cells),
-            f"message over {messages.backend}: {1e6 * messages.latency:.0f} µs "
-            f"and its bytes at {messages.bandwidth / 1e9:.2f} GB/s",
+            f"message over {messages.backend}: {1e6 * messages.latency:.0f} µs and its bytes at "
+            f"{messages.bandwidth / 1e9:.2f} GB/s; of its ranks' time {_exchange(messages.send)} to send, "
+            f"{_exchange(messages.receive)} to receive",
         ]
     )
+
+
+def _exchange(cost: tuple[float, float]) -> str:
+    return f"{1e6 * cost[0]:.0f} µs + {1e12 * cost[1]:.0f} µs/MB"
 
 
 def _measured_line(measured: Profile) -> str:

@@ -1,7 +1,8 @@
 """Costs measured on a machine by `helixpipe profile`: its file, and the `Costs` read from it. No torch here.
 
-An op takes the sum of its pieces' measured times and what an op costs beside them; a message takes a latency and its
-bytes at a bandwidth. Bytes are counted, not measured (`helixpipe.piece_bytes`, exact for these pieces).
+An op takes the sum of its pieces' measured times, what an op costs beside them, and what its messages cost the rank; a
+message takes a latency and its bytes at a bandwidth. Bytes are counted, not measured (`helixpipe.piece_bytes`, exact
+for these pieces).
 """
 
 from __future__ import annotations
@@ -46,11 +47,16 @@ class ChunkTimes:
 
 @dataclass(frozen=True)
 class MessageTimes:
-    """A message of n bytes takes latency + n / bandwidth seconds over `backend`."""
+    """A message of n bytes takes latency + n / bandwidth seconds over `backend`, and keeps its ranks from computing.
+
+    send, receive: for how many seconds it does, as (of any message, of each byte); they are not in the latency.
+    """
 
     latency: float
     bandwidth: float
     backend: str
+    send: tuple[float, float] = (0.0, 0.0)
+    receive: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -100,7 +106,7 @@ class Profile:
                 model=ModelShape(**content["model"]),
                 layout=Layout(**content["layout"]),
                 chunks=tuple(ChunkTimes(**chunk) for chunk in content["chunks"]),
-                messages=MessageTimes(**content["messages"]),
+                messages=_message_times(**content["messages"]),
                 **{name: content[name] for name in ("dtype", "seq_length", "torch", "machine", "assumed")},
             )
             profile._check()
@@ -116,9 +122,12 @@ class Profile:
             for kind in OP_KINDS:
                 times = {f"{piece} {kind}": chunk.pieces[piece][kind] for piece in PIECE_KINDS}
                 _check_numbers({**times, f"overhead {kind}": chunk.overhead[kind]})
-        _check_numbers({"latency": self.messages.latency, "1 / bandwidth": 1.0 / (self.messages.bandwidth or math.inf)})
-        if self.messages.bandwidth <= 0:
-            raise ValueError(f"a bandwidth of {self.messages.bandwidth}")
+        messages = self.messages
+        _check_numbers({"latency": messages.latency, "bandwidth": messages.bandwidth})
+        for name, (once, per_byte) in (("send", messages.send), ("receive", messages.receive)):
+            _check_numbers({name: once, f"{name} a byte": per_byte})
+        if messages.bandwidth == 0:
+            raise ValueError(f"bandwidth is {messages.bandwidth}")
 
 
 _FORMAT = "helixpipe profile"
@@ -135,7 +144,31 @@ class ProfileCosts:
         """Raises UserError when the program's chunk was not measured."""
         times = self._times(self.chunk(program, op.chunk))
         pieces = sum(times.pieces[piece.kind][op.kind] for piece in program.stages[op.stage].pieces)
-        return pieces + times.overhead[op.kind]
+        return pieces + times.overhead[op.kind] + self._exchange_time(program, op)
+
+    def _exchange_time(self, program: Program, op: Op) -> float:
+        """What sending and receiving the op's messages takes of its rank's time. Where the program has no ops yet (a
+        schedule being made), every cut between stages is taken to lie between ranks."""
+        if op.kind not in "FBI":
+            return 0.0
+        messages, ahead = self.profile.messages, op.kind == "F"
+        total = 0.0
+        for cut in (op.stage, op.stage + 1):  # the cut before a stage has its number
+            if 0 < cut < len(program.stages) and self._crosses_ranks(program, cut):
+                once, per_byte = messages.receive if (cut == op.stage) == ahead else messages.send
+                first = program.stages[cut].pieces[0]
+                total += once + per_byte * self.bytes.message(first, self.chunk(program, op.chunk))
+        return total
+
+    def _crosses_ranks(self, program: Program, cut: int) -> bool:
+        if self._stages_of_ranks.get("program") is not program:
+            stages = tuple(frozenset(op.stage for op in ops) for ops in program.ranks)
+            self._stages_of_ranks.update(program=program, stages=stages)
+        return not any({cut - 1, cut} <= stages for stages in self._stages_of_ranks["stages"])
+
+    @cached_property
+    def _stages_of_ranks(self) -> dict[str, Any]:
+        return {}  # of the program asked for last
 
     def message_time(self, program: Program, message: Message) -> float:
         messages = self.profile.messages
@@ -186,6 +219,13 @@ class ProfileCosts:
     @staticmethod
     def _pieces(program: Program, op: Op) -> tuple[Piece, ...]:
         return program.stages[op.stage].pieces
+
+
+def _message_times(
+    latency: float, bandwidth: float, backend: str, send: Sequence[float], receive: Sequence[float]
+) -> MessageTimes:
+    (send_once, send_byte), (receive_once, receive_byte) = send, receive
+    return MessageTimes(latency, bandwidth, backend, (send_once, send_byte), (receive_once, receive_byte))
 
 
 def _check_numbers(values: Mapping[str, Any]) -> None:

@@ -33,18 +33,18 @@ from torch.autograd import Variable
 from helixpipe.lowering import Instruction, lower
 from helixpipe.model import GPTOptions, Microbatch, PipelineModel, UnitContext
 from helixpipe.models import Layout, ModelShape
-from helixpipe.profile_costs import ChunkTimes, MessageTimes, Profile
+from helixpipe.profile_costs import ChunkTimes, Profile
 from helixpipe.program import LAYER_PIECES, PIECE_KINDS, Op, Piece, Program, Stage, model_pieces
 from helixpipe.runtime.device import device
 from helixpipe.runtime.executor import Executor, Step
-from helixpipe.runtime.transport import Receipt, make_transport
+from helixpipe.runtime.message_times import measure_messages
+from helixpipe.runtime.transport import Receipt
 
 SHORT, LONG = 1, 3
 """Layers of the two whole units that are timed."""
 
 MICROBATCHES = 4
 WARM_UP = 2
-MESSAGE_BYTES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def main() -> None:
     measuring = dist.new_group(list(range(processes)))
     pieces, overhead = Measurement(task, measuring).run() if rank < processes else ({}, {})
     dist.barrier()
-    messages = measure_messages(rank)
+    messages = measure_messages(rank, processes)
     if rank == 0:
         layout = Layout(1, False, task.micro_batch_size, _DTYPES[task.dtype].itemsize, fused_kernels=bool(gpus))
         Profile(
@@ -359,58 +359,6 @@ def scale_to_whole_units(samples: Samples, kind: str) -> tuple[dict[str, float],
     scaled = {piece: seconds * (scale if piece in LAYER_PIECES else 1.0) for piece, seconds in alone.items()}
     rest = short - sum(scaled[piece] for piece in PIECE_KINDS) - (SHORT - 1) * layer
     return scaled, max(rest, 0.0)
-
-
-def measure_messages(rank: int) -> MessageTimes:
-    """Latency and bandwidth between ranks 0 and 1, with the executor's transport, while nothing else runs."""
-    from megatron.core import parallel_state
-
-    group = parallel_state.get_pipeline_model_parallel_group()
-    backend = str(dist.get_backend(group))
-    transport = make_transport(group, device())
-    points = []
-    if rank < 2:
-        for index, size in enumerate(MESSAGE_BYTES):
-            points.append((size, _half_round_trip(transport, rank, size, first_number=index * 1000)))
-    dist.barrier()
-    transport.close()
-    if rank != 0:
-        return MessageTimes(0.0, 1.0, backend)
-    latency, per_byte = fit_line(points)
-    return MessageTimes(latency, 1.0 / per_byte, backend)
-
-
-def _half_round_trip(transport: Any, rank: int, size: int, first_number: int) -> float:
-    """Median seconds of a message of `size` bytes, back and forth between two ranks."""
-    shapes, seconds = [torch.Size((size // 4,))], []
-    payload = torch.zeros(size // 4, dtype=torch.float32, device=device())
-    for number in range(first_number, first_number + 30):
-        receipt = transport.receive(shapes, torch.float32, 1 - rank, number)
-        dist.barrier(group=None) if dist.get_world_size() == 2 else None
-        start = time.perf_counter()
-        if rank == 0:
-            transport.send([payload], 1, number)
-            receipt.wait()
-        else:
-            receipt.wait()
-            transport.send([payload], 0, number)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        seconds.append((time.perf_counter() - start) / 2)
-        transport.finish()
-    return statistics.median(seconds)
-
-
-def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(y at 0, slope) of the line with the least sum of squared relative errors; neither below a tiny positive."""
-    weights = [1.0 / (y * y) for _, y in points]
-    total = sum(weights)
-    mean_x = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
-    mean_y = sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
-    above = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, points, strict=True))
-    below = sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, points, strict=True))
-    slope = max(above / below, 1e-15)
-    return max(mean_y - slope * mean_x, 0.0), slope
 
 
 def _clock_name(on_gpu: bool, wall: bool) -> str:

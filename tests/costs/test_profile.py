@@ -17,7 +17,8 @@ from helixpipe.models import Chunk, Layout, ModelShape
 from helixpipe.piece_bytes import PieceBytes
 from helixpipe.profile_costs import ChunkTimes, MessageTimes, Profile, ProfileCosts
 from helixpipe.program import PIECE_KINDS, Op, Program, even_stages
-from helixpipe.runtime.profiler import fit_line, scale_to_whole_units
+from helixpipe.runtime.message_times import fit_line
+from helixpipe.runtime.profiler import scale_to_whole_units
 from helixpipe.simulator import simulate
 from schedules import Shape, build
 
@@ -59,6 +60,9 @@ def one_stage_each(microbatches: int = 2) -> Program:
 
 def test_file_comes_back_as_it_was(saved: str) -> None:
     assert Profile.load(saved) == make_profile()
+    other = make_profile(messages=MessageTimes(0.5, 1000.0, "nccl", (1.0, 1e-3), (2.0, 2e-3)))
+    other.save(saved)
+    assert Profile.load(saved) == other
     content = json.loads(Path(saved).read_text(encoding="utf-8"))
     assert (content["format"], content["version"]) == ("helixpipe profile", 1)
 
@@ -76,6 +80,27 @@ def test_a_message_takes_latency_and_its_bytes() -> None:
     for message in lower(program).messages:  # one hidden state of 16 tokens, 2 sequences, 32 channels, 4 bytes
         assert costs.message_bytes(program, message) == 4096
         assert costs.message_time(program, message) == 0.5 + 4.096
+
+
+def test_messages_take_time_of_their_ranks() -> None:
+    """One hidden state is 4096 bytes: 1 + 4.096 to send, 2 + 8.192 to receive."""
+    plain = ProfileCosts(make_profile())
+    costs = ProfileCosts(make_profile(messages=MessageTimes(0.5, 1000.0, "gloo", (1.0, 1e-3), (2.0, 2e-3))))
+    send, receive = 1.0 + 4.096, 2.0 + 8.192
+
+    def extra(program: Program, op: Op) -> float:
+        return costs.op_time(program, op) - plain.op_time(program, op)
+
+    program = one_stage_each()
+    first = [extra(program, Op(kind, 0, 0)) for kind in "FBIWR"]
+    last = [extra(program, Op(kind, 1, 0)) for kind in "FBIWR"]
+    assert first == pytest.approx([send, receive, receive, 0, 0])
+    assert last == pytest.approx([receive, send, send, 0, 0])
+    middle = build("1f1b", Shape(4, 2, layers=4))
+    assert extra(middle, Op("F", 1, 0)) == pytest.approx(send + receive)
+    vee = build("zbv", Shape(2, 4, layers=4))  # stages 0 and 3 on rank 0, stages 1 and 2 on rank 1
+    assert [extra(vee, Op("F", stage, 0)) for stage in range(4)] == pytest.approx([send, receive, send, receive])
+    assert extra(replace(program, ranks=()), Op("F", 0, 0)) == pytest.approx(send)
 
 
 def test_memory_is_counted_in_bytes() -> None:
@@ -132,7 +157,7 @@ def _more_of_a_model(content: dict[str, Any]) -> None:
         (_without_attention, r"is damaged \('attn' is missing\); measure again"),
         (_negative, r"is damaged \(mlp B is -1.0\)"),
         (_text, r"is damaged \(overhead W is 'short'\)"),
-        (_no_bandwidth, r"is damaged \(a bandwidth of 0.0\)"),
+        (_no_bandwidth, r"is damaged \(bandwidth is 0.0\)"),
         (_more_of_a_model, r"is damaged \(.*unexpected keyword argument 'experts'\)"),
         (lambda content: content.update(chunks=[]), r"is damaged \(it has no chunk\)"),
         (lambda content: content.update(version=0), "has version 0 of the format and this program reads version 1"),
