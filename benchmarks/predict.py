@@ -69,10 +69,13 @@ def run_case(name: str, steps: int) -> dict[str, Any]:
 
 
 def report(name: str, result: dict[str, Any]) -> None:
-    """Ratios are measured over predicted. busy: processor time of each rank's computing thread over its ops' time."""
+    """Ratios are measured over predicted. least: of the fastest step, which says more where others use the machine.
+    busy: processor time of each rank's computing thread over the predicted time of its ops."""
     layers, sequence, micro, microbatches = CASES[name]
     print(f"\n{layers} layers, hidden 256, {sequence} tokens, micro batch {micro}, {microbatches} microbatches, p = 2")
-    print(f"  {'schedule':<18} {'predicted s':>11} {'measured s':>11} {'ratio':>6} {'quartiles':>13}", end="")
+    print(
+        f"  {'schedule':<18} {'predicted s':>11} {'measured s':>11} {'ratio':>6} {'least':>6} {'quartiles':>13}", end=""
+    )
     print(f" {'busy':>11}  {'predicted MB':>14} {'measured MB':>14} {'ratios':>13}")
     for schedule, row in result.items():
         predicted, measured = row["predicted"], statistics.median(row["seconds"])
@@ -80,6 +83,7 @@ def report(name: str, result: dict[str, Any]) -> None:
         busy = [statistics.median(times) for times in zip(*row["busy"], strict=True)]
         simulated, kept = (" ".join(f"{x / 1e6:.2f}" for x in row[key]) for key in ("predicted_bytes", "bytes"))
         print(f"  {schedule:<18} {predicted:>11.4f} {measured:>11.4f} {measured / predicted:>6.3f}", end="")
+        print(f" {min(row['seconds']) / predicted:>6.3f}", end="")
         print(f" {f'{low:.3f}–{high:.3f}':>13} {_ratios(busy, row['predicted_busy'], 2):>11}", end="")
         print(f"  {simulated:>14} {kept:>14} {_ratios(row['bytes'], row['predicted_bytes'], 3):>13}")
 

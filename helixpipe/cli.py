@@ -234,6 +234,8 @@ def _simulate(namespace: argparse.Namespace) -> None:
 
 
 def _memory(namespace: argparse.Namespace) -> None:
+    if namespace.profile is not None:
+        raise UserError("memory takes --model and not --profile; simulate --profile prints the bytes of each rank.")
     plan = _plan([namespace.schedule], namespace)
     if plan is None:
         raise UserError("memory needs --model, and counts the bytes of that model.")

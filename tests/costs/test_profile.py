@@ -245,6 +245,13 @@ def test_other_costs_beside_a_profile_are_refused(
     assert refused(capsys, f"{command} 1f1b --profile {saved} {flags}") == sentence
 
 
+@pytest.mark.parametrize("beside", ["", "--model llama2-7b"])
+def test_memory_takes_no_profile(capsys: pytest.CaptureFixture[str], saved: str, beside: str) -> None:
+    assert "memory takes --model and not --profile; simulate" in refused(
+        capsys, f"memory 1f1b --profile {saved} {beside}"
+    )
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
