@@ -59,11 +59,11 @@ class _Exchange:
         seconds = []
         for _ in range(MESSAGES):
             number = next(self._numbers)
-            receipt = self._receive(number)
             dist.barrier()
             start = time.perf_counter()
-            if self._rank == 0:
+            if self._rank == 0:  # before its receive, which NCCL would put in front of it
                 self._transport.send([self._payload], 1, number)
+            receipt = self._receive(number)
             if receipt is not None:
                 receipt.wait()
             if self._rank == 1:

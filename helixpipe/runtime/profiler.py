@@ -74,7 +74,7 @@ def main() -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if gpus:
         torch.cuda.set_device(rank % gpus)
-    dist.init_process_group("nccl" if gpus >= world_size else "gloo", timeout=timedelta(minutes=10))
+    dist.init_process_group("nccl" if gpus >= world_size else "gloo", timeout=timedelta(hours=12))
     initialize_parallel_state(world_size)
     processes = task.processes or (1 if gpus == 1 else 2)
     measuring = dist.new_group(list(range(processes)))

@@ -291,9 +291,12 @@ def test_a_process_that_fails_is_told(capsys: pytest.CaptureFixture[str], monkey
 
 
 @pytest.mark.parametrize(
-    "style", ["", "--swiglu --normalization RMSNorm --position-embedding-type rope --dtype bfloat16"]
+    ("style", "processes"),
+    [("", 2), ("--swiglu --normalization RMSNorm --position-embedding-type rope --dtype bfloat16 --processes 3", 3)],
 )
-def test_a_tiny_model_from_end_to_end(capsys: pytest.CaptureFixture[str], tmp_path: Path, style: str) -> None:
+def test_a_tiny_model_from_end_to_end(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, style: str, processes: int
+) -> None:
     path = tmp_path / "measured.json"
     assert cli.main(f"profile {OWN} {style} --repeats 2 --output {path}".split()) == 0
     output = capsys.readouterr()
@@ -308,7 +311,11 @@ def test_a_tiny_model_from_end_to_end(capsys: pytest.CaptureFixture[str], tmp_pa
         assert times.pieces[piece]["R"] == times.pieces[piece]["F"]
     assert all(times.pieces[piece]["W"] > 0 for piece in ("qkv", "proj", "mlp", "head"))
     assert measured.messages.backend == "gloo" and measured.messages.bandwidth > 0
-    assert (measured.assumed["processes"], measured.assumed["threads"], measured.assumed["repeats"]) == (2, 1, 2)
+    assert (measured.assumed["processes"], measured.assumed["threads"], measured.assumed["repeats"]) == (
+        processes,
+        1,
+        2,
+    )
     assert cli.main(f"simulate interleaved-1f1b -p 2 -m 4 -v 2 --profile {path} --json".split()) == 0
     assert json.loads(capsys.readouterr().out)["makespan"] > 0
 
