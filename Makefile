@@ -6,7 +6,7 @@ export PYTHON
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test pytest lint format bench clean distclean
+.PHONY: help install quickstart test pytest lint format bench bench-predict clean distclean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -35,6 +35,9 @@ format: install  ## let ruff sort imports and format the code
 
 bench: install  ## speed and memory beside megatron-core's and torch's engines; make bench ARGS="--rows 1f1b"
 	.venv/bin/python benchmarks/bench.py $(ARGS)
+
+bench-predict: install  ## step time and memory as simulated from a profile, and as measured
+	.venv/bin/python benchmarks/predict.py
 
 clean:  ## remove caches, builds and what the quick start wrote (its next run starts over)
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis runs/quickstart

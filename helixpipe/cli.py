@@ -5,9 +5,10 @@
     helixpipe draw 1f1b interleaved-1f1b -o compare.png
     helixpipe check my_schedule.csv
     helixpipe memory 1f1b --model llama2-7b --seq-length 131072 --hardware h20 --nodes 8 --tensor-parallel 8
+    helixpipe profile --model llama2-7b --seq-length 4096 --output profile.json
 
-It is the composition root, so it alone in this package imports the catalogue. It never imports torch, and what is slow
-to import (matplotlib, rich) only where it is used.
+It is the composition root, so it alone in this package imports the catalogue. It never imports torch (`profile` leaves
+that to the processes it starts), and what is slow to import (matplotlib, rich) only where it is used.
 """
 
 from __future__ import annotations
@@ -23,25 +24,33 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from helixpipe import __version__
 from helixpipe.chunk_options import ChunkOptions
 from helixpipe.cli_chunks import Chunking, Lengths, chunk_warning
 from helixpipe.cli_model import ModelOptions, Plan, make_plan
-from helixpipe.cli_options import CostOptions, OutputOptions, ShapeOptions, SimulateOptions
+from helixpipe.cli_options import CostOptions, ShapeOptions, SimulateOptions
+from helixpipe.cli_parser import parsers
+from helixpipe.cli_profile import (
+    ProfileOptions,
+    measure,
+    profile_costs,
+    profile_table,
+    simulation_json,
+    simulation_text,
+)
 from helixpipe.costs import Costs, PieceTimes, parse_piece_times
 from helixpipe.errors import ScheduleError, UserError
 from helixpipe.events import Timeline
 from helixpipe.files import whole_file
 from helixpipe.flags import (
-    FlagParser,
-    add_dataclass_arguments,
     dataclass_from_namespace,
     nearest_name,
     unknown_argument,
 )
 from helixpipe.graph import collector_paused
+from helixpipe.hardware import GIB
 from helixpipe.lowering import lower
 from helixpipe.model_report import memory_text, report, step_text
+from helixpipe.profile_costs import ProfileCosts
 from helixpipe.program import Program, format_rows, forward_only, from_csv, to_csv
 from helixpipe.recompute import RecomputeOptions, recomputed
 from helixpipe.report import chunk_times, chunks_text, summary, table, text_timeline
@@ -50,8 +59,6 @@ from helixpipe.timeline import check_suffix, count, draw
 from schedules import SCHEDULES, Schedule, Shape, build, find
 
 MAX_UNITS = 5_000_000  # some minutes and gigabytes: more is a slip of the finger
-_PROGRAM = "SCHEDULE|FILE.csv"
-_PROGRAM_HELP = "a name from `helixpipe list`, or a file (default 1f1b)"
 USER_ERROR, INTERRUPTED, PIPE_CLOSED = 2, 130, 141  # exit codes; the last two as a shell gives them
 
 
@@ -83,7 +90,7 @@ def _give_up_stdout() -> None:
 
 @collector_paused()  # one command makes its objects and ends
 def _run(arguments: list[str]) -> int:
-    parser, commands = _parsers()
+    parser, commands = parsers({schedule.name: schedule.options for schedule in SCHEDULES.values()})
     name = arguments[0] if arguments else ""
     if not arguments:
         parser.print_help(sys.stderr)
@@ -101,72 +108,6 @@ def _run(arguments: list[str]) -> int:
         raise UserError(f"{name} takes one schedule or file; {unknown[0]!r} is one too many.")
     _COMMANDS[name](namespace)
     return 0
-
-
-def _parsers() -> tuple[FlagParser, dict[str, FlagParser]]:
-    parser = FlagParser(prog="helixpipe", description="Look at pipeline schedules without running them.")
-    parser.add_argument("--version", action="version", version=f"helixpipe {__version__}")
-    subparsers = parser.add_subparsers(metavar="COMMAND", parser_class=FlagParser)
-
-    listing = subparsers.add_parser("list", help="the schedules there are", description="List the schedules there are.")
-
-    simulating = subparsers.add_parser(
-        "simulate",
-        help="time, bubble and memory of a schedule",
-        description="Run a schedule on paper: time, bubble, memory, messages.",
-    )
-    simulating.add_argument("schedule", nargs="?", default="1f1b", metavar=_PROGRAM, help=_PROGRAM_HELP)
-
-    weighing = subparsers.add_parser(
-        "memory",
-        help="bytes a rank that a model needs under a schedule",
-        description="Memory of each GPU by kind, for a model on named hardware, and whether it fits.",
-    )
-    weighing.add_argument("schedule", nargs="?", default="1f1b", metavar=_PROGRAM, help=_PROGRAM_HELP)
-
-    drawing = subparsers.add_parser(
-        "draw",
-        help="a picture of schedules and of measured runs",
-        description="Draw schedules, simulated, and measured runs below them. Timelines of one unit share a scale.",
-    )
-    drawing.add_argument(
-        "schedules",
-        nargs="+",
-        metavar="SCHEDULE|FILE.csv",
-        help="names from `helixpipe list`, or files; several to compare",
-    )
-    drawing.add_argument(
-        "-o", "--output", metavar="FILE",
-        help="where to; its suffix chooses the format: .png, .svg, .pdf, .html (zoom, pan, hover) or .json "
-        "(Chrome trace for ui.perfetto.dev) (default: SCHEDULE.png)",
-    )  # fmt: skip
-    drawing.add_argument(
-        "--measured", action="append", default=[], metavar="RUN.json",
-        help="a timeline recorded in training, drawn below the simulated ones; may be repeated",
-    )  # fmt: skip
-
-    checking = subparsers.add_parser(
-        "check",
-        help="whether a schedule of one's own can run",
-        description="Check a schedule file as every launch does: complete, in order, no deadlock. Exit code 2 if not.",
-    )
-    checking.add_argument("file", metavar="FILE.csv", help="a row a rank, an op a cell: 2F5, or 2F5.1 for a chunk")
-
-    for command in (simulating, weighing, drawing, checking):
-        add_dataclass_arguments(command, ShapeOptions, title="size")
-    for command in (simulating, weighing, drawing):
-        add_dataclass_arguments(command, ChunkOptions, title="chunks")
-        add_dataclass_arguments(command, CostOptions, title="costs")
-        add_dataclass_arguments(command, ModelOptions, title="model and hardware")
-        add_dataclass_arguments(command, RecomputeOptions, title="recomputation")
-        for schedule in SCHEDULES.values():
-            if dataclasses.fields(schedule.options):
-                add_dataclass_arguments(command, schedule.options, title=f"options of {schedule.name}")
-    for command in (listing, simulating, weighing, drawing, checking):
-        add_dataclass_arguments(command, OutputOptions, title="output")
-    add_dataclass_arguments(simulating, SimulateOptions, title="output of simulate")
-    commands = {"list": listing, "simulate": simulating, "memory": weighing, "draw": drawing, "check": checking}
-    return parser, commands
 
 
 # ----------------------------------------------------------------------------------------------------------- commands
@@ -192,10 +133,11 @@ def _list(namespace: argparse.Namespace) -> None:
 
 def _simulate(namespace: argparse.Namespace) -> None:
     options = dataclass_from_namespace(SimulateOptions, namespace)
+    measured = profile_costs(namespace)
     plan = _plan([namespace.schedule], namespace)
-    (simulation,) = _simulations([namespace.schedule], namespace, plan)
+    (simulation,) = _simulations([namespace.schedule], namespace, plan or measured)
     program = simulation.lowered.program
-    late = _without_early_recomputation(namespace, plan, program)
+    late = _without_early_recomputation(namespace, plan or measured, program)
     if options.csv is not None:
         with whole_file(options.csv) as temporary:
             to_csv(program, temporary)
@@ -206,9 +148,16 @@ def _simulate(namespace: argparse.Namespace) -> None:
             result["makespan_recomputing_late"] = late
         if program.chunk_lengths is not None:
             result |= {"chunk_lengths": program.chunk_lengths, "chunk_times": chunk_times(simulation)}
-        print(json.dumps(result if step is None else {**result, "unit": "s", "step": step.to_json()}))
+        if step is not None:
+            result |= {"unit": "s", "step": step.to_json()}
+        if measured is not None:
+            result |= simulation_json(measured, namespace.profile)
+        print(json.dumps(result))
         return
-    print(summary(simulation) if step is None else step_text(step))
+    if measured is not None:
+        print(simulation_text(simulation, measured))
+    else:
+        print(summary(simulation) if step is None else step_text(step))
     if (lengths := chunks_text(simulation)) is not None:
         print(f"\n{lengths}")
     if plan is not None and (warning := chunk_warning(plan, program)) is not None:
@@ -225,16 +174,20 @@ def _simulate(namespace: argparse.Namespace) -> None:
             print(",".join(row))
 
 
-def _without_early_recomputation(namespace: argparse.Namespace, plan: Plan | None, program: Program) -> float | None:
+def _without_early_recomputation(
+    namespace: argparse.Namespace, given: Plan | ProfileCosts | None, program: Program
+) -> float | None:
     """The makespan if everything were recomputed inside the backwards; None where that is so, or nothing is."""
     if not any(op.kind == "R" for ops in program.ranks for op in ops) or namespace.schedule.endswith(".csv"):
         return None
     late = argparse.Namespace(**{**vars(namespace), "recompute_early": False})
-    (simulation,) = _simulations([namespace.schedule], late, plan)
+    (simulation,) = _simulations([namespace.schedule], late, given)
     return simulation.makespan
 
 
 def _memory(namespace: argparse.Namespace) -> None:
+    if namespace.profile is not None:
+        raise UserError("memory takes --model and not --profile; simulate --profile prints the bytes of each rank.")
     plan = _plan([namespace.schedule], namespace)
     if plan is None:
         raise UserError("memory needs --model, and counts the bytes of that model.")
@@ -250,7 +203,8 @@ def _draw(namespace: argparse.Namespace) -> None:
         output = "-".join(Path(name).stem if name.endswith(".csv") else name for name in names) + ".png"
     check_suffix(output)
     measured = [_measured(path) for path in namespace.measured]
-    simulations = _simulations(names, namespace, _plan(names, namespace))
+    measured_costs = profile_costs(namespace)
+    simulations = _simulations(names, namespace, _plan(names, namespace) or measured_costs)
     simulated = [simulation.timeline for simulation in simulations]
     if measured:
         simulated = [dataclasses.replace(timeline, title=f"{timeline.title} (simulated)") for timeline in simulated]
@@ -294,8 +248,18 @@ def _check(namespace: argparse.Namespace) -> None:
     print(f"{namespace.file} can run: {', '.join(parts)}{', forward only' if program.forward_only else ''}.")
 
 
+def _profile(namespace: argparse.Namespace) -> None:
+    options = dataclass_from_namespace(ProfileOptions, namespace)
+    measured = measure(options)
+    if namespace.json:
+        print(json.dumps(measured.to_json()))
+        return
+    print(profile_table(measured))
+    print(f"\nwrote {options.output}; next: helixpipe simulate 1f1b -p 2 -m 8 --profile {options.output}")
+
+
 _COMMANDS: MappingProxyType[str, Callable[[argparse.Namespace], None]] = MappingProxyType(
-    {"list": _list, "simulate": _simulate, "memory": _memory, "draw": _draw, "check": _check}
+    {"list": _list, "simulate": _simulate, "memory": _memory, "draw": _draw, "check": _check, "profile": _profile}
 )
 
 
@@ -322,8 +286,10 @@ def _refuse_times(namespace: argparse.Namespace) -> None:
             raise UserError(f"--{name.replace('_', '-')} cannot be given beside --model, which has costs of its own.")
 
 
-def _simulations(names: Sequence[str], namespace: argparse.Namespace, plan: Plan | None) -> list[Simulation]:
-    """Simulate each schedule or file, all of one size."""
+def _simulations(
+    names: Sequence[str], namespace: argparse.Namespace, given: Plan | ProfileCosts | None
+) -> list[Simulation]:
+    """Simulate each schedule or file, all of one size. given: in place of times by hand."""
     size = dataclass_from_namespace(ShapeOptions, namespace)
     options = dataclass_from_namespace(CostOptions, namespace)
     if options.backward_ratio < 1:
@@ -333,14 +299,18 @@ def _simulations(names: Sequence[str], namespace: argparse.Namespace, plan: Plan
         )
     costs: Costs = PieceTimes(parse_piece_times(options.piece_times), options.backward_ratio, options.message_time)
     limit = options.memory_limit
-    if plan is not None:
+    if isinstance(given, Plan):
         if limit is not None:
             raise UserError("--memory-limit is for times given by hand; with --model the limit is the GPU's memory.")
-        size = dataclasses.replace(size, ranks=plan.ranks, microbatches=plan.microbatches, layers=plan.layers)
-        costs, limit = plan.costs, plan.limit
+        size = dataclasses.replace(size, ranks=given.ranks, microbatches=given.microbatches, layers=given.layers)
+        costs, limit = given.costs, given.limit
+    elif given is not None:
+        size = dataclasses.replace(size, layers=size.layers or given.profile.model.layers)
+        costs, limit = given, limit * GIB if limit is not None else None
     recompute = dataclass_from_namespace(RecomputeOptions, namespace)
+    plan = given if isinstance(given, Plan) else None
     programs = _programs(names, size, _Given(costs, limit, recompute), plan, namespace)
-    simulations = [simulate(lower(program, costs), costs, "" if plan is None else "s") for program in programs]
+    simulations = [simulate(lower(program, costs), costs, "" if given is None else "s") for program in programs]
     if not all(math.isfinite(simulation.makespan + sum(simulation.busy)) for simulation in simulations):
         raise UserError(f"--piece-times {options.piece_times} are too large to add up.")
     return simulations

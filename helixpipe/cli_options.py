@@ -44,9 +44,12 @@ class CostOptions:
     message_time: float = option(0.0, "Time of any message between ranks.")
     memory_limit: float | None = option(
         None,
-        "What a rank may keep, in microbatch-layers, for schedules that choose by it (default: no limit; with --model "
-        "the GPU's memory).",
-        metavar="LAYERS",
+        "What a rank may keep, for schedules that choose by it: in microbatch-layers, or beside --profile in GiB "
+        "(default: no limit; with --model the GPU's memory).",
+        metavar="X",
+    )
+    profile: str | None = option(
+        None, "Take costs from this file of `helixpipe profile`, in seconds and bytes.", metavar="FILE.json"
     )
     forward_only: bool = option(False, "The schedule's evaluation form: its forwards alone.", flags=("--forward-only",))
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from helixpipe.lowering import Action, LoweredProgram
-from helixpipe.model_costs import GRADIENT_BYTES, MASTER_AND_MOMENTS, ModelCosts
+from helixpipe.model_costs import MASTER_AND_MOMENTS, ModelCosts
+from helixpipe.piece_work import GRADIENT_BYTES
 from helixpipe.program import Op
 from helixpipe.stash import StashWalk
 

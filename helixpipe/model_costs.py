@@ -14,16 +14,16 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
 
-from helixpipe.costs import chunk_share, op_pieces
+from helixpipe.costs import op_pieces
 from helixpipe.errors import UserError
 from helixpipe.graph import Message
 from helixpipe.hardware import Hardware
 from helixpipe.models import Chunk, Layout, ModelShape
 from helixpipe.piece_bytes import PieceBytes
-from helixpipe.piece_work import Kernel, model_flops, work
+from helixpipe.piece_work import GRADIENT_BYTES, Kernel, model_flops, work
 from helixpipe.program import Op, Piece, Program
+from helixpipe.program_bytes import ProgramBytes
 
 MASTER_AND_MOMENTS = 12
 """Bytes of Adam's state a weight: float32 copy, first and second moment."""
@@ -31,12 +31,9 @@ MASTER_AND_MOMENTS = 12
 MESSAGES_KEPT = 4
 """Hidden states or gradients of them that a rank holds beside its stash: one in and one out of each neighbour."""
 
-GRADIENT_BYTES = 4
-"""Gradients are summed, and reduced over data-parallel ranks, in float32."""
-
 
 @dataclass(frozen=True)
-class ModelCosts:
+class ModelCosts(ProgramBytes):
     """`Costs` in seconds of one pipeline of a model on hardware; also its bytes.
 
     seq_length: tokens of a microbatch's sequences, which the program's chunks share. data_parallel: pipelines side
@@ -51,7 +48,6 @@ class ModelCosts:
     data_parallel: int = 1
     distributed_optimizer: bool = True
     fp32_kv_gradients: bool = False
-    memory_unit: ClassVar[str] = "bytes"
 
     def __post_init__(self) -> None:
         tp, layout = self.layout.tensor_parallel, self.layout
@@ -69,6 +65,9 @@ class ModelCosts:
     def bytes(self) -> PieceBytes:
         return PieceBytes(self.model, self.layout)
 
+    def _sequence(self) -> tuple[int, bool]:
+        return self.seq_length, self.fp32_kv_gradients
+
     # ------------------------------------------------------------------------------------------- what `Costs` asks for
 
     def op_time(self, program: Program, op: Op) -> float:
@@ -81,22 +80,6 @@ class ModelCosts:
             self._senders, self._node(message.source) == self._node(message.target)
         )
         return self.hardware.latency + self.message_bytes(program, message) / bandwidth
-
-    def stash(self, program: Program, op: Op) -> float:
-        """Bytes."""
-        return self.bytes.segments_stash(program.stages[op.stage].segments, self.chunk(program, op.chunk), op.kind)
-
-    def deferred_stash(self, program: Program, op: Op) -> float:
-        """Bytes."""
-        return self.bytes.deferred_stash(program.stages[op.stage].pieces, self.chunk(program, op.chunk))
-
-    def keys_values(self, program: Program, stage: int) -> tuple[float, float]:
-        """Bytes."""
-        if program.num_chunks == 1:
-            return 0.0, 0.0
-        pieces, last = program.stages[stage].pieces, self.chunk(program, program.num_chunks - 1)
-        gradients = self.bytes.key_value_gradients(pieces, last.earlier, self.fp32_kv_gradients)
-        return self.bytes.keys_values(pieces, self.seq_length), gradients
 
     def static_memory(self, pieces: Sequence[Piece]) -> float:
         """Bytes of a rank that holds these pieces: weights, gradients, optimizer state; the workspace of an op; hidden
@@ -122,10 +105,6 @@ class ModelCosts:
     @cached_property
     def _piece_times(self) -> dict[tuple[str, str, Chunk], float]:
         return {}  # schedules that search ask again and again
-
-    @cached_property
-    def _message_sizes(self) -> dict[tuple[str, Chunk], float]:
-        return {}
 
     def after_time(self, program: Program) -> tuple[float, float]:
         """Seconds after the last backward: data-parallel reduction of gradients and return of weights, over NVLink or
@@ -155,22 +134,6 @@ class ModelCosts:
             for stage in program.stages:
                 total += sum(model_flops(self.model, self.layout, piece.kind, chunk) for piece in stage.pieces)
         return total * units / (3 if program.forward_only else 1)
-
-    def chunk(self, program: Program, number: int) -> Chunk:
-        if program.num_chunks == 1:
-            return Chunk(self.seq_length)
-        shares = [chunk_share(program, chunk) for chunk in range(program.num_chunks)]
-        earlier, tokens = sum(shares[:number]) * self.seq_length, shares[number] * self.seq_length
-        return Chunk(tokens, earlier, sum(shares[number + 1 :]) * self.seq_length)
-
-    def message_bytes(self, program: Program, message: Message) -> float:
-        """Of one tensor-parallel rank: what crosses the cut, or its gradient, in the same shapes."""
-        stage = message.consumer.stage if message.kind == "activation" else message.producer.stage
-        first, chunk = program.stages[stage].pieces[0], self.chunk(program, message.producer.chunk)
-        key = (first.kind, chunk)
-        if key not in self._message_sizes:
-            self._message_sizes[key] = self.bytes.message(first, chunk)
-        return self._message_sizes[key]
 
     @property
     def _senders(self) -> int:

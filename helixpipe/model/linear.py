@@ -56,6 +56,12 @@ class WeightGradients:
         """Units whose W is still to come."""
         return len(self._waiting)
 
+    def tensors(self) -> Iterator[Tensor]:
+        """What is kept for them: inputs and output gradients of linear layers."""
+        for waiting in self._waiting.values():
+            for deferred in waiting:
+                yield from (deferred.inputs, deferred.output_gradient)
+
     def linear(
         self,
         input: Tensor,

@@ -36,6 +36,11 @@ class SavedBytes:
         """Count a tensor that is kept elsewhere, for as long as the returned object lives."""
         return self._pack(tensor)
 
+    def with_others(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Bytes kept now by autograd and `tensors` together, each storage once."""
+        others = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
+        return self.now + sum(size for key, size in others.items() if key not in self._users)
+
     def _pack(self, tensor: torch.Tensor) -> Any:
         storage = tensor.untyped_storage()
         key = storage.data_ptr()

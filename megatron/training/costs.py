@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from helixpipe.errors import UserError
 from helixpipe.hardware import GIB, find_hardware
 from helixpipe.model_costs import ModelCosts
 from helixpipe.models import Layout, ModelShape
+from helixpipe.profile_costs import Profile, ProfileCosts
 from megatron.training.config import Config
 
 DEFAULT_HARDWARE = "h100"
@@ -14,9 +16,12 @@ RESERVED = 3 * GIB
 """Bytes of a GPU for the driver, NCCL and fragmentation."""
 
 
-def training_costs(config: Config) -> ModelCosts:
-    """Seconds and bytes on the hardware that --hardware names. Of times only the ratios matter to a schedule."""
+def training_costs(config: Config) -> ModelCosts | ProfileCosts:
+    """Seconds and bytes: measured, where --cost-profile gives them, else on the hardware that --hardware names. Only
+    the ratios of times matter to a schedule. Raises UserError for a file that cannot be read or is of another model."""
     parallel, model, training = config.parallel, config.model, config.training
+    if parallel.cost_profile is not None:
+        return _measured(config, parallel.cost_profile)
     hardware = find_hardware(parallel.hardware or DEFAULT_HARDWARE)
     tp = parallel.tensor_model_parallel_size
     return ModelCosts(
@@ -33,6 +38,34 @@ def training_costs(config: Config) -> ModelCosts:
         parallel.use_distributed_optimizer,
         parallel.kv_grad_fp32,
     )
+
+
+def _measured(config: Config, path: str) -> ProfileCosts:
+    profile = Profile.load(path)
+    ours, theirs = model_shape(config), profile.model
+    for flag, name in (
+        ("--hidden-size", "hidden"),
+        ("--num-attention-heads", "heads"),
+        ("--num-query-groups", "groups"),
+        ("--ffn-hidden-size", "ffn"),
+        ("--swiglu", "gated"),
+    ):
+        if getattr(ours, name) != getattr(theirs, name):
+            raise UserError(
+                f"--cost-profile {path} was measured with {flag} {getattr(theirs, name)}, not {getattr(ours, name)}."
+            )
+    for flag, here, there in (
+        ("--seq-length", config.model.seq_length, profile.seq_length),
+        ("--micro-batch-size", config.training.micro_batch_size, profile.layout.micro_batch_size),
+        (
+            "--tensor-model-parallel-size",
+            config.parallel.tensor_model_parallel_size,
+            profile.layout.tensor_parallel,
+        ),
+    ):
+        if here != there:
+            raise UserError(f"--cost-profile {path} was measured with {flag} {there}, not {here}.")
+    return ProfileCosts(profile, config.parallel.kv_grad_fp32)
 
 
 def memory_limit(config: Config) -> float | None:

@@ -124,7 +124,7 @@ class Pipeline:
         program, costs = self.program(num_microbatches), training_costs(self._config)
         if program.num_chunks == 1:
             return ""
-        lengths = chunk_lengths(program, costs.seq_length)
+        lengths = chunk_lengths(program, self._config.model.seq_length or 1)
         times = chunk_times(simulate(lower(program, costs), costs))
         shares = ", ".join(f"{length} ({time / sum(times):.1%})" for length, time in zip(lengths, times, strict=True))
         return f" > tokens of each chunk (share of a microbatch's simulated time): {shares}\n"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from helixpipe.chunk_lengths import best_chunks, chunk_counts
+from helixpipe.chunk_lengths import CHUNK_COUNTS, best_chunks, chunk_counts
 from helixpipe.errors import ProgramError
+from helixpipe.hardware import find_hardware
 from helixpipe.program import Program
 from helixpipe.recompute import peak_memory
 from helixpipe.simulator import Simulation
@@ -33,7 +34,7 @@ def make_program(config: Config, num_microbatches: int) -> Program:
     def cut(chunks: int) -> Program:
         """The program with the sequence cut into so many chunks."""
         lengths = config.chunks.resolve(
-            chunks, costs, shape.layers, costs.seq_length, config.parallel.tensor_model_parallel_size
+            chunks, costs, shape.layers, config.model.seq_length, config.parallel.tensor_model_parallel_size
         )
         return build(name, replace(shape, chunks=chunks, chunk_lengths=lengths), config.schedule_options)
 
@@ -44,7 +45,10 @@ def make_program(config: Config, num_microbatches: int) -> Program:
     count = config.chunks.count()
     if not config.chunks.auto:
         return cut(count or 1)
-    counts = chunk_counts(costs.seq_length, costs.layout.micro_batch_size, costs.hardware)
+    counts: tuple[int, ...] = CHUNK_COUNTS
+    if config.parallel.hardware is not None:  # whose shortest worthwhile chunk is known
+        hardware = find_hardware(config.parallel.hardware)
+        counts = chunk_counts(config.model.seq_length or 1, config.training.micro_batch_size or 1, hardware)
     return best_chunks(cut, costs, fits, counts)
 
 

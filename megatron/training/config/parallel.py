@@ -30,6 +30,11 @@ class ParallelConfig:
         f"{', '.join(HARDWARE)} (default: h100, and no memory limit).",
         metavar="NAME",
     )
+    cost_profile: str | None = option(
+        None,
+        "Find schedules from the costs in this file of `helixpipe profile` instead of --hardware's.",
+        metavar="FILE",
+    )
     memory_limit: float | None = option(
         None, "GiB of each GPU that a schedule may plan with, instead of what --hardware has.", metavar="GIB"
     )

@@ -1,0 +1,205 @@
+"""`make bench-predict`: step time and memory as `helixpipe simulate` predicts them from a profile, and as measured.
+
+    python benchmarks/predict.py [--steps 20] [--cases 128 512 1024] [--json out.json]
+
+For each case, `helixpipe profile` measures the model on this machine, the simulator predicts steps of p = 2 under
+several schedules, and two gloo ranks with one thread each run them, the schedules in turn, so that what else the
+machine does hits all alike. A step is forward and backward (no optimizer). Memory is the most that was kept for a
+backward at once on each rank, by the simulator and by saved-tensor hooks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+CASES = {  # name: (layers, sequence, micro batch, microbatches); the name is the sequence's length
+    "128": (4, 128, 2, 8),
+    "512": (4, 512, 1, 8),
+    "1024": (4, 1024, 1, 4),
+}
+MODEL = "--hidden-size 256 --num-attention-heads 8 --num-query-groups 2 --ffn-hidden-size 688 --vocab-size 512"
+STYLE = "--normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope"
+UNTIED = "--untie-embeddings-and-output-weights"
+SCHEDULES = {"1f1b": None, "interleaved-1f1b": 2, "zb1p": None, "gpipe": None}
+"""Schedules with their virtual stages."""
+
+WARM_UP = 3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--steps", type=int, default=20, help="steps of each schedule that count (at least 5)")
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
+    parser.add_argument("--json", metavar="FILE", help="write all figures there")
+    arguments = parser.parse_args()
+    if arguments.steps < 5:
+        parser.error("--steps must be at least 5")
+    results = {}
+    for name in arguments.cases:
+        results[name] = run_case(name, arguments.steps)
+        report(name, results[name])
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+def run_case(name: str, steps: int) -> dict[str, Any]:
+    """Profile, then two ranks that predict and measure."""
+    layers, sequence, micro, microbatches = CASES[name]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
+    with tempfile.TemporaryDirectory() as folder:
+        profile, output = Path(folder, "profile.json"), Path(folder, "result.json")
+        sizes = f"--num-layers {layers} --seq-length {sequence} --micro-batch-size {micro} --dtype float32"
+        command = [sys.executable, "-m", "helixpipe.cli", "profile", "--output", str(profile)]
+        command += f"{MODEL} {STYLE} {UNTIED} {sizes}".split()
+        subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command += [str(HERE / "predict.py"), "--rank", str(profile), str(output), str(microbatches), str(steps)]
+        subprocess.run(command, check=True, env=environment)
+        return json.loads(output.read_text(encoding="utf-8"))
+
+
+def report(name: str, result: dict[str, Any]) -> None:
+    """Ratios are measured over predicted. least: of the fastest step, which says more where others use the machine.
+    busy: processor time of each rank's computing thread over the predicted time of its ops."""
+    layers, sequence, micro, microbatches = CASES[name]
+    print(f"\n{layers} layers, hidden 256, {sequence} tokens, micro batch {micro}, {microbatches} microbatches, p = 2")
+    print(
+        f"  {'schedule':<18} {'predicted s':>11} {'measured s':>11} {'ratio':>6} {'least':>6} {'quartiles':>13}", end=""
+    )
+    print(f" {'busy':>11}  {'predicted MB':>14} {'measured MB':>14} {'ratios':>13}")
+    for schedule, row in result.items():
+        predicted, measured = row["predicted"], statistics.median(row["seconds"])
+        low, high = (seconds / predicted for seconds in statistics.quantiles(row["seconds"], n=4)[::2])
+        busy = [statistics.median(times) for times in zip(*row["busy"], strict=True)]
+        simulated, kept = (" ".join(f"{x / 1e6:.2f}" for x in row[key]) for key in ("predicted_bytes", "bytes"))
+        print(f"  {schedule:<18} {predicted:>11.4f} {measured:>11.4f} {measured / predicted:>6.3f}", end="")
+        print(f" {min(row['seconds']) / predicted:>6.3f}", end="")
+        print(f" {f'{low:.3f}–{high:.3f}':>13} {_ratios(busy, row['predicted_busy'], 2):>11}", end="")
+        print(f"  {simulated:>14} {kept:>14} {_ratios(row['bytes'], row['predicted_bytes'], 3):>13}")
+
+
+def _ratios(measured: list[float], predicted: list[float], digits: int) -> str:
+    return " ".join(f"{m / p:.{digits}f}" for m, p in zip(measured, predicted, strict=True))
+
+
+# ------------------------------------------------------------------------------------------------ what each rank runs
+
+
+def run_rank(profile_path: str, output: str, microbatches: int, steps: int) -> None:
+    """Rank 0 writes, for each schedule, predicted and measured seconds and bytes."""
+    import torch
+    import torch.distributed as dist
+
+    from helixpipe.lowering import lower
+    from helixpipe.model import Microbatch
+    from helixpipe.profile_costs import Profile, ProfileCosts
+    from helixpipe.runtime.executor import Executor, Step
+    from helixpipe.runtime.profiler import Task, build_model, initialize_parallel_state
+    from helixpipe.runtime.transport import GlooTransport
+    from helixpipe.simulator import simulate
+    from schedules import Shape, build
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    initialize_parallel_state(2)
+    rank = dist.get_rank()
+    profile = Profile.load(profile_path)
+    costs, model_shape, micro = ProfileCosts(profile), profile.model, profile.layout.micro_batch_size
+    task = Task(model_shape, profile.seq_length, micro, profile.dtype, processes=2, threads=1, repeats=1)
+    data_shape = (microbatches, micro, profile.seq_length)
+    generator = torch.Generator().manual_seed(1)
+    tokens, labels = (torch.randint(0, model_shape.vocab, data_shape, generator=generator) for _ in range(2))
+    mask = torch.ones(data_shape[1:])
+    scale = torch.tensor(1.0 / (micro * profile.seq_length * microbatches))
+    step = Step(
+        iteration=0,
+        microbatch_number=lambda index: index,
+        batch=lambda index: Microbatch(tokens[index], labels[index], mask),
+        root_gradient=lambda index: scale,
+        micro_batch_size=micro,
+        seq_length=profile.seq_length,
+    )
+    transport = GlooTransport(dist.group.WORLD, torch.device("cpu"))
+    engines, rows = {}, {}
+    for name, virtual in SCHEDULES.items():
+        program = build(name, Shape(2, microbatches, model_shape.layers, virtual_stages=virtual, costs=costs))
+        lowered = lower(program, costs, receive_ahead=1)
+        simulation = simulate(lowered, costs)
+        model, ddp = build_model(task, model_shape.layers, program.pieces_of_rank(rank))
+        engines[name] = (Executor(lowered, rank, model, transport), ddp)
+        rows[name] = {
+            "predicted": simulation.makespan,
+            "predicted_busy": simulation.busy,
+            "predicted_bytes": simulation.peak_activation,
+            "seconds": [],
+            "busy": [],
+        }
+
+    def timed(name: str) -> tuple[float, list[float]]:
+        """Seconds of a step over both ranks, from a common start to the later end, and each rank's processor time."""
+        executor, ddp = engines[name]
+        ddp.zero_grad_buffer()
+        dist.barrier()
+        start, computed = time.perf_counter(), time.thread_time()
+        executor.run(step)
+        mine = torch.tensor([time.perf_counter() - start, time.thread_time() - computed], dtype=torch.float64)
+        every = [torch.empty_like(mine) for _ in range(2)]
+        dist.all_gather(every, mine)
+        return max(float(one[0]) for one in every), [float(one[1]) for one in every]
+
+    for number in range(WARM_UP + steps):
+        for name in list(engines) if number % 2 == 0 else reversed(list(engines)):
+            seconds, busy = timed(name)
+            if number >= WARM_UP:
+                rows[name]["seconds"].append(seconds)
+                rows[name]["busy"].append(busy)
+    for name, (executor, _) in engines.items():
+        every: list[Any] = [None, None]
+        dist.all_gather_object(every, peak_bytes(executor, step))
+        rows[name]["bytes"] = every
+    if rank == 0:
+        Path(output).write_text(json.dumps(rows), encoding="utf-8")
+    dist.barrier()
+    transport.close()
+    dist.destroy_process_group()
+
+
+def peak_bytes(executor: Any, step: Any) -> int:
+    """Most bytes kept at once, after any op, by autograd and for the Ws to come."""
+    from helixpipe.runtime.accounting import SavedBytes
+
+    run, peak = executor._ops, 0
+    kinds = {op.kind for op in executor.lowered.program.ranks[executor.rank]}
+    store = executor.model.weight_gradients() if "W" in kinds else None
+    with SavedBytes(ignore=executor.model.parameters()) as account:
+
+        def watched(handler: Any) -> Any:
+            def call(op: Any) -> None:
+                nonlocal peak
+                handler(op)
+                peak = max(peak, account.with_others(store.tensors() if store is not None else ()))
+
+            return call
+
+        executor._ops = {kind: watched(handler) for kind, handler in run.items()}
+        executor.run(step)
+        executor._ops = run
+    assert account.now == 0, f"{account.now} bytes are still kept after the step"
+    return peak
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--rank"]:
+        run_rank(sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5]))
+    else:
+        main()
