@@ -119,6 +119,10 @@ class LayerChoices:
                 return choice
         return None
 
+    def worthwhile(self, count: int) -> list[Choice]:
+        """The choices for `count` layers that no other betters in time and in memory, by time."""
+        return self._found[count]
+
     def smallest(self, count: int, units: int) -> float:
         """The least memory that any choice for `count` layers needs for that many units."""
         return min(self.memory(choice, units) for choice in self._found[count])
