@@ -167,8 +167,8 @@ class Search:
             splits = splits_by_time(stages, layers, m)
             if not splits:
                 enough = 2 * most
-            elif splits[0].again == 0:
-                return stages  # larger stages could only be slower
+            elif m == 1 and splits[0].again == 0:
+                return stages  # all splits that recompute nothing take the same time
             elif m == 1 or layer_time == 0:
                 enough = self._most
             else:

@@ -24,7 +24,7 @@ from helixpipe.recompute import RecomputeOptions, peak_memory
 from helixpipe.simulator import simulate
 from helixpipe.validate import validate
 from schedules import Shape, build
-from schedules.adapipe import Search
+from schedules.adapipe import Search, Stages, splits_by_time
 from schedules.recompute_choice import LayerChoices, make_stage
 from tests.core.random_programs import DETERMINISTIC
 
@@ -142,6 +142,26 @@ def test_the_best_of_all_for_a_model(limit: int) -> None:
     assert best_objective(shape) == pytest.approx(best_of_all(shape), rel=1e-7)
 
 
+@settings(DETERMINISTIC, max_examples=60)
+@given(seed=st.integers(0, 2**32))
+def test_looking_at_small_stages_first_misses_nothing(seed: int) -> None:
+    rng = Random(seed)
+    costs = random_times(rng)
+    ends = {"embed": rng.choice((0, 9, 30)), "head": rng.choice((0, 9, 30))}
+    costs = replace(costs, forward={**costs.forward, **ends})
+    ranks, microbatches = rng.randint(2, 5), rng.choice((1, 2, 3, 9))
+    layers = rng.randint(2 * ranks, 18)
+    limit = rng.choice((inf, rng.uniform(0.1, 1.0) * layers / ranks * min(ranks, microbatches) + 0.3))
+    shape = Shape(ranks, microbatches, layers, costs=costs, memory_limit=None if limit == inf else limit)
+    search = Search(shape, costs)
+    every = Stages(shape, costs, limit, layers - ranks + 1)
+    found, best = (splits_by_time(stages, layers, microbatches)[:1] for stages in (search.stages(), every))
+    assert len(found) == len(best)
+    for one, other in zip(found, best, strict=True):
+        values = [split.again + (microbatches - 1) * split.slowest for split in (one, other)]
+        assert values[0] == pytest.approx(values[1], rel=1e-7)
+
+
 @pytest.mark.parametrize("costs", [TIMES, model_costs()], ids=["hand", "model"])
 @pytest.mark.parametrize(("embed", "head"), [*product((False, True), repeat=2)])
 def test_memory_is_that_of_the_real_stage(costs: Costs, embed: bool, head: bool) -> None:
@@ -220,6 +240,7 @@ def test_steps_get_shorter_as_the_limit_grows() -> None:
         ({"mlp": 1, "head": 2}, Shape(2, 8, 6), [4, 2]),
         ({"mlp": 1, "embed": 2}, Shape(2, 8, 6), [2, 4]),
         ({"mlp": 1, "head": 9}, Shape(3, 12, 6), [3, 2, 1]),
+        ({"mlp": 1, "embed": 20, "head": 20}, Shape(3, 8, 14), [1, 12, 1]),
         ({"mlp": 1}, Shape(1, 3, 5), [5]),
         ({"mlp": 1}, Shape(4, 2, 4), [1, 1, 1, 1]),
     ],
