@@ -142,24 +142,28 @@ def test_the_best_of_all_for_a_model(limit: int) -> None:
     assert best_objective(shape) == pytest.approx(best_of_all(shape), rel=1e-7)
 
 
-@settings(DETERMINISTIC, max_examples=60)
+@settings(DETERMINISTIC, max_examples=100)
 @given(seed=st.integers(0, 2**32))
-def test_looking_at_small_stages_first_misses_nothing(seed: int) -> None:
+def test_the_best_split_of_all(seed: int) -> None:
+    """Of longer models, of which at first only small stages are looked at; with slow ends, which want larger ones."""
     rng = Random(seed)
     costs = random_times(rng)
     ends = {"embed": rng.choice((0, 9, 30)), "head": rng.choice((0, 9, 30))}
     costs = replace(costs, forward={**costs.forward, **ends})
-    ranks, microbatches = rng.randint(2, 5), rng.choice((1, 2, 3, 9))
-    layers = rng.randint(2 * ranks, 18)
+    ranks, microbatches = rng.randint(2, 4), rng.choice((1, 2, 3, 9))
+    layers = rng.randint(2 * ranks, 14)
     limit = rng.choice((inf, rng.uniform(0.1, 1.0) * layers / ranks * min(ranks, microbatches) + 0.3))
     shape = Shape(ranks, microbatches, layers, costs=costs, memory_limit=None if limit == inf else limit)
-    search = Search(shape, costs)
     every = Stages(shape, costs, limit, layers - ranks + 1)
-    found, best = (splits_by_time(stages, layers, microbatches)[:1] for stages in (search.stages(), every))
-    assert len(found) == len(best)
-    for one, other in zip(found, best, strict=True):
-        values = [split.again + (microbatches - 1) * split.slowest for split in (one, other)]
-        assert values[0] == pytest.approx(values[1], rel=1e-7)
+    best = inf
+    for split in every_split(layers, ranks):
+        times = [every.times[rank][count] for rank, count in enumerate(split)]
+        if max(times) < inf:
+            again = sum(every.again[rank][count] for rank, count in enumerate(split))
+            best = min(best, again + (microbatches - 1) * max(times))
+    found = splits_by_time(Search(shape, costs).stages(), layers, microbatches)
+    first = found[0].again + (microbatches - 1) * found[0].slowest if found else inf
+    assert first == pytest.approx(best, rel=1e-7, abs=1e-7)
 
 
 @pytest.mark.parametrize("costs", [TIMES, model_costs()], ids=["hand", "model"])
