@@ -14,6 +14,7 @@ from helixpipe.timeline import count
 
 MAX_TEXT_OPS = 2000
 MAX_RANK_LINES = 16
+MAX_STAGES_APART = 4
 MAX_WIDTH = 118
 
 
@@ -58,7 +59,7 @@ def _recomputed(stage: Stage) -> str:
 def _repeated(values: Sequence[str]) -> list[str]:
     """The values; of many, neighbours that are equal together: `4 (x12)`."""
     groups = [(value, len(list(group))) for value, group in groupby(values)]
-    if len(values) <= MAX_RANK_LINES // 2:
+    if len(values) <= MAX_STAGES_APART:
         return list(values)
     return [value if number == 1 else f"{value} (x{number})" for value, number in groups]
 

@@ -172,6 +172,8 @@ def test_the_default_schedule_is_1f1b(capsys: pytest.CaptureFixture[str]) -> Non
             "layers recomputed: 1 attn+mlp, 1 attn+mlp",
         ),
         ("1f1b -p 12 -L 24 --recompute-granularity full", "layers recomputed: 2 whole (x12)"),
+        ("1f1b -p 5 -L 5 --recompute-granularity full", "layers recomputed: 1 whole (x5)"),
+        ("1f1b -p 4 -L 4 --recompute-granularity full", "layers recomputed: 1 whole, 1 whole, 1 whole, 1 whole"),
         ("adapipe -p 2 -L 5 --piece-times mlp=1,head=1", "stages: 3 2 layers"),
         ("adapipe -p 2 -L 4 -m 2 --memory-limit 3", "layers recomputed: 1 mlp, none"),
     ],

@@ -350,3 +350,20 @@ def test_a_model_that_fits_only_with_some_recomputation(capsys: pytest.CaptureFi
         assert ("does NOT fit" in text) == (schedule == "1f1b")
         assert ("layers recomputed: " in text) == (schedule != "1f1b")
     assert times["adapipe"] < 0.9 * times["1f1b --recompute-granularity full"]
+
+
+@pytest.mark.parametrize("gibibytes", [34, 40, 50])
+def test_shorter_than_any_recomputation_of_all_stages_alike(gibibytes: int) -> None:
+    """Where 1F1B needs recomputation to fit."""
+    costs = model_costs()
+    shape = Shape(4, 8, 16, costs=costs, memory_limit=gibibytes * 2**30)
+    assert most_memory(build("1f1b", shape), costs) > gibibytes * 2**30
+    program = build("adapipe", shape)
+    assert most_memory(program, costs) <= gibibytes * 2**30
+    fitting = 0
+    for granularity in ("selective", "without-attention", "full"):
+        other = build("1f1b", replace(shape, recompute=RecomputeOptions(granularity)))  # type: ignore[arg-type]
+        if most_memory(other, costs) <= gibibytes * 2**30:
+            fitting += 1
+            assert makespan(program, costs) < makespan(other, costs)
+    assert fitting
