@@ -3,18 +3,68 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Sequence
+from itertools import groupby
 
 from helixpipe.events import Timeline
+from helixpipe.program import LAYER_PIECES, Stage
 from helixpipe.simulator import Simulation
 from helixpipe.timeline import count
 
 MAX_TEXT_OPS = 2000
 MAX_RANK_LINES = 16
+MAX_STAGES_APART = 4
+MAX_WIDTH = 118
+
+
+NAMES_OF_RUNS = {
+    LAYER_PIECES: "whole",
+    ("norm", "qkv", "proj", "mlp"): "all but attention",
+    ("attn",): "core attention",
+}
+"""Kinds of pieces of a layer that are recomputed, as people call them."""
 
 
 def shape_line(simulation: Simulation) -> str:
-    """The schedule and the size it was given, on one line."""
+    """The schedule and the size it was given; below, the stages where they differ or recompute."""
+    return "\n".join([_shape(simulation), *_stages(simulation.lowered.program.stages)])
+
+
+def _stages(stages: Sequence[Stage]) -> list[str]:
+    """`stages: 2 3 layers; layers recomputed: 2 whole, none`; nothing for stages alike that recompute nothing, or for
+    such as do not consist of whole layers."""
+    sizes = [sum(piece.kind == LAYER_PIECES[0] for piece in stage.pieces) for stage in stages]
+    whole = all(
+        len({piece for piece in stage.pieces if piece.layer >= 0}) == size * len(LAYER_PIECES)
+        for stage, size in zip(stages, sizes, strict=True)
+    )
+    recomputed = [_recomputed(stage) for stage in stages]
+    parts = []
+    if whole and len(set(sizes)) > 1:
+        parts.append(f"stages: {' '.join(_repeated([str(size) for size in sizes]))} layers")
+    if any(stage.recompute for stage in stages):
+        parts.append(f"layers recomputed: {', '.join(_repeated(recomputed))}")
+    return textwrap.wrap("; ".join(parts), MAX_WIDTH, subsequent_indent="  ")
+
+
+def _recomputed(stage: Stage) -> str:
+    """`2 whole + 1 mlp`, or `none`."""
+    pieces = [piece for run in stage.recompute for piece in run if piece.layer >= 0]
+    kinds = [tuple(piece.kind for piece in layer) for _, layer in groupby(pieces, key=lambda piece: piece.layer)]
+    counts = {kind: kinds.count(kind) for kind in kinds}
+    return " + ".join(f"{n} {NAMES_OF_RUNS.get(kind, '+'.join(kind))}" for kind, n in counts.items()) or "none"
+
+
+def _repeated(values: Sequence[str]) -> list[str]:
+    """The values; of many, neighbours that are equal together: `4 (x12)`."""
+    groups = [(value, len(list(group))) for value, group in groupby(values)]
+    if len(values) <= MAX_STAGES_APART:
+        return list(values)
+    return [value if number == 1 else f"{value} (x{number})" for value, number in groups]
+
+
+def _shape(simulation: Simulation) -> str:
     program = simulation.lowered.program
     shape = [
         count(program.num_ranks, "rank"),

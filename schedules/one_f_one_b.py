@@ -12,6 +12,11 @@ def one_f_one_b(shape: Shape, options: NoOptions) -> Program:
     Bubble (p-1)(F+B); rank r keeps at most min(p-r, m) microbatches. Any m works: the warm-up is clamped to m.
     """
     p, m = shape.ranks, shape.microbatches
+    return Program("1f1b", shape.even_stages(p), one_f_one_b_order(p, m), m)
+
+
+def one_f_one_b_order(p: int, m: int) -> tuple[tuple[Op, ...], ...]:
+    """The ops of each of p ranks with one stage each."""
     ranks = []
     for rank in range(p):
         warmup = min(p - rank - 1, m)
@@ -24,7 +29,7 @@ def one_f_one_b(shape: Shape, options: NoOptions) -> Program:
         # Step 3 (cool-down): the rest of B
         order += [Op("B", rank, i) for i in range(m - warmup, m)]
         ranks.append(tuple(order))
-    return Program("1f1b", shape.even_stages(p), tuple(ranks), m)
+    return tuple(ranks)
 
 
 def interleaved(shape: Shape, options: NoOptions) -> Program:

@@ -151,3 +151,36 @@ def test_written_program_is_the_schedule(tmp_path: Path) -> None:
 def test_the_default_schedule_is_1f1b(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["simulate", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["schedule"] == "1f1b"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("1f1b -p 4 -L 8", None),
+        ("1f1b -p 2 -L 4 --recompute-granularity full", "layers recomputed: 2 whole, 2 whole"),
+        (
+            "gpipe -p 2 -L 2 --recompute-granularity without-attention",
+            "layers recomputed: 1 all but attention, 1 all but attention",
+        ),
+        ("1f1b -p 2 -L 4 --recompute-granularity selective", "layers recomputed: 2 core attention, 2 core attention"),
+        (
+            "1f1b -p 2 -L 6 --recompute-granularity full --recompute-method block --recompute-num-layers 1",
+            "layers recomputed: 1 whole, 1 whole",
+        ),
+        (
+            "1f1b -p 2 -L 2 --recompute-granularity selective --recompute-modules core_attn mlp",
+            "layers recomputed: 1 attn+mlp, 1 attn+mlp",
+        ),
+        ("1f1b -p 12 -L 24 --recompute-granularity full", "layers recomputed: 2 whole (x12)"),
+        ("1f1b -p 5 -L 5 --recompute-granularity full", "layers recomputed: 1 whole (x5)"),
+        ("1f1b -p 4 -L 4 --recompute-granularity full", "layers recomputed: 1 whole, 1 whole, 1 whole, 1 whole"),
+        ("adapipe -p 2 -L 5 --piece-times mlp=1,head=1", "stages: 3 2 layers"),
+        ("adapipe -p 2 -L 4 -m 2 --memory-limit 3", "layers recomputed: 1 mlp, none"),
+    ],
+)
+def test_stages_are_shown_where_they_differ_or_recompute(
+    capsys: pytest.CaptureFixture[str], arguments: str, line: str | None
+) -> None:
+    assert cli.main(["simulate", *arguments.split()]) == 0
+    second = capsys.readouterr().out.splitlines()[1]
+    assert second == ("" if line is None else line)

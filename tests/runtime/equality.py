@@ -14,6 +14,7 @@ prepare()  # before megatron-core is imported, whose notices it silences
 
 from megatron.core import parallel_state
 
+from helixpipe.costs import PieceTimes, parse_piece_times
 from helixpipe.lowering import lower, unit_costs
 from helixpipe.model import Microbatch, PipelineModel
 from helixpipe.program import Op, Piece, Program, Stage, forward_only, model_pieces
@@ -57,6 +58,8 @@ class Case:
     """Tokens of each chunk of a sequence; () for one chunk."""
     cut_after: str = ""
     """Cut the model over two ranks inside layer 2, after the piece of this kind."""
+    memory_limit: float | None = None
+    """In microbatch-layers, for schedules that choose by it what to recompute."""
 
     def __str__(self) -> str:
         marks = (
@@ -67,12 +70,14 @@ class Case:
             + _recompute_marks(self.recompute)
             + [f"cut-after-{self.cut_after}"] * bool(self.cut_after)
             + ["chunks-" + "-".join(map(str, self.lengths))] * bool(self.lengths)
+            + [f"L{self.layers}-limit-{self.memory_limit}"] * (self.memory_limit is not None)
         )
         return "-".join([self.schedule, self.style, f"p{self.pp}", f"tp{self.tp}", f"m{self.m}", *marks])
 
     def program(self) -> Program:
-        chunks = max(len(self.lengths), 1)
-        shape = Shape(self.pp, self.m, self.layers, chunks, self.v, self.lengths or None)
+        costs = PieceTimes(parse_piece_times("qkv=1,attn=3,mlp=2")) if self.memory_limit is not None else None
+        chunks, lengths = max(len(self.lengths), 1), self.lengths or None
+        shape = Shape(self.pp, self.m, self.layers, chunks, self.v, lengths, costs, memory_limit=self.memory_limit)
         program = build(self.schedule, shape)
         if self.cut_after:
             chain = model_pieces(self.layers)
@@ -80,7 +85,8 @@ class Case:
             program = replace(program, stages=(Stage(chain[:cut]), Stage(chain[cut:])))
         if self.split:
             program = replace(program, ranks=tuple(_split(ops) for ops in program.ranks))
-        program = replace(program, stages=self.recompute.stages(program.stages))
+        if self.recompute.granularity is not None:
+            program = replace(program, stages=self.recompute.stages(program.stages))
         return place_early(program, unit_costs()) if self.recompute.recompute_early else program
 
 

@@ -141,6 +141,16 @@ GROUPS = {
             ((4, 1), (2, 2)), ("zb1p", "zb2p", "zbv", "zb-interleaved"), (("gpt", 1), ("gpt", 6), ("llama", 5))
         )
     ],
+    "adapipe": [
+        Case("adapipe", pp, m, style, tp=tp, tied=style == "gpt", layers=layers, memory_limit=limit)
+        for style, (pp, tp, m, layers, limit) in product(
+            STYLES, ((4, 1, 6, 7, 2.0), (4, 1, 6, 5, 1.5), (4, 1, 2, 7, 1.5), (2, 1, 6, 5, 1.5), (2, 1, 2, 7, 2.5))
+        )
+    ]
+    + [
+        Case("adapipe", 2, 6, "llama", tp=2, sequence_parallel=True, layers=5, memory_limit=1.5),
+        Case("adapipe", 4, 6, "llama", layers=7, memory_limit=1.5, dropout=0.2),
+    ],
     "dropout": [
         Case(schedule, pp, 4, "llama", v=v, dropout=0.2)
         for pp in (2, 4)
@@ -170,6 +180,13 @@ def test_equal_to_one_process(case: Case, results: dict[Case, list[dict[str, Any
     assert sorted(result["losses"] for result in results[case]) == [0] * (4 - reporting) + [losses] * reporting
     assert all(result["keys and values left"] == 0 for result in results[case])
     assert any(result["keys and values"] > 0 for result in results[case]) == bool(case.lengths)
+
+
+@pytest.mark.parametrize("case", GROUPS["adapipe"], ids=str)
+def test_adapipe_is_held_to_uneven_stages(case: Case) -> None:
+    stages = case.program().stages
+    assert len({len(stage.pieces) // 5 for stage in stages}) == 2
+    assert len({tuple(tuple(piece.kind for piece in run) for run in stage.recompute) for stage in stages}) > 1
 
 
 def test_program_of_ones_own(tmp_path: Path) -> None:
