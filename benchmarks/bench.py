@@ -7,10 +7,13 @@ Rows:
   zero-bubble   our zbv, zb1p and zb-interleaved, found from measured times, beside torch's ScheduleZBVZeroBubble
                 and ScheduleInterleavedZeroBubble; and torch's orders under our engine
   memory        peak activations of our schedules, as the cost model has them and as measured
+  seq1f1b       our seq1f1b, seq1f1b-zb and seq1f1b-interleaved beside our 1f1b and megatron-core's 1F1B: one long
+                sequence in chunks that take equally long here, and in equally long ones
 
 Same weights, same data, same kernels, same process: each round runs one step under every engine in turn, so that what
 else the machine does hits all alike. What is compared is forward and backward of one step (no optimizer): tokens per
-second of ours over the other's, median over rounds. All gradients are compared too.
+second of ours over the other's, median over rounds. All gradients are compared too. Of ours a step is also predicted:
+its program simulated with what its ops took just before. `kept` is what is kept for the backward at most.
 """
 
 from __future__ import annotations
@@ -18,10 +21,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -29,31 +33,48 @@ SIZES = {  # name: (layers, hidden, heads, groups, ffn, sequence, micro batch, m
     "small": (4, 128, 4, 2, 344, 128, 1, 8),
     "wide": (4, 512, 8, 4, 1376, 128, 1, 8),
     "long": (4, 256, 8, 2, 688, 1024, 1, 4),
+    "longer": (4, 256, 8, 2, 688, 3072, 1, 2),
 }
-ROWS = ("1f1b", "zero-bubble", "memory")
+ROWS = {  # name: sizes
+    "1f1b": ("small", "wide", "long"),
+    "zero-bubble": ("small", "wide", "long"),
+    "memory": ("small", "wide", "long"),
+    "seq1f1b": ("longer",),
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, usage="%(prog)s [options]"
     )
-    parser.add_argument("--rows", nargs="+", default=ROWS, choices=ROWS, metavar="ROWS", help=_choice(ROWS))
-    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES, metavar="SIZE", help=_choice(SIZES))
+    parser.add_argument(
+        "--rows",
+        nargs="+",
+        default=list(ROWS),
+        choices=ROWS,
+        metavar="ROWS",
+        help=f"some of {', '.join(ROWS)} (default: all)",
+    )
+    parser.add_argument(
+        "--sizes",
+        nargs="+",
+        choices=SIZES,
+        metavar="SIZE",
+        help=f"some of {', '.join(SIZES)} (default: those made for the rows)",
+    )
     parser.add_argument("--pairs", type=int, default=15, help="rounds that count, at least 5 (default: 15)")
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
     arguments = parser.parse_args()
     if arguments.pairs < 5:
         parser.error("--pairs must be at least 5")
     results = {}
-    for name in arguments.sizes:
-        results[name] = launch(SIZES[name], arguments.pairs, arguments.rows)
-        report(name, SIZES[name], results[name])
+    for name in arguments.sizes or SIZES:
+        rows = [row for row in arguments.rows if arguments.sizes or name in ROWS[row]]
+        if rows:
+            results[name] = launch(SIZES[name], arguments.pairs, rows)
+            report(name, SIZES[name], results[name])
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-
-
-def _choice(names: Iterable[str]) -> str:
-    return f"some of {', '.join(names)} (default: all)"
 
 
 def launch(size: tuple[int, ...], pairs: int, rows: Sequence[str]) -> dict:
@@ -87,10 +108,38 @@ def report_speed(rows: str, result: dict) -> None:
         peaks = " ".join(f"{peak / 1e6:.1f}" for peak in row["peak_bytes"])
         difference = "" if engine == first else f"{row['gradient_difference']:.1e}"
         print(f"  {engine:<46} {row['tokens_per_second']:>10.0f} {peaks:>23} {difference:>18}")
-    print(f"  {'speed of ... over ...':<88} {'ratio':>7} {'quartiles':>14}")
+    report_ours({name: row for name, row in result["engines"].items() if row["ours"]})
+    print(f"  {'speed of ... over ...':<88} {'ratio':>7} {'quartiles':>14} {'predicted':>10}")
     for row in result["ratios"]:
         spread = f"{row['quartiles'][0]:.3f}–{row['quartiles'][1]:.3f}"
-        print(f"  {row['ours']:<41} {row['over']:<46} {row['ratio']:>7.3f} {spread:>14}")
+        predicted = f"{row['predicted']:.3f}" if "predicted" in row else ""
+        print(f"  {row['ours']:<41} {row['over']:<46} {row['ratio']:>7.3f} {spread:>14} {predicted:>10}")
+
+
+def report_ours(engines: dict) -> None:
+    """What was predicted of our engines beside what was measured; what is kept also over what the first keeps."""
+    first, base = next((name, row["ours"]) for name, row in engines.items())
+    print(f"  {'':<46} {'seconds a step':>18} {'':>28} {f'kept over {first}':>25}")
+    print(
+        f"  {'':<46} {'measured':>8} {'predicted':>9} {'kept MB by rank':>15} {'keys, values':>12} "
+        f"{'measured':>13} {'predicted':>11}"
+    )
+    for name, row in engines.items():
+        own = row["ours"]
+        kept, store = (" ".join(f"{x / 1e6:.1f}" for x in own[key]) for key in ("kept_bytes", "keys_values_bytes"))
+        shares = [
+            " ".join(f"{value / most:.3f}" for value, most in zip(own[key], base[key], strict=True))
+            for key in ("kept_bytes", "kept_layers")
+        ]
+        print(
+            f"  {name:<46} {statistics.median(row['seconds']):>8.3f} {own['predicted_seconds']:>9.3f} {kept:>15} "
+            f"{store:>12} {shares[0]:>13} {shares[1]:>11}"
+        )
+    for name, row in engines.items():
+        if row["ours"]["chunk_lengths"]:
+            lengths = " ".join(map(str, row["ours"]["chunk_lengths"]))
+            times = " ".join(f"{seconds:.3f}" for seconds in row["ours"]["chunk_seconds"])
+            print(f"  {name:<46} chunks of {lengths} tokens take {times} s")
 
 
 def report_memory(result: dict) -> None:

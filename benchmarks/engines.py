@@ -41,6 +41,9 @@ from schedules import Shape, build
 
 CONTEXT = UnitContext(step=0, microbatch=0)
 
+Pairs = list[tuple[str, str]]
+"""(ours, the engine it is compared with)."""
+
 
 class Problem:
     """Model, data and this rank's place; every engine gets the same."""
@@ -87,8 +90,9 @@ class Problem:
     def model(self, pieces: Any) -> PipelineModel:
         return PipelineModel(self.config, self.gpt, pieces)
 
-    def program(self, schedule: str, v: int | None = None, costs: OpTimes | None = None) -> Program:
-        return build(schedule, Shape(2, self.count, self.layers, virtual_stages=v, costs=costs))
+    def program(self, schedule: str, **shape: Any) -> Program:
+        """shape: what else `Shape` has besides ranks, microbatches and layers."""
+        return build(schedule, Shape(2, self.count, self.layers, **shape))
 
 
 def start(size: list[int]) -> Problem:
@@ -118,45 +122,48 @@ class Engine:
 # -------------------------------------------------------------------------------------------------------------- ours
 
 
-def ours(problem: Problem, program: Program) -> Engine:
-    executor = _executor(problem, program)
-    step = _step(problem)
-    return Engine(dict(executor.model.named_parameters()), lambda: executor.run(step))  # type: ignore[attr-defined]
+class OurEngine(Engine):
+    """A program under our executor."""
+
+    def __init__(self, problem: Problem, program: Program):
+        model = problem.model(program.pieces_of_rank(problem.rank))
+        transport = GlooTransport(problem.group, torch.device("cpu"))
+        self.executor = Executor(lower(program, receive_ahead=1), problem.rank, model, transport)
+        self._data = Step(
+            iteration=0,
+            microbatch_number=lambda index: index,
+            batch=problem.microbatch,
+            root_gradient=lambda index: torch.tensor(problem.scale),
+            micro_batch_size=problem.micro,
+            seq_length=problem.sequence,
+        )
+        super().__init__(dict(model.named_parameters()), lambda: self.executor.run(self._data))
+
+    @property
+    def program(self) -> Program:
+        return self.executor.lowered.program
+
+    def op_times(self, steps: int = 3) -> OpTimes:
+        """What the ops take here, in seconds: medians over microbatches and recorded steps."""
+        self.step()  # the first step is slower
+        times: dict[tuple[str, int, int], list[float]] = {}
+        messages = []
+        for _ in range(steps):
+            records: list[Any] = [None, None]
+            dist.all_gather_object(records, self.executor.run(self._data, record=True)[1])
+            timeline = merge_records(self.executor.lowered, records, "bench")
+            for event in timeline.ops:
+                times.setdefault((event.op.kind, event.op.stage, event.op.chunk), []).append(event.end - event.start)
+            messages += [message.end - message.start for message in timeline.messages]
+        medians = {key: statistics.median(values) for key, values in times.items()}
+        # A message that was waited for late looks slow: the quickest says what one takes.
+        return OpTimes(medians, min(messages))
 
 
-def found(problem: Problem, schedule: str) -> Program:
-    """A schedule found from what its ops take here: medians recorded while it runs as found without costs."""
-    executor, step = _executor(problem, problem.program(schedule)), _step(problem)
-    executor.run(step)  # the first step is slower
-    times: dict[tuple[str, int, int], list[float]] = {}
-    messages = []
-    for _ in range(3):
-        records: list[Any] = [None, None]
-        dist.all_gather_object(records, executor.run(step, record=True)[1])
-        timeline = merge_records(executor.lowered, records, "bench")
-        for event in timeline.ops:
-            times.setdefault((event.op.kind, event.op.stage, event.op.chunk), []).append(event.end - event.start)
-        messages += [message.end - message.start for message in timeline.messages]
-    medians = {key: statistics.median(values) for key, values in times.items()}
-    # A message that was waited for late looks slow: the quickest says what one takes.
-    return problem.program(schedule, costs=OpTimes(medians, min(messages)))
-
-
-def _executor(problem: Problem, program: Program) -> Executor:
-    model = problem.model(program.pieces_of_rank(problem.rank))
-    transport = GlooTransport(problem.group, torch.device("cpu"))
-    return Executor(lower(program, receive_ahead=1), problem.rank, model, transport)
-
-
-def _step(problem: Problem) -> Step:
-    return Step(
-        iteration=0,
-        microbatch_number=lambda index: index,
-        batch=problem.microbatch,
-        root_gradient=lambda index: torch.tensor(problem.scale),
-        micro_batch_size=problem.micro,
-        seq_length=problem.sequence,
-    )
+def found(problem: Problem, schedule: str, **shape: Any) -> Program:
+    """A schedule found from what its ops take here, recorded while it runs as found without costs."""
+    costs = OurEngine(problem, problem.program(schedule, **shape)).op_times()
+    return problem.program(schedule, costs=costs, **shape)
 
 
 # ----------------------------------------------------------------------------------------------------- megatron-core

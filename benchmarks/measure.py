@@ -21,12 +21,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.chunks import seq1f1b
 from benchmarks.engines import (
     Engine,
+    OurEngine,
+    Pairs,
     Problem,
     found,
     megatron_core,
-    ours,
     start,
     torch_1f1b,
     torch_interleaved,
@@ -35,18 +37,16 @@ from benchmarks.engines import (
 from helixpipe.hardware import HARDWARE
 from helixpipe.lowering import lower
 from helixpipe.memory import rank_memory
-from helixpipe.model import linear
+from helixpipe.model import KeyValueStore, linear
 from helixpipe.model_costs import ModelCosts
 from helixpipe.models import Layout, ModelShape
 from helixpipe.runtime.accounting import SavedBytes
-
-Pairs = list[tuple[str, str]]
-"""(ours, the engine it is compared with)."""
+from helixpipe.simulator import simulate
 
 
 def one_f_one_b(problem: Problem) -> tuple[dict[str, Engine], Pairs]:
     every = {
-        "ours, 1f1b": ours(problem, problem.program("1f1b")),
+        "ours, 1f1b": OurEngine(problem, problem.program("1f1b")),
         "megatron-core 1F1B, its GPTModel": megatron_core(problem, whole=True),
         "megatron-core 1F1B, our pieces": megatron_core(problem, whole=False),
         "torch Schedule1F1B": torch_1f1b(problem),
@@ -63,11 +63,11 @@ def zero_bubble(problem: Problem) -> tuple[dict[str, Engine], Pairs]:
     their_v, v = torch_zbv(problem)
     their_interleaved, interleaved = torch_interleaved(problem)
     every = {
-        "ours, zbv": ours(problem, found(problem, "zbv")),
-        "ours, zb1p": ours(problem, found(problem, "zb1p")),
-        "ours, zb-interleaved": ours(problem, found(problem, "zb-interleaved")),
-        "ours, torch's ZBV order": ours(problem, v),
-        "ours, torch's InterleavedZeroBubble order": ours(problem, interleaved),
+        "ours, zbv": OurEngine(problem, found(problem, "zbv")),
+        "ours, zb1p": OurEngine(problem, found(problem, "zb1p")),
+        "ours, zb-interleaved": OurEngine(problem, found(problem, "zb-interleaved")),
+        "ours, torch's ZBV order": OurEngine(problem, v),
+        "ours, torch's InterleavedZeroBubble order": OurEngine(problem, interleaved),
         "torch ScheduleZBVZeroBubble": their_v,
         "torch ScheduleInterleavedZeroBubble": their_interleaved,
         "torch ScheduleZBVZeroBubble, Megatron's linear": torch_zbv(problem, plain=False)[0],
@@ -78,16 +78,17 @@ def zero_bubble(problem: Problem) -> tuple[dict[str, Engine], Pairs]:
     return every, [*pairs, *engine_alone, (zbv, same_v)]
 
 
-FAMILIES = {"1f1b": one_f_one_b, "zero-bubble": zero_bubble}
+FAMILIES = {"1f1b": one_f_one_b, "zero-bubble": zero_bubble, "seq1f1b": seq1f1b}
 
 
 # -------------------------------------------------------------------------------------------------------------- speed
 
 
 def compare(problem: Problem, family: str, pairs: int) -> dict[str, Any]:
-    """Engines in turn, forwards and backwards through the list, `pairs` times."""
+    """Engines in turn, forwards and backwards through the list, `pairs` times; ours are predicted just before."""
     every, compared = FAMILIES[family](problem)
     differences = gradient_differences(every)  # also the warm-up
+    predicted = {name: prediction(engine) for name, engine in every.items() if isinstance(engine, OurEngine)}
     times: dict[str, list[float]] = {name: [] for name in every}
     for round_number in range(pairs):
         names = list(every)
@@ -100,6 +101,7 @@ def compare(problem: Problem, family: str, pairs: int) -> dict[str, Any]:
             "seconds": times[name],
             "peak_bytes": gathered(peak_alive(engine)),
             "gradient_difference": differences[name],
+            "ours": predicted.get(name),
         }
         for name, engine in every.items()
     }
@@ -107,8 +109,29 @@ def compare(problem: Problem, family: str, pairs: int) -> dict[str, Any]:
     for mine, other in compared:
         values = [theirs / own for own, theirs in zip(times[mine], times[other], strict=True)]
         quartiles = statistics.quantiles(values, n=4)[::2]
-        ratios.append({"ours": mine, "over": other, "ratio": statistics.median(values), "quartiles": quartiles})
+        ratio = {"ours": mine, "over": other, "ratio": statistics.median(values), "quartiles": quartiles}
+        if other in predicted:
+            ratio["predicted"] = predicted[other]["predicted_seconds"] / predicted[mine]["predicted_seconds"]
+        ratios.append(ratio)
     return {"engines": rows, "ratios": ratios}
+
+
+def prediction(engine: OurEngine) -> dict[str, Any]:
+    """A step simulated from what its ops take, and the time of each chunk over all stages; by rank what is kept at
+    most, in microbatch-layers as simulated and in bytes as measured, and the bytes of the store of keys and values."""
+    costs, program = engine.op_times(), engine.program
+    simulation = simulate(engine.executor.lowered, costs)
+    times = [0.0] * program.num_chunks
+    for (_, _, chunk), seconds in costs.times.items():
+        times[chunk] += seconds
+    return {
+        "predicted_seconds": simulation.makespan,
+        "chunk_lengths": program.chunk_lengths,
+        "chunk_seconds": times,
+        "kept_layers": simulation.peak_activation,
+        "kept_bytes": gathered(peak_saved(engine)),
+        "keys_values_bytes": gathered(engine.executor.keys_values.peak_bytes()),
+    }
 
 
 def timed(engine: Engine) -> float:
@@ -197,14 +220,22 @@ class _Counted(NamedTuple):
 
 
 def peak_saved(engine: Engine) -> int:
-    """Most bytes kept at once for a backward: by autograd, and from I to W by the linear layers."""
+    """Most bytes kept at once for a backward: by autograd, among them the keys and values of chunks; from I to W by
+    the linear layers; and the gradients of keys and values that later chunks leave to earlier ones."""
     account = SavedBytes(ignore=engine.parameters.values())
+    gradients: weakref.WeakKeyDictionary[Any, list[object]] = weakref.WeakKeyDictionary()
+    make_gradients = KeyValueStore.make_gradients
 
     def put_off(weight: torch.nn.Parameter, inputs: Tensor, output_gradient: Tensor) -> _Counted:
         return _Counted(weight, inputs, output_gradient, (account.hold(inputs), account.hold(output_gradient)))
 
+    def make_and_count(store: KeyValueStore, sequence: Any, rows: int) -> None:
+        make_gradients(store, sequence, rows)
+        gradients[sequence] = [account.hold(gradient) for gradient in sequence.gradients]
+
+    deferred = mock.patch.object(linear, "_Deferred", put_off)
     engine.clear()
-    with account, mock.patch.object(linear, "_Deferred", put_off):
+    with account, deferred, mock.patch.object(KeyValueStore, "make_gradients", make_and_count):
         engine.step()
     assert account.now == 0, f"{account.now} bytes are still kept after the step"
     return account.peak
@@ -221,13 +252,13 @@ def memory(problem: Problem) -> dict[str, Any]:
     layout = Layout(micro_batch_size=problem.micro, element_bytes=4, fused_kernels=False)
     costs = ModelCosts(model, HARDWARE["h20"], layout, problem.sequence)
     schedules = {"1f1b": None, "gpipe": None, "interleaved-1f1b": 2, "zb1p": None, "zbv": None, "zb-interleaved": 2}
-    programs = {schedule: problem.program(schedule, v) for schedule, v in schedules.items()}
+    programs = {schedule: problem.program(schedule, virtual_stages=v) for schedule, v in schedules.items()}
     programs["torch's ZBV order"] = torch_zbv(problem)[1]
     result = {}
     for name, program in programs.items():
         lowered = lower(program, receive_ahead=1)
         simulated = [rank_memory(lowered, costs, rank).activations for rank in range(2)]
-        result[name] = {"simulated": simulated, "measured": gathered(peak_saved(ours(problem, program)))}
+        result[name] = {"simulated": simulated, "measured": gathered(peak_saved(OurEngine(problem, program)))}
     return result
 
 
