@@ -28,10 +28,10 @@ NAMES_OF_RUNS = {
 
 def shape_line(simulation: Simulation) -> str:
     """The schedule and the size it was given; below, the stages where they differ or recompute."""
-    return "\n".join([_shape(simulation), *_stages(simulation.lowered.program.stages)])
+    return "\n".join([_shape(simulation), *stage_lines(simulation.lowered.program.stages)])
 
 
-def _stages(stages: Sequence[Stage]) -> list[str]:
+def stage_lines(stages: Sequence[Stage]) -> list[str]:
     """`stages: 2 3 layers; layers recomputed: 2 whole, none`; nothing for stages alike that recompute nothing, or for
     such as do not consist of whole layers."""
     sizes = [sum(piece.kind == LAYER_PIECES[0] for piece in stage.pieces) for stage in stages]

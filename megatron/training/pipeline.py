@@ -38,9 +38,10 @@ class Pipeline:
         self._parallel = parallel
         self._programs: dict[int, Program] = {}
         self._executors: dict[tuple[int, bool], Executor] = {}
-        self.pieces = self._pieces(step_sizes[-1])
+        placement = self._placement(step_sizes[-1])
+        self.pieces = placement[parallel.pp_rank]
         for size in step_sizes:
-            if self._pieces(size) != self.pieces:
+            if self._placement(size) != placement:  # alike on all ranks
                 raise ScheduleError(
                     f"schedule {config.parallel.pipeline_schedule} places the model differently for {size} "
                     f"microbatches than for {step_sizes[-1]}, so the batch cannot change size under it."
@@ -132,8 +133,10 @@ class Pipeline:
     def close(self) -> None:
         self._transport.close()
 
-    def _pieces(self, num_microbatches: int) -> tuple[Piece, ...]:
-        return self.program(num_microbatches).pieces_of_rank(self._parallel.pp_rank)
+    def _placement(self, num_microbatches: int) -> list[tuple[Piece, ...]]:
+        """The pieces of every rank."""
+        program = self.program(num_microbatches)
+        return [program.pieces_of_rank(rank) for rank in range(program.num_ranks)]
 
     def _executor(self, num_microbatches: int, training: bool) -> Executor:
         key = (num_microbatches, training)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from helixpipe.model import Microbatch
+from helixpipe.report import stage_lines
 from helixpipe.runtime.device import prepare
 from megatron.training.arguments import print_arguments
 from megatron.training.config import Config
@@ -176,11 +177,13 @@ def _summary(config: Config, pipeline: Any, num_microbatches: int, parameters: i
     program = pipeline.program(num_microbatches)
     parallel = config.parallel
     layers: Sequence[int] = [len([piece for piece in stage.pieces if piece.kind == "mlp"]) for stage in program.stages]
+    size = str(min(layers)) if min(layers) == max(layers) else f"{min(layers)} to {max(layers)}"
+    stages = "".join(f" > {line}\n" for line in stage_lines(program.stages))
     return (
         f" > pipeline schedule {program.schedule}: {program.num_ranks} ranks, {num_microbatches} microbatches a step, "
-        f"{len(program.stages)} stages of {min(layers)} layers; simulated bubble "
+        f"{len(program.stages)} stages of {size} layers; simulated bubble "
         f"{pipeline.bubble(num_microbatches):.1%} (equal layers, backward twice forward, no message time)\n"
-        f"{pipeline.chunks(num_microbatches)}"
+        f"{stages}{pipeline.chunks(num_microbatches)}"
         f" > {parameters:,} parameters; tensor {parallel.tensor_model_parallel_size} x "
         f"pipeline {program.num_ranks} x data {parallel.data_parallel_size}"
     )
