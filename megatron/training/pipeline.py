@@ -10,9 +10,11 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from helixpipe.chunk_lengths import short_chunks
 from helixpipe.costs import OpTimes, PieceTimes
 from helixpipe.errors import ScheduleError
 from helixpipe.events import Timeline
+from helixpipe.hardware import find_hardware
 from helixpipe.lowering import LoweredProgram, lower
 from helixpipe.model import Microbatch, PipelineModel
 from helixpipe.program import Piece, Program, chunk_lengths, forward_only
@@ -128,7 +130,10 @@ class Pipeline:
         lengths = chunk_lengths(program, self._config.model.seq_length or 1)
         times = chunk_times(simulate(lower(program, costs), costs))
         shares = ", ".join(f"{length} ({time / sum(times):.1%})" for length, time in zip(lengths, times, strict=True))
-        return f" > tokens of each chunk (share of a microbatch's simulated time): {shares}\n"
+        line = f" > tokens of each chunk (share of a microbatch's simulated time): {shares}\n"
+        name, micro = self._config.parallel.hardware, self._config.training.micro_batch_size or 1
+        short = None if name is None else short_chunks(sum(lengths), len(lengths), micro, find_hardware(name))
+        return line if short is None else f"{line} > {short}\n"
 
     def close(self) -> None:
         self._transport.close()
