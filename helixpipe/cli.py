@@ -56,6 +56,7 @@ from helixpipe.recompute import RecomputeOptions, recomputed
 from helixpipe.report import chunk_times, chunks_text, summary, table, text_timeline
 from helixpipe.simulator import Simulation, simulate
 from helixpipe.timeline import check_suffix, count, draw
+from helixpipe.validate import untrainable
 from schedules import SCHEDULES, Schedule, Shape, build, find
 
 MAX_UNITS = 5_000_000  # some minutes and gigabytes: more is a slip of the finger
@@ -241,11 +242,14 @@ def _check(namespace: argparse.Namespace) -> None:
         "messages": len(lowered.messages),
     }
     if namespace.json:
-        print(json.dumps({"schedule": program.schedule, **counts, "forward_only": program.forward_only}))
+        facts = {"forward_only": program.forward_only, "trainable": untrainable(program) is None}
+        print(json.dumps({"schedule": program.schedule, **counts, **facts}))
         return
     one = {"microbatches": "microbatch"}  # the others lose their s
     parts = [count(number, one.get(many, many[:-1]), many) for many, number in counts.items()]
     print(f"{namespace.file} can run: {', '.join(parts)}{', forward only' if program.forward_only else ''}.")
+    if (reason := untrainable(program)) is not None:
+        print(f"Training refuses it: {reason}")
 
 
 def _profile(namespace: argparse.Namespace) -> None:

@@ -29,6 +29,19 @@ def validate(program: Program) -> Graph:
     return graph
 
 
+def untrainable(program: Program) -> str | None:
+    """Why training cannot run a valid program, a sentence; None when it can."""
+    if program.forward_only:
+        return f"schedule {program.schedule} has no backward: it is an evaluation program."
+    for stage in program.stages:
+        if stage.placement != "resident":
+            return f"schedule {program.schedule} has {stage.placement} stages, which training cannot run yet."
+    for rank, ops in enumerate(program.ranks):
+        if not ops:
+            return f"schedule {program.schedule} gives pipeline rank {rank} nothing to run."
+    return None
+
+
 def _check_stages(program: Program) -> None:
     pieces = tuple(piece for stage in program.stages for piece in stage.pieces)
     expected = model_pieces(program.num_layers)

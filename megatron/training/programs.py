@@ -10,7 +10,7 @@ from helixpipe.hardware import find_hardware
 from helixpipe.program import Program
 from helixpipe.recompute import peak_memory
 from helixpipe.simulator import Simulation
-from helixpipe.validate import validate
+from helixpipe.validate import untrainable, validate
 from megatron.training.config import Config
 from megatron.training.costs import memory_limit, training_costs
 from schedules import Shape, build
@@ -58,13 +58,5 @@ def check_program(config: Config) -> None:
     samples = (training.micro_batch_size or 1) * config.parallel.data_parallel_size
     program = make_program(config, (training.global_batch_size or 1) // samples)
     validate(program)
-    if program.forward_only:
-        raise ProgramError(f"schedule {program.schedule} has no backward: it is an evaluation program.")
-    for stage in program.stages:
-        if stage.placement != "resident":
-            raise ProgramError(
-                f"schedule {program.schedule} has {stage.placement} stages, which training cannot run yet."
-            )
-    for rank, ops in enumerate(program.ranks):
-        if not ops:
-            raise ProgramError(f"schedule {program.schedule} gives pipeline rank {rank} nothing to run.")
+    if (reason := untrainable(program)) is not None:
+        raise ProgramError(reason)

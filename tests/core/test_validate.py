@@ -21,7 +21,7 @@ from helixpipe.program import (
     model_pieces,
     parse_rows,
 )
-from helixpipe.validate import all_units, validate
+from helixpipe.validate import all_units, untrainable, validate
 from schedules import Shape, build
 
 
@@ -233,3 +233,13 @@ def test_validation_leaves_the_program_alone() -> None:
     validate(good)
     assert repr(good) == before
     assert len(list(all_units(good))) == len(good.stages) * good.num_microbatches
+
+
+def test_what_training_cannot_run() -> None:
+    assert untrainable(program(["0F0 0B0", "1F0 1B0"])) is None
+    idle = untrainable(program(["0F0 0B0", "", "1F0 1B0"]))
+    assert idle == "schedule test gives pipeline rank 1 nothing to run."
+    evaluation = untrainable(forward_only(build("1f1b", Shape(2, 2, 2))))
+    assert evaluation == "schedule 1f1b has no backward: it is an evaluation program."
+    ring = untrainable(program(["0F0 0B0", "1F0 1B0"], placed("ring")))
+    assert ring == "schedule test has ring stages, which training cannot run yet."
