@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 from pathlib import Path
 
@@ -265,6 +266,14 @@ def test_a_machine_without_gpus_is_not_asked_for_them() -> None:
         check_device(config("--fp16"), gpus=0)
     with pytest.raises(UserError, match="--distributed-backend nccl needs a GPU"):
         check_device(config("--distributed-backend nccl"), gpus=0)
+
+
+def test_more_processes_than_gpus_share_them_over_gloo_only() -> None:
+    second = dataclasses.replace(config(""), launch=LaunchConfig(rank=1, world_size=2, local_rank=1))
+    check_device(second, gpus=2)
+    with pytest.raises(UserError, match="LOCAL_RANK 1 has no GPU of its own on a machine with 1"):
+        check_device(second, gpus=1)
+    check_device(second.replace("parallel", distributed_backend="gloo"), gpus=1)
 
 
 def test_the_environment_must_hold_numbers() -> None:

@@ -83,6 +83,12 @@ def sequence_parallel(config: Config) -> Config:
 def check_device(config: Config, *, gpus: int) -> None:
     """What needs a GPU is not asked of a machine without one. `gpus`: how many this process sees."""
     if gpus:
+        local = config.launch.local_rank
+        if local >= gpus and config.parallel.distributed_backend != "gloo":
+            raise UserError(
+                f"the process with LOCAL_RANK {local} has no GPU of its own on a machine with {gpus}, and NCCL "
+                "needs one each; start as many as there are GPUs, or share them with --distributed-backend gloo."
+            )
         return
     if config.training.fp16:
         raise UserError("--fp16 needs a GPU; use --bf16 or neither on CPU.")
