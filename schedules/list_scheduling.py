@@ -75,7 +75,8 @@ class Problem:
     microbatches, chunks: chunks a microbatch is cut into, at least 1; every (microbatch, chunk) is a unit of each
     stage. homes: the rank of each stage. forward, inputs, weights: times of F, I, W. message: time of a message from
     each stage to the next (and of its gradient back). held: what a unit keeps from F to I. deferred: what it keeps
-    from I to W. limit: the most each rank may keep; at least a whole microbatch of all its stages.
+    from I to W. limit: the most each rank may keep; at least a whole microbatch of all its stages and the reserve.
+    reserve: the most that an I adds (gradients beside activations) on each rank, which F leave free.
     """
 
     microbatches: int
@@ -87,6 +88,7 @@ class Problem:
     held: ByChunk
     deferred: ByChunk
     limit: tuple[float, ...]
+    reserve: tuple[float, ...]
     chunks: int = 1
 
     @cached_property
@@ -146,9 +148,8 @@ class Problem:
 
 
 def held_by(costs: Costs, program: Program, op: Op) -> float:
-    """What the unit of an F keeps until its I. Where W needs more than I did (gradients beside activations) it counts
-    as that much from the start, so that I never waits for memory."""
-    return max(costs.stash(program, op), costs.deferred_stash(program, op._replace(kind="W")))
+    """What the unit of an F keeps until its I, with its share of its microbatch's keys, values and their gradients."""
+    return costs.stash(program, op) + sum(costs.keys_values(program, op.stage)) / program.num_chunks
 
 
 def problem(
@@ -160,8 +161,10 @@ def problem(
     costs: Costs,
     chunks: int = 1,
     chunk_lengths: tuple[int, ...] | None = None,
+    memory_limit: float | None = None,
 ) -> Problem:
-    """Ask `costs` once for everything. inflight: the limit, in microbatches of all the stages of a rank, at least 1."""
+    """Ask `costs` once for everything. inflight: the limit, in microbatches of all the stages of a rank, at least 1.
+    memory_limit: what a rank may use in all, in the costs' unit; it is kept to as far as one microbatch allows."""
     empty = Program(name, stages, ((),) * (1 + max(homes)), m, chunks, chunk_lengths)
 
     def by_chunk(ask: Callable[[Op], float], kind: str, count: int = len(stages)) -> ByChunk:
@@ -175,12 +178,19 @@ def problem(
 
     held = by_chunk(lambda op: held_by(costs, empty, op), "F")
     deferred = by_chunk(lambda op: costs.deferred_stash(empty, op), "W")
-    limit = [0.0] * (1 + max(homes))
-    for stage, home in enumerate(homes):
-        limit[home] += inflight * sum(held[stage])
+    ranks = [[s for s, home in enumerate(homes) if home == rank] for rank in range(1 + max(homes))]
+    reserve, limit = [], []
+    for own in ranks:
+        units = [(s, chunk) for s in own for chunk in range(chunks)]
+        reserve.append(max(max(0.0, deferred[s][chunk] - held[s][chunk]) for s, chunk in units))
+        one = sum(held[s][chunk] for s, chunk in units)
+        limit.append(inflight * one + reserve[-1])
+        if memory_limit is not None:
+            spare = memory_limit - costs.static_memory([piece for s in own for piece in stages[s].pieces])
+            limit[-1] = max(one + reserve[-1], min(limit[-1], spare))
     messages = by_chunk(message_time, "F", len(stages) - 1)
     forward, inputs, weights = (by_chunk(op_time, kind) for kind in "FIW")
-    return Problem(m, homes, forward, inputs, weights, messages, held, deferred, tuple(limit), chunks)
+    return Problem(m, homes, forward, inputs, weights, messages, held, deferred, tuple(limit), tuple(reserve), chunks)
 
 
 def greedy(given: Problem, rules: Rules) -> Found | None:
@@ -188,7 +198,8 @@ def greedy(given: Problem, rules: Rules) -> Found | None:
 
     An F is started only where room remains for what is left of its microbatch in each later stage of the rank. So the
     oldest unfinished microbatch always finds room wherever it comes, and without a fixed order the schedule cannot get
-    stuck: whatever a younger one has left to run there, it has left too.
+    stuck: whatever a younger one has left to run there, it has left too. An I for whose gradients there is no room lets
+    W go first; when none waits there is room, for F left the reserve free.
     """
     homes, last, own = given.homes, len(given.homes) - 1, given.own
     forwards, backwards = given.forward_units, given.backward_units
@@ -240,12 +251,17 @@ def greedy(given: Problem, rules: Rules) -> Found | None:
             needs += left[other][done]
         return needs
 
+    def growth(stage: int, at: int) -> float:
+        """What the I of that place in the order adds to what its rank keeps."""
+        chunk = backwards[at][1]
+        return given.deferred[stage][chunk] - given.held[stage][chunk]
+
     while events:
         now, rank = heappop(events)
         if free[rank] > now:
             continue
         kind, stage, number = "", -1, -1
-        held_back, soon = False, inf
+        held_back, crowded, soon = False, False, inf
         pending = waiting[rank]
         for wanted, candidate, place in choices(rank):
             arrived, at = (arrived_f, done_f[candidate]) if wanted == "F" else (arrived_i, done_i[candidate])
@@ -253,14 +269,17 @@ def greedy(given: Problem, rules: Rules) -> Found | None:
                 continue
             if arrived[candidate][at] > now:
                 soon = min(soon, arrived[candidate][at])
-            elif wanted == "F" and used[rank] + room(candidate, at) > limit[rank]:
+            elif wanted == "F" and used[rank] + room(candidate, at) + given.reserve[rank] > limit[rank]:
                 held_back = True
+            elif wanted == "I" and pending and used[rank] + growth(candidate, at) > limit[rank]:
+                crowded = held_back = True
             elif not kind and (wanted == "I" or place or alive[rank] < warmup[rank]):
                 kind, stage, number = wanted, candidate, at
         if pending:
             weight = given.weights[pending[0][0]][pending[0][2]]
             if (
                 len(pending) > deferred_limit[rank]
+                or crowded
                 or (held_back and (not kind or (kind == "I" and rules.make_room)))
                 or (not kind and now + weight - soon <= rules.patience * weight)
             ):

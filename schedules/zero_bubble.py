@@ -73,12 +73,12 @@ def zbv(shape: Shape, options: ZeroBubbleOptions) -> Program:
     limit = inflight_limit(options, p)
     costs = shape.costs or PieceTimes()
     stages = shape.even_stages(2 * p)
-    v = problem("zbv", stages, (*range(p), *reversed(range(p))), m, limit, costs)
-    line = problem("zbv", stages, tuple(s // 2 for s in range(2 * p)), m, limit, costs)
+    v = problem("zbv", stages, (*range(p), *reversed(range(p))), m, limit, costs, memory_limit=shape.memory_limit)
+    line = problem("zbv", stages, tuple(s // 2 for s in range(2 * p)), m, limit, costs, memory_limit=shape.memory_limit)
     with collector_paused():
         found = _search(v, _v_orders)
-        straight = _best(line, [Rules(order=_one_f_one_b(line, limit), deferred=(0.0,) * p)])
-        if straight.rating[0] < found.rating[0]:
+        straight = greedy(line, Rules(order=_one_f_one_b(line, limit), deferred=(0.0,) * p))
+        if straight is not None and straight.rating[0] < found.rating[0]:
             found = min(straight, _search(line, lambda given: [_one_f_one_b(given, limit)]), key=lambda one: one.rating)
     return Program("zbv", stages, found.ranks, m)
 
@@ -93,10 +93,12 @@ def zb_interleaved(shape: Shape, options: ZeroBubbleOptions) -> Program:
     v = shape.virtual_stages if shape.virtual_stages is not None else 2
     stages = shape.even_stages(p * v)
     costs = shape.costs or PieceTimes()
-    given = problem("zb-interleaved", stages, tuple(s % p for s in range(p * v)), m, 1, costs)
+    homes = tuple(s % p for s in range(p * v))
+    given = problem("zb-interleaved", stages, homes, m, 1, costs)
     limit = inflight_limit(options, 0) or _most_kept(given, _interleaved_orders(given)[-1])
+    given = problem("zb-interleaved", stages, homes, m, limit, costs, memory_limit=shape.memory_limit)
     with collector_paused():
-        found = _search(replace(given, limit=tuple(limit * one for one in given.limit)), _interleaved_orders)
+        found = _search(given, _interleaved_orders)
     return Program("zb-interleaved", stages, found.ranks, m)
 
 
@@ -108,7 +110,7 @@ def one_stage_a_rank(name: str, shape: Shape, options: ZeroBubbleOptions, defaul
     p, m, k = shape.ranks, shape.microbatches, shape.chunks
     limit = inflight_limit(options, default)
     stages, costs = shape.even_stages(p), shape.costs or PieceTimes()
-    given = problem(name, stages, tuple(range(p)), m, limit, costs, k, shape.chunk_lengths)
+    given = problem(name, stages, tuple(range(p)), m, limit, costs, k, shape.chunk_lengths, shape.memory_limit)
     with collector_paused():
         found = _search(given, lambda given: [_one_f_one_b(given, limit)])
     return Program(name, stages, found.ranks, m, k, shape.chunk_lengths)

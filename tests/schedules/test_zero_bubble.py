@@ -15,8 +15,12 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from helixpipe import cli
 from helixpipe.costs import Costs, PieceTimes
 from helixpipe.errors import ScheduleError
+from helixpipe.hardware import find_hardware
 from helixpipe.lowering import lower
+from helixpipe.model_costs import ModelCosts
+from helixpipe.models import Layout, find_model
 from helixpipe.program import Op, Program, even_stages, parse_rows
+from helixpipe.recompute import peak_memory
 from helixpipe.simulator import Simulation, simulate
 from schedules import Shape, build, zero_bubble
 from schedules.list_scheduling import Rules, greedy, problem
@@ -287,3 +291,19 @@ def test_the_command_finds_schedules_from_its_costs(capsys: pytest.CaptureFixtur
     assert long["order"] == [[str(op) for op in ops] for ops in build("zb1p", Shape(4, 8, 4, costs=LONG)).ranks]
     assert cli.main(["simulate", "zb1p", *size, "--piece-times", "mlp=1", "--zb-max-inflight", "7"]) == 0
     assert max(json.loads(capsys.readouterr().out)["peak_activation"]) <= 7
+
+
+@pytest.mark.parametrize("name", ["zb1p", "zb2p", "zbv", "zb-interleaved", "seq1f1b-zb"])
+def test_a_rank_keeps_to_its_memory(name: str) -> None:
+    """In bytes W keeps more than I did (gathered inputs with sequence parallelism); F leave room for one I."""
+    layout = Layout(8, sequence_parallel=True)
+    costs = ModelCosts(find_model("helix-7b"), find_hardware("h20"), layout, 131072)
+    chunks = 4 if name == "seq1f1b-zb" else 1
+    free = build(name, Shape(8, 16, 32, chunks, costs=costs))
+    most = max(peak_memory(free, costs, rank) for rank in range(8))
+    fastest = simulate(lower(free, costs), costs).makespan
+    for share in (1.0, 0.8, 0.7):
+        limit = share * most
+        program = build(name, Shape(8, 16, 32, chunks, costs=costs, memory_limit=limit))
+        assert max(peak_memory(program, costs, rank) for rank in range(8)) <= limit * (1 + 1e-9)
+        assert share < 1 or simulate(lower(program, costs), costs).makespan == pytest.approx(fastest)
