@@ -148,8 +148,9 @@ class Problem:
 
 
 def held_by(costs: Costs, program: Program, op: Op) -> float:
-    """What the unit of an F keeps until its I, with its share of its microbatch's keys, values and their gradients."""
-    return costs.stash(program, op) + sum(costs.keys_values(program, op.stage)) / program.num_chunks
+    """What the unit of an F keeps until its I. Keys and values of a microbatch and their gradients live as long as its
+    first chunk."""
+    return costs.stash(program, op) + (sum(costs.keys_values(program, op.stage)) if op.chunk == 0 else 0.0)
 
 
 def problem(
