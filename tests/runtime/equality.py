@@ -21,6 +21,7 @@ from helixpipe.recompute import RecomputeOptions, place_early
 from helixpipe.runtime.executor import Executor, Step
 from helixpipe.runtime.transport import Transport, make_transport
 from schedules import Shape, build
+from schedules.helix import HelixOptions
 from tests.model.common import (
     BATCH,
     SEQUENCE,
@@ -57,6 +58,8 @@ class Case:
     """Tokens of each chunk of a sequence; () for one chunk."""
     cut_after: str = ""
     """Cut the model over two ranks inside layer 2, after the piece of this kind."""
+    folds: int = 0
+    """Of helix: microbatches of a slot."""
 
     def __str__(self) -> str:
         marks = (
@@ -66,6 +69,7 @@ class Case:
             + ["split"] * self.split
             + _recompute_marks(self.recompute)
             + [f"cut-after-{self.cut_after}"] * bool(self.cut_after)
+            + [f"folds{self.folds}-L{self.layers}"] * bool(self.folds)
             + ["chunks-" + "-".join(map(str, self.lengths))] * bool(self.lengths)
         )
         return "-".join([self.schedule, self.style, f"p{self.pp}", f"tp{self.tp}", f"m{self.m}", *marks])
@@ -73,7 +77,8 @@ class Case:
     def program(self) -> Program:
         chunks = max(len(self.lengths), 1)
         shape = Shape(self.pp, self.m, self.layers, chunks, self.v, self.lengths or None)
-        program = build(self.schedule, shape)
+        options = HelixOptions(self.folds, helix_recompute=False) if self.schedule == "helix" else None
+        program = build(self.schedule, shape, options)
         if self.cut_after:
             chain = model_pieces(self.layers)
             cut = chain.index(Piece(self.cut_after, 2)) + 1
