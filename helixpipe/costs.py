@@ -64,6 +64,7 @@ class Costs(Protocol):
     stash: what the op's unit keeps once its F has run (of a recomputed run its inputs alone), once its R has (all), or,
     for B and I, the most it keeps during a backward that recomputes run by run. deferred_stash: what it keeps from I
     to W. static_memory: all else of a rank that holds these pieces (weights, gradients, optimizer; 0 where unknown).
+    copy_memory: a copy of a shipped stage's weights, and the gradients summed beside it.
     """
 
     @property
@@ -79,6 +80,8 @@ class Costs(Protocol):
 
     def static_memory(self, pieces: Sequence[Piece]) -> float: ...
 
+    def copy_memory(self, pieces: Sequence[Piece]) -> tuple[float, float]: ...
+
 
 class _LayerStash:
     """Memory counted in microbatch-layers, whatever the times come from."""
@@ -93,6 +96,9 @@ class _LayerStash:
 
     def static_memory(self, pieces: Sequence[Piece]) -> float:
         return 0.0
+
+    def copy_memory(self, pieces: Sequence[Piece]) -> tuple[float, float]:
+        return 0.0, 0.0
 
 
 @dataclass(frozen=True)

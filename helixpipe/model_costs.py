@@ -99,6 +99,11 @@ class ModelCosts:
             + MESSAGES_KEPT * self.bytes.message(Piece("norm", 0), chunk)
         )
 
+    def copy_memory(self, pieces: Sequence[Piece]) -> tuple[float, float]:
+        """Bytes."""
+        parameters = self.bytes.parameters(pieces)
+        return parameters * self.layout.element_bytes, parameters * GRADIENT_BYTES
+
     # ------------------------------------------------------------------------------------------------------------ time
 
     def piece_time(self, piece: str, op: str, chunk: Chunk) -> float:
@@ -154,7 +159,11 @@ class ModelCosts:
         return Chunk(tokens, earlier, sum(shares[number + 1 :]) * self.seq_length)
 
     def message_bytes(self, program: Program, message: Message) -> float:
-        """Of one tensor-parallel rank: what crosses the cut, or its gradient, in the same shapes."""
+        """Of one tensor-parallel rank: what crosses the cut, or its gradient, in the same shapes; of a shipped stage
+        its weights, or their gradients in float32."""
+        if message.ships:
+            weights, gradients = self.copy_memory(program.stages[message.producer.stage].pieces)
+            return weights if message.kind == "weights" else gradients
         stage = message.consumer.stage if message.kind == "activation" else message.producer.stage
         first, chunk = program.stages[stage].pieces[0], self.chunk(program, message.producer.chunk)
         key = (first.kind, chunk)

@@ -69,8 +69,8 @@ _REGISTRY = (
         "helix",
         helix,
         "Zhang et al., HelixPipe, 2025",
-        bubble="3(p-1)(F-F_attn)/L'",
-        memory="m/p",
+        bubble="3(p-1)(F-A)p/L",
+        memory="m, or 5m/16 recomputed",
         options=HelixOptions,
     ),
 )

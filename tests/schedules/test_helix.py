@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import re
 from itertools import product
+from typing import Literal
 
 import pytest
 
 from helixpipe.costs import PieceTimes, stage_stash
 from helixpipe.errors import ScheduleError
+from helixpipe.hardware import HARDWARE
 from helixpipe.lowering import lower
+from helixpipe.model_costs import ModelCosts
+from helixpipe.models import MODELS, Layout
 from helixpipe.program import Op, Piece, Program
 from helixpipe.recompute import RecomputeOptions
 from helixpipe.simulator import Simulation, simulate
@@ -187,6 +191,65 @@ def test_recomputing_early_idles_less() -> None:
         assert simulate(lower(program, costs), costs).bubble_time < inside
 
 
+# ------------------------------------------------------------------------------------------------------------ shipping
+
+
+def test_three_cuts_of_the_same_chain() -> None:
+    first = {
+        "none": ["embed norm[0] qkv[0]", "attn[0]", "proj[0] mlp[0] norm[1] qkv[1]"],
+        "qkv": ["embed norm[0]", "qkv[0] attn[0]", "proj[0] mlp[0] norm[1]"],
+        "attention": ["embed", "norm[0] qkv[0] attn[0] proj[0]", "mlp[0]"],
+    }
+    programs = {ship: build("helix", Shape(4, 8, 8), HelixOptions(2, ship, helix_recompute=False)) for ship in first}
+    for ship, program in programs.items():
+        assert [" ".join(map(str, stage.pieces)) for stage in program.stages[:3]] == first[ship]
+        assert program.ranks == programs["none"].ranks
+        attention = program.stages[1:-1:2]
+        assert {stage.placement for stage in program.stages if stage not in attention} == {"resident"}
+        if ship == "none":
+            assert {(stage.placement, stage.owner) for stage in attention} == {("resident", None)}
+        else:
+            assert [(s.placement, s.owner) for s in attention] == [("shipped", layer % 4) for layer in range(8)]
+    alone = build("helix", Shape(1, 2, 2), HelixOptions(2, "attention"))
+    assert {stage.placement for stage in alone.stages} == {"resident"}
+
+
+@pytest.mark.parametrize(("p", "rounds", "loops"), [*product((2, 3, 4, 8), (1, 2), (1, 2))])
+def test_closed_forms_of_what_is_shipped(p: int, rounds: int, loops: int) -> None:
+    """What is shipped leaves the bubble."""
+    times = {"norm": 0.5, "qkv": 1.0, "attn": 3.0, "proj": 0.25, "mlp": 2.0}
+    combined = {"qkv": 2.75, "attention": 2.0}
+    for ship, (recompute, ratio) in product(combined, ((False, 3), (True, 4))):
+        result = run(p, p * loops, p * rounds, HelixOptions(1, ship, helix_recompute=recompute), times=times)
+        assert result.bubble_time == pytest.approx(ratio * (p - 1) * combined[ship])
+        result = run(p, 2 * p * loops, p * rounds, HelixOptions(2, ship, helix_recompute=recompute), times=times)
+        assert result.bubble_time <= 2 * ratio * (p - 1) * combined[ship]
+
+
+@pytest.mark.parametrize("ship", ["qkv", "attention"])
+def test_weights_keep_nobody_waiting(ship: str) -> None:
+    """With messages as long as a QKV the step is as much longer as without shipping, where no weights travel."""
+    for p, loops in ((4, 1), (4, 2), (8, 1)):
+        longer = []
+        for options in (HelixOptions(2), HelixOptions(2, ship)):
+            free, slow = (run(p, 2 * p * loops, 2 * p, options, message).makespan for message in (0, 1))
+            longer.append(slow - free)
+        assert longer[1] <= longer[0]
+
+
+def test_messages_a_layer() -> None:
+    """Hidden states that cross both boundaries of a layer's attention, and weights and gradients once a step."""
+    costs = ModelCosts(MODELS["llama2-7b"], HARDWARE["h20"], Layout(), seq_length=1024)
+    hidden = 1024 * 4096 * 2
+    for ship, crossing in (("none", 6), ("qkv", 4), ("attention", 2)):
+        for m in (8, 16):
+            program = build("helix", Shape(4, m, 8), HelixOptions(2, ship, helix_recompute=False))
+            messages = lower(program).messages
+            of = [[x for x in messages if x.kind == kind] for kind in ("activation", "weights", "weight_gradients")]
+            assert sum(costs.message_bytes(program, message) for message in of[0]) == crossing * hidden * 8 * m * 3 / 4
+            assert len(of[1]) == len(of[2]) == (8 * 3 if ship != "none" else 0)
+
+
 # -------------------------------------------------------------------------------------------------------------- memory
 
 
@@ -204,6 +267,15 @@ def test_stash_of_a_layer_and_microbatch() -> None:
         (recomputed[2].pieces,),
     ]
     assert recomputed[-1].recompute == ()
+
+
+@pytest.mark.parametrize(("ship", "elements"), [("none", (2, 3)), ("qkv", (2, 5)), ("attention", (1, 5))])
+def test_stash_of_what_is_shipped(ship: Literal["none", "qkv", "attention"], elements: tuple[int, int]) -> None:
+    """Combined stage and attention, with recomputation."""
+    stages = build("helix", Shape(4, 8, 8), HelixOptions(2, ship)).stages
+    assert tuple(16 * stage_stash(stage, "F") for stage in (stages[2], stages[1])) == elements
+    plain = build("helix", Shape(4, 8, 8), HelixOptions(2, ship, helix_recompute=False)).stages
+    assert sum(16 * stage_stash(stage, "F") for stage in plain[1:3]) == 16
 
 
 @pytest.mark.parametrize(("p", "rounds", "loops", "folds"), [*product((2, 4, 8), (1, 2), (1, 2), (1, 2))])
