@@ -65,7 +65,8 @@ class Costs(Protocol):
     for B and I, the most it keeps during a backward that recomputes run by run. deferred_stash: what it keeps from I
     to W. keys_values: of one microbatch whose sequence runs in chunks, in a stage, beside the units' stash: keys and
     values from the first chunk's F to its backward, their gradients from the last chunk's backward on. static_memory:
-    all else of a rank that holds these pieces (weights, gradients, optimizer; 0 where unknown).
+    all else of a rank that holds these pieces (weights, gradients, optimizer; 0 where unknown). copy_memory: of a copy
+    of a shipped stage, its weights and the gradients summed beside them.
     """
 
     @property
@@ -82,6 +83,8 @@ class Costs(Protocol):
     def keys_values(self, program: Program, stage: int) -> tuple[float, float]: ...
 
     def static_memory(self, pieces: Sequence[Piece]) -> float: ...
+
+    def copy_memory(self, pieces: Sequence[Piece]) -> tuple[float, float]: ...
 
 
 class _LayerStash:
@@ -100,6 +103,9 @@ class _LayerStash:
 
     def static_memory(self, pieces: Sequence[Piece]) -> float:
         return 0.0
+
+    def copy_memory(self, pieces: Sequence[Piece]) -> tuple[float, float]:
+        return 0.0, 0.0
 
 
 @dataclass(frozen=True)

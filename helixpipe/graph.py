@@ -5,7 +5,9 @@ are those of the mathematics, written once for every schedule:
 
 - activation: F(s, m, c) -> F(s+1, m, c);  gradient: B|I(s+1, m, c) -> B|I(s, m, c);  own: F -> (R ->) B|I -> W;
 - causal attention over chunks, for a stage with attention: F(s, m, c) -> F(s, m, c+1) (keys and values) and
-  B|I(s, m, c+1) -> B|I(s, m, c) (their gradients). Keys and values stay on the rank, so these never become messages.
+  B|I(s, m, c+1) -> B|I(s, m, c) (their gradients). Keys and values stay on the rank, so these never become messages;
+- a shipped stage, for each rank but its owner that runs units of it: the owner's weights before the first F there, and
+  the gradients back to the owner after the last B or W there. Both are messages, once a step.
 """
 
 from __future__ import annotations
@@ -20,11 +22,16 @@ from typing import NamedTuple
 
 from helixpipe.program import Op, Program
 
+WEIGHTS_AHEAD = 4
+"""Ops that an owner still has to run when it sends weights, before what the copy will work on comes by."""
+
 
 class Message(NamedTuple):
     """What crosses ranks for one dependency: `producer` on rank `source` to `consumer` on rank `target`.
 
-    kind: `activation` (what crosses the cut between two stages) or `gradient` (its gradient, same shapes).
+    kind: `activation` (what crosses the cut between two stages) or `gradient` (its gradient, same shapes); of a shipped
+    stage `weights`, whose producer and consumer are both the first F that runs with the copy, or `weight_gradients`,
+    where both are the last B or W that did.
     number: its place among the program's messages, equal on every rank.
     """
 
@@ -34,6 +41,11 @@ class Message(NamedTuple):
     consumer: Op
     source: int
     target: int
+
+    @property
+    def ships(self) -> bool:
+        """Whether it carries a shipped stage's weights or their gradients, not what an op has made for another."""
+        return self.kind in ("weights", "weight_gradients")
 
     def __str__(self) -> str:
         return f"{self.kind} {self.producer} -> {self.consumer} (rank {self.source} -> rank {self.target})"
@@ -127,8 +139,42 @@ def build_graph(program: Program) -> Graph:
             successors[producer].append(len(successors))
             successors.append([task])
             num_dependencies.append(1)
+    for message, before, after in _shipments(program, task_of, rank_tasks, len(messages)):
+        messages.append(message)
+        for task in before:
+            successors[task].append(len(successors))
+        for task in after:
+            num_dependencies[task] += 1
+        successors.append(after)
+        num_dependencies.append(len(before))
     # Ops were given the first numbers; messages got theirs in the order found, after all ops.
     return Graph(program, ops, ranks, messages, rank_tasks, successors, num_dependencies)
+
+
+def _shipments(
+    program: Program, task_of: Mapping[Op, int], rank_tasks: Sequence[range], number: int
+) -> Iterator[tuple[Message, list[int], list[int]]]:
+    """The messages of shipped stages, each with the tasks it waits for and those that wait for it.
+
+    Weights could leave when the step starts. So that they come soon enough but not all at once, they wait for an op of
+    their owner, `WEIGHTS_AHEAD` ops before the last one there that the copy's first F depends on anyway; where there is
+    none, for none. Whatever order respects all else thus respects this, too. Nothing waits for gradients but the end of
+    the step.
+    """
+    for rank, order in enumerate(program.ranks):
+        for stage in program.copied_stages(rank):
+            owner = program.stages[stage].owner
+            assert owner is not None
+            first = next(op for op in order if op.stage == stage and op.kind == "F")
+            earlier = (task_of[first._replace(stage=before)] for before in reversed(range(stage)))
+            passed = next((task for task in earlier if task in rank_tasks[owner]), -1)
+            paced = [passed - WEIGHTS_AHEAD] if passed - WEIGHTS_AHEAD >= rank_tasks[owner].start else []
+            yield Message(number, "weights", first, first, owner, rank), paced, [task_of[first]]
+            number += 1
+            last = next((op for op in reversed(order) if op.stage == stage and op.kind in "BW"), None)
+            if last is not None:
+                yield Message(number, "weight_gradients", last, last, rank, owner), [task_of[last]], []
+                number += 1
 
 
 @dataclass(frozen=True)
@@ -182,8 +228,12 @@ def list_schedule(
             heappush(completions, (end[task], len(order), task))
             order.append(task)
 
-    for rank in range(first_link):
-        try_start(rank, 0.0)
+    if link_orders is None:
+        for task in range(len(graph.ops), graph.num_tasks):
+            if not waiting[task]:
+                queues[resource[task]].append(task)
+    for number in range(len(queues)):
+        try_start(number, 0.0)
     while completions:
         now, _, task = heappop(completions)
         for successor in graph.successors[task]:

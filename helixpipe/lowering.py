@@ -37,7 +37,8 @@ class Action(str, Enum):
     RECV = "RECV"
     """Post the receive of a message: take a buffer and start listening."""
     WAIT = "WAIT"
-    """Wait until a received message is there."""
+    """Wait until a received message is there. No op needs the gradients of shipped weights: they are taken in before
+    the first op that starts, on paper, after they have come, or at the end."""
     RUN = "RUN"
     """Run an op."""
     SEND = "SEND"
@@ -118,25 +119,37 @@ def _project(graph: Graph, times: Times) -> list[list[Instruction]]:
     streams: list[list[Instruction]] = [[] for _ in graph.rank_tasks]
     waits: dict[Op, list[Instruction]] = {}
     unsent: dict[Op, int] = {}
+    returned: list[list[tuple[float, Instruction]]] = [[] for _ in streams]  # gradients: arrival on paper, WAIT
     for message in graph.messages:
-        waits.setdefault(message.consumer, []).append(Instruction(Action.WAIT, None, message))
-        unsent[message.producer] = unsent.get(message.producer, 0) + 1
+        if message.kind != "weight_gradients":
+            waits.setdefault(message.consumer, []).append(Instruction(Action.WAIT, None, message))
+        if not message.ships:
+            unsent[message.producer] = unsent.get(message.producer, 0) + 1
     for task in times.order:
         if graph.is_message(task):
             message = graph.message(task)
             producer = message.producer
             streams[message.source].append(Instruction(Action.SEND, None, message))
             streams[message.target].append(Instruction(Action.RECV, None, message))
+            if message.kind == "weight_gradients":
+                returned[message.target].append((times.end[task], Instruction(Action.WAIT, None, message)))
+            if message.ships:
+                continue
             unsent[producer] -= 1
             if producer.kind == "F" and unsent[producer] == 0:
                 streams[message.source].append(Instruction(Action.FREE, producer))
         else:
             op = graph.ops[task]
             stream = streams[graph.ranks[task]]
+            arrivals = returned[graph.ranks[task]]
+            stream.extend(wait for end, wait in arrivals if end <= times.start[task])
+            arrivals[:] = [arrival for arrival in arrivals if arrival[0] > times.start[task]]
             stream.extend(waits.get(op, ()))
             stream.append(Instruction(Action.RUN, op))
             if op.kind in "BW":
                 stream.append(Instruction(Action.FREE, op))
+    for stream, arrivals in zip(streams, returned, strict=True):
+        stream.extend(wait for _, wait in arrivals)
     return streams
 
 

@@ -17,7 +17,8 @@ KINDS = ("weights", "gradients", "optimizer", "activations", "messages", "worksp
 class RankMemory:
     """Bytes on each GPU of one pipeline rank at the moment of its peak.
 
-    activations: what units keep for their backward. messages: received and not yet used, or made and not yet sent.
+    weights, gradients: with the copies of shipped stages. activations: what units keep for their backward. messages:
+    received and not yet used, or made and not yet sent.
     workspace: an estimate of what the op running then needs beside.
     """
 
@@ -39,10 +40,10 @@ def rank_memory(lowered: LoweredProgram, costs: ModelCosts, rank: int) -> RankMe
     parameters = costs.bytes.parameters(program.pieces_of_rank(rank))
     training = not program.forward_only
     share = costs.data_parallel if costs.distributed_optimizer else 1
-    activations, messages, workspace = _Walk(lowered, costs, rank).peak()
+    activations, messages, workspace, weights, gradients = _Walk(lowered, costs, rank).peak()
     return RankMemory(
-        weights=parameters * costs.layout.element_bytes,
-        gradients=parameters * GRADIENT_BYTES * training,
+        weights=parameters * costs.layout.element_bytes + weights,
+        gradients=parameters * GRADIENT_BYTES * training + gradients,
         optimizer=parameters * MASTER_AND_MOMENTS / share * training,
         activations=activations,
         messages=messages,
@@ -60,6 +61,8 @@ class _Walk:
         self.outgoing: dict[Op, float] = {}  # bytes an op makes for other ranks
         self.incoming: dict[Op, float] = {}
         for message in lowered.messages:
+            if message.ships:
+                continue
             table, op, end = self.outgoing, message.producer, message.source
             if message.target == rank:
                 table, op, end = self.incoming, message.consumer, message.target
@@ -67,25 +70,26 @@ class _Walk:
                 table[op] = table.get(op, 0.0) + costs.message_bytes(self.program, message)
         self.workspaces: dict[tuple[int, int], float] = {}
 
-    def peak(self) -> tuple[float, float, float]:
-        """Activations, messages and workspace when their sum is largest."""
+    def peak(self) -> tuple[float, ...]:
+        """Activations, messages, workspace, copies of weights and of their gradients when their sum is largest."""
         walk, messages = self.walk, 0.0
-        peak = (0.0, 0.0, 0.0)
+        peak: tuple[float, ...] = (0.0,) * 5
         for action, op, message in self.stream:
             if message is not None:
                 if action is Action.RECV:
                     messages += self.costs.message_bytes(self.program, message)
-                elif action is Action.SEND:
+                elif action is (Action.WAIT if message.ships else Action.SEND):  # a copy that is there counts apart
                     messages -= self.costs.message_bytes(self.program, message)
             elif op is not None and action is Action.RUN:
                 during = walk.run(op)
                 if op.kind == "F":  # what it received is now its own input
                     messages -= self.incoming.get(op, 0.0)
-                peak = max(peak, (during, messages, self._workspace(op)), key=sum)
+                copies = walk.copied_weights, walk.copied_gradients
+                peak = max(peak, (during, messages, self._workspace(op), *copies), key=sum)
                 if op.kind != "F":
                     messages -= self.incoming.get(op, 0.0)
                 messages += self.outgoing.get(op, 0.0)
-                peak = max(peak, (walk.now, messages, 0.0), key=sum)
+                peak = max(peak, (walk.now, messages, 0.0, *copies), key=sum)
             elif op is not None and op.kind in "BW":
                 walk.free(op)
         return peak

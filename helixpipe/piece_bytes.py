@@ -141,7 +141,7 @@ class PieceBytes:
             "mlp": tokens * (2 * model.hidden + (first + 1) * model.ffn / self.tp) * element,
             "head": tokens * self.vocab * (4 + 2 * element),
         }
-        return max(bytes_of[piece.kind] for piece in pieces)
+        return max((bytes_of[piece.kind] for piece in pieces), default=0.0)
 
     def parameters(self, pieces: Sequence[Piece]) -> int:
         """Weights of the pieces; a tied head beside the embedding has none of its own but its norm."""

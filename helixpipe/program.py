@@ -79,6 +79,8 @@ class Stage:
     """A contiguous run of pieces run as one operation, and how its weights are placed.
 
     `placement`: `resident` (all its units on one rank), `shipped`, `replicated` or `ring` (see docs/architecture.md).
+    `owner`: of a shipped stage, the rank that holds its weights; every other rank that runs units of it gets a copy of
+    them in each step and returns their gradients.
     `recompute`: runs of its pieces, in order, each recomputed from its inputs: by the unit's R op, or where the
     program has none, run by run, in the unit's B or I as it comes to them.
     """
@@ -86,6 +88,7 @@ class Stage:
     pieces: tuple[Piece, ...]
     placement: str = "resident"
     recompute: tuple[tuple[Piece, ...], ...] = ()
+    owner: int | None = None
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -137,9 +140,19 @@ class Program:
         return 1 + max((piece.layer for stage in self.stages for piece in stage.pieces), default=-1)
 
     def pieces_of_rank(self, rank: int) -> tuple[Piece, ...]:
-        """The pieces, in model order, that this rank runs and whose weights it therefore holds."""
-        stages = sorted({op.stage for op in self.ranks[rank]})
-        return tuple(piece for stage in stages for piece in self.stages[stage].pieces)
+        """The pieces, in model order, whose weights this rank holds: what it runs, but for copies of shipped stages."""
+        run = {op.stage for op in self.ranks[rank]}
+        return tuple(
+            piece
+            for index, stage in enumerate(self.stages)
+            if (index in run if stage.owner is None else stage.owner == rank)
+            for piece in stage.pieces
+        )
+
+    def copied_stages(self, rank: int) -> tuple[int, ...]:
+        """The shipped stages that this rank runs units of and does not own."""
+        run = sorted({op.stage for op in self.ranks[rank]})
+        return tuple(stage for stage in run if self.stages[stage].owner not in (None, rank))
 
 
 def model_pieces(num_layers: int) -> tuple[Piece, ...]:

@@ -137,10 +137,11 @@ def place_early(program: Program, costs: Costs, limit: float | None = None) -> P
 
 
 def peak_memory(program: Program, costs: Costs, rank: int) -> float:
-    """What a rank keeps at most, in the costs' unit: weights, gradients, optimizer and stash, without messages."""
+    """What a rank keeps at most, in the costs' unit: weights, gradients, copies of shipped ones, optimizer and stash,
+    without messages."""
     walk, peak = StashWalk(program, costs, rank), 0.0
     for op in program.ranks[rank]:
-        peak = max(peak, walk.run(op), walk.now)
+        peak = max(peak, max(walk.run(op), walk.now) + walk.copied_weights + walk.copied_gradients)
         if op.kind in "BW":
             walk.free(op)
     return peak + costs.static_memory(program.pieces_of_rank(rank))

@@ -173,7 +173,14 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         lines = []
         for name, *cells in rows:
             lines.append(name)
-            lines += [f"  {header}: {cell}" for header, cell in zip(headers[1:], cells, strict=True) if cell]
+            for header, cell in zip(headers[1:], cells, strict=True):
+                lines += textwrap.wrap(
+                    f"  {header}: {cell}" if cell else "",
+                    console.width,
+                    subsequent_indent="    ",
+                    break_long_words=False,
+                    break_on_hyphens=False,
+                )
         return "\n".join(lines)
     ruled = Table(*headers)
     for row in rows:

@@ -147,7 +147,7 @@ def chrome_trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
             events.append({"ph": "X", "name": str(event.op), "cat": kind, **where, "dur": duration, "args": args})
         for message in timeline.messages:
             producer, consumer = by_op.get(message.producer), by_op.get(message.consumer)
-            if producer is None or consumer is None:
+            if producer is None or consumer is None or producer is consumer:  # weights come from no op
                 continue
             flow = {"name": message.kind, "cat": "message", "id": flows, "pid": pid}
             flows += 1

@@ -61,6 +61,7 @@ def _check_stages(program: Program) -> None:
             raise ProgramError(
                 f"stage {index} has unknown placement {stage.placement!r}; known are {', '.join(PLACEMENTS)}."
             )
+        _check_owner(index, stage, program.num_ranks)
     for name, size in (("microbatches", program.num_microbatches), ("chunks", program.num_chunks)):
         if size < 1:
             raise ProgramError(f"the number of {name} must be at least 1, not {size}.")
@@ -68,6 +69,14 @@ def _check_stages(program: Program) -> None:
         len(program.chunk_lengths) != program.num_chunks or min(program.chunk_lengths) < 1
     ):
         raise ProgramError(f"chunk lengths {program.chunk_lengths} do not fit {program.num_chunks} chunks.")
+
+
+def _check_owner(index: int, stage: Stage, num_ranks: int) -> None:
+    if stage.placement != "shipped":
+        if stage.owner is not None:
+            raise ProgramError(f"stage {index} is {stage.placement}, and only a shipped stage has an owner.")
+    elif stage.owner is None or not 0 <= stage.owner < num_ranks:
+        raise ProgramError(f"stage {index} is shipped, so it needs an owner among ranks 0 to {num_ranks - 1}.")
 
 
 def _check_recompute(index: int, stage: Stage) -> None:

@@ -13,6 +13,7 @@ from helixpipe.recompute import recomputed
 from schedules.adapipe import adapipe
 from schedules.base import NoOptions, Schedule, Shape
 from schedules.gpipe import gpipe, no_pipeline
+from schedules.helix import HelixOptions, helix
 from schedules.one_f_one_b import interleaved, one_f_one_b
 from schedules.seq1f1b import seq1f1b, seq1f1b_interleaved, seq1f1b_zero_bubble, terapipe
 from schedules.zero_bubble import ZeroBubbleOptions, zb1p, zb2p, zb_interleaved, zbv
@@ -65,6 +66,14 @@ _REGISTRY = (
         memory="(p-1+k)/k",
         options=ZeroBubbleOptions,
         chunks=True,
+    ),
+    Schedule(
+        "helix",
+        helix,
+        "Zhang et al., HelixPipe, 2025",
+        bubble="3(p-1)(F-A)p/L",
+        memory="m, or 5m/16 recomputed",
+        options=HelixOptions,
     ),
 )
 

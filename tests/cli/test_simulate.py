@@ -52,8 +52,10 @@ def test_figures(
 
 
 def test_defaults_are_comparable(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without flags every schedule of several ranks gets the same model, the issue's example."""
-    results = [simulate(capsys, name) for name in SCHEDULES if name != "none"]
+    """Without flags every schedule of several ranks gets the same model, the issue's example. helix recomputes."""
+    assert simulate(capsys, "helix")["ideal"] == 288 + 8 * 8 * 3 / 4
+    flags = {"helix": ["--no-helix-recompute"]}
+    results = [simulate(capsys, name, *flags.get(name, ())) for name in SCHEDULES if name != "none"]
     assert {(r["ranks"], r["microbatches"], r["layers"], r["ideal"]) for r in results} == {(4, 8, 8, 288)}
     assert simulate(capsys, "none")["ranks"] == 1
 

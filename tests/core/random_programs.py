@@ -33,6 +33,9 @@ def random_program(rng: Random) -> Program:
         Stage(pieces[a:b], rng.choice(("resident", rng.choice(PLACEMENTS))), random_runs(pieces[a:b], recompute, rng))
         for a, b in pairwise(cuts)
     )
+    stages = tuple(
+        replace(stage, owner=rng.randrange(num_ranks)) if stage.placement == "shipped" else stage for stage in stages
+    )
     ops: dict[Op, int] = {}
     homes: dict[tuple[int, ...], int] = {}
     for unit in every_unit(stages, num_microbatches, num_chunks):

@@ -72,10 +72,12 @@ class Machine:
             self.waited[rank].add(message)
         elif action is Action.FREE:
             assert op in self.ran[rank]
-            assert all(m in self.sent for m in self.lowered.messages if m.producer == op) or op.kind != "F"
+            made = [m for m in self.lowered.messages if m.producer == op and not m.ships]
+            assert all(m in self.sent for m in made) or op.kind != "F"
         else:
             if action is Action.SEND:
-                assert message.source == rank and message.producer in self.ran[rank] and message not in self.sent
+                assert message.source == rank and message not in self.sent
+                assert message.producer in self.ran[rank] or message.kind == "weights"
                 self.sent.add(message)
             self.queue(rank, message, action).append((action, message))
         return True
@@ -85,6 +87,11 @@ class Machine:
         assert op == self.lowered.program.ranks[rank][len(self.ran[rank])]
         arrived = {m.producer for m in self.waited[rank] if m.consumer == op}
         assert needs(self.lowered.program, op, self.present) <= arrived.union(self.ran[rank])
+        if self.lowered.program.stages[op.stage].owner not in (None, rank):
+            copies = [m.consumer.stage for m in self.waited[rank] if m.kind == "weights"]
+            assert copies.count(op.stage) == 1
+            returned = [m for m in self.sent if (m.kind, m.source) == ("weight_gradients", rank)]
+            assert op.stage not in [m.producer.stage for m in returned]
 
     def transfer(self, link: tuple[int, int]) -> bool:
         source, target = link

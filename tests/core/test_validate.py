@@ -49,7 +49,8 @@ def sentence(rows: Sequence[str], stages: tuple[Stage, ...] | None = None, **fie
 
 
 def placed(placement: str, num_stages: int = 2) -> tuple[Stage, ...]:
-    return tuple(replace(stage, placement=placement) for stage in even_stages(num_stages, num_stages))
+    owner = 0 if placement == "shipped" else None
+    return tuple(replace(stage, placement=placement, owner=owner) for stage in even_stages(num_stages, num_stages))
 
 
 VALID = [
@@ -201,6 +202,18 @@ CHANGES: list[tuple[Callable[[Program], Program], str]] = [
     (
         lambda p: replace(p, stages=(replace(p.stages[0], placement="nowhere"), p.stages[1])),
         "stage 0 has unknown placement 'nowhere'; known are resident, shipped, replicated, ring.",
+    ),
+    (
+        lambda p: replace(p, stages=(p.stages[0], replace(p.stages[1], placement="shipped"))),
+        "stage 1 is shipped, so it needs an owner among ranks 0 to 1.",
+    ),
+    (
+        lambda p: replace(p, stages=(replace(p.stages[0], placement="shipped", owner=2), p.stages[1])),
+        "stage 0 is shipped, so it needs an owner among ranks 0 to 1.",
+    ),
+    (
+        lambda p: replace(p, stages=(replace(p.stages[0], owner=0), p.stages[1])),
+        "stage 0 is resident, and only a shipped stage has an owner.",
     ),
 ]
 

@@ -22,6 +22,7 @@ from helixpipe.recompute import RecomputeOptions, place_early
 from helixpipe.runtime.executor import Executor, Step
 from helixpipe.runtime.transport import Transport, make_transport
 from schedules import Shape, build
+from schedules.helix import HelixOptions
 from tests.model.common import (
     BATCH,
     SEQUENCE,
@@ -60,6 +61,8 @@ class Case:
     """Cut the model over two ranks inside layer 2, after the piece of this kind."""
     memory_limit: float | None = None
     """In microbatch-layers, for schedules that choose by it what to recompute."""
+    folds: int = 0
+    """Of helix: microbatches of a slot."""
 
     def __str__(self) -> str:
         marks = (
@@ -69,6 +72,7 @@ class Case:
             + ["split"] * self.split
             + _recompute_marks(self.recompute)
             + [f"cut-after-{self.cut_after}"] * bool(self.cut_after)
+            + [f"folds{self.folds}-L{self.layers}"] * bool(self.folds)
             + ["chunks-" + "-".join(map(str, self.lengths))] * bool(self.lengths)
             + [f"L{self.layers}-limit-{self.memory_limit}"] * (self.memory_limit is not None)
         )
@@ -78,7 +82,8 @@ class Case:
         costs = PieceTimes(parse_piece_times("qkv=1,attn=3,mlp=2")) if self.memory_limit is not None else None
         chunks, lengths = max(len(self.lengths), 1), self.lengths or None
         shape = Shape(self.pp, self.m, self.layers, chunks, self.v, lengths, costs, memory_limit=self.memory_limit)
-        program = build(self.schedule, shape)
+        options = HelixOptions(self.folds, helix_recompute=False) if self.schedule == "helix" else None
+        program = build(self.schedule, shape, options)
         if self.cut_after:
             chain = model_pieces(self.layers)
             cut = chain.index(Piece(self.cut_after, 2)) + 1

@@ -151,6 +151,35 @@ GROUPS = {
         Case("adapipe", 2, 6, "llama", tp=2, sequence_parallel=True, layers=5, memory_limit=1.5),
         Case("adapipe", 4, 6, "llama", layers=7, memory_limit=1.5, dropout=0.2),
     ],
+    "helix": [
+        Case(
+            "helix",
+            pp,
+            pp * folds * loops,
+            style,
+            tp=tp,
+            tied=style == "gpt",
+            sequence_parallel=tp > 1,
+            layers=pp * rounds,
+            folds=folds,
+            recompute=options,
+        )
+        for (pp, tp, rounds), (folds, loops), (style, options) in product(
+            ((4, 1, 1), (4, 1, 2), (2, 1, 1), (2, 2, 2)),
+            ((1, 1), (1, 2), (2, 1), (2, 2)),
+            (
+                ("gpt", RecomputeOptions()),
+                ("llama", RecomputeOptions("without-attention")),
+                ("gpt", RecomputeOptions("without-attention", recompute_early=False)),
+            ),
+        )
+        if rounds == 1 or loops != folds
+    ]
+    + [
+        Case("helix", 1, 2, "llama", layers=2, folds=2),
+        Case("helix", 4, 8, "llama", layers=4, folds=2, dropout=0.2, recompute=RecomputeOptions("without-attention")),
+        Case("helix", 2, 3 * 2, "llama", layers=2, folds=3, split=True),
+    ],
     "dropout": [
         Case(schedule, pp, 4, "llama", v=v, dropout=0.2)
         for pp in (2, 4)

@@ -1,0 +1,111 @@
+"""HelixPipe: the attention of one layer for different microbatches runs on different ranks at the same time.
+
+Geng Zhang, Shenggan Cheng, Xuanlei Zhao, Ziming Liu, Yang You, "HelixPipe: Efficient Distributed Training of Long
+Sequence Transformers with Attention Parallel Pipeline Parallelism" (2025). Core attention has no weights, so only what
+lies between two layers' attention, the combined stage, is tied to a rank: that after layer l-1 and before layer l is on
+rank l mod p. Microbatches run in loops of p slots, a slot holds f of them (the folds), and the attention of layer l
+runs on rank (l + slot + 1) mod p: that of the last slot where its QKV was, that of the first where its output
+projection will be. The bubble holds combined stages alone, however long the sequence. What is shipped to run beside
+attention, weights and all, leaves the combined stage and with it the bubble.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import groupby
+from types import MappingProxyType
+from typing import Literal
+
+from helixpipe.errors import ScheduleError
+from helixpipe.flags import option
+from helixpipe.program import Op, Program, Stage, even_stages, model_pieces
+from helixpipe.recompute import RecomputeOptions
+from schedules.base import Shape, require_multiple
+
+SHIPPED = MappingProxyType(
+    {
+        "none": frozenset({"attn"}),
+        "qkv": frozenset({"qkv", "attn"}),
+        "attention": frozenset({"norm", "qkv", "attn", "proj"}),
+    }
+)
+"""What runs where a layer's attention does, for each value of `--helix-ship`."""
+
+
+@dataclass(frozen=True)
+class HelixOptions:
+    """Options of `helix`."""
+
+    helix_folds: int = option(2, "Microbatches a slot holds: messages of one travel while another computes.")
+    helix_ship: Literal["none", "qkv", "attention"] = option(
+        "none",
+        "Weights that travel with attention, so that less waits in the combined stage: none; qkv (the paper's); "
+        "attention, which is norm, QKV and output projection.",
+    )
+    helix_recompute: bool = option(
+        True, "Recompute all but attention, unless --recompute-granularity says what to recompute."
+    )
+
+
+def helix(shape: Shape, options: HelixOptions) -> Program:
+    """All forwards, then all backwards in exactly the reverse order (Zhang et al., HelixPipe, 2025).
+
+    With t_c the forward of a combined stage and backwards twice that, the bubble is 3(p-1)t_c with f = 1, and 4(p-1)t_c
+    when all but attention is recomputed inside the backward; at most twice that with f = 2. Every rank keeps the
+    activations of all m microbatches of L/p layers, and copies of all shipped weights. Needs L to be a multiple of p,
+    and m of pf.
+    """
+    p, folds = shape.ranks, options.helix_folds
+    if folds < 1:
+        raise ScheduleError(f"--helix-folds must be at least 1, not {folds}.")
+    even_stages(shape.layers, p)  # refuses layers that the ranks cannot share evenly
+    require_multiple("helix", shape.microbatches, p * folds, "the pipeline size times --helix-folds,")
+    stages = _stages(shape, SHIPPED[options.helix_ship])
+    if shape.recompute.granularity is None and options.helix_recompute:
+        stages = RecomputeOptions("without-attention").stages(stages)
+    ranks = tuple(_with_backwards(forwards, len(stages) - 1) for forwards in _forwards(shape, folds))
+    return Program("helix", stages, ranks, shape.microbatches)
+
+
+def _stages(shape: Shape, kinds: frozenset[str]) -> tuple[Stage, ...]:
+    """Combined stages at the even places, attention with its neighbours of these kinds at the odd ones, and the head.
+
+    Where attention has neighbours, the rank of the combined stage before it owns and ships their weights.
+    """
+    *chain, head = model_pieces(shape.layers)
+    runs = [tuple(run) for _, run in groupby(chain, key=lambda piece: piece.kind in kinds)]
+    stages = [Stage(run) for run in (*runs, (head,))]
+    if shape.ranks > 1 and kinds != SHIPPED["none"]:
+        for layer in range(shape.layers):
+            stage = 2 * layer + 1
+            stages[stage] = replace(stages[stage], placement="shipped", owner=layer % shape.ranks)
+    return tuple(stages)
+
+
+def _forwards(shape: Shape, folds: int) -> list[list[Op]]:
+    """The forwards of each rank, without the head's.
+
+    Layer by layer, first the combined stage of all slots, then attention. A loop's last combined stage and the next
+    loop's first share rank 0 and take turns, so that loops follow each other without a gap.
+    """
+    p, layers = shape.ranks, shape.layers
+    placed: list[list[tuple[tuple[int, ...], Op]]] = [[] for _ in range(p)]
+    for microbatch in range(shape.microbatches):
+        loop, slot, fold = microbatch // (p * folds), microbatch // folds % p, microbatch % folds
+        for stage in range(2 * layers + 1):
+            layer, is_attention = divmod(stage, 2)
+            rank = (layer + slot + 1) % p if is_attention else layer % p
+            place = (loop * layers + layer, is_attention, slot, fold, int(layer < layers))
+            placed[rank].append((place, Op("F", stage, microbatch)))
+    return [[op for _, op in sorted(ops)] for ops in placed]
+
+
+def _with_backwards(forwards: list[Op], head: int) -> tuple[Op, ...]:
+    """And their backwards in reverse. The head, stage number `head`, goes forward and backward right before the
+    backward of the last combined stage, so that one microbatch's logits are alive at a time."""
+    order = list(forwards)
+    for op in reversed(forwards):
+        if op.stage == head - 1:
+            order += [Op(kind, head, op.microbatch) for kind in "FB"]
+        order.append(op._replace(kind="B"))
+    return tuple(order)
