@@ -1,0 +1,306 @@
+"""A plain megatron-core training loop, and what the ranks of test_drop_in.py run with it: its own function, then ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from helixpipe.runtime.device import prepare, redirect
+
+prepare()  # before megatron-core is imported, whose notices it silences
+
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func as get_cores
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+
+from helixpipe.megatron import get_forward_backward_func
+
+VOCABULARY, SEQUENCE, BATCH, STEPS = 48, 12, 2, 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run. v: chunks a rank; in_a_v: placed as zbv does; None as schedule: megatron-core's own."""
+
+    schedule: str | None
+    pp: int
+    m: int
+    tp: int = 1
+    v: int = 1
+    in_a_v: bool = False
+    tied: bool = False
+    llama: bool = False
+    sequence_parallel: bool = False
+    per_token: bool = False
+    bf16: bool = False
+    overlap: bool = False
+    distributed_optimizer: bool = False
+    recompute: bool = False
+    deallocate: bool = True
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def layers(self) -> int:
+        return self.pp * 2
+
+    def __str__(self) -> str:
+        marks = [name for name, value in vars(self).items() if value is True]
+        return "-".join([str(self.schedule), f"p{self.pp}", f"tp{self.tp}", f"v{self.v}", f"m{self.m}", *marks])
+
+    def by_core(self) -> Case:
+        """The run to compare with: megatron-core's own function, which knows no chunks in a V."""
+        return replace(self, schedule=None, v=1 if self.in_a_v else self.v, in_a_v=False, options=())
+
+
+@dataclass
+class Trained:
+    """losses: what each step returned on the last rank. gradients: of each step, by global name, of all pipeline
+    ranks. weights: of the end. validation: losses, and the outputs collected as non-loss data."""
+
+    losses: list[list[float]]
+    gradients: list[dict[str, Tensor]]
+    weights: dict[str, Tensor]
+    validation: tuple[list[float], list[Tensor]]
+
+
+# ------------------------------------------------------------------------------------------------- the user's own loop
+
+
+def start(tp: int, pp: int) -> None:
+    torch.distributed.barrier()
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(tp, pp, create_gloo_process_groups=False)
+    model_parallel_cuda_manual_seed(1)
+
+
+def make_config(case: Case) -> TransformerConfig:
+    style: dict[str, Any] = {}
+    if case.llama:
+        style = {
+            "normalization": "RMSNorm",
+            "gated_linear_unit": True,
+            "activation_func": torch.nn.functional.silu,
+            "add_bias_linear": False,
+            "num_query_groups": 2,
+            "ffn_hidden_size": 40,
+        }
+    if case.recompute:
+        style |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    dtype = torch.bfloat16 if case.bf16 else torch.float32
+    return TransformerConfig(
+        num_layers=case.layers,
+        hidden_size=32,
+        num_attention_heads=4,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=case.tp,
+        pipeline_model_parallel_size=case.pp,
+        virtual_pipeline_model_parallel_size=case.v if case.v > 1 else None,
+        sequence_parallel=case.sequence_parallel,
+        calculate_per_token_loss=case.per_token,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=case.bf16,
+        deallocate_pipeline_outputs=case.deallocate,
+        use_cpu_initialization=True,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        cuda_graph_scope=None,
+        **style,
+    )
+
+
+def stages_here(case: Case) -> list[int]:
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    return [rank, 2 * case.pp - 1 - rank] if case.in_a_v else [rank + case.pp * index for index in range(case.v)]
+
+
+def make_model(case: Case, config: TransformerConfig) -> list[Any]:
+    chunks = []
+    last = case.pp * case.v - 1
+    spec = get_gpt_layer_local_spec(normalization=config.normalization)
+    for index, stage in enumerate(stages_here(case)):
+        chunk: torch.nn.Module = GPTModel(
+            config,
+            spec,
+            VOCABULARY,
+            SEQUENCE,
+            pre_process=stage == 0,
+            post_process=stage == last,
+            share_embeddings_and_output_weights=case.tied,
+            position_embedding_type="rope" if case.llama else "learned_absolute",
+            vp_stage=index if case.v > 1 else None,
+        )
+        draw_weights(chunk, stage * case.layers // (last + 1))
+        if case.bf16:
+            chunk = Float16Module(config, chunk)
+        ddp = DistributedDataParallelConfig(
+            overlap_grad_reduce=case.overlap,
+            use_distributed_optimizer=case.distributed_optimizer,
+            grad_reduce_in_fp32=True,
+        )
+        chunks.append(DistributedDataParallel(config, ddp, chunk))
+    if case.overlap:
+        config.no_sync_func = [chunk.no_sync for chunk in chunks] if case.v > 1 else chunks[0].no_sync
+    return chunks
+
+
+def forward_step(iterator: Iterator[Any], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+    tokens, labels, mask = next(iterator)
+    positions = torch.arange(SEQUENCE).expand(BATCH, -1)
+    attention_mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
+    return model(tokens, positions, attention_mask, labels=labels), partial(loss_func, model.config, mask)
+
+
+def loss_func(config: TransformerConfig, mask: Tensor, losses: Tensor, non_loss_data: bool = False) -> Any:
+    if non_loss_data:
+        return losses.detach().clone()
+    total = torch.sum(losses.float() * mask)
+    if config.calculate_per_token_loss:
+        return total, mask.sum().int(), {"lm loss": total.detach().clone()}
+    loss = total / mask.sum()
+    return loss, {"lm loss": loss.detach().clone()}
+
+
+def train(case: Case, function: Any) -> Trained:
+    """Some steps and a validation."""
+    config = make_config(case)
+    model = make_model(case, config)
+    settings = OptimizerConfig(
+        optimizer="adam", lr=1e-2, bf16=case.bf16, use_distributed_optimizer=case.distributed_optimizer
+    )
+    optimizer = get_megatron_optimizer(settings, model, use_gloo_process_groups=False)
+    config.grad_scale_func = lambda loss: optimizer.scale_loss(loss) * 3.0
+    config.finalize_model_grads_func = finalize_model_grads
+
+    def call(step: int, **arguments: Any) -> list[Any]:
+        iterators = [iter(batches(case.m, step)) for _ in model]
+        with redirect():  # megatron-core's function asks for the device "cuda"
+            found: list[Any] = function(
+                forward_step_func=forward_step,
+                data_iterator=iterators if case.v > 1 else iterators[0],
+                model=model if case.v > 1 else model[0],
+                num_microbatches=case.m,
+                seq_length=SEQUENCE,
+                micro_batch_size=BATCH,
+                **arguments,
+            )
+        assert all(next(iterator, None) is None for iterator in iterators)
+        return found
+
+    losses, gradients = [], []
+    for step in range(STEPS):
+        for chunk in model:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        losses.append([each["lm loss"].item() for each in call(step)])
+        gradients.append(gather(case, model, lambda parameter: parameter.main_grad))
+        optimizer.step()
+    weights = gather(case, model, lambda parameter: parameter.detach())
+    with torch.no_grad():
+        evaluated = [each["lm loss"].item() for each in call(STEPS, forward_only=True)]
+        collected = call(STEPS, forward_only=True, collect_non_loss_data=True)
+    return Trained(losses, gradients, weights, (evaluated, collected))
+
+
+# ------------------------------------------------------------------------------------------------------ for comparing
+
+
+def draw_weights(chunk: torch.nn.Module, offset: int) -> None:
+    """Weights by their global names, so that they do not depend on the placement; copies and replicas alike."""
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    for name, parameter in chunk.named_parameters():
+        key = global_name(name, offset)
+        if key == "output_layer.weight" and getattr(parameter, "shared_embedding", False):
+            key = "embedding.word_embeddings.weight"
+        split = getattr(parameter, "tensor_model_parallel", False)
+        generator = torch.Generator().manual_seed(sum(key.encode()) * 100 + len(key) + (tp_rank + 1) * split)
+        values = torch.randn(parameter.shape, generator=generator) * 0.1 + ("norm.weight" in key)
+        parameter.data.copy_(values)
+
+
+def global_name(name: str, offset: int) -> str:
+    parts = name.split(".")
+    if "layers" in parts:
+        at = parts.index("layers") + 1
+        parts[at] = str(int(parts[at]) + offset)
+    return ".".join(parts)
+
+
+def gather(case: Case, model: list[Any], value: Callable[[Any], Tensor]) -> dict[str, Tensor]:
+    """By global name, of the chunks of all pipeline ranks with this tensor-parallel rank."""
+    own: dict[str, Tensor] = {}
+    for stage, chunk in zip(stages_here(case), model, strict=True):
+        inner = chunk.module.module if case.bf16 else chunk.module
+        for name, parameter in inner.named_parameters():
+            own[global_name(name, stage * case.layers // (case.pp * case.v))] = value(parameter).clone()
+    group = parallel_state.get_pipeline_model_parallel_group()
+    parts: list[dict[str, Tensor]] = [{} for _ in range(case.pp)]
+    torch.distributed.all_gather_object(parts, own, group=group)
+    return {name: tensor for part in parts for name, tensor in part.items()}
+
+
+def batches(count: int, step: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(100 * step + parallel_state.get_data_parallel_rank())
+    return [
+        (
+            torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=generator),
+            torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=generator),
+            torch.randint(0, 2, (BATCH, SEQUENCE), generator=generator).float(),
+        )
+        for _ in range(count)
+    ]
+
+
+def compare(rank: int, world_size: int, cases: list[Case]) -> list[dict[str, Any]]:
+    """For each case, how far what our function gives is from what megatron-core's gives: the largest difference of
+    losses, gradients and weights relative to the largest value of the same tensor."""
+    results: dict[int, dict[str, Any]] = {}
+    for tp, pp in sorted({(case.tp, case.pp) for case in cases}):
+        start(tp, pp)
+        expected: dict[Case, Trained] = {}
+        for index, case in enumerate(cases):
+            if (case.tp, case.pp) != (tp, pp):
+                continue
+            own = case.by_core()
+            if own not in expected:
+                expected[own] = train(own, get_cores(pp_size=pp, vp_size=own.v if own.v > 1 else None))
+            function = get_forward_backward_func(schedule=case.schedule or "", **dict(case.options))
+            results[index] = difference(train(case, function), expected[own])
+            function.close()
+    return [results[index] for index in range(len(cases))]
+
+
+def difference(ours: Trained, theirs: Trained) -> dict[str, Any]:
+    last = parallel_state.is_pipeline_last_stage()
+    return {
+        "counts": [len(each) for each in theirs.losses] == [len(each) if last else 0 for each in ours.losses],
+        "losses": max(map(relative, map(torch.tensor, ours.losses), map(torch.tensor, theirs.losses))) if last else 0.0,
+        "gradients": max(map(worst, ours.gradients, theirs.gradients)),
+        "weights": worst(ours.weights, theirs.weights),
+        "validation": relative(torch.tensor(ours.validation[0]), torch.tensor(theirs.validation[0])) if last else 0.0,
+        "collected": max(map(relative, ours.validation[1], theirs.validation[1])) if last else 0.0,
+    }
+
+
+def worst(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[float, str]:
+    assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
+    assert all(theirs[name].abs().max() > 0 for name in theirs)
+    return max((relative(ours[name], theirs[name]), name) for name in theirs)
+
+
+def relative(ours: Tensor, theirs: Tensor) -> float:
+    assert ours.shape == theirs.shape and theirs.numel() > 0, (ours.shape, theirs.shape)
+    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
