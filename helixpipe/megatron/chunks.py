@@ -77,6 +77,8 @@ class Chunks:
         call.num_tokens += num_tokens
         if is_last_stage:
             return (torch.zeros(()) if call.forward_only else self._objective(output),)
+        # Float16Module makes what leaves the last chunk of the last rank float32, which may be hidden states here.
+        output = output.to(self.payload_dtype)
         if call.forward_only:
             return (output,)
         if not self._config.deallocate_pipeline_outputs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol, cast
 
 import torch
@@ -44,7 +44,7 @@ class ForwardBackward:
     """
 
     def __init__(self, make_program: MakeProgram):
-        self._make_program = make_program
+        self.program = make_program
         self._group: dist.ProcessGroup | None = None
         self._transport: Transport | None = None
         self._chunks: Chunks | None = None
@@ -80,9 +80,8 @@ class ForwardBackward:
         chunks = model if isinstance(model, list) else [model]
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         if len(iterators) != len(chunks):
-            raise UserError(
-                f"model has {len(chunks)} chunks, but data_iterator is {len(iterators)}: give one for each."
-            )
+            have = f"{len(chunks)} chunk" + "s" * (len(chunks) > 1)
+            raise UserError(f"model has {have}, but data_iterator is a list of {len(iterators)}: give one for each.")
         if adjust_tensor_shapes_fn is not None:
             raise UserError(
                 "adjust_tensor_shapes_fn is not supported: every stage hands on hidden states of one shape."
@@ -154,7 +153,7 @@ class ForwardBackward:
             self.close()
         key = (num_microbatches, evaluation)
         if key not in self._executors:
-            program = self._make_program(group.size(), num_microbatches, len(chunks))
+            program = self.program(group.size(), num_microbatches, len(chunks))
             check_config(config)
             check_program(program, group.size(), num_microbatches)
             check_chunks(program, group.rank(), chunks)
@@ -198,7 +197,18 @@ def _without_reductions(stack: ExitStack, chunks: list[torch.nn.Module], config:
         if function is not None:
             stack.enter_context(function())
     for chunk in _overlapping(chunks):
-        stack.enter_context(chunk.no_sync())
+        stack.enter_context(_plain_hooks(chunk))
+
+
+@contextmanager
+def _plain_hooks(chunk: DistributedDataParallel) -> Iterator[None]:
+    """Let the hooks of an overlapping chunk only add gradients up, as without overlap: the others count the weights,
+    and fail on one whose gradient is put off."""
+    chunk.ddp_config.overlap_grad_reduce = False
+    try:
+        yield
+    finally:
+        chunk.ddp_config.overlap_grad_reduce = True
 
 
 def _start_reductions(chunks: list[torch.nn.Module], force_all_reduce: bool | None) -> None:

@@ -23,8 +23,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func as get_cor
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from helixpipe.megatron import get_forward_backward_func
+from helixpipe.model.layers import make_norm
 
 VOCABULARY, SEQUENCE, BATCH, STEPS = 48, 12, 2, 2
 
@@ -55,12 +57,26 @@ class Case:
         return self.pp * 2
 
     def __str__(self) -> str:
-        marks = [name for name, value in vars(self).items() if value is True]
+        marks = [name.replace("_", "-") for name, value in vars(self).items() if value is True]
         return "-".join([str(self.schedule), f"p{self.pp}", f"tp{self.tp}", f"v{self.v}", f"m{self.m}", *marks])
 
     def by_core(self) -> Case:
-        """The run to compare with: megatron-core's own function, which knows no chunks in a V."""
-        return replace(self, schedule=None, v=1 if self.in_a_v else self.v, in_a_v=False, options=())
+        """The run to compare with, by megatron-core's own function: with the same chunks where it can run them, else
+        with one a rank."""
+        return replace(
+            self,
+            schedule=None,
+            v=self.v if self.same_chunks else 1,
+            in_a_v=False,
+            options=(),
+            overlap=self.overlap and not self.distributed_optimizer,  # with it, force_all_reduce does nothing there
+        )
+
+    @property
+    def same_chunks(self) -> bool:
+        """Its interleaved schedule knows no V, needs m to be a multiple of p, and over two ranks mixes its messages up
+        (Megatron-LM refuses these two ranks)."""
+        return self.v == 1 or (not self.in_a_v and self.pp > 2 and self.m % self.pp == 0)
 
 
 @dataclass
@@ -127,14 +143,25 @@ def stages_here(case: Case) -> list[int]:
     return [rank, 2 * case.pp - 1 - rank] if case.in_a_v else [rank + case.pp * index for index in range(case.v)]
 
 
+class Norm:
+    """torch's, which megatron-core refuses with sequence parallelism."""
+
+    def __new__(cls, config: TransformerConfig, **unused: Any) -> Any:
+        return make_norm(config)
+
+
 def make_model(case: Case, config: TransformerConfig) -> list[Any]:
     chunks = []
     last = case.pp * case.v - 1
-    spec = get_gpt_layer_local_spec(normalization=config.normalization)
+    layer = get_gpt_layer_local_spec(normalization=config.normalization)
+    if config.sequence_parallel:
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+        count = config.num_layers // (case.pp * case.v)
+        layer = TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=Norm)
     for index, stage in enumerate(stages_here(case)):
         chunk: torch.nn.Module = GPTModel(
             config,
-            spec,
+            layer,
             VOCABULARY,
             SEQUENCE,
             pre_process=stage == 0,
@@ -174,16 +201,22 @@ def loss_func(config: TransformerConfig, mask: Tensor, losses: Tensor, non_loss_
     return loss, {"lm loss": loss.detach().clone()}
 
 
-def train(case: Case, function: Any) -> Trained:
-    """Some steps and a validation."""
+def set_up(case: Case) -> tuple[list[Any], Any]:
+    """The model's chunks on this rank and the optimizer, configured for a schedule."""
     config = make_config(case)
     model = make_model(case, config)
     settings = OptimizerConfig(
-        optimizer="adam", lr=1e-2, bf16=case.bf16, use_distributed_optimizer=case.distributed_optimizer
+        optimizer="adam", lr=1e-2, adam_eps=1e-2, bf16=case.bf16, use_distributed_optimizer=case.distributed_optimizer
     )
     optimizer = get_megatron_optimizer(settings, model, use_gloo_process_groups=False)
     config.grad_scale_func = lambda loss: optimizer.scale_loss(loss) * 3.0
     config.finalize_model_grads_func = finalize_model_grads
+    return model, optimizer
+
+
+def train(case: Case, function: Any) -> Trained:
+    """Some steps and a validation."""
+    model, optimizer = set_up(case)
 
     def call(step: int, **arguments: Any) -> list[Any]:
         iterators = [iter(batches(case.m, step)) for _ in model]
@@ -195,6 +228,7 @@ def train(case: Case, function: Any) -> Trained:
                 num_microbatches=case.m,
                 seq_length=SEQUENCE,
                 micro_batch_size=BATCH,
+                force_all_reduce=case.distributed_optimizer,  # gradients whole, not one shard a rank
                 **arguments,
             )
         assert all(next(iterator, None) is None for iterator in iterators)
@@ -262,6 +296,47 @@ def batches(count: int, step: int) -> list[tuple[Tensor, Tensor, Tensor]]:
         )
         for _ in range(count)
     ]
+
+
+def run_documented(rank: int, world_size: int, blocks: list[str]) -> list[dict[str, Any]]:
+    """The code blocks of docs/megatron_core.md, the first two in order, then the third and again the second."""
+    start(1, world_size)
+    results = []
+    for case, code in (
+        (Case("zb1p", world_size, 4), blocks[0] + blocks[1]),
+        (Case("zbv", world_size, 4, v=2, in_a_v=True), blocks[2] + blocks[1]),
+    ):
+        expected = train(case.by_core(), get_cores(pp_size=world_size, vp_size=None))
+        model, optimizer = set_up(case)
+        built = iter(model)
+        iterators = [iter(batches(case.m, 0)) for _ in model]
+        names: dict[str, Any] = {
+            "get_forward_backward_func": get_forward_backward_func,
+            "parallel_state": parallel_state,
+            "build_chunk": lambda pre_process, post_process, vp_stage: _built(next(built), pre_process, post_process),
+            "forward_step": forward_step,
+            "data_iterator": iterators if case.v > 1 else iterators[0],
+            "model": model,
+            "optimizer": optimizer,
+            "num_microbatches": case.m,
+            "seq_length": SEQUENCE,
+            "micro_batch_size": BATCH,
+        }
+        exec(code, names)
+        names["forward_backward_func"].close()
+        results.append(
+            {
+                "losses": [each["lm loss"].item() for each in names["losses"]],
+                "expected": expected.losses[0],
+                "gradients": worst(gather(case, model, lambda parameter: parameter.main_grad), expected.gradients[0]),
+            }
+        )
+    return results
+
+
+def _built(chunk: Any, pre_process: bool, post_process: bool) -> Any:
+    assert (chunk.module.pre_process, chunk.module.post_process) == (pre_process, post_process)
+    return chunk
 
 
 def compare(rank: int, world_size: int, cases: list[Case]) -> list[dict[str, Any]]:
