@@ -102,5 +102,5 @@ class Chunks:
 
 
 def _differentiable(output: Tensor) -> Tensor:
-    """The output itself, or, where all behind it is frozen, a tensor that backward can start from and end at."""
-    return output if output.requires_grad else output.detach().requires_grad_()
+    """The output itself, or, where all behind it is frozen, a view that backward can start from and end at."""
+    return output if output.requires_grad else output.detach().requires_grad_().view_as(output)

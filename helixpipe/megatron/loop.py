@@ -149,8 +149,11 @@ class ForwardBackward:
         evaluation: bool,
     ) -> Executor:
         """The executor for a step of this size, made when it is first asked for."""
-        if self._group is not group or self._chunks is None or not _same(self._chunks.chunks, chunks):
+        if self._group is not group:
             self.close()
+        elif self._chunks is not None and not _same(self._chunks.chunks, chunks):
+            self._chunks = None
+            self._executors.clear()
         key = (num_microbatches, evaluation)
         if key not in self._executors:
             program = self.program(group.size(), num_microbatches, len(chunks))
@@ -159,10 +162,10 @@ class ForwardBackward:
             check_chunks(program, group.rank(), chunks)
             check_deferral(program, chunks, config)
             own = tuple(program.stages[stage] for stage in stages_of(program, group.rank()))
-            if self._transport is None or self._chunks is None:
-                self._group, self._stages = group, own
-                self._transport = make_transport(group, device())
-                self._chunks = Chunks(list(chunks), config, own)
+            if self._transport is None:
+                self._group, self._transport = group, make_transport(group, device())
+            if self._chunks is None:
+                self._chunks, self._stages = Chunks(list(chunks), config, own), own
             elif own != self._stages:
                 raise ScheduleError(
                     f"schedule {program.schedule} places the model differently for {num_microbatches} microbatches "

@@ -1,4 +1,4 @@
-"""A plain megatron-core training loop, and what the ranks of test_drop_in.py run with it: its own function, then ours."""
+"""A plain megatron-core training loop, which test_drop_in.py runs under megatron-core's own function and under ours."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from helixpipe.megatron import get_forward_backward_func
+from helixpipe.megatron.checks import unwrapped
 from helixpipe.model.layers import make_norm
 
 VOCABULARY, SEQUENCE, BATCH, STEPS = 48, 12, 2, 2
@@ -50,6 +51,10 @@ class Case:
     distributed_optimizer: bool = False
     recompute: bool = False
     deallocate: bool = True
+    bare: bool = False
+    """Without DistributedDataParallel, which leaves reductions and the optimizer to others."""
+    frozen: bool = False
+    """Bare, and with weights that are not trained: all of the first stage's, some of the others'."""
     options: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -173,9 +178,16 @@ def make_model(case: Case, config: TransformerConfig) -> list[Any]:
         draw_weights(chunk, stage * case.layers // (last + 1))
         if case.bf16:
             chunk = Float16Module(config, chunk)
+        if case.frozen:
+            for name, parameter in chunk.named_parameters():
+                parameter.requires_grad = stage > 0 and "linear_fc1" not in name
+        if case.bare:
+            chunks.append(chunk)
+            continue
         ddp = DistributedDataParallelConfig(
             overlap_grad_reduce=case.overlap,
             use_distributed_optimizer=case.distributed_optimizer,
+            overlap_param_gather=case.overlap and case.distributed_optimizer,
             grad_reduce_in_fp32=True,
         )
         chunks.append(DistributedDataParallel(config, ddp, chunk))
@@ -205,8 +217,15 @@ def set_up(case: Case) -> tuple[list[Any], Any]:
     """The model's chunks on this rank and the optimizer, configured for a schedule."""
     config = make_config(case)
     model = make_model(case, config)
+    if case.bare:
+        return model, None
     settings = OptimizerConfig(
-        optimizer="adam", lr=1e-2, adam_eps=1e-2, bf16=case.bf16, use_distributed_optimizer=case.distributed_optimizer
+        optimizer="adam",
+        lr=1e-2,
+        adam_eps=1e-2,
+        bf16=case.bf16,
+        use_distributed_optimizer=case.distributed_optimizer,
+        overlap_param_gather=case.overlap and case.distributed_optimizer,
     )
     optimizer = get_megatron_optimizer(settings, model, use_gloo_process_groups=False)
     config.grad_scale_func = lambda loss: optimizer.scale_loss(loss) * 3.0
@@ -237,15 +256,16 @@ def train(case: Case, function: Any) -> Trained:
     losses, gradients = [], []
     for step in range(STEPS):
         for chunk in model:
-            chunk.zero_grad_buffer()
-        optimizer.zero_grad()
+            chunk.zero_grad() if case.bare else chunk.zero_grad_buffer()
         losses.append([each["lm loss"].item() for each in call(step)])
-        gradients.append(gather(case, model, lambda parameter: parameter.main_grad))
-        optimizer.step()
-    weights = gather(case, model, lambda parameter: parameter.detach())
+        gradients.append(gather(case, model, gradient_of))
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
     with torch.no_grad():
         evaluated = [each["lm loss"].item() for each in call(STEPS, forward_only=True)]
         collected = call(STEPS, forward_only=True, collect_non_loss_data=True)
+    weights = gather(case, model, lambda parameter: parameter.detach())
     return Trained(losses, gradients, weights, (evaluated, collected))
 
 
@@ -273,13 +293,20 @@ def global_name(name: str, offset: int) -> str:
     return ".".join(parts)
 
 
-def gather(case: Case, model: list[Any], value: Callable[[Any], Tensor]) -> dict[str, Tensor]:
-    """By global name, of the chunks of all pipeline ranks with this tensor-parallel rank."""
+def gradient_of(parameter: Any) -> Tensor | None:
+    assert parameter.requires_grad or parameter.grad is None
+    gradient: Tensor | None = getattr(parameter, "main_grad", parameter.grad)
+    return gradient
+
+
+def gather(case: Case, model: list[Any], value: Callable[[Any], Tensor | None]) -> dict[str, Tensor]:
+    """By global name, of the chunks of all pipeline ranks with this tensor-parallel rank; what is None is left out."""
     own: dict[str, Tensor] = {}
     for stage, chunk in zip(stages_here(case), model, strict=True):
-        inner = chunk.module.module if case.bf16 else chunk.module
-        for name, parameter in inner.named_parameters():
-            own[global_name(name, stage * case.layers // (case.pp * case.v))] = value(parameter).clone()
+        for name, parameter in unwrapped(chunk).named_parameters():
+            tensor = value(parameter)
+            if tensor is not None:
+                own[global_name(name, stage * case.layers // (case.pp * case.v))] = tensor.clone()
     group = parallel_state.get_pipeline_model_parallel_group()
     parts: list[dict[str, Tensor]] = [{} for _ in range(case.pp)]
     torch.distributed.all_gather_object(parts, own, group=group)
@@ -308,12 +335,11 @@ def run_documented(rank: int, world_size: int, blocks: list[str]) -> list[dict[s
     ):
         expected = train(case.by_core(), get_cores(pp_size=world_size, vp_size=None))
         model, optimizer = set_up(case)
-        built = iter(model)
         iterators = [iter(batches(case.m, 0)) for _ in model]
         names: dict[str, Any] = {
             "get_forward_backward_func": get_forward_backward_func,
             "parallel_state": parallel_state,
-            "build_chunk": lambda pre_process, post_process, vp_stage: _built(next(built), pre_process, post_process),
+            "build_chunk": partial(_built, model),
             "forward_step": forward_step,
             "data_iterator": iterators if case.v > 1 else iterators[0],
             "model": model,
@@ -328,13 +354,14 @@ def run_documented(rank: int, world_size: int, blocks: list[str]) -> list[dict[s
             {
                 "losses": [each["lm loss"].item() for each in names["losses"]],
                 "expected": expected.losses[0],
-                "gradients": worst(gather(case, model, lambda parameter: parameter.main_grad), expected.gradients[0]),
+                "gradients": worst(gather(case, model, gradient_of), expected.gradients[0]),
             }
         )
     return results
 
 
-def _built(chunk: Any, pre_process: bool, post_process: bool) -> Any:
+def _built(model: list[Any], pre_process: bool, post_process: bool, vp_stage: int) -> Any:
+    chunk = model[vp_stage]
     assert (chunk.module.pre_process, chunk.module.post_process) == (pre_process, post_process)
     return chunk
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ BF16_TOLERANCE = 2e-2
 ZERO_BUBBLE = (("zb1p", 1, False), ("zb2p", 1, False), ("zbv", 2, True), ("zb-interleaved", 2, False))
 
 
-def zero_bubble(pp: int, m: int, **settings: bool) -> list[Case]:
+def zero_bubble(pp: int, m: int, **settings: Any) -> list[Case]:
     return [Case(name, pp, m, v=v, in_a_v=in_a_v, **settings) for name, v, in_a_v in ZERO_BUBBLE]
 
 
@@ -36,6 +37,11 @@ GROUPS = {
             *zero_bubble(2, 4, llama=True, per_token=True),
             *zero_bubble(2, 1),
             *zero_bubble(2, 3, bf16=True, recompute=True),
+            *(
+                Case(schedule, 2, 3, bare=True, frozen=frozen)
+                for schedule in ("1f1b", "zb1p")
+                for frozen in (True, False)
+            ),
         ],
     ),
     "p4": (
