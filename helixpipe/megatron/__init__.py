@@ -62,6 +62,11 @@ def _from_catalogue(name: str, costs: Costs | None, options: dict[str, Any]) -> 
     if name.endswith(".csv"):
         return lambda ranks, microbatches, chunks: from_csv(name)
     schedule = find(name)
+    if schedule.chunks:
+        raise ScheduleError(
+            f"schedule {name} cuts sequences into chunks, which needs the model of pretrain_gpt.py; with chunks of a "
+            f"GPTModel of one's own, choose one of {', '.join(s for s in SCHEDULES if not SCHEDULES[s].chunks)}."
+        )
     known = [field.name for field in fields(schedule.options)]
     for option in options:
         if option not in known:

@@ -52,6 +52,7 @@ def test_signature_is_megatron_cores() -> None:
     ("arguments", "message"),
     [
         ({"schedule": "1f1"}, "unknown pipeline schedule '1f1': did you mean 1f1b?"),
+        ({"schedule": "seq1f1b"}, "seq1f1b cuts sequences into chunks, .* choose one of none, gpipe, 1f1b, "),
         ({"schedule": "1f1b", "zb_max_inflight": 3}, "schedule 1f1b has no option zb_max_inflight: it has none."),
         ({"schedule": "zbv", "inflight": 3}, "schedule zbv has no option inflight: known are zb_max_inflight."),
         ({"schedule": "mine.csv", "inflight": 3}, r"options \(inflight\) belong to a schedule of the catalogue"),
