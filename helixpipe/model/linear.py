@@ -149,8 +149,8 @@ class _Linear(torch.autograd.Function):
             part = torch.empty_like(input)
             dist.reduce_scatter_tensor(part, input_gradient, group=ctx.tp_group)
             input_gradient = part
-        later = ctx.store.put_off(weight, inputs, output_gradient)
-        weight_gradient = None if later else _weight_gradient(inputs, output_gradient)
+        now = ctx.needs_input_grad[1] and not ctx.store.put_off(weight, inputs, output_gradient)
+        weight_gradient = _weight_gradient(inputs, output_gradient) if now else None
         bias_gradient = output_gradient.flatten(0, -2).sum(dim=0) if ctx.with_bias else None
         return input_gradient, weight_gradient, bias_gradient, None, None, None, None
 
