@@ -75,8 +75,9 @@ class Problem:
     microbatches, chunks: chunks a microbatch is cut into, at least 1; every (microbatch, chunk) is a unit of each
     stage. homes: the rank of each stage. forward, inputs, weights: times of F, I, W. message: time of a message from
     each stage to the next (and of its gradient back). held: what a unit keeps from F to I. deferred: what it keeps
-    from I to W. limit: the most each rank may keep; at least a whole microbatch of all its stages and the reserve.
-    reserve: the most that an I adds (gradients beside activations) on each rank, which F leave free.
+    from I to W. added: what a rank keeps more while an I runs. limit: the most each rank may keep; at least a whole
+    microbatch of all its stages and the reserve. reserve: the most that an I adds (gradients beside activations) on
+    each rank, which F leave free.
     """
 
     microbatches: int
@@ -87,6 +88,7 @@ class Problem:
     message: ByChunk
     held: ByChunk
     deferred: ByChunk
+    added: ByChunk
     limit: tuple[float, ...]
     reserve: tuple[float, ...]
     chunks: int = 1
@@ -148,9 +150,14 @@ class Problem:
 
 
 def held_by(costs: Costs, program: Program, op: Op) -> float:
-    """What the unit of an F keeps until its I. Keys and values of a microbatch and their gradients live as long as its
-    first chunk."""
-    return costs.stash(program, op) + (sum(costs.keys_values(program, op.stage)) if op.chunk == 0 else 0.0)
+    """What the unit of an F keeps until its I."""
+    return costs.stash(program, op) + stored_by(costs, program, op)
+
+
+def stored_by(costs: Costs, program: Program, op: Op) -> float:
+    """Of that, what goes only once the I has run: keys and values of a microbatch and their gradients, which live as
+    long as its first chunk."""
+    return sum(costs.keys_values(program, op.stage)) if op.chunk == 0 else 0.0
 
 
 def problem(
@@ -179,11 +186,16 @@ def problem(
 
     held = by_chunk(lambda op: held_by(costs, empty, op), "F")
     deferred = by_chunk(lambda op: costs.deferred_stash(empty, op), "W")
+    stored = by_chunk(lambda op: stored_by(costs, empty, op), "F")
+    added = tuple(
+        tuple(later - now + stays for later, now, stays in zip(*figures, strict=True))
+        for figures in zip(deferred, held, stored, strict=True)
+    )
     ranks = [[s for s, home in enumerate(homes) if home == rank] for rank in range(1 + max(homes))]
     reserve, limit = [], []
     for own in ranks:
         units = [(s, chunk) for s in own for chunk in range(chunks)]
-        reserve.append(max(max(0.0, deferred[s][chunk] - held[s][chunk]) for s, chunk in units))
+        reserve.append(max(max(0.0, added[s][chunk]) for s, chunk in units))
         one = sum(held[s][chunk] for s, chunk in units)
         limit.append(inflight * one + reserve[-1])
         if memory_limit is not None:
@@ -191,7 +203,9 @@ def problem(
             limit[-1] = max(one + reserve[-1], min(limit[-1], spare))
     messages = by_chunk(message_time, "F", len(stages) - 1)
     forward, inputs, weights = (by_chunk(op_time, kind) for kind in "FIW")
-    return Problem(m, homes, forward, inputs, weights, messages, held, deferred, tuple(limit), tuple(reserve), chunks)
+    return Problem(
+        m, homes, forward, inputs, weights, messages, held, deferred, added, tuple(limit), tuple(reserve), chunks
+    )
 
 
 def greedy(given: Problem, rules: Rules) -> Found | None:
@@ -252,11 +266,6 @@ def greedy(given: Problem, rules: Rules) -> Found | None:
             needs += left[other][done]
         return needs
 
-    def growth(stage: int, at: int) -> float:
-        """What the I of that place in the order adds to what its rank keeps."""
-        chunk = backwards[at][1]
-        return given.deferred[stage][chunk] - given.held[stage][chunk]
-
     while events:
         now, rank = heappop(events)
         if free[rank] > now:
@@ -272,7 +281,7 @@ def greedy(given: Problem, rules: Rules) -> Found | None:
                 soon = min(soon, arrived[candidate][at])
             elif wanted == "F" and used[rank] + room(candidate, at) + given.reserve[rank] > limit[rank]:
                 held_back = True
-            elif wanted == "I" and pending and used[rank] + growth(candidate, at) > limit[rank]:
+            elif wanted == "I" and pending and used[rank] + given.added[candidate][backwards[at][1]] > limit[rank]:
                 crowded = held_back = True
             elif not kind and (wanted == "I" or place or alive[rank] < warmup[rank]):
                 kind, stage, number = wanted, candidate, at
@@ -301,6 +310,7 @@ def greedy(given: Problem, rules: Rules) -> Found | None:
             microbatch, chunk = backwards[number]
             end = now + given.inputs[stage][chunk]
             done_i[stage] += 1
+            peak[rank] = max(peak[rank], used[rank] + given.added[stage][chunk])
             used[rank] += given.deferred[stage][chunk] - given.held[stage][chunk]
             alive[rank] -= 1
             pending.append((stage, microbatch, chunk))
