@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -140,7 +141,8 @@ class Layout:
     """How a model is cut and stored on a GPU.
 
     element_bytes: of weights and activations (2: bfloat16). fused_kernels: those of a GPU (one kernel for RMSNorm, bias
-    and activation function, and flash-attn); without, what the same pieces do on the CPU.
+    and activation function, and flash-attn); without, what the same pieces do on the CPU. mlp_chunk: tokens of a slice
+    of the MLP, whose inner activations are made again in the backward, slice by slice; 0: the whole MLP at once.
     """
 
     tensor_parallel: int = 1
@@ -148,6 +150,14 @@ class Layout:
     micro_batch_size: int = 1
     element_bytes: int = 2
     fused_kernels: bool = True
+    mlp_chunk: int = 0
+
+    def mlp_slices(self, tokens: float) -> list[float]:
+        """Tokens of each slice of a sequence's MLP; one, the sequence, if it is not sliced."""
+        if not self.mlp_chunk:
+            return [tokens]
+        count = math.ceil(tokens / self.mlp_chunk)
+        return [self.mlp_chunk] * (count - 1) + [tokens - (count - 1) * self.mlp_chunk]
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,8 @@ class Case:
     """Cut the model over two ranks inside layer 2, after the piece of this kind."""
     memory_limit: float | None = None
     """In microbatch-layers, for schedules that choose by it what to recompute."""
+    mlp_chunk: int = 0
+    """Tokens of a slice of the MLP; 0: whole."""
 
     def __str__(self) -> str:
         marks = (
@@ -70,6 +72,7 @@ class Case:
             + _recompute_marks(self.recompute)
             + [f"cut-after-{self.cut_after}"] * bool(self.cut_after)
             + ["chunks-" + "-".join(map(str, self.lengths))] * bool(self.lengths)
+            + [f"mlp-slices-{self.mlp_chunk}"] * bool(self.mlp_chunk)
             + [f"L{self.layers}-limit-{self.memory_limit}"] * (self.memory_limit is not None)
         )
         return "-".join([self.schedule, self.style, f"p{self.pp}", f"tp{self.tp}", f"m{self.m}", *marks])
@@ -196,7 +199,8 @@ def make_model(case: Case) -> PipelineModel:
         attention_dropout=case.dropout,
     )
     rank = parallel_state.get_pipeline_model_parallel_rank() if case.pp > 1 else 0
-    return PipelineModel(config, make_options(case.style, case.tied), case.program().pieces_of_rank(rank), seed=7)
+    options = replace(make_options(case.style, case.tied), chunk_size=case.mlp_chunk)
+    return PipelineModel(config, options, case.program().pieces_of_rank(rank), seed=7)
 
 
 def make_executor(case: Case, transport: Transport | None = None) -> tuple[Any, Executor]:
