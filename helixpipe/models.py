@@ -156,7 +156,7 @@ class Layout:
         """Tokens of each slice of a sequence's MLP; one, the sequence, if it is not sliced."""
         if not self.mlp_chunk:
             return [tokens]
-        count = math.ceil(tokens / self.mlp_chunk)
+        count = max(math.ceil(tokens / self.mlp_chunk), 1)
         return [self.mlp_chunk] * (count - 1) + [tokens - (count - 1) * self.mlp_chunk]
 
 
