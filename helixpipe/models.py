@@ -53,6 +53,12 @@ class ModelShape:
         unit = divisible_by * tensor_parallel
         return -(-self.vocab // unit) * unit
 
+    def position_rows(self, tensor_parallel: int) -> int:
+        """Learned positions on one tensor-parallel rank: its share, or all that cannot be shared evenly."""
+        if self.positions != "learned_absolute":
+            return 0
+        return self.seq_length if self.seq_length % tensor_parallel else self.seq_length // tensor_parallel
+
     def num_parameters(self) -> int:
         """All weights, unpadded, a tied one once."""
         total = sum(self.piece_parameters(piece) for piece in model_pieces(self.layers))
@@ -64,7 +70,7 @@ class ModelShape:
         rows = (self.vocab if vocab is None else vocab) // tp
         fc1 = self.ffn * (2 if self.gated else 1)
         counts = {
-            "embed": rows * h + (self.seq_length * h if self.positions == "learned_absolute" else 0),
+            "embed": (rows + self.position_rows(tp)) * h,
             "norm": self.norm_parameters,
             "qkv": (h + bias) * (h + 2 * kv) // tp,
             "attn": 0,

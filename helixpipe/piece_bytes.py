@@ -249,6 +249,7 @@ class PieceBytes:
         }
 
     def _embedding(self, chunk: Chunk) -> Tensors:
-        positions = chunk.tokens * 8 if self.model.positions == "learned_absolute" else 0
+        split = 0 < self.model.position_rows(self.tp) < self.model.seq_length
+        positions = chunk.tokens * (8 + split) if self.model.positions == "learned_absolute" else 0
         words = self._tokens(chunk) * (8 + 1) if self.tp > 1 else 0
         return {"indices": positions + words}

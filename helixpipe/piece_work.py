@@ -72,9 +72,9 @@ class _Kernels:
         rows = model.padded_vocab(self.tp) / self.tp
         whole = self.tokens * model.hidden
         if self.op == "F":
-            self._memory(2 * whole + (3 * self.hidden if learned else 0))
+            self._memory(2 * whole + (3 * whole if learned else 0))
         elif self.op == "I":  # a dense gradient is made and added, for the words and for the positions
-            parameters = rows * model.hidden + (model.seq_length * model.hidden if learned else 0)
+            parameters = (rows + model.position_rows(self.tp)) * model.hidden
             self._memory(2 * whole + 2 * parameters)
             self._bytes(parameters * 2 * GRADIENT_BYTES)
         self._collective(forward="scatter", backward="gather")

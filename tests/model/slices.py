@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from megatron.core.activations import squared_relu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.parallel_state import get_global_memory_buffer
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import layers, mappings
 
 from helixpipe.model import PipelineModel
 from helixpipe.program import Piece
@@ -44,6 +46,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "squared-relu-without-bias": ("llama", {"activation_func": squared_relu, "gated_linear_unit": False}),
     "dropout": ("gpt", {"hidden_dropout": 0.3}),
 }
+
+COLLECTIVES = {
+    "all_gather_into_tensor": "dist_all_gather_func",
+    "reduce_scatter_tensor": "dist_reduce_scatter_func",
+    "all_reduce": "",
+}
+"""torch's names, and those under which megatron-core has them."""
 
 
 def make_model(style: str, size: int, tp: int = 1, tied: bool = True, **changes: Any) -> PipelineModel:
@@ -120,22 +129,21 @@ def collectives(style: str, changes: dict[str, Any]) -> dict[int, list[list[str]
 
 @contextmanager
 def counted() -> Iterator[list[str]]:
-    """Names of torch's collectives of tensors, as they are called."""
-    names = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
-    originals = {name: getattr(dist.distributed_c10d, name) for name in names}
+    """Names of torch's collectives of tensors, as they are called here or by megatron-core's own functions."""
     calls: list[str] = []
-    for name, original in originals.items():
+    patches = ExitStack()
+    for name, alias in COLLECTIVES.items():
+        original = getattr(dist, name)
 
         def call(*args: Any, _name: str = name, _original: Any = original, **arguments: Any) -> Any:
             calls.append(_name)
             return _original(*args, **arguments)
 
-        setattr(dist, name, call)
-    try:
+        patches.enter_context(mock.patch.object(dist, name, call))
+        for module in (layers, mappings) if alias else ():
+            patches.enter_context(mock.patch.object(module, alias, call))
+    with patches:
         yield calls
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
 
 
 def evaluation(style: str) -> tuple[float, bool]:

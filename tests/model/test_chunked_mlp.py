@@ -49,6 +49,7 @@ def test_ranks_communicate_once_for_all_slices(ranks: list[dict[str, Any]], styl
     for results in ranks:
         found = results[f"{layout}-{style}-collectives"]
         assert found[1] == found[5] == expected[layout]
+        assert [sorted(names) for names in found[0]] == expected[layout]
 
 
 def test_all_layers_share_two_buffers_of_a_sequence(ranks: list[dict[str, Any]]) -> None:

@@ -145,11 +145,10 @@ GROUPS = {
                 recompute=options,
                 mlp_chunk=size,
             )
-            for (schedule, lengths, size), options, style, tp in product(
+            for (schedule, lengths, size), options, (style, tp) in product(
                 (("1f1b", (), 5), ("seq1f1b", (6, 4, 2), 4), ("seq1f1b-zb", (6, 2, 4), 3)),
                 (RecomputeOptions(), RECOMPUTATIONS[0], RECOMPUTATIONS[3]),
-                STYLES,
-                (1, 2),
+                (("gpt", 2), ("llama", 1)),
             )
         ),
         *(Case(schedule, 4, 5, style, mlp_chunk=6) for schedule, style in product(("1f1b", "zb1p"), STYLES)),
