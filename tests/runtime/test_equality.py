@@ -189,7 +189,7 @@ GROUPS = {
 def results() -> dict[Case, list[dict[str, Any]]]:
     """Each case's results by rank. One launch for all: starting ranks costs more than running the cases."""
     cases = [case for group in GROUPS.values() for case in group]
-    by_rank = run_ranks(run_cases, 4, cases, timeout=300.0)
+    by_rank = run_ranks(run_cases, 4, cases, timeout=600.0)
     return {case: [results[index] for results in by_rank] for index, case in enumerate(cases)}
 
 
