@@ -37,6 +37,10 @@ class ModelOptions:
     sequence_parallel: bool = option(
         True, "Leave sequence parallelism out beside tensor parallelism.", flags=("--disable-sequence-parallel",)
     )
+    chunk_size: int | None = option(
+        None,
+        "Tokens of a slice of the MLP, whose inner activations are made again in the backward (default: 0, whole).",
+    )
     distributed_optimizer: bool = option(
         True,
         "Keep the whole optimizer state on every data-parallel rank.",
@@ -124,7 +128,7 @@ def make_plan(
     costs = ModelCosts(
         model,
         hardware,
-        Layout(tp, options.sequence_parallel and tp > 1, micro),
+        Layout(tp, options.sequence_parallel and tp > 1, micro, mlp_chunk=options.chunk_size or 0),
         seq_length,
         data_parallel,
         options.distributed_optimizer,
@@ -136,10 +140,10 @@ def make_plan(
 
 def _require_positive(options: ModelOptions) -> None:
     names = ("seq_length", "micro_batch_size", "global_batch_size", "nodes", "gpus_per_node", "tensor_parallel")
-    for name in names:
+    for name, least in (*((name, 1) for name in names), ("chunk_size", 0)):
         value = getattr(options, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {value}.")
+        if value is not None and value < least:
+            raise UserError(f"--{name.replace('_', '-')} must be at least {least}, not {value}.")
     reserved = options.reserved_memory
     if reserved is not None and not 0 <= reserved < math.inf:
         raise UserError(f"--reserved-memory must be a number of GiB, 0 or more, not {reserved:g}.")

@@ -64,6 +64,7 @@ class StepReport:
             "gpus": self.plan.gpus,
             "tensor_parallel": costs.layout.tensor_parallel,
             "sequence_parallel": costs.layout.sequence_parallel,
+            "chunk_size": costs.layout.mlp_chunk,
             "data_parallel": costs.data_parallel,
             "efficiency": dict(vars(costs.hardware.efficiency)),
             "step_time": self.step_time,
@@ -130,12 +131,13 @@ def memory_text(step: StepReport) -> str:
 def _setup(step: StepReport) -> str:
     plan, costs = step.plan, step.plan.costs
     split = ", sequence parallel" if costs.layout.sequence_parallel else ""
+    sliced = f"; MLP over slices of {costs.layout.mlp_chunk} tokens" if costs.layout.mlp_chunk else ""
     optimizer = "distributed " if costs.distributed_optimizer and costs.data_parallel > 1 else ""
     return "\n".join(
         [
             shape_line(step.simulation),
             f"{costs.model.name}: {costs.model.num_parameters() / 1e9:.2f} G weights; {costs.seq_length} tokens a "
-            f"sequence, {costs.layout.micro_batch_size} in a microbatch, {plan.sequences} a step",
+            f"sequence, {costs.layout.micro_batch_size} in a microbatch, {plan.sequences} a step{sliced}",
             f"{plan.gpus} x {costs.hardware.name} in {count(plan.nodes, 'node')}: "
             f"tensor parallel {costs.layout.tensor_parallel}{split}, "
             f"pipeline {plan.ranks}, data parallel {costs.data_parallel}, {optimizer}Adam",

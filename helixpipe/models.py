@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -52,6 +53,12 @@ class ModelShape:
         unit = divisible_by * tensor_parallel
         return -(-self.vocab // unit) * unit
 
+    def position_rows(self, tensor_parallel: int) -> int:
+        """Learned positions on one tensor-parallel rank: its share, or all that cannot be shared evenly."""
+        if self.positions != "learned_absolute":
+            return 0
+        return self.seq_length if self.seq_length % tensor_parallel else self.seq_length // tensor_parallel
+
     def num_parameters(self) -> int:
         """All weights, unpadded, a tied one once."""
         total = sum(self.piece_parameters(piece) for piece in model_pieces(self.layers))
@@ -63,7 +70,7 @@ class ModelShape:
         rows = (self.vocab if vocab is None else vocab) // tp
         fc1 = self.ffn * (2 if self.gated else 1)
         counts = {
-            "embed": rows * h + (self.seq_length * h if self.positions == "learned_absolute" else 0),
+            "embed": (rows + self.position_rows(tp)) * h,
             "norm": self.norm_parameters,
             "qkv": (h + bias) * (h + 2 * kv) // tp,
             "attn": 0,
@@ -140,7 +147,8 @@ class Layout:
     """How a model is cut and stored on a GPU.
 
     element_bytes: of weights and activations (2: bfloat16). fused_kernels: those of a GPU (one kernel for RMSNorm, bias
-    and activation function, and flash-attn); without, what the same pieces do on the CPU.
+    and activation function, and flash-attn); without, what the same pieces do on the CPU. mlp_chunk: tokens of a slice
+    of the MLP, whose inner activations are made again in the backward, slice by slice; 0: the whole MLP at once.
     """
 
     tensor_parallel: int = 1
@@ -148,6 +156,14 @@ class Layout:
     micro_batch_size: int = 1
     element_bytes: int = 2
     fused_kernels: bool = True
+    mlp_chunk: int = 0
+
+    def mlp_slices(self, tokens: float) -> list[float]:
+        """Tokens of each slice of a sequence's MLP; one, the sequence, if it is not sliced."""
+        if not self.mlp_chunk:
+            return [tokens]
+        count = max(math.ceil(tokens / self.mlp_chunk), 1)
+        return [self.mlp_chunk] * (count - 1) + [tokens - (count - 1) * self.mlp_chunk]
 
 
 @dataclass(frozen=True)

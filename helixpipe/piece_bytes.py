@@ -12,6 +12,8 @@ autograd keep, tensor by tensor, which is more than the textbook's 16 b s h a la
   belong to no unit (`keys_values`, `key_value_gradients`); queries are then copied, and the QKV layer's output goes;
 - a gated MLP keeps three times its inner size fused and five times unfused (SiLU, product, and a copy of the linear
   half), an ungated one twice;
+- an MLP over slices keeps its input alone; its inner tensors are alive for one slice at a time (`mlp_slice`), in the
+  backward, and from I to W nothing is kept, since I computes the weights' gradients too;
 - the head keeps float32 probabilities of the whole vocabulary, a mask and an index of every token;
 - residual sums and the embedding keep nothing (but a token's index, where tensor parallelism or learned positions make
   a new one). Dropout is taken to be 0: its masks are not counted.
@@ -67,10 +69,11 @@ class PieceBytes:
         model, tokens = self.model, self._tokens(chunk)
         hidden, ffn, mixed = model.hidden, model.ffn / self.tp, (model.hidden + 2 * model.kv_hidden) / self.tp
         first = 2 if model.gated else 1
+        mlp = 0.0 if self.layout.mlp_chunk else hidden + first * ffn + ffn + hidden
         elements = {
             "qkv": hidden + mixed,
             "proj": hidden / self.tp + hidden,
-            "mlp": hidden + first * ffn + ffn + hidden,
+            "mlp": mlp,
             "head": hidden + self.vocab,
         }
         return sum(tokens * elements.get(piece.kind, 0.0) * self.layout.element_bytes for piece in pieces)
@@ -129,19 +132,29 @@ class PieceBytes:
 
     def workspace(self, pieces: Sequence[Piece], chunk: Chunk) -> float:
         """An estimate of what an op's largest kernel needs beside what is kept: in the head the logits and their
-        gradients, in the MLP the gradients of its inner tensors, in attention those of q, k, v and a float32 sum."""
+        gradients, in the MLP the gradients of its inner tensors (of a slice these tensors too), in attention those of
+        q, k, v and a float32 sum."""
         tokens, element, model = self._tokens(chunk), self.layout.element_bytes, self.model
         first = 2 if model.gated else 1
+        inner = tokens
+        if self.layout.mlp_chunk:
+            inner = max(self.layout.mlp_slices(chunk.tokens)) * self.layout.micro_batch_size
         bytes_of = {
             "embed": 2 * tokens * model.hidden * element,
             "norm": 2 * self._hidden(chunk),
             "qkv": tokens * (model.hidden + 2 * (model.hidden + 2 * model.kv_hidden) / self.tp) * element,
             "attn": tokens / self.tp * (2 * (model.hidden + model.kv_hidden) * element + 4 * model.hidden),
             "proj": 2 * tokens * model.hidden * element,
-            "mlp": tokens * (2 * model.hidden + (first + 1) * model.ffn / self.tp) * element,
+            "mlp": (2 * tokens * model.hidden + inner * (first + 1) * model.ffn / self.tp) * element
+            + sum(self.mlp_slice(chunk).values()),
             "head": tokens * self.vocab * (4 + 2 * element),
         }
         return max((bytes_of[piece.kind] for piece in pieces), default=0.0)
+
+    def mlp_slice(self, chunk: Chunk) -> Tensors:
+        """What is kept during the backward of the largest slice of an MLP; nothing if it is not sliced."""
+        slices = self.layout.mlp_slices(chunk.tokens) if self.layout.mlp_chunk else [0.0]
+        return self._mlp_inner(max(slices))
 
     def parameters(self, pieces: Sequence[Piece]) -> int:
         """Weights of the pieces; a tied head beside the embedding has none of its own but its norm."""
@@ -215,10 +228,17 @@ class PieceBytes:
         }
 
     def _mlp(self, piece: Piece, chunk: Chunk) -> Tensors:
-        inner = self._tokens(chunk) * self.model.ffn / self.tp * self.layout.element_bytes
-        tensors = {f"mlp input {piece.layer}": self._hidden(chunk), f"mlp product {piece.layer}": inner}
+        tensors = {f"mlp input {piece.layer}": self._hidden(chunk)}
+        if not self.layout.mlp_chunk:
+            tensors |= {f"{name} {piece.layer}": size for name, size in self._mlp_inner(chunk.tokens).items()}
+        return tensors
+
+    def _mlp_inner(self, tokens: float) -> Tensors:
+        """What tokens of each sequence keep inside the MLP."""
+        rows = tokens * self.layout.micro_batch_size
+        inner = rows * self.model.ffn / self.tp * self.layout.element_bytes
         copies = (2 if self.layout.fused_kernels else 4) if self.model.gated else 1
-        return {**tensors, f"mlp inner {piece.layer}": copies * inner}
+        return {"mlp product": inner, "mlp inner": copies * inner}
 
     def _head(self, piece: Piece, chunk: Chunk) -> Tensors:
         tokens = self._tokens(chunk)
@@ -229,6 +249,7 @@ class PieceBytes:
         }
 
     def _embedding(self, chunk: Chunk) -> Tensors:
-        positions = chunk.tokens * 8 if self.model.positions == "learned_absolute" else 0
+        split = 0 < self.model.position_rows(self.tp) < self.model.seq_length
+        positions = chunk.tokens * (8 + split) if self.model.positions == "learned_absolute" else 0
         words = self._tokens(chunk) * (8 + 1) if self.tp > 1 else 0
         return {"indices": positions + words}

@@ -9,6 +9,9 @@ input) and W (gradient of the weights); B is I and W. They follow the code of `h
 - all else (norms, RoPE, activation functions, residual sums, cross entropy, embedding) moves bytes; its arithmetic is
   not counted, as in torch's FLOP counter.
 
+An MLP over slices multiplies slice by slice; its I computes the first linear layer again, and the weights' gradients,
+so that it has no W.
+
 Gradients of norms and biases are part of I. Weight gradients are added to float32 sums.
 """
 
@@ -69,9 +72,9 @@ class _Kernels:
         rows = model.padded_vocab(self.tp) / self.tp
         whole = self.tokens * model.hidden
         if self.op == "F":
-            self._memory(2 * whole + (3 * self.hidden if learned else 0))
+            self._memory(2 * whole + (3 * whole if learned else 0))
         elif self.op == "I":  # a dense gradient is made and added, for the words and for the positions
-            parameters = rows * model.hidden + (model.seq_length * model.hidden if learned else 0)
+            parameters = (rows + model.position_rows(self.tp)) * model.hidden
             self._memory(2 * whole + 2 * parameters)
             self._bytes(parameters * 2 * GRADIENT_BYTES)
         self._collective(forward="scatter", backward="gather")
@@ -111,21 +114,33 @@ class _Kernels:
             self._memory((5 if self.model.bias else 3) * self.hidden)
 
     def mlp(self) -> None:
-        model = self.model
-        inner = self.tokens * model.ffn / self.tp
-        first = 2 if model.gated else 1
-        fused = self.layout.fused_kernels
+        model, op = self.model, self.op
+        if self.layout.mlp_chunk and op == "W":
+            return
         self.norm()
         self._collective(forward="gather", backward="scatter", again=True)
-        self._linear(model.hidden, first * model.ffn / self.tp)
-        if self.op == "F":  # reads the first layer's output, writes the second's input; unfused: a pass a function
-            self._memory(inner * ((first + 1) if fused else (7 if model.gated else 2 + 2 * model.bias)))
-        elif self.op == "I":
-            self._memory(inner * (2 * first + 1) * (1 if fused else 2))
-        self._linear(model.ffn / self.tp, model.hidden)
+        for tokens in self.layout.mlp_slices(self.chunk.tokens):
+            tokens *= self.layout.micro_batch_size
+            if self.layout.mlp_chunk and op == "I":
+                self._first_half(tokens, "F")
+                self._first_half(tokens, "W")
+                self._linear(model.ffn / self.tp, model.hidden, tokens, "W")
+            self._first_half(tokens, op)
+            self._linear(model.ffn / self.tp, model.hidden, tokens)
         self._collective(forward="scatter", backward="gather")
-        if self.op == "F":
+        if op == "F":
             self._memory((5 if model.bias else 3) * self.hidden)
+
+    def _first_half(self, tokens: float, op: str) -> None:
+        """First linear layer and activation function of the MLP."""
+        model, fused = self.model, self.layout.fused_kernels
+        inner = tokens * model.ffn / self.tp
+        first = 2 if model.gated else 1
+        self._linear(model.hidden, first * model.ffn / self.tp, tokens, op)
+        if op == "F":  # reads the first layer's output, writes the second's input; unfused: a pass a function
+            self._memory(inner * ((first + 1) if fused else (7 if model.gated else 2 + 2 * model.bias)))
+        elif op == "I":
+            self._memory(inner * (2 * first + 1) * (1 if fused else 2))
 
     def head(self) -> None:
         model = self.model
@@ -138,11 +153,13 @@ class _Kernels:
         elif self.op == "I":  # softmax times the loss's gradient, cast back
             self._bytes(self.tokens * columns * (8 + 4 + self.element))
 
-    def _linear(self, inputs: float, outputs: float) -> None:
-        product = 2 * self.tokens * inputs * outputs
-        activations = self.tokens * (inputs + outputs) * self.element
+    def _linear(self, inputs: float, outputs: float, tokens: float | None = None, op: str | None = None) -> None:
+        """tokens, op: all of the chunk and the one asked for, if not given."""
+        tokens = self.tokens if tokens is None else tokens
+        product = 2 * tokens * inputs * outputs
+        activations = tokens * (inputs + outputs) * self.element
         weights = inputs * outputs
-        if self.op == "W":
+        if (op or self.op) == "W":
             self._add("matmul", product, activations + weights * 2 * GRADIENT_BYTES)
         else:
             self._add("matmul", product, activations + weights * self.element)

@@ -16,11 +16,11 @@ from megatron.core.dist_checkpointing.utils import apply_prefix_mapping
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from helixpipe.model.attention import CoreAttention, Rotary
+from helixpipe.model.chunked_mlp import make_mlp
 from helixpipe.model.kv_store import UnitKeyValues
 from helixpipe.program import Piece
 
@@ -93,7 +93,10 @@ class SelfAttention(MegatronModule):
 
 
 class Layer(MegatronModule):
-    """The pieces `kinds` of one transformer layer, with the weights of exactly these pieces, each drawn on its own."""
+    """The pieces `kinds` of one transformer layer, with the weights of exactly these pieces, each drawn on its own.
+
+    mlp_chunk: tokens of a slice of the MLP; 0: whole.
+    """
 
     def __init__(
         self,
@@ -103,6 +106,7 @@ class Layer(MegatronModule):
         rotary: Rotary | None,
         tp_group: torch.distributed.ProcessGroup,
         draw: DrawWeights,
+        mlp_chunk: int = 0,
     ):
         super().__init__(config)
         self.tp_group = tp_group
@@ -116,9 +120,8 @@ class Layer(MegatronModule):
             self.core_attention = CoreAttention(config)
         if "mlp" in kinds:
             self.pre_mlp_layernorm = make_norm(config)
-            submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
             with draw(str(Piece("mlp", index))):
-                self.mlp = MLP(config, submodules, ffn_hidden_size=config.ffn_hidden_size, tp_group=tp_group)
+                self.mlp = make_mlp(config, mlp_chunk, tp_group)
 
     def norm(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Hidden state to (norm output, residual)."""

@@ -50,7 +50,7 @@ class WeightGradients:
         deferred = self._waiting.pop(unit)
         deferred.reverse()
         while deferred:  # in the order the backward met them, each released before the next
-            _accumulate(deferred.pop())
+            add_weight_gradient(*deferred.pop())
 
     def __len__(self) -> int:
         """Units whose W is still to come."""
@@ -98,9 +98,9 @@ def _call(store: WeightGradients, **arguments: Any) -> Tensor:
     return store.linear(**arguments)
 
 
-def _accumulate(deferred: _Deferred) -> None:
-    weight = deferred.weight
-    gradient = _weight_gradient(deferred.inputs, deferred.output_gradient)
+def add_weight_gradient(weight: torch.nn.Parameter, inputs: Tensor, output_gradient: Tensor) -> None:
+    """Add output_gradient^T @ inputs, over all leading dimensions, to the weight's gradient."""
+    gradient = _weight_gradient(inputs, output_gradient)
     buffer = getattr(weight, "main_grad", None)  # DDP's, which its hook adds to when autograd delivers a gradient
     if buffer is not None:
         buffer.add_(gradient)

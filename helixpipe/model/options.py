@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GPTOptions:
-    """The part of a GPT's definition that TransformerConfig leaves to megatron-core's GPTModel; names as there."""
+    """What TransformerConfig leaves to megatron-core's GPTModel, with its names; and how the MLP runs."""
 
     vocab_size: int
     """Rows of the embedding, already padded to a multiple of the tensor-parallel size."""
@@ -32,6 +32,8 @@ class GPTOptions:
     """Base period of RoPE."""
     share_embeddings_and_output_weights: bool = True
     """Whether the head uses the word embedding's weights."""
+    chunk_size: int = 0
+    """Tokens of a slice of the MLP, whose inner activations are made again slice by slice; 0: the whole MLP at once."""
 
 
 @dataclass(frozen=True)

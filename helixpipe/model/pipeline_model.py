@@ -116,7 +116,8 @@ class PipelineModel(MegatronModule):
             with draw("embedding"):
                 self.embedding = Embedding(config, gpt, group)
         for index in sorted(kinds_of_layer):
-            self.decoder.layers[str(index)] = Layer(config, index, kinds_of_layer[index], rotary, group, draw)
+            kinds = kinds_of_layer[index]
+            self.decoder.layers[str(index)] = Layer(config, index, kinds, rotary, group, draw, gpt.chunk_size)
         if "head" in ends:
             tied = gpt.share_embeddings_and_output_weights
             self.decoder.final_layernorm = make_norm(config)

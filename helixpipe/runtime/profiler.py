@@ -50,7 +50,7 @@ WARM_UP = 2
 @dataclass(frozen=True)
 class Task:
     """What to measure. processes: how many measure at the same time; None: 2, or 1 where there is one GPU. repeats:
-    rounds that count. threads: a process."""
+    rounds that count. threads: a process. chunk_size: tokens of a slice of the MLP; 0: whole."""
 
     model: ModelShape
     seq_length: int
@@ -59,6 +59,7 @@ class Task:
     processes: int | None
     threads: int
     repeats: int
+    chunk_size: int = 0
 
     @classmethod
     def load(cls, path: str) -> Task:
@@ -82,7 +83,8 @@ def main() -> None:
     dist.barrier()
     messages = measure_messages(rank, processes)
     if rank == 0:
-        layout = Layout(1, False, task.micro_batch_size, _DTYPES[task.dtype].itemsize, fused_kernels=bool(gpus))
+        element_bytes = _DTYPES[task.dtype].itemsize
+        layout = Layout(1, False, task.micro_batch_size, element_bytes, bool(gpus), task.chunk_size)
         Profile(
             model=task.model,
             layout=layout,
@@ -158,6 +160,7 @@ def build_model(task: Task, num_layers: int, pieces: Sequence[Piece]) -> tuple[P
         max_sequence_length=task.seq_length,
         position_embedding_type=shape.positions,
         share_embeddings_and_output_weights=shape.tied,
+        chunk_size=task.chunk_size,
     )
     model = PipelineModel(config, gpt, pieces)
     ddp = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)

@@ -32,6 +32,7 @@ def training_costs(config: Config) -> ModelCosts | ProfileCosts:
             parallel.sequence_parallel,
             training.micro_batch_size or 1,
             element_bytes=2 if training.bf16 or training.fp16 else 4,
+            mlp_chunk=model.chunk_size,
         ),
         model.seq_length or 1,
         parallel.data_parallel_size,
@@ -62,6 +63,7 @@ def _measured(config: Config, path: str) -> ProfileCosts:
             config.parallel.tensor_model_parallel_size,
             profile.layout.tensor_parallel,
         ),
+        ("--chunk-size", config.model.chunk_size, profile.layout.mlp_chunk),
     ):
         if here != there:
             raise UserError(f"--cost-profile {path} was measured with {flag} {there}, not {here}.")

@@ -32,6 +32,7 @@ class Layout:
     distributed_optimizer: bool = False
     bf16: bool = False
     tied: bool = True
+    positions: str = "rope"
     num_layers: int = 2
     hidden_size: int = 16
     lr_decay_steps: int = 100
@@ -58,7 +59,7 @@ class Run:
             normalization="RMSNorm",
             cuda_graph_scope=[],
         )
-        gpt = GPTOptions(32, 8, "rope", share_embeddings_and_output_weights=layout.tied)
+        gpt = GPTOptions(32, 8, layout.positions, share_embeddings_and_output_weights=layout.tied)
         pieces = model_pieces(layout.num_layers)
         part = (len(pieces) + layout.pp - 1) // layout.pp
         rank = parallel_state.get_pipeline_model_parallel_rank()

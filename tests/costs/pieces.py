@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from megatron.core.parallel_state import get_global_memory_buffer
 from torch.utils.flop_counter import FlopCounterMode
 
 from helixpipe.lowering import LoweredProgram, lower
@@ -37,10 +38,12 @@ RUNS = [CHAIN[a:b] for a in range(len(CHAIN)) for b in {a + 1, a + 2, a + 6, len
 CHUNKS = (12, 8, 4)
 """Their lengths."""
 
-LAYOUTS = ((1, False), (2, False), (2, True))
+LAYOUTS = ((1, False, 0), (2, False, 0), (2, True, 0), (1, False, 9), (2, False, 9), (2, True, 9))
+"""Tensor-parallel size, sequence parallelism, tokens of a slice of the MLP."""
 CASES = [
     *(f"{name}-{layout}" for name in ("gpt", "llama") for layout in ("tp1", "tp2", "tp2-sp")),
     *("gpt-gqa-tp1", "gpt-gqa-tp2", "llama-mha-tp1", "llama-mha-tp2-sp"),
+    *(f"{name}-{layout}-slices" for name in ("gpt", "llama") for layout in ("tp1", "tp2", "tp2-sp")),
 ]
 
 
@@ -48,16 +51,17 @@ def compare(rank: int, world_size: int) -> dict[str, list[tuple[str, float, floa
     """For each model and layout, (what, torch's count, ours) of FLOPs, of bytes kept and sent, and of weights."""
     results = {}
     for name, shape in SHAPES.items():
-        for tp, split in LAYOUTS:
-            case = f"{name}-tp{tp}{'-sp' if split else ''}"
+        for tp, split, mlp_chunk in LAYOUTS:
+            case = f"{name}-tp{tp}{'-sp' if split else ''}{'-slices' if mlp_chunk else ''}"
             if case not in CASES:
                 continue
             set_parallel(tp=tp)
-            layout = Layout(tp, split, BATCH, element_bytes=4, fused_kernels=False)
+            layout = Layout(tp, split, BATCH, element_bytes=4, fused_kernels=False, mlp_chunk=mlp_chunk)
             results[case] = [
                 *_flops(shape, layout),
                 *_saved(shape, layout),
                 *_recomputed(shape, layout),
+                *_inside_mlp(shape, layout),
                 *_saved_of_chunks(shape, layout),
                 *_parameters(shape, layout),
             ]
@@ -81,6 +85,7 @@ def make(shape: ModelShape, layout: Layout, pieces: Sequence[Piece] = CHAIN) -> 
         max_sequence_length=shape.seq_length,
         position_embedding_type=shape.positions,
         share_embeddings_and_output_weights=shape.tied,
+        chunk_size=layout.mlp_chunk,
     )
     return PipelineModel(config, options, pieces)
 
@@ -178,6 +183,20 @@ def _saved(shape: ModelShape, layout: Layout) -> list[tuple[str, float, float]]:
             nbytes = sum(tensor.nbytes for tensor in inputs)
             found.append((f"message {what}", nbytes, own.message(pieces[0], Chunk(TOKENS))))
     return found
+
+
+def _inside_mlp(shape: ModelShape, layout: Layout) -> list[tuple[str, float, float]]:
+    """The most that autograd saves in the backward of an MLP, beside the product that its second layer multiplies."""
+    model, own, piece, data = make(shape, layout), PieceBytes(shape, layout), Piece("mlp", 1), batch()
+    inputs = inputs_of(model, piece)
+    gradient = torch.autograd.grad(model.run((piece,), inputs, data, CONTEXT), inputs, torch.ones_like(inputs[0]))
+    buffers = get_global_memory_buffer().buffer.values()
+    with SavedBytes([*model.parameters(), *buffers]) as account:
+        outputs = model.run((piece,), inputs, data, CONTEXT)
+        torch.autograd.backward(outputs, gradient)
+    inside = own.mlp_slice(Chunk(TOKENS))
+    ours = sum(own.saved((piece,), Chunk(TOKENS)).values()) + inside["mlp inner"]
+    return [("peak in the backward of an MLP", account.peak, ours)]
 
 
 RECOMPUTATIONS = (

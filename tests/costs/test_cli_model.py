@@ -78,6 +78,12 @@ def test_overrides(capsys: pytest.CaptureFixture[str]) -> None:
     assert (batch["step"]["data_parallel"], batch["microbatches"]) == (4, 16)
     whole = run_json(capsys, f"memory 1f1b {LONG} --disable-sequence-parallel")
     assert whole["memory"][0]["activations"] > plain["memory"][0]["activations"]
+    sliced = run_json(capsys, f"simulate 1f1b {LONG} --chunk-size 4096")["step"]
+    assert (plain["chunk_size"], sliced["chunk_size"]) == (0, 4096)
+    assert sliced["step_time"] > plain["step_time"]
+    for kind in ("activations", "workspace"):
+        assert all(0 < s[kind] < p[kind] for s, p in zip(sliced["memory"][:-1], plain["memory"][:-1], strict=True))
+    assert "MLP over slices of 4096 tokens" in run(capsys, f"simulate 1f1b {LONG} --chunk-size 4096")
     assert run_json(capsys, "simulate 1f1b --model llama3-8b -p 4 --forward-only")["step"]["optimizer_time"] == 0
 
 
@@ -102,6 +108,8 @@ def test_file_and_drawing(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
         ("simulate 1f1b --model llama2-7b -p 0", "--ranks 0"),
         ("simulate 1f1b --model llama2-7b --tensor-parallel 16", "must"),
         ("simulate 1f1b --model llama2-7b --nodes 0", "--nodes must be at least 1, not 0"),
+        ("simulate 1f1b --model llama2-7b --chunk-size -4", "--chunk-size must be at least 0, not -4"),
+        ("simulate 1f1b --chunk-size 4", "--chunk-size needs --model"),
         ("simulate 1f1b --model llama2-7b --nodes 99999999", "too many"),
         ("simulate 1f1b --model llama2-7b -p 4 --global-batch-size 7", "values are 6 and 8"),
         ("simulate 1f1b --model llama2-7b -p 8 -m 4 --global-batch-size 8", "--microbatches 4 does not fit"),

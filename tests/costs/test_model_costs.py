@@ -12,8 +12,9 @@ from helixpipe.lowering import lower
 from helixpipe.memory import rank_memory
 from helixpipe.model_costs import ModelCosts
 from helixpipe.models import MODELS, Chunk, Layout, find_model
+from helixpipe.piece_bytes import PieceBytes
 from helixpipe.piece_work import flops, work
-from helixpipe.program import PIECE_KINDS, Op, Program, even_stages
+from helixpipe.program import PIECE_KINDS, Op, Piece, Program, even_stages
 from helixpipe.recompute import RecomputeOptions
 from helixpipe.simulator import simulate
 from schedules import Shape, build
@@ -109,6 +110,40 @@ def test_textbook_flops_of_gpt() -> None:
         assert flops(gpt, Layout(), kind, "I", Chunk(s)) == flops(gpt, Layout(), kind, "W", Chunk(s)) == forward[kind]
     assert flops(gpt, Layout(), "attn", "I", Chunk(s)) == 2.5 * forward["attn"]
     assert flops(gpt, Layout(), "attn", "W", Chunk(s)) == 0
+
+
+def test_slices_of_an_mlp_cost_flops_and_weights_in_the_backward_and_save_memory() -> None:
+    gpt, chunk = MODELS["helix-7b"], Chunk(8192)
+    whole, sliced = Layout(8, True), Layout(8, True, mlp_chunk=1000)
+    forward = flops(gpt, whole, "mlp", "F", chunk)
+    counts = {op: flops(gpt, sliced, "mlp", op, chunk) / forward for op in "FIWB"}
+    assert counts == {"F": 1, "I": 2.5, "W": 0, "B": 2.5}  # the first layer again
+    assert sliced.mlp_slices(8192) == [1000] * 8 + [192] and sliced.mlp_slices(7) == [7]
+    layer = 4 * 4096**2 / 8
+    # Each slice reads both weights in F; in B it reads three times, and reads and writes both float32 gradients.
+    for op, each in (("F", 2 * layer * 2), ("B", 3 * layer * 2 + 2 * layer * 8)):
+        moved = [
+            sum(kernel.bytes for kernel in work(gpt, layout, "mlp", op, chunk) if kernel.kind == "matmul")
+            for layout in (replace(sliced, mlp_chunk=1024), replace(sliced, mlp_chunk=4096))
+        ]
+        assert moved[0] - moved[1] == (8 - 2) * each
+    for op in "FB":
+        exchanged = [
+            sorted(kernel for kernel in work(gpt, layout, "mlp", op, chunk) if kernel.kind == "network")
+            for layout in (whole, sliced)
+        ]
+        assert exchanged[0] == exchanged[1] != []
+
+
+def test_what_slices_of_an_mlp_keep() -> None:
+    gpt, chunk, pieces = MODELS["helix-7b"], Chunk(8192), (Piece("mlp", 3),)
+    whole, sliced = (PieceBytes(gpt, Layout(8, True, mlp_chunk=size)) for size in (0, 1024))
+    hidden = 8192 * 4096 / 8 * 2
+    assert whole.stash(pieces, chunk) - sliced.stash(pieces, chunk) == 2 * 4 * hidden
+    assert sliced.deferred_stash(pieces, chunk) == 0
+    # two whole hidden states, and of a slice the inner tensors and their gradients
+    assert sliced.workspace(pieces, chunk) == 2 * 8 * hidden + 1024 * (2 + 2) * 4 * 4096 / 8 * 2
+    assert sliced.workspace(pieces, Chunk(512, 0, 7680)) == (2 * 8 * hidden + 8192 * (2 + 2) * 4 * 4096 / 8 * 2) / 16
 
 
 def test_time_of_an_op_is_its_pieces_kernels() -> None:

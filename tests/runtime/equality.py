@@ -63,6 +63,8 @@ class Case:
     """In microbatch-layers, for schedules that choose by it what to recompute."""
     folds: int = 0
     """Of helix: microbatches of a slot."""
+    mlp_chunk: int = 0
+    """Tokens of a slice of the MLP; 0: whole."""
 
     def __str__(self) -> str:
         marks = (
@@ -74,6 +76,7 @@ class Case:
             + [f"cut-after-{self.cut_after}"] * bool(self.cut_after)
             + [f"folds{self.folds}-L{self.layers}"] * bool(self.folds)
             + ["chunks-" + "-".join(map(str, self.lengths))] * bool(self.lengths)
+            + [f"mlp-slices-{self.mlp_chunk}"] * bool(self.mlp_chunk)
             + [f"L{self.layers}-limit-{self.memory_limit}"] * (self.memory_limit is not None)
         )
         return "-".join([self.schedule, self.style, f"p{self.pp}", f"tp{self.tp}", f"m{self.m}", *marks])
@@ -201,7 +204,8 @@ def make_model(case: Case) -> PipelineModel:
         attention_dropout=case.dropout,
     )
     rank = parallel_state.get_pipeline_model_parallel_rank() if case.pp > 1 else 0
-    return PipelineModel(config, make_options(case.style, case.tied), case.program().pieces_of_rank(rank), seed=7)
+    options = replace(make_options(case.style, case.tied), chunk_size=case.mlp_chunk)
+    return PipelineModel(config, options, case.program().pieces_of_rank(rank), seed=7)
 
 
 def make_executor(case: Case, transport: Transport | None = None) -> tuple[Any, Executor]:

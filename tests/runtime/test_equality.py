@@ -131,6 +131,32 @@ GROUPS = {
         ),
         Case("seq1f1b", 1, 2, "gpt", lengths=(4, 4, 4)),
     ],
+    "mlp-slices": [
+        *(
+            Case(
+                schedule,
+                2,
+                3,
+                style,
+                tp=tp,
+                tied=style == "gpt",
+                sequence_parallel=tp > 1,
+                lengths=lengths,
+                recompute=options,
+                mlp_chunk=size,
+            )
+            for (schedule, lengths, size), options, (style, tp) in product(
+                (("1f1b", (), 5), ("seq1f1b", (6, 4, 2), 4), ("seq1f1b-zb", (6, 2, 4), 3)),
+                (RecomputeOptions(), RECOMPUTATIONS[0], RECOMPUTATIONS[3]),
+                (("gpt", 2), ("llama", 1)),
+            )
+        ),
+        *(Case(schedule, 4, 5, style, mlp_chunk=6) for schedule, style in product(("1f1b", "zb1p"), STYLES)),
+        *(Case("1f1b", 2, 3, style, tp=2, split=True, mlp_chunk=7) for style in STYLES),
+        *(Case("1f1b", 2, 3, style, dropout=0.2, mlp_chunk=5) for style in STYLES),
+        Case("seq1f1b", 2, 3, "llama", lengths=(5, 4, 3), dropout=0.2, mlp_chunk=2),
+        Case("1f1b", 2, 3, "gpt", cut_after="proj", mlp_chunk=5),
+    ],
     "inner-cuts": [
         Case("1f1b", 2, 3, style, tp=tp, tied=style == "gpt", sequence_parallel=tp > 1, cut_after=kind)
         for style, kind, tp in product(STYLES, ("norm", "qkv", "attn", "proj"), (1, 2))
@@ -192,7 +218,7 @@ GROUPS = {
 def results() -> dict[Case, list[dict[str, Any]]]:
     """Each case's results by rank. One launch for all: starting ranks costs more than running the cases."""
     cases = [case for group in GROUPS.values() for case in group]
-    by_rank = run_ranks(run_cases, 4, cases, timeout=300.0)
+    by_rank = run_ranks(run_cases, 4, cases, timeout=600.0)
     return {case: [results[index] for results in by_rank] for index, case in enumerate(cases)}
 
 

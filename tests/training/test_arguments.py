@@ -132,6 +132,7 @@ def test_split_is_dropped_with_mock_data() -> None:
 
 WRONG = [
     ("--num-layers 0", 1, "--num-layers 0 must be at least 1."),
+    ("--chunk-size -1", 1, "--chunk-size -1 must be at least 0."),
     ("--hidden-dropout 1", 1, "--hidden-dropout 1 must be at least 0 and less than 1."),
     ("--seq-length 64", 1, "--max-position-embeddings 32 must be at least --seq-length 64."),
     (

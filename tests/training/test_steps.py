@@ -201,6 +201,7 @@ def test_megatron_core_configurations() -> None:
     gpt = chosen.gpt_options()
     assert (gpt.vocab_size, gpt.rotary_base, gpt.max_sequence_length) == (256, 500000, 32)
     assert gpt.position_embedding_type == "rope" and not gpt.share_embeddings_and_output_weights
+    assert (gpt.chunk_size, config("--chunk-size 7").gpt_options(100).chunk_size) == (0, 7)
 
 
 def test_the_vocabulary_comes_from_a_flag_or_the_tokenizer() -> None:

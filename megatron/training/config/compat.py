@@ -140,7 +140,6 @@ LATER: Mapping[str, str] = MappingProxyType(
         "--num-fold": _HELIX,
         "--transfer-weight": _HELIX,
         "--checkpoint-without-attn": _HELIX,
-        "--chunk-size": _HELIX,
         "--context-parallel-size": "context parallelism is not available yet",
         "--hierarchical-context-parallel-sizes": "context parallelism is not available yet",
         "--cpu-offloading-num-layers": "offloading of activations is not available yet",

@@ -18,6 +18,11 @@ class ModelConfig:
         None,
         "Width of the MLP; by default 4 x hidden-size, or with --swiglu 2/3 of that rounded down to a multiple of 64.",
     )
+    chunk_size: int = option(
+        0,
+        "Run every MLP over slices of this many tokens, whose inner activations are made again in the backward, slice "
+        "by slice; 0: over the whole sequence.",
+    )
     num_attention_heads: int | None = option(None, "Number of attention (query) heads.")
     kv_channels: int | None = option(
         None, "Channels of one attention head; by default hidden-size / num-attention-heads."
