@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from math import inf
 from typing import Literal
 
 from helixpipe.costs import Costs
@@ -112,7 +113,8 @@ def place_early(program: Program, costs: Costs, limit: float | None = None) -> P
     An R goes right before its backward, so that it may run before the gradient has come; where it would still keep the
     backward waiting, into an earlier gap of its rank that is long enough. So no op starts later than before. What an R
     makes is kept until its backward: a rank that would then keep more than `limit` (in the costs' unit, weights and
-    optimizer included; None: no limit) keeps its R inside the backward, or in its place before it.
+    optimizer included) keeps its R inside the backward, or in its place before it. Without a limit every R goes before
+    its backward, and into earlier gaps as long as its rank keeps no more for it.
     """
     if program.forward_only or not any(stage.recompute for stage in program.stages):
         return program
@@ -127,7 +129,7 @@ def place_early(program: Program, costs: Costs, limit: float | None = None) -> P
                 else (op,)
             )
         )
-        program = _if_it_fits(program, _with_rank(program, rank, placed), rank, costs, limit)
+        program = _if_it_fits(program, _with_rank(program, rank, placed), rank, costs, inf if limit is None else limit)
     for _ in range(SWEEPS):
         moved = _fill_gaps(program, costs, limit)
         if moved is program:
@@ -147,9 +149,9 @@ def peak_memory(program: Program, costs: Costs, rank: int) -> float:
     return peak + costs.static_memory(program.pieces_of_rank(rank))
 
 
-def _if_it_fits(old: Program, new: Program, rank: int, costs: Costs, limit: float | None) -> Program:
-    fits = limit is None or peak_memory(new, costs, rank) <= max(limit, peak_memory(old, costs, rank))
-    return new if fits else old
+def _if_it_fits(old: Program, new: Program, rank: int, costs: Costs, limit: float) -> Program:
+    """The new program, unless its rank then keeps more than the limit and more than before."""
+    return new if peak_memory(new, costs, rank) <= max(limit, peak_memory(old, costs, rank)) else old
 
 
 def _with_rank(program: Program, rank: int, ops: tuple[Op, ...]) -> Program:
@@ -163,7 +165,7 @@ def _fill_gaps(program: Program, costs: Costs, limit: float | None) -> Program:
     for rank in range(program.num_ranks):
         ops = _fill_rank(program, graph, times, rank)
         if ops != program.ranks[rank]:
-            program = _if_it_fits(program, _with_rank(program, rank, ops), rank, costs, limit)
+            program = _if_it_fits(program, _with_rank(program, rank, ops), rank, costs, 0.0 if limit is None else limit)
     return program
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -57,10 +58,12 @@ def _recomputed(stage: Stage) -> str:
 
 
 def _repeated(values: Sequence[str]) -> list[str]:
-    """The values; of many, neighbours that are equal together: `4 (x12)`."""
+    """The values; of many, equal neighbours together: `4 (x12)`; of very many, all that are equal."""
     groups = [(value, len(list(group))) for value, group in groupby(values)]
     if len(values) <= MAX_STAGES_APART:
         return list(values)
+    if len(groups) > 2 * MAX_STAGES_APART:
+        groups = list(Counter(values).items())
     return [value if number == 1 else f"{value} (x{number})" for value, number in groups]
 
 

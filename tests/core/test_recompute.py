@@ -162,11 +162,13 @@ def test_early_recomputation_moves_into_gaps() -> None:
     first, second = FULL.stages(stages)
     rows = tuple(tuple(Op(kind, rank, i) for kind in "FB" for i in range(2)) for rank in range(2))
 
-    def placed(*stages: Stage) -> list[str]:
-        return [" ".join(map(str, ops)) for ops in place_early(Program("test", stages, rows, 2), COSTS).ranks]
+    def placed(limit: float | None, *stages: Stage) -> list[str]:
+        return [" ".join(map(str, ops)) for ops in place_early(Program("test", stages, rows, 2), COSTS, limit).ranks]
 
-    assert placed(first, stages[1]) == ["0F0 0F1 0R0 0R1 0B0 0B1", "1F0 1F1 1B0 1B1"]
-    assert placed(first, second)[0] == "0F0 0F1 0R0 0B0 0R1 0B1"  # rank 1 is slower: no need
+    assert placed(2.0, first, stages[1]) == ["0F0 0F1 0R0 0R1 0B0 0B1", "1F0 1F1 1B0 1B1"]
+    assert placed(2.0, first, second)[0] == "0F0 0F1 0R0 0B0 0R1 0B1"  # rank 1 is slower: no need
+    assert placed(1.9, first, stages[1])[0] == "0F0 0F1 0R0 0B0 0R1 0B1"  # both at once would be 2
+    assert placed(None, first, stages[1])[0] == "0F0 0F1 0R0 0B0 0R1 0B1"
 
 
 @settings(DETERMINISTIC, max_examples=150)
