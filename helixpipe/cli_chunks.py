@@ -12,6 +12,7 @@ from helixpipe.cli_model import Plan
 from helixpipe.costs import Costs
 from helixpipe.errors import UserError
 from helixpipe.model_report import report
+from helixpipe.profile_costs import ProfileCosts
 from helixpipe.program import Program
 from helixpipe.simulator import Simulation
 
@@ -36,6 +37,9 @@ class Chunking:
 
     def lengths(self, chunks: int, layers: int) -> Lengths:
         """Tokens of each of so many chunks."""
+        if isinstance(self.costs, ProfileCosts):
+            profile = self.costs.profile
+            return self.options.resolve(chunks, self.costs, layers, profile.seq_length, profile.layout.tensor_parallel)
         if self.plan is None:
             return self.options.resolve(chunks, self.costs, layers)
         costs = self.plan.costs
