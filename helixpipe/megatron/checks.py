@@ -54,12 +54,12 @@ def check_program(program: Program, num_ranks: int, num_microbatches: int) -> No
     if program.num_chunks > 1:
         raise ScheduleError(
             f"schedule {name} cuts sequences into chunks, for which attention needs the keys and values of the chunks "
-            "before: only the model of pretrain_gpt.py has that, not a GPTModel of one's own."
+            "before: only a helixpipe.model.PipelineModel has that, not a GPTModel of one's own."
         )
     for number, stage in enumerate(program.stages):
         if stage.placement != "resident":
             raise ScheduleError(
-                f"schedule {name} has {stage.placement} stages: only the model of pretrain_gpt.py can move its weights."
+                f"schedule {name} has {stage.placement} stages, but the weights of a model of one's own stay in place."
             )
         if stage.pieces[0].kind not in ("embed", "norm", "head") or stage.pieces[-1].kind not in (
             "embed",
@@ -67,8 +67,8 @@ def check_program(program: Program, num_ranks: int, num_microbatches: int) -> No
             "head",
         ):
             raise ScheduleError(
-                f"schedule {name} cuts the model inside a layer, after {stage.pieces[-1]}: only the model of "
-                "pretrain_gpt.py can be cut there, not a GPTModel of one's own."
+                f"schedule {name} cuts the model inside a layer, after {stage.pieces[-1]}: only a "
+                "helixpipe.model.PipelineModel can be cut there, not a GPTModel of one's own."
             )
         if stage.recompute:
             raise ScheduleError(

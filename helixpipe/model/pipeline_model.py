@@ -91,6 +91,7 @@ class PipelineModel(MegatronModule):
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp"])
         self.gpt = gpt
+        self.pieces = tuple(pieces)
         self.pg_collection = pg_collection
         self.tp_group = pg_collection.tp
         self.payload_dtype: torch.dtype = config.params_dtype

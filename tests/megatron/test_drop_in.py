@@ -94,8 +94,8 @@ def test_equals_megatron_core(group: str) -> None:
 def test_documented_code() -> None:
     document = (Path(__file__).parents[2] / "docs" / "megatron_core.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", document, flags=re.DOTALL)
-    assert len(blocks) == 3
-    (zb1p, zbv), (zb1p_last, zbv_last) = run_ranks(run_documented, 2, blocks, timeout=240)
+    assert len(blocks) == 4  # test_own_model.py runs the last
+    (zb1p, zbv), (zb1p_last, zbv_last) = run_ranks(run_documented, 2, blocks[:3], timeout=240)
     assert zb1p["losses"] == zb1p["expected"] == [] and len(zb1p_last["expected"]) == 4
     assert zb1p_last["losses"] == zb1p_last["expected"] and zbv["losses"] == zbv_last["losses"]
     assert zbv["losses"] == pytest.approx(zbv_last["expected"], rel=FLOAT32_TOLERANCE)

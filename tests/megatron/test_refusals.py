@@ -52,7 +52,6 @@ def test_signature_is_megatron_cores() -> None:
     ("arguments", "message"),
     [
         ({"schedule": "1f1"}, "unknown pipeline schedule '1f1': did you mean 1f1b?"),
-        ({"schedule": "seq1f1b"}, "seq1f1b cuts sequences into chunks, .* choose one of none, gpipe, 1f1b, "),
         ({"schedule": "1f1b", "zb_max_inflight": 3}, "schedule 1f1b has no option zb_max_inflight: it has none."),
         ({"schedule": "zbv", "inflight": 3}, "schedule zbv has no option inflight: known are zb_max_inflight."),
         ({"schedule": "mine.csv", "inflight": 3}, r"options \(inflight\) belong to a schedule of the catalogue"),
@@ -61,6 +60,12 @@ def test_signature_is_megatron_cores() -> None:
 def test_names_and_options(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         get_forward_backward_func(**arguments)
+
+
+def test_sequence_chunks_need_our_own_model() -> None:
+    message = "seq1f1b cuts sequences into chunks, .* choose one of none, gpipe, 1f1b, "
+    with pytest.raises(UserError, match=message):
+        get_forward_backward_func("seq1f1b").program(2, 4, 1)
 
 
 def cut_inside_a_layer() -> Program:
