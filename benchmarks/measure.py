@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
@@ -210,12 +210,9 @@ def peak_alive(engine: Engine) -> int:
     return alive.peak
 
 
-class _Counted(NamedTuple):
-    """A weight gradient put off, and what keeps its tensors in the account for as long."""
+class _Counted(linear._Deferred):
+    """A weight gradient put off, and in `held` what keeps its tensors in the account for as long."""
 
-    weight: torch.nn.Parameter
-    inputs: Tensor
-    output_gradient: Tensor
     held: tuple[object, object]
 
 
@@ -227,7 +224,9 @@ def peak_saved(engine: Engine) -> int:
     make_gradients = KeyValueStore.make_gradients
 
     def put_off(weight: torch.nn.Parameter, inputs: Tensor, output_gradient: Tensor) -> _Counted:
-        return _Counted(weight, inputs, output_gradient, (account.hold(inputs), account.hold(output_gradient)))
+        deferred = _Counted(weight, inputs, output_gradient)
+        deferred.held = account.hold(inputs), account.hold(output_gradient)
+        return deferred
 
     def make_and_count(store: KeyValueStore, sequence: Any, rows: int) -> None:
         make_gradients(store, sequence, rows)
