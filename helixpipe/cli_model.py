@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 from helixpipe.errors import UserError
 from helixpipe.flags import option
-from helixpipe.hardware import GIB, HARDWARE, find_hardware
+from helixpipe.hardware import DEFAULT_HARDWARE, GIB, HARDWARE, RESERVED_MEMORY, find_hardware
 from helixpipe.model_costs import ModelCosts
 from helixpipe.models import MODELS, Layout, find_model
 
-DEFAULT_HARDWARE = "h100"
 MAX_GPUS = 1_000_000
 
 
@@ -134,7 +133,7 @@ def make_plan(
         options.distributed_optimizer,
     )
     count = _microbatches(options.global_batch_size, microbatches, micro, data_parallel, ranks)
-    reserved = (3.0 if options.reserved_memory is None else options.reserved_memory) * GIB
+    reserved = RESERVED_MEMORY if options.reserved_memory is None else options.reserved_memory * GIB
     return Plan(costs, ranks, count, model.layers, nodes, reserved)
 
 

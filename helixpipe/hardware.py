@@ -26,6 +26,11 @@ from helixpipe.flags import nearest_name
 
 TERA, GIGA, GIB = 1e12, 1e9, 2.0**30
 
+DEFAULT_HARDWARE = "h100"
+
+RESERVED_MEMORY = 3 * GIB
+"""Bytes of a GPU for the driver, NCCL and fragmentation, unless a flag says otherwise."""
+
 
 @dataclass(frozen=True)
 class Efficiency:

@@ -85,19 +85,19 @@ class Profile:
         return {"format": _FORMAT, "version": VERSION, **dataclasses.asdict(self)}
 
     @classmethod
-    def load(cls, path: str | Path) -> Profile:
-        """Read a file that `save` wrote. Raises UserError for any other."""
+    def load(cls, path: str | Path, flag: str = "--profile") -> Profile:
+        """Read a file that `save` wrote. Raises UserError, which names the flag that gave it, for any other."""
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
-            raise UserError(f"--profile: cannot read {path}: {error.strerror or error}.") from None
+            raise UserError(f"{flag}: cannot read {path}: {error.strerror or error}.") from None
         except ValueError:  # of JSON or of UTF-8
-            raise UserError(f"--profile: {path} is not JSON; `helixpipe profile` writes such files.") from None
+            raise UserError(f"{flag}: {path} is not JSON; `helixpipe profile` writes such files.") from None
         if not isinstance(content, dict) or content.get("format") != _FORMAT:
-            raise UserError(f"--profile: {path} was not written by `helixpipe profile`.")
+            raise UserError(f"{flag}: {path} was not written by `helixpipe profile`.")
         if content.get("version") != VERSION:
             raise UserError(
-                f"--profile: {path} has version {content.get('version')} of the format and this program reads version "
+                f"{flag}: {path} has version {content.get('version')} of the format and this program reads version "
                 f"{VERSION}; measure again with `helixpipe profile`."
             )
         try:
@@ -110,7 +110,7 @@ class Profile:
             )
             profile._check()
         except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"--profile: {path} is damaged ({_reason(error)}); measure again.") from None
+            raise UserError(f"{flag}: {path} is damaged ({_reason(error)}); measure again.") from None
         return profile
 
     def _check(self) -> None:

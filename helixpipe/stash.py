@@ -62,9 +62,7 @@ class StashWalk:
         self.now += more
         before = self._alive.get(op.unit, 0.0)
         during = after = before
-        if self._program.forward_only:
-            pass
-        elif op.kind in "FR":
+        if op.kind in "FR" and not self._program.forward_only:
             after = self._size(op)
         elif op.kind == "I":
             after = self._deferred(op)

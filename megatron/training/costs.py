@@ -5,15 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from helixpipe.errors import UserError
-from helixpipe.hardware import GIB, find_hardware
+from helixpipe.hardware import DEFAULT_HARDWARE, GIB, RESERVED_MEMORY, find_hardware
 from helixpipe.model_costs import ModelCosts
 from helixpipe.models import Layout, ModelShape
 from helixpipe.profile_costs import Profile, ProfileCosts
 from megatron.training.config import Config
-
-DEFAULT_HARDWARE = "h100"
-RESERVED = 3 * GIB
-"""Bytes of a GPU for the driver, NCCL and fragmentation."""
 
 
 def training_costs(config: Config) -> ModelCosts | ProfileCosts:
@@ -42,7 +38,7 @@ def training_costs(config: Config) -> ModelCosts | ProfileCosts:
 
 
 def _measured(config: Config, path: str) -> ProfileCosts:
-    profile = Profile.load(path)
+    profile = Profile.load(path, flag="--cost-profile")
     ours, theirs = model_shape(config), profile.model
     for flag, name in (
         ("--hidden-size", "hidden"),
@@ -75,7 +71,7 @@ def memory_limit(config: Config) -> float | None:
     parallel = config.parallel
     if parallel.memory_limit is not None:
         return parallel.memory_limit * GIB
-    return None if parallel.hardware is None else find_hardware(parallel.hardware).memory - RESERVED
+    return None if parallel.hardware is None else find_hardware(parallel.hardware).memory - RESERVED_MEMORY
 
 
 def model_shape(config: Config) -> ModelShape:

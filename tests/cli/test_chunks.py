@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from helixpipe import cli
+from tests.cli.commands import run, run_json
 
 MODEL = "--model seq1f1b-2.7b --hardware a100-80 -p 8 -m 8"
-
-
-def run(capsys: pytest.CaptureFixture[str], command: str) -> str:
-    assert cli.main(command.split()) == 0
-    output = capsys.readouterr()
-    assert output.err == ""
-    return output.out
-
-
-def run_json(capsys: pytest.CaptureFixture[str], command: str) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads(run(capsys, command + " --json"))
-    return result
 
 
 def test_by_hand_chunks_are_equally_long(capsys: pytest.CaptureFixture[str]) -> None:

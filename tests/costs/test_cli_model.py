@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from helixpipe import cli
+from tests.cli.commands import run, run_json
 
 LONG = "--model llama2-7b --seq-length 131072 --hardware h20 --nodes 8 --tensor-parallel 8"
-
-
-def run(capsys: pytest.CaptureFixture[str], command: str) -> str:
-    assert cli.main(command.split()) == 0
-    output = capsys.readouterr()
-    assert output.err == ""
-    return output.out
-
-
-def run_json(capsys: pytest.CaptureFixture[str], command: str) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads(run(capsys, command + " --json"))
-    return result
 
 
 def test_long_context_example(capsys: pytest.CaptureFixture[str]) -> None:

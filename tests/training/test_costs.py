@@ -1,0 +1,67 @@
+"""What schedules are told of costs and memory by the training program's flags."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from helixpipe.errors import UserError
+from helixpipe.hardware import GIB, HARDWARE, RESERVED_MEMORY
+from helixpipe.model_costs import ModelCosts
+from helixpipe.models import Layout
+from helixpipe.profile_costs import ProfileCosts
+from megatron.training.costs import memory_limit, model_shape, training_costs
+from megatron.training.programs import make_program
+from tests.costs.test_profile import make_profile
+from tests.training.helpers import config
+
+
+def saved_profile(path: Path, hidden_flags: str = "") -> str:
+    """Of the model that the base command line trains."""
+    shape = model_shape(config(hidden_flags))
+    make_profile(model=shape, layout=Layout(micro_batch_size=2, element_bytes=4), seq_length=32).save(path)
+    return str(path)
+
+
+def test_memory_is_limited_by_what_the_flags_say() -> None:
+    assert memory_limit(config()) is None
+    assert memory_limit(config("--hardware a800")) == HARDWARE["a800"].memory - RESERVED_MEMORY
+    assert memory_limit(config("--hardware a800 --memory-limit 7.5")) == 7.5 * GIB
+
+
+def test_costs_are_the_hardwares() -> None:
+    costs = training_costs(config("--hardware h20 --bf16"))
+    assert isinstance(costs, ModelCosts)
+    assert (costs.hardware.name, costs.layout.element_bytes, costs.seq_length) == ("h20", 2, 32)
+    assert training_costs(config()).layout.element_bytes == 4  # type: ignore[union-attr]
+
+
+def test_costs_are_those_of_a_profile(tmp_path: Path) -> None:
+    path = saved_profile(tmp_path / "profile.json")
+    flags = f"--cost-profile {path} --pipeline-model-parallel-size 2 --pipeline-schedule zb1p"
+    chosen = config(flags, world=2)
+    assert isinstance(training_costs(chosen), ProfileCosts)
+    assert make_program(chosen, 4).schedule == "zb1p"
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--hidden-size 128", "was measured with --hidden-size 64, not 128."),
+        ("--swiglu", "was measured with --ffn-hidden-size 256, not"),
+        ("--seq-length 16", "was measured with --seq-length 32, not 16."),
+        ("--micro-batch-size 1", "was measured with --micro-batch-size 2, not 1."),
+        ("--chunk-size 8", "was measured with --chunk-size 0, not 8."),
+    ],
+)
+def test_a_profile_of_something_else_is_refused(tmp_path: Path, flags: str, sentence: str) -> None:
+    path = saved_profile(tmp_path / "profile.json")
+    with pytest.raises(UserError) as caught:
+        config(f"--cost-profile {path} {flags}")
+    assert sentence in str(caught.value)
+
+
+def test_a_file_that_is_no_profile_is_refused_by_the_flag_that_named_it(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^--cost-profile: cannot read"):
+        config(f"--cost-profile {tmp_path / 'none.json'}")
