@@ -38,7 +38,7 @@ class HelixOptions:
 
     helix_folds: int = option(2, "Microbatches a slot holds: messages of one travel while another computes.")
     helix_ship: Literal["none", "qkv", "attention"] = option(
-        "none",
+        "attention",
         "Weights that travel with attention, so that less waits in the combined stage: none; qkv (the paper's); "
         "attention, which is norm, QKV and output projection.",
     )

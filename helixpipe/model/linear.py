@@ -100,7 +100,11 @@ def _call(store: WeightGradients, **arguments: Any) -> Tensor:
 
 def add_weight_gradient(weight: torch.nn.Parameter, inputs: Tensor, output_gradient: Tensor) -> None:
     """Add output_gradient^T @ inputs, over all leading dimensions, to the weight's gradient."""
-    gradient = _weight_gradient(inputs, output_gradient)
+    add_gradient(weight, _weight_gradient(inputs, output_gradient))
+
+
+def add_gradient(weight: torch.nn.Parameter, gradient: Tensor) -> None:
+    """Add to the weight's gradient, of the same shape."""
     buffer = getattr(weight, "main_grad", None)  # DDP's, which its hook adds to when autograd delivers a gradient
     if buffer is not None:
         buffer.add_(gradient)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -29,6 +31,18 @@ from helixpipe.runtime.device import device
 
 _WORD_EMBEDDING = "embedding.word_embeddings.weight"
 _OUTPUT_LAYER = "output_layer.weight"
+
+_MODULES_OF = MappingProxyType(
+    {
+        "embed": ("embedding",),
+        "norm": ("input_layernorm",),
+        "qkv": ("self_attention.linear_qkv",),
+        "proj": ("self_attention.linear_proj",),
+        "mlp": ("pre_mlp_layernorm", "mlp"),
+        "head": ("decoder.final_layernorm", "output_layer"),
+    }
+)
+"""Where a piece's weights are: in the model for embed and head, in the layer for the others; attn has none."""
 
 
 class Decoder(MegatronModule):
@@ -72,6 +86,7 @@ class PipelineModel(MegatronModule):
     pg_collection: needs `tp`; None takes megatron-core's parallel state, which must be initialised in any case: the
         loss uses its tensor-parallel group.
     seed: of initial weights and dropout.
+    empty: let go of every weight's data as soon as it is made; see `shell`.
 
     Parameter names are GPTModel's with global layer indices. A tied head away from the embedding has its own copy of
     the weight, `output_layer.weight`, which starts out equal; `replicated_parameters` names such copies.
@@ -85,6 +100,7 @@ class PipelineModel(MegatronModule):
         pieces: Sequence[Piece],
         pg_collection: ProcessGroupCollection | None = None,
         seed: int = 1234,
+        empty: bool = False,
     ):
         check_supported(config, gpt)
         super().__init__(config)
@@ -97,13 +113,14 @@ class PipelineModel(MegatronModule):
         self.payload_dtype: torch.dtype = config.params_dtype
         self.share_embeddings_and_output_weights = gpt.share_embeddings_and_output_weights
         self._dropout = DropoutSeeds(seed, self.tp_group.rank())
+        self._seed = seed
         self._weight_gradients: WeightGradients | None = None
-        self._build(pieces, seed)
+        self._build(pieces, seed, empty)
         # Learned positions are made by torch in float32 on the CPU; all else has its type and device already.
         self.to(device=device(), dtype=config.params_dtype)
         self._mark_ends()
 
-    def _build(self, pieces: Sequence[Piece], seed: int) -> None:
+    def _build(self, pieces: Sequence[Piece], seed: int, empty: bool) -> None:
         """Make the weights of the pieces, each part from its own seed."""
         config, gpt, group = self.config, self.gpt, self.tp_group
         kinds_of_layer: dict[int, set[str]] = {}
@@ -118,7 +135,8 @@ class PipelineModel(MegatronModule):
                 self.embedding = Embedding(config, gpt, group)
         for index in sorted(kinds_of_layer):
             kinds = kinds_of_layer[index]
-            self.decoder.layers[str(index)] = Layer(config, index, kinds, rotary, group, draw, gpt.chunk_size)
+            layer = Layer(config, index, kinds, rotary, group, draw, gpt.chunk_size)
+            self.decoder.layers[str(index)] = _emptied(layer) if empty else layer
         if "head" in ends:
             tied = gpt.share_embeddings_and_output_weights
             self.decoder.final_layernorm = make_norm(config)
@@ -187,6 +205,24 @@ class PipelineModel(MegatronModule):
             self._weight_gradients = defer_weight_gradients(self)
         return self._weight_gradients
 
+    def weights_of(self, pieces: Sequence[Piece]) -> list[torch.nn.Parameter]:
+        """The weights of some of this model's pieces, in an order that is the same on every rank."""
+        found: list[torch.nn.Parameter] = []
+        for piece in pieces:
+            home: Any = self if piece.layer < 0 else self.decoder.layers[str(piece.layer)]
+            for path in _MODULES_OF.get(piece.kind, ()):
+                found += home.get_submodule(path).parameters()
+        return found
+
+    def shell(self, pieces: Sequence[Piece]) -> PipelineModel:
+        """The same model's modules for pieces of layers whose weights are elsewhere: they run once weights are put in.
+
+        Each weight has a `whole_shape`, and no data.
+        """
+        config = copy.copy(self.config)
+        config.perform_initialization = False
+        return PipelineModel(config, self.gpt, pieces, self.pg_collection, self._seed, empty=True)
+
     def payload_shapes(self, after: Piece, micro_batch_size: int, length: int) -> tuple[torch.Size, ...]:
         """Shapes on this rank of the tensors that cross the cut after a piece, for a chunk of `length` tokens.
 
@@ -253,3 +289,10 @@ class PipelineModel(MegatronModule):
         elif head is not None:
             state[prefix + _OUTPUT_LAYER].allow_shape_mismatch = True  # vocabulary padding, as for the embedding
         return state
+
+
+def _emptied(module: torch.nn.Module) -> torch.nn.Module:
+    for parameter in module.parameters():
+        parameter.whole_shape = parameter.shape  # type: ignore[attr-defined]
+        parameter.data = parameter.new_empty(0)
+    return module

@@ -1,8 +1,8 @@
 """The executor: a loop over one rank's instructions with a table from kind to handler. It knows no schedule.
 
-It keeps four things. `keys_values`: of sequences that run in chunks. `stash`: what a unit's backward needs, from its F
+It keeps five things. `keys_values`: of sequences that run in chunks. `stash`: what a unit's backward needs, from its F
 to the FREE after its backward. `inbox`: tensors that have arrived for an op, from another rank or from this one.
-`outbox`: tensors that an op produced for another rank, until sent.
+`outbox`: tensors that an op produced for another rank, until sent. `copies`: weights of stages that are shipped here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from helixpipe.model import Microbatch, UnitContext
 from helixpipe.model.kv_store import KeyValueStore, UnitKeyValues
 from helixpipe.model.linear import WeightGradients
 from helixpipe.program import Op, Piece, Segment, Unit, chunk_lengths
+from helixpipe.runtime.copies import ModelWithWeights, StageCopies
 from helixpipe.runtime.transport import Receipt, Transport
 
 
@@ -122,8 +123,11 @@ class Executor:
             "W": self._weight_backward,
             "R": self._recompute,
         }
-        kinds = {op.kind for op in lowered.program.ranks[rank]}
-        self._weight_gradients = model.weight_gradients() if "W" in kinds else None
+        self._copies = StageCopies(lowered.program, rank, cast(ModelWithWeights, model))
+        if any(op.kind == "W" for op in lowered.program.ranks[rank]):
+            for each in {op.stage: self._model(op) for op in lowered.program.ranks[rank]}.values():
+                each.weight_gradients()  # before the first forward
+        self._last_use = self._last_uses()
         self._local_consumer = self._consumers_on_this_rank()
         self._fp32_kv_gradients = fp32_kv_gradients
         self._ranges = {op: f"PP:{op}" for op in lowered.program.ranks[rank]}
@@ -155,14 +159,18 @@ class Executor:
 
     def _receive(self, instruction: Instruction) -> None:
         message = _message(instruction)
-        shapes = self._payload_shapes(message)
-        self._receipts[message.number] = self.transport.receive(
-            shapes, self.model.payload_dtype, message.source, message.number
-        )
+        shapes, dtype = self._payload(message)
+        self._receipts[message.number] = self.transport.receive(shapes, dtype, message.source, message.number)
 
     def _wait(self, instruction: Instruction) -> None:
         message = _message(instruction)
-        self._inbox[message.consumer] = self._receipts.pop(message.number).wait()
+        tensors = self._receipts.pop(message.number).wait()
+        if message.kind == "weights":
+            self._copies.put(message.consumer.stage, tensors[0])
+        elif message.kind == "weight_gradients":
+            self._copies.add(message.consumer.stage, tensors[0])
+        else:
+            self._inbox[message.consumer] = tensors
         if self._record is not None:
             self._record.arrived[message.number] = self._now()
 
@@ -171,6 +179,8 @@ class Executor:
         start = self._now() if self._record is not None else 0.0
         with torch.autograd.profiler.record_function(self._ranges[op]):
             self._ops[op.kind](op)
+        if op in self._last_use:
+            self._copies.drop(op.stage)
         if self._record is not None:
             self._record.ops.append((op, start, self._now()))
 
@@ -178,7 +188,13 @@ class Executor:
         message = _message(instruction)
         if self._record is not None:
             self._record.sent[message.number] = self._now()
-        self.transport.send(self._outbox.pop(message.producer), message.target, message.number)
+        if message.kind == "weights":
+            tensors: tuple[Tensor, ...] = (self._copies.pack(message.producer.stage),)
+        elif message.kind == "weight_gradients":
+            tensors = (self._copies.take_gradients(message.producer.stage),)
+        else:
+            tensors = self._outbox.pop(message.producer)
+        self.transport.send(tensors, message.target, message.number)
 
     def _free(self, instruction: Instruction) -> None:
         op = _op(instruction)
@@ -211,6 +227,8 @@ class Executor:
     def _backward(self, op: Op) -> None:
         """Segment by segment from the last; one that is recomputed and has had no R is made again first."""
         graphs = self._stash[op.unit]
+        if op.stage in self._copies.stages:
+            self._copies.begin_gradients(op.stage)
         if op.stage == len(self.lowered.program.stages) - 1:
             gradients: tuple[Tensor, ...] = (self._step.root_gradient(op.microbatch),)
         else:
@@ -238,13 +256,11 @@ class Executor:
 
     def _input_backward(self, op: Op) -> None:
         """B without the weight gradients of linear layers, which wait for W with what they need."""
-        assert self._weight_gradients is not None
-        with self._weight_gradients.keep(op.unit):
+        with self._model(op).weight_gradients().keep(op.unit):
             self._backward(op)
 
     def _weight_backward(self, op: Op) -> None:
-        assert self._weight_gradients is not None
-        self._weight_gradients.compute(op.unit)
+        self._model(op).weight_gradients().compute(op.unit)
 
     def _recompute(self, op: Op) -> None:
         """What the stage recomputes, now with its graph; the random state depends on the unit, so dropout repeats."""
@@ -257,7 +273,7 @@ class Executor:
             graph.outputs = self._run_pieces(op, graph.segment.pieces, graph.inputs)
 
     def _run_pieces(self, op: Op, pieces: tuple[Piece, ...], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return self.model.run(pieces, inputs, self._step.batch(op.microbatch), self._context(op))
+        return self._model(op).run(pieces, inputs, self._step.batch(op.microbatch), self._context(op))
 
     def _deliver(self, op: Op, tensors: tuple[Tensor, ...]) -> None:
         consumer = self._local_consumer.get(op)
@@ -267,6 +283,15 @@ class Executor:
             self._inbox[consumer] = tensors
 
     # ------------------------------------------------------------------------------------------------------ details
+
+    def _model(self, op: Op) -> Model:
+        """What holds the op's weights."""
+        return cast(Model, self._copies.model) if op.stage in self._copies.stages else self.model
+
+    def _last_uses(self) -> frozenset[Op]:
+        """The last op of each stage copied here; its weights can go."""
+        last = {op.stage: op for op in self.lowered.program.ranks[self.rank] if op.stage in self._copies.stages}
+        return frozenset(last.values())
 
     def _context(self, op: Op) -> UnitContext:
         return UnitContext(
@@ -288,11 +313,16 @@ class Executor:
         pieces = graph.segment.pieces if len(self._lengths) > 1 else ()
         return [piece.layer for piece in pieces if piece.kind == "attn"]
 
-    def _payload_shapes(self, message: Message) -> tuple[torch.Size, ...]:
-        """A gradient has the shapes of what it is the gradient of: what crossed the cut after the consumer's stage."""
+    def _payload(self, message: Message) -> tuple[tuple[torch.Size, ...], torch.dtype]:
+        """Shapes and type of what a message carries. A gradient has the shapes of what it is the gradient of: what
+        crossed the cut after the consumer's stage."""
+        if message.ships:
+            copies, returned = self._copies, message.kind == "weight_gradients"
+            return (copies.size(message.consumer.stage),), copies.gradients_dtype if returned else copies.weights_dtype
         stage = message.producer.stage if message.kind == "activation" else message.consumer.stage
         after = self.lowered.program.stages[stage].pieces[-1]
-        return self.model.payload_shapes(after, self._step.micro_batch_size, self._lengths[message.producer.chunk])
+        length = self._lengths[message.producer.chunk]
+        return self.model.payload_shapes(after, self._step.micro_batch_size, length), self.model.payload_dtype
 
     def _consumers_on_this_rank(self) -> dict[Op, Op]:
         """For each op of this rank whose tensors another op of this rank takes over: that op."""

@@ -257,7 +257,6 @@ def refusals(rank: int, world_size: int) -> list[str]:
         (function, {"data_iterator": [iter(()), iter(())], "model": [model, model]}),
         (get_forward_backward_func("seq1f1b", chunk_lengths=(5, 6)), {}),
         (get_forward_backward_func("helix"), {"num_microbatches": 4}),
-        (get_forward_backward_func("helix", helix_ship="qkv"), {"num_microbatches": 4}),
         (get_forward_backward_func(function.program(2, 2, 1, 2 * LAYERS)), {}),
         (get_forward_backward_func(function.program(2, 3, 1, LAYERS)), {}),
         (function, {"model": torch.nn.Linear(1, 1)}),

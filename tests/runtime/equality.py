@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -63,6 +63,8 @@ class Case:
     """In microbatch-layers, for schedules that choose by it what to recompute."""
     folds: int = 0
     """Of helix: microbatches of a slot."""
+    ship: str = "none"
+    """Of helix: the weights that travel with attention."""
     mlp_chunk: int = 0
     """Tokens of a slice of the MLP; 0: whole."""
 
@@ -74,7 +76,7 @@ class Case:
             + ["split"] * self.split
             + _recompute_marks(self.recompute)
             + [f"cut-after-{self.cut_after}"] * bool(self.cut_after)
-            + [f"folds{self.folds}-L{self.layers}"] * bool(self.folds)
+            + [f"folds{self.folds}-L{self.layers}-ship-{self.ship}"] * bool(self.folds)
             + ["chunks-" + "-".join(map(str, self.lengths))] * bool(self.lengths)
             + [f"mlp-slices-{self.mlp_chunk}"] * bool(self.mlp_chunk)
             + [f"L{self.layers}-limit-{self.memory_limit}"] * (self.memory_limit is not None)
@@ -85,7 +87,9 @@ class Case:
         costs = PieceTimes(parse_piece_times("qkv=1,attn=3,mlp=2")) if self.memory_limit is not None else None
         chunks, lengths = max(len(self.lengths), 1), self.lengths or None
         shape = Shape(self.pp, self.m, self.layers, chunks, self.v, lengths, costs, memory_limit=self.memory_limit)
-        options = HelixOptions(self.folds, helix_recompute=False) if self.schedule == "helix" else None
+        options = (
+            HelixOptions(self.folds, cast(Any, self.ship), helix_recompute=False) if self.schedule == "helix" else None
+        )
         program = build(self.schedule, shape, options)
         if self.cut_after:
             chain = model_pieces(self.layers)

@@ -188,23 +188,40 @@ GROUPS = {
             sequence_parallel=tp > 1,
             layers=pp * rounds,
             folds=folds,
+            ship=ship,
             recompute=options,
         )
-        for (pp, tp, rounds), (folds, loops), (style, options) in product(
-            ((4, 1, 1), (4, 1, 2), (2, 1, 1), (2, 2, 2)),
-            ((1, 1), (1, 2), (2, 1), (2, 2)),
-            (
-                ("gpt", RecomputeOptions()),
-                ("llama", RecomputeOptions("without-attention")),
-                ("gpt", RecomputeOptions("without-attention", recompute_early=False)),
-            ),
+        for index, ((pp, tp), ship, (folds, loops), (style, options)) in enumerate(
+            product(
+                ((4, 1), (2, 1), (2, 2)),
+                ("none", "qkv", "attention"),
+                ((1, 1), (1, 2), (2, 1), (2, 2)),
+                (
+                    ("gpt", RecomputeOptions()),
+                    ("llama", RecomputeOptions("without-attention")),
+                    ("gpt", RecomputeOptions("without-attention", recompute_early=False)),
+                ),
+            )
         )
-        if rounds == 1 or loops != folds
+        for rounds in (1 + index % 2,)
+        if index % 3 != 1
     ]
     + [
-        Case("helix", 1, 2, "llama", layers=2, folds=2),
-        Case("helix", 4, 8, "llama", layers=4, folds=2, dropout=0.2, recompute=RecomputeOptions("without-attention")),
-        Case("helix", 2, 3 * 2, "llama", layers=2, folds=3, split=True),
+        *(Case("helix", 2, 3 * 2, "llama", layers=6, folds=3, ship=ship, split=True) for ship in ("none", "attention")),
+        *(
+            Case("helix", 4, 12, style, tied=style == "gpt", layers=12, folds=1, ship=ship)
+            for style, ship in (("gpt", "attention"), ("llama", "qkv"))
+        ),
+        *(
+            Case("helix", 4, 8, "llama", layers=4, folds=2, ship=ship, dropout=0.2, recompute=options)
+            for ship, options in (
+                ("none", RecomputeOptions("without-attention")),
+                ("qkv", RecomputeOptions()),
+                ("attention", RecomputeOptions("without-attention")),
+            )
+        ),
+        Case("helix", 1, 2, "llama", layers=2, folds=2, ship="attention"),
+        Case("helix", 2, 4, "gpt", tp=2, sequence_parallel=True, layers=2, folds=2, ship="attention", mlp_chunk=5),
     ],
     "dropout": [
         Case(schedule, pp, 4, "llama", v=v, dropout=0.2)

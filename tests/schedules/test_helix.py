@@ -42,7 +42,7 @@ def rows(program: Program) -> list[str]:
 
 def test_the_order() -> None:
     """p = 2, one layer a rank, two loops: the attention of layer l and slot i on rank (l + i + 1) mod 2."""
-    program = build("helix", Shape(2, 4, 2), HelixOptions(1, helix_recompute=False))
+    program = build("helix", Shape(2, 4, 2), HelixOptions(1, "none", helix_recompute=False))
     assert [" ".join(map(str, stage.pieces)) for stage in program.stages] == [
         "embed norm[0] qkv[0]",
         "attn[0]",
@@ -62,7 +62,7 @@ def test_the_order() -> None:
 def test_placement_and_reverse(p: int, layers: int, folds: int, loops: int) -> None:
     layers *= p
     m = p * folds * loops
-    program = build("helix", Shape(p, m, layers), HelixOptions(folds, helix_recompute=False))
+    program = build("helix", Shape(p, m, layers), HelixOptions(folds, "none", helix_recompute=False))
     validate(program)
     homes = {op: rank for rank, ops in enumerate(program.ranks) for op in ops}
     head = len(program.stages) - 1
@@ -92,9 +92,9 @@ def test_every_shape_runs_or_is_refused(p: int) -> None:
         shape = Shape(p, m, layers)
         if layers % p or m % (p * folds):
             with pytest.raises(ScheduleError, match="the nearest valid value"):
-                build("helix", shape, HelixOptions(folds))
+                build("helix", shape, HelixOptions(folds, "none"))
         else:
-            validate(build("helix", shape, HelixOptions(folds)))
+            validate(build("helix", shape, HelixOptions(folds, "none")))
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_every_shape_runs_or_is_refused(p: int) -> None:
 )
 def test_what_it_cannot_have(shape: Shape, folds: int, sentence: str) -> None:
     with pytest.raises(ScheduleError, match=f"^{re.escape(sentence)}$"):
-        build("helix", shape, HelixOptions(folds))
+        build("helix", shape, HelixOptions(folds, "none"))
 
 
 # ------------------------------------------------------------------------------------------------------------- bubbles
@@ -135,7 +135,7 @@ def test_what_it_cannot_have(shape: Shape, folds: int, sentence: str) -> None:
 )
 def test_figures(folds: int, recompute: bool, message: int, bubble: int) -> None:
     """p = 4, m = 8, L = 8, pre, attn and post 1, 3 and 2: 288 of work, 336 with recomputation."""
-    result = run(4, 8, 8, HelixOptions(folds, helix_recompute=recompute), message)
+    result = run(4, 8, 8, HelixOptions(folds, "none", helix_recompute=recompute), message)
     assert result.ideal == (336 if recompute else 288)
     assert result.busy == [result.ideal] * 4
     assert result.bubble_time == bubble
@@ -148,7 +148,7 @@ def test_closed_forms(p: int, rounds: int, loops: int, times: dict[str, float]) 
     combined = sum(times.values()) - times["attn"]
     for recompute, ratio in ((False, 3), (True, 4)):
         for folds in (1, 2, 3):
-            options = HelixOptions(folds, helix_recompute=recompute)
+            options = HelixOptions(folds, "none", helix_recompute=recompute)
             bubble = run(p, p * folds * loops, p * rounds, options, times=times).bubble_time
             if folds == 1:
                 assert bubble == ratio * (p - 1) * combined
@@ -161,7 +161,7 @@ def test_longer_attention_lengthens_no_bubble(folds: int, shortest: int, bubble:
     """Nor do more loops: 4(p-1) combined stages with one fold, a third more with two."""
     for loops, attention in product((1, 2, 4), (0, 5, 30, 300)):
         if attention >= shortest:
-            result = run(4, 4 * folds * loops, 8, HelixOptions(folds), times=PAPER | {"attn": attention})
+            result = run(4, 4 * folds * loops, 8, HelixOptions(folds, "none"), times=PAPER | {"attn": attention})
             assert result.bubble_time == bubble
 
 
@@ -170,7 +170,7 @@ def test_folds_hide_messages(p: int, shown: int) -> None:
     """Messages of 1: with one microbatch a slot they add to the step at every layer, with two hardly at all."""
     added = []
     for folds in (1, 2):
-        free, slow = (run(p, 2 * p, 2 * p, HelixOptions(folds), message).makespan for message in (0, 1))
+        free, slow = (run(p, 2 * p, 2 * p, HelixOptions(folds, "none"), message).makespan for message in (0, 1))
         added.append(slow - free)
     assert added[0] == shown
     assert added[1] <= 6
@@ -181,13 +181,13 @@ def test_less_idle_than_1f1b_and_zero_bubble() -> None:
     times = {"qkv": 1.0, "attn": 12.0, "mlp": 2.0}
     costs = PieceTimes(times)
     others = [simulate(lower(build(n, Shape(4, 8, 8, costs=costs)), costs), costs).makespan for n in ("1f1b", "zb1p")]
-    assert run(4, 8, 8, HelixOptions(2, helix_recompute=False), times=times).makespan < min(others)
+    assert run(4, 8, 8, HelixOptions(2, "none", helix_recompute=False), times=times).makespan < min(others)
 
 
 def test_recomputing_early_idles_less() -> None:
     costs = PieceTimes(PAPER)
     for folds, inside in ((1, 36), (2, 51)):
-        program = build("helix", Shape(4, 8, 8, costs=costs), HelixOptions(folds))
+        program = build("helix", Shape(4, 8, 8, costs=costs), HelixOptions(folds, "none"))
         assert simulate(lower(program, costs), costs).bubble_time < inside
 
 
@@ -231,7 +231,7 @@ def test_weights_keep_nobody_waiting(ship: str) -> None:
     """With messages as long as a QKV the step is as much longer as without shipping, where no weights travel."""
     for p, loops in ((4, 1), (4, 2), (8, 1)):
         longer = []
-        for options in (HelixOptions(2), HelixOptions(2, ship)):
+        for options in (HelixOptions(2, "none"), HelixOptions(2, ship)):
             free, slow = (run(p, 2 * p * loops, 2 * p, options, message).makespan for message in (0, 1))
             longer.append(slow - free)
         assert longer[1] <= longer[0]
@@ -257,8 +257,8 @@ def test_stash_of_a_layer_and_microbatch() -> None:
     """16 elements of b·s·h without recomputation. With it the inputs of both stages: attention's output and the
     residual in the combined stage, queries, keys and values in attention."""
     shape = Shape(4, 8, 8)
-    plain = build("helix", shape, HelixOptions(helix_recompute=False)).stages
-    recomputed = build("helix", shape).stages
+    plain = build("helix", shape, HelixOptions(2, "none", helix_recompute=False)).stages
+    recomputed = build("helix", shape, HelixOptions(2, "none")).stages
     assert [16 * stage_stash(stage, "F") for stage in plain[2:4]] == [13, 3]
     assert [16 * stage_stash(stage, "F") for stage in recomputed[2:4]] == [2, 3]
     assert [stage.recompute for stage in recomputed[:3]] == [
@@ -282,9 +282,9 @@ def test_stash_of_what_is_shipped(ship: Literal["none", "qkv", "attention"], ele
 def test_every_rank_keeps_the_same(p: int, rounds: int, loops: int, folds: int) -> None:
     """m microbatches of L/p layers without recomputation; with it 5/16 of that and a combined stage at work."""
     m = p * folds * loops
-    result = run(p, m, p * rounds, HelixOptions(folds, helix_recompute=False))
+    result = run(p, m, p * rounds, HelixOptions(folds, "none", helix_recompute=False))
     assert result.peak_activation == pytest.approx([m * rounds] * p)
-    result = run(p, m, p * rounds, HelixOptions(folds))
+    result = run(p, m, p * rounds, HelixOptions(folds, "none"))
     assert max(result.peak_activation) <= 5 / 16 * m * rounds + 1 + 2 / 16 * m
 
 
@@ -294,5 +294,5 @@ def test_recomputation_asked_for_is_the_schedules() -> None:
     assert [stage.recompute for stage in program.stages] == [
         ((Piece("attn", stage // 2),),) if stage in (1, 3) else () for stage in range(6)
     ]
-    program = build("helix", Shape(2, 4, 2), HelixOptions(helix_recompute=False))
+    program = build("helix", Shape(2, 4, 2), HelixOptions(2, "none", helix_recompute=False))
     assert not any(stage.recompute for stage in program.stages)

@@ -32,6 +32,9 @@ RUNS = [
     Run("llama", f"--pipeline-schedule seq1f1b --pipe-sp-splits 3 --chunk-alignment 1 {DISTRIBUTED}", pp=2),
     Run("gpt", "--pipeline-schedule seq1f1b-zb --chunk-lengths 6,8,2 --sequence-parallel", tp=2, pp=2),
     Run("gpt", "--pipeline-schedule seq1f1b --pipe-sp-splits auto --pipe-sp-strategy average", pp=4),
+    Run("gpt", f"--pipeline-schedule helix {DISTRIBUTED}", pp=2),
+    Run("llama", "--pipeline-schedule helix --helix-ship qkv --helix-folds 1 --sequence-parallel", tp=2, pp=2),
+    Run("llama", "--bf16 --pipeline-schedule helix", pp=4),
     Run("llama", f"{PER_TOKEN} --pipeline-schedule 1f1b {DISTRIBUTED}", pp=2),
     Run("llama", f"{PER_TOKEN} --sequence-parallel --pipeline-schedule gpipe", tp=2, pp=2),
     Run("llama", f"--bf16 --pipeline-schedule 1f1b {DISTRIBUTED}", pp=2),
@@ -42,7 +45,7 @@ RUNS = [
 @pytest.fixture(scope="module")
 def losses() -> dict[Run, list[list[float]]]:
     """Losses of each run by rank, and of each reference."""
-    by_rank = run_ranks(losses_of_runs, 4, RUNS, timeout=300.0)
+    by_rank = run_ranks(losses_of_runs, 4, RUNS, timeout=600.0)
     result = {run: [losses[index] for losses in by_rank] for index, run in enumerate(RUNS)}
     (alone,) = run_ranks(reference, 1, REFERENCES)
     return result | {run: [alone[index]] for index, run in enumerate(REFERENCES)}
