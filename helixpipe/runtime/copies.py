@@ -1,4 +1,4 @@
-"""Weights that are not where they are used: this rank's copies of other ranks' stages, and other ranks' copies of its own.
+"""Weights that are not where they are used: copies of other ranks' stages here, and of this rank's own elsewhere.
 
 A stage's weights travel as one flat tensor, and so do their gradients, added up in float32 (or in the weights' type
 where that is wider). Copies never meet DDP or the optimizer: the owner adds what comes back to its own gradients.
