@@ -9,6 +9,8 @@ Rows:
   memory        peak activations of our schedules, as the cost model has them and as measured
   seq1f1b       our seq1f1b, seq1f1b-zb and seq1f1b-interleaved beside our 1f1b and megatron-core's 1F1B: one long
                 sequence in chunks that take equally long here, and in equally long ones
+  helix         our helix, with each of its cuts, beside our 1f1b and zb1p and megatron-core's 1F1B: long sequences, so
+                that most is attention; more than (m+p-1)/m over 1f1b is not to be had
 
 Same weights, same data, same kernels, same process: each round runs one step under every engine in turn, so that what
 else the machine does hits all alike. What is compared is forward and backward of one step (no optimizer): tokens per
@@ -34,12 +36,14 @@ SIZES = {  # name: (layers, hidden, heads, groups, ffn, sequence, micro batch, m
     "wide": (4, 512, 8, 4, 1376, 128, 1, 8),
     "long": (4, 256, 8, 2, 688, 1024, 1, 4),
     "longer": (4, 256, 8, 2, 688, 3072, 1, 2),
+    "longest": (4, 256, 8, 2, 688, 3072, 1, 4),
 }
 ROWS = {  # name: sizes
     "1f1b": ("small", "wide", "long"),
     "zero-bubble": ("small", "wide", "long"),
     "memory": ("small", "wide", "long"),
     "seq1f1b": ("longer",),
+    "helix": ("longer", "longest"),
 }
 
 

@@ -90,9 +90,9 @@ class Problem:
     def model(self, pieces: Any) -> PipelineModel:
         return PipelineModel(self.config, self.gpt, pieces)
 
-    def program(self, schedule: str, **shape: Any) -> Program:
-        """shape: what else `Shape` has besides ranks, microbatches and layers."""
-        return build(schedule, Shape(2, self.count, self.layers, **shape))
+    def program(self, schedule: str, options: Any = None, **shape: Any) -> Program:
+        """options: the schedule's own. shape: what else `Shape` has besides ranks, microbatches and layers."""
+        return build(schedule, Shape(2, self.count, self.layers, **shape), options)
 
 
 def start(size: list[int]) -> Problem:

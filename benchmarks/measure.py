@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.attention import helix
 from benchmarks.chunks import seq1f1b
 from benchmarks.engines import (
     Engine,
@@ -78,7 +79,7 @@ def zero_bubble(problem: Problem) -> tuple[dict[str, Engine], Pairs]:
     return every, [*pairs, *engine_alone, (zbv, same_v)]
 
 
-FAMILIES = {"1f1b": one_f_one_b, "zero-bubble": zero_bubble, "seq1f1b": seq1f1b}
+FAMILIES = {"1f1b": one_f_one_b, "zero-bubble": zero_bubble, "seq1f1b": seq1f1b, "helix": helix}
 
 
 # -------------------------------------------------------------------------------------------------------------- speed

@@ -15,11 +15,17 @@ TINY = "4 32 4 2 48 256 1 2"  # layers, hidden, heads, groups, ffn, tokens, micr
 def test_every_row_on_a_tiny_model(tmp_path: Path) -> None:
     output = tmp_path / "result.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(ROOT / "benchmarks/measure.py"), str(output), "2", "1f1b,zero-bubble,memory,seq1f1b", *TINY.split()]
+    command += [
+        str(ROOT / "benchmarks/measure.py"),
+        str(output),
+        "2",
+        "1f1b,zero-bubble,memory,seq1f1b,helix",
+        *TINY.split(),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(output.read_text(encoding="utf-8"))
-    assert list(result) == ["1f1b", "zero-bubble", "memory", "seq1f1b"]
-    for rows in ("1f1b", "zero-bubble", "seq1f1b"):
+    assert list(result) == ["1f1b", "zero-bubble", "memory", "seq1f1b", "helix"]
+    for rows in ("1f1b", "zero-bubble", "seq1f1b", "helix"):
         assert max(row["gradient_difference"] for row in result[rows]["engines"].values()) < 1e-5
