@@ -45,7 +45,7 @@ INPUTS: Mapping[str, Mapping[str, int]] = MappingProxyType(
         "head": {"last": 1},
     }
 )
-"""What crosses the cut before each piece: all that is kept of a recomputed run that begins there."""
+"""What crosses the cut before each piece: what a stage that begins there keeps, but for a residual that passes by."""
 
 LAYER_ELEMENTS = 16
 """Elements of b·s·h that a whole layer keeps."""
@@ -168,9 +168,11 @@ def stage_stash(stage: Stage, kind: str = "R") -> float:
     """Microbatch-layers that one whole microbatch keeps in this stage once its op of that kind has run (B, I: at most
     while it runs; see `Costs`); a stage of n whole layers that keeps everything keeps exactly n."""
     segments = stage.segments
-    whole = [_tensors(segment.pieces, SAVED) for segment in segments]
     inputs = [_tensors(segment.pieces[:1], INPUTS) for segment in segments]
-    return kept(segments, whole, inputs, kind) / LAYER_ELEMENTS
+    for segment, own in zip(segments, inputs, strict=True):
+        if segment.passes_residual:
+            del own["residual", segment.pieces[0].layer]
+    return kept(segments, [_tensors(s.pieces, SAVED) for s in segments], inputs, kind) / LAYER_ELEMENTS
 
 
 def _tensors(pieces: Sequence[Piece], table: Mapping[str, Mapping[str, int]]) -> dict[tuple[str, int], int]:

@@ -43,16 +43,15 @@ class PieceBytes:
         self.vocab = model.padded_vocab(self.tp) // self.tp
 
     def stash(self, pieces: Sequence[Piece], chunk: Chunk) -> float:
-        """Kept by one unit of a stage from F to B or I: what autograd saves, and the stage's inputs."""
-        return sum(self._whole(pieces, chunk).values())
+        """Kept by one unit of a stage from F to B or I: what autograd saves, and the stage's inputs, but for a residual
+        that only passes by."""
+        return self.segments_stash((Segment(tuple(pieces), False),), chunk, "F")
 
     def segments_stash(self, segments: Sequence[Segment], chunk: Chunk, kind: str) -> float:
         """Kept by one unit of a stage once its op of that kind has run; see `stash.kept`."""
-        whole = [self._whole(segment.pieces, chunk) for segment in segments]
-        return kept(segments, whole, [self._kept_inputs(segment.pieces[0], chunk) for segment in segments], kind)
-
-    def _whole(self, pieces: Sequence[Piece], chunk: Chunk) -> Tensors:
-        return {**self._kept_inputs(pieces[0], chunk), **self.saved(pieces, chunk)}
+        inputs = [self._kept_inputs(s.pieces[0], chunk, not s.passes_residual) for s in segments]
+        saved = [self.saved(segment.pieces, chunk) for segment in segments]
+        return kept(segments, [own | more for own, more in zip(inputs, saved, strict=True)], inputs, kind)
 
     def keys_values(self, pieces: Sequence[Piece], tokens: float) -> float:
         """Buffers of one microbatch's keys and values, from the forward of its first chunk to that chunk's backward, in

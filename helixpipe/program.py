@@ -67,11 +67,23 @@ class Op(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Consecutive pieces of a stage with one autograd graph. recomputed: its activations, all but its inputs, are
-    dropped after F and made again before the backward."""
+    """Consecutive pieces of a stage with one autograd graph.
+
+    recomputed: its activations, all but its inputs, are dropped after F and made again before the backward.
+    inputs_again: attention that is kept, after a recomputed run that makes its queries, keys and values: these are
+    dropped after F, too, and come back when that run is made again, which is then before attention's own backward.
+    """
 
     pieces: tuple[Piece, ...]
     recomputed: bool
+    inputs_again: bool = False
+
+    @property
+    def passes_residual(self) -> bool:
+        """Whether the segment starts inside a layer and needs nothing of the residual but its gradient."""
+        first = self.pieces[0]
+        inside = first.kind in ("qkv", "attn", "proj")
+        return inside and not (self.recomputed and Piece("proj", first.layer) in self.pieces)
 
 
 @dataclass(frozen=True)
@@ -97,10 +109,17 @@ class Stage:
         start = 0
         for run in self.recompute:
             at = self.pieces.index(run[0])
-            found += [Segment(self.pieces[start:at], False)] * (at > start) + [Segment(run, True)]
+            if at > start:
+                found.append(self._kept(start, at))
+            found.append(Segment(run, True))
             start = at + len(run)
-        rest = self.pieces[start:]
-        return (*found, Segment(rest, False)) if rest else tuple(found)
+        if start < len(self.pieces):
+            found.append(self._kept(start, len(self.pieces)))
+        return tuple(found)
+
+    def _kept(self, start: int, end: int) -> Segment:
+        """A segment that is not recomputed; before it, if anything, is one that is."""
+        return Segment(self.pieces[start:end], False, start > 0 and self.pieces[start].kind == "attn")
 
     @property
     def has_weights(self) -> bool:

@@ -36,7 +36,7 @@ class RecomputeOptions:
     recompute_granularity: Literal["selective", "full", "without-attention"] | None = option(
         None,
         "Recompute activations in the backward: full, whole layers; selective, core attention alone (Korthikanti et "
-        "al., 2022); without-attention, all but core attention.",
+        "al., 2022); without-attention, all but core attention and its projection, queries, keys and values as well.",
     )
     recompute_activations: bool = option(False, "The same as --recompute-granularity selective.")
     recompute_method: Literal["uniform", "block"] | None = option(
@@ -89,7 +89,7 @@ class RecomputeOptions:
         if granularity == "selective":
             chosen = {MODULES[module] for module in self.recompute_modules or ("core_attn",)}
             return tuple((piece,) for piece in pieces if piece.kind in chosen)
-        kept = {"embed", "attn", "head"}
+        kept = {"embed", "attn", "proj", "head"}  # proj's output takes no more than the residual that would be kept
         return tuple(tuple(run) for keep, run in groupby(pieces, key=lambda piece: piece.kind in kept) if not keep)
 
 

@@ -22,16 +22,23 @@ def kept(
     """What a unit keeps once its op of that kind has run, from the sizes of named tensors; one that several keep
     counts once.
 
-    whole, inputs: for each segment all it keeps, and its inputs alone. F: of what is recomputed the inputs. R: all. B
-    and I: the most while a backward runs that recomputes segment by segment, from the last to the first.
+    whole, inputs: for each segment all it keeps, and its inputs alone. F: of what is recomputed the inputs, of what
+    gets its inputs again all else. R: all. B and I: the most while a backward runs that recomputes segment by segment,
+    from the last to the first.
     """
-    after_forward = [inputs[i] if segment.recomputed else whole[i] for i, segment in enumerate(segments)]
+    after_forward: list[Mapping[Name, float]] = []
+    for segment, every, own in zip(segments, whole, inputs, strict=True):
+        if segment.inputs_again:
+            after_forward.append({name: size for name, size in every.items() if name not in own})
+        else:
+            after_forward.append(own if segment.recomputed else every)
     if kind == "R":
         moments = [[*after_forward, *whole]]
     elif kind == "F":
         moments = [after_forward]
     else:
-        moments = [[*after_forward[:index], *[whole[index]]] for index in range(len(segments))]
+        started = [index - segment.inputs_again for index, segment in enumerate(segments)]
+        moments = [[*after_forward[:first], *whole[first : index + 1]] for index, first in enumerate(started)]
     return max(sum({name: size for tensors in each for name, size in tensors.items()}.values()) for each in moments)
 
 

@@ -13,13 +13,13 @@ class SavedBytes:
     """Context that counts what autograd saves for backward while it is active; `now` and `peak` are bytes.
 
     Weights, and anything else in `ignore`, are kept anyway and do not count. A tensor saved twice, or two views of one
-    storage, count once. What was saved goes on counting until autograd lets go of it, also after the context.
+    storage, count once, with the bytes the storage has now: it may be emptied and filled again. What was saved goes on
+    counting until autograd lets go of it, also after the context.
     """
 
     def __init__(self, ignore: Iterable[torch.Tensor] = ()):
-        self._ignored = {tensor.untyped_storage().data_ptr() for tensor in ignore}
-        self._users: dict[int, int] = {}
-        self.now = 0
+        self._ignored = {_key(tensor) for tensor in ignore}
+        self._users: dict[int, tuple[int, torch.UntypedStorage]] = {}
         self.peak = 0
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
@@ -36,40 +36,45 @@ class SavedBytes:
         """Count a tensor that is kept elsewhere, for as long as the returned object lives."""
         return self._pack(tensor)
 
+    @property
+    def now(self) -> int:
+        return sum(storage.nbytes() for _, storage in self._users.values())
+
     def with_others(self, tensors: Iterable[torch.Tensor]) -> int:
         """Bytes kept now by autograd and `tensors` together, each storage once."""
-        others = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
+        others = {_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
         return self.now + sum(size for key, size in others.items() if key not in self._users)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        storage = tensor.untyped_storage()
-        key = storage.data_ptr()
-        if key in self._ignored or storage.nbytes() == 0:
+        key = _key(tensor)
+        if key in self._ignored or tensor.untyped_storage().nbytes() == 0:
             return tensor
-        users = self._users.get(key, 0)
-        self._users[key] = users + 1
-        if users == 0:
-            self.now += storage.nbytes()
-            self.peak = max(self.peak, self.now)
-        return _Saved(tensor, self, key, storage.nbytes())
+        users, storage = self._users.get(key, (0, tensor.untyped_storage()))
+        self._users[key] = users + 1, storage
+        self.peak = max(self.peak, self.now)
+        return _Saved(tensor, self, key)
 
-    def release(self, key: int, nbytes: int) -> None:
+    def release(self, key: int) -> None:
         """One saved tensor of a storage is gone."""
-        self._users[key] -= 1
-        if self._users[key] == 0:
-            del self._users[key]
-            self.now -= nbytes
+        users, storage = self._users.pop(key)
+        if users > 1:
+            self._users[key] = users - 1, storage
 
 
 class _Saved:
     """What autograd holds in place of a tensor; it dies with the graph's node."""
 
-    def __init__(self, tensor: torch.Tensor, account: SavedBytes, key: int, nbytes: int):
+    def __init__(self, tensor: torch.Tensor, account: SavedBytes, key: int):
         self.tensor = tensor
-        self._account, self._key, self._nbytes = account, key, nbytes
+        self._account, self._key = account, key
 
     def __del__(self) -> None:
-        self._account.release(self._key, self._nbytes)
+        self._account.release(self._key)
+
+
+def _key(tensor: torch.Tensor) -> int:
+    """The storage's, also when its memory has moved."""
+    return tensor.untyped_storage()._cdata
 
 
 def _unpack(saved: Any) -> torch.Tensor:

@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from helixpipe.errors import UserError
 from helixpipe.events import MessageEvent, OpEvent, Timeline
@@ -73,12 +73,15 @@ class LossSum(NamedTuple):
 
 @dataclass
 class _Graph:
-    """One segment of a unit, between its F and its backward: what autograd starts from and ends at. No outputs: they
-    are to be made again."""
+    """One segment of a unit, between its F and its backward: what autograd ends at and starts from.
+
+    roots: for each output the edge its gradient enters by, or the number of the input that it is (a residual passing
+    by); None while the segment is to be made again.
+    """
 
     segment: Segment
     inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
+    roots: tuple[GradientEdge | int, ...] | None
 
 
 @dataclass
@@ -200,8 +203,6 @@ class Executor:
         op = _op(instruction)
         if op.kind != "F":
             del self._stash[op.unit]
-        elif op.unit in self._stash:
-            _free_outputs(self._stash[op.unit][-1])
 
     # ---------------------------------------------------------------------------------------------------------- ops
 
@@ -217,12 +218,15 @@ class Executor:
                 inputs = _leaves(state)
                 with torch.no_grad() if segment.recomputed else nullcontext():
                     outputs = self._run_pieces(op, segment.pieces, inputs)
-                graphs.append(_Graph(segment, inputs, () if segment.recomputed else outputs))
+                graphs.append(_Graph(segment, inputs, None if segment.recomputed else _roots(inputs, outputs)))
                 state = outputs
         if op.stage == len(self.lowered.program.stages) - 1:
             self._losses.append(LossSum(op.microbatch, op.chunk, outputs[0].detach()))
         else:
             self._deliver(op, tuple(tensor.detach() for tensor in outputs))
+        if not self.lowered.program.forward_only:
+            for graph in graphs:
+                _let_go(graph)
 
     def _backward(self, op: Op) -> None:
         """Segment by segment from the last; one that is recomputed and has had no R is made again first."""
@@ -235,24 +239,30 @@ class Executor:
             gradients = self._inbox.pop(op)
         while graphs:
             graph = graphs.pop()
-            self._make_again(op, graph)
-            layers = self._chunked_layers(graph)
-            roots, later = self._keys_values(op).roots(layers)
-            # The engine itself: torch.autograd.backward would compare shapes with outputs whose data has been freed.
-            Variable._execution_engine.run_backward(
-                (*graph.outputs, *roots),
-                (*gradients, *later),
-                False,  # keep_graph
-                False,  # create_graph
-                (),  # inputs: all leaves
-                allow_unreachable=True,
-                accumulate_grad=True,
-            )
-            self._keys_values(op).finish(layers)
-            if graphs or op.stage > 0:
-                gradients = tuple(_gradient(tensor) for tensor in graph.inputs)
+            if graph.segment.inputs_again and graphs[-1].roots is None:
+                self._make_again(op, graphs[-1], graph)
+            if graph.roots is None:
+                self._make_again(op, graph)
+            gradients = self._through(op, graph, gradients)
         if op.stage > 0:
             self._deliver(op, gradients)
+
+    def _through(self, op: Op, graph: _Graph, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """From the gradients of a segment's outputs to those of its inputs."""
+        assert graph.roots is not None
+        layers = self._chunked_layers(graph)
+        roots, later = self._keys_values(op).roots(layers)
+        edges: list[Any] = [*roots]
+        given, passed = [*later], {}
+        for root, gradient in zip(graph.roots, gradients, strict=True):
+            if isinstance(root, int):
+                passed[root] = gradient
+            else:
+                edges.append(root)
+                given.append(gradient)
+        torch.autograd.backward(edges, given)
+        self._keys_values(op).finish(layers)
+        return tuple(_gradient(tensor, passed.get(index)) for index, tensor in enumerate(graph.inputs))
 
     def _input_backward(self, op: Op) -> None:
         """B without the weight gradients of linear layers, which wait for W with what they need."""
@@ -264,13 +274,18 @@ class Executor:
 
     def _recompute(self, op: Op) -> None:
         """What the stage recomputes, now with its graph; the random state depends on the unit, so dropout repeats."""
-        for graph in self._stash[op.unit]:
-            self._make_again(op, graph)
-            _free_outputs(graph)
+        graphs = self._stash[op.unit]
+        for graph, following in zip(graphs, (*graphs[1:], None), strict=True):
+            if graph.roots is None:
+                self._make_again(op, graph, following)
 
-    def _make_again(self, op: Op, graph: _Graph) -> None:
-        if not graph.outputs:
-            graph.outputs = self._run_pieces(op, graph.segment.pieces, graph.inputs)
+    def _make_again(self, op: Op, graph: _Graph, following: _Graph | None = None) -> None:
+        """Run a recomputed segment's forward, now with its graph, and fill the inputs of the one after it, if that
+        waits for them."""
+        outputs = self._run_pieces(op, graph.segment.pieces, graph.inputs)
+        graph.roots = _roots(graph.inputs, outputs)
+        if following is not None and following.segment.inputs_again:
+            _fill(following.inputs, outputs)
 
     def _run_pieces(self, op: Op, pieces: tuple[Piece, ...], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return self._model(op).run(pieces, inputs, self._step.batch(op.microbatch), self._context(op))
@@ -369,9 +384,12 @@ def merge_records(lowered: LoweredProgram, records: Sequence[Record], title: str
     return Timeline(title, lowered.program.num_ranks, ops, messages, unit="s")
 
 
-def _gradient(tensor: Tensor) -> Tensor:
+def _gradient(tensor: Tensor, passed: Tensor | None) -> Tensor:
+    """What autograd found, and what passed by it."""
     gradient, tensor.grad = tensor.grad, None
-    return gradient if gradient is not None else torch.zeros_like(tensor)
+    if gradient is None:
+        return passed if passed is not None else torch.zeros_like(tensor)
+    return gradient if passed is None else gradient + passed
 
 
 def _leaves(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -383,16 +401,31 @@ def _leaves(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     )  # fmt: skip
 
 
-def _free_outputs(graph: _Graph) -> None:
-    """Drop the data of outputs that have been sent, keeping their place in the autograd graph: backward needs only the
-    gradients that come back. Left alone: what is an input as well (a residual that passes through) and views, whose
-    base keeps the memory."""
-    kept = {id(tensor) for tensor in graph.inputs}
-    if len(graph.outputs) > 1:
-        kept.add(id(graph.outputs[-1]))
-    for output in graph.outputs:
-        if id(output) not in kept and output._base is None:
-            output.data = torch.empty(0, device=output.device, dtype=output.dtype)
+def _roots(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> tuple[GradientEdge | int, ...]:
+    """Edges, not tensors: a backward needs no output's data, which can go once it has been sent."""
+    numbers = {id(tensor): index for index, tensor in enumerate(inputs)}
+    return tuple(numbers[id(each)] if id(each) in numbers else get_gradient_edge(each) for each in outputs)
+
+
+def _let_go(graph: _Graph) -> None:
+    """After F, drop the inputs' data that the backward does not need, or gets again."""
+    segment = graph.segment
+    if segment.passes_residual:
+        residual = graph.inputs[-1]
+        residual.data = residual.new_empty(1).expand(residual.shape)  # autograd asks for the shape
+        residual.untyped_storage().resize_(0)
+    if segment.inputs_again:
+        for tensor in graph.inputs[:-1]:
+            if tensor.untyped_storage().nbytes() == tensor.nbytes:  # not a chunk's rows in the store
+                tensor.untyped_storage().resize_(0)  # what autograd saved of it are views of this storage
+
+
+def _fill(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
+    """Give inputs their data back, all but the residual's, which is not needed."""
+    for tensor, output in zip(inputs[:-1], outputs[:-1], strict=True):
+        if tensor.untyped_storage().nbytes() == 0:
+            tensor.untyped_storage().resize_(tensor.nbytes)
+            tensor.data.copy_(output.detach())  # .data: autograd's version of what it saved stays
 
 
 def _op(instruction: Instruction) -> Op:

@@ -124,6 +124,13 @@ def counted() -> Iterator[FlopCounterMode]:
         yield counter
 
 
+def _needed(
+    pieces: Sequence[Piece], inputs: tuple[torch.Tensor, ...], recomputed: bool = False
+) -> tuple[torch.Tensor, ...]:
+    """All but a residual that only passes by."""
+    return inputs[:-1] if Segment(tuple(pieces), recomputed).passes_residual else inputs
+
+
 def _flops(shape: ModelShape, layout: Layout) -> list[tuple[str, float, float]]:
     model = make(shape, layout)
     store = model.weight_gradients()
@@ -173,7 +180,7 @@ def _saved(shape: ModelShape, layout: Layout) -> list[tuple[str, float, float]]:
             saved = account.now
         with SavedBytes(known) as account:
             again = model.run(pieces, inputs, data, CONTEXT)
-            held = tuple(tensor * tensor for tensor in inputs)  # saves the inputs too
+            held = tuple(tensor * tensor for tensor in _needed(pieces, inputs))  # saves the inputs too
             stash = account.now
         what = f"{pieces[0]}..{pieces[-1]}"
         found.append((f"saved {what}", saved, sum(own.saved(pieces, Chunk(TOKENS)).values())))
@@ -243,13 +250,12 @@ class _Watched(Executor):
         super()._forward(op)
         self.after_forward = self._held(self._stash[op.unit])
 
-    def _make_again(self, op: Op, graph: Any) -> None:
-        super()._make_again(op, graph)
+    def _through(self, op: Op, graph: Any, gradients: Any) -> Any:
         self.most = max(self.most, self._held([*self._stash[op.unit], graph]))
+        return super()._through(op, graph, gradients)
 
     def _held(self, graphs: Sequence[Any]) -> int:
-        inputs = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for g in graphs for t in g.inputs}
-        return self._account.now + sum(size for key, size in inputs.items() if key not in self._account._users)
+        return self._account.with_others(tensor for graph in graphs for tensor in graph.inputs)
 
 
 def _saved_of_chunks(shape: ModelShape, layout: Layout) -> list[tuple[str, float, float]]:
@@ -280,7 +286,7 @@ def _saved_of_chunks(shape: ModelShape, layout: Layout) -> list[tuple[str, float
                 saved = account.now
             with SavedBytes(known) as account:
                 again = model.run(pieces, inputs, data, context)
-                held = tuple(tensor * tensor for tensor in inputs)  # saves the inputs too
+                held = tuple(tensor * tensor for tensor in _needed(pieces, inputs))  # saves the inputs too
                 stash = account.now
             del again, held
             units.append((unit, outputs))
@@ -288,6 +294,7 @@ def _saved_of_chunks(shape: ModelShape, layout: Layout) -> list[tuple[str, float
             found.append((f"saved {what}", saved, sum(own.saved(pieces, chunk).values())))
             found.append((f"stash {what}", stash, own.stash(pieces, chunk)))
             if pieces[0].kind != "embed":
+                inputs = _needed(pieces, inputs, recomputed=True)
                 kept = sum({t.untyped_storage().data_ptr(): t.nbytes for t in inputs}.values())
                 kept -= sum(t.nbytes for t in inputs if any(t.is_set_to(b[earlier:][:tokens]) for b in buffers))
                 found.append(

@@ -302,7 +302,7 @@ def test_the_first_ranks_recompute_more_and_have_fewer_layers() -> None:
         (
             Shape(4, 8, 10, memory_limit=1.0),
             "adapipe: no split of 10 layers over 4 ranks fits: with the best choice of what to recompute a rank needs "
-            "1.25 microbatch-layers, but the memory limit is 1 microbatch-layers.",
+            "1.1875 microbatch-layers, but the memory limit is 1 microbatch-layers.",
         ),
     ],
 )

@@ -144,16 +144,18 @@ def test_figures(folds: int, recompute: bool, message: int, bubble: int) -> None
 @pytest.mark.parametrize(("p", "rounds", "loops"), [*product((2, 3, 4, 8), (1, 2), (1, 2, 3))])
 @pytest.mark.parametrize("times", [PAPER, {"qkv": 2, "attn": 9, "proj": 1, "mlp": 3}], ids=["132", "294"])
 def test_closed_forms(p: int, rounds: int, loops: int, times: dict[str, float]) -> None:
-    """3(p-1) combined stages, 4(p-1) with recomputation, whatever attention takes and however many loops."""
+    """3(p-1) combined stages and (p-1) times what is recomputed of one (all but its projection), whatever attention takes
+    and however many loops."""
     combined = sum(times.values()) - times["attn"]
-    for recompute, ratio in ((False, 3), (True, 4)):
+    for recompute in (False, True):
+        bound = (p - 1) * (3 * combined + recompute * (combined - times.get("proj", 0)))
         for folds in (1, 2, 3):
             options = HelixOptions(folds, "none", helix_recompute=recompute)
             bubble = run(p, p * folds * loops, p * rounds, options, times=times).bubble_time
             if folds == 1:
-                assert bubble == ratio * (p - 1) * combined
+                assert bubble == bound
             else:
-                assert 0 < bubble <= folds * ratio * (p - 1) * combined
+                assert 0 < bubble <= folds * bound
 
 
 @pytest.mark.parametrize(("folds", "shortest", "bubble"), [(1, 0, 36), (2, 5, 48)])
@@ -218,12 +220,13 @@ def test_three_cuts_of_the_same_chain() -> None:
 def test_closed_forms_of_what_is_shipped(p: int, rounds: int, loops: int) -> None:
     """What is shipped leaves the bubble."""
     times = {"norm": 0.5, "qkv": 1.0, "attn": 3.0, "proj": 0.25, "mlp": 2.0}
-    combined = {"qkv": 2.75, "attention": 2.0}
-    for ship, (recompute, ratio) in product(combined, ((False, 3), (True, 4))):
+    combined, again = {"qkv": 2.75, "attention": 2.0}, {"qkv": 2.5, "attention": 2.0}  # proj is not made again
+    for ship, recompute in product(combined, (False, True)):
+        bubble = (p - 1) * (3 * combined[ship] + recompute * again[ship])
         result = run(p, p * loops, p * rounds, HelixOptions(1, ship, helix_recompute=recompute), times=times)
-        assert result.bubble_time == pytest.approx(ratio * (p - 1) * combined[ship])
+        assert result.bubble_time == pytest.approx(bubble)
         result = run(p, 2 * p * loops, p * rounds, HelixOptions(2, ship, helix_recompute=recompute), times=times)
-        assert result.bubble_time <= 2 * ratio * (p - 1) * combined[ship]
+        assert result.bubble_time <= 2 * bubble
 
 
 @pytest.mark.parametrize("ship", ["qkv", "attention"])
@@ -264,14 +267,15 @@ def test_stash_of_a_layer_and_microbatch() -> None:
     assert [stage.recompute for stage in recomputed[:3]] == [
         ((Piece("norm", 0), Piece("qkv", 0)),),
         (),
-        (recomputed[2].pieces,),
+        (recomputed[2].pieces[1:],),
     ]
     assert recomputed[-1].recompute == ()
 
 
-@pytest.mark.parametrize(("ship", "elements"), [("none", (2, 3)), ("qkv", (2, 5)), ("attention", (1, 5))])
+@pytest.mark.parametrize(("ship", "elements"), [("none", (2, 3)), ("qkv", (2, 1)), ("attention", (1, 2))])
 def test_stash_of_what_is_shipped(ship: Literal["none", "qkv", "attention"], elements: tuple[int, int]) -> None:
-    """Combined stage and attention, with recomputation."""
+    """Combined stage and attention, with recomputation: attention's own output is the next stage's input, or the
+    projection's, and counts there. Queries, keys and values are made again where the QKV layer is beside attention."""
     stages = build("helix", Shape(4, 8, 8), HelixOptions(2, ship)).stages
     assert tuple(16 * stage_stash(stage, "F") for stage in (stages[2], stages[1])) == elements
     plain = build("helix", Shape(4, 8, 8), HelixOptions(2, ship, helix_recompute=False)).stages
