@@ -2,10 +2,11 @@
 
     python benchmarks/setups.py [--hardware h20] [--models 7b] [--tokens 32 128] [--nodes 8] [--output table.md]
 
-Prints two Markdown tables. The first has a line for each setup: tensor parallel 8 with sequence parallelism, one
-pipeline rank a node, microbatches of one sequence, 2p of them a step. Every schedule has the recomputation with which
-it fits into the memory and is fastest. The second says for the setups with a published gain where the time goes. All
-figures are simulated by the cost model (docs/costs.md), whose assumptions are printed below the tables. No torch here.
+Prints two Markdown tables, which with `--output docs/helixpipe_setups.md` are that page. The first has a line for each
+setup: tensor parallel 8 with sequence parallelism, one pipeline rank a node, microbatches of one sequence, 2p of them a
+step. Every schedule has the recomputation with which it fits into the memory and is fastest. The second says for the
+setups with a published gain where the time goes. All figures are simulated by the cost model (docs/costs.md), whose
+assumptions are printed below the tables. No torch here.
 """
 
 from __future__ import annotations
@@ -321,6 +322,8 @@ def text(rows: Sequence[Row]) -> str:
     setups = [each.setup for each in rows]
     published = [each for each in rows if each.setup.published]
     parts = [
+        ["# HelixPipe's published setups, simulated"],
+        ["Written by `make bench-setups`; [helixpipe.md](helixpipe.md) says what follows from it."],
         ["Simulated, not measured. Tokens a second and GPU; in bold the ratio to the best of 1f1b, zb1p and adapipe."],
         throughput_table(rows),
         [MARKS, "`GiB!`: does not fit, and is no baseline."],
