@@ -6,7 +6,7 @@ export PYTHON
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test pytest lint format bench bench-predict clean distclean
+.PHONY: help install quickstart test pytest lint format bench bench-predict bench-setups clean distclean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -14,7 +14,7 @@ help:  ## this list
 install:  ## make .venv and install the pinned dependencies and this checkout (quick when nothing changed)
 	@tools/install.sh
 
-quickstart: install  ## train a small GPT on the Python standard library's source over 2 pipeline ranks
+quickstart: install  ## train a small GPT on the Python standard library's source over 2 pipeline ranks, SCHEDULE=helix
 	@examples/quickstart.sh
 
 test:  ## everything CI checks: install, the whole test suite, lint
@@ -38,6 +38,9 @@ bench: install  ## speed and memory beside megatron-core's and torch's engines; 
 
 bench-predict: install  ## step time and memory as simulated from a profile, and as measured
 	.venv/bin/python benchmarks/predict.py
+
+bench-setups: install  ## HelixPipe's published setups, simulated; make bench-setups ARGS="--tokens 128 --nodes 8"
+	.venv/bin/python benchmarks/setups.py $(ARGS)
 
 clean:  ## remove caches, builds and what the quick start wrote (its next run starts over)
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis runs/quickstart

@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# The main job in small, on any machine: a Llama-style GPT over 2 pipeline ranks, trained on the source of Python's
-# standard library. `make quickstart` installs and runs this. Everything is written below runs/quickstart.
-# Run it again and it resumes from its checkpoint, for ITERATIONS more once it had finished.
+# The main job in small, on any machine: a Llama-style GPT over 2 pipeline ranks under HelixPipe's schedule, trained on
+# the source of Python's standard library. `make quickstart` installs and runs this. Everything is written below
+# runs/quickstart. Run it again and it resumes from its checkpoint, for ITERATIONS more once it had finished, under
+# whatever SCHEDULE it is then given.
 #
-#   ITERATIONS=300 SCHEDULE=gpipe examples/quickstart.sh
+#   ITERATIONS=300 SCHEDULE=1f1b examples/quickstart.sh
 set -euo pipefail
 cd -P "$(dirname "$0")/.."
 
 ITERATIONS=${ITERATIONS:-150}
-SCHEDULE=${SCHEDULE:-1f1b}
+SCHEDULE=${SCHEDULE:-helix}
 RUN=${RUN:-runs/quickstart}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 python=.venv/bin/python

@@ -193,7 +193,8 @@ def _help(text: str, default: Any) -> str:
     return f"{text} (default: {shown})"
 
 
-def _int(text: str) -> int:
+def whole_number(text: str) -> int:
+    """The type of a flag that takes an integer."""
     try:
         return int(text)
     except ValueError:
@@ -210,7 +211,7 @@ def _float(text: str) -> float:
     return number
 
 
-_CONVERTERS: Mapping[type, Any] = types.MappingProxyType({int: _int, float: _float, str: str})
+_CONVERTERS: Mapping[type, Any] = types.MappingProxyType({int: whole_number, float: _float, str: str})
 
 
 class _HelpFormatter(argparse.HelpFormatter):

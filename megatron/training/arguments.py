@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from helixpipe.errors import CheckpointError, UserError
-from helixpipe.flags import FlagParser, add_dataclass_arguments, dataclass_from_namespace
+from helixpipe.flags import FlagParser, add_dataclass_arguments, dataclass_from_namespace, whole_number
 from megatron.training.config import CheckpointConfig, Config, LaunchConfig, compat
 from megatron.training.config.container import GROUPS
 from megatron.training.output import complain, say
@@ -95,6 +95,12 @@ def build_parser() -> FlagParser:
         add_dataclass_arguments(parser, cls, title=title)
     for schedule in SCHEDULES.values():
         add_dataclass_arguments(parser, schedule.options, title=f"schedule {schedule.name}")
+    aliases = parser.add_argument_group("flags of HelixPipe's authors")
+    for flag, (field, help_text, value) in compat.ALIASES.items():
+        how: dict[str, Any] = {"action": "store_const", "const": value}
+        if value is None:
+            how = {"type": whole_number, "metavar": "N"}
+        aliases.add_argument(flag, dest=field, help=help_text, default=argparse.SUPPRESS, **how)
     return parser
 
 

@@ -29,3 +29,18 @@ def test_every_row_on_a_tiny_model(tmp_path: Path) -> None:
     assert list(result) == ["1f1b", "zero-bubble", "memory", "seq1f1b", "helix"]
     for rows in ("1f1b", "zero-bubble", "seq1f1b", "helix"):
         assert max(row["gradient_difference"] for row in result[rows]["engines"].values()) < 1e-5
+
+
+def test_published_setups(tmp_path: Path) -> None:
+    output = tmp_path / "table.md"
+    command = [sys.executable, str(ROOT / "benchmarks/setups.py"), "--output", str(output), "--jobs", "1"]
+    command += ["--hardware", "h20", "--models", "1.3b", "--tokens", "4", "--nodes", "2"]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=180
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    written = output.read_text(encoding="utf-8")
+    assert written == done.stdout and "\nSimulated, not measured." in written
+    (row,) = [line for line in written.splitlines() if line.startswith("| h20 | 1.3b | 4k | 2 |")]
+    assert row.count("|") == 12 and row.count("**") == 6
+    assert "- h20: 80% of 148 TFLOP/s in matrix products" in written

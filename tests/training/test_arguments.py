@@ -307,6 +307,18 @@ def test_no_flag_is_in_two_tables_or_also_real() -> None:
     assert [flag for flag in tables[3] if any(flag.startswith(prefix) for prefix in families)] == []
 
 
+def test_flags_of_helix_authors_are_other_names() -> None:
+    theirs = ["--attention-pipeline", "--num-fold", "3", "--transfer-weight", "--checkpoint-without-attn"]
+    ours = ["--pipeline-schedule", "helix", "--helix-folds", "3", "--helix-ship", "qkv"]
+    ours += ["--recompute-granularity", "without-attention"]
+    assert build_parser().parse(theirs) == build_parser().parse(ours)
+    two_ranks = "--pipeline-model-parallel-size 2 --global-batch-size 4"
+    own = config(f"--attention-pipeline --helix-ship none --num-fold 1 {two_ranks}", world=2)
+    assert own.schedule_options.helix_folds == 1
+    with pytest.raises(UserError, match=r"^--num-fold: 'two' is not a whole number\.$"):
+        config("--num-fold two")
+
+
 def test_reasons_read_as_the_end_of_a_sentence() -> None:
     for table in (compat.IGNORED, compat.LATER, compat.REFUSED, compat.IGNORED_FAMILIES, compat.REFUSED_FAMILIES):
         for flag, reason in table.items():

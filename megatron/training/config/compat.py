@@ -1,5 +1,6 @@
-"""Megatron-LM flags that this project does not have: data, flag -> reason.
+"""Flags of others: Megatron-LM's that this project does not have, and other names of those it has. Data.
 
+ALIASES: flags of papers' own code -> what they are called here.
 IGNORED: accepted because ignoring them changes no result; one warning names them all.
 LATER: parts of the command line that belong to work not finished yet; refused, saying what is missing.
 REFUSED: they ask for something this project does not do; refused, saying what.
@@ -12,6 +13,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import NamedTuple
+
+
+class Alias(NamedTuple):
+    """Another name of the flag whose field is `field`. value: what it sets there; None: the flag's own argument, a
+    number."""
+
+    field: str
+    help: str
+    value: str | None = None
+
+
+ALIASES: Mapping[str, Alias] = MappingProxyType(
+    {
+        "--attention-pipeline": Alias("pipeline_schedule", "The same as --pipeline-schedule helix.", "helix"),
+        "--num-fold": Alias("helix_folds", "The same as --helix-folds."),
+        "--transfer-weight": Alias("helix_ship", "The same as --helix-ship qkv.", "qkv"),
+        "--checkpoint-without-attn": Alias(
+            "recompute_granularity", "The same as --recompute-granularity without-attention.", "without-attention"
+        ),
+    }
+)
+"""HelixPipe's authors'. Those of Seq1F1B's are the flags' own names here."""
 
 _FUSION = "kernels are chosen for you; fused and unfused agree up to rounding"
 _TP_OVERLAP = "only changes how tensor-parallel communication overlaps"
@@ -133,13 +157,8 @@ IGNORED_FAMILIES: Mapping[str, str] = MappingProxyType(
     {"--one-logger-": _ONE_LOGGER, "--inprocess-": "relaunching the same command resumes"}
 )
 
-_HELIX = "it needs --pipeline-schedule helix, which is not available yet"
-
 LATER: Mapping[str, str] = MappingProxyType(
     {
-        "--num-fold": _HELIX,
-        "--transfer-weight": _HELIX,
-        "--checkpoint-without-attn": _HELIX,
         "--context-parallel-size": "context parallelism is not available yet",
         "--hierarchical-context-parallel-sizes": "context parallelism is not available yet",
         "--cpu-offloading-num-layers": "offloading of activations is not available yet",
@@ -326,7 +345,6 @@ REFUSED_FAMILIES: Mapping[str, str] = MappingProxyType(
 NEUTRAL: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "--context-parallel-size": ("1",),
-        "--num-fold": ("1",),
         "--cpu-offloading-num-layers": ("0",),
         "--expert-model-parallel-size": ("1",),
         "--expert-tensor-parallel-size": ("1",),
