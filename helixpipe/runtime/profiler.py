@@ -38,7 +38,7 @@ from helixpipe.program import LAYER_PIECES, PIECE_KINDS, Op, Piece, Program, Sta
 from helixpipe.runtime.device import device
 from helixpipe.runtime.executor import Executor, Step
 from helixpipe.runtime.message_times import measure_messages
-from helixpipe.runtime.transport import Receipt
+from helixpipe.runtime.transport import Alone
 
 SHORT, LONG = 1, 3
 """Layers of the two whole units that are timed."""
@@ -198,27 +198,11 @@ def needs_wall_clock(threads: int, processes: int) -> bool:
     return threads > 1 or processes > (os.cpu_count() or 1)
 
 
-class _Alone:
-    """The transport of a pipeline of one rank: nothing to send."""
-
-    independent_channels = True
-
-    def send(self, tensors: Sequence[Tensor], target: int, number: int) -> None:
-        raise AssertionError("a pipeline of one rank sends nothing")
-
-    def receive(self, shapes: Sequence[torch.Size], dtype: torch.dtype, source: int, number: int) -> Receipt:
-        raise AssertionError("a pipeline of one rank receives nothing")
-
-    def finish(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class _MarkedExecutor(Executor):
     """Marks the start of every op; an op lasts until the next begins, so that freeing what it kept is in it."""
 
     def __init__(self, program: Program, model: PipelineModel, clock: Clock):
-        super().__init__(lower(program), 0, model, _Alone())
+        super().__init__(lower(program), 0, model, Alone())
         self._clock = clock
         self._marks: list[tuple[str, Any]] = []
 

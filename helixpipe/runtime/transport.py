@@ -43,6 +43,11 @@ class Transport(Protocol):
         """Post the receive of message `number`, with one tensor of each shape."""
         ...
 
+    def pass_on(self, receipt: Receipt, target: int, number: int) -> None:
+        """Start sending as message `number` what a receipt of this transport brings, as soon as it is there; who asked
+        for it need not wait, and nobody may write to it afterwards."""
+        ...
+
     def finish(self) -> None:
         """Wait until all that was sent has left; raises if any of it could not. Called at the end of every step."""
         ...
@@ -50,6 +55,25 @@ class Transport(Protocol):
     def close(self) -> None:
         """Release what the transport holds; nothing may be sent afterwards."""
         ...
+
+
+class Alone:
+    """The transport of a pipeline of one rank, which sends nothing."""
+
+    independent_channels = True
+
+    def send(self, tensors: Sequence[torch.Tensor], target: int, number: int) -> None:
+        raise AssertionError("a pipeline of one rank sends nothing")
+
+    def receive(self, shapes: Sequence[torch.Size], dtype: torch.dtype, source: int, number: int) -> Receipt:
+        raise AssertionError("a pipeline of one rank receives nothing")
+
+    def pass_on(self, receipt: Receipt, target: int, number: int) -> None:
+        raise AssertionError("a pipeline of one rank passes nothing on")
+
+    def finish(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 def make_transport(group: dist.ProcessGroup, device: torch.device) -> Transport:
@@ -64,11 +88,17 @@ class _GlooReceipt:
     buffers: list[torch.Tensor]
     works: list[Any]
     device: torch.device
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def wait(self) -> tuple[torch.Tensor, ...]:
-        for work in self.works:
-            work.wait()
+        self.arrive()
         return tuple(buffer.to(self.device, non_blocking=True) for buffer in self.buffers)
+
+    def arrive(self) -> None:
+        """From any thread. A receive of gloo may be waited for once only."""
+        with self.lock:
+            while self.works:
+                self.works.pop().wait()
 
 
 class _Sent(NamedTuple):
@@ -84,7 +114,7 @@ class GlooTransport:
 
     gloo keeps no copy of what it sends, moves a byte only when the receiver has posted, and can tell that a send has
     ended only to a thread that waits for it. So one thread a rank waits for the sends and releases their tensors;
-    compute never waits for them.
+    compute never waits for them. What is passed on on arrival has a thread each.
     """
 
     group: dist.ProcessGroup
@@ -96,6 +126,7 @@ class GlooTransport:
         self._failure: BaseException | None = None
         self._reaper = threading.Thread(target=self._reap, name="gloo-sends", daemon=True)
         self._reaper.start()
+        self._passing: list[threading.Thread] = []
 
     def send(self, tensors: Sequence[torch.Tensor], target: int, number: int) -> None:
         self._raise_failure()
@@ -103,6 +134,23 @@ class GlooTransport:
         if self.device.type == "cuda":
             tensors = [_to_pinned(tensor) for tensor in tensors]
             torch.cuda.current_stream().synchronize()
+        self._start(tensors, target, number)
+
+    def pass_on(self, receipt: Receipt, target: int, number: int) -> None:
+        assert isinstance(receipt, _GlooReceipt)
+
+        def on_arrival() -> None:
+            try:
+                receipt.arrive()
+                self._start(receipt.buffers, target, number)
+            except BaseException as error:
+                self._failure = error
+
+        thread = threading.Thread(target=on_arrival, name="gloo-passing-on", daemon=True)  # never keeps a rank alive
+        thread.start()
+        self._passing.append(thread)
+
+    def _start(self, tensors: list[torch.Tensor], target: int, number: int) -> None:
         works = [
             dist.isend(tensor, group=self.group, group_dst=target, tag=_tag(number, index))
             for index, tensor in enumerate(tensors)
@@ -119,6 +167,9 @@ class GlooTransport:
         return _GlooReceipt(buffers, works, self.device)
 
     def finish(self) -> None:
+        for thread in self._passing:
+            thread.join()
+        self._passing.clear()
         self._outbox.join()
         self._raise_failure()
 
@@ -177,6 +228,7 @@ class NcclTransport:
 
     def __post_init__(self) -> None:
         self._sending: list[tuple[Any, torch.Tensor]] = []
+        self._passing = torch.cuda.Stream(self.device)
         rank, size = self.group.rank(), self.group.size()
         for low in range(size):
             for high in range(low + 1, size):
@@ -192,6 +244,10 @@ class NcclTransport:
         for tensor in tensors:
             tensor = tensor.detach().contiguous()
             self._sending.append((dist.isend(tensor, group=self.group, group_dst=target), tensor))
+
+    def pass_on(self, receipt: Receipt, target: int, number: int) -> None:
+        with torch.cuda.stream(self._passing):  # waits in place of the compute stream
+            self.send(receipt.wait(), target, number)
 
     def receive(self, shapes: Sequence[torch.Size], dtype: torch.dtype, source: int, number: int) -> Receipt:
         buffers = [torch.empty(shape, dtype=dtype, device=self.device) for shape in shapes]

@@ -20,8 +20,8 @@ from helixpipe.program import Op, Piece, Program, Segment, Stage, Unit, model_pi
 from helixpipe.recompute import RecomputeOptions
 from helixpipe.runtime.accounting import SavedBytes
 from helixpipe.runtime.executor import Executor, Step
+from helixpipe.runtime.transport import Alone
 from tests.model.common import make_config, set_parallel
-from tests.runtime.equality import Nowhere
 
 TOKENS, BATCH, VOCABULARY, LAYERS = 24, 2, 512, 2
 CHAIN = model_pieces(LAYERS)
@@ -242,7 +242,7 @@ class _Watched(Executor):
     """Looks at what is held after F and whenever a segment of the backward is complete."""
 
     def __init__(self, lowered: LoweredProgram, model: PipelineModel, account: SavedBytes):
-        super().__init__(lowered, 0, model, Nowhere())
+        super().__init__(lowered, 0, model, Alone())
         self._account = account
         self.after_forward = self.most = 0
 

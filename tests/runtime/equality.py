@@ -20,7 +20,7 @@ from helixpipe.model import Microbatch, PipelineModel
 from helixpipe.program import Op, Piece, Program, Stage, forward_only, model_pieces
 from helixpipe.recompute import RecomputeOptions, place_early
 from helixpipe.runtime.executor import Executor, Step
-from helixpipe.runtime.transport import Transport, make_transport
+from helixpipe.runtime.transport import Alone, Transport, make_transport
 from schedules import Shape, build
 from schedules.helix import HelixOptions
 from tests.model.common import (
@@ -216,25 +216,7 @@ def make_executor(case: Case, transport: Transport | None = None) -> tuple[Any, 
     """transport None: for a case on one rank, which sends nothing."""
     model = make_model(case)
     rank = parallel_state.get_pipeline_model_parallel_rank() if case.pp > 1 else 0
-    return model, Executor(lower(case.program(), receive_ahead=1), rank, model, transport or Nowhere())
-
-
-class Nowhere:
-    """A network without other ranks."""
-
-    independent_channels = True
-
-    def send(self, *args: Any) -> None:
-        raise AssertionError("there is nobody to send to")
-
-    def receive(self, *args: Any) -> Any:
-        raise AssertionError("there is nobody to receive from")
-
-    def finish(self) -> None:
-        """Nothing was sent."""
-
-    def close(self) -> None:
-        """Nothing is held."""
+    return model, Executor(lower(case.program(), receive_ahead=1), rank, model, transport or Alone())
 
 
 def make_step(case: Case, training: bool = True) -> Step:

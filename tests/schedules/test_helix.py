@@ -144,8 +144,8 @@ def test_figures(folds: int, recompute: bool, message: int, bubble: int) -> None
 @pytest.mark.parametrize(("p", "rounds", "loops"), [*product((2, 3, 4, 8), (1, 2), (1, 2, 3))])
 @pytest.mark.parametrize("times", [PAPER, {"qkv": 2, "attn": 9, "proj": 1, "mlp": 3}], ids=["132", "294"])
 def test_closed_forms(p: int, rounds: int, loops: int, times: dict[str, float]) -> None:
-    """3(p-1) combined stages and (p-1) times what is recomputed of one (all but its projection), whatever attention takes
-    and however many loops."""
+    """3(p-1) combined stages and (p-1) times what is recomputed of one, all but its projection. Neither what attention
+    takes nor the number of loops matters."""
     combined = sum(times.values()) - times["attn"]
     for recompute in (False, True):
         bound = (p - 1) * (3 * combined + recompute * (combined - times.get("proj", 0)))
