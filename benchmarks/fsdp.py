@@ -6,7 +6,8 @@ which gradients are reduced and scattered: what FSDP2 does unless told otherwise
 gathered from the first forward of a step to its last backward, and gradients are reduced in that last backward alone,
 which takes memory for all weights and gradients.
 
-fully_shard of torch 2.13 runs on CPUs over gloo. Its collectives block there: nothing is computed meanwhile.
+fully_shard of torch 2.13 runs on CPUs over gloo. There its collectives block: nothing is computed meanwhile. They are
+our own here, because gloo's would make it slower than it has to be (see `_Collective`).
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class FsdpEngine(Engine):
             assert isinstance(part, FSDPModule)
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
+            part.set_custom_all_gather(_AllGather())
             part.set_custom_reduce_scatter(_ReduceScatter())
         self.model = fully_shard(_Whole(parts), mesh=mesh)
         sharded = [zip(given, part.parameters(), strict=True) for given, part in zip(order, parts, strict=True)]
@@ -95,17 +97,40 @@ class _Whole(torch.nn.Module):
         return state[0]
 
 
-class _ReduceScatter:
-    """A reduce-scatter that sends what one has to: gloo's own is an all-reduce, twice as many bytes (torch's
-    ProcessGroupGloo). Every rank gets the slices that are its own and adds them up."""
+class _Collective:
+    """Slices exchanged rank by rank. gloo's own reduce-scatter is an all-reduce, which sends twice the bytes, and in
+    its other collectives the two directions of a link take turns when the ranks start together: a receiver says that
+    it is ready on the connection on which it sends, behind what it sends. So receives are posted first."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
+    def exchange(self, received: Sequence[Tensor], sent: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+        """received[r] from and sent[r] to every rank r but this one."""
+        others = [rank for rank in range(group.size()) if rank != group.rank()]
+        works = [dist.irecv(received[rank], group=group, group_src=rank) for rank in others]
+        works += [dist.isend(sent[rank], group=group, group_dst=rank) for rank in others]
+        for work in works:
+            assert work is not None
+            work.wait()
+
+
+class _AllGather(_Collective):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        assert not async_op
+        slices = output_tensor.view(group.size(), -1)
+        slices[group.rank()].copy_(input_tensor)
+        self.exchange(list(slices), [input_tensor] * group.size(), group)
+
+
+class _ReduceScatter(_Collective):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         assert op == dist.ReduceOp.SUM and not async_op
-        slices = torch.empty_like(input_tensor)
-        dist.all_to_all_single(slices, input_tensor, group=group)
-        torch.sum(slices.view(group.size(), -1), 0, out=output_tensor)
+        own, slices = input_tensor.view(group.size(), -1), torch.empty_like(input_tensor).view(group.size(), -1)
+        slices[group.rank()].copy_(own[group.rank()])
+        self.exchange(list(slices), list(own), group)
+        torch.sum(slices, 0, out=output_tensor)
