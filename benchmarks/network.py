@@ -149,7 +149,14 @@ def report(by_rate: Sequence[Row], by_length: Sequence[Row], engines: Sequence[s
     )
     print("\nMB that the rank which sends most sends in a step, as counted (payload) and as measured (frames)\n")
     table(
-        ["engine", "counted", "measured", "measured/counted", "bytes as of the first at G·S/12H", "gradients differ"],
+        [
+            "engine",
+            "counted",
+            "measured",
+            "measured/counted",
+            f"as many as {engines[0]} at G·S/12H",
+            "gradients differ",
+        ],
         (bytes_row(by_rate[-1], name, engines[0]) for name in engines),
     )
     if len(by_length) > 1:

@@ -156,18 +156,22 @@ class _Stopped(BaseException):
 
 
 @contextlib.contextmanager
-def _signals_raise() -> Iterator[None]:
-    """The first Ctrl-C, SIGTERM or SIGHUP raises; what follows must not interrupt the removal."""
+def _signals_raise() -> Iterator[Callable[[], None]]:
+    """The first Ctrl-C, SIGTERM or SIGHUP raises. Later ones are ignored, and all are once what is yielded has been
+    called: nothing must interrupt the removal."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
+    def ignore() -> None:
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
+
     def stop(number: int, frame: FrameType | None) -> NoReturn:
-        for each in numbers:
-            signal.signal(each, signal.SIG_IGN)
+        ignore()
         raise _Stopped(number)
 
     before = {number: signal.signal(number, stop) for number in numbers}
     try:
-        yield
+        yield ignore
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -192,21 +196,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.clean:
             print("\n".join(clean()) or "nothing was left")
             return 0
-        with _signals_raise(), Lab(options.hosts, parse_rate(options.rate), parse_delay(options.delay)) as lab:
+        lab = Lab(options.hosts, parse_rate(options.rate), parse_delay(options.delay))
+        with _signals_raise() as ignore_signals, lab:
             try:
                 if not options.program:
-                    speed = lab.measure()
-                    print(
-                        f"payload {speed.bits_per_second / 1e6:.1f} Mbit/s, round trip {speed.round_trip * 1e3:.2f} ms"
-                    )
+                    print(lab.measure())
                     return 0
                 job = Job(lab, options.program, options.ranks_per_host, echo=lambda line: print(line, flush=True))
                 job.wait(options.grace)
                 return job.first_failure if job.first_failure >= 0 else 128 - job.first_failure  # as shells do
-            except _Stopped:
+            finally:
+                ignore_signals()
                 if job is not None:
                     job.end()
-                raise
     except UserError as error:
         print(f"netlab.py: {error}", file=sys.stderr)
         return 2
