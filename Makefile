@@ -6,7 +6,7 @@ export PYTHON
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test pytest lint format bench bench-predict bench-setups clean distclean
+.PHONY: help install quickstart test pytest lint format bench bench-predict bench-setups bench-network clean distclean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -41,6 +41,9 @@ bench-predict: install  ## step time and memory as simulated from a profile, and
 
 bench-setups: install  ## HelixPipe's published setups, simulated; make bench-setups ARGS="--tokens 128 --nodes 8"
 	.venv/bin/python benchmarks/setups.py $(ARGS)
+
+bench-network: install  ## pipelines and FSDP2 over slow links between two hosts (root); make bench-network ARGS="--delay 1ms"
+	.venv/bin/python benchmarks/network.py $(ARGS)
 
 clean:  ## remove caches, builds and what the quick start wrote (its next run starts over)
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis runs/quickstart

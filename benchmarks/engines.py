@@ -48,7 +48,7 @@ Pairs = list[tuple[str, str]]
 class Problem:
     """Model, data and this rank's place; every engine gets the same."""
 
-    def __init__(self, size: list[int]):
+    def __init__(self, size: list[int], vocabulary: int = 512):
         self.layers, hidden, heads, groups, ffn, self.sequence, self.micro, self.count = size
         self.rank = parallel_state.get_pipeline_model_parallel_rank()
         self.group = parallel_state.get_pipeline_model_parallel_group()
@@ -73,14 +73,14 @@ class Problem:
             deallocate_pipeline_outputs=True,
         )
         self.gpt = GPTOptions(
-            vocab_size=512,
+            vocab_size=vocabulary,
             max_sequence_length=self.sequence,
             position_embedding_type="rope",
             share_embeddings_and_output_weights=False,
         )
         generator = torch.Generator().manual_seed(1)
         shape = (self.count, self.micro, self.sequence)
-        self.tokens, self.labels = (torch.randint(0, 512, shape, generator=generator) for _ in range(2))
+        self.tokens, self.labels = (torch.randint(0, vocabulary, shape, generator=generator) for _ in range(2))
         self.mask = torch.ones(self.micro, self.sequence)
         self.scale = 1.0 / (self.micro * self.sequence * self.count)
 
@@ -95,14 +95,14 @@ class Problem:
         return build(schedule, Shape(2, self.count, self.layers, **shape), options)
 
 
-def start(size: list[int]) -> Problem:
+def start(size: list[int], vocabulary: int = 512) -> Problem:
     """Join the other rank; everything is ready for the engines below."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(1, 2, create_gloo_process_groups=False)
     model_parallel_cuda_manual_seed(1)
     core_schedules.torch = _TorchOnCpu()  # type: ignore[attr-defined]
-    return Problem(size)
+    return Problem(size, vocabulary)
 
 
 class Engine:
@@ -111,6 +111,10 @@ class Engine:
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], step: Callable[[], Any]):
         self.parameters, self.step = parameters, step
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """Gradients of this rank's parameters, whole."""
+        return {name: parameter.grad for name, parameter in self.parameters.items()}
 
     def clear(self) -> None:
         """Gradients become zero; those that are not there yet stay so."""

@@ -153,7 +153,7 @@ def gradient_differences(every: dict[str, Engine]) -> dict[str, float]:
     expected: dict[str, Tensor] = {}
     for name, engine in every.items():
         timed(engine)
-        ranks = gathered({key: parameter.grad for key, parameter in engine.parameters.items()})
+        ranks = gathered(engine.gradients())
         gradients = {key: value for rank in ranks for key, value in rank.items()}
         expected = expected or gradients
         assert gradients.keys() == expected.keys(), f"{name}: {gradients.keys() ^ expected.keys()}"

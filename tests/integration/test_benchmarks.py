@@ -8,6 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from benchmarks import network
+from benchmarks.network_costs import Case, Link
+
 ROOT = Path(__file__).parents[2]
 TINY = "4 32 4 2 48 256 1 2"  # layers, hidden, heads, groups, ffn, tokens, micro batch, microbatches
 
@@ -44,3 +49,41 @@ def test_published_setups(tmp_path: Path) -> None:
     (row,) = [line for line in written.splitlines() if line.startswith("| h20 | 1.3b | 4k | 2 |")]
     assert row.count("|") == 12 and row.count("**") == 6
     assert "- h20: 80% of 148 TFLOP/s in matrix products" in written
+
+
+def test_engines_over_a_link_and_their_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Here over loopback; tests of the lab itself are in test_netlab.py."""
+    output, engines = tmp_path / "result.json", ["1f1b", "gpipe", "fsdp2", "fsdp2-once"]
+    cases = [Case(sequence=16, micro=1), Case(sequence=64, micro=2)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(ROOT / "benchmarks/network_ranks.py"), str(output), "2", ",".join(engines)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, *(case.argument for case in cases)],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = json.loads(output.read_text(encoding="utf-8"))
+    link = Link(1e6, 1e-3)
+    rows = [network.Row(case, "8mbit", link, result) for case, result in zip(cases, results, strict=True)]
+    for row in rows:
+        assert list(row.engines) == engines
+        for name, measured in row.engines.items():
+            assert measured["gradient_difference"] < 1e-5
+            assert row.predicted(name) > network.sent_bytes(row.case, name) / link.bytes_per_second
+    network.report(rows[:1], rows, engines)
+    printed = capsys.readouterr().out
+    assert "| gpipe over fsdp2" in printed and "fsdp2 is as fast as 1f1b at G·S/12H = " in printed
+    network.draw(rows, rows, engines, str(tmp_path / "network.png"))
+    assert (tmp_path / "network.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bytes_over_a_link_are_those_of_the_formulas() -> None:
+    case = Case(sequence=288, micro=2, microbatches=8)
+    hidden_states = 2 * 288 * 48 * 4
+    assert network.sent_bytes(case, "1f1b") == 8 * hidden_states, "one way activations, the other their gradients"
+    weights = (2 * 12 * 48**2 + 2 * 128 * 48 + 5 * 48) * 4
+    assert network.sent_bytes(case, "fsdp2") == 3 * 4 * weights / 2
+    assert network.sent_bytes(case, "fsdp2-once") == 2 * weights / 2
+    assert case.weight == 1.0
+    assert network.crossing([0.5, 1, 2], [0.25, 0.5, 2]) == "1.41" and network.crossing([1, 2], [2, 3]) == "-"

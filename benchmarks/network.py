@@ -1,0 +1,242 @@
+"""`make bench-network`: pipelines and FSDP2 between two hosts with a slow link, measured and predicted (Linux, root).
+
+    python benchmarks/network.py [--engines 1f1b fsdp2] [--rates unlimited 50mbit] [--rounds 5] [--png network.png]
+
+Two hosts of tools/netlab.py train the same model under each engine, a schedule's name, `fsdp2` or `fsdp2-once` (see
+fsdp.py): first a long sequence over links from unlimited down to where activations choke, then on the slowest link
+sequences from short to long. Every round runs one step of forward and backward under each engine in turn; figures are
+medians over rounds. All gradients are compared too.
+
+What a step sends is counted from the model. A step is predicted from that, from what ops took just before and from
+the link as it was measured: a pipeline's by simulating its program, FSDP2's as its computing and its transfers one
+after the other. Activations weigh G·S·H, a layer's weights 12·H² (G: micro batch, S: sequence, H: hidden size), so
+lengths are given as G·S over 12·H.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from benchmarks.network_costs import Case, Link, is_fsdp, predicted_seconds, sent_bytes
+from helixpipe.errors import UserError
+from tools.hosts import Lab
+from tools.netlab import Job, parse_delay, parse_rate
+
+ENGINES = ("1f1b", "fsdp2", "fsdp2-once")
+RATES = ("unlimited", "200mbit", "100mbit", "50mbit", "20mbit", "10mbit")
+LONG = Case(sequence=2304, micro=2)
+LENGTHS = tuple(Case(sequence=sequence, micro=1) for sequence in (288, 576, 1152, 2304))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case over one link. engines: what each rank program measured, by engine."""
+
+    case: Case
+    rate: str
+    link: Link
+    engines: dict[str, Any]
+
+    def seconds(self, engine: str) -> float:
+        return statistics.median(self.engines[engine]["seconds"])
+
+    def predicted(self, engine: str) -> float:
+        return predicted_seconds(self.case, engine, self.link, self.engines)
+
+    def ratio(self, engine: str, over: str) -> float:
+        """Speed of one engine over another's: median over rounds."""
+        pairs = zip(self.engines[engine]["seconds"], self.engines[over]["seconds"], strict=True)
+        return statistics.median(theirs / own for own, theirs in pairs)
+
+    def predicted_ratio(self, engine: str, over: str) -> float:
+        return self.predicted(over) / self.predicted(engine)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, usage="%(prog)s [options]"
+    )
+    parser.add_argument("--engines", nargs="+", default=ENGINES, help="the first is what others are compared with")
+    parser.add_argument("--rates", nargs="+", default=RATES, help="of the link, from fast to slow")
+    parser.add_argument("--delay", default="0", help="from host to host: 1ms (default: 0)")
+    parser.add_argument("--rounds", type=int, default=5, help="steps of each engine that count (default: 5)")
+    parser.add_argument("--png", default="runs/network.png", help="the plot (default: runs/network.png)")
+    parser.add_argument("--json", metavar="FILE", help="write all figures there")
+    options = parser.parse_args()
+    try:
+        check(options.engines)
+        by_rate = []
+        by_length: list[Row] = []
+        for rate in options.rates:
+            lengths = LENGTHS if rate == options.rates[-1] else ()
+            rows = measure([LONG, *lengths], rate, parse_delay(options.delay), options.engines, options.rounds)
+            by_rate.append(rows[0])
+            by_length = sorted(rows, key=lambda row: row.case.weight)
+            print(f"{rate}: {rows[0].link}", file=sys.stderr, flush=True)
+    except UserError as error:
+        print(f"network.py: {error}", file=sys.stderr)
+        return 2
+    report(by_rate, by_length, options.engines)
+    Path(options.png).parent.mkdir(parents=True, exist_ok=True)
+    draw(by_rate, by_length, options.engines, options.png)
+    print(f"\nplot: {options.png}")
+    if options.json:
+        rows = [{**vars(row), "case": vars(row.case), "link": vars(row.link)} for row in by_rate + by_length]
+        Path(options.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def check(engines: Sequence[str]) -> None:
+    """Raises UserError for an engine that there is not."""
+    if is_fsdp(engines[0]):
+        raise UserError(f"--engines must begin with a schedule, such as 1f1b, not {engines[0]}.")
+    for name in engines:
+        sent_bytes(LONG, name)
+
+
+def measure(cases: Sequence[Case], rate: str, delay: float, engines: Sequence[str], rounds: int) -> list[Row]:
+    """Two hosts, a link, and one torchrun node on each that runs all cases. Raises UserError when that fails."""
+    with tempfile.TemporaryDirectory() as folder, Lab(2, parse_rate(rate), delay) as lab:
+        speed = lab.measure()
+        output = Path(folder, "result.json")
+        program = [str(HERE / "network_ranks.py"), str(output), str(rounds), ",".join(engines)]
+        job = Job(lab, [*program, *(case.argument for case in cases)], environment={"PYTHONPATH": str(HERE.parent)})
+        if any(job.wait()):
+            raise UserError(f"the ranks failed at {rate}:\n{job.text(0)[-3000:]}\n{job.text(1)[-3000:]}")
+        results = json.loads(output.read_text(encoding="utf-8"))
+    link = Link(speed.bits_per_second / 8, speed.round_trip / 2)
+    return [Row(case, rate, link, result) for case, result in zip(cases, results, strict=True)]
+
+
+# -------------------------------------------------------------------------------------------------------------- report
+
+
+def compared(engines: Sequence[str]) -> list[tuple[str, str]]:
+    """Every engine over the first; other schedules also over FSDP2."""
+    first, *others = engines
+    over_fsdp = [(name, "fsdp2") for name in others if "fsdp2" in others and not is_fsdp(name)]
+    return [(name, first) for name in others] + over_fsdp
+
+
+def report(by_rate: Sequence[Row], by_length: Sequence[Row], engines: Sequence[str]) -> None:
+    pairs = compared(engines)
+    case, tokens = LONG, LONG.tokens
+    print(f"\n{case}, p = 2: measured (predicted)\n")
+    table(
+        ["link", "payload Mbit/s", *(f"{name}, tokens/s" for name in engines), *(f"{a} over {b}" for a, b in pairs)],
+        (
+            [
+                row.rate,
+                f"{row.link.bytes_per_second * 8e-6:.1f}",
+                *(f"{tokens / row.seconds(name):.0f} ({tokens / row.predicted(name):.0f})" for name in engines),
+                *(f"{row.ratio(a, b):.2f} ({row.predicted_ratio(a, b):.2f})" for a, b in pairs),
+            ]
+            for row in by_rate
+        ),
+    )
+    print("\nMB that the rank which sends most sends in a step, as counted (payload) and as measured (frames)\n")
+    table(
+        [
+            "engine",
+            "counted",
+            "measured",
+            "measured/counted",
+            f"as many as {engines[0]} at G·S/12H",
+            "gradients differ",
+        ],
+        (bytes_row(by_rate[-1], name, engines[0]) for name in engines),
+    )
+    if len(by_length) > 1:
+        print(f"\nLengths over {by_length[0].rate}: measured (predicted)\n")
+        table(
+            ["sequence", "micro batch", "G·S/12H", *(f"{a} over {b}" for a, b in pairs)],
+            (
+                [
+                    str(row.case.sequence),
+                    str(row.case.micro),
+                    f"{row.case.weight:.2f}",
+                    *(f"{row.ratio(a, b):.2f} ({row.predicted_ratio(a, b):.2f})" for a, b in pairs),
+                ]
+                for row in by_length
+            ),
+        )
+        for a, b in pairs:
+            weights = [row.case.weight for row in by_length]
+            measured = crossing(weights, [row.ratio(a, b) for row in by_length])
+            predicted = crossing(weights, [row.predicted_ratio(a, b) for row in by_length])
+            print(f"{a} is as fast as {b} at G·S/12H = {measured} (predicted {predicted})")
+
+
+def bytes_row(row: Row, name: str, first: str) -> list[str]:
+    counted, measured = sent_bytes(row.case, name), statistics.median(row.engines[name]["sent"])
+    equal = row.case.weight * counted / sent_bytes(row.case, first)  # those of 1f1b grow with G·S
+    difference = f"{row.engines[name]['gradient_difference']:.0e}" if name != first else ""
+    ratio = f"{measured / counted:.3f}"
+    return [name, f"{counted / 1e6:.2f}", f"{measured / 1e6:.2f}", ratio, f"{equal:.2f}", difference]
+
+
+def crossing(weights: Sequence[float], ratios: Sequence[float]) -> str:
+    """Where a ratio passes 1, between the two points beside it (on logarithmic axes); `-` when it does not."""
+    points = list(zip(map(math.log, weights), map(math.log, ratios), strict=True))
+    for (x, y), (next_x, next_y) in pairwise(points):
+        if y * next_y <= 0 and y != next_y:
+            return f"{math.exp(x - y * (next_x - x) / (next_y - y)):.2f}"
+    return "-"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """A Markdown table with columns in line."""
+    lines = [list(head), *map(list, rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    lines.insert(1, ["-" * width for width in widths])
+    for line in lines:
+        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |")
+
+
+def draw(by_rate: Sequence[Row], by_length: Sequence[Row], engines: Sequence[str], path: str) -> None:
+    """Left: speed against the link's rate; right: speed over the first engine's against the length. Lines are
+    predicted, points measured."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    rates, weights = range(len(by_rate)), [row.case.weight for row in by_length]
+    for number, name in enumerate(engines):
+        colour = f"C{number}"
+        left.plot(rates, [LONG.tokens / row.predicted(name) for row in by_rate], color=colour, label=name)
+        left.plot(rates, [LONG.tokens / row.seconds(name) for row in by_rate], "o", color=colour)
+        if number:
+            right.plot(weights, [row.predicted_ratio(name, engines[0]) for row in by_length], color=colour, label=name)
+            right.plot(weights, [row.ratio(name, engines[0]) for row in by_length], "o", color=colour)
+    left.set(yscale="log", xlabel="link", ylabel="tokens/s", title=str(LONG))
+    left.set_xticks(rates, [row.rate for row in by_rate])
+    right.set(xscale="log", yscale="log", xlabel="G·S / 12·H", ylabel=f"speed over {engines[0]}")
+    right.set_title(f"lengths over {by_length[0].rate}")
+    right.axhline(1, color="grey", linewidth=0.8)
+    right.axvline(1, color="grey", linewidth=0.8, linestyle=":")
+    for axes, logarithmic in ((left, [left.yaxis]), (right, [right.xaxis, right.yaxis])):
+        axes.legend(title="line: predicted, point: measured", fontsize=8, title_fontsize=8)
+        axes.title.set_fontsize(10)
+        for axis in logarithmic:
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+            axis.set_minor_formatter(NullFormatter())
+    figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
