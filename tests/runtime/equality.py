@@ -63,6 +63,8 @@ class Case:
     """In microbatch-layers, for schedules that choose by it what to recompute."""
     folds: int = 0
     """Of helix: microbatches of a slot."""
+    spread: bool = True
+    """Of helix: heads on all ranks."""
     mlp_chunk: int = 0
     """Tokens of a slice of the MLP; 0: whole."""
 
@@ -75,6 +77,8 @@ class Case:
             + _recompute_marks(self.recompute)
             + [f"cut-after-{self.cut_after}"] * bool(self.cut_after)
             + [f"folds{self.folds}-L{self.layers}"] * bool(self.folds)
+            + ["one-head"] * (not self.spread)
+            + (["tied"] if self.tied else ["untied"]) * (self.tied != (self.style == "gpt"))
             + ["chunks-" + "-".join(map(str, self.lengths))] * bool(self.lengths)
             + [f"mlp-slices-{self.mlp_chunk}"] * bool(self.mlp_chunk)
             + [f"L{self.layers}-limit-{self.memory_limit}"] * (self.memory_limit is not None)
@@ -85,8 +89,8 @@ class Case:
         costs = PieceTimes(parse_piece_times("qkv=1,attn=3,mlp=2")) if self.memory_limit is not None else None
         chunks, lengths = max(len(self.lengths), 1), self.lengths or None
         shape = Shape(self.pp, self.m, self.layers, chunks, self.v, lengths, costs, memory_limit=self.memory_limit)
-        options = HelixOptions(self.folds, helix_recompute=False) if self.schedule == "helix" else None
-        program = build(self.schedule, shape, options)
+        options = HelixOptions(self.folds, helix_recompute=False, helix_spread_head=self.spread)
+        program = build(self.schedule, shape, options if self.schedule == "helix" else None)
         if self.cut_after:
             chain = model_pieces(self.layers)
             cut = chain.index(Piece(self.cut_after, 2)) + 1
@@ -150,8 +154,7 @@ def run_case(case: Case, expected: dict[str, Tensor], losses: dict[int, float], 
     evaluator = Executor(lower(forward_only(case.program())), executor.rank, model, transport)
     evaluated = evaluator.run(make_step(case, training=False))[0]
     left += evaluator.keys_values.bytes_alive()
-    head = any(piece.kind == "head" for piece in case.program().pieces_of_rank(executor.rank))
-    assert list(_by_microbatch(evaluated)) == (list(range(case.m)) if head else [])
+    assert list(_by_microbatch(evaluated)) == heads_of_rank(case.program(), executor.rank)
     return {
         "gradient": error,
         "losses": len(found),
@@ -160,6 +163,12 @@ def run_case(case: Case, expected: dict[str, Tensor], losses: dict[int, float], 
         "keys and values left": left,
         "keys and values": executor.keys_values.peak_bytes(),
     }
+
+
+def heads_of_rank(program: Program, rank: int) -> list[int]:
+    """The microbatches whose head a rank runs."""
+    head = len(program.stages) - 1
+    return sorted({op.microbatch for op in program.ranks[rank] if op.stage == head})
 
 
 def _by_microbatch(found: list[Any]) -> dict[int, float]:
@@ -205,7 +214,8 @@ def make_model(case: Case) -> PipelineModel:
     )
     rank = parallel_state.get_pipeline_model_parallel_rank() if case.pp > 1 else 0
     options = replace(make_options(case.style, case.tied), chunk_size=case.mlp_chunk)
-    return PipelineModel(config, options, case.program().pieces_of_rank(rank), seed=7)
+    program = case.program()
+    return PipelineModel(config, options, program.pieces_of_rank(rank), seed=7, copies=program.copies(rank))
 
 
 def make_executor(case: Case, transport: Transport | None = None) -> tuple[Any, Executor]:

@@ -12,7 +12,7 @@ from helixpipe.program import to_csv
 from helixpipe.recompute import RecomputeOptions
 from schedules import Shape, build
 from tests.distributed import run_ranks
-from tests.runtime.equality import Case, fail_in_the_middle, peaks_of_stash, run_cases, run_csv
+from tests.runtime.equality import Case, fail_in_the_middle, heads_of_rank, peaks_of_stash, run_cases, run_csv
 
 GRADIENT_TOLERANCE = 1e-9
 SPLIT_VOCABULARY_TOLERANCE = 1e-6  # with a split vocabulary, float32 cross entropy sums in another order
@@ -205,6 +205,13 @@ GROUPS = {
         Case("helix", 1, 2, "llama", layers=2, folds=2),
         Case("helix", 4, 8, "llama", layers=4, folds=2, dropout=0.2, recompute=RecomputeOptions("without-attention")),
         Case("helix", 2, 3 * 2, "llama", layers=2, folds=3, split=True),
+        Case("helix", 2, 6, "gpt", layers=2, folds=1),
+        Case("helix", 4, 12, "llama", tied=True, folds=3),
+        Case("helix", 2, 4, "llama", tp=2, tied=True, sequence_parallel=True, layers=2, folds=2),
+        *(
+            Case("helix", pp, 2 * pp, style, tied=style == "gpt", folds=2, spread=False)
+            for pp, style in ((4, "gpt"), (2, "llama"))
+        ),
     ],
     "dropout": [
         Case(schedule, pp, 4, "llama", v=v, dropout=0.2)
@@ -230,9 +237,11 @@ def test_equal_to_one_process(case: Case, results: dict[Case, list[dict[str, Any
         assert error < tolerance, parameter
         assert result["loss"] < LOSS_TOLERANCE
         assert result["evaluation"] < LOSS_TOLERANCE
-    reporting = 4 // case.pp  # the ranks of the last stage, over data and tensor parallelism
-    losses = case.m * max(len(case.lengths), 1)
-    assert sorted(result["losses"] for result in results[case]) == [0] * (4 - reporting) + [losses] * reporting
+    reporting = 4 // case.pp  # the ranks of a stage, over data and tensor parallelism
+    program, chunks = case.program(), max(len(case.lengths), 1)
+    losses = [len(heads_of_rank(program, rank)) * chunks for rank in range(case.pp)]
+    assert sum(losses) == case.m * chunks
+    assert sorted(result["losses"] for result in results[case]) == sorted(losses * reporting)
     assert all(result["keys and values left"] == 0 for result in results[case])
     assert any(result["keys and values"] > 0 for result in results[case]) == bool(case.lengths)
 

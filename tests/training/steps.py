@@ -102,7 +102,7 @@ def losses_of(config: Config) -> list[float]:
     parallel = Parallel.current()
     schedule = BatchSchedule.from_config(config)
     pipeline = Pipeline(config, parallel, schedule.step_sizes())
-    state = build_model(config, parallel, pipeline.pieces, vocab_size=VOCABULARY - 1)
+    state = build_model(config, parallel, pipeline.pieces, VOCABULARY - 1, pipeline.copies)
     pipeline.attach(state.model)
     log: Any = _Losses()
     unused: Any = None
