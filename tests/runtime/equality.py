@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from helixpipe.costs import PieceTimes, parse_piece_times
 from helixpipe.lowering import lower, unit_costs
 from helixpipe.model import Microbatch, PipelineModel
-from helixpipe.program import Op, Piece, Program, Stage, forward_only, model_pieces
+from helixpipe.program import Op, Piece, Program, Stage, forward_only, model_pieces, parse_rows
 from helixpipe.recompute import RecomputeOptions, place_early
 from helixpipe.runtime.executor import Executor, Step
 from helixpipe.runtime.transport import Transport, make_transport
@@ -89,6 +89,8 @@ class Case:
         costs = PieceTimes(parse_piece_times("qkv=1,attn=3,mlp=2")) if self.memory_limit is not None else None
         chunks, lengths = max(len(self.lengths), 1), self.lengths or None
         shape = Shape(self.pp, self.m, self.layers, chunks, self.v, lengths, costs, memory_limit=self.memory_limit)
+        if self.schedule == "shared middle":
+            return shared_middle()
         options = HelixOptions(self.folds, helix_recompute=False, helix_spread_head=self.spread)
         program = build(self.schedule, shape, options if self.schedule == "helix" else None)
         if self.cut_after:
@@ -100,6 +102,14 @@ class Case:
         if self.recompute.granularity is not None:
             program = replace(program, stages=self.recompute.stages(program.stages))
         return place_early(program, unit_costs()) if self.recompute.recompute_early else program
+
+
+def shared_middle() -> Program:
+    """Rank 0 runs the ends; the middle stage of two microbatches on rank 0, of two on rank 1."""
+    chain = model_pieces(3)
+    stages = (Stage(chain[:6]), Stage(chain[6:11], "replicated"), Stage(chain[11:]))
+    first = "0F0,0F1,0F2,0F3,1F0,1F1,2F0,2B0,2F1,2B1,2F2,2B2,2F3,2B3,1B0,1B1,0B0,0B1,0B2,0B3"
+    return Program("shared middle", stages, parse_rows([first.split(","), ["1F2", "1F3", "1B2", "1B3"]]), 4)
 
 
 def _recompute_marks(options: RecomputeOptions) -> list[str]:

@@ -213,6 +213,10 @@ GROUPS = {
             for pp, style in ((4, "gpt"), (2, "llama"))
         ),
     ],
+    "replicated": [
+        Case("shared middle", 2, 4, "gpt", tied=True, layers=3),
+        Case("shared middle", 2, 4, "llama", tp=2, sequence_parallel=True, layers=3),
+    ],
     "dropout": [
         Case(schedule, pp, 4, "llama", v=v, dropout=0.2)
         for pp in (2, 4)
