@@ -107,8 +107,9 @@ class ModelCosts(ProgramBytes):
         return {}  # schedules that search ask again and again
 
     def after_time(self, program: Program) -> tuple[float, float]:
-        """Seconds after the last backward: data-parallel reduction of gradients and return of weights, over NVLink or
-        the network; the optimizer's pass over weights, gradients and state. Of the rank with the most weights."""
+        """Seconds after the last backward: the sum of gradients over copies of replicated stages, data-parallel
+        reduction of gradients and return of weights, over NVLink or the network; the optimizer's pass over weights,
+        gradients and state. Of the rank with the most weights."""
         weights = max(self.bytes.parameters(program.pieces_of_rank(rank)) for rank in range(program.num_ranks))
         dp, hardware = self.data_parallel, self.hardware
         moved = 0.0
@@ -122,9 +123,17 @@ class ModelCosts(ProgramBytes):
             bandwidth = min(bandwidth, hardware.network / self.layout.tensor_parallel)
         share = weights / dp if self.distributed_optimizer else weights
         touched = share * (2 * MASTER_AND_MOMENTS + GRADIENT_BYTES + self.layout.element_bytes)
-        return moved / (bandwidth * hardware.efficiency.network), touched / (
-            hardware.memory_bandwidth * hardware.efficiency.memory
-        )
+        reduction = moved / (bandwidth * hardware.efficiency.network) + self._copies_time(program)
+        return reduction, touched / (hardware.memory_bandwidth * hardware.efficiency.memory)
+
+    def _copies_time(self, program: Program) -> float:
+        """All-reduces, as rings, of the gradients of replicated stages over the pipeline ranks that hold them."""
+        moved = 0.0
+        for stage in (stage for stage in program.stages if stage.placement == "replicated"):
+            holders = sum(stage.pieces[0] in program.pieces_of_rank(rank) for rank in range(program.num_ranks))
+            moved += 2 * self.bytes.parameters(stage.pieces) * GRADIENT_BYTES * (holders - 1) / holders
+        same_node = self._node(0) == self._node(program.num_ranks - 1)
+        return moved / self.hardware.peer_bandwidth(self._senders, same_node)
 
     def step_flops(self, program: Program) -> float:
         """Of the mathematics, forward and backward (forward alone for evaluation), of all pipelines and their ranks."""

@@ -168,6 +168,17 @@ class Program:
             for piece in stage.pieces
         )
 
+    def copies(self, rank: int) -> dict[Piece, int]:
+        """The rank's pieces that other ranks hold as well, those of replicated stages, with the number of the rank's
+        copy; 0 is that of the first rank."""
+        run = [{op.stage for op in ops} for ops in self.ranks]
+        found: dict[Piece, int] = {}
+        for index, stage in enumerate(self.stages):
+            holders = [each for each, stages in enumerate(run) if index in stages]
+            if stage.placement == "replicated" and len(holders) > 1 and rank in holders:
+                found |= dict.fromkeys(stage.pieces, holders.index(rank))
+        return found
+
     def copied_stages(self, rank: int) -> tuple[int, ...]:
         """The shipped stages that this rank runs units of and does not own."""
         run = sorted({op.stage for op in self.ranks[rank]})

@@ -34,7 +34,7 @@ def untrainable(program: Program) -> str | None:
     if program.forward_only:
         return f"schedule {program.schedule} has no backward: it is an evaluation program."
     for stage in program.stages:
-        if stage.placement not in ("resident", "shipped"):
+        if stage.placement == "ring":
             return f"schedule {program.schedule} has {stage.placement} stages, which training cannot run yet."
     for rank, ops in enumerate(program.ranks):
         if not ops:

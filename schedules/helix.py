@@ -7,17 +7,25 @@ rank l mod p. Microbatches run in loops of p slots, a slot holds f of them (the 
 runs on rank (l + slot + 1) mod p: that of the last slot where its QKV was, that of the first where its output
 projection will be. The bubble holds combined stages alone, however long the sequence. What is shipped to run beside
 attention, weights and all, leaves the combined stage and with it the bubble.
+
+In the paper rank 0 has the head of all microbatches, one after the other, for which all others wait. Here every rank
+has a copy of the head and runs that of one slot, as it would the attention of a layer after the last. Where simulation
+says that this is faster, the last slot's are divided otherwise.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from types import MappingProxyType
 from typing import Literal
 
+from helixpipe.costs import Costs
 from helixpipe.errors import ScheduleError
 from helixpipe.flags import option
+from helixpipe.graph import build_graph, list_schedule
+from helixpipe.lowering import timers, unit_costs
 from helixpipe.program import Op, Program, Stage, even_stages, model_pieces
 from helixpipe.recompute import RecomputeOptions
 from schedules.base import Shape, require_multiple
@@ -45,29 +53,42 @@ class HelixOptions:
     helix_recompute: bool = option(
         True, "Recompute all but attention, unless --recompute-granularity says what to recompute."
     )
+    helix_spread_head: bool = option(
+        True, "A copy of the output layer on every rank, so that heads of different microbatches run at the same time."
+    )
 
 
 def helix(shape: Shape, options: HelixOptions) -> Program:
     """All forwards, then all backwards in exactly the reverse order (Zhang et al., HelixPipe, 2025).
 
     With t_c the forward of a combined stage and backwards twice that, the bubble is 3(p-1)t_c with f = 1, and 4(p-1)t_c
-    when all but attention is recomputed inside the backward; at most twice that with f = 2. Every rank keeps the
-    activations of all m microbatches of L/p layers, and copies of all shipped weights. Needs L to be a multiple of p,
-    and m of pf.
+    when all but attention is recomputed inside the backward; at most twice that with f = 2. A head t_h, forward and
+    backward, adds nothing to it where heads are spread (f = 1), and up to m(p-1)/p t_h where not. Every rank keeps
+    the activations of all m microbatches of L/p layers, and copies of all shipped weights. Needs L to be a multiple of
+    p, and m of pf.
     """
     p, folds = shape.ranks, options.helix_folds
     if folds < 1:
         raise ScheduleError(f"--helix-folds must be at least 1, not {folds}.")
     even_stages(shape.layers, p)  # refuses layers that the ranks cannot share evenly
     require_multiple("helix", shape.microbatches, p * folds, "the pipeline size times --helix-folds,")
-    stages = _stages(shape, SHIPPED[options.helix_ship])
+    spread = options.helix_spread_head and p > 1
+    stages = _stages(shape, SHIPPED[options.helix_ship], spread)
     if shape.recompute.granularity is None and options.helix_recompute:
         stages = RecomputeOptions("without-attention").stages(stages)
-    ranks = tuple(_with_backwards(forwards, len(stages) - 1) for forwards in _forwards(shape, folds))
-    return Program("helix", stages, ranks, shape.microbatches)
+    found = []
+    for relieved in (False, True) if spread and folds > 1 else (False,):
+        placed = _forwards(shape, folds, spread, relieved)
+        ranks = tuple(_with_backwards(forwards, head=len(stages) - 1) for forwards in placed)
+        found.append(Program("helix", stages, ranks, shape.microbatches))
+    return found[0] if len(found) == 1 else min(found, key=partial(_makespan, costs=shape.costs or unit_costs()))
 
 
-def _stages(shape: Shape, kinds: frozenset[str]) -> tuple[Stage, ...]:
+def _makespan(program: Program, costs: Costs) -> float:
+    return list_schedule(build_graph(program), *timers(program, costs)).makespan
+
+
+def _stages(shape: Shape, kinds: frozenset[str], spread: bool) -> tuple[Stage, ...]:
     """Combined stages at the even places, attention with its neighbours of these kinds at the odd ones, and the head.
 
     Where attention has neighbours, the rank of the combined stage before it owns and ships their weights.
@@ -79,33 +100,43 @@ def _stages(shape: Shape, kinds: frozenset[str]) -> tuple[Stage, ...]:
         for layer in range(shape.layers):
             stage = 2 * layer + 1
             stages[stage] = replace(stages[stage], placement="shipped", owner=layer % shape.ranks)
+    if spread:
+        stages[-1] = replace(stages[-1], placement="replicated")
     return tuple(stages)
 
 
-def _forwards(shape: Shape, folds: int) -> list[list[Op]]:
-    """The forwards of each rank, without the head's.
+def _forwards(shape: Shape, folds: int, spread: bool, relieved: bool) -> list[list[Op]]:
+    """The forwards of each rank; those of the head stand for its place in the backward.
 
     Layer by layer, first the combined stage of all slots, then attention. A loop's last combined stage and the next
-    loop's first share rank 0 and take turns, so that loops follow each other without a gap.
+    loop's first share rank 0 and take turns, so that loops follow each other without a gap. The head is where the
+    attention of a layer L would be, or, if it is not spread, with the last combined stage.
+
+    relieved: all wait for rank 0 while it ends the forwards and begins the backwards, so there it runs the head of the
+    very last microbatch alone. Those of its slot's other folds go to rank 1, which waits longest.
     """
-    p, layers = shape.ranks, shape.layers
+    p, layers, microbatches = shape.ranks, shape.layers, shape.microbatches
+    head = 2 * layers + 1
+    given_away = range(microbatches - folds, microbatches - 1) if relieved else range(0)
     placed: list[list[tuple[tuple[int, ...], Op]]] = [[] for _ in range(p)]
-    for microbatch in range(shape.microbatches):
+    for microbatch in range(microbatches):
         loop, slot, fold = microbatch // (p * folds), microbatch // folds % p, microbatch % folds
-        for stage in range(2 * layers + 1):
-            layer, is_attention = divmod(stage, 2)
-            rank = (layer + slot + 1) % p if is_attention else layer % p
-            place = (loop * layers + layer, is_attention, slot, fold, int(layer < layers))
+        for stage in range(head + 1):
+            layer = stage // 2
+            moves = stage % 2 if stage < head else int(spread)
+            rank = (layer + slot + 1) % p if moves else layer % p
+            if stage == head and microbatch in given_away:
+                rank = 1
+            place = (loop * layers + layer, moves, slot, fold, int(layer < layers))
             placed[rank].append((place, Op("F", stage, microbatch)))
     return [[op for _, op in sorted(ops)] for ops in placed]
 
 
 def _with_backwards(forwards: list[Op], head: int) -> tuple[Op, ...]:
-    """And their backwards in reverse. The head, stage number `head`, goes forward and backward right before the
-    backward of the last combined stage, so that one microbatch's logits are alive at a time."""
-    order = list(forwards)
+    """And their backwards in reverse. A head goes forward and at once backward, in its place among the backwards, so
+    that one microbatch's logits are alive at a time on a rank."""
+    order = [op for op in forwards if op.stage != head]
     for op in reversed(forwards):
-        if op.stage == head - 1:
-            order += [Op(kind, head, op.microbatch) for kind in "FB"]
+        order += [op] * (op.stage == head)
         order.append(op._replace(kind="B"))
     return tuple(order)

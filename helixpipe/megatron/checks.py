@@ -131,16 +131,17 @@ def stages_of(program: Program, rank: int) -> list[int]:
     return sorted({op.stage for op in program.ranks[rank]})
 
 
-def rank_of_head(program: Program) -> int:
+def ranks_of_head(program: Program) -> list[int]:
+    """The ranks that run the head: several, each for some of the microbatches, if it is replicated."""
     last = len(program.stages) - 1
-    return next(rank for rank, ops in enumerate(program.ranks) if any(op.stage == last for op in ops))
+    return [rank for rank, ops in enumerate(program.ranks) if any(op.stage == last for op in ops)]
 
 
 def _check_tied(program: Program) -> None:
     """megatron-core sums the gradients of a tied weight's two copies on the first and on the last rank."""
     last = len(program.stages) - 1
     first_rank = next(rank for rank, ops in enumerate(program.ranks) if any(op.stage == 0 for op in ops))
-    ends = (first_rank, rank_of_head(program))
+    ends = (first_rank, ranks_of_head(program)[0])
     if last > 0 and (ends != (0, program.num_ranks - 1) or ends[0] == ends[1]):
         raise UserError(
             f"schedule {program.schedule} has the embedding on pipeline rank {ends[0]} and the head on rank {ends[1]}, "

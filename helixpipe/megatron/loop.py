@@ -18,14 +18,22 @@ from torch.utils._pytree import tree_map_only
 
 from helixpipe.errors import ScheduleError, UserError
 from helixpipe.lowering import lower
-from helixpipe.megatron.checks import check_chunks, check_config, check_deferral, check_program, rank_of_head, stages_of
+from helixpipe.megatron.checks import (
+    check_chunks,
+    check_config,
+    check_deferral,
+    check_program,
+    ranks_of_head,
+    stages_of,
+)
 from helixpipe.megatron.chunks import Call, Chunks
 from helixpipe.megatron.own_model import (
+    Copies,
     OwnCall,
-    TiedCopies,
     check_lengths,
     check_own_call,
     check_own_program,
+    gather_losses,
     own_model,
     own_step,
     read,
@@ -68,7 +76,7 @@ class ForwardBackward:
         self.iteration = 0
         self._kv_grad_fp32 = kv_grad_fp32
         self._own: PipelineModel | None = None
-        self._copies: TiedCopies | None = None
+        self._copies: Copies | None = None
         self._group: dist.ProcessGroup | None = None
         self._transport: Transport | None = None
         self._chunks: Chunks | None = None
@@ -101,7 +109,8 @@ class ForwardBackward:
         `calculate_per_token_loss`, as {"lm loss": scalar}. p2p_communicator is not used: messages travel on
         `pg_collection.pp` by the transport of helixpipe.
         Returns what the loss function returned of each microbatch on the rank that holds the head and, under a
-        schedule that has it elsewhere, on the last rank; an empty list on the others.
+        schedule that has it elsewhere, on the last rank; an empty list on the others. Under a schedule with the head on
+        several ranks every rank of the pipeline has all losses.
         Raises UserError or ScheduleError, one sentence, for what cannot be run.
         """
         chunks = model if isinstance(model, list) else [model]
@@ -160,7 +169,11 @@ class ForwardBackward:
             losses, _ = executor.run(step)
         if isinstance(call, OwnCall):
             call.finish(losses)
-        _share_with_last_rank(call, rank_of_head(executor.lowered.program), groups.pp)
+        heads = ranks_of_head(executor.lowered.program)
+        if isinstance(call, OwnCall) and len(heads) > 1:
+            gather_losses(call, groups.pp)
+        else:
+            _share_with_last_rank(call, heads[0], groups.pp)
         if not forward_only:
             self._finalize(chunks, config, call.num_tokens, groups, force_all_reduce)
         if config.timers is not None:
@@ -175,6 +188,13 @@ class ForwardBackward:
         """
         group = pp_group or ProcessGroupCollection.use_mpu_process_groups(["pp"]).pp
         return self.program(group.size(), num_microbatches, 1, num_layers).pieces_of_rank(group.rank())
+
+    def copies(
+        self, num_layers: int, num_microbatches: int, pp_group: dist.ProcessGroup | None = None
+    ) -> dict[Piece, int]:
+        """Those of `pieces` that other ranks hold as well, for the PipelineModel's `copies`; same arguments."""
+        group = pp_group or ProcessGroupCollection.use_mpu_process_groups(["pp"]).pp
+        return self.program(group.size(), num_microbatches, 1, num_layers).copies(group.rank())
 
     def close(self) -> None:
         """Release communicators and the model; a later call makes them anew."""
@@ -250,7 +270,7 @@ class ForwardBackward:
         """The model as the executor's, the same for every size of step."""
         if own is not None:
             if self._own is None:
-                self._own, self._copies = own, TiedCopies(own, program, group)
+                self._own, self._copies = own, Copies(own, program, group)
             return own
         stages = tuple(program.stages[stage] for stage in stages_of(program, group.rank()))
         if self._chunks is None:

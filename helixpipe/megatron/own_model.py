@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -15,9 +15,10 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from helixpipe.errors import ProgramError, ScheduleError, UserError
-from helixpipe.megatron.checks import rank_of_head, unwrapped
+from helixpipe.megatron.checks import unwrapped
 from helixpipe.model import Microbatch, PipelineModel
-from helixpipe.program import Program, chunk_lengths
+from helixpipe.model.layers import piece_of
+from helixpipe.program import Piece, Program, chunk_lengths
 from helixpipe.runtime.device import device
 from helixpipe.runtime.executor import LossSum, Step
 from helixpipe.validate import untrainable
@@ -72,10 +73,11 @@ def check_own_program(program: Program, rank: int, num_ranks: int, num_microbatc
             f"schedule {name} is a program for {program.num_layers} layers, but num_layers is "
             f"{model.config.num_layers}."
         )
-    if set(model.pieces) != set(program.pieces_of_rank(rank)):
+    if set(model.pieces) != set(program.pieces_of_rank(rank)) or model.copies != program.copies(rank):
         raise UserError(
             f"schedule {name} with {num_microbatches} microbatches places other pieces on pipeline rank {rank} than "
-            "the model was built from: build it from ForwardBackward.pieces of the same schedule and options."
+            "the model was built from: build it from ForwardBackward.pieces and copies of the same schedule and "
+            "options."
         )
     parameter = next(model.parameters(), None)
     if parameter is not None and parameter.dtype != model.payload_dtype:
@@ -101,7 +103,8 @@ class OwnCall:
     """One call of the forward-backward function with a PipelineModel.
 
     batches: this rank's microbatches; none where neither the embedding nor the head is. tokens: of each microbatch, the
-    sum of its loss mask. store: what is returned. num_tokens: sum of all, a float64 scalar.
+    sum of its loss mask. store: what is returned, of the microbatches `finished`. num_tokens: sum of theirs, a float64
+    scalar.
     """
 
     config: TransformerConfig
@@ -110,6 +113,7 @@ class OwnCall:
     num_microbatches: int
     store: list[Any]
     num_tokens: Tensor
+    finished: list[int] = field(default_factory=list)
 
     def root_gradient(self, index: int) -> Tensor:
         """Of the microbatch's objective with respect to its loss sum: a float32 scalar."""
@@ -128,6 +132,7 @@ class OwnCall:
         for index, total in sums.items():
             per_token = self.config.calculate_per_token_loss
             self.store.append({"lm loss": total if per_token else total / self._divisor(index)})
+            self.finished.append(index)
             self.num_tokens += self.tokens[index]
 
     def _divisor(self, index: int) -> Tensor:
@@ -181,34 +186,58 @@ def own_step(
     )
 
 
-class TiedCopies:
-    """The gradients of a tied word embedding whose copy at the head is on another rank, wherever the two are."""
+def gather_losses(call: OwnCall, group: dist.ProcessGroup) -> None:
+    """Give every rank of a pipeline whose head is on several of them all losses, by microbatch, and all tokens."""
+    own = [(index, loss["lm loss"].item()) for index, loss in zip(call.finished, call.store, strict=True)]
+    parts: list[Any] = [None] * group.size()
+    dist.all_gather_object(parts, (own, call.num_tokens.item()), group=group)
+    losses = sorted(loss for part, _ in parts for loss in part)
+    call.store = [{"lm loss": torch.tensor(loss, device=device())} for _, loss in losses]
+    call.num_tokens.fill_(sum(tokens for _, tokens in parts))
+
+
+class Copies:
+    """The gradients of weights that several ranks hold, on whichever ranks: tied word embeddings, replicated stages."""
 
     def __init__(self, model: PipelineModel, program: Program, group: dist.ProcessGroup):
-        self._parameters = list(model.replicated_parameters().values())
         self._group = group
-        embedding = next(rank for rank, ops in enumerate(program.ranks) if any(op.stage == 0 for op in ops))
-        head = rank_of_head(program)
-        self._peer = dist.get_global_rank(group, head if group.rank() == embedding else embedding)
+        held = [set(program.pieces_of_rank(rank)) for rank in range(program.num_ranks)]
+        own = model.replicated_parameters()
+        self._copies: list[tuple[torch.nn.Parameter, list[int]]] = []
+        for name in sorted(own):  # in one order on all ranks
+            pieces = {piece_of(name)}
+            if pieces == {Piece("embed")} and model.share_embeddings_and_output_weights:
+                pieces.add(Piece("head"))
+            self._copies.append((own[name], [rank for rank, each in enumerate(held) if each & pieces]))
 
     def sum(self) -> None:
-        """Before the data-parallel reduction, while both ranks hold whole gradients; the others do nothing."""
-        for parameter in self._parameters:
+        """Before the data-parallel reduction, while all ranks hold whole gradients."""
+        for parameter, holders in self._copies:
             main = getattr(parameter, "main_grad", None)
             gradient = parameter.grad if main is None else main
             assert gradient is not None
-            other = torch.empty_like(gradient)
-            exchange = [
-                dist.P2POp(dist.isend, gradient, self._peer, self._group),
-                dist.P2POp(dist.irecv, other, self._peer, self._group),
-            ]
-            for work in dist.batch_isend_irecv(exchange):
-                work.wait()
-            gradient.add_(other)
+            if len(holders) == self._group.size():
+                dist.all_reduce(gradient, group=self._group)
+            else:
+                self._exchange(gradient, holders)
+
+    def _exchange(self, gradient: Tensor, holders: list[int]) -> None:
+        """Sum in the order of ranks, the same to the bit on all; a group for every set of ranks would need the whole
+        job to make it."""
+        parts = [gradient if rank == self._group.rank() else torch.empty_like(gradient) for rank in holders]
+        transfers = []
+        for rank, part in zip(holders, parts, strict=True):
+            if part is not gradient:
+                peer = dist.get_global_rank(self._group, rank)
+                transfers.append(dist.P2POp(dist.isend, gradient, peer, self._group))
+                transfers.append(dist.P2POp(dist.irecv, part, peer, self._group))
+        for work in dist.batch_isend_irecv(transfers):
+            work.wait()
+        gradient.copy_(torch.stack(parts).sum(dim=0))
 
 
 def without_embeddings(groups: ProcessGroupCollection) -> ProcessGroupCollection:
-    """The groups for `finalize_model_grads_func`, such that it leaves tied copies to `TiedCopies`.
+    """The groups for `finalize_model_grads_func`, such that it leaves tied copies to `Copies`.
 
     megatron-core's looks for them on the first and the last rank, where a schedule may not have them; the groups it
     does that by are replaced by that of context parallelism, which for a PipelineModel is this rank alone.

@@ -33,6 +33,25 @@ _CHECKPOINT_NAMES = {
 }
 """In megatron-core's checkpoints a norm belongs to the linear layer that follows it, as in its fused modules."""
 
+_PIECES = {
+    "embedding": "embed",
+    "input_layernorm": "norm",
+    "linear_qkv": "qkv",
+    "linear_proj": "proj",
+    "pre_mlp_layernorm": "mlp",
+    "mlp": "mlp",
+    "final_layernorm": "head",
+    "output_layer": "head",
+}
+"""The kind of piece that a module's parameters belong to."""
+
+
+def piece_of(parameter: str) -> Piece:
+    """The piece of a model's parameter, from its name."""
+    parts = parameter.split(".")
+    kind = next(_PIECES[part] for part in parts if part in _PIECES)
+    return Piece(kind, int(parts[2])) if parts[1] == "layers" else Piece(kind)
+
 
 def make_norm(config: TransformerConfig) -> torch.nn.Module:
     """torch's LayerNorm or RMSNorm; with sequence parallelism its gradients are marked as partial sums over TP."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, cast
@@ -22,7 +22,7 @@ from torch import Tensor
 from helixpipe.model import boundaries
 from helixpipe.model.attention import Rotary
 from helixpipe.model.ends import Embedding, loss_sum
-from helixpipe.model.layers import Layer, make_norm
+from helixpipe.model.layers import Layer, make_norm, piece_of
 from helixpipe.model.linear import WeightGradients, defer_weight_gradients
 from helixpipe.model.options import GPTOptions, Microbatch, UnitContext, check_supported
 from helixpipe.model.randomness import DropoutSeeds, initial_weights
@@ -86,6 +86,8 @@ class PipelineModel(MegatronModule):
     pg_collection: needs `tp`; None takes megatron-core's parallel state, which must be initialised in any case: the
         loss uses its tensor-parallel group.
     seed: of initial weights and dropout.
+    copies: those of the pieces that other ranks hold as well, with the number of the copy here (`Program.copies`).
+        Copies start out equal; only the first, 0, counts in the gradients' norm and is written to checkpoints.
     empty: let go of every weight's data as soon as it is made; see `shell`.
 
     Parameter names are GPTModel's with global layer indices. A tied head away from the embedding has its own copy of
@@ -100,6 +102,7 @@ class PipelineModel(MegatronModule):
         pieces: Sequence[Piece],
         pg_collection: ProcessGroupCollection | None = None,
         seed: int = 1234,
+        copies: Mapping[Piece, int] = MappingProxyType({}),
         empty: bool = False,
     ):
         check_supported(config, gpt)
@@ -108,6 +111,7 @@ class PipelineModel(MegatronModule):
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp"])
         self.gpt = gpt
         self.pieces = tuple(pieces)
+        self.copies = dict(copies)
         self.pg_collection = pg_collection
         self.tp_group = pg_collection.tp
         self.payload_dtype: torch.dtype = config.params_dtype
@@ -233,7 +237,10 @@ class PipelineModel(MegatronModule):
     # ---------------------------------------------------------------------------------------- copies on several ranks
 
     def _mark_ends(self) -> None:
-        """Set the attributes by which megatron-core's optimizer knows the ends of the model and the tied copy."""
+        """Set the attributes by which megatron-core's optimizer knows the ends of the model and copies."""
+        for _, parameter, number in self._copied_parameters():
+            if number > 0:
+                parameter.shared = True  # counted in norms on the first rank that has it only
         embedding, head = self._end_weights()
         for weight in (embedding, head):
             if weight is not None:
@@ -258,13 +265,25 @@ class PipelineModel(MegatronModule):
     def replicated_parameters(self) -> dict[str, torch.nn.Parameter]:
         """Parameters of which other pipeline ranks hold copies, by a key equal on all of these ranks.
 
-        Their gradients must be summed over these ranks before the optimizer's step. Now: the tied embedding.
+        Their gradients must be summed over these ranks before the optimizer's step: those of `copies`, and the tied
+        embedding.
         """
+        found = {name: parameter for name, parameter, _ in self._copied_parameters()}
         embedding, head = self._end_weights()
-        if not self.share_embeddings_and_output_weights or (embedding is not None and hasattr(self, "output_layer")):
-            return {}
-        weight = embedding if head is None else head
-        return {} if weight is None else {_WORD_EMBEDDING: weight}
+        if self.share_embeddings_and_output_weights:
+            whole = embedding is not None and hasattr(self, "output_layer") and Piece("head") not in self.copies
+            found.pop(_OUTPUT_LAYER, None)
+            weight = embedding if head is None else head
+            if weight is not None and not whole:
+                found[_WORD_EMBEDDING] = weight
+        return found
+
+    def _copied_parameters(self) -> Iterator[tuple[str, Any, int]]:
+        """Name and number of the copy of the parameters of `copies`."""
+        for name, parameter in self.named_parameters():
+            number = self.copies.get(piece_of(name))
+            if number is not None:
+                yield name, parameter, number
 
     # ------------------------------------------------------------------------------------------------------ checkpoints
 
@@ -288,6 +307,10 @@ class PipelineModel(MegatronModule):
             )
         elif head is not None:
             state[prefix + _OUTPUT_LAYER].allow_shape_mismatch = True  # vocabulary padding, as for the embedding
+        for name, _, number in self._copied_parameters():
+            if number > 0:
+                entry = state[prefix + name]
+                entry.replica_id = (number, *entry.replica_id[1:])
         return state
 
 

@@ -71,11 +71,14 @@ def _copy_groups(
 
 
 def _all_reduce_together(parameters: list[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Sum the gradients of several small parameters in one collective for each type."""
+    """Sum the gradients of matrices as they are, those of several vectors in one collective for each type."""
     gradients: dict[torch.dtype, list[torch.Tensor]] = {}
     for parameter in parameters:
         gradient = parameter.main_grad  # type: ignore[attr-defined]  # DDP's
-        gradients.setdefault(gradient.dtype, []).append(gradient)
+        if gradient.dim() > 1:
+            dist.all_reduce(gradient, group=group)
+        else:
+            gradients.setdefault(gradient.dtype, []).append(gradient)
     for tensors in gradients.values():
         if len(tensors) == 1:
             dist.all_reduce(tensors[0], group=group)

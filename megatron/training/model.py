@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,13 +30,21 @@ class TrainingModel:
     reducer: GradientReducer
 
 
-def build_model(config: Config, parallel: Parallel, pieces: Sequence[Piece], vocab_size: int) -> TrainingModel:
+def build_model(
+    config: Config,
+    parallel: Parallel,
+    pieces: Sequence[Piece],
+    vocab_size: int,
+    copies: Mapping[Piece, int] = MappingProxyType({}),
+) -> TrainingModel:
     """The weights of `pieces` with their gradient buffers and optimizer. vocab_size: the tokenizer's, before padding.
+    copies: those of the pieces that other pipeline ranks hold as well (`Program.copies`).
 
     Collective over all ranks.
     """
     transformer_config = config.to_transformer_config()
-    model = PipelineModel(transformer_config, config.gpt_options(vocab_size), pieces, seed=config.training.seed)
+    gpt, seed = config.gpt_options(vocab_size), config.training.seed
+    model = PipelineModel(transformer_config, gpt, pieces, seed=seed, copies=copies)
     ddp = DistributedDataParallel(transformer_config, config.to_ddp_config(), model)
     optimizer = get_megatron_optimizer(config.to_optimizer_config(), [ddp], use_gloo_process_groups=False)
     reducer = GradientReducer(ddp, model, parallel, per_token=config.training.calculate_per_token_loss)

@@ -42,6 +42,7 @@ class Pipeline:
         self._executors: dict[tuple[int, bool], Executor] = {}
         placement = self._placement(step_sizes[-1])
         self.pieces = placement[parallel.pp_rank]
+        self.copies = self.program(step_sizes[-1]).copies(parallel.pp_rank)
         for size in step_sizes:
             if self._placement(size) != placement:  # alike on all ranks
                 raise ScheduleError(
@@ -63,6 +64,14 @@ class Pipeline:
     def has_head(self) -> bool:
         return any(piece.kind == "head" for piece in self.pieces)
 
+    def counted(self, num_microbatches: int) -> list[int]:
+        """The microbatches of a step whose tokens this rank counts: it runs their head, that of their first chunk. Each
+        is counted on one rank."""
+        program = self.program(num_microbatches)
+        head = len(program.stages) - 1
+        own = program.ranks[self._parallel.pp_rank]
+        return [op.microbatch for op in own if op.kind == "F" and op.stage == head and op.chunk == 0]
+
     def run(
         self,
         iteration: int,
@@ -73,7 +82,7 @@ class Pipeline:
     ) -> tuple[torch.Tensor, Record]:
         """Run one step (evaluation: forwards only, no dropout) over all `batches` of this pipeline.
 
-        Returns the sum of the loss sums (float32 scalar, zero on ranks without the head) and the step's record.
+        Returns the sum of the loss sums whose head is here (a float64 scalar) and the step's record.
         """
         executor = self._executor(len(batches), training)
         step = Step(
@@ -87,8 +96,9 @@ class Pipeline:
             training=training,
         )
         losses, times = executor.run(step, record)
-        total = torch.zeros((), dtype=torch.float32, device=self._parallel.device)
-        # In the order of microbatches, not of the schedule: the reported loss is then the same, to the bit, under all.
+        total = torch.zeros((), dtype=torch.float64, device=self._parallel.device)
+        # In the order of microbatches, not of the schedule, and in float64, since heads may be on several ranks: the
+        # reported loss is then the same under all schedules.
         for loss in sorted(losses, key=lambda loss: (loss.microbatch, loss.chunk)):
             total += loss.value
         return total, times

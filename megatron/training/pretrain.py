@@ -61,7 +61,7 @@ def _run(config: Config, parallel: Any, started: float) -> None:
     tokenizer = build_tokenizer(**_tokenizer_flags(config))
     config = _fix_vocabulary(config, tokenizer.vocab_size, read_arguments)
     pipeline = Pipeline(config, parallel, schedule.step_sizes())
-    state = build_model(config, parallel, pipeline.pieces, tokenizer.vocab_size)
+    state = build_model(config, parallel, pipeline.pieces, tokenizer.vocab_size, pipeline.copies)
     pipeline.attach(state.model)
     scheduler = build_param_scheduler(state.optimizer, config, schedule)
     own, total = count_parameters(state.model, parallel)

@@ -173,14 +173,15 @@ class Trainer:
         return [next(iterator) for _ in range(count)]
 
     def _tokens(self, microbatches: list[Microbatch]) -> torch.Tensor:
-        """Tokens that count in each microbatch, float64; zeros on ranks without the head, which do not report."""
+        """Tokens that count in each microbatch, float64; zeros on ranks without a head, which do not know them."""
         if not self.pipeline.has_head:
             return torch.zeros(len(microbatches), dtype=torch.float64, device=self.parallel.device)
         return torch.stack([each.loss_mask.sum(dtype=torch.float64) for each in microbatches])
 
     def _totals(self, loss_sum: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """(loss sum, tokens) over all microbatches of all data-parallel ranks, on every rank."""
-        return self.parallel.sum_over_pipeline_and_data(torch.stack([loss_sum.double(), tokens.sum()]))
+        own = tokens[self.pipeline.counted(len(tokens))].sum()
+        return self.parallel.sum_over_pipeline_and_data(torch.stack([loss_sum, own]))
 
     def _params_norm(self) -> float:
         """L2 norm of the whole model's weights, each counted once."""

@@ -36,6 +36,8 @@ class Layout:
     num_layers: int = 2
     hidden_size: int = 16
     lr_decay_steps: int = 100
+    spread_head: bool = False
+    """A copy of the head on every pipeline rank."""
 
 
 class Run:
@@ -63,7 +65,11 @@ class Run:
         pieces = model_pieces(layout.num_layers)
         part = (len(pieces) + layout.pp - 1) // layout.pp
         rank = parallel_state.get_pipeline_model_parallel_rank()
-        self.model = PipelineModel(config, gpt, pieces[rank * part : (rank + 1) * part], seed=seed)
+        own, head = pieces[rank * part : (rank + 1) * part], pieces[-1]
+        if layout.spread_head and rank < layout.pp - 1:
+            own = (*own, head)
+        copies = {head: rank} if layout.spread_head else {}
+        self.model = PipelineModel(config, gpt, own, seed=seed, copies=copies)
         distributed = layout.distributed_optimizer
         self.ddp = DistributedDataParallel(
             config, DistributedDataParallelConfig(use_distributed_optimizer=distributed), self.model

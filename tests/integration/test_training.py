@@ -52,6 +52,7 @@ OTHERWISE = [
     Launch("data parallel, distributed optimizer", "--use-distributed-optimizer --ckpt-step 4"),
     Launch("a schedule of one's own", f"{P2} --pipeline-schedule {{csv}} --ckpt-step 4"),
     Launch("gpipe, after the newest was truncated", f"{P2} --pipeline-schedule gpipe"),
+    Launch("heads on both ranks, and back", f"{P2} --pipeline-schedule helix --ckpt-step 4 --save {{again}}"),
 ]
 """What is added to PLAIN to resume the interleaved run from iteration 4 in another way."""
 
@@ -192,11 +193,17 @@ def test_a_run_may_resume_in_another_way(launch: Launch, interleaved: Result, fo
         shard = next((saved / "iter_0000008").glob("*.distcp"))
         shard.write_bytes(shard.read_bytes()[:1000])
     flags = f"{PLAIN} --load {saved} {launch.flags}"
-    result = Launch(launch.name, flags, launch.ranks).run(csv=tmp_path / "mine.csv").done()
+    again = tmp_path / "again"
+    flags += " --save-interval 2" * ("{again}" in flags)
+    result = Launch(launch.name, flags, launch.ranks).run(csv=tmp_path / "mine.csv", again=again).done()
     expected = {i: loss for i, loss in interleaved.loss_values().items() if i > 4}
     assert result.loss_values() == pytest.approx(expected, rel=2e-5)
     assert ("iter_0000008 is not usable: " in result.output) == truncated
     assert f"successfully loaded checkpoint from {saved}" in result.output
+    if again.exists():
+        back = f"{PLAIN} --load {again} {P2} --pipeline-schedule 1f1b --ckpt-step 6"
+        losses = Launch("back", back).run().done().loss_values()
+        assert losses == pytest.approx({i: loss for i, loss in expected.items() if i > 6}, rel=2e-5)
 
 
 def test_sigterm_saves_then_a_time_limit_stops_the_next_run(tmp_path: Path) -> None:

@@ -71,9 +71,10 @@ def make_config(case: Case, **changes: Any) -> TransformerConfig:
     )
 
 
-def make_model(case: Case, pieces: Any) -> Any:
+def make_model(case: Case, function: ForwardBackward) -> Any:
     config = make_config(case, pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size())
-    model: Any = PipelineModel(config, make_options("llama", case.tied), pieces, seed=SEED)
+    pieces, copies = function.pieces(LAYERS, case.sizes[0]), function.copies(LAYERS, case.sizes[0])
+    model: Any = PipelineModel(config, make_options("llama", case.tied), pieces, seed=SEED, copies=copies)
     if case.bf16:
         model = Float16Module(config, model)
     if not case.bare:
@@ -167,7 +168,7 @@ def compare(rank: int, world_size: int, pp: int, cases: list[Case]) -> list[dict
     results = []
     for case, steps in zip(cases, expected, strict=True):
         function = get_forward_backward_func(case.schedule, **case.options)
-        model = make_model(case, function.pieces(LAYERS, case.sizes[0]))
+        model = make_model(case, function)
         found: dict[str, Any] = {"losses": [], "validation": [], "expected": [], "gradients": []}
         for step, (losses, gradients) in enumerate(steps):
             zero(model)
@@ -190,7 +191,7 @@ def dropout(rank: int, world_size: int) -> list[list[float]]:
     for schedule, options in (("seq1f1b", {"chunks": 2}), ("seq1f1b-zb", {"chunks": 2})):
         case = Case(schedule, (3,), options, dropout=0.3)
         function = get_forward_backward_func(case.schedule, **case.options)
-        model = make_model(case, function.pieces(LAYERS, 3))
+        model = make_model(case, function)
         for iteration in (None, None, 1):
             function.iteration = function.iteration if iteration is None else iteration
             zero(model)
@@ -238,7 +239,7 @@ def refusals(rank: int, world_size: int) -> list[str]:
     start(1, world_size)
     case = Case("seq1f1b", (2,))
     function = get_forward_backward_func("seq1f1b", chunks=2)
-    model = make_model(case, function.pieces(LAYERS, 2))
+    model = make_model(case, function)
     plain: dict[str, Any] = {
         "forward_step_func": None,
         "data_iterator": iter(()),

@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from helixpipe.costs import PieceTimes, parse_piece_times
 from helixpipe.lowering import lower, unit_costs
 from helixpipe.model import Microbatch, PipelineModel
-from helixpipe.program import Op, Piece, Program, Stage, forward_only, model_pieces
+from helixpipe.program import Op, Piece, Program, Stage, forward_only, model_pieces, parse_rows
 from helixpipe.recompute import RecomputeOptions, place_early
 from helixpipe.runtime.executor import Executor, Step
 from helixpipe.runtime.transport import Alone, Transport, make_transport
@@ -65,6 +65,8 @@ class Case:
     """Of helix: microbatches of a slot."""
     ship: str = "none"
     """Of helix: the weights that travel with attention."""
+    spread: bool = True
+    """Of helix: heads on all ranks."""
     mlp_chunk: int = 0
     """Tokens of a slice of the MLP; 0: whole."""
 
@@ -77,6 +79,8 @@ class Case:
             + _recompute_marks(self.recompute)
             + [f"cut-after-{self.cut_after}"] * bool(self.cut_after)
             + [f"folds{self.folds}-L{self.layers}-ship-{self.ship}"] * bool(self.folds)
+            + ["one-head"] * (not self.spread)
+            + (["tied"] if self.tied else ["untied"]) * (self.tied != (self.style == "gpt"))
             + ["chunks-" + "-".join(map(str, self.lengths))] * bool(self.lengths)
             + [f"mlp-slices-{self.mlp_chunk}"] * bool(self.mlp_chunk)
             + [f"L{self.layers}-limit-{self.memory_limit}"] * (self.memory_limit is not None)
@@ -87,10 +91,10 @@ class Case:
         costs = PieceTimes(parse_piece_times("qkv=1,attn=3,mlp=2")) if self.memory_limit is not None else None
         chunks, lengths = max(len(self.lengths), 1), self.lengths or None
         shape = Shape(self.pp, self.m, self.layers, chunks, self.v, lengths, costs, memory_limit=self.memory_limit)
-        options = (
-            HelixOptions(self.folds, cast(Any, self.ship), helix_recompute=False) if self.schedule == "helix" else None
-        )
-        program = build(self.schedule, shape, options)
+        if self.schedule == "shared middle":
+            return shared_middle()
+        options = HelixOptions(self.folds, cast(Any, self.ship), helix_recompute=False, helix_spread_head=self.spread)
+        program = build(self.schedule, shape, options if self.schedule == "helix" else None)
         if self.cut_after:
             chain = model_pieces(self.layers)
             cut = chain.index(Piece(self.cut_after, 2)) + 1
@@ -100,6 +104,14 @@ class Case:
         if self.recompute.granularity is not None:
             program = replace(program, stages=self.recompute.stages(program.stages))
         return place_early(program, unit_costs()) if self.recompute.recompute_early else program
+
+
+def shared_middle() -> Program:
+    """Rank 0 runs the ends; the middle stage of two microbatches on rank 0, of two on rank 1."""
+    chain = model_pieces(3)
+    stages = (Stage(chain[:6]), Stage(chain[6:11], "replicated"), Stage(chain[11:]))
+    first = "0F0,0F1,0F2,0F3,1F0,1F1,2F0,2B0,2F1,2B1,2F2,2B2,2F3,2B3,1B0,1B1,0B0,0B1,0B2,0B3"
+    return Program("shared middle", stages, parse_rows([first.split(","), ["1F2", "1F3", "1B2", "1B3"]]), 4)
 
 
 def _recompute_marks(options: RecomputeOptions) -> list[str]:
@@ -154,8 +166,7 @@ def run_case(case: Case, expected: dict[str, Tensor], losses: dict[int, float], 
     evaluator = Executor(lower(forward_only(case.program())), executor.rank, model, transport)
     evaluated = evaluator.run(make_step(case, training=False))[0]
     left += evaluator.keys_values.bytes_alive()
-    head = any(piece.kind == "head" for piece in case.program().pieces_of_rank(executor.rank))
-    assert list(_by_microbatch(evaluated)) == (list(range(case.m)) if head else [])
+    assert list(_by_microbatch(evaluated)) == heads_of_rank(case.program(), executor.rank)
     return {
         "gradient": error,
         "losses": len(found),
@@ -164,6 +175,12 @@ def run_case(case: Case, expected: dict[str, Tensor], losses: dict[int, float], 
         "keys and values left": left,
         "keys and values": executor.keys_values.peak_bytes(),
     }
+
+
+def heads_of_rank(program: Program, rank: int) -> list[int]:
+    """The microbatches whose head a rank runs."""
+    head = len(program.stages) - 1
+    return sorted({op.microbatch for op in program.ranks[rank] if op.stage == head})
 
 
 def _by_microbatch(found: list[Any]) -> dict[int, float]:
@@ -209,7 +226,8 @@ def make_model(case: Case) -> PipelineModel:
     )
     rank = parallel_state.get_pipeline_model_parallel_rank() if case.pp > 1 else 0
     options = replace(make_options(case.style, case.tied), chunk_size=case.mlp_chunk)
-    return PipelineModel(config, options, case.program().pieces_of_rank(rank), seed=7)
+    program = case.program()
+    return PipelineModel(config, options, program.pieces_of_rank(rank), seed=7, copies=program.copies(rank))
 
 
 def make_executor(case: Case, transport: Transport | None = None) -> tuple[Any, Executor]:

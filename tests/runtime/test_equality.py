@@ -12,7 +12,7 @@ from helixpipe.program import to_csv
 from helixpipe.recompute import RecomputeOptions
 from schedules import Shape, build
 from tests.distributed import run_ranks
-from tests.runtime.equality import Case, fail_in_the_middle, peaks_of_stash, run_cases, run_csv
+from tests.runtime.equality import Case, fail_in_the_middle, heads_of_rank, peaks_of_stash, run_cases, run_csv
 
 GRADIENT_TOLERANCE = 1e-9
 SPLIT_VOCABULARY_TOLERANCE = 1e-6  # with a split vocabulary, float32 cross entropy sums in another order
@@ -207,10 +207,13 @@ GROUPS = {
         if index % 3 != 1
     ]
     + [
-        *(Case("helix", 2, 3 * 2, "llama", layers=6, folds=3, ship=ship, split=True) for ship in ("none", "attention")),
         *(
-            Case("helix", 4, 12, style, tied=style == "gpt", layers=12, folds=1, ship=ship)
-            for style, ship in (("gpt", "attention"), ("llama", "qkv"))
+            Case("helix", 2, 3 * 2, "llama", layers=6, folds=3, ship=ship, split=True, spread=spread)
+            for ship, spread in (("none", True), ("attention", False))
+        ),
+        *(
+            Case("helix", 4, 12, style, tied=tied, layers=12, folds=folds, ship=ship)
+            for style, ship, folds, tied in (("gpt", "attention", 1, True), ("llama", "qkv", 3, True))
         ),
         *(
             Case("helix", 4, 8, "llama", layers=4, folds=2, ship=ship, dropout=0.2, recompute=options)
@@ -222,6 +225,15 @@ GROUPS = {
         ),
         Case("helix", 1, 2, "llama", layers=2, folds=2, ship="attention"),
         Case("helix", 2, 4, "gpt", tp=2, sequence_parallel=True, layers=2, folds=2, ship="attention", mlp_chunk=5),
+        Case("helix", 2, 4, "llama", tp=2, tied=True, sequence_parallel=True, layers=2, folds=2),
+        *(
+            Case("helix", pp, 2 * pp, style, tied=style == "gpt", folds=2, spread=False, ship=ship)
+            for (pp, style), ship in product(((4, "gpt"), (2, "llama")), ("none", "attention"))
+        ),
+    ],
+    "replicated": [
+        Case("shared middle", 2, 4, "gpt", tied=True, layers=3),
+        Case("shared middle", 2, 4, "llama", tp=2, sequence_parallel=True, layers=3),
     ],
     "dropout": [
         Case(schedule, pp, 4, "llama", v=v, dropout=0.2)
@@ -247,9 +259,11 @@ def test_equal_to_one_process(case: Case, results: dict[Case, list[dict[str, Any
         assert error < tolerance, parameter
         assert result["loss"] < LOSS_TOLERANCE
         assert result["evaluation"] < LOSS_TOLERANCE
-    reporting = 4 // case.pp  # the ranks of the last stage, over data and tensor parallelism
-    losses = case.m * max(len(case.lengths), 1)
-    assert sorted(result["losses"] for result in results[case]) == [0] * (4 - reporting) + [losses] * reporting
+    reporting = 4 // case.pp  # the ranks of a stage, over data and tensor parallelism
+    program, chunks = case.program(), max(len(case.lengths), 1)
+    losses = [len(heads_of_rank(program, rank)) * chunks for rank in range(case.pp)]
+    assert sum(losses) == case.m * chunks
+    assert sorted(result["losses"] for result in results[case]) == sorted(losses * reporting)
     assert all(result["keys and values left"] == 0 for result in results[case])
     assert any(result["keys and values"] > 0 for result in results[case]) == bool(case.lengths)
 

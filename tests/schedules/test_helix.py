@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import product
 from typing import Literal
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from helixpipe.costs import PieceTimes, stage_stash
 from helixpipe.errors import ScheduleError
 from helixpipe.hardware import HARDWARE
 from helixpipe.lowering import lower
+from helixpipe.memory import rank_memory
 from helixpipe.model_costs import ModelCosts
 from helixpipe.models import MODELS, Layout
-from helixpipe.program import Op, Piece, Program
+from helixpipe.program import LAYER_PIECES, Op, Piece, Program
 from helixpipe.recompute import RecomputeOptions
 from helixpipe.simulator import Simulation, simulate
 from helixpipe.validate import validate
 from schedules import Shape, build
-from schedules.helix import HelixOptions
+from schedules.helix import SHIPPED, HelixOptions
+from tests.core.random_programs import DETERMINISTIC
 
 PAPER = {"qkv": 1.0, "attn": 3.0, "mlp": 2.0}
 INSIDE = RecomputeOptions(recompute_early=False)
@@ -40,9 +45,22 @@ def rows(program: Program) -> list[str]:
 # --------------------------------------------------------------------------------------------------------------- order
 
 
-def test_the_order() -> None:
-    """p = 2, one layer a rank, two loops: the attention of layer l and slot i on rank (l + i + 1) mod 2."""
-    program = build("helix", Shape(2, 4, 2), HelixOptions(1, "none", helix_recompute=False))
+PAPERS_ORDER = (
+    "0F0 0F1 1F1 3F0 4F0 0F2 4F1 0F3 1F3 3F2 4F2 4F3 "
+    "5F3 5B3 4B3 5F2 5B2 4B2 3B2 1B3 0B3 5F1 5B1 4B1 0B2 5F0 5B0 4B0 3B0 1B1 0B1 0B0",
+    "1F0 2F0 2F1 3F1 1F2 2F2 2F3 3F3 3B3 2B3 2B2 1B2 3B1 2B1 2B0 1B0",
+)
+SPREAD_ORDER = (
+    "0F0 0F1 1F1 3F0 4F0 0F2 4F1 0F3 1F3 3F2 4F2 4F3 5F3 5B3 4B3 4B2 3B2 1B3 5F1 5B1 0B3 4B1 0B2 4B0 3B0 1B1 0B1 0B0",
+    "1F0 2F0 2F1 3F1 1F2 2F2 2F3 3F3 5F2 5B2 3B3 2B3 2B2 1B2 5F0 5B0 3B1 2B1 2B0 1B0",
+)
+
+
+@pytest.mark.parametrize(("spread", "order"), [(False, PAPERS_ORDER), (True, SPREAD_ORDER)], ids=["one head", "spread"])
+def test_the_order(spread: bool, order: tuple[str, str]) -> None:
+    """p = 2, one layer a rank, two loops: the attention of layer l and slot i on rank (l + i + 1) mod 2, and the head
+    of slot i, where it is spread, on rank (i + 1) mod 2."""
+    program = build("helix", Shape(2, 4, 2), HelixOptions(1, "none", helix_recompute=False, helix_spread_head=spread))
     assert [" ".join(map(str, stage.pieces)) for stage in program.stages] == [
         "embed norm[0] qkv[0]",
         "attn[0]",
@@ -51,18 +69,16 @@ def test_the_order() -> None:
         "proj[1] mlp[1]",
         "head",
     ]
-    assert rows(program) == [
-        "0F0 0F1 1F1 3F0 4F0 0F2 4F1 0F3 1F3 3F2 4F2 4F3 "
-        "5F3 5B3 4B3 5F2 5B2 4B2 3B2 1B3 0B3 5F1 5B1 4B1 0B2 5F0 5B0 4B0 3B0 1B1 0B1 0B0",
-        "1F0 2F0 2F1 3F1 1F2 2F2 2F3 3F3 3B3 2B3 2B2 1B2 3B1 2B1 2B0 1B0",
-    ]
+    assert tuple(rows(program)) == order
 
 
 @pytest.mark.parametrize(("p", "layers", "folds", "loops"), [*product((1, 2, 3, 4, 8), (1, 2), (1, 2, 3), (1, 2))])
-def test_placement_and_reverse(p: int, layers: int, folds: int, loops: int) -> None:
+@pytest.mark.parametrize("spread", [False, True])
+def test_placement_and_reverse(p: int, layers: int, folds: int, loops: int, spread: bool) -> None:
     layers *= p
     m = p * folds * loops
-    program = build("helix", Shape(p, m, layers), HelixOptions(folds, "none", helix_recompute=False))
+    options = HelixOptions(folds, "none", helix_recompute=False, helix_spread_head=spread)
+    program = build("helix", Shape(p, m, layers), options)
     validate(program)
     homes = {op: rank for rank, ops in enumerate(program.ranks) for op in ops}
     head = len(program.stages) - 1
@@ -80,10 +96,18 @@ def test_placement_and_reverse(p: int, layers: int, folds: int, loops: int) -> N
         forward = [op.unit for op in layered if op.kind == "F"]
         assert layered == [Op("F", *unit) for unit in forward] + [Op("B", *unit) for unit in reversed(forward)]
         for place, op in enumerate(ops):
-            if op.stage == head - 1 and op.kind == "B":
+            if op.stage == head and op.kind == "F":
+                assert ops[place + 1] == op._replace(kind="B"), "one microbatch's logits at a time"
+            if op.stage == head - 1 and op.kind == "B" and not spread:
                 assert ops[place - 2 : place] == (Op("F", head, op.microbatch), Op("B", head, op.microbatch))
+    for microbatch in range(m):
+        slot = microbatch // folds % p if spread else p - 1
+        last_slot = range(m - folds, m - 1) if spread and p > 1 else ()
+        expected = {0, 1} if microbatch in last_slot else {(slot + 1) % p}
+        assert homes[Op("F", head, microbatch)] in expected
+    elsewhere = sum(homes[Op("F", head, microbatch)] > 0 for microbatch in range(m))
     messages = lower(program).messages
-    assert len(messages) == (2 * 2 * layers * (p - 1) * folds * loops if p > 1 else 0)
+    assert len(messages) == (2 * 2 * layers * (p - 1) * folds * loops + 2 * elsewhere if p > 1 else 0)
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
@@ -202,7 +226,8 @@ def test_three_cuts_of_the_same_chain() -> None:
         "qkv": ["embed norm[0]", "qkv[0] attn[0]", "proj[0] mlp[0] norm[1]"],
         "attention": ["embed", "norm[0] qkv[0] attn[0] proj[0]", "mlp[0]"],
     }
-    programs = {ship: build("helix", Shape(4, 8, 8), HelixOptions(2, ship, helix_recompute=False)) for ship in first}
+    options = HelixOptions(2, helix_recompute=False, helix_spread_head=False)
+    programs = {ship: build("helix", Shape(4, 8, 8), replace(options, helix_ship=ship)) for ship in first}
     for ship, program in programs.items():
         assert [" ".join(map(str, stage.pieces)) for stage in program.stages[:3]] == first[ship]
         assert program.ranks == programs["none"].ranks
@@ -246,11 +271,89 @@ def test_messages_a_layer() -> None:
     hidden = 1024 * 4096 * 2
     for ship, crossing in (("none", 6), ("qkv", 4), ("attention", 2)):
         for m in (8, 16):
-            program = build("helix", Shape(4, m, 8), HelixOptions(2, ship, helix_recompute=False))
+            options = HelixOptions(2, ship, helix_recompute=False, helix_spread_head=False)
+            program = build("helix", Shape(4, m, 8), options)
             messages = lower(program).messages
             of = [[x for x in messages if x.kind == kind] for kind in ("activation", "weights", "weight_gradients")]
             assert sum(costs.message_bytes(program, message) for message in of[0]) == crossing * hidden * 8 * m * 3 / 4
             assert len(of[1]) == len(of[2]) == (8 * 3 if ship != "none" else 0)
+
+
+# --------------------------------------------------------------------------------------------------------------- heads
+
+
+@settings(DETERMINISTIC, max_examples=60)
+@given(
+    shape=st.tuples(st.integers(2, 5), st.integers(1, 2), st.integers(1, 3)),
+    times=st.fixed_dictionaries({kind: st.integers(0, 20) for kind in (*LAYER_PIECES, "head")}),
+    recompute=st.booleans(),
+    ship=st.sampled_from(["none", "qkv", "attention"]),
+)
+def test_heads_that_are_spread_lengthen_no_bubble(
+    shape: tuple[int, int, int], times: dict[str, float], recompute: bool, ship: Literal["none", "qkv", "attention"]
+) -> None:
+    """However long: with one fold the bubble stays 3(p-1) combined stages, and (p-1) times what is recomputed of one. On
+    one rank each head keeps all others waiting, but for what may overlap the bubble."""
+    p, rounds, loops = shape
+    m = p * loops
+    combined = [time for kind, time in times.items() if kind not in SHIPPED[ship] | {"head"}]
+    again = sum(combined) - (times["proj"] if "proj" not in SHIPPED[ship] else 0)
+    bubble = (p - 1) * (3 * sum(combined) + recompute * again)
+    spread, alone = (
+        run(p, m, p * rounds, HelixOptions(1, ship, recompute, helix_spread_head=each), times=times).bubble_time
+        for each in (True, False)
+    )
+    assert spread == bubble
+    heads = m * (p - 1) / p * 3 * times["head"]
+    assert heads - bubble <= alone - spread <= heads + 1e-9
+
+
+@pytest.mark.parametrize(("p", "folds"), [(3, 2), (4, 2), (8, 2), (4, 3), (8, 3)])
+def test_rank_0_gives_heads_away_where_that_is_faster(p: int, folds: int) -> None:
+    """It does so, all but the very last, where the MLPs that it alone runs between forwards and backwards take longer
+    than rank 1's heads, and not where heads take much longer than layers."""
+    m = p * folds
+    for head, gives in ((1.0, True), (100.0, False)):
+        costs = PieceTimes({"attn": 3.0, "mlp": 2.0, "head": head})
+        program = build("helix", Shape(p, m, p, costs=costs, recompute=INSIDE), HelixOptions(folds))
+        own = [[op.microbatch for op in ops if op.stage == 2 * p + 1 and op.kind == "F"] for ops in program.ranks]
+        assert own[0] == ([m - 1] if gives else list(range(m - 1, m - folds - 1, -1)))
+        assert len(own[1]) == (2 * folds - 1 if gives else folds)
+        assert all(len(microbatches) == folds for microbatches in own[2:])
+
+
+def test_heads_of_a_large_model() -> None:
+    """7B at 128k tokens on 64 H20: fifteen of sixteen heads no longer keep the other ranks waiting."""
+    costs = ModelCosts(MODELS["helix-7b"], HARDWARE["h20"], Layout(8, True), 131072)
+    shape = Shape(8, 16, 32, costs=costs)
+    alone, spread = (
+        simulate(lower(program, costs), costs)
+        for program in (build("helix", shape, HelixOptions(2, "attention", helix_spread_head=s)) for s in (False, True))
+    )
+    last = len(spread.lowered.program.stages) - 1
+    head = costs.op_time(spread.lowered.program, Op("F", last, 0)) + costs.op_time(
+        spread.lowered.program, Op("B", last, 0)
+    )
+    assert alone.makespan - spread.makespan == pytest.approx(15 * head, rel=0.01)
+    assert alone.makespan / spread.makespan > 1.05
+
+
+def test_every_rank_has_a_head() -> None:
+    """Its weights, gradients and optimizer state, and the logits of the one microbatch it works on."""
+    costs = ModelCosts(MODELS["llama2-7b"], HARDWARE["h20"], Layout(8, True), 32768)
+    for spread in (False, True):
+        program = build("helix", Shape(4, 8, 32, costs=costs), HelixOptions(2, "none", helix_spread_head=spread))
+        held = [Piece("head") in program.pieces_of_rank(rank) for rank in range(4)]
+        assert held == ([True] * 4 if spread else [True, False, False, False])
+        assert [program.copies(rank) for rank in range(4)] == [
+            {Piece("head"): rank} if spread else {} for rank in range(4)
+        ]
+        ranks = [rank_memory(lower(program, costs), costs, rank) for rank in range(4)]
+        layers = costs.bytes.parameters([piece for piece in program.pieces_of_rank(2) if piece.kind != "head"])
+        head = costs.bytes.parameters([Piece("head")])
+        own = layers + head * spread
+        assert (ranks[2].weights, ranks[2].gradients, ranks[2].optimizer) == (2 * own, 4 * own, 12 * own)
+    assert build("helix", Shape(1, 2, 2)).stages[-1].placement == "resident"
 
 
 # -------------------------------------------------------------------------------------------------------------- memory

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from megatron.training.checkpointing import Progress
 from megatron.training.config import Config
 from megatron.training.log import StepResult, build_timers
 from megatron.training.microbatches import BatchSchedule, run_length
-from megatron.training.model import build_model
+from megatron.training.model import build_model, count_parameters
 from megatron.training.parallel import Parallel
 from megatron.training.pipeline import Pipeline
 from megatron.training.train import Batches, Trainer
@@ -41,7 +41,8 @@ COMMON = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
     "--attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1 --global-batch-size 8 --train-iters 20 --lr 1e-2 "
     "--lr-decay-style constant --clip-grad 0.7 --weight-decay 0.1 --mock-data --tokenizer-type NullTokenizer "
-    "--vocab-size 127 --make-vocab-size-divisible-by 64 --init-method-std 0.1 --eval-iters 0"
+    "--vocab-size 127 --make-vocab-size-divisible-by 64 --init-method-std 0.1 --eval-iters 0 "
+    "--log-num-zeros-in-grad --log-params-norm"
 )
 
 
@@ -72,25 +73,31 @@ def batch(index: int) -> Microbatch:
     return Microbatch(tokens[:, :-1], tokens[:, 1:], mask)
 
 
-def losses_of_runs(rank: int, world_size: int, runs: list[Run]) -> list[list[float]]:
-    """The loss of every step of every run, on every rank."""
-    results: dict[int, list[float]] = {}
+def figures_of_runs(rank: int, world_size: int, runs: list[Run]) -> list[Figures]:
+    """The figures of every run, on every rank."""
+    results: dict[int, Figures] = {}
     for tp, pp in sorted({(run.tp, run.pp) for run in runs}):
         set_parallel(tp=tp, pp=pp)
         for index, run in enumerate(runs):
             if (run.tp, run.pp) == (tp, pp):
-                results[index] = losses_of(run.config(rank, world_size))
+                results[index] = figures_of(run.config(rank, world_size))
     return [results[index] for index in range(len(runs))]
 
 
-class _Losses:
-    """Stands where the training log does."""
+@dataclass
+class Figures:
+    """Of a run: the loss of each step, and what is counted once however many ranks hold a weight: the first step's
+    gradient norm, zeros in gradients, norm of the weights, and the number of the weights. Stands where the training log
+    does."""
 
-    def __init__(self) -> None:
-        self.values: list[float] = []
+    parameters: int
+    losses: list[float] = field(default_factory=list)
+    counted: tuple[float, float, float] | None = None
 
     def step(self, iteration: int, consumed_samples: int, result: StepResult) -> None:
-        self.values.append(float(result.loss))
+        self.losses.append(float(result.loss))
+        if self.counted is None:
+            self.counted = (float(result.grad_norm), float(result.num_zeros), float(result.params_norm))
 
 
 class _NoSchedule:
@@ -98,13 +105,14 @@ class _NoSchedule:
         """The learning rate is constant."""
 
 
-def losses_of(config: Config) -> list[float]:
+def figures_of(config: Config) -> Figures:
     parallel = Parallel.current()
     schedule = BatchSchedule.from_config(config)
     pipeline = Pipeline(config, parallel, schedule.step_sizes())
-    state = build_model(config, parallel, pipeline.pieces, vocab_size=VOCABULARY - 1)
+    state = build_model(config, parallel, pipeline.pieces, VOCABULARY - 1, pipeline.copies)
     pipeline.attach(state.model)
-    log: Any = _Losses()
+    figures = Figures(count_parameters(state.model, parallel)[1])
+    log: Any = figures
     unused: Any = None
     trainer = Trainer(
         config=config,
@@ -125,7 +133,7 @@ def losses_of(config: Config) -> list[float]:
     for _ in range(STEPS):
         trainer._iteration(record=False)
     pipeline.close()
-    return log.values
+    return figures
 
 
 def stream(parallel: Parallel) -> Iterator[Microbatch]:

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from tests.distributed import run_ranks
-from tests.training.steps import STEPS, Run, losses_of_runs, reference
+from tests.training.steps import STEPS, Figures, Run, figures_of_runs, reference
 
 PER_TOKEN = "--calculate-per-token-loss"
 DISTRIBUTED = "--use-distributed-optimizer"
@@ -34,33 +34,49 @@ RUNS = [
     Run("gpt", "--pipeline-schedule seq1f1b --pipe-sp-splits auto --pipe-sp-strategy average", pp=4),
     Run("gpt", f"--pipeline-schedule helix {DISTRIBUTED}", pp=2),
     Run("llama", "--pipeline-schedule helix --helix-ship qkv --helix-folds 1 --sequence-parallel", tp=2, pp=2),
-    Run("llama", "--bf16 --pipeline-schedule helix", pp=4),
     Run("llama", f"{PER_TOKEN} --pipeline-schedule 1f1b {DISTRIBUTED}", pp=2),
     Run("llama", f"{PER_TOKEN} --sequence-parallel --pipeline-schedule gpipe", tp=2, pp=2),
     Run("llama", f"--bf16 --pipeline-schedule 1f1b {DISTRIBUTED}", pp=2),
     Run("llama", "--bf16 --pipeline-schedule interleaved-1f1b --num-layers-per-virtual-pipeline-stage 1", tp=2, pp=2),
+    Run("llama", f"{PER_TOKEN} --pipeline-schedule helix", pp=4),
+    Run("llama", f"--bf16 --pipeline-schedule helix {DISTRIBUTED}", pp=2),
 ]
 
 
 @pytest.fixture(scope="module")
-def losses() -> dict[Run, list[list[float]]]:
-    """Losses of each run by rank, and of each reference."""
-    by_rank = run_ranks(losses_of_runs, 4, RUNS, timeout=600.0)
-    result = {run: [losses[index] for losses in by_rank] for index, run in enumerate(RUNS)}
+def figures() -> dict[Run, list[Figures]]:
+    """Figures of each run by rank."""
+    by_rank = run_ranks(figures_of_runs, 4, RUNS, timeout=600.0)
+    return {run: [figures[index] for figures in by_rank] for index, run in enumerate(RUNS)}
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[Run, list[float]]:
     (alone,) = run_ranks(reference, 1, REFERENCES)
-    return result | {run: [alone[index]] for index, run in enumerate(REFERENCES)}
+    return dict(zip(REFERENCES, alone, strict=True))
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
-def test_losses_equal_megatron_core(run: Run, losses: dict[Run, list[list[float]]]) -> None:
+def test_losses_equal_megatron_core(
+    run: Run, figures: dict[Run, list[Figures]], references: dict[Run, list[float]]
+) -> None:
     numerics = next((flag for flag in (PER_TOKEN, "--bf16") if flag in run.flags), "")
-    (expected,) = losses[Run(run.style, numerics)]
+    expected = references[Run(run.style, numerics)]
     assert len(expected) == STEPS
     assert expected[-1] < 0.8 * expected[0], "the model learns, so steps matter"
     tolerance = 2e-2 if numerics == "--bf16" else 1e-4
-    for found in losses[run]:
-        assert found == pytest.approx(expected, rel=tolerance)
+    for found in figures[run]:
+        assert found.losses == pytest.approx(expected, rel=tolerance)
 
 
-def test_every_rank_reports_the_same(losses: dict[Run, list[list[float]]]) -> None:
-    assert all(found == losses[run][0] for run in RUNS for found in losses[run])
+def test_every_rank_reports_the_same(figures: dict[Run, list[Figures]]) -> None:
+    assert all(found == figures[run][0] for run in RUNS for found in figures[run])
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_weights_that_several_ranks_hold_count_once(run: Run, figures: dict[Run, list[Figures]]) -> None:
+    numerics = next((flag for flag in (PER_TOKEN, "--bf16") if flag in run.flags), "")
+    other = next(each for each in RUNS if each.style == run.style and numerics in each.flags)
+    found, expected = figures[run][0], figures[other][0]
+    assert found.parameters == expected.parameters
+    assert found.counted == pytest.approx(expected.counted, rel=2e-2 if numerics == "--bf16" else 1e-4)
