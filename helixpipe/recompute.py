@@ -19,7 +19,7 @@ from helixpipe.flags import option
 from helixpipe.graph import Graph, Times, build_graph, list_schedule
 from helixpipe.lowering import timers, unit_costs
 from helixpipe.program import Op, Piece, Program, Stage
-from helixpipe.stash import StashWalk
+from helixpipe.stash import StashWalk, copies
 from helixpipe.validate import validate
 
 MODULES = {"core_attn": "attn", "mlp": "mlp"}
@@ -139,14 +139,14 @@ def place_early(program: Program, costs: Costs, limit: float | None = None) -> P
 
 
 def peak_memory(program: Program, costs: Costs, rank: int) -> float:
-    """What a rank keeps at most, in the costs' unit: weights, gradients, copies of shipped ones, optimizer and stash,
-    without messages."""
+    """What a rank keeps at most, in the costs' unit: weights, gradients, copies of others' (all it ever has room for),
+    optimizer and stash, without messages."""
     walk, peak = StashWalk(program, costs, rank), 0.0
     for op in program.ranks[rank]:
-        peak = max(peak, max(walk.run(op), walk.now) + walk.copied_weights + walk.copied_gradients)
+        peak = max(peak, walk.run(op), walk.now)
         if op.kind in "BW":
             walk.free(op)
-    return peak + costs.static_memory(program.pieces_of_rank(rank))
+    return peak + copies(program, costs, rank) + costs.static_memory(program.pieces_of_rank(rank))
 
 
 def _if_it_fits(old: Program, new: Program, rank: int, costs: Costs, limit: float) -> Program:
