@@ -7,23 +7,23 @@ messages. They follow from the ops and from their *turns*: any one order of all 
 `shipped`: one copy a rank and step, from the owner; the gradients return to the owner.
 
 `ring`: a rank has `RingOptions.slots` places for copies. Going through the turns, an op whose stage is in one of them
-runs with what is there. For any other op a copy comes: from the rank that the last copy of the stage came to, if the
-stage was not used by its owner since and that copy still has its place, else from the owner. It takes the place of the
-copy that has been there longest. So weights pass from rank to rank in the order of their uses and start anew at the
-owner. Gradients are the same thing read backwards: going back through the turns, an op adds to the sum that its rank
-still has a place for, or to a new one, which then goes to the rank whose sum it can join, or to the owner.
+runs with what is there. For any other op a copy comes: from the rank before (rank - 1, of the first the last) if that
+has one, else from the owner. It takes the place that was used longest ago. So weights pass from rank to rank in the
+order of their uses and start anew at the owner. Gradients are the same thing read backwards: going back through the
+turns, an op adds to the sum that its rank still has a place for, or to a new one, which then goes to the next rank if
+there is a sum it can join (and no other has), else to the owner.
 
 A copy may come as soon as the one before it on its way has come and its place is free: nothing that was in that place
-runs or travels on any more. Without `RingOptions.eager` it also waits until the op that last used it on the rank it
-comes from has ended: that is turn by turn, as WeiPipe was published. Mirrored, a sum may leave when all ops have added
-to it and the sum it is joined by has come, and must have left before another takes its place.
+runs or travels on any more. Without `RingOptions.eager` it also waits until the op before it that last used it on the
+rank it comes from has ended: that is turn by turn, as WeiPipe was published. Mirrored, a sum may leave when all ops
+have added to it and the sum that joins it has come, and must have left before another takes its place.
 
 Theorem. If a program's ops alone can run to their end, they can with these messages, whatever the number of slots.
 Proof. Put every message that brings weights right before the first op that runs with them in the turns, and every one
 that takes gradients away right after the last op that adds to them. All that a message or an op waits for then comes
-before it in this one order. Of a message with weights: the copy it follows came before the last op that used it, which
-is an earlier turn; what was in its place was last used, and passed on, in earlier turns, because a later turn would
-have found that place taken and brought another copy. Gradients are the mirror image. (Tested with random programs.)
+before it in this one order. Of a message with weights: the copy that it passes on was used in an earlier turn, and had
+come by then; what was in its place was last used, and passed on, in earlier turns, since a later turn would not have
+found it there. Gradients are the mirror image. (Tested with random programs.)
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ DETERMINISTIC = settings(
 
 
 def random_program(rng: Random, placements: Sequence[str] = PLACEMENTS) -> Program:
-    """A valid program: random cuts, placements (every other time resident, else one of these), splits and recomputation,
-    in a random order that respects the needs."""
+    """A valid program: random cuts, placements (half of them resident, the rest these), splits and recomputation, in a
+    random order that respects the needs."""
     num_ranks, num_microbatches, num_chunks = rng.randint(1, 4), rng.randint(1, 4), rng.choice((1, 1, 2, 3))
     pieces = model_pieces(rng.randint(1, 2))
     num_stages = rng.randint(1, 6)

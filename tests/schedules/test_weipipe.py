@@ -17,7 +17,7 @@ from helixpipe.lowering import lower
 from helixpipe.memory import rank_memory
 from helixpipe.model_costs import ModelCosts
 from helixpipe.models import MODELS, Layout
-from helixpipe.program import format_rows, from_csv, to_csv
+from helixpipe.program import Op, Program, format_rows, from_csv, to_csv
 from helixpipe.recompute import RecomputeOptions
 from helixpipe.simulator import Simulation, simulate
 from helixpipe.validate import untrainable, validate
@@ -76,12 +76,21 @@ def test_any_number_of_microbatches_and_layers(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_recomputation(name: str) -> None:
-    for early in (True, False):
-        options = RecomputeOptions("full", recompute_early=early)
-        program = build(name, replace(Shape(3, 7, 4), recompute=options))
-        again = [op for ops in program.ranks for op in ops if op.kind == "R"]
-        assert bool(again) == early
-        assert Machine(lower(program), Random(0)).run()
+    """All of it is inside the backwards, whose gradients never come from another rank; R ops run as well."""
+    program = build(name, replace(Shape(3, 7, 4), recompute=RecomputeOptions("full")))
+    assert all(stage.recompute for stage in program.stages[1:-1])
+    assert not [op for ops in program.ranks for op in ops if op.kind == "R"]
+    again = tuple(
+        tuple(each for op in ops for each in ([op._replace(kind="R"), op] if inside(program, op) else [op]))
+        for ops in program.ranks
+    )
+    for each in (program, replace(program, ranks=again)):
+        assert Machine(lower(each), Random(0)).run()
+
+
+def inside(program: Program, op: Op) -> bool:
+    """Whether it is a backward that recomputes."""
+    return op.kind in "BI" and bool(program.stages[op.stage].recompute)
 
 
 def test_slots_are_at_least_one() -> None:
