@@ -22,7 +22,7 @@ message (`Message.number`), so copies of one stage on a rank are never mixed up:
   of the message gives the place back. SEND sends the rank's own parameters, or, if it `follows` a message, what that
   message brings: its RECV is earlier in the stream, but its WAIT need not be, so the transport starts the transfer when
   that one is complete. A copy that is passed on may still be on its way out at its FREE; the transport keeps its memory
-  until then.
+  until then. A RECV posted ahead may come before the FREE of its place, and then needs a buffer more.
 - `weight_gradients`: right before a SEND that `follows` a message comes the WAIT for that message, whose payload is
   added to the sum; SEND sends the sum and drops it. A WAIT for one that nothing follows is the stage's owner's, which
   adds the payload to its own parameters' gradients.

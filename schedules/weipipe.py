@@ -4,7 +4,8 @@ Junfeng Lin, Ziming Liu, Yang You, Jun Wang, Weihao Zhang, Rong Zhao, "WeiPipe: 
 Communication-Effective Long-Context Large Model Training", PPoPP 2025, doi 10.1145/3710848.3710869. Microbatch i runs
 on rank i mod p, through all stages, so activations stay where they are; weights go round the ring of ranks, and
 gradients of weights with them. A microbatch of long sequences has more activations than a stage has weights: a layer's
-12 h^2 weights cross the network once for each use, where other pipelines send b s h activations.
+12 h^2 weights cross the network once for each use, where other pipelines send b s h activations. Any m will do; ranks
+are equally busy where it is a multiple of p.
 
 The layers are cut into p stages of L/p layers (uneven: they differ by one). The optimizer's state of a stage is on its
 owner alone. Embedding and head are on every rank, and the head's backward follows its forward at once, so that logits
