@@ -128,7 +128,8 @@ def _list(namespace: argparse.Namespace) -> None:
         "\nbubble: idle time of a rank; F, B = I + W: time of a rank for one microbatch\n"
         "        forward, backward (gradients of inputs, of weights); A: attention's part of F.\n"
         "memory: activations that rank r keeps, in microbatches x the rank's layers.\n"
-        "p ranks, m microbatches, L layers, v virtual stages, k chunks, g = p/k rounded up."
+        "p ranks, m microbatches, L layers, v virtual stages, k chunks, g = p/k rounded up;\n"
+        "t: time of a message with a rank's weights."
     )
 
 

@@ -84,7 +84,7 @@ class Costs(Protocol):
 
     def static_memory(self, pieces: Sequence[Piece]) -> float: ...
 
-    def copy_memory(self, pieces: Sequence[Piece]) -> tuple[float, float]: ...
+    def copy_memory(self, program: Program, stage: int) -> tuple[float, float]: ...
 
 
 class _LayerStash:
@@ -104,7 +104,7 @@ class _LayerStash:
     def static_memory(self, pieces: Sequence[Piece]) -> float:
         return 0.0
 
-    def copy_memory(self, pieces: Sequence[Piece]) -> tuple[float, float]:
+    def copy_memory(self, program: Program, stage: int) -> tuple[float, float]:
         return 0.0, 0.0
 
 

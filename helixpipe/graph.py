@@ -6,8 +6,8 @@ are those of the mathematics, written once for every schedule:
 - activation: F(s, m, c) -> F(s+1, m, c);  gradient: B|I(s+1, m, c) -> B|I(s, m, c);  own: F -> (R ->) B|I -> W;
 - causal attention over chunks, for a stage with attention: F(s, m, c) -> F(s, m, c+1) (keys and values) and
   B|I(s, m, c+1) -> B|I(s, m, c) (their gradients). Keys and values stay on the rank, so these never become messages;
-- a shipped stage, for each rank but its owner that runs units of it: the owner's weights before the first F there, and
-  the gradients back to the owner after the last B or W there. Both are messages, once a step.
+- weights of a shipped or ring stage before the ops that run with a copy of them, and their gradients after the ops that
+  make them: all of these are messages, and `transfers` says which there are and what they wait for.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from helixpipe.program import Op, Program
-
-WEIGHTS_AHEAD = 4
-"""Ops that an owner still has to run when it sends weights, before what the copy will work on comes by."""
+from helixpipe.transfers import Turn, transfers
 
 
 class Message(NamedTuple):
     """What crosses ranks for one dependency: `producer` on rank `source` to `consumer` on rank `target`.
 
     kind: `activation` (what crosses the cut between two stages) or `gradient` (its gradient, same shapes); of a shipped
-    stage `weights`, whose producer and consumer are both the first F that runs with the copy, or `weight_gradients`,
-    where both are the last B or W that did.
+    or ring stage `weights`, whose producer and consumer are both the first op that runs with the copy, on rank
+    `target`, or `weight_gradients`, where both are the last op that adds to the sum, on rank `source`.
     number: its place among the program's messages, equal on every rank.
+    follows: the number of the message whose weights this one passes on, or whose gradients it adds its own to; -1 when
+    what it carries starts at its source.
     """
 
     number: int
@@ -41,10 +41,11 @@ class Message(NamedTuple):
     consumer: Op
     source: int
     target: int
+    follows: int = -1
 
     @property
     def ships(self) -> bool:
-        """Whether it carries a shipped stage's weights or their gradients, not what an op has made for another."""
+        """Whether it carries weights or their gradients, not what an op has made for another."""
         return self.kind in ("weights", "weight_gradients")
 
     def __str__(self) -> str:
@@ -57,6 +58,8 @@ class Graph:
 
     rank_tasks: for each rank its op tasks in program order. successors: for each task the tasks that wait for it (rank
     order is not included). num_dependencies: for each task how many tasks it waits for.
+    weights_of: for each op that runs with a copy of its stage's weights, the message that brought it. sum_of: for each
+    op whose weight gradient leaves its rank, the message it leaves in.
     """
 
     program: Program
@@ -66,6 +69,8 @@ class Graph:
     rank_tasks: list[range]
     successors: list[list[int]]
     num_dependencies: list[int]
+    weights_of: dict[Op, Message]
+    sum_of: dict[Op, Message]
 
     @property
     def num_tasks(self) -> int:
@@ -139,42 +144,42 @@ def build_graph(program: Program) -> Graph:
             successors[producer].append(len(successors))
             successors.append([task])
             num_dependencies.append(1)
-    for message, before, after in _shipments(program, task_of, rank_tasks, len(messages)):
-        messages.append(message)
-        for task in before:
-            successors[task].append(len(successors))
-        for task in after:
-            num_dependencies[task] += 1
-        successors.append(after)
-        num_dependencies.append(len(before))
+    graph = Graph(program, ops, ranks, messages, rank_tasks, successors, num_dependencies, {}, {})
+    if any(stage.owner is not None for stage in program.stages):
+        _add_transfers(graph, task_of)
     # Ops were given the first numbers; messages got theirs in the order found, after all ops.
-    return Graph(program, ops, ranks, messages, rank_tasks, successors, num_dependencies)
+    return graph
 
 
-def _shipments(
-    program: Program, task_of: Mapping[Op, int], rank_tasks: Sequence[range], number: int
-) -> Iterator[tuple[Message, list[int], list[int]]]:
-    """The messages of shipped stages, each with the tasks it waits for and those that wait for it.
+def _add_transfers(graph: Graph, task_of: Mapping[Op, int]) -> None:
+    """Add the messages of shipped and ring stages to a graph that has all others.
 
-    Weights could leave when the step starts. So that they come soon enough but not all at once, they wait for an op of
-    their owner, `WEIGHTS_AHEAD` ops before the last one there that the copy's first F depends on anyway; where there is
-    none, for none. Whatever order respects all else thus respects this, too. Nothing waits for gradients but the end of
-    the step.
+    Their turns: what every rank would run if any op took one time and no message any. Where ops wait for each other in
+    a circle some never have a turn, and then there is nothing to add to.
     """
-    for rank, order in enumerate(program.ranks):
-        for stage in program.copied_stages(rank):
-            owner = program.stages[stage].owner
-            assert owner is not None
-            first = next(op for op in order if op.stage == stage and op.kind == "F")
-            earlier = (task_of[first._replace(stage=before)] for before in reversed(range(stage)))
-            passed = next((task for task in earlier if task in rank_tasks[owner]), -1)
-            paced = [passed - WEIGHTS_AHEAD] if passed - WEIGHTS_AHEAD >= rank_tasks[owner].start else []
-            yield Message(number, "weights", first, first, owner, rank), paced, [task_of[first]]
-            number += 1
-            last = next((op for op in reversed(order) if op.stage == stage and op.kind in "BW"), None)
-            if last is not None:
-                yield Message(number, "weight_gradients", last, last, rank, owner), [task_of[last]], []
-                number += 1
+    first = len(graph.messages)
+    order = list_schedule(graph, lambda op: 1.0, lambda message: 0.0).order
+    if len(order) < graph.num_tasks:
+        return
+    turns = [Turn(graph.ops[task], graph.ranks[task]) for task in order if not graph.is_message(task)]
+    found = transfers(graph.program, turns)
+    for place, transfer in enumerate(found):
+        end = transfer.ops[0 if transfer.kind == "weights" else -1]
+        follows = first + transfer.follows if transfer.follows >= 0 else -1
+        message = Message(first + place, transfer.kind, end, end, transfer.source, transfer.target, follows)
+        graph.messages.append(message)
+        graph.successors.append([])
+        graph.num_dependencies.append(0)
+        of = graph.weights_of if transfer.kind == "weights" else graph.sum_of
+        of.update(dict.fromkeys(transfer.ops, message))
+    for task, transfer in enumerate(found, start=len(graph.ops) + first):
+        for waited in transfer.after:
+            before = task_of[waited] if isinstance(waited, Op) else len(graph.ops) + first + waited
+            graph.successors[before].append(task)
+            graph.num_dependencies[task] += 1
+        for op in transfer.before:
+            graph.successors[task].append(task_of[op])
+            graph.num_dependencies[task_of[op]] += 1
 
 
 @dataclass(frozen=True)

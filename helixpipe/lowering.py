@@ -9,8 +9,23 @@ ends only when its receive runs) and each rank has a single communication stream
 Proof. Take the earliest event of the order that has not finished. Everything before it has. If it is an op, its rank
 has finished all that precedes it in its stream, and all messages it waits for are earlier in the order, so finished:
 it runs. If it is a message, both ends have issued it, because all earlier ops of both ranks have finished, and it is
-at the head of both communication streams, because all earlier messages have finished: it runs. So there is never an
-earliest event that is stuck. (Tested with random programs.)
+at the head of both communication streams, because all earlier messages have finished, what it passes on among them: it
+runs. So there is never an earliest event that is stuck. (Tested with random programs.)
+
+Weights that travel. The handlers of an executor need no more than the instruction and three tables of the graph, all by
+message (`Message.number`), so copies of one stage on a rank are never mixed up:
+
+- RUN of an op in `Graph.weights_of` runs with the copy that message brought, any other with the rank's own parameters;
+  of an op in `Graph.sum_of` the weight gradient is added to that message's sum (zero before its first op), any other's
+  to the rank's own parameters.
+- `weights`: RECV takes a place and receives into it; WAIT comes right before the first op that runs with the copy; FREE
+  of the message gives the place back. SEND sends the rank's own parameters, or, if it `follows` a message, what that
+  message brings: its RECV is earlier in the stream, but its WAIT need not be, so the transport starts the transfer when
+  that one is complete. A copy that is passed on may still be on its way out at its FREE; the transport keeps its memory
+  until then. A RECV posted ahead may come before the FREE of its place, and then needs a buffer more.
+- `weight_gradients`: right before a SEND that `follows` a message comes the WAIT for that message, whose payload is
+  added to the sum; SEND sends the sum and drops it. A WAIT for one that nothing follows is the stage's owner's, which
+  adds the payload to its own parameters' gradients.
 
 `receive_ahead` posts receives earlier than their place, by that many ops, so that the transfer overlaps the op before
 the one that needs it even where the receiver must have posted first (gloo). That is safe where a posted receive holds
@@ -20,6 +35,7 @@ up nothing but later receives from the same rank (gloo; NCCL with a communicator
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -37,19 +53,21 @@ class Action(str, Enum):
     RECV = "RECV"
     """Post the receive of a message: take a buffer and start listening."""
     WAIT = "WAIT"
-    """Wait until a received message is there. No op needs the gradients of shipped weights: they are taken in before
-    the first op that starts, on paper, after they have come, or at the end."""
+    """Wait until a received message is there. No op needs gradients of weights: those that another message follows are
+    waited for right before its SEND; the others, which are their owner's, before the first op that starts, on paper,
+    after they have come, or at the end."""
     RUN = "RUN"
     """Run an op."""
     SEND = "SEND"
-    """Start sending a message; its tensors belong to the transport from here on."""
+    """Start sending a message; its tensors belong to the transport from here on. Weights that were received are sent as
+    they are, maybe before they have arrived, and stay in use."""
     FREE = "FREE"
-    """After an F whose outputs have left: this rank no longer needs their data. After a B or W: nor anything its unit
-    stashed."""
+    """Of an op: after an F whose outputs have left, this rank no longer needs their data; after a B or W nor anything
+    its unit stashed. Of a message: the copy of weights it brought has had its last op and has been passed on."""
 
 
 class Instruction(NamedTuple):
-    """One step of a rank's stream. RUN and FREE name an op, the others a message."""
+    """One step of a rank's stream. RUN names an op, FREE an op or a message, the others a message."""
 
     action: Action
     op: Op | None = None
@@ -120,19 +138,33 @@ def _project(graph: Graph, times: Times) -> list[list[Instruction]]:
     waits: dict[Op, list[Instruction]] = {}
     unsent: dict[Op, int] = {}
     returned: list[list[tuple[float, Instruction]]] = [[] for _ in streams]  # gradients: arrival on paper, WAIT
+    unused = Counter(message.number for message in graph.weights_of.values())  # of a copy: ops to run, SENDs
+    unused.update(m.follows for m in graph.messages if m.kind == "weights" and m.follows >= 0)
+    joined = {m.follows for m in graph.messages if m.kind == "weight_gradients"}
     for message in graph.messages:
         if message.kind != "weight_gradients":
             waits.setdefault(message.consumer, []).append(Instruction(Action.WAIT, None, message))
         if not message.ships:
             unsent[message.producer] = unsent.get(message.producer, 0) + 1
+
+    def use(message: Message) -> None:
+        unused[message.number] -= 1
+        if not unused[message.number]:
+            streams[message.target].append(Instruction(Action.FREE, None, message))
+
     for task in times.order:
         if graph.is_message(task):
             message = graph.message(task)
             producer = message.producer
+            before = graph.messages[message.follows] if message.follows >= 0 else None
+            if before is not None and message.kind == "weight_gradients":
+                streams[message.source].append(Instruction(Action.WAIT, None, before))
             streams[message.source].append(Instruction(Action.SEND, None, message))
             streams[message.target].append(Instruction(Action.RECV, None, message))
-            if message.kind == "weight_gradients":
+            if message.kind == "weight_gradients" and message.number not in joined:
                 returned[message.target].append((times.end[task], Instruction(Action.WAIT, None, message)))
+            if before is not None and message.kind == "weights":
+                use(before)
             if message.ships:
                 continue
             unsent[producer] -= 1
@@ -148,6 +180,8 @@ def _project(graph: Graph, times: Times) -> list[list[Instruction]]:
             stream.append(Instruction(Action.RUN, op))
             if op.kind in "BW":
                 stream.append(Instruction(Action.FREE, op))
+            if op in graph.weights_of:
+                use(graph.weights_of[op])
     for stream, arrivals in zip(streams, returned, strict=True):
         stream.extend(wait for _, wait in arrivals)
     return streams

@@ -17,8 +17,8 @@ KINDS = ("weights", "gradients", "optimizer", "activations", "messages", "worksp
 class RankMemory:
     """Bytes on each GPU of one pipeline rank at the moment of its peak.
 
-    weights, gradients: with the copies of shipped stages. activations: what units keep for their backward. messages:
-    received and not yet used, or made and not yet sent.
+    weights, gradients: with copies of others' weights, and gradients summed for them. activations: what units keep for
+    their backward. messages: received and not yet used (weights: not yet there), or made and not yet sent.
     workspace: an estimate of what the op running then needs beside.
     """
 
@@ -56,7 +56,7 @@ class _Walk:
 
     def __init__(self, lowered: LoweredProgram, costs: ModelCosts, rank: int):
         self.program, self.costs, self.rank = lowered.program, costs, rank
-        self.stream = lowered.streams[rank]
+        self.lowered, self.stream = lowered, lowered.streams[rank]
         self.walk = StashWalk(self.program, costs, rank)
         self.outgoing: dict[Op, float] = {}  # bytes an op makes for other ranks
         self.incoming: dict[Op, float] = {}
@@ -71,25 +71,38 @@ class _Walk:
         self.workspaces: dict[tuple[int, int], float] = {}
 
     def peak(self) -> tuple[float, ...]:
-        """Activations, messages, workspace, copies of weights and of their gradients when their sum is largest."""
+        """Activations, messages, workspace, copies of weights and sums of gradients when they are most together."""
         walk, messages = self.walk, 0.0
+        copies, sums = dict[int, float](), dict[int, float]()  # by message
+        sum_of = self.lowered.graph.sum_of
         peak: tuple[float, ...] = (0.0,) * 5
         for action, op, message in self.stream:
             if message is not None:
+                size = self.costs.message_bytes(self.program, message)
                 if action is Action.RECV:
-                    messages += self.costs.message_bytes(self.program, message)
-                elif action is (Action.WAIT if message.ships else Action.SEND):  # a copy that is there counts apart
-                    messages -= self.costs.message_bytes(self.program, message)
+                    messages += size
+                elif action is Action.FREE:
+                    del copies[message.number]
+                elif action is Action.WAIT and message.ships:  # a copy that is there counts apart
+                    messages -= size
+                    if message.kind == "weights":
+                        copies[message.number] = size
+                elif action is Action.SEND and not message.ships:
+                    messages -= size
+                elif action is Action.SEND:
+                    sums.pop(message.number, None)
             elif op is not None and action is Action.RUN:
                 during = walk.run(op)
                 if op.kind == "F":  # what it received is now its own input
                     messages -= self.incoming.get(op, 0.0)
-                copies = walk.copied_weights, walk.copied_gradients
-                peak = max(peak, (during, messages, self._workspace(op), *copies), key=sum)
+                if op in sum_of:
+                    sums[sum_of[op].number] = self.costs.message_bytes(self.program, sum_of[op])
+                kept = sum(copies.values()), sum(sums.values())
+                peak = max(peak, (during, messages, self._workspace(op), *kept), key=sum)
                 if op.kind != "F":
                     messages -= self.incoming.get(op, 0.0)
                 messages += self.outgoing.get(op, 0.0)
-                peak = max(peak, (walk.now, messages, 0.0, *copies), key=sum)
+                peak = max(peak, (walk.now, messages, 0.0, *kept), key=sum)
             elif op is not None and op.kind in "BW":
                 walk.free(op)
         return peak

@@ -28,6 +28,9 @@ OP_KINDS = ("F", "B", "I", "W", "R")
 
 PLACEMENTS = ("resident", "shipped", "replicated", "ring")
 
+OWNED = ("shipped", "ring")
+"""Placements whose weights one rank owns and others run with copies of."""
+
 
 class Piece(NamedTuple):
     """The smallest part of the model that can sit on a rank alone. `layer` is the global layer index, -1 for embed and
@@ -91,8 +94,8 @@ class Stage:
     """A contiguous run of pieces run as one operation, and how its weights are placed.
 
     `placement`: `resident` (all its units on one rank), `shipped`, `replicated` or `ring` (see docs/architecture.md).
-    `owner`: of a shipped stage, the rank that holds its weights; every other rank that runs units of it gets a copy of
-    them in each step and returns their gradients.
+    `owner`: of a shipped or ring stage, the rank that holds its weights; every other rank that runs units of it gets
+    copies of them and returns their gradients (see `transfers`).
     `recompute`: runs of its pieces, in order, each recomputed from its inputs: by the unit's R op, or where the
     program has none, run by run, in the unit's B or I as it comes to them.
     """
@@ -132,6 +135,20 @@ class Stage:
 
 
 @dataclass(frozen=True)
+class RingOptions:
+    """How the weights of ring stages travel; see `transfers`.
+
+    slots: copies of weights, and sums of gradients, that a rank has room for. eager: weights are passed on when they
+    arrive, not when the op that uses them ends. gradient_bytes: of an element of the gradients, 4 (float32) or 2
+    (bfloat16).
+    """
+
+    slots: int = 3
+    eager: bool = True
+    gradient_bytes: int = 4
+
+
+@dataclass(frozen=True)
 class Program:
     """For each rank an ordered list of ops, plus the stages with the placement of their weights and the chunk lengths.
 
@@ -140,6 +157,7 @@ class Program:
     ranks: one tuple of ops a pipeline rank, in the order the rank runs them.
     chunk_lengths: tokens of each chunk of a microbatch's sequence; None = one chunk, or chunks of equal length.
     forward_only: an evaluation program, every unit has F and nothing else.
+    ring: how weights of ring stages travel.
     """
 
     schedule: str
@@ -149,6 +167,7 @@ class Program:
     num_chunks: int = 1
     chunk_lengths: tuple[int, ...] | None = None
     forward_only: bool = False
+    ring: RingOptions = RingOptions()
 
     @property
     def num_ranks(self) -> int:
@@ -159,7 +178,7 @@ class Program:
         return 1 + max((piece.layer for stage in self.stages for piece in stage.pieces), default=-1)
 
     def pieces_of_rank(self, rank: int) -> tuple[Piece, ...]:
-        """The pieces, in model order, whose weights this rank holds: what it runs, but for copies of shipped stages."""
+        """The pieces, in model order, whose weights this rank holds: what it runs, but for copies; and what it owns."""
         run = {op.stage for op in self.ranks[rank]}
         return tuple(
             piece
@@ -180,7 +199,7 @@ class Program:
         return found
 
     def copied_stages(self, rank: int) -> tuple[int, ...]:
-        """The shipped stages that this rank runs units of and does not own."""
+        """The stages that this rank runs units of with copies of their owners' weights."""
         run = sorted({op.stage for op in self.ranks[rank]})
         return tuple(stage for stage in run if self.stages[stage].owner not in (None, rank))
 
@@ -214,6 +233,23 @@ def even_stages(num_layers: int, num_stages: int) -> tuple[Stage, ...]:
             pieces.append(Piece("head"))
         stages.append(Stage(tuple(pieces)))
     return tuple(stages)
+
+
+def ring_stages(num_layers: int, num_ranks: int) -> tuple[Stage, ...]:
+    """embed, `num_ranks` ring stages of whole layers that differ by one at most, and head; embed and head replicated.
+
+    Stage c of the ring belongs to rank -c mod p, so that weights which travel from rank to rank + 1 come in the order
+    of their use (WeiPipe, Lin et al., PPoPP 2025). Raises ScheduleError for fewer layers than ranks.
+    """
+    if num_layers < num_ranks:
+        raise ScheduleError(
+            f"--num-layers {num_layers} cannot be divided over {num_ranks} pipeline ranks; "
+            f"the nearest valid value is {num_ranks}."
+        )
+    embed, *layers, head = model_pieces(num_layers)
+    cuts = [len(LAYER_PIECES) * (num_layers * c // num_ranks) for c in range(num_ranks + 1)]
+    ring = (Stage(tuple(layers[cuts[c] : cuts[c + 1]]), "ring", owner=-c % num_ranks) for c in range(num_ranks))
+    return (Stage((embed,), "replicated"), *ring, Stage((head,), "replicated"))
 
 
 def chunk_lengths(program: Program, seq_length: int) -> tuple[int, ...]:
@@ -295,9 +331,10 @@ def to_csv(program: Program, path: str | Path) -> None:
 def from_csv(path: str | Path, num_layers: int | None = None) -> Program:
     """Read a program from a CSV file; the stages get equally many whole layers (one each when `num_layers` is None).
 
-    A stage with R ops is recomputed whole. Only the text is checked here: `validate.validate` says whether the program
-    is complete and can run. Raises ProgramError for an unreadable file, a malformed cell or a file without ops,
-    ScheduleError for indivisible layers.
+    Where every rank runs microbatches of its own from end to end, in two stages more than there are ranks, the stages
+    are those of a ring (see `ring_stages`). A stage with R ops is recomputed whole. Only the text is checked here:
+    `validate.validate` says whether the program is complete and can run. Raises ProgramError for an unreadable file, a
+    malformed cell or a file without ops, ScheduleError for indivisible layers.
     """
     path = Path(path)
     try:
@@ -317,7 +354,10 @@ def from_csv(path: str | Path, num_layers: int | None = None) -> Program:
         missing = next(stage for stage in range(num_stages) if stage not in stages)
         raise ProgramError(f"{path.name} names stage {num_stages - 1} but has no op of stage {missing}.")
     recomputed = {op.stage for op in ops if op.kind == "R"}
-    own_stages = even_stages(num_layers if num_layers is not None else num_stages, num_stages)
+    if _is_ring(ranks, num_stages):
+        own_stages = ring_stages(num_layers if num_layers is not None else len(ranks), len(ranks))
+    else:
+        own_stages = even_stages(num_layers if num_layers is not None else num_stages, num_stages)
     return Program(
         schedule=path.name,
         stages=tuple(replace(s, recompute=(s.pieces,)) if i in recomputed else s for i, s in enumerate(own_stages)),
@@ -326,3 +366,8 @@ def from_csv(path: str | Path, num_layers: int | None = None) -> Program:
         num_chunks=1 + max(op.chunk for op in ops),
         forward_only=all(op.kind == "F" for op in ops),
     )
+
+
+def _is_ring(ranks: Sequence[Sequence[Op]], num_stages: int) -> bool:
+    homes = {(op.microbatch, rank) for rank, ops in enumerate(ranks) for op in ops}
+    return 1 < len(ranks) == num_stages - 2 and len({microbatch for microbatch, _ in homes}) == len(homes)

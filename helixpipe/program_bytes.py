@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
 from typing import ClassVar
 
@@ -11,7 +10,7 @@ from helixpipe.graph import Message
 from helixpipe.models import Chunk
 from helixpipe.piece_bytes import PieceBytes
 from helixpipe.piece_work import GRADIENT_BYTES
-from helixpipe.program import Op, Piece, Program
+from helixpipe.program import Op, Program
 
 
 class ProgramBytes:
@@ -45,9 +44,11 @@ class ProgramBytes:
         gradients = self.bytes.key_value_gradients(pieces, last.earlier, in_float32)
         return self.bytes.keys_values(pieces, seq_length), gradients
 
-    def copy_memory(self, pieces: Sequence[Piece]) -> tuple[float, float]:
-        parameters = self.bytes.parameters(pieces)
-        return parameters * self.bytes.layout.element_bytes, parameters * GRADIENT_BYTES
+    def copy_memory(self, program: Program, stage: int) -> tuple[float, float]:
+        placed = program.stages[stage]
+        parameters = self.bytes.parameters(placed.pieces)
+        gradient = program.ring.gradient_bytes if placed.placement == "ring" else GRADIENT_BYTES
+        return parameters * self.bytes.layout.element_bytes, parameters * gradient
 
     def chunk(self, program: Program, number: int) -> Chunk:
         """A chunk's place in the sequence."""
@@ -59,10 +60,9 @@ class ProgramBytes:
         return Chunk(tokens, earlier, sum(shares[number + 1 :]) * seq_length)
 
     def message_bytes(self, program: Program, message: Message) -> float:
-        """What crosses the cut, or its gradient, in the same shapes; of a shipped stage its weights, or their gradients
-        in float32."""
+        """What crosses the cut, or its gradient, in the same shapes; or a stage's weights, or their gradients."""
         if message.ships:
-            weights, gradients = self.copy_memory(program.stages[message.producer.stage].pieces)
+            weights, gradients = self.copy_memory(program, message.producer.stage)
             return weights if message.kind == "weights" else gradients
         stage = message.consumer.stage if message.kind == "activation" else message.producer.stage
         first, chunk = program.stages[stage].pieces[0], self.chunk(program, message.producer.chunk)

@@ -7,9 +7,9 @@ rank would otherwise wait, which takes recomputation off the path from one rank'
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from math import inf
 from typing import Literal
 
@@ -18,8 +18,8 @@ from helixpipe.errors import ScheduleError
 from helixpipe.flags import option
 from helixpipe.graph import Graph, Times, build_graph, list_schedule
 from helixpipe.lowering import timers, unit_costs
-from helixpipe.program import Op, Piece, Program, Stage
-from helixpipe.stash import StashWalk
+from helixpipe.program import Op, Piece, Program, Stage, Unit
+from helixpipe.stash import StashWalk, copies
 from helixpipe.validate import validate
 
 MODULES = {"core_attn": "attn", "mlp": "mlp"}
@@ -114,7 +114,8 @@ def place_early(program: Program, costs: Costs, limit: float | None = None) -> P
     backward waiting, into an earlier gap of its rank that is long enough. So no op starts later than before. What an R
     makes is kept until its backward: a rank that would then keep more than `limit` (in the costs' unit, weights and
     optimizer included) keeps its R inside the backward, or in its place before it. Without a limit every R goes before
-    its backward, and into earlier gaps as long as its rank keeps no more for it.
+    its backward, and into earlier gaps as long as its rank keeps no more for it. One that is still right before
+    its backward, on a rank that makes the gradient itself, is left to the backward.
     """
     if program.forward_only or not any(stage.recompute for stage in program.stages):
         return program
@@ -135,18 +136,33 @@ def place_early(program: Program, costs: Costs, limit: float | None = None) -> P
         if moved is program:
             break
         program = moved
+    for rank, ops in enumerate(program.ranks):
+        program = _with_rank(program, rank, _without_vain(ops, explicit))
     return program
 
 
+def _without_vain(ops: Sequence[Op], given: Container[Unit]) -> tuple[Op, ...]:
+    """A rank's ops without every R right before its backward whose gradient the rank makes itself: the backward could
+    start as soon, and run by run keeps less. given: units whose R was there before."""
+    own = {op.unit for op in ops if op.kind in "BI"}
+    vain = {
+        op
+        for op, after in pairwise(ops)
+        if op.kind == "R" and op.unit == after.unit and op.unit not in given
+        if op.unit._replace(stage=op.stage + 1) in own
+    }
+    return tuple(op for op in ops if op not in vain)
+
+
 def peak_memory(program: Program, costs: Costs, rank: int) -> float:
-    """What a rank keeps at most, in the costs' unit: weights, gradients, copies of shipped ones, optimizer and stash,
-    without messages."""
+    """What a rank keeps at most, in the costs' unit: weights, gradients, copies of others' (all it ever has room for),
+    optimizer and stash, without messages."""
     walk, peak = StashWalk(program, costs, rank), 0.0
     for op in program.ranks[rank]:
-        peak = max(peak, max(walk.run(op), walk.now) + walk.copied_weights + walk.copied_gradients)
+        peak = max(peak, walk.run(op), walk.now)
         if op.kind in "BW":
             walk.free(op)
-    return peak + costs.static_memory(program.pieces_of_rank(rank))
+    return peak + copies(program, costs, rank) + costs.static_memory(program.pieces_of_rank(rank))
 
 
 def _if_it_fits(old: Program, new: Program, rank: int, costs: Costs, limit: float) -> Program:

@@ -34,12 +34,15 @@ def shape_line(simulation: Simulation) -> str:
 
 def stage_lines(stages: Sequence[Stage]) -> list[str]:
     """`stages: 2 3 layers; layers recomputed: 2 whole, none`; nothing for stages alike that recompute nothing, or for
-    such as do not consist of whole layers."""
+    such as do not consist of whole layers. Of embed or head alone nothing is said beside whole layers."""
     sizes = [sum(piece.kind == LAYER_PIECES[0] for piece in stage.pieces) for stage in stages]
     whole = all(
         len({piece for piece in stage.pieces if piece.layer >= 0}) == size * len(LAYER_PIECES)
         for stage, size in zip(stages, sizes, strict=True)
     )
+    if whole:
+        stages = [stage for stage, size in zip(stages, sizes, strict=True) if size]
+        sizes = [size for size in sizes if size]
     recomputed = [_recomputed(stage) for stage in stages]
     parts = []
     if whole and len(set(sizes)) > 1:

@@ -42,20 +42,25 @@ def kept(
     return max(sum({name: size for tensors in each for name, size in tensors.items()}.values()) for each in moments)
 
 
+def copies(program: Program, costs: Costs, rank: int) -> float:
+    """The most that copies of other ranks' weights and the gradients summed for them can take on a rank: all of shipped
+    stages, and of ring stages as many as there is room for."""
+    copied = program.copied_stages(rank)
+    shipped = [costs.copy_memory(program, stage) for stage in copied if program.stages[stage].placement == "shipped"]
+    ring = [costs.copy_memory(program, stage) for stage in copied if program.stages[stage].placement == "ring"]
+    sizes = [sorted(kind, reverse=True)[: program.ring.slots] for kind in zip(*ring, strict=True)]
+    return sum(map(sum, shipped)) + sum(map(sum, sizes))
+
+
 class StashWalk:
     """Follows the ops of one rank in their order.
 
     now: kept by all units, and keys and values of chunks. A unit keeps its stash from F to B or I, after an R
-    everything its backward needs, and after I what W still needs, until W. copied_weights, copied_gradients: of stages
-    shipped here, the weights from the first F to the last backward, their gradients from the first backward to the
-    last.
+    everything its backward needs, and after I what W still needs, until W.
     """
 
     def __init__(self, program: Program, costs: Costs, rank: int):
-        self.now = self.copied_weights = self.copied_gradients = 0.0
-        self._copies = {stage: costs.copy_memory(program.stages[stage].pieces) for stage in program.copied_stages(rank)}
-        self._used: set[tuple[int, bool]] = set()
-        self._last = {op.stage: op for op in program.ranks[rank] if op.kind in "BW" and op.stage in self._copies}
+        self.now = 0.0
         self._program, self._costs = program, costs
         self._explicit = {op.unit for op in program.ranks[rank] if op.kind == "R"}
         self._alive: dict[Unit, float] = {}
@@ -64,7 +69,6 @@ class StashWalk:
 
     def run(self, op: Op) -> float:
         """Run an op; returns the most that is kept meanwhile. `now` includes what B or W leaves until `free`."""
-        self._use_copy(op)
         more, less = self._keys_values(op)
         self.now += more
         before = self._alive.get(op.unit, 0.0)
@@ -95,21 +99,6 @@ class StashWalk:
     def free(self, op: Op) -> None:
         """The FREE after a B or W: its unit keeps nothing any more."""
         self.now -= self._alive.pop(op.unit, 0.0)
-        if self._last.get(op.stage) == op:
-            weights, gradients = self._copies[op.stage]
-            self.copied_weights -= weights
-            self.copied_gradients -= gradients
-
-    def _use_copy(self, op: Op) -> None:
-        """The first F and the first backward of a stage shipped here begin to keep something."""
-        use = (op.stage, op.kind == "F")
-        if op.stage in self._copies and op.kind != "R" and use not in self._used:
-            self._used.add(use)
-            weights, gradients = self._copies[op.stage]
-            if op.kind == "F":
-                self.copied_weights += weights
-            else:
-                self.copied_gradients += gradients
 
     def _size(self, op: Op) -> float:
         key = (op.kind, op.stage, op.chunk)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from helixpipe.errors import ProgramError
 from helixpipe.graph import Graph, build_graph, dependencies
-from helixpipe.program import OP_KINDS, PLACEMENTS, Op, Program, Stage, Unit, model_pieces
+from helixpipe.program import OP_KINDS, OWNED, PLACEMENTS, Op, Program, Stage, Unit, model_pieces
 
 
 def validate(program: Program) -> Graph:
@@ -33,11 +33,8 @@ def untrainable(program: Program) -> str | None:
     """Why training cannot run a valid program, a sentence; None when it can."""
     if program.forward_only:
         return f"schedule {program.schedule} has no backward: it is an evaluation program."
-    for stage in program.stages:
-        if stage.placement == "ring":
-            return f"schedule {program.schedule} has {stage.placement} stages, which training cannot run yet."
     for rank, ops in enumerate(program.ranks):
-        if not ops:
+        if not ops and not program.pieces_of_rank(rank):
             return f"schedule {program.schedule} gives pipeline rank {rank} nothing to run."
     return None
 
@@ -65,6 +62,8 @@ def _check_stages(program: Program) -> None:
     for name, size in (("microbatches", program.num_microbatches), ("chunks", program.num_chunks)):
         if size < 1:
             raise ProgramError(f"the number of {name} must be at least 1, not {size}.")
+    if program.ring.slots < 1:
+        raise ProgramError(f"a ring needs room for at least 1 copy of weights on each rank, not {program.ring.slots}.")
     if program.chunk_lengths is not None and (
         len(program.chunk_lengths) != program.num_chunks or min(program.chunk_lengths) < 1
     ):
@@ -72,11 +71,15 @@ def _check_stages(program: Program) -> None:
 
 
 def _check_owner(index: int, stage: Stage, num_ranks: int) -> None:
-    if stage.placement != "shipped":
+    if stage.placement not in OWNED:
         if stage.owner is not None:
-            raise ProgramError(f"stage {index} is {stage.placement}, and only a shipped stage has an owner.")
+            raise ProgramError(
+                f"stage {index} is {stage.placement}, and only a {' or '.join(OWNED)} stage has an owner."
+            )
     elif stage.owner is None or not 0 <= stage.owner < num_ranks:
-        raise ProgramError(f"stage {index} is shipped, so it needs an owner among ranks 0 to {num_ranks - 1}.")
+        raise ProgramError(
+            f"stage {index} is {stage.placement}, so it needs an owner among ranks 0 to {num_ranks - 1}."
+        )
 
 
 def _check_recompute(index: int, stage: Stage) -> None:

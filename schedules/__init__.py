@@ -16,6 +16,7 @@ from schedules.gpipe import gpipe, no_pipeline
 from schedules.helix import HelixOptions, helix
 from schedules.one_f_one_b import interleaved, one_f_one_b
 from schedules.seq1f1b import seq1f1b, seq1f1b_interleaved, seq1f1b_zero_bubble, terapipe
+from schedules.weipipe import WeipipeOptions, weipipe, weipipe_naive, wzb1, wzb2
 from schedules.zero_bubble import ZeroBubbleOptions, zb1p, zb2p, zb_interleaved, zbv
 
 __all__ = ["SCHEDULES", "NoOptions", "Schedule", "Shape", "build", "find"]
@@ -74,6 +75,15 @@ _REGISTRY = (
         bubble="3(p-1)(F-A)p/L",
         memory="m, or 5m/16 recomputed",
         options=HelixOptions,
+    ),
+    *(
+        Schedule(name, make, f"Lin et al., PPoPP 2025 ({variant})", bubble="pt", memory=memory, options=WeipipeOptions)
+        for name, make, variant, memory in (
+            ("weipipe-naive", weipipe_naive, "WeiPipe-Naive", "p"),
+            ("weipipe", weipipe, "WeiPipe-Interleave", "p"),
+            ("wzb1", wzb1, "WZB1", "3p/2"),
+            ("wzb2", wzb2, "WZB2", "p"),
+        )
     ),
 )
 

@@ -28,12 +28,19 @@ class _Deferred(NamedTuple):
     output_gradient: Tensor
 
 
+class _Known(NamedTuple):
+    """A gradient, of a bias or norm, that is only to be added."""
+
+    weight: torch.nn.Parameter
+    gradient: Tensor
+
+
 class WeightGradients:
     """Weight gradients put off, by unit. `keep` collects them during a unit's I; `compute` is its W."""
 
     def __init__(self) -> None:
-        self._waiting: dict[Hashable, list[_Deferred]] = {}
-        self._current: list[_Deferred] | None = None
+        self._waiting: dict[Hashable, list[_Deferred | _Known]] = {}
+        self._current: list[_Deferred | _Known] | None = None
 
     @contextmanager
     def keep(self, unit: Hashable) -> Iterator[None]:
@@ -50,7 +57,11 @@ class WeightGradients:
         deferred = self._waiting.pop(unit)
         deferred.reverse()
         while deferred:  # in the order the backward met them, each released before the next
-            add_weight_gradient(*deferred.pop())
+            each = deferred.pop()
+            if isinstance(each, _Known):
+                add_gradient(*each)
+            else:
+                add_weight_gradient(*each)
 
     def __len__(self) -> int:
         """Units whose W is still to come."""
@@ -60,7 +71,7 @@ class WeightGradients:
         """What is kept for them: inputs and output gradients of linear layers."""
         for waiting in self._waiting.values():
             for deferred in waiting:
-                yield from (deferred.inputs, deferred.output_gradient)
+                yield from deferred[1:]
 
     def linear(
         self,
@@ -83,6 +94,11 @@ class WeightGradients:
             return False
         self._current.append(_Deferred(weight, inputs, output_gradient))
         return True
+
+    def put_off_sum(self, weight: torch.nn.Parameter, gradient: Tensor) -> None:
+        """Let the unit's W add a gradient that its I has found."""
+        assert self._current is not None
+        self._current.append(_Known(weight, gradient))
 
 
 def defer_weight_gradients(model: torch.nn.Module) -> WeightGradients:
@@ -109,7 +125,7 @@ def add_gradient(weight: torch.nn.Parameter, gradient: Tensor) -> None:
     if buffer is not None:
         buffer.add_(gradient)
     elif weight.grad is None:
-        weight.grad = gradient
+        weight.grad = gradient.to(weight.dtype)
     else:
         weight.grad.add_(gradient)
 

@@ -25,7 +25,7 @@ from helixpipe.model import Microbatch, UnitContext
 from helixpipe.model.kv_store import KeyValueStore, UnitKeyValues
 from helixpipe.model.linear import WeightGradients
 from helixpipe.program import Op, Piece, Segment, Unit, chunk_lengths
-from helixpipe.runtime.copies import ModelWithWeights, StageCopies
+from helixpipe.runtime.copies import ModelWithWeights, WeightCopies
 from helixpipe.runtime.transport import Receipt, Transport
 
 
@@ -126,11 +126,10 @@ class Executor:
             "W": self._weight_backward,
             "R": self._recompute,
         }
-        self._copies = StageCopies(lowered.program, rank, cast(ModelWithWeights, model))
+        self._copies = WeightCopies(lowered.graph, rank, cast(ModelWithWeights, model))
         if any(op.kind == "W" for op in lowered.program.ranks[rank]):
             for each in {op.stage: self._model(op) for op in lowered.program.ranks[rank]}.values():
                 each.weight_gradients()  # before the first forward
-        self._last_use = self._last_uses()
         self._local_consumer = self._consumers_on_this_rank()
         self._fp32_kv_gradients = fp32_kv_gradients
         self._ranges = {op: f"PP:{op}" for op in lowered.program.ranks[rank]}
@@ -167,23 +166,24 @@ class Executor:
 
     def _wait(self, instruction: Instruction) -> None:
         message = _message(instruction)
-        tensors = self._receipts.pop(message.number).wait()
-        if message.kind == "weights":
-            self._copies.put(message.consumer.stage, tensors[0])
-        elif message.kind == "weight_gradients":
-            self._copies.add(message.consumer.stage, tensors[0])
+        if message.kind == "weights":  # its receipt stays: it may be passed on
+            self._copies.put(message, self._receipts[message.number].wait()[0])
         else:
-            self._inbox[message.consumer] = tensors
+            tensors = self._receipts.pop(message.number).wait()
+            if message.kind == "weight_gradients":
+                self._copies.add(message, tensors[0])
+            else:
+                self._inbox[message.consumer] = tensors
         if self._record is not None:
             self._record.arrived[message.number] = self._now()
 
     def _run(self, instruction: Instruction) -> None:
         op = _op(instruction)
         start = self._now() if self._record is not None else 0.0
+        if op.stage in self._copies.stages:
+            self._copies.prepare(op)
         with torch.autograd.profiler.record_function(self._ranges[op]):
             self._ops[op.kind](op)
-        if op in self._last_use:
-            self._copies.drop(op.stage)
         if self._record is not None:
             self._record.ops.append((op, start, self._now()))
 
@@ -191,17 +191,24 @@ class Executor:
         message = _message(instruction)
         if self._record is not None:
             self._record.sent[message.number] = self._now()
+        if message.kind == "weights" and message.follows >= 0:
+            self.transport.pass_on(self._receipts[message.follows], message.target, message.number)
+            return
         if message.kind == "weights":
             tensors: tuple[Tensor, ...] = (self._copies.pack(message.producer.stage),)
         elif message.kind == "weight_gradients":
-            tensors = (self._copies.take_gradients(message.producer.stage),)
+            tensors = (self._copies.take_sum(message),)
         else:
             tensors = self._outbox.pop(message.producer)
         self.transport.send(tensors, message.target, message.number)
 
     def _free(self, instruction: Instruction) -> None:
-        op = _op(instruction)
-        if op.kind != "F":
+        op = instruction.op
+        if op is None:
+            message = _message(instruction)
+            self._copies.drop(message)
+            del self._receipts[message.number]
+        elif op.kind != "F":
             del self._stash[op.unit]
 
     # ---------------------------------------------------------------------------------------------------------- ops
@@ -231,8 +238,6 @@ class Executor:
     def _backward(self, op: Op) -> None:
         """Segment by segment from the last; one that is recomputed and has had no R is made again first."""
         graphs = self._stash[op.unit]
-        if op.stage in self._copies.stages:
-            self._copies.begin_gradients(op.stage)
         if op.stage == len(self.lowered.program.stages) - 1:
             gradients: tuple[Tensor, ...] = (self._step.root_gradient(op.microbatch),)
         else:
@@ -301,12 +306,7 @@ class Executor:
 
     def _model(self, op: Op) -> Model:
         """What holds the op's weights."""
-        return cast(Model, self._copies.model) if op.stage in self._copies.stages else self.model
-
-    def _last_uses(self) -> frozenset[Op]:
-        """The last op of each stage copied here; its weights can go."""
-        last = {op.stage: op for op in self.lowered.program.ranks[self.rank] if op.stage in self._copies.stages}
-        return frozenset(last.values())
+        return cast(Model, self._copies.shell) if op.stage in self._copies.stages else self.model
 
     def _context(self, op: Op) -> UnitContext:
         return UnitContext(
@@ -332,8 +332,8 @@ class Executor:
         """Shapes and type of what a message carries. A gradient has the shapes of what it is the gradient of: what
         crossed the cut after the consumer's stage."""
         if message.ships:
-            copies, returned = self._copies, message.kind == "weight_gradients"
-            return (copies.size(message.consumer.stage),), copies.gradients_dtype if returned else copies.weights_dtype
+            size, dtype = self._copies.payload(message)
+            return (size,), dtype
         stage = message.producer.stage if message.kind == "activation" else message.consumer.stage
         after = self.lowered.program.stages[stage].pieces[-1]
         length = self._lengths[message.producer.chunk]

@@ -6,6 +6,7 @@ Nothing here uses `helixpipe.graph` or `helixpipe.validate`.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
@@ -13,7 +14,19 @@ from random import Random
 from hypothesis import HealthCheck, settings
 
 from helixpipe.costs import PieceTimes
-from helixpipe.program import OP_KINDS, PIECE_KINDS, PLACEMENTS, Op, Piece, Program, Stage, Unit, model_pieces
+from helixpipe.program import (
+    OP_KINDS,
+    OWNED,
+    PIECE_KINDS,
+    PLACEMENTS,
+    Op,
+    Piece,
+    Program,
+    RingOptions,
+    Stage,
+    Unit,
+    model_pieces,
+)
 
 DETERMINISTIC = settings(
     derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow], print_blob=False
@@ -21,8 +34,9 @@ DETERMINISTIC = settings(
 """Every run tries the same examples."""
 
 
-def random_program(rng: Random) -> Program:
-    """A valid program: random cuts, placements, splits and recomputation, in a random order that respects the needs."""
+def random_program(rng: Random, placements: Sequence[str] = PLACEMENTS) -> Program:
+    """A valid program: random cuts, placements (half of them resident, the rest these), splits and recomputation, in a
+    random order that respects the needs."""
     num_ranks, num_microbatches, num_chunks = rng.randint(1, 4), rng.randint(1, 4), rng.choice((1, 1, 2, 3))
     pieces = model_pieces(rng.randint(1, 2))
     num_stages = rng.randint(1, 6)
@@ -30,11 +44,11 @@ def random_program(rng: Random) -> Program:
     forward_only = rng.random() < 0.1
     split, recompute = rng.choice((0, 0.5, 1)), rng.choice((0, 0.3, 1))
     stages = tuple(
-        Stage(pieces[a:b], rng.choice(("resident", rng.choice(PLACEMENTS))), random_runs(pieces[a:b], recompute, rng))
+        Stage(pieces[a:b], rng.choice(("resident", rng.choice(placements))), random_runs(pieces[a:b], recompute, rng))
         for a, b in pairwise(cuts)
     )
     stages = tuple(
-        replace(stage, owner=rng.randrange(num_ranks)) if stage.placement == "shipped" else stage for stage in stages
+        replace(stage, owner=rng.randrange(num_ranks)) if stage.placement in OWNED else stage for stage in stages
     )
     ops: dict[Op, int] = {}
     homes: dict[tuple[int, ...], int] = {}
@@ -47,7 +61,8 @@ def random_program(rng: Random) -> Program:
             kinds += "R"
         ops.update((Op(kind, *unit), rank) for kind in kinds)
     lengths = None if rng.random() < 0.5 else tuple(rng.randint(1, 9) for _ in range(num_chunks))
-    empty = Program("random", stages, ((),) * num_ranks, num_microbatches, num_chunks, lengths, forward_only)
+    ring = RingOptions(rng.choice((1, 1, 2, 3)), eager=rng.random() < 0.5)
+    empty = Program("random", stages, ((),) * num_ranks, num_microbatches, num_chunks, lengths, forward_only, ring)
     ranks: list[list[Op]] = [[] for _ in range(num_ranks)]
     pending, done = sorted(ops), set[Op]()
     eager = rng.choice((1, 3, len(pending)))  # of how many ready ops to choose the next from: few gives deep orders
@@ -116,7 +131,7 @@ def can_run(program: Program) -> bool:
     for op, rank in where:
         stage = program.stages[op.stage]
         rules = [op.unit]
-        if stage.placement == "resident":
+        if stage.placement == "resident" and any(piece.kind != "attn" for piece in stage.pieces):
             rules.append(op.unit[:1])
         if stage.has_attention:
             rules.append(op.unit[:2])

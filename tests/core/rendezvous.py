@@ -11,13 +11,79 @@ from helixpipe.program import Op
 from tests.core.random_programs import needs
 
 
+class Travel:
+    """What travels with messages of weights and their gradients, kept as an executor would, by instructions alone."""
+
+    def __init__(self, lowered: LoweredProgram) -> None:
+        self.graph, self.stages, self.ring = lowered.graph, lowered.program.stages, lowered.program.ring
+        ranks = range(lowered.program.num_ranks)
+        self.places: list[dict[Message, bool]] = [{} for _ in ranks]  # of copies: whether they were waited for
+        self.sums: list[dict[Message, set[Op]]] = [{} for _ in ranks]
+        self.joined = {m.follows: m for m in lowered.messages if m.kind == "weight_gradients"}
+        self.payload: dict[int, set[Op]] = {}
+        self.absorbed: list[Op] = []
+
+    def receive(self, rank: int, message: Message) -> None:
+        if message.kind == "weights":
+            self.places[rank][message] = False
+        elif message.number in self.joined:
+            self.sums[rank].setdefault(self.joined[message.number], set())
+
+    def bounded(self, rank: int) -> bool:
+        """Whether what came for ring stages, or goes, has room."""
+        copies, sums = (
+            [m for m in each[rank] if self.stages[m.producer.stage].placement == "ring"]
+            for each in (self.places, self.sums)
+        )
+        return max(len(copies), len(sums)) <= self.ring.slots
+
+    def wait(self, rank: int, message: Message) -> None:
+        if message.kind == "weights":
+            self.places[rank][message] = True
+        elif message.number in self.joined:
+            own = self.sums[rank][self.joined[message.number]]
+            assert not own & self.payload[message.number]
+            own |= self.payload[message.number]
+        else:
+            assert self.stages[message.producer.stage].owner == rank
+            self.absorbed += self.payload[message.number]
+
+    def run(self, rank: int, op: Op) -> None:
+        """An op on a rank that does not own its stage runs with a copy that is there, and adds to one sum."""
+        if self.stages[op.stage].owner in (None, rank):
+            assert op not in self.graph.weights_of and op not in self.graph.sum_of
+            return
+        if op.kind != "W":
+            message = self.graph.weights_of[op]
+            assert message.consumer.stage == op.stage and self.places[rank][message]
+        if op.kind in "BW":
+            self.sums[rank].setdefault(self.graph.sum_of[op], set()).add(op)
+
+    def send(self, rank: int, message: Message) -> None:
+        if message.kind == "weight_gradients":
+            own = self.sums[rank].pop(message)
+            assert message.producer in own
+            assert message.follows < 0 or self.payload[message.follows] <= own
+            self.payload[message.number] = own
+        elif message.follows < 0:
+            assert self.stages[message.consumer.stage].owner == rank
+        else:
+            passed_on = self.graph.messages[message.follows]
+            assert passed_on in self.places[rank] and passed_on.consumer.stage == message.consumer.stage
+
+    def finish(self) -> None:
+        """All places are free, and every gradient has come to its owner, once."""
+        assert not any(self.places) and not any(self.sums)
+        assert sorted(self.absorbed) == sorted(self.graph.sum_of)
+
+
 class Machine:
     """Hosts issue their stream in order and stop at a WAIT whose message has not arrived; nothing is ever buffered.
 
     `channels` False: each rank has one communication stream, in order, and a message completes only when it is at the
     head of both its ends' streams. With `blocking`, hosts moreover stop at every SEND and RECV until it is complete.
     `channels` True: a channel for each directed pair of ranks; a message completes when both ends have come to it in
-    that channel.
+    that channel. Weights that are passed on leave when they have come.
     """
 
     def __init__(self, lowered: LoweredProgram, rng: Random, channels: bool = False, blocking: bool = False) -> None:
@@ -30,6 +96,7 @@ class Machine:
         self.ran: list[list[Op]] = [[] for _ in lowered.streams]
         self.waited: list[set[Message]] = [set() for _ in lowered.streams]
         self.present = {op for ops in lowered.program.ranks for op in ops}
+        self.travel = Travel(lowered)
 
     def run(self) -> bool:
         """Whether every stream comes to its end."""
@@ -47,7 +114,10 @@ class Machine:
                     if not step(who):
                         break
                     stuck = False
-        return all(at == len(stream) for at, stream in zip(self.position, self.lowered.streams, strict=True))
+        ended = all(at == len(stream) for at, stream in zip(self.position, self.lowered.streams, strict=True))
+        if ended:
+            self.travel.finish()
+        return ended
 
     def queue(self, rank: int, message: Message, action: Action) -> deque[tuple[Action, Message]]:
         return self.posted[(message.source, message.target, action) if self.channels else rank]
@@ -70,6 +140,12 @@ class Machine:
         elif action is Action.WAIT:
             assert message.target == rank and message not in self.waited[rank]
             self.waited[rank].add(message)
+            if message.ships:
+                self.travel.wait(rank, message)
+        elif action is Action.FREE and message is not None:
+            assert self.travel.places[rank].pop(message)
+            users = [op for op, of in self.lowered.graph.weights_of.items() if of == message]
+            assert set(users) <= set(self.ran[rank])
         elif action is Action.FREE:
             assert op in self.ran[rank]
             made = [m for m in self.lowered.messages if m.producer == op and not m.ships]
@@ -79,6 +155,9 @@ class Machine:
                 assert message.source == rank and message not in self.sent
                 assert message.producer in self.ran[rank] or message.kind == "weights"
                 self.sent.add(message)
+            if message.ships:
+                (self.travel.send if action is Action.SEND else self.travel.receive)(rank, message)
+            assert self.channels or self.travel.bounded(rank)
             self.queue(rank, message, action).append((action, message))
         return True
 
@@ -87,11 +166,8 @@ class Machine:
         assert op == self.lowered.program.ranks[rank][len(self.ran[rank])]
         arrived = {m.producer for m in self.waited[rank] if m.consumer == op}
         assert needs(self.lowered.program, op, self.present) <= arrived.union(self.ran[rank])
-        if self.lowered.program.stages[op.stage].owner not in (None, rank):
-            copies = [m.consumer.stage for m in self.waited[rank] if m.kind == "weights"]
-            assert copies.count(op.stage) == 1
-            returned = [m for m in self.sent if (m.kind, m.source) == ("weight_gradients", rank)]
-            assert op.stage not in [m.producer.stage for m in returned]
+        self.travel.run(rank, op)
+        assert self.channels or self.travel.bounded(rank)
 
     def transfer(self, link: tuple[int, int]) -> bool:
         source, target = link
@@ -105,6 +181,8 @@ class Machine:
         if not self.channels and sent != received:
             return False
         assert sent == received, "both ends of a channel must agree on the order of its messages"
+        if sent.follows >= 0 and self.lowered.messages[sent.follows] not in self.complete:
+            return False
         sends.popleft()
         receives.popleft()
         self.complete.add(sent)

@@ -8,15 +8,16 @@ from dataclasses import replace
 import pytest
 
 from helixpipe.costs import PieceTimes
-from helixpipe.graph import WEIGHTS_AHEAD, Message
+from helixpipe.graph import Message
 from helixpipe.hardware import HARDWARE
 from helixpipe.lowering import Action, lower
 from helixpipe.memory import rank_memory
 from helixpipe.model_costs import GRADIENT_BYTES, ModelCosts
 from helixpipe.models import MODELS, Layout
-from helixpipe.program import Op, Piece, Program, Stage, even_stages, forward_only, model_pieces
+from helixpipe.program import Op, Program, Stage, even_stages, forward_only, model_pieces
 from helixpipe.recompute import peak_memory
 from helixpipe.simulator import simulate
+from helixpipe.transfers import WEIGHTS_AHEAD
 from schedules import Shape, build
 from schedules.helix import HelixOptions
 
@@ -40,7 +41,7 @@ def shipped(program: Program) -> list[Message]:
 def test_once_there_and_once_back() -> None:
     program = shared_middle()
     first, last = Op("F", 1, 2), Op("B", 1, 3)
-    found = [message[1:] for message in shipped(program)]
+    found = [message[1:6] for message in shipped(program)]
     assert found == [("weights", first, first, 0, 1), ("weight_gradients", last, last, 1, 0)]
     assert program.copied_stages(1) == (1,) and program.copied_stages(0) == ()
     assert program.pieces_of_rank(1) == () and program.pieces_of_rank(0) == model_pieces(3)
@@ -48,7 +49,7 @@ def test_once_there_and_once_back() -> None:
 
 def test_the_owner_need_not_be_first() -> None:
     program = shared_middle(owner=1)
-    assert [message[1:] for message in shipped(program)] == [
+    assert [message[1:6] for message in shipped(program)] == [
         ("weights", Op("F", 1, 0), Op("F", 1, 0), 1, 0),
         ("weight_gradients", Op("B", 1, 1), Op("B", 1, 1), 0, 1),
     ]
@@ -68,7 +69,8 @@ def test_evaluation_ships_weights_alone() -> None:
 
 
 def test_streams() -> None:
-    """The copy is there before its first F; gradients leave after the last B and are taken in by the owner's end."""
+    """The copy is there before its first F and goes after its last B; gradients leave then and are taken in by the
+    owner's end."""
     weights, gradients = shipped(shared_middle())
     owner, copy = lower(shared_middle()).streams
     assert [each.action for each in owner if each.message in (weights, gradients)] == [
@@ -82,7 +84,9 @@ def test_streams() -> None:
     ]
     runs = {each.op: i for i, each in enumerate(copy) if each.action is Action.RUN}
     assert places[0] < runs[Op("F", 1, 2)] and places[1] > runs[Op("B", 1, 3)]
-    assert [each.action for each in copy if each.message == weights] == [Action.RECV, Action.WAIT]
+    assert [each.action for each in copy if each.message == weights] == [Action.RECV, Action.WAIT, Action.FREE]
+    freed = next(i for i, each in enumerate(copy) if each == (Action.FREE, None, weights))
+    assert freed > runs[Op("B", 1, 3)]
 
 
 @pytest.mark.parametrize("message", [0.0, 0.5, 20.0])
@@ -125,7 +129,7 @@ def test_memory_and_bytes() -> None:
     program = shared_middle()
     layer = COSTS.bytes.parameters(program.stages[1].pieces)
     assert layer == 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096
-    assert COSTS.copy_memory(program.stages[1].pieces) == (2 * layer, GRADIENT_BYTES * layer)
+    assert COSTS.copy_memory(program, 1) == (2 * layer, GRADIENT_BYTES * layer)
     weights, gradients = shipped(program)
     assert COSTS.message_bytes(program, weights) == 2 * layer
     assert COSTS.message_bytes(program, gradients) == 4 * layer
@@ -135,7 +139,7 @@ def test_memory_and_bytes() -> None:
     whole = rank_memory(lowered, COSTS, 0)
     total = COSTS.bytes.parameters(model_pieces(3))
     assert (whole.weights, whole.gradients) == (2 * total, 4 * total)
-    assert PieceTimes().copy_memory([Piece("mlp", 0)]) == (0.0, 0.0)
+    assert PieceTimes().copy_memory(program, 1) == (0.0, 0.0)
 
 
 def test_a_copy_is_part_of_the_peak() -> None:

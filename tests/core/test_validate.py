@@ -11,9 +11,11 @@ import pytest
 
 from helixpipe.errors import ProgramError
 from helixpipe.program import (
+    OWNED,
     Op,
     Piece,
     Program,
+    RingOptions,
     Stage,
     even_stages,
     format_rows,
@@ -49,7 +51,7 @@ def sentence(rows: Sequence[str], stages: tuple[Stage, ...] | None = None, **fie
 
 
 def placed(placement: str, num_stages: int = 2) -> tuple[Stage, ...]:
-    owner = 0 if placement == "shipped" else None
+    owner = 0 if placement in OWNED else None
     return tuple(replace(stage, placement=placement, owner=owner) for stage in even_stages(num_stages, num_stages))
 
 
@@ -212,8 +214,16 @@ CHANGES: list[tuple[Callable[[Program], Program], str]] = [
         "stage 0 is shipped, so it needs an owner among ranks 0 to 1.",
     ),
     (
+        lambda p: replace(p, stages=(replace(p.stages[0], placement="ring"), p.stages[1])),
+        "stage 0 is ring, so it needs an owner among ranks 0 to 1.",
+    ),
+    (
+        lambda p: replace(p, ring=RingOptions(slots=0)),
+        "a ring needs room for at least 1 copy of weights on each rank, not 0.",
+    ),
+    (
         lambda p: replace(p, stages=(replace(p.stages[0], owner=0), p.stages[1])),
-        "stage 0 is resident, and only a shipped stage has an owner.",
+        "stage 0 is resident, and only a shipped or ring stage has an owner.",
     ),
 ]
 

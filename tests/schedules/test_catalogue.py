@@ -50,7 +50,8 @@ def test_every_schedule_over_the_grid(name: str) -> None:
         assert program.schedule == name
         validate(program)
         validate(forward_only(program))
-        assert all(program.ranks), "every rank has work"
+        idle = [rank for rank, ops in enumerate(program.ranks) if not ops]
+        assert all(program.pieces_of_rank(rank) for rank in idle), "every rank has work, or weights that others need"
     assert built >= 3
 
 

@@ -292,8 +292,8 @@ def test_messages_a_layer() -> None:
 def test_heads_that_are_spread_lengthen_no_bubble(
     shape: tuple[int, int, int], times: dict[str, float], recompute: bool, ship: Literal["none", "qkv", "attention"]
 ) -> None:
-    """However long: with one fold the bubble stays 3(p-1) combined stages, and (p-1) times what is recomputed of one. On
-    one rank each head keeps all others waiting, but for what may overlap the bubble."""
+    """However long: with one fold the bubble stays 3(p-1) combined stages and (p-1) times what is recomputed of one.
+    On one rank each head keeps all others waiting, but for what may overlap the bubble."""
     p, rounds, loops = shape
     m = p * loops
     combined = [time for kind, time in times.items() if kind not in SHIPPED[ship] | {"head"}]

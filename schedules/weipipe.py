@@ -1,0 +1,168 @@
+"""WeiPipe: every rank runs whole microbatches, and the weights travel.
+
+Junfeng Lin, Ziming Liu, Yang You, Jun Wang, Weihao Zhang, Rong Zhao, "WeiPipe: Weight Pipeline Parallelism for
+Communication-Effective Long-Context Large Model Training", PPoPP 2025, doi 10.1145/3710848.3710869. Microbatch i runs
+on rank i mod p, through all stages, so activations stay where they are; weights go round the ring of ranks, and
+gradients of weights with them. A microbatch of long sequences has more activations than a stage has weights: a layer's
+12 h^2 weights cross the network once for each use, where other pipelines send b s h activations. Any m will do; ranks
+are equally busy where it is a multiple of p.
+
+The layers are cut into p stages of L/p layers (uneven: they differ by one). The optimizer's state of a stage is on its
+owner alone. Embedding and head are on every rank, and the head's backward follows its forward at once, so that logits
+are never kept. How weights travel is derived (`helixpipe.transfers`); a schedule is the order of the ops and no more.
+
+Below, F, B = I + W are times of a stage, t that of a message with its weights. The last rank starts when the first
+stage has come to it, after (p-1)t, and never waits again if messages keep up; its last gradients take one message more.
+Published, weights move turn by turn (`--no-weipipe-eager`), and each rank is an op or more behind the one before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Literal
+
+from helixpipe.errors import ScheduleError
+from helixpipe.flags import option
+from helixpipe.program import Op, Program, RingOptions, ring_stages
+from schedules.base import Shape
+
+
+@dataclass(frozen=True)
+class WeipipeOptions:
+    """Options of the WeiPipe family."""
+
+    weipipe_eager: bool = option(
+        True, "WeiPipe: weights are passed on when they arrive; without, when the op that uses them ends (the paper's)."
+    )
+    weipipe_grad_dtype: Literal["fp32", "bf16"] = option(
+        "fp32", "WeiPipe: what travelling gradients of weights are summed and sent in; bf16 halves their messages."
+    )
+    weipipe_slots: int = option(
+        3,
+        "WeiPipe: stages whose weights, and stages whose gradients, a rank has room for beside its own; the more, the "
+        "less is sent, until the ranks of a ring less one send each weight once a step.",
+    )
+
+
+def weipipe_naive(shape: Shape, options: WeipipeOptions) -> Program:
+    """Forward of all stages, then backward of all, one microbatch after another (WeiPipe-Naive).
+
+    Bubble pt; turn by turn (p-1) max(F, B). A rank keeps one microbatch of all layers. A forward moves a stage's
+    weights, a backward its weights and gradients.
+    """
+
+    def order(p: int, own: Sequence[int]) -> Iterator[Op]:
+        for microbatch in own:
+            # Step 1: p F
+            yield from _forward(p, range(p), microbatch)
+            # Step 2: p B
+            yield from _backward("B", reversed(range(p)), microbatch)
+
+    return _program("weipipe-naive", shape, options, order)
+
+
+def weipipe(shape: Shape, options: WeipipeOptions) -> Program:
+    """In each turn the backward of stage p-1-j of the older microbatch and the forward of stage j of the newer
+    (WeiPipe-Interleave).
+
+    Bubble pt; turn by turn at most 1F1B's, (p-1)(F+B). A rank keeps one microbatch of all layers: what the backward
+    frees the forward takes. A turn moves the weights of two stages and the gradients of one at most, spread evenly over
+    the time.
+    """
+
+    def order(p: int, own: Sequence[int]) -> Iterator[Op]:
+        # Step 1: p F. Step 2, for each microbatch but the first: p times B F. Step 3: p B
+        for older, newer in _neighbours(own):
+            for j in range(p):
+                if older is not None:
+                    yield from _backward("B", [p - 1 - j], older)
+                if newer is not None:
+                    yield from _forward(p, [j], newer)
+
+    return _program("weipipe", shape, options, order)
+
+
+def wzb1(shape: Shape, options: WeipipeOptions) -> Program:
+    """Interleaved, with B split: turns of I and forward, W and forward, until the older microbatch is half way back;
+    then of I and I, W and W (WZB1).
+
+    Bubble pt; turn by turn (p-1) max(F, I). A rank keeps one microbatch and a half of all layers. Every op moves the
+    weights or the gradients of one stage at most.
+    """
+
+    def order(p: int, own: Sequence[int]) -> Iterator[Op]:
+        for older, newer in _neighbours(own):
+            half = p // 2 if older is not None and newer is not None else 0
+            if newer is not None:
+                # Step 1: p/2 times I F W F (an odd p: one F more); for the first microbatch p F
+                for j in range(p):
+                    if older is not None and j < 2 * half:
+                        yield from _backward("IW"[j % 2], [p - 1 - j // 2], older)
+                    yield from _forward(p, [j], newer)
+            if older is not None:
+                # Step 2: p/4 times I I W W; for the last microbatch p/2 times
+                rest = range(p - 1 - half, -1, -1)
+                for at in range(0, len(rest), 2):
+                    yield from _backward("I", rest[at : at + 2], older)
+                    yield from _backward("W", rest[at : at + 2], older)
+
+    return _program("wzb1", shape, options, order)
+
+
+def wzb2(shape: Shape, options: WeipipeOptions) -> Program:
+    """Forward, I and W of all stages in sequence, one microbatch after another, W in the order of forward (WZB2).
+
+    Bubble pt; turn by turn (p-1) max(F, I). A rank keeps one microbatch of all layers. Gradients become complete
+    stage by stage in the order in which the next step needs the weights.
+    """
+
+    def order(p: int, own: Sequence[int]) -> Iterator[Op]:
+        for microbatch in own:
+            # Step 1: p F
+            yield from _forward(p, range(p), microbatch)
+            # Step 2: p I
+            yield from _backward("I", reversed(range(p)), microbatch)
+            # Step 3: p W, first stage first
+            yield from _backward("W", range(p), microbatch)
+
+    return _program("wzb2", shape, options, order)
+
+
+def _forward(p: int, stages: Iterable[int], microbatch: int) -> Iterator[Op]:
+    """F of these stages of the ring, numbered from 0; with the first the embedding's, with the last all of the head."""
+    for stage in stages:
+        if stage == 0:
+            yield Op("F", 0, microbatch)
+        yield Op("F", stage + 1, microbatch)
+        if stage == p - 1:
+            yield Op("F", p + 1, microbatch)
+            yield Op("B", p + 1, microbatch)
+
+
+def _backward(kind: str, stages: Iterable[int], microbatch: int) -> Iterator[Op]:
+    """B, I or W of these stages of the ring; after the B or I of the first the embedding's B."""
+    for stage in stages:
+        yield Op(kind, stage + 1, microbatch)
+        if stage == 0 and kind != "W":
+            yield Op("B", 0, microbatch)
+
+
+def _neighbours(own: Sequence[int]) -> Iterator[tuple[int | None, int | None]]:
+    """(None, first), (first, second), ... (last, None)."""
+    return zip_longest((None, *own), own)
+
+
+def _program(
+    name: str, shape: Shape, options: WeipipeOptions, order: Callable[[int, Sequence[int]], Iterator[Op]]
+) -> Program:
+    """order: the ops of a rank that runs these microbatches, for p ranks."""
+    if options.weipipe_slots < 1:
+        raise ScheduleError(f"--weipipe-slots must be at least 1, not {options.weipipe_slots}.")
+    p = shape.ranks
+    stages = shape.recompute.stages(ring_stages(shape.layers, p))
+    ranks = tuple(tuple(order(p, range(rank, shape.microbatches, p))) for rank in range(p))
+    gradient_bytes = 4 if options.weipipe_grad_dtype == "fp32" else 2
+    ring = RingOptions(options.weipipe_slots, options.weipipe_eager, gradient_bytes)
+    return Program(name, stages, ranks, shape.microbatches, ring=ring)

@@ -1,0 +1,245 @@
+"""WeiPipe: the orders, bubbles eager and turn by turn, how much travels, memory."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from helixpipe.costs import PieceTimes
+from helixpipe.errors import ScheduleError
+from helixpipe.hardware import HARDWARE
+from helixpipe.lowering import lower
+from helixpipe.memory import rank_memory
+from helixpipe.model_costs import ModelCosts
+from helixpipe.models import MODELS, Layout
+from helixpipe.program import Op, Program, format_rows, from_csv, to_csv
+from helixpipe.recompute import RecomputeOptions
+from helixpipe.simulator import Simulation, simulate
+from helixpipe.validate import untrainable, validate
+from schedules import Shape, build
+from schedules.weipipe import WeipipeOptions
+from tests.cli.commands import run as run_command
+from tests.cli.commands import run_json
+from tests.core.rendezvous import Machine
+
+NAMES = ("weipipe-naive", "weipipe", "wzb1", "wzb2")
+PAPER = Shape(8, 32, 8)
+"""8 ranks, 32 microbatches, a layer a stage: forward 1, backward 2, a rank works for 96."""
+
+
+def run(name: str, message: float = 0.0, shape: Shape = PAPER, **options: object) -> Simulation:
+    costs = PieceTimes({"mlp": 1.0}, 2.0, message)
+    return simulate(lower(build(name, shape, WeipipeOptions(**options)), costs), costs)  # type: ignore[arg-type]
+
+
+def efficiency(simulation: Simulation) -> float:
+    return round(1 - simulation.bubble_ratio, 3)
+
+
+# --------------------------------------------------------------------------------------------------------------- order
+
+ORDERS = {
+    "weipipe-naive": "0F0 1F0 2F0 3F0 3B0 2B0 1B0 0B0 0F2 1F2 2F2 3F2 3B2 2B2 1B2 0B2",
+    "weipipe": "0F0 1F0 2F0 3F0 3B0 2B0 0F2 1F2 1B0 0B0 2F2 3F2 3B2 2B2 1B2 0B2",
+    "wzb1": "0F0 1F0 2F0 3F0 3B0 2I0 0F2 1F2 2W0 2F2 3F2 3B2 1I0 0B0 1W0 2I2 1I2 0B2 2W2 1W2",
+    "wzb2": "0F0 1F0 2F0 3F0 3B0 2I0 1I0 0B0 1W0 2W0 0F2 1F2 2F2 3F2 3B2 2I2 1I2 0B2 1W2 2W2",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_order(name: str) -> None:
+    """p = 2, two microbatches a rank: embedding 0, ring stages 1 and 2, head 3."""
+    program = build(name, Shape(2, 4, 2))
+    assert " ".join(format_rows(program)[0]) == ORDERS[name]
+    other = [op._replace(microbatch=op.microbatch + 1) for op in program.ranks[0]]
+    assert list(program.ranks[1]) == other
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_number_of_microbatches_and_layers(name: str) -> None:
+    for p in (1, 2, 3, 4, 5):
+        for m in (1, p - 1 or 1, p, p + 1, 2 * p + 1):
+            program = build(name, Shape(p, m, p + m % 3))
+            validate(program)
+            assert {op.microbatch % p for op in program.ranks[0]} == {0}
+            assert Machine(lower(program), Random(m), blocking=m % 2 == 1).run()
+            sizes = [len(stage.pieces) // 5 for stage in program.stages[1:-1]]
+            assert sum(sizes) == p + m % 3 and max(sizes) - min(sizes) <= 1
+    with pytest.raises(ScheduleError, match=re.escape("--num-layers 3 cannot be divided over 4 pipeline ranks")):
+        build(name, Shape(4, 4, 3))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_recomputation(name: str) -> None:
+    """All of it is inside the backwards, whose gradients never come from another rank; R ops run as well."""
+    program = build(name, replace(Shape(3, 7, 4), recompute=RecomputeOptions("full")))
+    assert all(stage.recompute for stage in program.stages[1:-1])
+    assert not [op for ops in program.ranks for op in ops if op.kind == "R"]
+    again = tuple(
+        tuple(each for op in ops for each in ([op._replace(kind="R"), op] if inside(program, op) else [op]))
+        for ops in program.ranks
+    )
+    for each in (program, replace(program, ranks=again)):
+        assert Machine(lower(each), Random(0)).run()
+
+
+def inside(program: Program, op: Op) -> bool:
+    """Whether it is a backward that recomputes."""
+    return op.kind in "BI" and bool(program.stages[op.stage].recompute)
+
+
+def test_slots_are_at_least_one() -> None:
+    with pytest.raises(ScheduleError, match=r"^--weipipe-slots must be at least 1, not 0\.$"):
+        build("weipipe", PAPER, WeipipeOptions(weipipe_slots=0))
+
+
+def test_training_refuses_it() -> None:
+    assert "which training cannot run yet" in str(untrainable(build("weipipe", PAPER)))
+
+
+# ------------------------------------------------------------------------------------------------------------- bubbles
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("slots", [2, 3, 6])
+def test_eager_ranks_lag_by_a_message(name: str, slots: int) -> None:
+    """The last rank starts p-1 messages late and its last gradients take one: 0.992 and 0.960 of 96 / (96 + 8t)."""
+    for message in (0.0, 0.1, 0.5):
+        result = run(name, message, weipipe_slots=slots)
+        assert result.busy == [96] * 8
+        assert result.bubble_time == pytest.approx(8 * message)
+    assert efficiency(run(name, 0.1, weipipe_slots=slots)) == 0.992
+    assert efficiency(run(name, 0.5, weipipe_slots=slots)) == 0.960
+
+
+def test_one_f_one_b_beside_it() -> None:
+    assert [efficiency(run_1f1b(message)) for message in (0.0, 0.1, 0.5)] == [0.821, 0.775, 0.636]
+
+
+def run_1f1b(message: float) -> Simulation:
+    costs = PieceTimes({"mlp": 1.0}, 2.0, message)
+    return simulate(lower(build("1f1b", PAPER), costs), costs)
+
+
+@pytest.mark.parametrize(
+    ("name", "bubble"), [("weipipe-naive", 7 * 2), ("weipipe", 18), ("wzb1", 7 * 1), ("wzb2", 7 * 1)]
+)
+def test_turn_by_turn(name: str, bubble: float) -> None:
+    """Ranks lag by an op that needs weights: (p-1) max(F, B), or max(F, I); 1F1B, and weipipe in the paper, by both."""
+    assert run(name, weipipe_eager=False).bubble_time == bubble <= run_1f1b(0.0).bubble_time == 21
+
+
+@pytest.mark.parametrize("p", [2, 3, 5, 8])
+@pytest.mark.parametrize("ratio", [1.0, 2.0, 3.0])
+def test_closed_forms(p: int, ratio: float) -> None:
+    """No bubble with messages that take no time; turn by turn never more than 1F1B's."""
+    costs = PieceTimes({"mlp": 1.0}, ratio, 0.0)
+    for name in NAMES:
+        for rounds in (1, 3):
+            shape = Shape(p, rounds * p, p)
+            eager, turns = (
+                simulate(lower(build(name, shape, WeipipeOptions(weipipe_eager=eager)), costs), costs).bubble_time
+                for eager in (True, False)
+            )
+            assert eager == 0
+            assert turns <= (p - 1) * (1 + ratio)
+
+
+# ------------------------------------------------------------------------------------------------------------- volumes
+
+
+@pytest.mark.parametrize(
+    ("name", "slots", "weights"),
+    [
+        ("weipipe-naive", 3, 1.09),
+        ("weipipe", 1, 1.54),
+        ("weipipe", 3, 1.17),
+        ("wzb1", 3, 1.44),
+        ("wzb2", 3, 1.09),
+        ("weipipe-naive", 6, 0.44),
+        ("weipipe", 6, 0.60),
+    ],
+)
+def test_volumes(name: str, slots: int, weights: float) -> None:
+    """Stages of weights and of gradients that travel for one stage of a microbatch, forward and backward: 2 and 1 in
+    the paper. A rank needs no message for its own, and finds some where they still are."""
+    for eager in (True, False):
+        result = run(name, weipipe_eager=eager, weipipe_slots=slots)
+        counts = Counter(message.kind for message in result.lowered.messages)
+        assert round(counts["weights"] / (32 * 8), 2) == weights < 2
+        assert counts["weight_gradients"] == 32 * 7
+
+
+def test_with_room_for_all_they_travel_once() -> None:
+    counts = Counter(message.kind for message in run("weipipe", weipipe_slots=7).lowered.messages)
+    assert counts == {"weights": 8 * 7, "weight_gradients": 8 * 7}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_messages_go_to_the_next_rank_but_at_the_ends(name: str) -> None:
+    """Rank 0 gets its copies from their owners, the last rank sends its sums to them."""
+    for message in run(name, 0.1).lowered.messages:
+        owner = build(name, PAPER).stages[message.producer.stage].owner
+        if message.target != message.source + 1:
+            assert (message.target, message.source) == ((0, owner) if message.kind == "weights" else (owner, 7))
+
+
+def test_half_the_bytes() -> None:
+    costs = ModelCosts(MODELS["llama2-7b"], HARDWARE["a800"], Layout(), 4096)
+    sizes = []
+    for dtype in ("fp32", "bf16"):
+        program = build("weipipe", Shape(8, 8, 32), WeipipeOptions(weipipe_grad_dtype=dtype))  # type: ignore[arg-type]
+        messages = lower(program).messages
+        sizes.append({message.kind: costs.message_bytes(program, message) for message in messages})
+    assert sizes[0]["weight_gradients"] == 2 * sizes[1]["weight_gradients"] == 2 * sizes[0]["weights"]
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize(("name", "peak"), [("weipipe-naive", 8), ("weipipe", 8), ("wzb1", 12), ("wzb2", 8)])
+def test_every_rank_keeps_as_much(name: str, peak: float) -> None:
+    """A microbatch of all layers; wzb1 half of one more."""
+    assert run(name).peak_activation == [peak] * 8
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("recompute", [None, "full"])
+def test_memory_is_balanced(name: str, recompute: str | None) -> None:
+    costs = ModelCosts(MODELS["llama2-7b"], HARDWARE["a800"], Layout(), 32768)
+    options = RecomputeOptions(recompute)  # type: ignore[arg-type]
+    lowered = lower(build(name, Shape(8, 32, 32, costs=costs, recompute=options)), costs)
+    totals = [rank_memory(lowered, costs, rank).total for rank in range(8)]
+    assert max(totals) < 1.05 * min(totals)
+
+
+# ----------------------------------------------------------------------------------------------------- command, files
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_commands(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, size = tmp_path / "ring.csv", "-p 3 -m 7 -L 5"
+    options = "--no-weipipe-eager --weipipe-grad-dtype bf16 --weipipe-slots 2"
+    made = run_json(capsys, f"simulate {name} {size} {options} --csv {file}")
+    assert made["schedule"] == name and made["layers"] == 5
+    checked = run_json(capsys, f"check {file} -L 5")
+    assert (checked["stages"], checked["ranks"], checked["trainable"]) == (5, 3, False)
+    assert name in run_command(capsys, "list")
+    run_command(capsys, f"draw {name} {size} --output {tmp_path / 'ring.png'}")
+    memory = run_json(capsys, f"memory {name} --model llama2-7b -p 8 --hardware a800")
+    assert len(memory["memory"]) == 8
+
+
+def test_a_file_is_a_ring_where_microbatches_stay(tmp_path: Path) -> None:
+    path = tmp_path / "ring.csv"
+    ours = build("wzb1", Shape(3, 6, 6))
+    to_csv(ours, path)
+    loaded = from_csv(path, 6)
+    assert (loaded.ranks, loaded.stages) == (ours.ranks, ours.stages)
+    to_csv(build("1f1b", Shape(2, 4, 2)), path)
+    assert [stage.placement for stage in from_csv(path).stages] == ["resident"] * 2
