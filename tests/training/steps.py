@@ -41,9 +41,10 @@ COMMON = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
     "--attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1 --global-batch-size 8 --train-iters 20 --lr 1e-2 "
     "--lr-decay-style constant --clip-grad 0.7 --weight-decay 0.1 --mock-data --tokenizer-type NullTokenizer "
-    "--vocab-size 127 --make-vocab-size-divisible-by 64 --init-method-std 0.1 --eval-iters 0 "
-    "--log-num-zeros-in-grad --log-params-norm"
+    "--vocab-size 127 --make-vocab-size-divisible-by 64 --init-method-std 0.1 --eval-iters 0"
 )
+
+COUNTED = "--log-num-zeros-in-grad --log-params-norm"
 
 
 @dataclass(frozen=True)
@@ -87,17 +88,18 @@ def figures_of_runs(rank: int, world_size: int, runs: list[Run]) -> list[Figures
 @dataclass
 class Figures:
     """Of a run: the loss of each step, and what is counted once however many ranks hold a weight: the first step's
-    gradient norm, zeros in gradients, norm of the weights, and the number of the weights. Stands where the training log
-    does."""
+    gradient norm and, where `COUNTED` asks for them, zeros in gradients and the norm of the weights; and the number of
+    the weights. Stands where the training log does."""
 
     parameters: int
     losses: list[float] = field(default_factory=list)
-    counted: tuple[float, float, float] | None = None
+    counted: tuple[float, ...] | None = None
 
     def step(self, iteration: int, consumed_samples: int, result: StepResult) -> None:
         self.losses.append(float(result.loss))
         if self.counted is None:
-            self.counted = (float(result.grad_norm), float(result.num_zeros), float(result.params_norm))
+            counted = (result.grad_norm, result.num_zeros, result.params_norm)
+            self.counted = tuple(float(figure) for figure in counted if figure is not None)
 
 
 class _NoSchedule:
