@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from helixpipe.costs import chunk_share
 from helixpipe.graph import Message
@@ -31,7 +31,11 @@ class ProgramBytes:
         raise NotImplementedError
 
     def stash(self, program: Program, op: Op) -> float:
-        return self.bytes.segments_stash(program.stages[op.stage].segments, self.chunk(program, op.chunk), op.kind)
+        stage, chunk = program.stages[op.stage], self.chunk(program, op.chunk)
+        key = (stage.pieces, stage.recompute, chunk, op.kind)
+        if key not in self._stashes:
+            self._stashes[key] = self.bytes.segments_stash(stage.segments, chunk, op.kind)
+        return self._stashes[key]
 
     def deferred_stash(self, program: Program, op: Op) -> float:
         return self.bytes.deferred_stash(program.stages[op.stage].pieces, self.chunk(program, op.chunk))
@@ -74,3 +78,7 @@ class ProgramBytes:
     @cached_property
     def _message_sizes(self) -> dict[tuple[str, Chunk], float]:
         return {}  # schedules that search ask again and again
+
+    @cached_property
+    def _stashes(self) -> dict[tuple[Any, ...], float]:
+        return {}

@@ -21,7 +21,7 @@ MAX_WIDTH = 118
 
 NAMES_OF_RUNS = {
     LAYER_PIECES: "whole",
-    ("norm", "qkv", "proj", "mlp"): "all but attention",
+    ("norm", "qkv", "mlp"): "all but attention",
     ("attn",): "core attention",
 }
 """Kinds of pieces of a layer that are recomputed, as people call them."""

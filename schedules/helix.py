@@ -15,6 +15,8 @@ says that this is faster, the last slot's are divided otherwise.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -27,7 +29,7 @@ from helixpipe.flags import option
 from helixpipe.graph import build_graph, list_schedule
 from helixpipe.lowering import timers, unit_costs
 from helixpipe.program import Op, Program, Stage, even_stages, model_pieces
-from helixpipe.recompute import RecomputeOptions
+from helixpipe.recompute import peak_memory
 from schedules.base import Shape, require_multiple
 
 SHIPPED = MappingProxyType(
@@ -51,7 +53,9 @@ class HelixOptions:
         "attention, which is norm, QKV and output projection.",
     )
     helix_recompute: bool = option(
-        True, "Recompute all but attention, unless --recompute-granularity says what to recompute."
+        True,
+        "Unless --recompute-granularity says what to recompute: as little as fits, where costs and a memory limit are "
+        "known, and else all but attention.",
     )
     helix_spread_head: bool = option(
         True, "A copy of the output layer on every rank, so that heads of different microbatches run at the same time."
@@ -74,14 +78,46 @@ def helix(shape: Shape, options: HelixOptions) -> Program:
     require_multiple("helix", shape.microbatches, p * folds, "the pipeline size times --helix-folds,")
     spread = options.helix_spread_head and p > 1
     stages = _stages(shape, SHIPPED[options.helix_ship], spread)
-    if shape.recompute.granularity is None and options.helix_recompute:
-        stages = RecomputeOptions("without-attention").stages(stages)
     found = []
     for relieved in (False, True) if spread and folds > 1 else (False,):
         placed = _forwards(shape, folds, spread, relieved)
         ranks = tuple(_with_backwards(forwards, head=len(stages) - 1) for forwards in placed)
         found.append(Program("helix", stages, ranks, shape.microbatches))
+    if shape.recompute.granularity is None and options.helix_recompute:
+        stages = _recomputed(found[0], shape.costs, shape.memory_limit)
+        found = [replace(program, stages=stages) for program in found]
     return found[0] if len(found) == 1 else min(found, key=partial(_makespan, costs=shape.costs or unit_costs()))
+
+
+def _recomputed(program: Program, costs: Costs | None, limit: float | None) -> tuple[Stage, ...]:
+    """The stages, with the least recomputation that keeps all ranks to the memory limit; without one all but attention.
+
+    A round is as many layers as there are ranks: what it keeps is spread evenly over them. Round by round first norms
+    and QKV are recomputed, a quarter of a layer's linear layers for half of what it keeps, then the MLP.
+    """
+    ranks = program.num_ranks
+    round_of = [layer // ranks for layer in range(program.num_layers)]
+    rounds = round_of[-1] + 1
+    counts = [(first, 0) for first in range(rounds)] + [(rounds, second) for second in range(rounds + 1)]
+
+    def of(count: tuple[int, int]) -> tuple[Stage, ...]:
+        kinds = [("norm", "qkv") * (at < count[0]) + ("mlp",) * (at < count[1]) for at in round_of]
+        return tuple(_recomputing(stage, kinds) for stage in program.stages)
+
+    if costs is None or limit is None:
+        return of(counts[-1])
+
+    def fits(count: tuple[int, int]) -> bool:
+        tried = replace(program, stages=of(count))
+        return all(peak_memory(tried, costs, rank) <= limit for rank in range(ranks))
+
+    return of(counts[min(bisect_left(counts, True, key=fits), len(counts) - 1)])
+
+
+def _recomputing(stage: Stage, kinds: Sequence[Collection[str]]) -> Stage:
+    """The stage with runs of pieces recomputed; kinds: of each layer those that are."""
+    runs = groupby(stage.pieces, key=lambda piece: piece.layer >= 0 and piece.kind in kinds[piece.layer])
+    return replace(stage, recompute=tuple(tuple(run) for again, run in runs if again))
 
 
 def _makespan(program: Program, costs: Costs) -> float:

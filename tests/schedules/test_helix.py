@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 from typing import Literal
 
 import pytest
@@ -19,7 +19,7 @@ from helixpipe.memory import rank_memory
 from helixpipe.model_costs import ModelCosts
 from helixpipe.models import MODELS, Layout
 from helixpipe.program import LAYER_PIECES, Op, Piece, Program
-from helixpipe.recompute import RecomputeOptions
+from helixpipe.recompute import RecomputeOptions, peak_memory
 from helixpipe.simulator import Simulation, simulate
 from helixpipe.validate import validate
 from schedules import Shape, build
@@ -393,6 +393,32 @@ def test_every_rank_keeps_the_same(p: int, rounds: int, loops: int, folds: int) 
     assert result.peak_activation == pytest.approx([m * rounds] * p)
     result = run(p, m, p * rounds, HelixOptions(folds, "none"))
     assert max(result.peak_activation) <= 5 / 16 * m * rounds + 1 + 2 / 16 * m
+
+
+@pytest.mark.parametrize("ship", ["none", "qkv", "attention"])
+def test_recomputes_as_little_as_fits(ship: Literal["none", "qkv", "attention"]) -> None:
+    """Less memory, more recomputation, from none to all but attention; what is chosen fits, and less would not."""
+    costs = ModelCosts(MODELS["llama2-7b"], HARDWARE["h20"], Layout(8, True), 65536)
+    options = HelixOptions(2, ship)
+
+    def peak(program: Program) -> float:
+        return max(peak_memory(program, costs, rank) for rank in range(4))
+
+    def chosen(limit: float | None, recompute: RecomputeOptions = INSIDE) -> Program:
+        return build("helix", Shape(4, 8, 16, costs=costs, memory_limit=limit, recompute=recompute), options)
+
+    everything = build("helix", Shape(4, 8, 16, costs=costs), replace(options, helix_recompute=False))
+    most, least = peak(everything), peak(chosen(None))
+    assert chosen(None).stages == chosen(least).stages == chosen(least / 2).stages
+    assert chosen(None).stages == chosen(most, replace(INSIDE, recompute_granularity="without-attention")).stages
+    assert chosen(most).stages == everything.stages
+    found = [chosen(least + (most - least) * part / 20) for part in range(21)]
+    work = [simulate(lower(program, costs), costs).ideal for program in found]
+    assert work == sorted(work, reverse=True) and len(set(work)) >= 6
+    for program, following in pairwise(found):
+        assert peak(program) <= peak(following) <= most
+    for part, program in enumerate(found):
+        assert peak(program) <= least + (most - least) * part / 20
 
 
 def test_recomputation_asked_for_is_the_schedules() -> None:

@@ -20,7 +20,7 @@ from helixpipe.models import MODELS, Layout
 from helixpipe.program import Op, Program, format_rows, from_csv, to_csv
 from helixpipe.recompute import RecomputeOptions
 from helixpipe.simulator import Simulation, simulate
-from helixpipe.validate import untrainable, validate
+from helixpipe.validate import validate
 from schedules import Shape, build
 from schedules.weipipe import WeipipeOptions
 from tests.cli.commands import run as run_command
@@ -96,10 +96,6 @@ def inside(program: Program, op: Op) -> bool:
 def test_slots_are_at_least_one() -> None:
     with pytest.raises(ScheduleError, match=r"^--weipipe-slots must be at least 1, not 0\.$"):
         build("weipipe", PAPER, WeipipeOptions(weipipe_slots=0))
-
-
-def test_training_refuses_it() -> None:
-    assert "which training cannot run yet" in str(untrainable(build("weipipe", PAPER)))
 
 
 # ------------------------------------------------------------------------------------------------------------- bubbles
@@ -228,7 +224,7 @@ def test_commands(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     made = run_json(capsys, f"simulate {name} {size} {options} --csv {file}")
     assert made["schedule"] == name and made["layers"] == 5
     checked = run_json(capsys, f"check {file} -L 5")
-    assert (checked["stages"], checked["ranks"], checked["trainable"]) == (5, 3, False)
+    assert (checked["stages"], checked["ranks"], checked["trainable"]) == (5, 3, True)
     assert name in run_command(capsys, "list")
     run_command(capsys, f"draw {name} {size} --output {tmp_path / 'ring.png'}")
     memory = run_json(capsys, f"memory {name} --model llama2-7b -p 8 --hardware a800")
