@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from helixpipe.recompute import RecomputeOptions
 from helixpipe.runtime.accounting import SavedBytes
 from helixpipe.runtime.executor import Executor, Step
 from helixpipe.runtime.transport import Alone
+from schedules import Shape, build
+from schedules.helix import HelixOptions
 from tests.model.common import make_config, set_parallel
 
 TOKENS, BATCH, VOCABULARY, LAYERS = 24, 2, 512, 2
@@ -61,6 +64,7 @@ def compare(rank: int, world_size: int) -> dict[str, list[tuple[str, float, floa
                 *_flops(shape, layout),
                 *_saved(shape, layout),
                 *_recomputed(shape, layout),
+                *_helix(shape, layout),
                 *_inside_mlp(shape, layout),
                 *_saved_of_chunks(shape, layout),
                 *_parameters(shape, layout),
@@ -238,17 +242,43 @@ def _recomputed(shape: ModelShape, layout: Layout) -> list[tuple[str, float, flo
     return found
 
 
+def _helix(shape: ModelShape, layout: Layout) -> list[tuple[str, float, float]]:
+    """What the executor holds of all stages of one microbatch after their F, for each cut of helix's layers."""
+    model, own, data, found = make(shape, layout), PieceBytes(shape, layout), batch(), []
+    model.run(CHAIN, (), data, CONTEXT)
+    rotary = getattr(model.decoder.layers["0"], "_rotary", None)
+    tables = rotary._table if rotary is not None else ()
+    for ship, recompute in product(("none", "qkv", "attention"), (False, True)):
+        options = HelixOptions(1, ship, recompute)  # type: ignore[arg-type]
+        asked = RecomputeOptions(recompute_early=False)
+        program = build("helix", Shape(1, 1, LAYERS, recompute=asked), options)
+        step = Step(0, int, lambda index: data, lambda index: torch.tensor(1.0), BATCH, TOKENS)
+        with SavedBytes([*model.parameters(), *tables, data.tokens, data.labels, data.loss_mask]) as account:
+            executor = _Watched(lower(program), model, account)
+            executor.run(step)
+        for last in range(len(program.stages) - 1):
+            ours = sum(own.segments_stash(stage.segments, Chunk(TOKENS), "F") for stage in program.stages[: last + 1])
+            found.append((f"helix {ship} {recompute} to stage {last}", executor.totals[last], ours))
+    return found
+
+
 class _Watched(Executor):
-    """Looks at what is held after F and whenever a segment of the backward is complete."""
+    """Looks at what is held after F and whenever a segment of the backward is complete. totals: of all units, after the
+    F of each stage. No unit shares memory with the next, as if they were on other ranks."""
 
     def __init__(self, lowered: LoweredProgram, model: PipelineModel, account: SavedBytes):
         super().__init__(lowered, 0, model, Alone())
         self._account = account
         self.after_forward = self.most = 0
+        self.totals: list[int] = []
 
     def _forward(self, op: Op) -> None:
         super()._forward(op)
         self.after_forward = self._held(self._stash[op.unit])
+        self.totals.append(self._held([graph for graphs in self._stash.values() for graph in graphs]))
+
+    def _deliver(self, op: Op, tensors: tuple[torch.Tensor, ...]) -> None:
+        super()._deliver(op, tuple(tensor.clone() for tensor in tensors))
 
     def _through(self, op: Op, graph: Any, gradients: Any) -> Any:
         self.most = max(self.most, self._held([*self._stash[op.unit], graph]))

@@ -15,7 +15,9 @@ def counts() -> list[dict[str, Any]]:
     return run_ranks(pieces.compare, 2)
 
 
-@pytest.mark.parametrize("what", ["flops", "saved", "stash", "deferred", "message", "parameters", "recompute", "peak"])
+@pytest.mark.parametrize(
+    "what", ["flops", "saved", "stash", "deferred", "message", "parameters", "recompute", "helix", "peak"]
+)
 @pytest.mark.parametrize("case", pieces.CASES)
 def test_counts_equal_torch(counts: list[dict[str, Any]], case: str, what: str) -> None:
     for rank, results in enumerate(counts):
