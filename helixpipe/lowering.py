@@ -62,8 +62,8 @@ class Action(str, Enum):
     """Start sending a message; its tensors belong to the transport from here on. Weights that were received are sent as
     they are, maybe before they have arrived, and stay in use."""
     FREE = "FREE"
-    """Of an op: after an F whose outputs have left, this rank no longer needs their data; after a B or W nor anything
-    its unit stashed. Of a message: the copy of weights it brought has had its last op and has been passed on."""
+    """Of a B or W: its unit stashes nothing any more. Of a message: the copy of weights it brought has had its last op
+    and has been passed on."""
 
 
 class Instruction(NamedTuple):
@@ -136,7 +136,6 @@ def timers(program: Program, costs: Costs) -> tuple[Callable[[Op], float], Calla
 def _project(graph: Graph, times: Times) -> list[list[Instruction]]:
     streams: list[list[Instruction]] = [[] for _ in graph.rank_tasks]
     waits: dict[Op, list[Instruction]] = {}
-    unsent: dict[Op, int] = {}
     returned: list[list[tuple[float, Instruction]]] = [[] for _ in streams]  # gradients: arrival on paper, WAIT
     unused = Counter(message.number for message in graph.weights_of.values())  # of a copy: ops to run, SENDs
     unused.update(m.follows for m in graph.messages if m.kind == "weights" and m.follows >= 0)
@@ -144,8 +143,6 @@ def _project(graph: Graph, times: Times) -> list[list[Instruction]]:
     for message in graph.messages:
         if message.kind != "weight_gradients":
             waits.setdefault(message.consumer, []).append(Instruction(Action.WAIT, None, message))
-        if not message.ships:
-            unsent[message.producer] = unsent.get(message.producer, 0) + 1
 
     def use(message: Message) -> None:
         unused[message.number] -= 1
@@ -155,7 +152,6 @@ def _project(graph: Graph, times: Times) -> list[list[Instruction]]:
     for task in times.order:
         if graph.is_message(task):
             message = graph.message(task)
-            producer = message.producer
             before = graph.messages[message.follows] if message.follows >= 0 else None
             if before is not None and message.kind == "weight_gradients":
                 streams[message.source].append(Instruction(Action.WAIT, None, before))
@@ -165,11 +161,6 @@ def _project(graph: Graph, times: Times) -> list[list[Instruction]]:
                 returned[message.target].append((times.end[task], Instruction(Action.WAIT, None, message)))
             if before is not None and message.kind == "weights":
                 use(before)
-            if message.ships:
-                continue
-            unsent[producer] -= 1
-            if producer.kind == "F" and unsent[producer] == 0:
-                streams[message.source].append(Instruction(Action.FREE, producer))
         else:
             op = graph.ops[task]
             stream = streams[graph.ranks[task]]

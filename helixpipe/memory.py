@@ -103,7 +103,7 @@ class _Walk:
                     messages -= self.incoming.get(op, 0.0)
                 messages += self.outgoing.get(op, 0.0)
                 peak = max(peak, (walk.now, messages, 0.0, *kept), key=sum)
-            elif op is not None and op.kind in "BW":
+            elif op is not None:
                 walk.free(op)
         return peak
 

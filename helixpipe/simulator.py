@@ -107,7 +107,7 @@ def _peak_stash(lowered: LoweredProgram, rank: int, costs: Costs) -> float:
     for action, op, _ in lowered.streams[rank]:
         if op is not None and action is Action.RUN:
             peak = max(peak, walk.run(op), walk.now)
-        elif op is not None and action is Action.FREE and op.kind in "BW":
+        elif op is not None:
             walk.free(op)
     return peak
 

@@ -64,7 +64,7 @@ class Step:
 
 
 class LossSum(NamedTuple):
-    """The sum of a chunk's token losses times their loss mask; a float32 scalar, on the rank of the head only."""
+    """The sum of a chunk's token losses times their loss mask; a float32 scalar, on the rank that ran its head only."""
 
     microbatch: int
     chunk: int
@@ -208,7 +208,7 @@ class Executor:
             message = _message(instruction)
             self._copies.drop(message)
             del self._receipts[message.number]
-        elif op.kind != "F":
+        else:
             del self._stash[op.unit]
 
     # ---------------------------------------------------------------------------------------------------------- ops
