@@ -96,7 +96,7 @@ def find(name: str) -> Schedule:
     if name in SCHEDULES:
         return SCHEDULES[name]
     longer = [known for known in SCHEDULES if name and known.startswith(name.lower())]
-    near = longer or difflib.get_close_matches(name.lower(), SCHEDULES, n=1, cutoff=0.3)
+    near = difflib.get_close_matches(name.lower(), longer or SCHEDULES, n=1, cutoff=0.0 if longer else 0.3)
     hint = f"did you mean {near[0]}? " if near else ""
     raise ScheduleError(
         f"unknown pipeline schedule {name!r}: {hint}known are {', '.join(SCHEDULES)}, or the path of a .csv file."

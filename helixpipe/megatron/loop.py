@@ -164,6 +164,8 @@ class ForwardBackward:
             step = _step(seq_length, micro_batch_size, training=not forward_only)
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+        if self._own is not None:
+            _finish_gathers(chunks)
         with ExitStack() as stack:
             _without_reductions(stack, chunks, config)
             losses, _ = executor.run(step)
@@ -318,6 +320,15 @@ def _plain_hooks(chunk: DistributedDataParallel) -> Iterator[None]:
         yield
     finally:
         chunk.ddp_config.overlap_grad_reduce = True
+
+
+def _finish_gathers(chunks: list[torch.nn.Module]) -> None:
+    """With `overlap_param_gather` the hooks of a module's forward wait for its weights. A PipelineModel's may leave for
+    another rank, or be used, without that forward."""
+    for chunk in chunks:
+        if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
+            for group in chunk.bucket_groups:
+                group.finish_param_sync(skip_next_bucket_dispatch=True)
 
 
 def _start_reductions(chunks: list[torch.nn.Module], force_all_reduce: bool | None) -> None:

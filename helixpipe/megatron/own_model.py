@@ -209,6 +209,8 @@ class Copies:
             if pieces == {Piece("embed")} and model.share_embeddings_and_output_weights:
                 pieces.add(Piece("head"))
             self._copies.append((own[name], [rank for rank, each in enumerate(held) if each & pieces]))
+        # NCCL makes the group's communicator with all its ranks: not in `_exchange`, which only some of them run.
+        dist.all_reduce(torch.zeros(1, device=device()), group=group)
 
     def sum(self) -> None:
         """Before the data-parallel reduction, while all ranks hold whole gradients."""

@@ -102,6 +102,8 @@ class WeightCopies:
 
     def take_sum(self, message: Message) -> Tensor:
         """What the ops have added up, and what came to be added; it leaves in this message."""
+        for weight in self._weights([message.producer.stage]):
+            weight.main_grad = None  # type: ignore[attr-defined]  # a view of it, or of a sum that `prepare` puts back
         return self._sums.pop(message.number)
 
     def _add_to_sum(self, weight: Tensor) -> None:

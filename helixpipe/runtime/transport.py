@@ -89,16 +89,23 @@ class _GlooReceipt:
     works: list[Any]
     device: torch.device
     lock: threading.Lock = field(default_factory=threading.Lock)
+    failure: BaseException | None = None
 
     def wait(self) -> tuple[torch.Tensor, ...]:
         self.arrive()
         return tuple(buffer.to(self.device, non_blocking=True) for buffer in self.buffers)
 
     def arrive(self) -> None:
-        """From any thread. A receive of gloo may be waited for once only."""
+        """From any thread. A receive of gloo may be waited for once only; who comes after a failure fails alike."""
         with self.lock:
-            while self.works:
-                self.works.pop().wait()
+            if self.failure is not None:
+                raise self.failure
+            try:
+                while self.works:
+                    self.works.pop().wait()
+            except BaseException as error:
+                self.failure = error
+                raise
 
 
 class _Sent(NamedTuple):

@@ -200,16 +200,20 @@ def dropout(rank: int, world_size: int) -> list[list[float]]:
     return found
 
 
-def optimize(rank: int, world_size: int) -> list[list[float]]:
-    """Losses of three steps under Adam on all data-parallel ranks: plain, and with all that overlaps."""
-    start(1, 1)
+def optimize(rank: int, world_size: int, pp: int, case: Case) -> list[list[float]]:
+    """Losses of three steps under Adam, with data parallelism: plain, and with all that overlaps, in small buckets."""
+    start(1, pp)
     found = []
     for overlap in (False, True):
-        function = get_forward_backward_func("seq1f1b", chunks=3)
-        config = make_config(Case("", ()))
-        ours = PipelineModel(config, make_options("llama", True), function.pieces(LAYERS, 2), seed=SEED)
+        function = get_forward_backward_func(case.schedule, **case.options)
+        config = make_config(case, pipeline_model_parallel_size=pp)
+        pieces, copies = function.pieces(LAYERS, case.sizes[0]), function.copies(LAYERS, case.sizes[0])
+        ours = PipelineModel(config, make_options("llama", case.tied), pieces, seed=SEED, copies=copies)
         ddp = DistributedDataParallelConfig(
-            use_distributed_optimizer=overlap, overlap_grad_reduce=overlap, overlap_param_gather=overlap
+            use_distributed_optimizer=overlap,
+            overlap_grad_reduce=overlap,
+            overlap_param_gather=overlap,
+            bucket_size=1000 if overlap else None,
         )
         model = DistributedDataParallel(config, ddp, ours)
         config.finalize_model_grads_func = finalize_model_grads
@@ -225,7 +229,6 @@ def optimize(rank: int, world_size: int) -> list[list[float]]:
         losses = []
         for _ in range(3):
             zero(model)
-            case = Case("seq1f1b", (2,))
             losses += [each["lm loss"].item() for each in call(function, case, model, 0)]
             optimizer.step()
             optimizer.zero_grad()

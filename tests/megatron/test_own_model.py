@@ -71,8 +71,13 @@ def test_dropout_depends_on_the_step_and_not_on_the_schedule() -> None:
     assert other_first == pytest.approx(first, rel=TOLERANCE) and other_second == pytest.approx(second, rel=TOLERANCE)
 
 
-def test_overlapping_data_parallel_reductions_and_gathers() -> None:
-    for plain, overlapped in run_ranks(optimize, 2):
+@pytest.mark.parametrize(
+    ("ranks", "pp", "case"),
+    [(2, 1, Case("seq1f1b", (2,), {"chunks": 3})), (4, 2, Case("helix", (2,), {"helix_folds": 1}))],
+)
+def test_overlapping_data_parallel_reductions_and_gathers(ranks: int, pp: int, case: Case) -> None:
+    """Weights of helix leave for another rank before their own rank has a use for them."""
+    for plain, overlapped in run_ranks(optimize, ranks, pp, case, timeout=240):
         assert overlapped == pytest.approx(plain, rel=1e-4)
         assert len(set(plain)) == 6
 

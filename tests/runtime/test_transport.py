@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 
-from helixpipe.runtime.transport import make_transport
+from helixpipe.runtime.transport import _GlooReceipt, make_transport
 from tests.distributed import run_ranks
 
 SIZE = 1 << 16
@@ -38,3 +39,16 @@ def pass_on(rank: int, world_size: int, steps: int, messages: int) -> list[list[
 def test_what_arrives_goes_on_without_being_waited_for() -> None:
     sent, *received = run_ranks(pass_on, 4, 3, 5)
     assert received == [sent] * 3
+
+
+class Lost:
+    def wait(self) -> None:
+        raise ConnectionError("closed by peer")
+
+
+def test_what_was_lost_is_lost_for_who_waits_second() -> None:
+    """The thread that passes a message on may be the first; the op that needs it must not run on nothing."""
+    receipt = _GlooReceipt([torch.empty(1)], [Lost()], torch.device("cpu"))
+    for _ in range(2):
+        with pytest.raises(ConnectionError, match="closed by peer"):
+            receipt.wait()

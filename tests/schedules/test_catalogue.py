@@ -149,6 +149,7 @@ def test_sizes_are_at_least_one(field: str, words: str) -> None:
         ("interleaved", "interleaved-1f1b"),
         ("interleaved_1f1b", "interleaved-1f1b"),
         ("None", "none"),
+        ("weip", "weipipe"),
     ],
 )
 def test_unknown_names_name_the_nearest(name: str, near: str) -> None:
