@@ -49,12 +49,16 @@ class WeightCopies:
             self._store = self.shell.weight_gradients
             for weight in self._weights(copied):
                 weight.register_post_accumulate_grad_hook(self._add_to_sum)
-        self._copies: dict[int, Tensor] = {}
-        self._sums: dict[int, Tensor] = {}
-        self._bound: dict[int, int] = {}
+        self.begin()
         self._joins = {m.follows: m for m in graph.messages if m.kind == "weight_gradients" and m.follows >= 0}
         own_sends = [m for m in graph.messages if m.kind == "weights" and m.source == rank and m.follows < 0]
         self._sends = Counter(message.producer.stage for message in own_sends)
+
+    def begin(self) -> None:
+        """Before a step: nothing of the last one stays, also if that failed."""
+        self._copies: dict[int, Tensor] = {}
+        self._sums: dict[int, Tensor] = {}
+        self._bound: dict[int, int] = {}
         self._packed: dict[int, tuple[Tensor, int]] = {}
 
     def payload(self, message: Message) -> tuple[torch.Size, torch.dtype]:

@@ -145,6 +145,7 @@ class Executor:
         self._outbox: dict[Op, tuple[Tensor, ...]] = {}
         self._receipts: dict[int, Receipt] = {}
         self._losses: list[LossSum] = []
+        self._copies.begin()
         self._record = Record() if record else None
         with torch.no_grad() if self.lowered.program.forward_only else nullcontext():
             for index, instruction in enumerate(self._stream):
