@@ -34,6 +34,7 @@ from helixpipe.lowering import lower
 from helixpipe.model import GPTOptions, Microbatch, PipelineModel, UnitContext
 from helixpipe.model.attention import CoreAttention
 from helixpipe.model.ends import loss_sum
+from helixpipe.model.layers import piece_of
 from helixpipe.program import Piece, Program, even_stages, parse_rows
 from helixpipe.runtime.executor import Executor, Step, merge_records
 from helixpipe.runtime.transport import GlooTransport
@@ -87,8 +88,8 @@ class Problem:
     def microbatch(self, index: int) -> Microbatch:
         return Microbatch(self.tokens[index], self.labels[index], self.mask)
 
-    def model(self, pieces: Any) -> PipelineModel:
-        return PipelineModel(self.config, self.gpt, pieces)
+    def model(self, pieces: Sequence[Piece], copies: Mapping[Piece, int] | None = None) -> PipelineModel:
+        return PipelineModel(self.config, self.gpt, pieces, copies=copies or {})
 
     def program(self, schedule: str, options: Any = None, **shape: Any) -> Program:
         """options: the schedule's own. shape: what else `Shape` has besides ranks, microbatches and layers."""
@@ -127,10 +128,11 @@ class Engine:
 
 
 class OurEngine(Engine):
-    """A program under our executor."""
+    """A program under our executor, and the sum of gradients over copies of replicated stages."""
 
     def __init__(self, problem: Problem, program: Program):
-        model = problem.model(program.pieces_of_rank(problem.rank))
+        copies = program.copies(problem.rank)
+        model = problem.model(program.pieces_of_rank(problem.rank), copies)
         transport = GlooTransport(problem.group, torch.device("cpu"))
         self.executor = Executor(lower(program, receive_ahead=1), problem.rank, model, transport)
         self._data = Step(
@@ -141,7 +143,15 @@ class OurEngine(Engine):
             micro_batch_size=problem.micro,
             seq_length=problem.sequence,
         )
-        super().__init__(dict(model.named_parameters()), lambda: self.executor.run(self._data))
+        self._group = problem.group
+        named = dict(model.named_parameters())
+        self._copies = [parameter for name, parameter in sorted(named.items()) if piece_of(name) in copies]
+        super().__init__(named, self._step)
+
+    def _step(self) -> None:
+        self.executor.run(self._data)
+        for parameter in self._copies:  # untied: both ranks hold them
+            dist.all_reduce(parameter.grad, group=self._group)
 
     @property
     def program(self) -> Program:

@@ -116,7 +116,14 @@ def sent_bytes(case: Case, engine: str) -> float:
     sent: Counter[int] = Counter()
     for message in lowered.messages:
         sent[message.source] += int(costs.message_bytes(lowered.program, message))
-    return max(sent.values())
+    return max(sent.values()) + summed_bytes(case, lowered.program)
+
+
+def summed_bytes(case: Case, program: Program) -> float:
+    """What a rank sends of the gradients of replicated stages, which are summed once a step: out and in again, all but
+    its own slice."""
+    copies = model_costs(case).bytes.parameters(tuple(program.copies(0))) * ELEMENT_BYTES
+    return 2 * (RANKS - 1) / RANKS * copies
 
 
 def predicted_seconds(case: Case, engine: str, link: Link, measured: Mapping[str, Any]) -> float:
@@ -124,8 +131,9 @@ def predicted_seconds(case: Case, engine: str, link: Link, measured: Mapping[str
     because it runs the same pieces."""
     if not is_fsdp(engine):
         times = _op_times(measured[engine])
-        costs = LinkTimes(times, link=link, model=model_costs(case))
-        return simulate(lowered_schedule(case, engine), costs).makespan
+        costs, lowered = LinkTimes(times, link=link, model=model_costs(case)), lowered_schedule(case, engine)
+        after = summed_bytes(case, lowered.program) / link.bytes_per_second
+        return simulate(lowered, costs).makespan + after
     times = _op_times(next(row for row in measured.values() if row["op_times"]))
     computing = sum(times.values()) * case.microbatches / RANKS
     units = case.layers + 2

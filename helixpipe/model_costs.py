@@ -129,8 +129,10 @@ class ModelCosts(ProgramBytes):
     def _copies_time(self, program: Program) -> float:
         """All-reduces, as rings, of the gradients of replicated stages over the pipeline ranks that hold them."""
         moved = 0.0
-        for stage in (stage for stage in program.stages if stage.placement == "replicated"):
-            holders = sum(stage.pieces[0] in program.pieces_of_rank(rank) for rank in range(program.num_ranks))
+        for index, stage in enumerate(program.stages):
+            if stage.placement != "replicated":
+                continue
+            holders = len(program.holders(index))
             moved += 2 * self.bytes.parameters(stage.pieces) * GRADIENT_BYTES * (holders - 1) / holders
         same_node = self._node(0) == self._node(program.num_ranks - 1)
         return moved / self.hardware.peer_bandwidth(self._senders, same_node)

@@ -13,6 +13,7 @@ import csv
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -177,31 +178,41 @@ class Program:
     def num_layers(self) -> int:
         return 1 + max((piece.layer for stage in self.stages for piece in stage.pieces), default=-1)
 
+    def holders(self, stage: int) -> tuple[int, ...]:
+        """The ranks that hold a stage's weights: its owner, or those that run units of it. A replicated stage beside
+        ring stages is held by every rank: which ranks have microbatches of their own must not decide what they hold."""
+        own = self.stages[stage]
+        if own.owner is not None:
+            return (own.owner,)
+        if own.placement == "replicated" and any(each.placement == "ring" for each in self.stages):
+            return tuple(range(self.num_ranks))
+        return tuple(rank for rank, run in enumerate(self._stages_run) if stage in run)
+
     def pieces_of_rank(self, rank: int) -> tuple[Piece, ...]:
         """The pieces, in model order, whose weights this rank holds: what it runs, but for copies; and what it owns."""
-        run = {op.stage for op in self.ranks[rank]}
         return tuple(
-            piece
-            for index, stage in enumerate(self.stages)
-            if (index in run if stage.owner is None else stage.owner == rank)
-            for piece in stage.pieces
+            piece for index, stage in enumerate(self.stages) if rank in self.holders(index) for piece in stage.pieces
         )
 
     def copies(self, rank: int) -> dict[Piece, int]:
         """The rank's pieces that other ranks hold as well, those of replicated stages, with the number of the rank's
         copy; 0 is that of the first rank."""
-        run = [{op.stage for op in ops} for ops in self.ranks]
         found: dict[Piece, int] = {}
         for index, stage in enumerate(self.stages):
-            holders = [each for each, stages in enumerate(run) if index in stages]
+            holders = self.holders(index)
             if stage.placement == "replicated" and len(holders) > 1 and rank in holders:
                 found |= dict.fromkeys(stage.pieces, holders.index(rank))
         return found
 
     def copied_stages(self, rank: int) -> tuple[int, ...]:
         """The stages that this rank runs units of with copies of their owners' weights."""
-        run = sorted({op.stage for op in self.ranks[rank]})
+        run = sorted(self._stages_run[rank])
         return tuple(stage for stage in run if self.stages[stage].owner not in (None, rank))
+
+    @cached_property
+    def _stages_run(self) -> tuple[frozenset[int], ...]:
+        """Of each rank, the stages it runs units of."""
+        return tuple(frozenset(op.stage for op in ops) for ops in self.ranks)
 
 
 def model_pieces(num_layers: int) -> tuple[Piece, ...]:

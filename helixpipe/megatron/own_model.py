@@ -216,6 +216,8 @@ class Copies:
         """Before the data-parallel reduction, while all ranks hold whole gradients."""
         for parameter, holders in self._copies:
             main = getattr(parameter, "main_grad", None)
+            if main is None and parameter.grad is None:  # held here, but run by others alone
+                parameter.grad = torch.zeros_like(parameter)
             gradient = parameter.grad if main is None else main
             assert gradient is not None
             if len(holders) == self._group.size():

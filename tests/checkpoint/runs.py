@@ -17,9 +17,10 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 
 from helixpipe.model import GPTOptions, PipelineModel
-from helixpipe.program import model_pieces
+from helixpipe.program import Piece
 from megatron.training.checkpoint_tensors import quiet
 from megatron.training.checkpointing import Checkpointer, CheckpointOptions, Progress
+from schedules import Shape, build
 from tests.model.common import set_parallel
 
 
@@ -36,6 +37,8 @@ class Layout:
     num_layers: int = 2
     hidden_size: int = 16
     lr_decay_steps: int = 100
+    schedule: str = "1f1b"
+    """Places the layers."""
     spread_head: bool = False
     """A copy of the head on every pipeline rank."""
 
@@ -62,14 +65,12 @@ class Run:
             cuda_graph_scope=[],
         )
         gpt = GPTOptions(32, 8, layout.positions, share_embeddings_and_output_weights=layout.tied)
-        pieces = model_pieces(layout.num_layers)
-        part = (len(pieces) + layout.pp - 1) // layout.pp
+        program = build(layout.schedule, Shape(layout.pp, layout.pp, layout.num_layers))
         rank = parallel_state.get_pipeline_model_parallel_rank()
-        own, head = pieces[rank * part : (rank + 1) * part], pieces[-1]
-        if layout.spread_head and rank < layout.pp - 1:
-            own = (*own, head)
-        copies = {head: rank} if layout.spread_head else {}
-        self.model = PipelineModel(config, gpt, own, seed=seed, copies=copies)
+        pieces, copies, head = program.pieces_of_rank(rank), program.copies(rank), Piece("head")
+        if layout.spread_head:
+            pieces, copies = (*pieces, head) if rank < layout.pp - 1 else pieces, {head: rank}
+        self.model = PipelineModel(config, gpt, pieces, seed=seed, copies=copies)
         distributed = layout.distributed_optimizer
         self.ddp = DistributedDataParallel(
             config, DistributedDataParallelConfig(use_distributed_optimizer=distributed), self.model

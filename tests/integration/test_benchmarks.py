@@ -53,7 +53,7 @@ def test_published_setups(tmp_path: Path) -> None:
 
 def test_engines_over_a_link_and_their_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Here over loopback; tests of the lab itself are in test_netlab.py."""
-    output, engines = tmp_path / "result.json", ["1f1b", "gpipe", "fsdp2", "fsdp2-once"]
+    output, engines = tmp_path / "result.json", ["1f1b", "gpipe", "weipipe", "fsdp2", "fsdp2-once"]
     cases = [Case(sequence=16, micro=1), Case(sequence=64, micro=2)]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(ROOT / "benchmarks/network_ranks.py"), str(output), "2", ",".join(engines)]
@@ -82,7 +82,9 @@ def test_bytes_over_a_link_are_those_of_the_formulas() -> None:
     case = Case(sequence=288, micro=2, microbatches=8)
     hidden_states = 2 * 288 * 48 * 4
     assert network.sent_bytes(case, "1f1b") == 8 * hidden_states, "one way activations, the other their gradients"
-    weights = (2 * 12 * 48**2 + 2 * 128 * 48 + 5 * 48) * 4
+    layers, ends = (2 * 12 * 48**2 + 4 * 48) * 4, (2 * 128 * 48 + 48) * 4
+    assert network.sent_bytes(case, "weipipe") == layers + ends, "weights and gradients of its layer, gradients of ends"
+    weights = layers + ends
     assert network.sent_bytes(case, "fsdp2") == 3 * 4 * weights / 2
     assert network.sent_bytes(case, "fsdp2-once") == 2 * weights / 2
     assert case.weight == 1.0

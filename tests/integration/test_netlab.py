@@ -56,8 +56,10 @@ def test_two_hosts_train_as_two_ranks_do(allowed: None) -> None:
 
 
 @pytest.mark.netlab
-def test_hosts_notice_that_one_has_died_and_a_relaunch_resumes(allowed: None, tmp_path: Path) -> None:
-    arguments = ["pretrain_gpt.py", *P4.format(save=tmp_path / "hosts").split()]
+@pytest.mark.parametrize("schedule", ["1f1b", "weipipe"])
+def test_hosts_notice_that_one_has_died_and_a_relaunch_resumes(allowed: None, schedule: str, tmp_path: Path) -> None:
+    p4 = f"{P4} --pipeline-schedule {schedule}"
+    arguments = ["pretrain_gpt.py", *p4.format(save=tmp_path / "hosts").split()]
     with Lab(4, rate=200e6) as lab:
         job = Job(lab, arguments)
         job.wait_for("successfully saved checkpoint from iteration       2", host=0)
@@ -70,7 +72,7 @@ def test_hosts_notice_that_one_has_died_and_a_relaunch_resumes(allowed: None, tm
         relaunched = result(again, again.wait()).done()
     newest = max(int(path.name[5:]) for path in (tmp_path / "hosts").glob("iter_*") if int(path.name[5:]) < 8)
     assert "successfully loaded checkpoint" in again.text(0)
-    whole = Launch("undisturbed", P4, ranks=4).run(save=tmp_path / "whole").done().losses()
+    whole = Launch("undisturbed", p4, ranks=4).run(save=tmp_path / "whole").done().losses()
     first = result(job, statuses).losses()
     assert min(relaunched.losses()) - 1 <= newest
     assert first.items() <= whole.items() and {**first, **relaunched.losses()} == whole and len(whole) == 8

@@ -53,6 +53,7 @@ OTHERWISE = [
     Launch("a schedule of one's own", f"{P2} --pipeline-schedule {{csv}} --ckpt-step 4"),
     Launch("gpipe, after the newest was truncated", f"{P2} --pipeline-schedule gpipe"),
     Launch("heads on both ranks, and back", f"{P2} --pipeline-schedule helix --ckpt-step 4 --save {{again}}"),
+    Launch("weights round the ring, and back", f"{P2} --pipeline-schedule weipipe --ckpt-step 4 --save {{again}}"),
 ]
 """What is added to PLAIN to resume the interleaved run from iteration 4 in another way."""
 
@@ -222,12 +223,16 @@ def test_sigterm_saves_then_a_time_limit_stops_the_next_run(tmp_path: Path) -> N
     assert int((tmp_path / "latest_checkpointed_iteration.txt").read_text()) == saved + 1
 
 
-def test_four_ranks_in_bf16_with_a_growing_batch(tmp_path: Path) -> None:
-    launch = Launch(
-        "two pipelines",
-        f"{PLAIN} {P2} --bf16 --use-distributed-optimizer --rampup-batch-size 2 2 12 --save {tmp_path}",
-        ranks=4,
-    )
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"{P2} --bf16 --use-distributed-optimizer",
+        "--pipeline-model-parallel-size 4 --pipeline-schedule weipipe",  # at first with fewer microbatches than ranks
+    ],
+    ids=["two pipelines in bf16", "a ring"],
+)
+def test_four_ranks_with_a_growing_batch(flags: str, tmp_path: Path) -> None:
+    launch = Launch("growing", f"{PLAIN} {flags} --rampup-batch-size 2 2 12 --save {tmp_path}", ranks=4)
     result = launch.run().done()
     sizes = [int(size) for size in re.findall(r"global batch size: +(\d+)", result.output)]
     assert sizes[0] == 2 and sizes[-1] == 8 and sizes == sorted(sizes)

@@ -26,6 +26,8 @@ GROUPS = {
             Case("helix", (2, 4), {"helix_folds": 1}),
             Case("helix", (4,), {"helix_ship": "qkv"}, tied=False),
             Case("terapipe", (1, 3), {"chunks": 4}, tied=False),
+            Case("weipipe", (1, 4)),
+            Case("wzb2", (3,), {"weipipe_slots": 1}, tied=False, per_token=True),
         ],
     ),
     "options": (
@@ -53,7 +55,7 @@ def test_equals_one_process(group: str) -> None:
             tolerance = BF16_TOLERANCE if case.bf16 else TOLERANCE
             assert all(error <= tolerance for error, _ in found["gradients"]), where
             assert len(found["gradients"]) == len(case.sizes), where
-            has_losses = pp == 1 or rank == 1 or case.schedule in ("helix", "zbv")
+            has_losses = pp == 1 or rank == 1 or case.schedule in ("helix", "zbv", "weipipe", "wzb2")
             if not has_losses:
                 assert found["losses"] == found["validation"] == [[] for _ in case.sizes], where
             elif pp > 1 or rank == 0:

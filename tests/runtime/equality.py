@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import threading
+import time
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -20,9 +23,10 @@ from helixpipe.model import Microbatch, PipelineModel
 from helixpipe.program import Op, Piece, Program, Stage, forward_only, model_pieces, parse_rows
 from helixpipe.recompute import RecomputeOptions, place_early
 from helixpipe.runtime.executor import Executor, Step
-from helixpipe.runtime.transport import Alone, Transport, make_transport
+from helixpipe.runtime.transport import Alone, GlooTransport, Transport, make_transport
 from schedules import Shape, build
 from schedules.helix import HelixOptions
+from schedules.weipipe import WeipipeOptions
 from tests.model.common import (
     BATCH,
     SEQUENCE,
@@ -69,6 +73,10 @@ class Case:
     """Of helix: heads on all ranks."""
     mlp_chunk: int = 0
     """Tokens of a slice of the MLP; 0: whole."""
+    weipipe: WeipipeOptions | None = None
+    """Of the WeiPipe family."""
+    late: bool = False
+    """Every message held back for a random time, so that they overtake each other."""
 
     def __str__(self) -> str:
         marks = (
@@ -84,6 +92,8 @@ class Case:
             + ["chunks-" + "-".join(map(str, self.lengths))] * bool(self.lengths)
             + [f"mlp-slices-{self.mlp_chunk}"] * bool(self.mlp_chunk)
             + [f"L{self.layers}-limit-{self.memory_limit}"] * (self.memory_limit is not None)
+            + _weipipe_marks(self.schedule, self.layers, self.weipipe or WeipipeOptions())
+            + ["late"] * self.late
         )
         return "-".join([self.schedule, self.style, f"p{self.pp}", f"tp{self.tp}", f"m{self.m}", *marks])
 
@@ -93,8 +103,10 @@ class Case:
         shape = Shape(self.pp, self.m, self.layers, chunks, self.v, lengths, costs, memory_limit=self.memory_limit)
         if self.schedule == "shared middle":
             return shared_middle()
-        options = HelixOptions(self.folds, cast(Any, self.ship), helix_recompute=False, helix_spread_head=self.spread)
-        program = build(self.schedule, shape, options if self.schedule == "helix" else None)
+        options: Any = self.weipipe
+        if self.schedule == "helix":
+            options = HelixOptions(self.folds, cast(Any, self.ship), False, helix_spread_head=self.spread)
+        program = build(self.schedule, shape, options)
         if self.cut_after:
             chain = model_pieces(self.layers)
             cut = chain.index(Piece(self.cut_after, 2)) + 1
@@ -119,6 +131,14 @@ def _recompute_marks(options: RecomputeOptions) -> list[str]:
     return [str(mark) for mark in marks if mark] + ["inside"] * (not options.recompute_early)
 
 
+def _weipipe_marks(schedule: str, layers: int, options: WeipipeOptions) -> list[str]:
+    if not schedule.startswith(("weipipe", "wzb")):
+        return []
+    turns = ["turn-by-turn"] * (not options.weipipe_eager)
+    slots = [f"slots{options.weipipe_slots}"] * (options.weipipe_slots != WeipipeOptions().weipipe_slots)
+    return [f"L{layers}", *turns, *slots, *["bf16-gradients"] * (options.weipipe_grad_dtype == "bf16")]
+
+
 def _split(ops: tuple[Op, ...]) -> tuple[Op, ...]:
     """I where B was; the W of all but every third unit at the end, in another order than their I's."""
     now, late = [], []
@@ -141,6 +161,21 @@ def microbatches(count: int) -> list[Microbatch]:
     ]
 
 
+class LateTransport(GlooTransport):
+    """Every message leaves up to 20 ms late, each by a time of its own: as over links of several speeds."""
+
+    def _start(self, tensors: list[Tensor], target: int, number: int) -> None:
+        start, seconds = super()._start, random.Random(number).uniform(0.0, 0.02)
+
+        def later() -> None:
+            time.sleep(seconds)
+            start(tensors, target, number)
+
+        thread = threading.Thread(target=later, daemon=True)
+        thread.start()
+        self._passing.append(thread)
+
+
 def run_cases(rank: int, world_size: int, cases: list[Case]) -> list[dict[str, Any]]:
     """For each case the largest relative error of the gradients and the parameter's name, the losses' error, and the
     forward-only losses' error. Every rank computes the one-process references itself. Process groups are made once
@@ -159,20 +194,30 @@ def run_cases(rank: int, world_size: int, cases: list[Case]) -> list[dict[str, A
 
 
 def run_case(case: Case, expected: dict[str, Tensor], losses: dict[int, float], transport: Transport) -> dict[str, Any]:
+    if case.late:
+        group, device = parallel_state.get_pipeline_model_parallel_group(), torch.device("cpu")
+        late = LateTransport(group, device)
+        result = run_case(replace(case, late=False), expected, losses, late)
+        late.close()
+        return result
     model, executor = make_executor(case, transport)
     found = executor.run(make_step(case))[0]
-    left = executor.keys_values.bytes_alive()
+    left = executor.keys_values.bytes_alive() + sum(left_in_tables(executor))
+    if not case.program().ranks[executor.rank]:
+        for parameter in model.replicated_parameters().values():  # run by the other ranks that hold it
+            assert parameter.grad is None
+            parameter.grad = torch.zeros_like(parameter)
     error = worst(gather(model, gradients_of(model)), expected)
     evaluator = Executor(lower(forward_only(case.program())), executor.rank, model, transport)
     evaluated = evaluator.run(make_step(case, training=False))[0]
-    left += evaluator.keys_values.bytes_alive()
+    left += evaluator.keys_values.bytes_alive() + sum(left_in_tables(evaluator))
     assert list(_by_microbatch(evaluated)) == heads_of_rank(case.program(), executor.rank)
     return {
         "gradient": error,
         "losses": len(found),
         "loss": _loss_error(found, losses),
         "evaluation": 0.0 if case.dropout else _loss_error(evaluated, losses),
-        "keys and values left": left,
+        "left": left,
         "keys and values": executor.keys_values.peak_bytes(),
     }
 
@@ -314,4 +359,11 @@ def peak_of_stash(case: Case, transport: Transport) -> tuple[int, list[int]]:
 
     executor._ops["F"] = counted
     executor.run(make_step(case))
-    return peak, [len(executor._stash), len(executor._inbox), len(executor._outbox), len(executor._receipts)]
+    return peak, left_in_tables(executor)
+
+
+def left_in_tables(executor: Executor) -> list[int]:
+    """How much is in each of the executor's tables."""
+    copies = executor._copies
+    own = (executor._stash, executor._inbox, executor._outbox, executor._receipts)
+    return [len(table) for table in (*own, copies._copies, copies._sums, copies._bound, copies._packed)]

@@ -11,11 +11,13 @@ import pytest
 from helixpipe.program import to_csv
 from helixpipe.recompute import RecomputeOptions
 from schedules import Shape, build
+from schedules.weipipe import WeipipeOptions
 from tests.distributed import run_ranks
 from tests.runtime.equality import Case, fail_in_the_middle, heads_of_rank, peaks_of_stash, run_cases, run_csv
 
 GRADIENT_TOLERANCE = 1e-9
 SPLIT_VOCABULARY_TOLERANCE = 1e-6  # with a split vocabulary, float32 cross entropy sums in another order
+BF16_GRADIENT_TOLERANCE = 2e-2  # of sums that travel in bfloat16, of 8 bits, and are rounded at each addition
 LOSS_TOLERANCE = 1e-6  # megatron-core's cross entropy computes in float32; sums over tokens differ in order
 
 STYLES = ("gpt", "llama")
@@ -40,6 +42,56 @@ RECOMPUTATIONS = (
     RecomputeOptions("full", recompute_method="block", recompute_num_layers=1),
     RecomputeOptions("full", recompute_method="uniform", recompute_num_layers=2),
 )
+
+
+def weipipe_cases() -> list[Case]:
+    """N from below P to 4P; L = P, 2P and uneven; both styles, tied and untied; TP with sequence parallelism; every
+    option; each with one of the four schedules at least."""
+    full, inside = RecomputeOptions("full"), RecomputeOptions("full", recompute_early=False)
+    without, selective = RecomputeOptions("without-attention"), RecomputeOptions("selective", recompute_early=False)
+    one, one_in_turn = WeipipeOptions(weipipe_slots=1), WeipipeOptions(weipipe_eager=False, weipipe_slots=1)
+    six, six_in_turn = WeipipeOptions(weipipe_slots=6), WeipipeOptions(weipipe_eager=False, weipipe_slots=6)
+    bf16 = WeipipeOptions(weipipe_grad_dtype="bf16")
+    split: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
+    return [
+        Case("weipipe-naive", 4, 4, "gpt", tied=True, layers=4),
+        Case("weipipe", 4, 16, "llama", layers=4),
+        Case("wzb1", 4, 8, "gpt", tied=True, layers=8),
+        Case("wzb2", 4, 6, "llama", layers=7),
+        Case("weipipe-naive", 4, 9, "llama", tied=True, layers=5),
+        # fewer microbatches than ranks: some ranks own weights and run nothing
+        Case("weipipe", 4, 3, "gpt", tied=True, layers=6),
+        Case("wzb1", 4, 2, "llama", layers=5),
+        Case("wzb2", 4, 1, "llama", tied=True, layers=4),
+        Case("weipipe", 2, 1, "gpt", layers=2),
+        # tensor parallelism
+        Case("weipipe-naive", 2, 4, "gpt", tied=True, layers=2, **split),
+        Case("weipipe", 2, 8, "llama", layers=3, **split),
+        Case("wzb1", 2, 5, "llama", tied=True, layers=4, **split),
+        Case("wzb2", 2, 4, "gpt", layers=3, **split),
+        Case("weipipe", 2, 3, "gpt", tp=2, tied=True, layers=4),
+        # recomputation
+        Case("weipipe", 4, 8, "llama", layers=4, recompute=full),
+        Case("wzb1", 2, 4, "gpt", tied=True, layers=4, recompute=without, **split),
+        Case("wzb2", 4, 5, "gpt", layers=6, recompute=selective),
+        Case("weipipe-naive", 2, 4, "llama", layers=4, recompute=inside),
+        # room for weights, turn by turn
+        Case("weipipe", 4, 9, "gpt", layers=4, weipipe=one_in_turn),
+        Case("wzb1", 4, 8, "llama", layers=5, weipipe=one),
+        Case("wzb2", 2, 6, "llama", layers=3, weipipe=six_in_turn),
+        Case("weipipe-naive", 4, 8, "gpt", layers=4, weipipe=six),
+        # dropout
+        Case("weipipe", 4, 6, "llama", layers=4, dropout=0.2),
+        Case("wzb2", 2, 4, "llama", layers=2, dropout=0.2, recompute=inside),
+        # gradients that travel in bfloat16
+        Case("weipipe", 4, 16, "gpt", layers=4, weipipe=bf16),
+        Case("wzb2", 2, 4, "llama", layers=3, weipipe=bf16, **split),
+        # messages that overtake each other
+        Case("weipipe", 4, 8, "llama", layers=4, late=True),
+        Case("wzb1", 4, 6, "gpt", layers=5, weipipe=one, late=True),
+        Case("wzb2", 2, 6, "llama", layers=3, weipipe=six_in_turn, late=True, **split),
+    ]
+
 
 GROUPS = {
     "p4": pipelines(4),
@@ -235,6 +287,7 @@ GROUPS = {
         Case("shared middle", 2, 4, "gpt", tied=True, layers=3),
         Case("shared middle", 2, 4, "llama", tp=2, sequence_parallel=True, layers=3),
     ],
+    "weipipe": weipipe_cases(),
     "dropout": [
         Case(schedule, pp, 4, "llama", v=v, dropout=0.2)
         for pp in (2, 4)
@@ -254,6 +307,8 @@ def results() -> dict[Case, list[dict[str, Any]]]:
 @pytest.mark.parametrize("case", [case for group in GROUPS.values() for case in group], ids=str)
 def test_equal_to_one_process(case: Case, results: dict[Case, list[dict[str, Any]]]) -> None:
     tolerance = GRADIENT_TOLERANCE if case.tp == 1 else SPLIT_VOCABULARY_TOLERANCE
+    if case.weipipe is not None and case.weipipe.weipipe_grad_dtype == "bf16":
+        tolerance = BF16_GRADIENT_TOLERANCE
     for result in results[case]:
         error, parameter = result["gradient"]
         assert error < tolerance, parameter
@@ -264,7 +319,7 @@ def test_equal_to_one_process(case: Case, results: dict[Case, list[dict[str, Any
     losses = [len(heads_of_rank(program, rank)) * chunks for rank in range(case.pp)]
     assert sum(losses) == case.m * chunks
     assert sorted(result["losses"] for result in results[case]) == sorted(losses * reporting)
-    assert all(result["keys and values left"] == 0 for result in results[case])
+    assert all(result["left"] == 0 for result in results[case])
     assert any(result["keys and values"] > 0 for result in results[case]) == bool(case.lengths)
 
 
@@ -296,4 +351,4 @@ def test_stash_is_as_small_as_the_schedule_says() -> None:
     by_rank = run_ranks(peaks_of_stash, 4, list(expected), 6)
     for schedule, peaks in expected.items():
         assert [results[schedule][0] for results in by_rank] == peaks
-        assert all(results[schedule][1] == [0, 0, 0, 0] for results in by_rank)
+        assert not any(sum(results[schedule][1]) for results in by_rank)

@@ -17,7 +17,7 @@ from helixpipe.lowering import lower
 from helixpipe.memory import rank_memory
 from helixpipe.model_costs import ModelCosts
 from helixpipe.models import MODELS, Layout
-from helixpipe.program import Op, Program, format_rows, from_csv, to_csv
+from helixpipe.program import Op, Piece, Program, format_rows, from_csv, to_csv
 from helixpipe.recompute import RecomputeOptions
 from helixpipe.simulator import Simulation, simulate
 from helixpipe.validate import validate
@@ -96,6 +96,19 @@ def inside(program: Program, op: Op) -> bool:
 def test_slots_are_at_least_one() -> None:
     with pytest.raises(ScheduleError, match=r"^--weipipe-slots must be at least 1, not 0\.$"):
         build("weipipe", PAPER, WeipipeOptions(weipipe_slots=0))
+
+
+@pytest.mark.parametrize("p", [2, 3, 4])
+def test_what_a_rank_holds_does_not_depend_on_the_microbatches(p: int) -> None:
+    """So the batch may grow from one microbatch on: ranks that run none hold embedding and head as the others do."""
+    for name in NAMES:
+        full = build(name, Shape(p, 2 * p, 2 * p + 1))
+        assert untrainable(full) is None
+        for m in range(1, 2 * p):
+            program = build(name, Shape(p, m, 2 * p + 1))
+            for rank in range(p):
+                assert program.pieces_of_rank(rank) == full.pieces_of_rank(rank)
+                assert program.copies(rank) == full.copies(rank) == {Piece("embed"): rank, Piece("head"): rank}
 
 
 # ------------------------------------------------------------------------------------------------------------- bubbles
