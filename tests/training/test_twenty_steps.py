@@ -19,7 +19,6 @@ RUNS = [
     ),
     Run("gpt", f"--pipeline-schedule {INTERLEAVED} 2 {DISTRIBUTED}", pp=2),
     Run("llama", f"--pipeline-schedule gpipe {DISTRIBUTED}", pp=2),
-    Run("gpt", "--pipeline-schedule 1f1b --sequence-parallel", tp=2, pp=2),
     Run("llama", "--sequence-parallel", tp=2),
     Run("gpt", DISTRIBUTED),
     Run("gpt", f"--pipeline-schedule zbv {DISTRIBUTED}", pp=2),
