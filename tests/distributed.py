@@ -23,10 +23,13 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     """Call `function(rank, world_size, *args)` on every rank and return what each returned, by rank.
 
     The function must be importable by name (not a lambda or a nested function); it runs with torch.distributed
-    initialised (gloo) and one thread. When a rank fails, its traceback is raised here as RuntimeError at once and the
-    others are killed; so are all after `timeout` seconds (TimeoutError), their stacks printed shortly before.
+    initialised (gloo) and one thread. Ranks are forked from a process that has imported torch and megatron-core and
+    done nothing else, since importing them would take every rank six seconds. They know nothing of what this process
+    did. When a rank fails, its traceback is raised here as RuntimeError at once and the others are killed; so are all
+    after `timeout` seconds (TimeoutError), their stacks printed shortly before.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preloaded"])
     port = _free_port()
     readers: dict[Any, int] = {}
     processes = []

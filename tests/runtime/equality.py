@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -40,6 +41,9 @@ from tests.model.common import (
     worst,
 )
 from tests.model.equality import whole
+
+Reference = tuple[dict[str, Tensor], dict[int, float]]
+"""Gradients by name and the loss sum of each microbatch."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,15 @@ class Case:
         )
         return "-".join([self.schedule, self.style, f"p{self.pp}", f"tp{self.tp}", f"m{self.m}", *marks])
 
+    def alone(self) -> Case:
+        """The run on one rank that this one is compared with, of all that the comparison depends on."""
+        alone = Case("none", 1, self.m, self.style, tied=self.tied, layers=self.layers)
+        if not self.dropout:
+            return alone
+        schedule = "seq1f1b" if self.lengths else "none"
+        return replace(alone, schedule=schedule, dropout=self.dropout, lengths=self.lengths)
+
+    @cache  # noqa: B019 (cases are as old as the process)
     def program(self) -> Program:
         costs = PieceTimes(parse_piece_times("qkv=1,attn=3,mlp=2")) if self.memory_limit is not None else None
         chunks, lengths = max(len(self.lengths), 1), self.lengths or None
@@ -178,17 +191,20 @@ class LateTransport(GlooTransport):
 
 def run_cases(rank: int, world_size: int, cases: list[Case]) -> list[dict[str, Any]]:
     """For each case the largest relative error of the gradients and the parameter's name, the losses' error, and the
-    forward-only losses' error. Every rank computes the one-process references itself. Process groups are made once
-    for each size, since gloo gives every group threads of its own."""
+    forward-only losses' error. The ranks share the one-process references out among themselves. Process groups are made
+    once for each size, since gloo gives every group threads of its own."""
     set_parallel(tp=1)
-    references = [reference(case) for case in cases]
+    alone = list(dict.fromkeys(case.alone() for case in cases))
+    shares: list[dict[Case, Reference]] = [{} for _ in range(world_size)]
+    torch.distributed.all_gather_object(shares, {each: reference(each) for each in alone[rank::world_size]})
+    references = {each: found for share in shares for each, found in share.items()}
     results: dict[int, dict[str, Any]] = {}
     for tp, pp in sorted({(case.tp, case.pp) for case in cases}):
         set_parallel(tp=tp, pp=pp)
         transport = make_transport(parallel_state.get_pipeline_model_parallel_group(), torch.device("cpu"))
         for index, case in enumerate(cases):
             if (case.tp, case.pp) == (tp, pp):
-                results[index] = run_case(case, *references[index], transport)
+                results[index] = run_case(case, *references[case.alone()], transport)
         transport.close()
     return [results[index] for index in range(len(cases))]
 
@@ -239,19 +255,15 @@ def _loss_error(found: list[Any], expected: dict[int, float]) -> float:
     return max((abs(value / expected[index] - 1) for index, value in _by_microbatch(found).items()), default=0.0)
 
 
-def reference(case: Case) -> tuple[dict[str, Tensor], dict[int, float]]:
-    """Gradients by name and the loss sum of each microbatch, from megatron-core's GPTModel; with dropout, from our own
-    model run whole, microbatch by microbatch, since the random states differ."""
+def reference(case: Case) -> Reference:
+    """Of a case on one rank, from megatron-core's GPTModel; with dropout, from our own model run whole, microbatch by
+    microbatch, since the random states differ."""
     if case.dropout:
-        whole = "seq1f1b" if case.lengths else "none"
-        alone = Case(whole, 1, case.m, case.style, tied=case.tied, layers=case.layers, dropout=case.dropout)
-        alone = replace(alone, lengths=case.lengths)
-        model, executor = make_executor(alone)
-        losses = executor.run(make_step(alone))[0]
-        return gradients_of(model), _by_microbatch(losses)
-    ours = make_model(Case("none", 1, case.m, case.style, tied=case.tied, layers=case.layers))
+        ours, executor = make_executor(case)
+        found = executor.run(make_step(case))[0]
+        return gradients_of(ours), _by_microbatch(found)
     model = make_reference(case.style, case.tied, num_layers=case.layers)
-    model.load_state_dict(ours.state_dict())
+    model.load_state_dict(make_model(case).state_dict())
     losses = {}
     for index, batch in enumerate(microbatches(case.m)):
         loss = torch.sum(reference_forward(model, batch, batch.labels) * batch.loss_mask)

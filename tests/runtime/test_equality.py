@@ -96,7 +96,7 @@ def weipipe_cases() -> list[Case]:
 GROUPS = {
     "p4": pipelines(4),
     "p2-dp2": pipelines(2),
-    "p2-tp2": pipelines(2, tp=2) + pipelines(2, tp=2, sequence_parallel=True),
+    "p2-tp2": pipelines(2, tp=2)[::2] + pipelines(2, tp=2, sequence_parallel=True)[1::2],
     "p1": [Case("none", 1, m, style, tied=tied) for m in (1, 3) for style in STYLES for tied in (False, True)]
     + [Case("1f1b", 1, 3, "llama"), Case("gpipe", 1, 2, "gpt", tied=True)],
     "split": [
@@ -123,18 +123,19 @@ GROUPS = {
         for (pp, tp, schedule, v, split, style, dropout), options in product(
             (
                 (4, 1, "1f1b", None, False, "llama", 0.2),
-                (2, 1, "gpipe", None, False, "gpt", 0.0),
                 (2, 2, "interleaved-1f1b", 2, True, "llama", 0.0),
                 (2, 2, "1f1b", None, False, "gpt", 0.0),
                 (2, 1, "zbv", None, False, "gpt", 0.0),
             ),
             RECOMPUTATIONS,
         )
-        if not (tp == 2 and dropout)
     ]
+    + [Case("gpipe", 2, 4, "gpt", tied=True, recompute=options) for options in RECOMPUTATIONS[::2]]
     + [
-        Case("1f1b", 2, 3, style, recompute=options, cut_after=kind, tied=style == "gpt")
-        for style, kind, options in product(STYLES, ("norm", "qkv", "attn", "proj"), RECOMPUTATIONS[:2])
+        Case("1f1b", 2, 3, STYLES[(i + j) % 2], recompute=options, cut_after=kind, tied=(i + j) % 2 == 0)
+        for (i, kind), (j, options) in product(
+            enumerate(("norm", "qkv", "attn", "proj")), enumerate(RECOMPUTATIONS[:2])
+        )
     ],
     "chunks": [
         *(
@@ -154,9 +155,8 @@ GROUPS = {
         ),
         *(
             Case(schedule, 2, 3, style, tp=2, v=v, tied=style == "gpt", sequence_parallel=sp, lengths=(6, 4, 2))
-            for (schedule, v), style, sp in product(
-                (("seq1f1b", None), ("seq1f1b-zb", None), ("seq1f1b-interleaved", 2)), STYLES, (False, True)
-            )
+            for index, (schedule, v) in enumerate((("seq1f1b", None), ("seq1f1b-zb", None), ("seq1f1b-interleaved", 2)))
+            for style, sp in zip(STYLES, (index % 2 == 0, index % 2 == 1), strict=True)
         ),
         *(
             Case(schedule, 2, 3, style, v=v, tied=style == "gpt", lengths=(6, 2, 4), recompute=options)
@@ -167,11 +167,11 @@ GROUPS = {
         ),
         *(
             Case("seq1f1b", 2, 2, style, tp=2, sequence_parallel=True, lengths=(8, 4), recompute=options)
-            for style, options in product(STYLES, RECOMPUTATIONS[:4])
+            for style, options in zip(STYLES * 2, RECOMPUTATIONS[:4], strict=True)
         ),
         *(
             Case("seq1f1b", 2, 3, "llama", lengths=(5, 7), recompute=options, cut_after=kind)
-            for kind, options in product(("norm", "qkv", "attn"), (RecomputeOptions(), RECOMPUTATIONS[2]))
+            for kind, options in (("norm", RECOMPUTATIONS[2]), ("qkv", RecomputeOptions()), ("attn", RECOMPUTATIONS[2]))
         ),
         *(
             Case(schedule, pp, 3, "llama", lengths=(5, 4, 3), dropout=0.2, recompute=options)
@@ -197,11 +197,11 @@ GROUPS = {
                 recompute=options,
                 mlp_chunk=size,
             )
-            for (schedule, lengths, size), options, (style, tp) in product(
-                (("1f1b", (), 5), ("seq1f1b", (6, 4, 2), 4), ("seq1f1b-zb", (6, 2, 4), 3)),
-                (RecomputeOptions(), RECOMPUTATIONS[0], RECOMPUTATIONS[3]),
-                (("gpt", 2), ("llama", 1)),
+            for (i, (schedule, lengths, size)), (j, options) in product(
+                enumerate((("1f1b", (), 5), ("seq1f1b", (6, 4, 2), 4), ("seq1f1b-zb", (6, 2, 4), 3))),
+                enumerate((RecomputeOptions(), RECOMPUTATIONS[0], RECOMPUTATIONS[3])),
             )
+            for style, tp in ((("gpt", 2), ("llama", 1))[(i + j) % 2],)
         ),
         *(Case(schedule, 4, 5, style, mlp_chunk=6) for schedule, style in product(("1f1b", "zb1p"), STYLES)),
         *(Case("1f1b", 2, 3, style, tp=2, split=True, mlp_chunk=7) for style in STYLES),
@@ -230,42 +230,31 @@ GROUPS = {
         Case("adapipe", 4, 6, "llama", layers=7, memory_limit=1.5, dropout=0.2),
     ],
     "helix": [
-        Case(
-            "helix",
-            pp,
-            pp * folds * loops,
-            style,
-            tp=tp,
-            tied=style == "gpt",
-            sequence_parallel=tp > 1,
-            layers=pp * rounds,
-            folds=folds,
-            ship=ship,
-            recompute=options,
-        )
-        for index, ((pp, tp), ship, (folds, loops), (style, options)) in enumerate(
-            product(
-                ((4, 1), (2, 1), (2, 2)),
-                ("none", "qkv", "attention"),
-                ((1, 1), (1, 2), (2, 1), (2, 2)),
-                (
-                    ("gpt", RecomputeOptions()),
-                    ("llama", RecomputeOptions("without-attention")),
-                    ("gpt", RecomputeOptions("without-attention", recompute_early=False)),
-                ),
+        # An orthogonal array: whatever two settings, all combinations of their values are here, equally often.
+        *(
+            Case(
+                "helix",
+                pp,
+                pp * folds * loops,
+                style,
+                tp=tp,
+                tied=style == "gpt",
+                sequence_parallel=tp > 1,
+                layers=pp * (1 + (a + b + c + 1) % 3),
+                folds=folds,
+                ship=ship,
+                spread=(b + c) % 3 > 0,
+                recompute=(RecomputeOptions(), RECOMPUTATIONS[0], RECOMPUTATIONS[2])[(a + 2 * b + c) % 3],
             )
-        )
-        for rounds in (1 + index % 2,)
-        if index % 3 != 1
-    ]
-    + [
+            for (a, ship), (b, folds), (c, loops) in product(
+                enumerate(("none", "qkv", "attention")), enumerate((1, 2, 3)), enumerate((1, 2, 3))
+            )
+            for pp, tp in (((2, 2), (4, 1), (2, 1))[(a + b + 2 * c) % 3],)
+            for style in (("gpt", "llama", "llama")[(a + 2 * b + 2 * c) % 3],)
+        ),
         *(
             Case("helix", 2, 3 * 2, "llama", layers=6, folds=3, ship=ship, split=True, spread=spread)
             for ship, spread in (("none", True), ("attention", False))
-        ),
-        *(
-            Case("helix", 4, 12, style, tied=tied, layers=12, folds=folds, ship=ship)
-            for style, ship, folds, tied in (("gpt", "attention", 1, True), ("llama", "qkv", 3, True))
         ),
         *(
             Case("helix", 4, 8, "llama", layers=4, folds=2, ship=ship, dropout=0.2, recompute=options)
@@ -278,10 +267,7 @@ GROUPS = {
         Case("helix", 1, 2, "llama", layers=2, folds=2, ship="attention"),
         Case("helix", 2, 4, "gpt", tp=2, sequence_parallel=True, layers=2, folds=2, ship="attention", mlp_chunk=5),
         Case("helix", 2, 4, "llama", tp=2, tied=True, sequence_parallel=True, layers=2, folds=2),
-        *(
-            Case("helix", pp, 2 * pp, style, tied=style == "gpt", folds=2, spread=False, ship=ship)
-            for (pp, style), ship in product(((4, "gpt"), (2, "llama")), ("none", "attention"))
-        ),
+        Case("helix", 4, 12, "llama", tied=True, layers=12, folds=3, ship="qkv"),
     ],
     "replicated": [
         Case("shared middle", 2, 4, "gpt", tied=True, layers=3),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 
 from tests.distributed import run_ranks
@@ -15,13 +13,12 @@ REFERENCES = [Run("gpt", ""), Run("llama", ""), Run("llama", PER_TOKEN), Run("ll
 INTERLEAVED = "interleaved-1f1b --num-virtual-stages-per-pipeline-rank"
 RUNS = [
     *(
-        Run(style, f"--pipeline-schedule {schedule}", tp=tp, pp=pp)
-        for (pp, tp), style in product(((4, 1), (2, 1), (2, 2)), ("gpt", "llama"))
-        for schedule in ("gpipe", f"1f1b {COUNTED}", f"{INTERLEAVED} {4 // pp}")
+        Run(("gpt", "llama")[(i + j) % 2], f"--pipeline-schedule {schedule}", tp=tp, pp=pp)
+        for i, (pp, tp) in enumerate(((4, 1), (2, 1), (2, 2)))
+        for j, schedule in enumerate(("gpipe", f"1f1b {COUNTED}", f"{INTERLEAVED} {4 // pp}"))
     ),
     Run("gpt", f"--pipeline-schedule {INTERLEAVED} 2 {DISTRIBUTED}", pp=2),
     Run("llama", f"--pipeline-schedule gpipe {DISTRIBUTED}", pp=2),
-    Run("gpt", "--pipeline-schedule 1f1b --sequence-parallel", tp=2, pp=2),
     Run("llama", "--sequence-parallel", tp=2),
     Run("gpt", DISTRIBUTED),
     Run("gpt", f"--pipeline-schedule zbv {DISTRIBUTED}", pp=2),

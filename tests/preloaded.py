@@ -1,0 +1,7 @@
+"""What every rank of `run_ranks` needs, imported once: the ranks are forked from a process that has imported this."""
+
+from __future__ import annotations
+
+from helixpipe.runtime.device import prepare
+
+prepare()
