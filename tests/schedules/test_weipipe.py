@@ -20,7 +20,7 @@ from helixpipe.models import MODELS, Layout
 from helixpipe.program import Op, Piece, Program, format_rows, from_csv, to_csv
 from helixpipe.recompute import RecomputeOptions
 from helixpipe.simulator import Simulation, simulate
-from helixpipe.validate import validate
+from helixpipe.validate import untrainable, validate
 from schedules import Shape, build
 from schedules.weipipe import WeipipeOptions
 from tests.cli.commands import run as run_command
