@@ -38,7 +38,7 @@ from tools.netlab import Job, parse_delay, parse_rate
 ENGINES = ("1f1b", "weipipe", "fsdp2", "fsdp2-once")
 RATES = ("unlimited", "200mbit", "100mbit", "50mbit", "20mbit", "10mbit")
 LONG = Case(sequence=2304, micro=2)
-LENGTHS = tuple(Case(sequence=sequence, micro=1) for sequence in (288, 576, 1152, 2304))
+LENGTHS = tuple(Case(sequence=sequence, micro=1) for sequence in (144, 288, 576, 1152, 2304))
 
 
 @dataclass(frozen=True)
