@@ -22,6 +22,7 @@ MAX_WIDTH = 118
 NAMES_OF_RUNS = {
     LAYER_PIECES: "whole",
     ("norm", "qkv", "mlp"): "all but attention",
+    ("norm", "qkv", "proj", "mlp"): "all but core attention",
     ("attn",): "core attention",
 }
 """Kinds of pieces of a layer that are recomputed, as people call them."""
