@@ -73,7 +73,7 @@ _REGISTRY = (
         helix,
         "Zhang et al., HelixPipe, 2025",
         bubble="3(p-1)(F-A)p/L",
-        memory="m, or 5m/16 recomputed",
+        memory="m, or 3m/16 recomputed",
         options=HelixOptions,
     ),
     *(

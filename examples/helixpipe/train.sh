@@ -9,7 +9,7 @@
 # MODEL      1.3b, 3b or 7b                 HARDWARE  h20 or a800
 # SEQ        tokens: 32k, 64k, 96k, 128k    SCHEDULE  helix, 1f1b, zb1p, adapipe, ...
 # NODES      pipeline ranks: 2, 4, 8        EXTRA     flags for the simulator and for training alike, such as
-#                                                     EXTRA=--no-helix-recompute (docs/helixpipe.md: which is fastest)
+#                                                     EXTRA="--chunk-size 16384" (docs/helixpipe.md: which is fastest)
 # DATA, TOKENIZER   a prefix of .bin/.idx files and a Hugging Face folder; without, made-up tokens
 # DRY_RUN=1         print the prediction and the command, and end
 set -euo pipefail

@@ -32,18 +32,6 @@ from helixpipe.runtime.device import device
 _WORD_EMBEDDING = "embedding.word_embeddings.weight"
 _OUTPUT_LAYER = "output_layer.weight"
 
-_MODULES_OF = MappingProxyType(
-    {
-        "embed": ("embedding",),
-        "norm": ("input_layernorm",),
-        "qkv": ("self_attention.linear_qkv",),
-        "proj": ("self_attention.linear_proj",),
-        "mlp": ("pre_mlp_layernorm", "mlp"),
-        "head": ("decoder.final_layernorm", "output_layer"),
-    }
-)
-"""Where a piece's weights are: in the model for embed and head, in the layer for the others; attn has none."""
-
 
 class Decoder(MegatronModule):
     """The layers, by global index, and the final norm, named and checkpointed as megatron-core's TransformerBlock."""
@@ -211,12 +199,8 @@ class PipelineModel(MegatronModule):
 
     def weights_of(self, pieces: Sequence[Piece]) -> list[torch.nn.Parameter]:
         """The weights of some of this model's pieces, in an order that is the same on every rank."""
-        found: list[torch.nn.Parameter] = []
-        for piece in pieces:
-            home: Any = self if piece.layer < 0 else self.decoder.layers[str(piece.layer)]
-            for path in _MODULES_OF.get(piece.kind, ()):
-                found += home.get_submodule(path).parameters()
-        return found
+        wanted = set(pieces)
+        return [parameter for name, parameter in self.named_parameters() if piece_of(name) in wanted]
 
     def shell(self, pieces: Sequence[Piece]) -> PipelineModel:
         """The same model's modules for pieces of layers whose weights are elsewhere: they run once weights are put in.

@@ -43,11 +43,11 @@ class WeightCopies:
         self.stages = frozenset(program.copied_stages(rank))
         self.shell: ModelWithWeights | None = None
         self._graph, self._own = graph, own
+        self._known: dict[int, list[torch.nn.Parameter]] = {}
         if self.stages:
-            copied = sorted(self.stages)
-            self.shell = own.shell([piece for stage in copied for piece in program.stages[stage].pieces])
+            self.shell = own.shell([piece for stage in sorted(self.stages) for piece in program.stages[stage].pieces])
             self._store = self.shell.weight_gradients
-            for weight in self._weights(copied):
+            for weight in (weight for stage in self.stages for weight in self._weights(stage)):
                 weight.register_post_accumulate_grad_hook(self._add_to_sum)
         self.begin()
         self._joins = {m.follows: m for m in graph.messages if m.kind == "weight_gradients" and m.follows >= 0}
@@ -69,7 +69,7 @@ class WeightCopies:
             ring = self._graph.program.stages[stage].placement == "ring"
             narrow = ring and self._graph.program.ring.gradient_bytes == 2
             dtype = torch.bfloat16 if narrow else torch.promote_types(dtype, torch.float32)
-        return torch.Size((sum(_whole_shape(weight).numel() for weight in self._weights([stage])),)), dtype
+        return torch.Size((sum(_whole_shape(weight).numel() for weight in self._weights(stage)),)), dtype
 
     # ------------------------------------------------------------------------------------------------ at the copies
 
@@ -83,12 +83,12 @@ class WeightCopies:
         stage = message.consumer.stage
         if self._bound.get(stage) == message.number:
             del self._bound[stage]
-            for weight in self._weights([stage]):
+            for weight in self._weights(stage):
                 weight.data = weight.new_empty(0)
 
     def prepare(self, op: Op) -> None:
         """Before an op of a stage that runs here on copies: take its weights, and its sum of gradients."""
-        weights = self._weights([op.stage])
+        weights = self._weights(op.stage)
         copy = self._graph.weights_of.get(op)
         if copy is not None and self._bound.get(op.stage) != copy.number:
             self._bound[op.stage] = copy.number
@@ -106,7 +106,7 @@ class WeightCopies:
 
     def take_sum(self, message: Message) -> Tensor:
         """What the ops have added up, and what came to be added; it leaves in this message."""
-        for weight in self._weights([message.producer.stage]):
+        for weight in self._weights(message.producer.stage):
             weight.main_grad = None  # type: ignore[attr-defined]  # a view of it, or of a sum that `prepare` puts back
         return self._sums.pop(message.number)
 
@@ -129,7 +129,7 @@ class WeightCopies:
         """The weights of a stage of this rank as one tensor, the same one for all sends of a step."""
         flat, left = self._packed.pop(stage, (None, self._sends[stage]))
         if flat is None:
-            flat = torch.cat([weight.detach().reshape(-1) for weight in self._weights([stage])])
+            flat = torch.cat([weight.detach().reshape(-1) for weight in self._weights(stage)])
         if left > 1:
             self._packed[stage] = flat, left - 1
         return flat
@@ -141,14 +141,16 @@ class WeightCopies:
         if following is not None:
             self._sums[following.number].add_(flat)
             return
-        weights = self._weights([message.producer.stage])
+        weights = self._weights(message.producer.stage)
         for weight, gradient in zip(weights, _views(flat, weights), strict=True):
             add_gradient(weight, gradient)
 
-    def _weights(self, stages: Sequence[int]) -> list[torch.nn.Parameter]:
-        pieces = [piece for stage in stages for piece in self._graph.program.stages[stage].pieces]
-        home = self.shell if self.shell is not None and stages[0] in self.stages else self._own
-        return home.weights_of(pieces)
+    def _weights(self, stage: int) -> list[torch.nn.Parameter]:
+        """The stage's weights, in the shell if it is copied here, else this rank's own."""
+        if stage not in self._known:
+            home = self.shell if self.shell is not None and stage in self.stages else self._own
+            self._known[stage] = home.weights_of(self._graph.program.stages[stage].pieces)
+        return self._known[stage]
 
 
 def _whole_shape(weight: torch.nn.Parameter) -> torch.Size:
