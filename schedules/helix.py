@@ -67,9 +67,9 @@ def helix(shape: Shape, options: HelixOptions) -> Program:
 
     With t_c the forward of a combined stage and backwards twice that, the bubble is 3(p-1)t_c with f = 1, and more by
     (p-1) times what of a combined stage is recomputed inside the backward; at most twice that with f = 2. A head t_h,
-    forward and backward, adds nothing to it where heads are spread (f = 1), and up to m(p-1)/p t_h where not. Every rank
-    keeps the activations of all m microbatches of L/p layers, and copies of all shipped weights. Needs L to be a multiple
-    of p, and m of pf.
+    forward and backward, adds nothing to it where heads are spread (f = 1), and up to m(p-1)/p t_h where not. Every
+    rank keeps the activations of all m microbatches of L/p layers, and copies of all shipped weights. Needs L to be a
+    multiple of p, and m of pf.
     """
     p, folds = shape.ranks, options.helix_folds
     if folds < 1:
