@@ -82,12 +82,15 @@ class LoweredProgram:
     """What the executor and the simulator both read.
 
     streams: for each rank its instructions. graph: the tasks they came from. order: the one linear order of tasks.
+    openings: how many instructions of each rank's stream belong to the opening of the step, which is what comes before
+    the first backward in the one order. All that is sent in it is received in it, so it can be run again.
     """
 
     program: Program
     graph: Graph
     order: tuple[int, ...]
     streams: tuple[tuple[Instruction, ...], ...]
+    openings: tuple[int, ...]
 
     @property
     def messages(self) -> list[Message]:
@@ -103,8 +106,12 @@ def lower(program: Program, costs: Costs | None = None, receive_ahead: int = 0) 
     """
     graph = validate(program)
     times = list_schedule(graph, *timers(program, costs or unit_costs()))
-    streams = tuple(_post_receives_early(stream, receive_ahead) for stream in _project(graph, times))
-    return LoweredProgram(program, graph, tuple(times.order), streams)
+    projected, openings = _project(graph, times)
+    streams = tuple(
+        (*_post_receives_early(stream[:opening], receive_ahead), *_post_receives_early(stream[opening:], receive_ahead))
+        for stream, opening in zip(projected, openings, strict=True)
+    )
+    return LoweredProgram(program, graph, tuple(times.order), streams, openings)
 
 
 def unit_costs() -> PieceTimes:
@@ -133,7 +140,9 @@ def timers(program: Program, costs: Costs) -> tuple[Callable[[Op], float], Calla
     return op_time, lambda message: costs.message_time(program, message)
 
 
-def _project(graph: Graph, times: Times) -> list[list[Instruction]]:
+def _project(graph: Graph, times: Times) -> tuple[list[list[Instruction]], tuple[int, ...]]:
+    """The streams of the ranks, and how much of each is the opening."""
+    openings: tuple[int, ...] | None = None
     streams: list[list[Instruction]] = [[] for _ in graph.rank_tasks]
     waits: dict[Op, list[Instruction]] = {}
     returned: list[list[tuple[float, Instruction]]] = [[] for _ in streams]  # gradients: arrival on paper, WAIT
@@ -163,6 +172,8 @@ def _project(graph: Graph, times: Times) -> list[list[Instruction]]:
                 use(before)
         else:
             op = graph.ops[task]
+            if op.kind in "BI" and openings is None:
+                openings = tuple(map(len, streams))
             stream = streams[graph.ranks[task]]
             arrivals = returned[graph.ranks[task]]
             stream.extend(wait for end, wait in arrivals if end <= times.start[task])
@@ -175,7 +186,7 @@ def _project(graph: Graph, times: Times) -> list[list[Instruction]]:
                 use(graph.weights_of[op])
     for stream, arrivals in zip(streams, returned, strict=True):
         stream.extend(wait for _, wait in arrivals)
-    return streams
+    return streams, openings or tuple(map(len, streams))
 
 
 def _post_receives_early(stream: list[Instruction], ahead: int) -> tuple[Instruction, ...]:

@@ -246,11 +246,12 @@ def even_stages(num_layers: int, num_stages: int) -> tuple[Stage, ...]:
     return tuple(stages)
 
 
-def ring_stages(num_layers: int, num_ranks: int) -> tuple[Stage, ...]:
+def ring_stages(num_layers: int, num_ranks: int, direction: int = -1) -> tuple[Stage, ...]:
     """embed, `num_ranks` ring stages of whole layers that differ by one at most, and head; embed and head replicated.
 
     Stage c of the ring belongs to rank -c mod p, so that weights which travel from rank to rank + 1 come in the order
-    of their use (WeiPipe, Lin et al., PPoPP 2025). Raises ScheduleError for fewer layers than ranks.
+    of their use (WeiPipe, Lin et al., PPoPP 2025); with direction 1 to rank c. Raises ScheduleError for fewer layers
+    than ranks.
     """
     if num_layers < num_ranks:
         raise ScheduleError(
@@ -259,7 +260,9 @@ def ring_stages(num_layers: int, num_ranks: int) -> tuple[Stage, ...]:
         )
     embed, *layers, head = model_pieces(num_layers)
     cuts = [len(LAYER_PIECES) * (num_layers * c // num_ranks) for c in range(num_ranks + 1)]
-    ring = (Stage(tuple(layers[cuts[c] : cuts[c + 1]]), "ring", owner=-c % num_ranks) for c in range(num_ranks))
+    ring = (
+        Stage(tuple(layers[cuts[c] : cuts[c + 1]]), "ring", owner=direction * c % num_ranks) for c in range(num_ranks)
+    )
     return (Stage((embed,), "replicated"), *ring, Stage((head,), "replicated"))
 
 

@@ -19,14 +19,21 @@ Published, weights move turn by turn (`--no-weipipe-eager`), and each rank is an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import zip_longest
+from dataclasses import dataclass, replace
+from itertools import count, takewhile, zip_longest
 from typing import Literal
 
+from helixpipe.costs import Costs
 from helixpipe.errors import ScheduleError
 from helixpipe.flags import option
+from helixpipe.graph import build_graph, list_schedule
+from helixpipe.lowering import timers
 from helixpipe.program import Op, Program, RingOptions, ring_stages
+from helixpipe.recompute import peak_memory
 from schedules.base import Shape
+
+DEFAULT_SLOTS = 3
+"""As many buffers as the paper has."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +46,11 @@ class WeipipeOptions:
     weipipe_grad_dtype: Literal["fp32", "bf16"] = option(
         "fp32", "WeiPipe: what travelling gradients of weights are summed and sent in; bf16 halves their messages."
     )
-    weipipe_slots: int = option(
-        3,
+    weipipe_slots: int | None = option(
+        None,
         "WeiPipe: stages whose weights, and stages whose gradients, a rank has room for beside its own; the more, the "
-        "less is sent, until the ranks of a ring less one send each weight once a step.",
+        "less is sent, until the ranks of a ring less one send each weight once a step. By default what is fastest of "
+        "3, 6, 12 ... that fit, where costs and a memory limit are known, and else 3.",
     )
 
 
@@ -114,8 +122,10 @@ def wzb1(shape: Shape, options: WeipipeOptions) -> Program:
 def wzb2(shape: Shape, options: WeipipeOptions) -> Program:
     """Forward, I and W of all stages in sequence, one microbatch after another, W in the order of forward (WZB2).
 
-    Bubble pt; turn by turn (p-1) max(F, I). A rank keeps one microbatch of all layers. Gradients become complete
-    stage by stage in the order in which the next step needs the weights.
+    Bubble (p-1)t; turn by turn (p-1) max(F, I). A rank keeps one microbatch of all layers. Gradients become complete
+    stage by stage in the order in which the next step needs the weights. Stage c belongs to rank c (turn by turn to
+    that of the others): when it ends its step, the stage's gradients are all there, if t is at most half a W. So where
+    steps follow each other without a flush (`--enable-optimizer-post-validation`) there is no bubble but the first's.
     """
 
     def order(p: int, own: Sequence[int]) -> Iterator[Op]:
@@ -127,7 +137,7 @@ def wzb2(shape: Shape, options: WeipipeOptions) -> Program:
             # Step 3: p W, first stage first
             yield from _backward("W", range(p), microbatch)
 
-    return _program("wzb2", shape, options, order)
+    return _program("wzb2", shape, options, order, direction=1 if options.weipipe_eager else -1)
 
 
 def _forward(p: int, stages: Iterable[int], microbatch: int) -> Iterator[Op]:
@@ -155,14 +165,39 @@ def _neighbours(own: Sequence[int]) -> Iterator[tuple[int | None, int | None]]:
 
 
 def _program(
-    name: str, shape: Shape, options: WeipipeOptions, order: Callable[[int, Sequence[int]], Iterator[Op]]
+    name: str,
+    shape: Shape,
+    options: WeipipeOptions,
+    order: Callable[[int, Sequence[int]], Iterator[Op]],
+    direction: int = -1,
 ) -> Program:
-    """order: the ops of a rank that runs these microbatches, for p ranks."""
-    if options.weipipe_slots < 1:
-        raise ScheduleError(f"--weipipe-slots must be at least 1, not {options.weipipe_slots}.")
+    """order: the ops of a rank that runs these microbatches, for p ranks. direction: of the stages' owners."""
+    slots = options.weipipe_slots
+    if slots is not None and slots < 1:
+        raise ScheduleError(f"--weipipe-slots must be at least 1, not {slots}.")
     p = shape.ranks
-    stages = shape.recompute.stages(ring_stages(shape.layers, p))
+    stages = shape.recompute.stages(ring_stages(shape.layers, p, direction))
     ranks = tuple(tuple(order(p, range(rank, shape.microbatches, p))) for rank in range(p))
-    gradient_bytes = 4 if options.weipipe_grad_dtype == "fp32" else 2
-    ring = RingOptions(options.weipipe_slots, options.weipipe_eager, gradient_bytes)
-    return Program(name, stages, ranks, shape.microbatches, ring=ring)
+    ring = RingOptions(
+        slots=DEFAULT_SLOTS if slots is None else slots,
+        eager=options.weipipe_eager,
+        gradient_bytes=4 if options.weipipe_grad_dtype == "fp32" else 2,
+    )
+    program = Program(name, stages, ranks, shape.microbatches, ring=ring)
+    if slots is not None or shape.costs is None or shape.memory_limit is None:
+        return program
+    return _fastest_that_fits(program, shape.costs, shape.memory_limit)
+
+
+def _fastest_that_fits(program: Program, costs: Costs, limit: float) -> Program:
+    """With the number of slots that takes the least time: the default, twice that and so on up to p - 1. Of equal ones
+    the least; the default where none fits."""
+    p = program.num_ranks
+    counts = takewhile(lambda slots: slots < p - 1, (DEFAULT_SLOTS << doublings for doublings in count()))
+    candidates = [replace(program, ring=replace(program.ring, slots=slots)) for slots in (*counts, p - 1) if slots]
+    fitting = [each for each in candidates if max(peak_memory(each, costs, rank) for rank in range(p)) <= limit]
+    return min(fitting, key=lambda each: _makespan(each, costs), default=program)
+
+
+def _makespan(program: Program, costs: Costs) -> float:
+    return list_schedule(build_graph(program), *timers(program, costs)).makespan

@@ -51,7 +51,9 @@ class Step:
     data-parallel ranks. batch: the data of a microbatch by its number in this pipeline; asked for only on ranks that
     hold embed or head. root_gradient: for a microbatch, the gradient of the objective with respect to its loss sum: a
     scalar tensor, such as loss_scale / (tokens of the microbatch * number of microbatches). micro_batch_size,
-    seq_length: of this step.
+    seq_length: of this step. confirm: asked once, between the step's opening (see `helixpipe.lowering`) and its first
+    backward; where it says no, the weights have changed, and the opening is run again. It says the same on all ranks.
+    complete: told of the pieces of a stage when this rank has run its last backward of them.
     """
 
     iteration: int
@@ -61,6 +63,8 @@ class Step:
     micro_batch_size: int
     seq_length: int
     training: bool = True
+    confirm: Callable[[], bool] = lambda: True
+    complete: Callable[[tuple[Piece, ...]], None] = lambda pieces: None
 
 
 class LossSum(NamedTuple):
@@ -133,13 +137,28 @@ class Executor:
         self._local_consumer = self._consumers_on_this_rank()
         self._fp32_kv_gradients = fp32_kv_gradients
         self._ranges = {op: f"PP:{op}" for op in lowered.program.ranks[rank]}
+        self._last = set({op.stage: op for op in lowered.program.ranks[rank] if op.kind in "BW"}.values())
 
     def run(self, step: Step, record: bool = False) -> tuple[list[LossSum], Record]:
         """Run the program once. Gradients are added to the parameters'. Returns the loss sums of the microbatches
         whose head is here, and this rank's times when `record` (else an empty record)."""
         self._step = step
-        self.keys_values = KeyValueStore(self._fp32_kv_gradients)
         self._lengths = chunk_lengths(self.lowered.program, step.seq_length)
+        opening = self.lowered.openings[self.rank]
+        with torch.no_grad() if self.lowered.program.forward_only else nullcontext():
+            self._begin(record)
+            self._execute(range(opening))
+            if not step.confirm():
+                for receipt in self._receipts.values():
+                    receipt.wait()  # sent in the opening, for an op after it
+                self._begin(record)
+                self._execute(range(opening))
+            self._execute(range(opening, len(self._stream)))
+        self.transport.finish()
+        return self._losses, self._record or Record()
+
+    def _begin(self, record: bool) -> None:
+        self.keys_values = KeyValueStore(self._fp32_kv_gradients)
         self._stash: dict[Unit, list[_Graph]] = {}
         self._inbox: dict[Op, tuple[Tensor, ...]] = {}
         self._outbox: dict[Op, tuple[Tensor, ...]] = {}
@@ -147,16 +166,16 @@ class Executor:
         self._losses: list[LossSum] = []
         self._copies.begin()
         self._record = Record() if record else None
-        with torch.no_grad() if self.lowered.program.forward_only else nullcontext():
-            for index, instruction in enumerate(self._stream):
-                try:
-                    self._actions[instruction.action](instruction)
-                except UserError:
-                    raise
-                except Exception as error:
-                    raise ExecutionError(f"{type(error).__name__}: {error}\n{self._where(index)}") from error
-        self.transport.finish()
-        return self._losses, self._record or Record()
+
+    def _execute(self, places: range) -> None:
+        for index in places:
+            instruction = self._stream[index]
+            try:
+                self._actions[instruction.action](instruction)
+            except UserError:
+                raise
+            except Exception as error:
+                raise ExecutionError(f"{type(error).__name__}: {error}\n{self._where(index)}") from error
 
     # ------------------------------------------------------------------------------------------------- instructions
 
@@ -185,6 +204,8 @@ class Executor:
             self._copies.prepare(op)
         with torch.autograd.profiler.record_function(self._ranges[op]):
             self._ops[op.kind](op)
+        if op in self._last:
+            self._step.complete(self.lowered.program.stages[op.stage].pieces)
         if self._record is not None:
             self._record.ops.append((op, start, self._now()))
 

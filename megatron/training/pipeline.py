@@ -79,9 +79,12 @@ class Pipeline:
         root_gradient: Callable[[int], torch.Tensor],
         training: bool = True,
         record: bool = False,
+        confirm: Callable[[], bool] = lambda: True,
+        complete: Callable[[tuple[Piece, ...]], None] = lambda pieces: None,
     ) -> tuple[torch.Tensor, Record]:
         """Run one step (evaluation: forwards only, no dropout) over all `batches` of this pipeline.
 
+        root_gradient, confirm, complete: see `helixpipe.runtime.executor.Step`.
         Returns the sum of the loss sums whose head is here (a float64 scalar) and the step's record.
         """
         executor = self._executor(len(batches), training)
@@ -94,6 +97,8 @@ class Pipeline:
             micro_batch_size=self._config.training.micro_batch_size or 0,
             seq_length=self._config.model.seq_length or 0,
             training=training,
+            confirm=confirm,
+            complete=complete,
         )
         losses, times = executor.run(step, record)
         total = torch.zeros((), dtype=torch.float64, device=self._parallel.device)

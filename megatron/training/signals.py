@@ -80,10 +80,10 @@ class StopCheck:
 
     def after(self, iteration: int) -> StopReason | None:
         """Whether to stop after this iteration, and why. Collective."""
-        agreed = self._agree(self._here(iteration))
+        agreed = self._agree(int(self.wish(iteration) or 0))
         return StopReason(agreed) if agreed else None
 
-    def _here(self, iteration: int) -> int:
+    def wish(self, iteration: int) -> StopReason | None:
         """What this rank alone would do; clocks and signals differ between ranks."""
         minutes, interval = self._training.exit_duration_in_mins, self._training.exit_interval
         if self._flag.received:
@@ -92,7 +92,7 @@ class StopCheck:
             return StopReason.DURATION
         if interval is not None and iteration % interval == 0:
             return StopReason.INTERVAL
-        return 0
+        return None
 
     def minutes(self) -> float:
         """Minutes since the start."""

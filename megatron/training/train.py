@@ -25,6 +25,7 @@ from megatron.training.pipeline import Pipeline
 from megatron.training.profiling import Profiler
 from megatron.training.signals import StopCheck
 from megatron.training.timelines import write_timelines
+from megatron.training.update import ImmediateUpdate, UnconfirmedUpdate
 
 
 @dataclass
@@ -36,6 +37,16 @@ class Batches:
     test: Iterator[Microbatch] | None
     has_valid: bool
     has_test: bool
+
+
+@dataclass(frozen=True)
+class _Unfinished:
+    """A step whose outcome is not known yet. consumed_samples: with this step's."""
+
+    update: ImmediateUpdate | UnconfirmedUpdate
+    iteration: int
+    samples: int
+    consumed_samples: int
 
 
 @dataclass
@@ -56,6 +67,14 @@ class Trainer:
     log: TrainingLog
     timers: Any
     stop: StopCheck
+
+    def __post_init__(self) -> None:
+        optimizer, clip = self.state.optimizer, self.config.training.clip_grad
+        self._immediate = ImmediateUpdate(optimizer)
+        self._unconfirmed = UnconfirmedUpdate(optimizer, self.state.model, clip)
+        self._unfinished: _Unfinished | None = None
+        self._wait = True  # the first norm is unlike any other
+        self._asked_to_stop = False
 
     def run(self) -> None:
         """Train from `progress` to the end or to a reason to stop; evaluate and save when due and at the end."""
@@ -82,7 +101,7 @@ class Trainer:
                 profiler.after(progress.iteration)
                 if interval and progress.iteration % interval == 0 and self.batches.has_valid and not last:
                     self._evaluate(self.batches.valid, f"iteration {progress.iteration}")
-                reason = self.stop.after(progress.iteration)
+                reason = self.stop.after(progress.iteration) if self._unfinished is None else None
                 if self._save_is_due() or reason is not None or last:
                     self._save()
                 if recorded is not None:  # only now: a picture that cannot be drawn must not cost the checkpoint
@@ -94,59 +113,117 @@ class Trainer:
         return False
 
     def _iteration(self, record: bool) -> Record | None:
-        """One optimizer step. Returns what was recorded of it."""
-        config, progress = self.config, self.progress
+        """One optimizer step, and what was left of the one before. Returns what was recorded of it."""
+        progress = self.progress
         batch = self.schedule.at(progress.consumed_train_samples)
-        loss, times = self._forward_backward(progress.iteration + 1, batch, record)
-        with self._timed("optimizer"):
-            updated, grad_norm, num_zeros = self.state.optimizer.step()
-            if updated:
-                self.scheduler.step(increment=batch.samples)
-            else:
-                progress.skipped_train_samples += batch.samples
+        numbers, times = self._forward_backward(progress.iteration + 1, batch, record)
         progress.iteration += 1
         progress.consumed_train_samples += batch.samples
         progress.num_floating_point_operations_so_far += self.flops_per_sample * batch.samples
-        result = StepResult(
-            loss=loss,
-            learning_rate=get_canonical_lr_for_logging(self.state.optimizer.param_groups) or 0.0,
-            samples=batch.samples,
-            loss_scale=float(self.state.optimizer.get_loss_scale()),
-            grad_norm=grad_norm,
-            num_zeros=num_zeros if config.logging.log_num_zeros_in_grad else None,
-            params_norm=self._params_norm() if config.logging.log_params_norm else None,
-            skipped=not updated,
-        )
-        self.log.step(progress.iteration, progress.consumed_train_samples, result)
-        return times
+        wait = self._wait or self._outcome_is_due()
+        update = self._immediate if wait else self._unconfirmed
+        with self._timed("optimizer"):
+            update.start(numbers)
+        self._unfinished = _Unfinished(update, progress.iteration, batch.samples, progress.consumed_train_samples)
+        if wait:
+            self._finish_step()
+        return times if record else None
 
-    def _forward_backward(self, iteration: int, batch: StepBatch, record: bool) -> tuple[float, Record | None]:
-        """Sum and reduce the gradients of one step. Returns the mean loss over the tokens of the whole batch."""
-        training = self.config.training
+    def _forward_backward(self, iteration: int, batch: StepBatch, record: bool) -> tuple[torch.Tensor, Record]:
+        """Sum and reduce the gradients of one step. Returns numbers that are to be summed over all ranks: loss sum,
+        tokens, whether to stop."""
+        per_token = self.config.training.calculate_per_token_loss
         with self._timed("batch-generator"):
             microbatches = self._next(self.batches.train, batch.num_microbatches)
         tokens = self._tokens(microbatches)
-        scale = self.state.optimizer.get_loss_scale().reshape(())
-        per_microbatch = 1.0 if training.calculate_per_token_loss else 1.0 / batch.num_microbatches
+        counted = tokens[self.pipeline.counted(len(tokens))].sum()
+        # Tensor-parallel ranks hold equal values; the sum needs one of them.
+        part = 1.0 if self.parallel.tp_rank == 0 else 0.0
+        all_tokens, work = (counted * part).reshape(1), None
+        if per_token:
+            work = torch.distributed.all_reduce(all_tokens, async_op=True)
 
         def root_gradient(microbatch: int) -> torch.Tensor:
-            divisor = 1.0 if training.calculate_per_token_loss else tokens[microbatch].clamp(min=1.0)
-            return (scale * per_microbatch / divisor).to(torch.float32)
+            scale = self.state.optimizer.get_loss_scale().reshape(())
+            divisor = 1.0 if per_token else tokens[microbatch].clamp(min=1.0) * batch.num_microbatches
+            return (scale / divisor).to(torch.float32)
 
-        self.state.ddp.zero_grad_buffer()
-        self.state.optimizer.zero_grad()
+        late = self._unfinished is not None
+        if not late:
+            self._forget_gradients()
         with self._timed("forward-backward"):
-            loss_sum, times = self.pipeline.run(iteration, microbatches, root_gradient, record=record)
-        totals = self._totals(loss_sum, tokens)
-        loss = float(totals[0] / totals[1].clamp(min=1.0))
-        if not math.isfinite(loss) and training.check_for_nan_in_loss_and_grad and not training.fp16:
-            raise UserError(
-                f"the loss is {loss} at iteration {iteration}; lower --lr or lengthen the warm-up "
-                "(--no-check-for-nan-in-loss-and-grad goes on regardless)."
+            loss_sum, times = self.pipeline.run(
+                iteration,
+                microbatches,
+                root_gradient,
+                record=record,
+                confirm=self._confirm if late else lambda: True,
+                complete=self.state.reducer.complete,
             )
         with self._timed("grads-reduce"):
-            self.state.reducer.reduce(totals[1])
-        return loss, times if record else None
+            if work is not None:
+                work.wait()
+            self.state.reducer.reduce(all_tokens)
+        asked = torch.full_like(loss_sum, float(self.stop.wish(iteration) is not None))
+        return torch.stack([loss_sum * part, counted * part, asked]), times
+
+    def _forget_gradients(self) -> None:
+        self.state.ddp.zero_grad_buffer()
+        self.state.optimizer.zero_grad()
+
+    def _confirm(self) -> bool:
+        """In the next step, between its opening and its first backward."""
+        right = self._finish_step()
+        self._forget_gradients()
+        return right
+
+    def _finish_step(self) -> bool:
+        """What a step has to wait for. Returns whether its weights were right from the start; they are now. All ranks
+        get the same answer."""
+        step, self._unfinished = self._unfinished, None
+        assert step is not None
+        outcome = step.update.finish()
+        if outcome.updated:
+            self.scheduler.step(increment=step.samples)
+        else:
+            self.progress.skipped_train_samples += step.samples
+        loss_sum, tokens, asked_to_stop = outcome.sums.tolist()
+        loss = loss_sum / max(tokens, 1.0)
+        training, logging = self.config.training, self.config.logging
+        if not math.isfinite(loss) and training.check_for_nan_in_loss_and_grad and not training.fp16:
+            raise UserError(
+                f"the loss is {loss} at iteration {step.iteration}; lower --lr or lengthen the warm-up "
+                "(--no-check-for-nan-in-loss-and-grad goes on regardless)."
+            )
+        self._asked_to_stop = asked_to_stop > 0
+        clipped = outcome.grad_norm is None or 0 < training.clip_grad < outcome.grad_norm
+        self._wait = clipped or not training.enable_optimizer_post_validation
+        result = StepResult(
+            loss=loss,
+            learning_rate=get_canonical_lr_for_logging(self.state.optimizer.param_groups) or 0.0,
+            samples=step.samples,
+            loss_scale=float(self.state.optimizer.get_loss_scale()),
+            grad_norm=outcome.grad_norm,
+            num_zeros=outcome.num_zeros if logging.log_num_zeros_in_grad else None,
+            params_norm=self._params_norm() if logging.log_params_norm else None,
+            skipped=not outcome.updated,
+        )
+        self.log.step(step.iteration, step.consumed_samples, result)
+        return outcome.confirmed
+
+    def _outcome_is_due(self) -> bool:
+        """Whether something follows this iteration that needs to know its outcome."""
+        config, iteration = self.config, self.progress.iteration
+        evaluation = config.logging.eval_interval
+        return (
+            iteration == self.length.iterations
+            or self._asked_to_stop
+            or self._save_is_due()
+            or bool(evaluation and iteration % evaluation == 0)
+            or bool(config.training.exit_interval and iteration % config.training.exit_interval == 0)
+            or config.logging.log_num_zeros_in_grad
+            or config.logging.log_params_norm
+        )
 
     # ---------------------------------------------------------------------------------------------------- evaluation
 

@@ -27,7 +27,9 @@ from megatron.training.microbatches import BatchSchedule, run_length
 from megatron.training.model import build_model, count_parameters
 from megatron.training.parallel import Parallel
 from megatron.training.pipeline import Pipeline
+from megatron.training.signals import SignalFlag, StopCheck
 from megatron.training.train import Batches, Trainer
+from megatron.training.update import Outcome
 from tests.model.common import set_parallel
 
 STEPS, SEQUENCE, VOCABULARY, GLOBAL_BATCH = 20, 16, 128, 8
@@ -89,14 +91,18 @@ def figures_of_runs(rank: int, world_size: int, runs: list[Run]) -> list[Figures
 class Figures:
     """Of a run: the loss of each step, and what is counted once however many ranks hold a weight: the first step's
     gradient norm and, where `COUNTED` asks for them, zeros in gradients and the norm of the weights; and the number of
-    the weights. Stands where the training log does."""
+    the weights. skipped: of each step, whether gradients overflowed. confirmed: of every step whose norm was not waited
+    for, whether its weights were right. Stands where the training log does."""
 
     parameters: int
     losses: list[float] = field(default_factory=list)
+    skipped: list[bool] = field(default_factory=list)
+    confirmed: list[bool] = field(default_factory=list)
     counted: tuple[float, ...] | None = None
 
     def step(self, iteration: int, consumed_samples: int, result: StepResult) -> None:
         self.losses.append(float(result.loss))
+        self.skipped.append(result.skipped)
         if self.counted is None:
             counted = (result.grad_norm, result.num_zeros, result.params_norm)
             self.counted = tuple(float(figure) for figure in counted if figure is not None)
@@ -116,6 +122,8 @@ def figures_of(config: Config) -> Figures:
     figures = Figures(count_parameters(state.model, parallel)[1])
     log: Any = figures
     unused: Any = None
+    with SignalFlag(active=False) as flag:
+        stop = StopCheck(config, flag, agree=lambda reason: reason)
     trainer = Trainer(
         config=config,
         parallel=parallel,
@@ -130,8 +138,16 @@ def figures_of(config: Config) -> Figures:
         flops_per_sample=1.0,
         log=log,
         timers=build_timers(config),
-        stop=unused,
+        stop=stop,
     )
+    finish = trainer._unconfirmed.finish
+
+    def counted() -> Outcome:
+        outcome = finish()
+        figures.confirmed.append(outcome.confirmed)
+        return outcome
+
+    trainer._unconfirmed.finish = counted  # type: ignore[method-assign]
     for _ in range(STEPS):
         trainer._iteration(record=False)
     pipeline.close()

@@ -43,6 +43,26 @@ RUNS = [
     Run("llama", f"--pipeline-schedule wzb2 --sequence-parallel {COUNTED}", tp=2, pp=2),
     Run("llama", f"--bf16 --pipeline-schedule weipipe --weipipe-grad-dtype bf16 {COUNTED}", pp=4),
 ]
+LATE = "--enable-optimizer-post-validation"
+LATE_RUNS = [
+    Run("gpt", f"--pipeline-schedule zb2p {LATE}", pp=4),
+    Run("llama", f"--pipeline-schedule zbv {LATE} {DISTRIBUTED}", pp=2),
+    Run("llama", f"--pipeline-schedule wzb2 {LATE}", pp=4),
+    Run("gpt", f"--pipeline-schedule weipipe {LATE} {DISTRIBUTED}", pp=2),
+    Run("gpt", f"--pipeline-schedule helix {LATE}", pp=2),
+    Run("llama", f"--pipeline-schedule seq1f1b --pipe-sp-splits 2 --sequence-parallel {LATE}", tp=2, pp=2),
+    Run("llama", f"{PER_TOKEN} --pipeline-schedule 1f1b {LATE}", tp=2, pp=2),
+    Run("llama", f"--bf16 --pipeline-schedule zb1p {LATE} {DISTRIBUTED}", pp=2),
+]
+RUNS += LATE_RUNS
+# The loss scale grows until gradients overflow; such a step is left out, and the scale halved.
+FP16 = "--fp16 --clip-grad 0 --initial-loss-scale 1048576 --loss-scale-window 2 --hysteresis 1"
+OVERFLOWING = [
+    Run("llama", f"{FP16} --pipeline-schedule 1f1b", pp=2),
+    Run("llama", f"{FP16} --pipeline-schedule weipipe {DISTRIBUTED}", pp=2),
+    Run("llama", f"{FP16} --pipeline-schedule wzb2 {LATE}", pp=2),
+    Run("llama", f"{FP16} --pipeline-schedule zbv {LATE} {DISTRIBUTED}", pp=2),
+]
 COUNTING = [run for run in RUNS if COUNTED in run.flags]
 
 
@@ -54,8 +74,9 @@ def numerics(run: Run) -> str:
 @pytest.fixture(scope="module")
 def figures() -> dict[Run, list[Figures]]:
     """Figures of each run by rank."""
-    by_rank = run_ranks(figures_of_runs, 4, RUNS, timeout=600.0)
-    return {run: [figures[index] for figures in by_rank] for index, run in enumerate(RUNS)}
+    runs = RUNS + OVERFLOWING
+    by_rank = run_ranks(figures_of_runs, 4, runs, timeout=600.0)
+    return {run: [figures[index] for figures in by_rank] for index, run in enumerate(runs)}
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +98,12 @@ def test_weights_that_several_ranks_hold_count_once(run: Run, figures: dict[Run,
     assert found.counted == pytest.approx(expected.counted, rel=2e-2 if numerics(run) == "--bf16" else 1e-4)
 
 
+@pytest.mark.parametrize("run", [*LATE_RUNS, *OVERFLOWING[2:]], ids=str)
+def test_steps_start_before_the_norm_is_known(run: Run, figures: dict[Run, list[Figures]]) -> None:
+    """Some go on with the weights they have, and some go back: gradients had to be clipped, or overflowed."""
+    assert {True, False} == set(figures[run][0].confirmed)
+
+
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_losses_equal_megatron_core(
     run: Run, figures: dict[Run, list[Figures]], references: dict[Run, list[float]]
@@ -87,3 +114,13 @@ def test_losses_equal_megatron_core(
     tolerance = 2e-2 if numerics(run) == "--bf16" else 1e-4
     for found in figures[run]:
         assert found.losses == pytest.approx(expected, rel=tolerance)
+
+
+@pytest.mark.parametrize("run", OVERFLOWING, ids=str)
+def test_an_overflow_leaves_the_weights_alone(run: Run, figures: dict[Run, list[Figures]]) -> None:
+    """On every rank, and the rest is as if that step had not been."""
+    plain = figures[OVERFLOWING[0]][0]
+    assert 3 <= sum(plain.skipped) < STEPS - 3
+    for found in figures[run]:
+        assert found.skipped == plain.skipped
+        assert found.losses == pytest.approx(plain.losses, rel=1e-3)

@@ -68,6 +68,11 @@ class TrainingConfig:
     adam_eps: float = option(1e-8, "Adam: term added to the denominator.")
     sgd_momentum: float = option(0.9, "SGD: momentum.")
     clip_grad: float = option(1.0, "Clip the global gradient norm to this; 0 turns clipping off.")
+    enable_optimizer_post_validation: bool = option(
+        False,
+        "Start the next step before the norm of the gradients is known, and go back where it had to be clipped: the "
+        "same results, without the wait for all ranks between steps (zb2p, zbv, wzb2).",
+    )
     # precision
     bf16: bool = option(False, "Compute in bfloat16, with float32 main weights.")
     fp16: bool = option(False, "Compute in float16 with loss scaling, with float32 main weights (GPU only).")
