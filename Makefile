@@ -6,7 +6,7 @@ export PYTHON
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test pytest lint format bench bench-predict bench-setups bench-network clean distclean
+.PHONY: help install quickstart test pytest lint format bench bench-predict bench-steps bench-setups bench-network clean distclean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -38,6 +38,9 @@ bench: install  ## speed and memory beside megatron-core's and torch's engines; 
 
 bench-predict: install  ## step time and memory as simulated from a profile, and as measured
 	.venv/bin/python benchmarks/predict.py
+
+bench-steps: install  ## training steps with and without a flush between them; make bench-steps ARGS="--schedules zb2p"
+	.venv/bin/python benchmarks/steps.py $(ARGS)
 
 bench-setups: install  ## HelixPipe's published setups, simulated; make bench-setups ARGS="--tokens 128 --nodes 8"
 	.venv/bin/python benchmarks/setups.py $(ARGS)

@@ -77,12 +77,14 @@ _REGISTRY = (
         options=HelixOptions,
     ),
     *(
-        Schedule(name, make, f"Lin et al., PPoPP 2025 ({variant})", bubble="pt", memory=memory, options=WeipipeOptions)
-        for name, make, variant, memory in (
-            ("weipipe-naive", weipipe_naive, "WeiPipe-Naive", "p"),
-            ("weipipe", weipipe, "WeiPipe-Interleave", "p"),
-            ("wzb1", wzb1, "WZB1", "3p/2"),
-            ("wzb2", wzb2, "WZB2", "p"),
+        Schedule(
+            name, make, f"Lin et al., PPoPP 2025 ({variant})", bubble=bubble, memory=memory, options=WeipipeOptions
+        )
+        for name, make, variant, bubble, memory in (
+            ("weipipe-naive", weipipe_naive, "WeiPipe-Naive", "pt", "p"),
+            ("weipipe", weipipe, "WeiPipe-Interleave", "pt", "p"),
+            ("wzb1", wzb1, "WZB1", "pt", "3p/2"),
+            ("wzb2", wzb2, "WZB2", "(p-1)t", "p"),
         )
     ),
 )

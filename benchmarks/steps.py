@@ -1,0 +1,201 @@
+"""`make bench-steps`: training steps with and without a flush between them, on this machine's CPU, p = 2.
+
+    python benchmarks/steps.py [--schedules zb2p wzb2] [--rounds 9] [--json out.json]
+
+The same model and data are trained under each schedule twice, in one process a rank: with the norm of the gradients
+waited for after every step, and without (`--enable-optimizer-post-validation`; megatron/training/update.py). Runs take
+turns, `STEPS` steps each; figures are medians over rounds. Nothing is clipped, but in one run every step: those are
+waited for, and should cost nothing.
+
+Predicted: the program simulated with what its ops took; with a flush a step takes until the last rank ends, without
+as long as the rank that takes longest from its first op to its last. The optimizer comes to both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+STEPS, WARM_UP = 5, 2
+SCHEDULES = ("1f1b", "zb1p", "zb2p", "zbv", "wzb2")
+FLAGS = (
+    "--pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 512 "
+    "--max-position-embeddings 512 --position-embedding-type rope --normalization RMSNorm --swiglu "
+    "--ffn-hidden-size 688 --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 "
+    "--hidden-dropout 0 --micro-batch-size 1 --global-batch-size 4 --train-iters 100000 --lr 1e-5 "
+    "--lr-decay-style constant --mock-data --tokenizer-type NullTokenizer --vocab-size 511 --eval-iters 0 "
+    "--make-vocab-size-divisible-by 512"
+)
+CLIPPED, UNCLIPPED = "--clip-grad 1e-6", "--clip-grad 1e9"
+LATE = "--enable-optimizer-post-validation"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, usage="%(prog)s [options]"
+    )
+    names = ", ".join(SCHEDULES)
+    parser.add_argument("--schedules", nargs="+", default=SCHEDULES, metavar="NAME", help=f"which (default: {names})")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds that count, at least 3 (default: 9)")
+    parser.add_argument("--json", metavar="FILE", help="write all figures there")
+    arguments = parser.parse_args()
+    if arguments.rounds < 3:
+        parser.error("--rounds must be at least 3")
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder, "result.json")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
+        command += ["ranks", str(output), str(arguments.rounds), *arguments.schedules]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
+        subprocess.run(command, check=True, env=environment)
+        rows = json.loads(output.read_text(encoding="utf-8"))
+    print("| schedule | ms with a flush | without | speed without over with | quartiles | predicted |")
+    print("|---|--:|--:|--:|--:|--:|")
+    for row in rows:
+        low, middle, high = statistics.quantiles(row["ratios"], n=4, method="inclusive")
+        with_flush, without = (1e3 * statistics.median(row[kind]) for kind in ("flush", "late"))
+        predicted = f"{row['predicted']:.3f}" if row["predicted"] else ""
+        print(
+            f"| {row['name']} | {with_flush:.1f} | {without:.1f} | {middle:.3f} | {low:.3f}–{high:.3f} | {predicted} |"
+        )
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(rows, indent=1), encoding="utf-8")
+
+
+class Run:
+    """One training run of this process, some steps at a time."""
+
+    def __init__(self, flags: str):
+        from megatron.training.arguments import parse_args
+        from megatron.training.checkpointing import Progress
+        from megatron.training.log import StepResult, build_timers
+        from megatron.training.lr_schedule import build_param_scheduler
+        from megatron.training.microbatches import BatchSchedule, run_length
+        from megatron.training.model import build_model
+        from megatron.training.parallel import Parallel
+        from megatron.training.pipeline import Pipeline
+        from megatron.training.signals import SignalFlag, StopCheck
+        from megatron.training.train import Batches, Trainer
+
+        class NoLog:
+            def step(self, iteration: int, consumed_samples: int, result: StepResult) -> None:
+                """Nothing is printed."""
+
+        config = parse_args(f"{FLAGS} {flags}".split())
+        parallel, schedule = Parallel.current(), BatchSchedule.from_config(config)
+        pipeline = Pipeline(config, parallel, schedule.step_sizes())
+        state = build_model(config, parallel, pipeline.pieces, config.data.vocab_size or 0, pipeline.copies)
+        pipeline.attach(state.model)
+        with SignalFlag(active=False) as flag:
+            stop = StopCheck(config, flag, agree=lambda reason: reason)
+        log: Any = NoLog()
+        unused: Any = None
+        self.trainer = Trainer(
+            config=config,
+            parallel=parallel,
+            pipeline=pipeline,
+            state=state,
+            scheduler=build_param_scheduler(state.optimizer, config, schedule),
+            schedule=schedule,
+            length=run_length(config, schedule),
+            batches=Batches(microbatches(512) if pipeline.reads_data else None, None, None, False, False),
+            checkpointer=unused,
+            progress=Progress(),
+            flops_per_sample=1.0,
+            log=log,
+            timers=build_timers(config),
+            stop=stop,
+        )
+
+    def seconds(self) -> float:
+        """Of a step, over `STEPS` of them from a standstill to the next."""
+        import torch.distributed as dist
+
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(STEPS):
+            self.trainer._iteration(record=False)
+        if self.trainer._unfinished is not None:
+            self.trainer._finish_step()
+        dist.barrier()
+        return (time.perf_counter() - start) / STEPS
+
+    def predicted(self) -> tuple[float, float]:
+        """Seconds of a step's ops with and without a flush; collective."""
+        size = self.trainer.schedule.final().num_microbatches
+        record = self.trainer._iteration(record=True)
+        if self.trainer._unfinished is not None:
+            self.trainer._finish_step()
+        assert record is not None
+        ops = self.trainer.pipeline.timelines(record, size)[0].ops
+        first = {event.rank: event.start for event in reversed(ops)}
+        last = {event.rank: max(each.end for each in ops if each.rank == event.rank) for event in ops}
+        return max(last.values()), max(last[rank] - min(first[rank], 1e9) for rank in last)
+
+
+def microbatches(length: int) -> Iterator[Any]:
+    import torch
+
+    from helixpipe.model import Microbatch
+
+    generator = torch.Generator().manual_seed(1)
+    while True:
+        tokens = torch.randint(0, 511, (1, length + 1), generator=generator)
+        yield Microbatch(tokens[:, :-1], tokens[:, 1:], torch.ones(1, length))
+
+
+def on_ranks(output: str, rounds: int, schedules: list[str]) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from helixpipe.runtime.device import prepare
+
+    prepare()
+    from megatron.training.arguments import parse_args
+    from megatron.training.parallel import initialize
+
+    torch.set_num_threads(1)
+    initialize(parse_args(FLAGS.split()))
+    cases = [(name, f"--pipeline-schedule {name} {UNCLIPPED}") for name in schedules]
+    cases.append((f"{schedules[0]}, every step clipped", f"--pipeline-schedule {schedules[0]} {CLIPPED}"))
+    rows = []
+    for name, flags in cases:
+        flush, late = Run(flags), Run(f"{flags} {LATE}")
+        for _ in range(WARM_UP):
+            flush.seconds()
+            late.seconds()
+        seconds = [(flush.seconds(), late.seconds()) for _ in range(rounds)]
+        with_flush, without = zip(*seconds, strict=True)
+        whole, span = flush.predicted()
+        optimizer = max(statistics.median(with_flush) - whole, 0.0)
+        rows.append(
+            {
+                "name": name,
+                "flush": with_flush,
+                "late": without,
+                "ratios": [a / b for a, b in seconds],
+                "predicted": (whole + optimizer) / (span + optimizer) if "clipped" not in name else None,
+            }
+        )
+        for run in (flush, late):
+            run.trainer.pipeline.close()
+    if dist.get_rank() == 0:
+        Path(output).write_text(json.dumps(rows), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["ranks"]:
+        on_ranks(sys.argv[2], int(sys.argv[3]), sys.argv[4:])
+    else:
+        main()
