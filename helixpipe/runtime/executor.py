@@ -26,6 +26,7 @@ from helixpipe.model.kv_store import KeyValueStore, UnitKeyValues
 from helixpipe.model.linear import WeightGradients
 from helixpipe.program import Op, Piece, Segment, Unit, chunk_lengths
 from helixpipe.runtime.copies import ModelWithWeights, WeightCopies
+from helixpipe.runtime.position import Position
 from helixpipe.runtime.transport import Receipt, Transport
 
 
@@ -101,12 +102,14 @@ class Executor:
     """Runs a lowered program on one rank.
 
     rank: pipeline rank. model: holds the weights of this rank's pieces. fp32_kv_gradients: sum the gradients of keys
-    and values over chunks in float32. `keys_values` is the store of the step that ran last.
+    and values over chunks in float32. position: where to publish which instruction comes next. `keys_values` is the
+    store of the step that ran last.
     """
 
     def __init__(
-        self, lowered: LoweredProgram, rank: int, model: Model, transport: Transport, fp32_kv_gradients: bool = False
-    ):
+        self, lowered: LoweredProgram, rank: int, model: Model, transport: Transport, fp32_kv_gradients: bool = False,
+        position: Position | None = None,
+    ):  # fmt: skip
         self.lowered = lowered
         self.rank = rank
         self.model = model
@@ -132,6 +135,7 @@ class Executor:
                 each.weight_gradients()  # before the first forward
         self._local_consumer = self._consumers_on_this_rank()
         self._fp32_kv_gradients = fp32_kv_gradients
+        self._position = position or Position()
         self._ranges = {op: f"PP:{op}" for op in lowered.program.ranks[rank]}
 
     def run(self, step: Step, record: bool = False) -> tuple[list[LossSum], Record]:
@@ -147,15 +151,19 @@ class Executor:
         self._losses: list[LossSum] = []
         self._copies.begin()
         self._record = Record() if record else None
+        self._position.begin(self.lowered, self.rank)
         with torch.no_grad() if self.lowered.program.forward_only else nullcontext():
             for index, instruction in enumerate(self._stream):
+                self._position.at(index)
                 try:
                     self._actions[instruction.action](instruction)
                 except UserError:
                     raise
                 except Exception as error:
                     raise ExecutionError(f"{type(error).__name__}: {error}\n{self._where(index)}") from error
+        self._position.at(len(self._stream))
         self.transport.finish()
+        self._position.end()
         return self._losses, self._record or Record()
 
     # ------------------------------------------------------------------------------------------------- instructions

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from helixpipe.errors import UserError
 from helixpipe.model import Microbatch
 from helixpipe.runtime.executor import Record
+from helixpipe.runtime.position import Patience, Position
 from megatron.training.checkpointing import Checkpointer, Progress
 from megatron.training.config import Config
 from megatron.training.log import StepResult, TrainingLog
@@ -56,6 +57,7 @@ class Trainer:
     log: TrainingLog
     timers: Any
     stop: StopCheck
+    position: Position = field(default_factory=Position)
 
     def run(self) -> None:
         """Train from `progress` to the end or to a reason to stop; evaluate and save when due and at the end."""
@@ -96,6 +98,7 @@ class Trainer:
     def _iteration(self, record: bool) -> Record | None:
         """One optimizer step. Returns what was recorded of it."""
         config, progress = self.config, self.progress
+        self.position.iteration = progress.iteration + 1
         batch = self.schedule.at(progress.consumed_train_samples)
         loss, times = self._forward_backward(progress.iteration + 1, batch, record)
         with self._timed("optimizer"):
@@ -123,7 +126,7 @@ class Trainer:
     def _forward_backward(self, iteration: int, batch: StepBatch, record: bool) -> tuple[float, Record | None]:
         """Sum and reduce the gradients of one step. Returns the mean loss over the tokens of the whole batch."""
         training = self.config.training
-        with self._timed("batch-generator"):
+        with self._timed("batch-generator", Patience.LONG, together=False):
             microbatches = self._next(self.batches.train, batch.num_microbatches)
         tokens = self._tokens(microbatches)
         scale = self.state.optimizer.get_loss_scale().reshape(())
@@ -156,6 +159,7 @@ class Trainer:
             totals = torch.zeros(2, dtype=torch.float64, device=self.parallel.device)
             batch = self.schedule.final()
             for _ in range(self.config.logging.eval_iters):
+                self.position.enter("evaluation", Patience.LONG, together=False)
                 microbatches = self._next(iterator, batch.num_microbatches)
                 loss_sum, _ = self.pipeline.run(self.progress.iteration, microbatches, _no_gradient, training=False)
                 totals += self._totals(loss_sum, self._tokens(microbatches))
@@ -201,7 +205,7 @@ class Trainer:
 
     def _save(self) -> None:
         if self.config.checkpoint.save:
-            with self.log.paused(), self._timed("save-checkpoint"):
+            with self.log.paused(), self._timed("save-checkpoint", Patience.LONG):
                 self.checkpointer.save(
                     self.progress, self.state.ddp, self.state.optimizer, self.scheduler, self.config.flat()
                 )
@@ -210,13 +214,16 @@ class Trainer:
         return bool(self.config.logging.record_timeline or self.config.logging.timeline_png)
 
     @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
+    def _timed(self, name: str, patience: Patience = Patience.STEP, together: bool = True) -> Iterator[None]:
+        """A part of a step: under a timer, and known to the watchdog."""
+        self.position.enter(name, patience, together)
         timer = self.timers(name, log_level=1)
         timer.start(barrier=False)
         try:
             yield
         finally:
             timer.stop()
+        self.position.enter(f"after {name}")
 
 
 def _no_gradient(microbatch: int) -> torch.Tensor:
