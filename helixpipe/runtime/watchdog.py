@@ -26,7 +26,7 @@ from helixpipe.runtime.position import Patience, Position, View, describe
 from helixpipe.stall import State
 
 ANSWER_SECONDS = 5.0
-"""How long a round waits for the states of other ranks; who does not answer is silent."""
+"""How long, at least, a round waits for the states of other ranks; who does not answer is silent."""
 
 STORE_SECONDS = 30.0
 """After so long without an answer of the store a rank that has waited too long speaks for itself alone."""
@@ -67,7 +67,8 @@ class Watchdog:
         self._leave = leave
         self._complain = complain
         self._poll = min(1.0, limits[Patience.STEP] / 10)
-        self._pause = limits[Patience.STEP] / 20  # at least, between two rounds
+        self._pause = max(2 * self._poll, limits[Patience.STEP] / 20)  # between two rounds
+        self._patience = max(ANSWER_SECONDS, self._pause)
         self._seen: tuple[View, float] = position.look(), 0.0
         self._heard = time.monotonic()
         self._closing = threading.Event()
@@ -124,11 +125,11 @@ class Watchdog:
             while word != _END and not self._closing.wait(self._poll):
                 word = self._read(_WORD)
                 if word == answered and time.monotonic() >= earliest and self._waits_too_long():
-                    word = self._open_round(word)
+                    answered = word = self._open_round(word)
+                    earliest = time.monotonic() + self._pause
                 elif word not in (answered, _END):
                     self._answer(word)
-                if word != answered:
-                    answered, earliest = word, time.monotonic() + self._pause
+                    answered, earliest = word, time.monotonic() + self._pause + 2 * self._patience  # it may go on
             if word == _END or self._read(_WORD) == _END:
                 self._leave(1)
             else:
@@ -153,15 +154,16 @@ class Watchdog:
         states, ended = self._collect(word)
         if not stall.stalled(states.values()) or self._closing.is_set() or not self._waits_too_long():
             return word
-        if self._store.compare_set(_WORD, word, _END).decode() == _END:
-            self._complain(f"[Rank {self._rank}] {stall.report(states, self._world_size, ended)}")
-            self._closing.wait(2 * self._poll)  # this process may hold the store, in which the others have to look
+        if self._store.compare_set(_WORD, word, _END).decode() != _END:
+            return word
+        self._complain(f"[Rank {self._rank}] {stall.report(states, self._world_size, ended)}")
+        self._closing.wait(2 * self._poll)  # this process may hold the store, in which the others have to look
         return _END
 
     def _collect(self, word: str) -> tuple[dict[int, State], dict[int, str]]:
         """The states of the ranks that answer a round, and how others ended."""
         states, ended = {self._rank: self._state()}, dict[int, str]()
-        until = time.monotonic() + ANSWER_SECONDS + self._poll
+        until = time.monotonic() + self._patience
         while len(states) + len(ended) < self._world_size and time.monotonic() < until and not self._closing.is_set():
             for rank in range(self._world_size):
                 if rank in states or rank in ended:
