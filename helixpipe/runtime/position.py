@@ -21,8 +21,8 @@ class Patience(enum.Enum):
     """How long a part of a run may take without progress before it may count as a stall."""
 
     STEP = "what is done in every step"
-    LONG = "what may take minutes: data, checkpoints, and whatever is done for the first time"
-    ENDLESS = "what may take hours"
+    LONG = "what may take minutes: reading data, and whatever is done for the first time"
+    ENDLESS = "what may keep all ranks busy for hours: set-up, checkpoints"
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Position:
     def __init__(self, peers: Peers | None = None, new_mark: Callable[[], Mark] | None = None):
         self.peers = peers or Peers()
         self.iteration = 0
-        self._part = self._run = Part("the start", 0, Patience.LONG, together=False)
+        self._part = self._run = Part("set-up", 0, Patience.ENDLESS, together=True)
         self._known: set[object] = set()
         self._index = 0
         self._new_mark = new_mark

@@ -63,7 +63,9 @@ def _run(config: Config, parallel: Any, position: Position, started: float) -> N
     evaluation_size = schedule.final().num_microbatches
     tokenizer = build_tokenizer(**_tokenizer_flags(config))
     config = _fix_vocabulary(config, tokenizer.vocab_size, read_arguments)
+    position.enter("connecting the pipeline", Patience.LONG)
     pipeline = Pipeline(config, parallel, schedule.step_sizes(), position)
+    position.enter("set-up", Patience.ENDLESS)
     state = build_model(config, parallel, pipeline.pieces, tokenizer.vocab_size, pipeline.copies)
     pipeline.attach(state.model)
     scheduler = build_param_scheduler(state.optimizer, config, schedule)
@@ -77,9 +79,7 @@ def _run(config: Config, parallel: Any, position: Position, started: float) -> N
     loaded = checkpointer.load(state.ddp, state.optimizer, scheduler)
     progress = loaded[0] if loaded is not None else Progress()
     flops = flops_per_sample(config.model, config.data.padded_vocab_size or 0)
-    position.enter("building the data index", Patience.ENDLESS)
     batches = _batches(config, parallel, pipeline.reads_data, tokenizer, length, progress, Batches)
-    position.enter("set-up", Patience.LONG)
     # Until here SIGTERM kills: there is nothing to save, and a rank that waits for a dead one would not notice a flag.
     with SignalFlag(active=config.training.exit_signal_handler) as flag:
         trainer = Trainer(
@@ -109,6 +109,7 @@ def _run(config: Config, parallel: Any, position: Position, started: float) -> N
         try:
             trainer.run()
         finally:
+            position.enter("the end", Patience.LONG)
             writer.close()
     pipeline.close()
 

@@ -205,7 +205,7 @@ class Trainer:
 
     def _save(self) -> None:
         if self.config.checkpoint.save:
-            with self.log.paused(), self._timed("save-checkpoint", Patience.LONG):
+            with self.log.paused(), self._timed("save-checkpoint", Patience.ENDLESS):
                 self.checkpointer.save(
                     self.progress, self.state.ddp, self.state.optimizer, self.scheduler, self.config.flat()
                 )

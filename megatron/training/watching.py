@@ -15,7 +15,7 @@ from megatron.training.config import Config
 from megatron.training.parallel import Parallel
 
 _SHARE_OF_TIMEOUT = 0.9
-"""Of torch's timeout, after which it ends a job by itself: what may take minutes is given so much of it."""
+"""What may take minutes is given so much of torch's own timeout, which would end whoever waits for it."""
 
 
 @contextmanager

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+import torch
+
 from helixpipe.lowering import LoweredProgram, lower
 from helixpipe.runtime.position import Patience, Peers, Position, describe
 from schedules import build
@@ -121,6 +124,19 @@ def test_marks_of_the_step_before_do_not_count() -> None:
         == f"its GPU waits for the activation of 0F0 from rank 4, to run 1F0 (instruction 1 of {len(STREAM)})"
     )
     assert [(hop.source, hop.target) for hop in state.way] == [(4, 5)]
+
+
+@pytest.mark.gpu
+def test_cuda_events_are_marks() -> None:
+    position = Position(new_mark=torch.cuda.Event)
+    for _ in range(2):
+        run(position, 1)
+        torch.cuda._sleep(1_000_000_000)  # clock cycles
+        position.at(1)
+        position.at(2)
+        assert seen(position) == ("step", 0, True)
+        torch.cuda.synchronize()
+        assert seen(position) == ("step", 2, False)
 
 
 def test_tensor_parallel_ranks_wait_for_each_other_inside_an_op() -> None:
