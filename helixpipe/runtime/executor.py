@@ -26,6 +26,7 @@ from helixpipe.model.kv_store import KeyValueStore, UnitKeyValues
 from helixpipe.model.linear import WeightGradients
 from helixpipe.program import Op, Piece, Segment, Unit, chunk_lengths
 from helixpipe.runtime.copies import ModelWithWeights, WeightCopies
+from helixpipe.runtime.position import Position
 from helixpipe.runtime.transport import Receipt, Transport
 
 
@@ -63,7 +64,7 @@ class Step:
     micro_batch_size: int
     seq_length: int
     training: bool = True
-    confirm: Callable[[], bool] = lambda: True
+    confirm: Callable[[], bool] | None = None
     complete: Callable[[tuple[Piece, ...]], None] = lambda pieces: None
 
 
@@ -105,12 +106,14 @@ class Executor:
     """Runs a lowered program on one rank.
 
     rank: pipeline rank. model: holds the weights of this rank's pieces. fp32_kv_gradients: sum the gradients of keys
-    and values over chunks in float32. `keys_values` is the store of the step that ran last.
+    and values over chunks in float32. position: where to publish which instruction comes next. `keys_values` is the
+    store of the step that ran last.
     """
 
     def __init__(
-        self, lowered: LoweredProgram, rank: int, model: Model, transport: Transport, fp32_kv_gradients: bool = False
-    ):
+        self, lowered: LoweredProgram, rank: int, model: Model, transport: Transport, fp32_kv_gradients: bool = False,
+        position: Position | None = None,
+    ):  # fmt: skip
         self.lowered = lowered
         self.rank = rank
         self.model = model
@@ -136,6 +139,7 @@ class Executor:
                 each.weight_gradients()  # before the first forward
         self._local_consumer = self._consumers_on_this_rank()
         self._fp32_kv_gradients = fp32_kv_gradients
+        self._position = position or Position()
         self._ranges = {op: f"PP:{op}" for op in lowered.program.ranks[rank]}
         self._last = set({op.stage: op for op in lowered.program.ranks[rank] if op.kind in "BW"}.values())
 
@@ -148,13 +152,18 @@ class Executor:
         with torch.no_grad() if self.lowered.program.forward_only else nullcontext():
             self._begin(record)
             self._execute(range(opening))
-            if not step.confirm():
-                for receipt in self._receipts.values():
-                    receipt.wait()  # sent in the opening, for an op after it
-                self._begin(record)
-                self._execute(range(opening))
+            if step.confirm is not None:
+                right = step.confirm()
+                self._position.begin(self.lowered, self.rank)
+                if not right:
+                    for receipt in self._receipts.values():
+                        receipt.wait()  # sent in the opening, for an op after it
+                    self._begin(record)
+                    self._execute(range(opening))
             self._execute(range(opening, len(self._stream)))
+        self._position.at(len(self._stream))
         self.transport.finish()
+        self._position.end()
         return self._losses, self._record or Record()
 
     def _begin(self, record: bool) -> None:
@@ -166,9 +175,11 @@ class Executor:
         self._losses: list[LossSum] = []
         self._copies.begin()
         self._record = Record() if record else None
+        self._position.begin(self.lowered, self.rank)
 
     def _execute(self, places: range) -> None:
         for index in places:
+            self._position.at(index)
             instruction = self._stream[index]
             try:
                 self._actions[instruction.action](instruction)

@@ -20,6 +20,7 @@ from helixpipe.model import Microbatch, PipelineModel
 from helixpipe.program import Piece, Program, chunk_lengths, forward_only
 from helixpipe.report import chunk_times
 from helixpipe.runtime.executor import Executor, Record, Step, merge_records
+from helixpipe.runtime.position import Position
 from helixpipe.runtime.transport import make_transport
 from helixpipe.simulator import simulate
 from megatron.training.config import Config
@@ -32,12 +33,14 @@ class Pipeline:
     """Runs steps on this rank.
 
     step_sizes: every number of microbatches that may be asked for; each is checked at once, so that a bad one shows
-    before training starts. Raises ScheduleError when programs of different sizes would place the model differently.
+    before training starts. position: where this rank publishes what it does. Raises ScheduleError when programs of
+    different sizes would place the model differently.
     """
 
-    def __init__(self, config: Config, parallel: Parallel, step_sizes: Sequence[int]):
+    def __init__(self, config: Config, parallel: Parallel, step_sizes: Sequence[int], position: Position | None = None):
         self._config = config
         self._parallel = parallel
+        self._position = position or Position()
         self._programs: dict[int, Program] = {}
         self._executors: dict[tuple[int, bool], Executor] = {}
         placement = self._placement(step_sizes[-1])
@@ -79,7 +82,7 @@ class Pipeline:
         root_gradient: Callable[[int], torch.Tensor],
         training: bool = True,
         record: bool = False,
-        confirm: Callable[[], bool] = lambda: True,
+        confirm: Callable[[], bool] | None = None,
         complete: Callable[[tuple[Piece, ...]], None] = lambda pieces: None,
     ) -> tuple[torch.Tensor, Record]:
         """Run one step (evaluation: forwards only, no dropout) over all `batches` of this pipeline.
@@ -162,8 +165,9 @@ class Pipeline:
         key = (num_microbatches, training)
         if key not in self._executors:
             lowered = self._lower(num_microbatches, training)
+            in_fp32 = self._config.parallel.kv_grad_fp32
             self._executors[key] = Executor(
-                lowered, self._parallel.pp_rank, self._model, self._transport, self._config.parallel.kv_grad_fp32
+                lowered, self._parallel.pp_rank, self._model, self._transport, in_fp32, self._position
             )
         return self._executors[key]
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from helixpipe.model import Microbatch
 from helixpipe.report import stage_lines
 from helixpipe.runtime.device import prepare
+from helixpipe.runtime.position import Patience, Position
 from megatron.training.arguments import print_arguments
 from megatron.training.config import Config
 from megatron.training.data import batch_iterator, build_datasets
@@ -28,6 +29,7 @@ def pretrain(config: Config, started: float) -> None:
     """
     prepare()
     from megatron.training.parallel import initialize
+    from megatron.training.watching import watched
 
     check_device(config, gpus=torch.cuda.device_count())
     print_arguments(config)
@@ -36,12 +38,13 @@ def pretrain(config: Config, started: float) -> None:
     if config.training.deterministic_mode:
         torch.use_deterministic_algorithms(True)
     parallel = initialize(config)
-    _run(config, parallel, started)
-    dist.barrier()
+    with watched(config, parallel) as position:
+        _run(config, parallel, position, started)
+        dist.barrier()
     dist.destroy_process_group()
 
 
-def _run(config: Config, parallel: Any, started: float) -> None:
+def _run(config: Config, parallel: Any, position: Position, started: float) -> None:
     # These import megatron-core, which `prepare` has to see first.
     from megatron.training.checkpointing import Checkpointer, CheckpointOptions, Progress, read_arguments
     from megatron.training.flops import flops_per_sample
@@ -60,7 +63,9 @@ def _run(config: Config, parallel: Any, started: float) -> None:
     evaluation_size = schedule.final().num_microbatches
     tokenizer = build_tokenizer(**_tokenizer_flags(config))
     config = _fix_vocabulary(config, tokenizer.vocab_size, read_arguments)
-    pipeline = Pipeline(config, parallel, schedule.step_sizes())
+    position.enter("connecting the pipeline", Patience.LONG)
+    pipeline = Pipeline(config, parallel, schedule.step_sizes(), position)
+    position.enter("set-up", Patience.ENDLESS)
     state = build_model(config, parallel, pipeline.pieces, tokenizer.vocab_size, pipeline.copies)
     pipeline.attach(state.model)
     scheduler = build_param_scheduler(state.optimizer, config, schedule)
@@ -99,10 +104,12 @@ def _run(config: Config, parallel: Any, started: float) -> None:
             ),
             timers=timers,
             stop=StopCheck(config, flag, agree=all_ranks_max(parallel.device), started=started),
+            position=position,
         )
         try:
             trainer.run()
         finally:
+            position.enter("the end", Patience.LONG)
             writer.close()
     pipeline.close()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from helixpipe.errors import UserError
 from helixpipe.model import Microbatch
 from helixpipe.runtime.executor import Record
+from helixpipe.runtime.position import Patience, Position
 from megatron.training.checkpointing import Checkpointer, Progress
 from megatron.training.config import Config
 from megatron.training.log import StepResult, TrainingLog
@@ -67,6 +68,7 @@ class Trainer:
     log: TrainingLog
     timers: Any
     stop: StopCheck
+    position: Position = field(default_factory=Position)
 
     def __post_init__(self) -> None:
         optimizer, clip = self.state.optimizer, self.config.training.clip_grad
@@ -115,6 +117,7 @@ class Trainer:
     def _iteration(self, record: bool) -> Record | None:
         """One optimizer step, and what was left of the one before. Returns what was recorded of it."""
         progress = self.progress
+        self.position.iteration = progress.iteration + 1
         batch = self.schedule.at(progress.consumed_train_samples)
         numbers, times = self._forward_backward(progress.iteration + 1, batch, record)
         progress.iteration += 1
@@ -133,7 +136,7 @@ class Trainer:
         """Sum and reduce the gradients of one step. Returns numbers that are to be summed over all ranks: loss sum,
         tokens, whether to stop."""
         per_token = self.config.training.calculate_per_token_loss
-        with self._timed("batch-generator"):
+        with self._timed("batch-generator", Patience.LONG, together=False):
             microbatches = self._next(self.batches.train, batch.num_microbatches)
         tokens = self._tokens(microbatches)
         counted = tokens[self.pipeline.counted(len(tokens))].sum()
@@ -157,7 +160,7 @@ class Trainer:
                 microbatches,
                 root_gradient,
                 record=record,
-                confirm=self._confirm if late else lambda: True,
+                confirm=self._confirm if late else None,
                 complete=self.state.reducer.complete,
             )
         with self._timed("grads-reduce"):
@@ -173,8 +176,10 @@ class Trainer:
 
     def _confirm(self) -> bool:
         """In the next step, between its opening and its first backward."""
-        right = self._finish_step()
-        self._forget_gradients()
+        with self._timed("confirmation"):
+            right = self._finish_step()
+            self._forget_gradients()
+        self.position.enter("forward-backward")
         return right
 
     def _finish_step(self) -> bool:
@@ -233,6 +238,7 @@ class Trainer:
             totals = torch.zeros(2, dtype=torch.float64, device=self.parallel.device)
             batch = self.schedule.final()
             for _ in range(self.config.logging.eval_iters):
+                self.position.enter("evaluation", Patience.LONG, together=False)
                 microbatches = self._next(iterator, batch.num_microbatches)
                 loss_sum, _ = self.pipeline.run(self.progress.iteration, microbatches, _no_gradient, training=False)
                 totals += self._totals(loss_sum, self._tokens(microbatches))
@@ -278,7 +284,7 @@ class Trainer:
 
     def _save(self) -> None:
         if self.config.checkpoint.save:
-            with self.log.paused(), self._timed("save-checkpoint"):
+            with self.log.paused(), self._timed("save-checkpoint", Patience.ENDLESS):
                 self.checkpointer.save(
                     self.progress, self.state.ddp, self.state.optimizer, self.scheduler, self.config.flat()
                 )
@@ -287,13 +293,16 @@ class Trainer:
         return bool(self.config.logging.record_timeline or self.config.logging.timeline_png)
 
     @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
+    def _timed(self, name: str, patience: Patience = Patience.STEP, together: bool = True) -> Iterator[None]:
+        """A part of a step: under a timer, and known to the watchdog."""
+        self.position.enter(name, patience, together)
         timer = self.timers(name, log_level=1)
         timer.start(barrier=False)
         try:
             yield
         finally:
             timer.stop()
+        self.position.enter(f"after {name}")
 
 
 def _no_gradient(microbatch: int) -> torch.Tensor:

@@ -25,11 +25,12 @@ MOCK = f"{MODEL} --mock-data --tokenizer-type NullTokenizer --vocab-size 100"
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch of pretrain_gpt.py: under torchrun with that many ranks, or (0) by plain python."""
+    """A launch of pretrain_gpt.py, or another script: under torchrun with that many ranks, or (0) by plain python."""
 
     name: str
     flags: str
     ranks: int = 2
+    script: str = "pretrain_gpt.py"
 
     def start(self, **paths: Path | str) -> Job:
         """Start it; `{name}` in the flags stands for a path given here."""
@@ -80,7 +81,7 @@ class Job:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(launch.ranks)]
         environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
         self.process = subprocess.Popen(
-            [sys.executable, *(torchrun if launch.ranks else []), "pretrain_gpt.py", *flags.split()],
+            [sys.executable, *(torchrun if launch.ranks else []), launch.script, *flags.split()],
             cwd=ROOT,
             env={**environment, _MARK: self._mark, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
             stdout=subprocess.PIPE,

@@ -78,6 +78,8 @@ def test_sizes_that_follow_from_others() -> None:
     assert plain.training.global_batch_size == 2
     assert config("--hidden-size 4096 --num-attention-heads 32 --swiglu").model.ffn_hidden_size == 10880
     assert config("--global-batch-size 16", world=4).parallel.data_parallel_size == 4
+    assert config("--distributed-timeout-minutes 5").parallel.stall_timeout_seconds == 150
+    assert config("--stall-timeout-seconds 0").parallel.stall_timeout_seconds == 0
     assert config("--position-embedding-type rope").model.max_position_embeddings == 32
     assert config("--use-rotary-position-embeddings").model.position_embedding_type == "rope"
 
@@ -133,6 +135,12 @@ def test_split_is_dropped_with_mock_data() -> None:
 WRONG = [
     ("--num-layers 0", 1, "--num-layers 0 must be at least 1."),
     ("--chunk-size -1", 1, "--chunk-size -1 must be at least 0."),
+    (
+        "--stall-timeout-seconds 700",
+        1,
+        "--stall-timeout-seconds 700 must be less than --distributed-timeout-minutes, which are 600 seconds, and at "
+        "least 0 (never).",
+    ),
     ("--hidden-dropout 1", 1, "--hidden-dropout 1 must be at least 0 and less than 1."),
     ("--seq-length 64", 1, "--max-position-embeddings 32 must be at least --seq-length 64."),
     (

@@ -60,6 +60,11 @@ class ParallelConfig:
         "How long a collective may wait for a rank that is alive but stuck (fractions allowed). A rank that died is "
         "noticed at once: its connections close and torchrun ends the other ranks.",
     )
+    stall_timeout_seconds: float | None = option(
+        None,
+        "When no rank has got any further in a training step for so long, say which ranks wait for what from whom, and "
+        "end the job; 0 never does (default: half of --distributed-timeout-minutes, which would end it without that).",
+    )
     virtual_pipeline_model_parallel_size: int | None = setting(None, "Stages a pipeline rank holds; None for one.")
     data_parallel_size: int = setting(1, "Model copies: world size / (tensor x pipeline).")
 

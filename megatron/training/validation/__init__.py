@@ -25,6 +25,7 @@ def validate(config: Config) -> Config:
 STEPS: tuple[Callable[[Config], Config], ...] = (
     values.required_flags,
     values.ranges,
+    values.stall_timeout,
     model.position_embeddings,
     model.attention_heads,
     model.query_groups,

@@ -86,5 +86,18 @@ def ranges(config: Config) -> Config:
     return config
 
 
+def stall_timeout(config: Config) -> Config:
+    """Half of torch's own timeout, by default; less than that in any case, or it would never be heard of."""
+    torchs, given = 60 * config.parallel.distributed_timeout_minutes, config.parallel.stall_timeout_seconds
+    if given is None:
+        return config.replace("parallel", stall_timeout_seconds=torchs / 2)
+    if not 0 <= given < torchs:
+        raise UserError(
+            f"--stall-timeout-seconds {given:g} must be less than --distributed-timeout-minutes, which are {torchs:g} "
+            "seconds, and at least 0 (never)."
+        )
+    return config
+
+
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")

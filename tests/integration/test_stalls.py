@@ -1,0 +1,67 @@
+"""Runs that hang: one report on standard error, every rank ends by itself, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+
+import pytest
+
+from helixpipe.lowering import lower
+from schedules import build
+from schedules.base import Shape
+from tests.integration.launching import MOCK, Launch, Result
+
+FAULTY = "tests/integration/faulty.py"
+
+
+def report(result: Result) -> list[str]:
+    """The lines of the one report of a failed launch."""
+    assert result.status != 0, result.output
+    said = re.findall(r"^\[Rank \d+\] (?!\(after)", result.output, re.MULTILINE)
+    assert len(said) == 1, result.output  # nobody complains of what follows from the end
+    _, _, text = result.output.partition("the job has stalled")
+    text, end, _ = text.partition("What to do: docs/troubleshooting.md")
+    assert end, result.output
+    return text.splitlines()
+
+
+def test_a_lost_message_is_named_and_the_job_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    lowered = lower(build("1f1b", Shape(4, 8, 4)), receive_ahead=1)
+    lost = next(each for each in lowered.messages if str(each) == "gradient 2B5 -> 1B5 (rank 2 -> rank 1)")
+    monkeypatch.setenv("FAULT", f"lose {lost.source} 3 {lost.number}")
+    flags = f"{MOCK} --train-iters 100000 --stall-timeout-seconds 5 --pipeline-model-parallel-size 4"
+    result = Launch("lost message", flags, ranks=4, script=FAULTY).run()
+    assert set(result.losses()) == {1, 2}
+    _, first, second, third, fourth, *rest = report(result)
+    place = "forward-backward, iteration 3: waits"
+    assert re.match(
+        rf"  rank 0, {place} for the gradient of 1B5 from rank 1, to run 0B5 .* has not sent it yet$", first
+    )
+    assert re.match(rf"  rank 1, {place} for the gradient of 2B5 from rank 2, to run 1B5 .* has sent it$", second)
+    assert third.startswith(f"  rank 2, {place} until all it has sent is received;")
+    assert fourth.startswith("  rank 3, after forward-backward, iteration 3: in or before a collective;")
+    assert rest[0] == "First cause:"
+    assert rest[1].startswith("  message lost between rank 2 and rank 1: rank 2 has sent the gradient of 2B5, ")
+
+
+def test_a_stopped_rank_is_silent() -> None:
+    """It is ended by torchrun, like everything that does not end by itself."""
+    flags = f"{MOCK} --train-iters 100000 --stall-timeout-seconds 5 --pipeline-model-parallel-size 2"
+    job = Launch("stopped", flags).start()
+    job.wait_for("iteration        3/")
+    os.kill(job.rank(1), signal.SIGSTOP)
+    lines = report(job.wait())
+    assert lines[1].startswith("  rank 0, ")
+    assert lines[2].startswith("  rank 1: silent")
+    assert lines[3:5] == ["First cause:", f"{lines[2]}."]
+
+
+def test_a_rank_that_is_slow_is_no_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each step rank 0 waits for longer than the limit, for a rank that gets on; then both evaluate."""
+    monkeypatch.setenv("FAULT", "slow 1 1.0")
+    flags = f"{MOCK} --global-batch-size 5 --train-iters 2 --eval-iters 1 --eval-interval 2 --pipeline-schedule gpipe"
+    flags += " --pipeline-model-parallel-size 2 --stall-timeout-seconds 3"
+    result = Launch("slow", flags, script=FAULTY).run().done()
+    assert len(result.losses()) == 2
