@@ -322,7 +322,7 @@ def test_flags_of_helix_authors_are_other_names() -> None:
 def test_reasons_read_as_the_end_of_a_sentence() -> None:
     for table in (compat.IGNORED, compat.LATER, compat.REFUSED, compat.IGNORED_FAMILIES, compat.REFUSED_FAMILIES):
         for flag, reason in table.items():
-            assert re.fullmatch(r"--[a-z0-9_-]+", flag) and reason and not reason.endswith("."), flag
+            assert re.fullmatch(r"--[A-Za-z0-9_-]+", flag) and reason and not reason.endswith("."), flag
 
 
 def test_the_dump_is_megatrons(capsys: pytest.CaptureFixture[str]) -> None:
