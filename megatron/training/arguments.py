@@ -19,7 +19,7 @@ from megatron.training.config.container import GROUPS
 from megatron.training.output import complain, say
 from megatron.training.programs import check_program
 from megatron.training.validation import validate
-from schedules import SCHEDULES, find
+from schedules import SCHEDULES, find, foreign_options
 
 MODEL_SHAPE = (
     "num_layers",
@@ -74,7 +74,8 @@ def parse_args(
     Raises UserError (one sentence) for unknown flags, wrong values and combinations. --help prints and exits.
     """
     arguments, warnings = split_unavailable(sys.argv[1:] if argv is None else argv)
-    namespace = build_parser().parse(arguments, also_known=[*compat.IGNORED, *compat.LATER, *compat.REFUSED])
+    parser = build_parser()
+    namespace = parser.parse(arguments, also_known=[*compat.IGNORED, *compat.LATER, *compat.REFUSED])
     launch = LaunchConfig.from_environment(environ)
     groups: dict[str, Any] = {name: dataclass_from_namespace(cls, namespace) for name, (_, cls) in GROUPS.items()}
     config = Config(**groups, launch=launch, warnings=tuple(warnings))
@@ -83,9 +84,11 @@ def parse_args(
         config = overlay_checkpoint_args(config, saved)
     config = validate(config)
     schedule = config.parallel.pipeline_schedule or ""
-    if not schedule.endswith(".csv"):
-        options = dataclass_from_namespace(find(schedule).options, namespace)
-        config = dataclasses.replace(config, schedule_options=options)
+    chosen = [] if schedule.endswith(".csv") else [find(schedule)]
+    for found in chosen:
+        config = dataclasses.replace(config, schedule_options=dataclass_from_namespace(found.options, namespace))
+    for sentence in foreign_options(parser.given(arguments), chosen):
+        config = config.warn(sentence)
     check_program(config)
     return config
 

@@ -252,6 +252,13 @@ def test_an_unknown_schedule_names_the_nearest() -> None:
         config("--pipeline-schedule 1f1")
 
 
+def test_options_of_another_schedule_are_warned_about() -> None:
+    assert config("--helix-folds 2 --weipipe-slots 4").warnings == (
+        "--helix-folds is an option of helix, not of none.",
+        "--weipipe-slots is an option of weipipe-naive, weipipe, wzb1, wzb2, not of none.",
+    )
+
+
 def test_all_that_is_missing_is_named_at_once() -> None:
     with pytest.raises(UserError) as caught:
         parse_args(["--mock-data", "--num-layers", "2"], environ={})
