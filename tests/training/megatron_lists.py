@@ -43,9 +43,10 @@ class Outcome:
     warnings: tuple[str, ...] = ()
 
     @property
-    def reason(self) -> str:
-        """The refusal without the flag it is about, so that equal reasons can be counted."""
-        return (self.refusal or "").partition(" is refused: ")[2] or self.refusal or ""
+    def reason(self) -> tuple[str, str]:
+        """The flag that is refused, or "", and why, so that equal reasons can be counted."""
+        flag, refused, why = (self.refusal or "").partition(" is refused: ")
+        return (f"`{flag.split()[0]}`", why) if refused else ("", flag)
 
     def __str__(self) -> str:
         if self.refusal is not None:
@@ -99,9 +100,9 @@ def table(outcomes: Mapping[ArgumentList, Outcome]) -> str:
     for source in dict.fromkeys(each.source for each in outcomes):
         found = [result for each, result in outcomes.items() if each.source == source]
         lines.append(_counts(source.replace("_", " "), found))
-    lines += [_counts("together", list(outcomes.values())), "", "| refused because | lists |", "|---|--:|"]
+    lines += [_counts("together", list(outcomes.values())), "", "| refused | because | lists |", "|---|---|--:|"]
     reasons = Counter(result.reason for result in outcomes.values() if result.refusal is not None)
-    lines += [f"| {reason} | {count} |" for reason, count in reasons.most_common()]
+    lines += [f"| {flag} | {why} | {count} |" for (flag, why), count in reasons.most_common()]
     return "\n".join(lines) + "\n"
 
 
