@@ -83,15 +83,16 @@ class Row:
 
 
 ROWS = (
-    Row(4, "llama2-7b", "a800", 1, 1, 32, "NVLink", 80),
-    Row(4, "llama2-7b", "a800", 1, 1, 32, "NVLink", 40),
+    Row(4, "llama2-7b", "a800", 1, 2, 32, "NVLink", 80),
+    Row(4, "llama2-7b", "a800", 1, 2, 32, "NVLink", 40),
     Row(4, "llama2-13b", "h100", 4, 8, 32, "25 Gb/s", 80),
-    Row(32, "llama2-7b", "a800", 1, 1, 16, "NVLink", 80),
-    Row(32, "llama2-7b", "a800", 1, 1, 16, "NVLink", 40),
+    Row(32, "llama2-7b", "a800", 1, 2, 16, "NVLink", 80),
+    Row(32, "llama2-7b", "a800", 1, 2, 16, "NVLink", 40),
+    Row(32, "llama2-13b", "h20", 4, 8, 16, "InfiniBand", 96),
     Row(32, "llama2-13b", "h100", 4, 8, 16, "25 Gb/s", 80),
-    Row(128, "llama2-7b", "a800", 1, 1, 16, "NVLink", 80),
+    Row(128, "llama2-7b", "a800", 1, 2, 8, "NVLink", 80),
     Row(128, "llama2-13b", "h20", 4, 8, 8, "InfiniBand", 96),
-    Row(128, "infinipipe-30b", "h20", 4, 4, 16, "InfiniBand", 96),
+    Row(128, "infinipipe-30b", "h20", 4, 8, 8, "InfiniBand", 96),
     Row(128, "llama2-13b", "a800", 4, 8, 8, "10 Gb/s", 40),
     Row(512, "llama2-7b", "h20", 4, 8, 8, "InfiniBand", 96),
     Row(512, "llama2-7b", "h100", 4, 8, 8, "25 Gb/s", 80),
