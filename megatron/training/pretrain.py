@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from helixpipe.model import Microbatch
-from helixpipe.program import Stage
-from helixpipe.report import stage_lines
+from helixpipe.report import stage_count, stage_lines
 from helixpipe.runtime.device import prepare
 from megatron.training.arguments import print_arguments
 from megatron.training.config import Config
@@ -173,18 +172,6 @@ def _batches(
     )
 
 
-def _stages(stages: Sequence[Stage]) -> str:
-    """How many there are and how many layers they hold, or that they are parts of layers."""
-    layers = [{piece.layer for piece in stage.pieces if piece.layer >= 0} for stage in stages]
-    total = len(set().union(*layers))
-    held = [len(each) for each in layers if each]
-    if sum(held) > total:
-        return f"{total} layers cut into {len(stages)} stages"
-    size = str(min(held)) if min(held) == max(held) else f"{min(held)} to {max(held)}"
-    apart = len(stages) - len(held)
-    return f"{len(stages)} stages of {size} layers{f', {apart} of them with none' if apart else ''}"
-
-
 def _summary(config: Config, pipeline: Any, num_microbatches: int, parameters: int) -> str:
     """Two lines about what is about to run."""
     program = pipeline.program(num_microbatches)
@@ -192,7 +179,7 @@ def _summary(config: Config, pipeline: Any, num_microbatches: int, parameters: i
     stages = "".join(f" > {line}\n" for line in stage_lines(program.stages))
     return (
         f" > pipeline schedule {program.schedule}: {program.num_ranks} ranks, {num_microbatches} microbatches a step, "
-        f"{_stages(program.stages)}; simulated bubble "
+        f"{stage_count(program.stages)}; simulated bubble "
         f"{pipeline.bubble(num_microbatches):.1%} (equal layers, backward twice forward, no message time)\n"
         f"{stages}{pipeline.chunks(num_microbatches)}"
         f" > {parameters:,} parameters; tensor {parallel.tensor_model_parallel_size} x "
