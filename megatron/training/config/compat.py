@@ -47,7 +47,7 @@ class Reading(NamedTuple):
     why: str
 
 
-_FULL = ("--recompute-granularity", "full", "--recompute-method")
+_FULL = ("--recompute-granularity", "full")
 _FORMAT = Reading(("--ckpt-format", "torch_dist"), "the one format that is written")
 _OLDER = "an older name"
 
@@ -57,12 +57,12 @@ READ_AS: Mapping[tuple[str, ...], Reading] = MappingProxyType(
         ("--ckpt-format", "torch_dcp"): _FORMAT,
         ("--ckpt-format", "zarr"): _FORMAT,
         ("--distributed-backend", "nccl2"): Reading(("--distributed-backend", "nccl"), "NCCL is reached in one way"),
-        ("--checkpoint-activations",): Reading((*_FULL, "uniform"), _OLDER),
-        ("--activations-checkpoint-method", "uniform"): Reading((*_FULL, "uniform"), _OLDER),
-        ("--activations-checkpoint-method", "block"): Reading((*_FULL, "block"), _OLDER),
+        ("--checkpoint-activations",): Reading(_FULL, _OLDER),
+        ("--activations-checkpoint-method", "uniform"): Reading(_FULL, _OLDER),
+        ("--activations-checkpoint-method", "block"): Reading((*_FULL, "--recompute-method", "block"), _OLDER),
     }
     | {
-        ("--tokenizer-library", library): Reading(("--tokenizer-type", kind), "which names both")
+        ("--tokenizer-library", library): Reading(("--tokenizer-type", kind), "the type says the library")
         for library, kind in (
             ("byte-level", "ByteLevelTokenizer"),
             ("huggingface", "HuggingFaceTokenizer"),
