@@ -6,10 +6,11 @@ export PYTHON
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test pytest lint format bench bench-predict bench-steps bench-setups bench-network clean distclean
+.PHONY: help install quickstart test pytest lint format clean distclean
+.PHONY: bench bench-predict bench-steps bench-setups bench-choosing bench-network
 
 help:  ## this list
-	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
 install:  ## make .venv and install the pinned dependencies and this checkout (quick when nothing changed)
 	@tools/install.sh
@@ -44,6 +45,9 @@ bench-steps: install  ## training steps with and without a flush between them; m
 
 bench-setups: install  ## HelixPipe's published setups, simulated; make bench-setups ARGS="--tokens 128 --nodes 8"
 	.venv/bin/python benchmarks/setups.py $(ARGS)
+
+bench-choosing: install  ## the table of docs/choosing.md, simulated; make bench-choosing ARGS="--rows 3"
+	.venv/bin/python benchmarks/choosing.py $(or $(ARGS),--output docs/choosing.md)
 
 bench-network: install  ## pipelines and FSDP2 over slow links between two hosts (root); make bench-network ARGS="--delay 1ms"
 	.venv/bin/python benchmarks/network.py $(ARGS)

@@ -57,7 +57,7 @@ from helixpipe.report import chunk_times, chunks_text, summary, table, text_time
 from helixpipe.simulator import Simulation, simulate
 from helixpipe.timeline import check_suffix, count, draw
 from helixpipe.validate import untrainable
-from schedules import SCHEDULES, Schedule, Shape, build, find
+from schedules import SCHEDULES, Schedule, Shape, build, find, foreign_options
 
 MAX_UNITS = 5_000_000  # some minutes and gigabytes: more is a slip of the finger
 USER_ERROR, INTERRUPTED, PIPE_CLOSED = 2, 130, 141  # exit codes; the last two as a shell gives them
@@ -107,6 +107,7 @@ def _run(arguments: list[str]) -> int:
         raise UserError(unknown_argument(unknown[0], commands[name].option_strings()))
     if unknown:
         raise UserError(f"{name} takes one schedule or file; {unknown[0]!r} is one too many.")
+    namespace.given = commands[name].given(arguments)
     _COMMANDS[name](namespace)
     return 0
 
@@ -341,7 +342,8 @@ def _programs(
     # Beside schedules of the catalogue, chunks and virtual stages are for those.
     own = dataclasses.replace(size, chunks=None, virtual_stages=None) if schedules else size
     files = {name: _from_file(name, own, None) for name in names if name.endswith(".csv")}
-    _check_own_options(namespace, list(schedules.values()))
+    if foreign := foreign_options(namespace.given, list(schedules.values())):
+        raise ScheduleError(foreign[0])
     if files:
         first = next(iter(files.values()))
         size = dataclasses.replace(size, ranks=first.num_ranks, microbatches=first.num_microbatches)
@@ -398,17 +400,6 @@ def _from_file(path: str, size: ShapeOptions, layers: int | None) -> Program:
         if given is not None and given != own:
             raise ScheduleError(f"{flag} {given} does not fit {path}, whose {flag[2:].replace('-', ' ')} are {own:g}.")
     return program
-
-
-def _check_own_options(namespace: argparse.Namespace, chosen: Sequence[Schedule]) -> None:
-    """Refuse an option of a schedule that is not among the chosen, rather than ignore it."""
-    allowed = {field.name for schedule in chosen for field in dataclasses.fields(schedule.options)}
-    for schedule in SCHEDULES.values():
-        for field in dataclasses.fields(schedule.options):
-            if field.name not in allowed and getattr(namespace, field.name, field.default) != field.default:
-                flag = "--" + field.name.replace("_", "-")
-                names = ", ".join(other.name for other in chosen) or "a file"
-                raise ScheduleError(f"{flag} is an option of {schedule.name}, not of {names}.")
 
 
 def _option_names(schedule: Schedule) -> list[str]:

@@ -74,6 +74,12 @@ class FlagParser(argparse.ArgumentParser):
             raise UserError(unknown_argument(unknown[0], [*self.option_strings(), *also_known]))
         return namespace
 
+    def given(self, argv: Iterable[str]) -> dict[str, str]:
+        """Field -> flag as it is written, of each flag of this parser in `argv`, whatever its value."""
+        flags = [word.partition("=")[0] for word in argv if word.startswith("--")]
+        actions = self._option_string_actions
+        return {actions[flag].dest: flag for flag in flags if flag in actions}
+
     def option_strings(self) -> list[str]:
         """Every `--flag` this parser takes, in the order they were added."""
         return [string for string in self._option_string_actions if string.startswith("--")]
@@ -91,8 +97,10 @@ def unknown_argument(argument: str, known: Iterable[str]) -> str:
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
-    """The known name closest in spelling to `name`, None when nothing is close."""
-    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.4)
+    """The known name that begins with `name`, else the one closest in spelling; None when nothing is close."""
+    known, spelled = list(known), name.lower()
+    longer = [other for other in known if spelled and other.startswith(spelled)]
+    matches = difflib.get_close_matches(spelled, longer or known, n=1, cutoff=0.0 if longer else 0.4)
     return matches[0] if matches else None
 
 

@@ -154,7 +154,7 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
 def find_hardware(name: str, **efficiencies: float | None) -> Hardware:
     """The preset of that name, with the efficiencies that are given in place of its own. Raises UserError."""
     if name.lower() not in HARDWARE:
-        near = nearest_name(name.lower(), HARDWARE)
+        near = nearest_name(name, HARDWARE)
         hint = f"did you mean {near}? " if near else ""
         raise UserError(f"--hardware {name} is unknown: {hint}known are {', '.join(HARDWARE)}.")
     hardware = HARDWARE[name.lower()]

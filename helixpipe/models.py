@@ -137,7 +137,7 @@ def find_model(name: str) -> ModelShape:
     """The preset of that name. Raises UserError that names the nearest one."""
     if name.lower() in MODELS:
         return MODELS[name.lower()]
-    near = nearest_name(name.lower(), MODELS)
+    near = nearest_name(name, MODELS)
     hint = f"did you mean {near}? " if near else ""
     raise UserError(f"--model {name} is unknown: {hint}known are {', '.join(MODELS)}.")
 

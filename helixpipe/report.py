@@ -33,6 +33,18 @@ def shape_line(simulation: Simulation) -> str:
     return "\n".join([_shape(simulation), *stage_lines(simulation.lowered.program.stages)])
 
 
+def stage_count(stages: Sequence[Stage]) -> str:
+    """`4 stages of 2 layers`, with those of embed or head alone, or `8 layers cut into 18 stages`."""
+    layers = [{piece.layer for piece in stage.pieces if piece.layer >= 0} for stage in stages]
+    held, total = [len(each) for each in layers if each], len(set().union(*layers))
+    number = count(len(stages), "stage")
+    if sum(held) > total:
+        return f"{count(total, 'layer')} cut into {number}"
+    size = count(held[0], "layer") if min(held) == max(held) else f"{min(held)} to {max(held)} layers"
+    apart = len(stages) - len(held)
+    return f"{number} of {size}{f', {apart} of them with none' if apart else ''}"
+
+
 def stage_lines(stages: Sequence[Stage]) -> list[str]:
     """`stages: 2 3 layers; layers recomputed: 2 whole, none`; nothing for stages alike that recompute nothing, or for
     such as do not consist of whole layers. Of embed or head alone nothing is said beside whole layers."""

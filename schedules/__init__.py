@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from types import MappingProxyType
 from typing import Any
 
 from helixpipe.errors import ScheduleError
+from helixpipe.flags import nearest_name
 from helixpipe.program import Program, from_csv
 from helixpipe.recompute import recomputed
 from schedules.adapipe import adapipe
@@ -19,7 +20,7 @@ from schedules.seq1f1b import seq1f1b, seq1f1b_interleaved, seq1f1b_zero_bubble,
 from schedules.weipipe import WeipipeOptions, weipipe, weipipe_naive, wzb1, wzb2
 from schedules.zero_bubble import ZeroBubbleOptions, zb1p, zb2p, zb_interleaved, zbv
 
-__all__ = ["SCHEDULES", "NoOptions", "Schedule", "Shape", "build", "find"]
+__all__ = ["SCHEDULES", "NoOptions", "Schedule", "Shape", "build", "find", "foreign_options"]
 
 _REGISTRY = (
     Schedule("none", no_pipeline, "gradient accumulation, p = 1", bubble="0", memory="1", one_rank=True),
@@ -97,12 +98,23 @@ def find(name: str) -> Schedule:
     """The schedule of that name. Raises ScheduleError that names the nearest one."""
     if name in SCHEDULES:
         return SCHEDULES[name]
-    longer = [known for known in SCHEDULES if name and known.startswith(name.lower())]
-    near = difflib.get_close_matches(name.lower(), longer or SCHEDULES, n=1, cutoff=0.0 if longer else 0.3)
-    hint = f"did you mean {near[0]}? " if near else ""
+    near = nearest_name(name, SCHEDULES)
+    hint = f"did you mean {near}? " if near else ""
     raise ScheduleError(
         f"unknown pipeline schedule {name!r}: {hint}known are {', '.join(SCHEDULES)}, or the path of a .csv file."
     )
+
+
+def foreign_options(given: Mapping[str, str], chosen: Sequence[Schedule]) -> list[str]:
+    """A sentence for each flag that only other schedules than the `chosen` have. given: field -> flag as written."""
+    own = {field.name for schedule in chosen for field in fields(schedule.options)}
+    names = ", ".join(schedule.name for schedule in chosen) or "a file"
+    sentences = []
+    for name, flag in given.items():
+        others = [each.name for each in SCHEDULES.values() if name in {field.name for field in fields(each.options)}]
+        if others and name not in own:
+            sentences.append(f"{flag} is an option of {', '.join(others)}, not of {names}.")
+    return sentences
 
 
 def build(name: str, shape: Shape, options: Any = None) -> Program:

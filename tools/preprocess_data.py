@@ -23,6 +23,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -141,7 +142,10 @@ def tokenize_slice(part: Slice, work: Work, tokenizer: Any, folder: str, number:
     prefixes = {key: os.path.join(folder, f"{number}_{key}") for key in work.keys}
     builders = {key: builder_class(prefix + ".bin", dtype=dtype) for key, prefix in prefixes.items()}
     documents = byte_count = empty = 0
-    with open(part.path, "rb") as stream:
+    with ExitStack() as files:
+        for builder in builders.values():
+            files.enter_context(closing(builder.data_file))
+        stream = files.enter_context(open(part.path, "rb"))
         stream.seek(part.begin)
         while stream.tell() < part.end:
             position = stream.tell()
@@ -329,13 +333,14 @@ def _join(folder: str, key: str, count: int, vocab_size: int | None) -> None:
     dtype, builder_class = _indexed_dataset(vocab_size)
     joined = os.path.join(folder, key)
     builder = builder_class(joined + ".bin", dtype=dtype)
-    for number in range(count):
-        part = os.path.join(folder, f"{number}_{key}")
-        builder.add_index(part)
-        os.unlink(part + ".bin")
-    if not builder.sequence_lengths:
-        raise DataError(f"the input holds no text under {key!r}: nothing to write")
-    builder.finalize(joined + ".idx")
+    with closing(builder.data_file):
+        for number in range(count):
+            part = os.path.join(folder, f"{number}_{key}")
+            builder.add_index(part)
+            os.unlink(part + ".bin")
+        if not builder.sequence_lengths:
+            raise DataError(f"the input holds no text under {key!r}: nothing to write")
+        builder.finalize(joined + ".idx")
 
 
 def main() -> int:

@@ -19,7 +19,7 @@ from megatron.training.config.container import GROUPS
 from megatron.training.output import complain, say
 from megatron.training.programs import check_program
 from megatron.training.validation import validate
-from schedules import SCHEDULES, find
+from schedules import SCHEDULES, find, foreign_options
 
 MODEL_SHAPE = (
     "num_layers",
@@ -47,6 +47,15 @@ MODEL_SHAPE = (
 )
 """The model's values that --use-checkpoint-args takes from the checkpoint."""
 
+OTHER_MODELS = (
+    "apply_layernorm_1p",
+    "multi_latent_attention",
+    "qk_layernorm",
+    "rotary_interleaved",
+    "use_rope_scaling",
+)
+"""Values under which a checkpoint of Megatron-LM holds a model that cannot be built here."""
+
 CheckpointArgs = Callable[[CheckpointConfig], Mapping[str, Any] | argparse.Namespace | None]
 """Reads the `args` a checkpoint was saved with; None when there is no checkpoint."""
 
@@ -65,7 +74,8 @@ def parse_args(
     Raises UserError (one sentence) for unknown flags, wrong values and combinations. --help prints and exits.
     """
     arguments, warnings = split_unavailable(sys.argv[1:] if argv is None else argv)
-    namespace = build_parser().parse(arguments, also_known=[*compat.IGNORED, *compat.LATER, *compat.REFUSED])
+    parser = build_parser()
+    namespace = parser.parse(arguments, also_known=[*compat.IGNORED, *compat.LATER, *compat.REFUSED])
     launch = LaunchConfig.from_environment(environ)
     groups: dict[str, Any] = {name: dataclass_from_namespace(cls, namespace) for name, (_, cls) in GROUPS.items()}
     config = Config(**groups, launch=launch, warnings=tuple(warnings))
@@ -74,9 +84,11 @@ def parse_args(
         config = overlay_checkpoint_args(config, saved)
     config = validate(config)
     schedule = config.parallel.pipeline_schedule or ""
-    if not schedule.endswith(".csv"):
-        options = dataclass_from_namespace(find(schedule).options, namespace)
-        config = dataclasses.replace(config, schedule_options=options)
+    chosen = [] if schedule.endswith(".csv") else [find(schedule)]
+    for found in chosen:
+        config = dataclasses.replace(config, schedule_options=dataclass_from_namespace(found.options, namespace))
+    for sentence in foreign_options(parser.given(arguments), chosen):
+        config = config.warn(sentence)
     check_program(config)
     return config
 
@@ -107,11 +119,18 @@ def build_parser() -> FlagParser:
 def split_unavailable(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Take the flags of `compat`'s tables, with their values, out of `argv`.
 
-    Returns the rest, and warnings about what is ignored. Raises UserError for a flag that is refused.
+    Returns the rest, and warnings about what is ignored or read as something else. Raises UserError for a flag that is
+    refused.
     """
+    readings: list[str] = []
     rest: list[str] = []
+    read: dict[str, str] = {}
     ignored: dict[str, str] = {}
-    for flag, values, words in _by_flag(argv):
+    for flag, values, words in by_flag(argv):
+        if (reading := compat.READ_AS.get((flag, *values))) is not None:
+            readings.extend(reading.words)
+            read[f"{' '.join([flag, *values])} as {' '.join(reading.words)}"] = reading.why
+            continue
         neutral = list(values) in ([value] for value in compat.NEUTRAL.get(flag, ()))
         refusal = compat.LATER.get(flag) or _reason(flag, compat.REFUSED, compat.REFUSED_FAMILIES)
         if refusal is not None:
@@ -121,13 +140,15 @@ def split_unavailable(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             ignored[flag] = why
         else:
             rest.extend(words)
-    if not ignored:
-        return rest, []
-    listed = "; ".join(f"{flag} ({reason})" for flag, reason in ignored.items())
-    return rest, [f"accepted without effect: {listed}."]
+    warnings = [
+        f"{what}: {'; '.join(f'{flag} ({reason})' for flag, reason in found.items())}."
+        for what, found in (("accepted without effect", ignored), ("understood", read))
+        if found
+    ]
+    return readings + rest, warnings
 
 
-def _by_flag(argv: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+def by_flag(argv: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
     """(flag, its values, the words as given) for each `--flag` and what follows it; flag "" for words before any."""
     start = 0
     for end in range(1, len(argv) + 1):
@@ -166,6 +187,9 @@ def overlay_checkpoint_args(config: Config, saved: Mapping[str, Any] | argparse.
         )
     if values.get("num_experts"):
         raise CheckpointError("the checkpoint's model is a mixture of experts, which is not supported.")
+    for name in OTHER_MODELS:
+        if values.get(name):
+            raise CheckpointError(f"the checkpoint's model has {name}, which is not supported.")
     config = config.replace("model", **model)
     vocabulary = {name: values[name] for name in ("tokenizer_type", "vocab_size") if values.get(name) is not None}
     return config.replace("data", **{k: v for k, v in vocabulary.items() if getattr(config.data, k) is None})

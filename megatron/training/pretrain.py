@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from helixpipe.model import Microbatch
-from helixpipe.report import stage_lines
+from helixpipe.report import stage_count, stage_lines
 from helixpipe.runtime.device import prepare
 from helixpipe.runtime.position import Patience, Position
 from megatron.training.arguments import print_arguments
@@ -183,12 +183,10 @@ def _summary(config: Config, pipeline: Any, num_microbatches: int, parameters: i
     """Two lines about what is about to run."""
     program = pipeline.program(num_microbatches)
     parallel = config.parallel
-    layers: Sequence[int] = [len([piece for piece in stage.pieces if piece.kind == "mlp"]) for stage in program.stages]
-    size = str(min(layers)) if min(layers) == max(layers) else f"{min(layers)} to {max(layers)}"
     stages = "".join(f" > {line}\n" for line in stage_lines(program.stages))
     return (
         f" > pipeline schedule {program.schedule}: {program.num_ranks} ranks, {num_microbatches} microbatches a step, "
-        f"{len(program.stages)} stages of {size} layers; simulated bubble "
+        f"{stage_count(program.stages)}; simulated bubble "
         f"{pipeline.bubble(num_microbatches):.1%} (equal layers, backward twice forward, no message time)\n"
         f"{stages}{pipeline.chunks(num_microbatches)}"
         f" > {parameters:,} parameters; tensor {parallel.tensor_model_parallel_size} x "

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from pathlib import Path
-from types import MappingProxyType
 
 import pytest
 
 from helixpipe import cli
-from helixpipe.flags import option
-from schedules import SCHEDULES
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -132,18 +128,27 @@ def test_a_failed_drawing_leaves_the_old_file(
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["x.json"]
 
 
-def test_options_of_another_schedule(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("words", "owners"),
+    [
+        ("--helix-folds 4", "helix"),
+        ("--helix-folds 2", "helix"),  # the default, which would change nothing
+        ("--no-weipipe-eager", "weipipe-naive, weipipe, wzb1, wzb2"),
+        ("--weipipe-slots=3", "weipipe-naive, weipipe, wzb1, wzb2"),
+    ],
+)
+def test_options_of_another_schedule(capsys: pytest.CaptureFixture[str], words: str, owners: str) -> None:
     """A schedule's own options are flags here, refused where they would be ignored."""
-
-    @dataclasses.dataclass(frozen=True)
-    class FoldOptions:
-        num_fold: int = option(2, "Folds.")
-
-    fold = dataclasses.replace(SCHEDULES["gpipe"], name="fold", options=FoldOptions)
-    monkeypatch.setattr(cli, "SCHEDULES", MappingProxyType({**SCHEDULES, "fold": fold}))
-    assert "--num-fold is an option of fold, not of 1f1b." in refused(capsys, "simulate", "1f1b", "--num-fold", "3")
+    flag = words.replace("=", " ").split()[0]
+    said = refused(capsys, "simulate", "1f1b", *words.split())
+    assert f"{flag} is an option of {owners}, not of 1f1b." in said
     assert cli.main(["list"]) == 0
-    assert "--num-fold" in capsys.readouterr().out
+    assert "--helix-folds" in capsys.readouterr().out
+
+
+def test_options_of_one_of_the_schedules_that_are_compared(tmp_path: Path) -> None:
+    words = ["draw", "1f1b", "helix", "--helix-folds", "2", "-p", "2", "-m", "4", "-o", str(tmp_path / "x.json")]
+    assert cli.main(words) == 0
 
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:

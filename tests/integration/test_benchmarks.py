@@ -89,3 +89,15 @@ def test_bytes_over_a_link_are_those_of_the_formulas() -> None:
     assert network.sent_bytes(case, "fsdp2-once") == 2 * weights / 2
     assert case.weight == 1.0
     assert network.crossing([0.5, 1, 2], [0.25, 0.5, 2]) == "1.41" and network.crossing([1, 2], [2, 3]) == "-"
+
+
+def test_choosing_prints_what_stands_on_its_page() -> None:
+    """One row, the fastest to make; `make bench-choosing` writes all of them."""
+    command = [sys.executable, str(ROOT / "benchmarks/choosing.py"), "--rows", "3", "--jobs", "1"]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=180
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    head, _, row = done.stdout.splitlines()
+    page = (ROOT / "docs/choosing.md").read_text(encoding="utf-8").splitlines()
+    assert row.startswith("| 3 |") and {head, row} <= set(page)

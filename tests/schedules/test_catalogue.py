@@ -12,8 +12,9 @@ import pytest
 from helixpipe.errors import ProgramError, ScheduleError, UserError
 from helixpipe.lowering import lower
 from helixpipe.program import Program, forward_only, from_csv, to_csv
+from helixpipe.report import stage_count
 from helixpipe.validate import validate
-from schedules import SCHEDULES, Shape, build, find
+from schedules import SCHEDULES, Shape, build, find, foreign_options
 
 
 def grid() -> Iterator[Shape]:
@@ -206,3 +207,31 @@ def test_a_file_with_a_huge_number_is_refused_before_anything_is_built(tmp_path:
     with pytest.raises(UserError, match="1 ranks and 1000000000 microbatches"):
         build(str(path), Shape(1, 1, 1))
     assert from_csv(path).num_microbatches == 10**9
+
+
+def test_flags_of_other_schedules_are_named() -> None:
+    given = {"helix_folds": "--num-fold", "zb_max_inflight": "--zb-max-inflight", "ranks": "-p"}
+    zero_bubble = "zb1p, zb2p, zbv, zb-interleaved, seq1f1b-zb"
+    assert foreign_options(given, [SCHEDULES["1f1b"]]) == [
+        "--num-fold is an option of helix, not of 1f1b.",
+        f"--zb-max-inflight is an option of {zero_bubble}, not of 1f1b.",
+    ]
+    assert foreign_options(given, [SCHEDULES["helix"], SCHEDULES["zb1p"]]) == []
+    assert foreign_options({"helix_folds": "--helix-folds"}, []) == [
+        "--helix-folds is an option of helix, not of a file."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "said"),
+    [
+        ("none", Shape(1, 2, 4), "1 stage of 4 layers"),
+        ("1f1b", Shape(4, 8, 8), "4 stages of 2 layers"),
+        ("interleaved-1f1b", Shape(4, 8, 8), "8 stages of 1 layer"),
+        ("adapipe", Shape(4, 8, 9), "4 stages of 2 to 3 layers"),
+        ("weipipe", Shape(4, 8, 8), "6 stages of 2 layers, 2 of them with none"),
+        ("helix", Shape(4, 8, 8), "8 layers cut into 18 stages"),
+    ],
+)
+def test_stages_are_counted_with_what_they_hold(name: str, shape: Shape, said: str) -> None:
+    assert stage_count(build(name, shape).stages) == said

@@ -260,6 +260,13 @@ def test_an_unknown_schedule_names_the_nearest() -> None:
         config("--pipeline-schedule 1f1")
 
 
+def test_options_of_another_schedule_are_warned_about() -> None:
+    assert config("--helix-folds 2 --weipipe-slots 4").warnings == (
+        "--helix-folds is an option of helix, not of none.",
+        "--weipipe-slots is an option of weipipe-naive, weipipe, wzb1, wzb2, not of none.",
+    )
+
+
 def test_all_that_is_missing_is_named_at_once() -> None:
     with pytest.raises(UserError) as caught:
         parse_args(["--mock-data", "--num-layers", "2"], environ={})
@@ -330,7 +337,7 @@ def test_flags_of_helix_authors_are_other_names() -> None:
 def test_reasons_read_as_the_end_of_a_sentence() -> None:
     for table in (compat.IGNORED, compat.LATER, compat.REFUSED, compat.IGNORED_FAMILIES, compat.REFUSED_FAMILIES):
         for flag, reason in table.items():
-            assert re.fullmatch(r"--[a-z0-9_-]+", flag) and reason and not reason.endswith("."), flag
+            assert re.fullmatch(r"--[A-Za-z0-9_-]+", flag) and reason and not reason.endswith("."), flag
 
 
 def test_the_dump_is_megatrons(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from typing import Literal
 import pytest
 
 from helixpipe.errors import UserError
-from helixpipe.flags import FlagParser, add_dataclass_arguments, dataclass_from_namespace, option, setting
+from helixpipe.flags import FlagParser, add_dataclass_arguments, dataclass_from_namespace, nearest_name, option, setting
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,24 @@ def parse(*words: str) -> Options:
 
 def test_defaults_are_the_dataclass_defaults() -> None:
     assert parse() == Options()
+
+
+def test_given_names_the_flags_as_written_whatever_their_value() -> None:
+    words = ["--count", "2", "--rate=1.5", "--no-eager", "--disable-bias", "--other"]
+    assert parser().given(words) == {
+        "count": "--count",
+        "rate": "--rate",
+        "eager": "--no-eager",
+        "add_bias": "--disable-bias",
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [("1f1", "1f1b"), ("1F1B", "1f1b"), ("interl", "interleaved-1f1b"), ("gppie", "gpipe"), ("", None), ("xyz", None)],
+)
+def test_nearest_name(name: str, nearest: str | None) -> None:
+    assert nearest_name(name, ["interleaved-1f1b", "1f1b", "gpipe"]) == nearest
 
 
 def test_every_type_is_converted() -> None:

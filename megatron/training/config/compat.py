@@ -1,7 +1,9 @@
 """Flags of others: Megatron-LM's that this project does not have, and other names of those it has. Data.
 
 ALIASES: flags of papers' own code -> what they are called here.
-IGNORED: accepted because ignoring them changes no result; one warning names them all.
+READ_AS: a flag with its value -> what says the same here; one warning names them all.
+IGNORED: accepted because ignoring them changes no result; one warning names them all. What asks for memory that would
+         not be saved is not among them: a run that does not fit should say so at once.
 LATER: parts of the command line that belong to work not finished yet; refused, saying what is missing.
 REFUSED: they ask for something this project does not do; refused, saying what.
 NEUTRAL: values at which a LATER or REFUSED flag asks for nothing, and is accepted without a word.
@@ -36,6 +38,47 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
     }
 )
 """HelixPipe's authors'. Those of Seq1F1B's are the flags' own names here."""
+
+
+class Reading(NamedTuple):
+    """What a flag of Megatron-LM means here. words: flags with their values; why: a clause for the warning."""
+
+    words: tuple[str, ...]
+    why: str
+
+
+_FULL = ("--recompute-granularity", "full")
+_FORMAT = Reading(("--ckpt-format", "torch_dist"), "the one format that is written")
+_OLDER = "an older name"
+
+READ_AS: Mapping[tuple[str, ...], Reading] = MappingProxyType(
+    {
+        ("--ckpt-format", "torch"): _FORMAT,
+        ("--ckpt-format", "torch_dcp"): _FORMAT,
+        ("--ckpt-format", "zarr"): _FORMAT,
+        ("--distributed-backend", "nccl2"): Reading(("--distributed-backend", "nccl"), "NCCL is reached in one way"),
+        ("--checkpoint-activations",): Reading(_FULL, _OLDER),
+        ("--activations-checkpoint-method", "uniform"): Reading(_FULL, _OLDER),
+        ("--activations-checkpoint-method", "block"): Reading((*_FULL, "--recompute-method", "block"), _OLDER),
+    }
+    | {
+        ("--tokenizer-library", library): Reading(("--tokenizer-type", kind), "the type says the library")
+        for library, kind in (
+            ("byte-level", "ByteLevelTokenizer"),
+            ("huggingface", "HuggingFaceTokenizer"),
+            ("null", "NullTokenizer"),
+            ("null-text", "NullTokenizer"),
+            ("sentencepiece", "GPTSentencePieceTokenizer"),
+            ("tiktoken", "TikTokenizer"),
+        )
+    }
+)
+"""The flag on the right still counts where it is given itself."""
+
+
+def _each(reason: str, flags: str) -> dict[str, str]:
+    return dict.fromkeys(flags.split(), reason)
+
 
 _FUSION = "kernels are chosen for you; fused and unfused agree up to rounding"
 _TP_OVERLAP = "only changes how tensor-parallel communication overlaps"
@@ -150,6 +193,23 @@ IGNORED: Mapping[str, str] = MappingProxyType(
         "--enable-ft-package": "relaunching the same command resumes",
         "--calc-ft-timeouts": "relaunching the same command resumes",
         "--te-rng-tracker": "random states follow from step, microbatch and layer",
+        "--num-distributed-optimizer-instances": "the optimizer is split over all data-parallel ranks",
+        "--use-tp-pp-dp-mapping": "ranks are ordered tensor, data, pipeline",
+        "--microbatch-group-size-per-virtual-pipeline-stage": "the schedule groups by pipeline size",
+        "--verify-integrity": "every checkpoint is verified when it is loaded",
+        **_each(
+            "stages hold equally many layers; adapipe chooses how many",
+            """--decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers
+            --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split
+            --standalone-embedding-stage""",
+        ),
+        **_each(_CHECKPOINT, "--dist-ckpt-save-pre-mcore-014 --dist-ckpt-use-dtensor-format"),
+        **_each(
+            _DATA_PARALLEL,
+            """--DDP-impl --use-contiguous-parameters-in-local-ddp --no-contiguous-buffers-in-local-ddp
+            --delay-grad-reduce --no-delay-grad-reduce --delay-param-gather""",
+        ),
+        **_each("scores are never rescaled", "--no-query-key-layer-scaling"),
     }
 )
 
@@ -174,12 +234,14 @@ _MOE = "mixture-of-experts models are not supported"
 _MLA = "multi-latent attention is not supported"
 _MTP = "multi-token prediction is not supported"
 _ROPE = "scaled rotary embeddings are not supported"
+_MUP = "maximal update parametrization is not supported"
 _OPTIMIZER = "optimizer state is kept in float32 on the device"
-_SPLIT = "stages hold equally many layers; a schedule of one's own is a .csv file for --pipeline-schedule"
+_SPLIT = "a schedule of one's own is a .csv file for --pipeline-schedule"
 _CUDA_GRAPHS = "CUDA graphs are not supported"
 _NON_PERSISTENT = "every checkpoint is written to --save"
 _OLD = "Megatron-LM no longer has it"
 _NOT_GPT = "only GPT models are trained here"
+_NO_INFERENCE = "only training is supported"
 
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
@@ -187,7 +249,6 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "--warmup": f"{_OLD}; use --lr-warmup-fraction",
         "--model-parallel-size": f"{_OLD}; use --tensor-model-parallel-size",
         "--distribute-saved-activations": "--sequence-parallel splits what is kept over the tensor-parallel ranks",
-        "--checkpoint-activations": f"{_OLD}; use --recompute-granularity full",
         "--use-legacy-models": "only megatron-core models are supported",
         "--spec": "the layers cannot be replaced",
         "--yaml-cfg": "options are given as flags",
@@ -209,7 +270,6 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "--onnx-safe": "models are not exported",
         "--activation-func-clamp-value": "the activation is GELU, SwiGLU or squared ReLU",
         "--glu-linear-offset": "the activation is GELU, SwiGLU or squared ReLU",
-        "--no-position-embedding": "use --position-embedding-type none",
         "--relative-attention-num-buckets": "positions are learned_absolute, rope or none",
         "--relative-attention-max-distance": "positions are learned_absolute, rope or none",
         "--rotary-interleaved": "rotary embeddings rotate the two halves of a head",
@@ -266,15 +326,8 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "--enable-full-sharding-in-hsdp": _FSDP,
         "--no-strict-fsdp-dtensor-load": _FSDP,
         "--init-model-with-meta-device": _FSDP,
-        "--num-distributed-optimizer-instances": "the optimizer is split over all data-parallel ranks",
-        "--use-tp-pp-dp-mapping": "ranks are ordered tensor, data, pipeline",
         "--lazy-mpu-init": "process groups are made at the start",
-        "--decoder-first-pipeline-num-layers": _SPLIT,
-        "--decoder-last-pipeline-num-layers": _SPLIT,
         "--pipeline-model-parallel-layout": _SPLIT,
-        "--account-for-embedding-in-pipeline-split": _SPLIT,
-        "--account-for-loss-in-pipeline-split": _SPLIT,
-        "--microbatch-group-size-per-virtual-pipeline-stage": "the schedule groups by pipeline size",
         "--enable-cuda-graph": _CUDA_GRAPHS,
         "--external-cuda-graph": _CUDA_GRAPHS,
         "--cuda-graph-impl": _CUDA_GRAPHS,
@@ -298,7 +351,6 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "--pretrained-checkpoint": "use --load with --finetune",
         "--load-main-params-from-ckpt": "main weights come from the optimizer's state or the model",
         "--use-mp-args-from-checkpoint-args": "parallel sizes are given as flags and may differ from the checkpoint's",
-        "--dist-ckpt-save-pre-mcore-014": "only today's format is written",
         "--ckpt-convert-format": "checkpoints are not converted",
         "--ckpt-convert-save": "checkpoints are not converted",
         "--ckpt-convert-update-legacy-dist-opt-format": "checkpoints are not converted",
@@ -312,9 +364,28 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "--sample-rate": "all data is used",
         "--is-hybrid-model": _NOT_GPT,
         "--disable-mamba-mem-eff-path": _NOT_GPT,
-        "--flash-decode": "only training is supported",
-        "--symmetric-ar-type": "only training is supported",
+        "--flash-decode": _NO_INFERENCE,
+        "--symmetric-ar-type": _NO_INFERENCE,
         "--vision-pretraining": _NOT_GPT,
+        "--data-impl": "data files are mapped into memory",
+        "--experimental-attention-variant": _LAYERS,
+        "--attention-output-gate": _LAYERS,
+        "--apply-wd-to-qk-layernorm": _LAYERS,
+        "--use-mup": _MUP,
+        "--megatron-fsdp-version": _FSDP,
+        **_each(
+            _NOT_GPT,
+            """--pipeline-model-parallel-split-rank --encoder-tensor-model-parallel-size
+            --encoder-pipeline-model-parallel-size --titles-data-path --query-in-block-prob --use-one-sent-docs
+            --evidence-data-path --block-data-path --embedding-path --output-bert-embeddings --bert-embedder-type
+            --num-classes --img-h --img-w --num-channels --patch-dim --classes-fraction --data-per-class-fraction
+            --no-data-sharding --head-lr-mult --swin-backbone-type --mask-type --mask-factor --iter-per-epoch""",
+        ),
+        **_each(
+            _NO_INFERENCE,
+            """--max-tokens-to-oom --use-legacy-static-engine --decode-only-cuda-graphs --nccl-all-reduce-for-prefill
+            --mlp-chunks-for-prefill --disable-chunked-prefill""",
+        ),
     }
 )
 
@@ -327,6 +398,11 @@ REFUSED_FAMILIES: Mapping[str, str] = MappingProxyType(
         "--mamba-": _NOT_GPT,
         "--hybrid-": _NOT_GPT,
         "--heterogeneous-": _LAYERS,
+        "--dsa-": _LAYERS,
+        "--linear-": _LAYERS,
+        "--mup-": _MUP,
+        "--fim-": "fill-in-the-middle data is not supported",
+        "--export-": "distillation, pruning and quantization are not supported",
         "--retro-": _NOT_GPT,
         "--retriever-": _NOT_GPT,
         "--ict-": _NOT_GPT,
@@ -337,7 +413,7 @@ REFUSED_FAMILIES: Mapping[str, str] = MappingProxyType(
         "--rl-": "only pretraining is supported",
         "--grpo-": "only pretraining is supported",
         "--langrl-": "only pretraining is supported",
-        "--inference-": "only training is supported",
+        "--inference-": _NO_INFERENCE,
         "--kitchen-": _LOW_PRECISION,
     }
 )
@@ -353,11 +429,13 @@ NEUTRAL: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "--rope-type": ("rope",),
         "--cuda-graph-impl": ("none",),
         "--data-parallel-sharding-strategy": ("no_shard",),
-        "--num-distributed-optimizer-instances": ("1",),
         "--main-grads-dtype": ("fp32",),
         "--main-params-dtype": ("fp32",),
         "--exp-avg-dtype": ("fp32",),
         "--exp-avg-sq-dtype": ("fp32",),
+        "--data-impl": ("mmap", "infer"),
+        "--encoder-tensor-model-parallel-size": ("0",),
+        "--encoder-pipeline-model-parallel-size": ("0",),
         "--vocab-extra-ids": ("0",),
         "--sample-rate": ("1", "1.0"),
         "--rotary-scaling-factor": ("1", "1.0"),

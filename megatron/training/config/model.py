@@ -37,6 +37,9 @@ class ModelConfig:
         "learned_absolute", "How positions enter: a learned table, rotary embeddings, or not at all."
     )
     use_rotary_position_embeddings: bool = option(False, "Older spelling of --position-embedding-type rope.")
+    add_position_embedding: bool = option(
+        True, "Older spelling of --position-embedding-type none; nothing with rope.", flags=["--no-position-embedding"]
+    )
     rotary_base: int = option(10000, "Base period of the rotary embeddings.")
     rotary_percent: float = option(1.0, "Fraction of each head's channels that is rotated.")
     normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "Kind of normalization.")

@@ -8,10 +8,12 @@ from megatron.training.validation.wording import alternatives, checked, nearest
 
 
 def position_embeddings(config: Config) -> Config:
-    """--use-rotary-position-embeddings is rope; a learned table must be given its size and hold a sequence."""
+    """The older flags for rope and for none; a learned table must be given its size and hold a sequence."""
     model = config.model
     if model.use_rotary_position_embeddings:
         config = config.replace("model", position_embedding_type="rope")
+    if not model.add_position_embedding and config.model.position_embedding_type == "learned_absolute":
+        config = config.replace("model", position_embedding_type="none")
     longest, length = model.max_position_embeddings, checked(model.seq_length)
     if longest is None:
         if config.model.position_embedding_type == "learned_absolute":

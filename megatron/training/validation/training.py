@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from helixpipe.errors import UserError
 from megatron.training.config import Config
-from megatron.training.validation.wording import checked, nearest
+from megatron.training.validation.wording import checked, listing, nearest
 
 
 def batch_size(config: Config) -> Config:
@@ -138,3 +138,14 @@ def precision(config: Config) -> Config:
     if training.fp16 and training.loss_scale is None:
         config = config.replace("training", check_for_nan_in_loss_and_grad=False)
     return config
+
+
+def recomputation(config: Config) -> Config:
+    """--recompute-method and --recompute-num-layers say how, not whether: alone they do nothing, as in Megatron-LM."""
+    options = config.recompute
+    given = [name for name in ("recompute_method", "recompute_num_layers") if getattr(options, name) is not None]
+    if options.granularity is not None or not given:
+        return config
+    flags = listing([f"--{name.replace('_', '-')}" for name in given])
+    config = config.replace("recompute", recompute_method=None, recompute_num_layers=None)
+    return config.warn(f"{flags} {'do' if len(given) > 1 else 'does'} nothing without --recompute-granularity full.")
