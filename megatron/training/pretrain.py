@@ -49,7 +49,7 @@ def _run(config: Config, parallel: Any, started: float) -> None:
     from megatron.training.lr_schedule import build_param_scheduler
     from megatron.training.metrics import MetricsWriter
     from megatron.training.microbatches import BatchSchedule, run_length
-    from megatron.training.model import build_model, count_parameters
+    from megatron.training.model import build_model, count_parameters, say_kernels
     from megatron.training.pipeline import Pipeline
     from megatron.training.signals import SignalFlag, StopCheck, all_ranks_max
     from megatron.training.tokenizer import build_tokenizer
@@ -69,6 +69,7 @@ def _run(config: Config, parallel: Any, started: float) -> None:
         say(parameters_line(parallel.tp_rank, parallel.pp_rank, own))
     if parallel.is_first:
         say(_summary(config, pipeline, evaluation_size, total))
+        say_kernels(state, chunked=pipeline.program(evaluation_size).num_chunks > 1)
 
     checkpointer = Checkpointer(CheckpointOptions.from_config(config))
     loaded = checkpointer.load(state.ddp, state.optimizer, scheduler)
