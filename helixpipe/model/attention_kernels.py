@@ -59,7 +59,7 @@ def make_attend(
 
 def _flash_attn(deterministic: bool) -> Attend:
     """flash-attn 2, whose causal mask ends in the lower right corner; [b, n, heads, d] with any strides."""
-    from flash_attn import flash_attn_func
+    flash_attn_func = backends.load(backends.FLASH_ATTN, "flash_attn").flash_attn_func
 
     def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float) -> Tensor:
         query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
@@ -73,7 +73,7 @@ def _flash_attn(deterministic: bool) -> Attend:
 
 def _flash_attn_3() -> Attend:
     """flash-attn 3, as 2 but without dropout; its older versions return the log-sums as well."""
-    from flash_attn_interface import flash_attn_func
+    flash_attn_func = backends.load(backends.FLASH_ATTN_3, "flash_attn_interface").flash_attn_func
 
     def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float) -> Tensor:
         query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
@@ -101,15 +101,13 @@ def _transformer_engine(
 
     Raises UserError when the environment asks it for another kernel than --attention-backend.
     """
-    from megatron.core.extensions.transformer_engine import TEDotProductAttention
-
     for name, value in _ENGINE_ENVIRONMENT[config.attention_backend].items():
         if os.environ.setdefault(name, value) != value:
             raise UserError(
                 f"{name}={os.environ[name]} in the environment contradicts --attention-backend "
                 f"{config.attention_backend.name}, which means {name}={value}; unset it."
             )
-    engine = TEDotProductAttention(
+    engine = backends.load(backends.ENGINE, "megatron.core.extensions.transformer_engine").TEDotProductAttention(
         config,
         layer_number=layer + 1,
         attn_mask_type=AttnMaskType.causal,

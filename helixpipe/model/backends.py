@@ -10,13 +10,14 @@ value means torch's kernels for the CPU, whose fused one is a flash kernel too.
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.transformer import TransformerConfig
@@ -156,6 +157,17 @@ def transport_name(backend: str, on_gpu: bool, nccl: tuple[int, ...] = ()) -> st
     if backend == "gloo" and on_gpu:
         return "gloo through host memory"
     return " ".join([backend, ".".join(map(str, nccl))]).strip()
+
+
+def load(library: str, module: str) -> Any:
+    """A module of one of `LIBRARIES`. Raises UserError where it is installed but cannot be imported, as when it was
+    built for another torch."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(
+            f"{library} is installed, but importing {module} fails ({error}); build it for this torch, or uninstall it."
+        ) from error
 
 
 def _has_engine(machine: Machine) -> bool:

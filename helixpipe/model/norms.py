@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from megatron.core.transformer import TransformerConfig
 
-from helixpipe.model.backends import APEX, ENGINE, TORCH
+from helixpipe.model.backends import APEX, ENGINE, TORCH, load
 
 
 def make_norm(config: TransformerConfig, kernel: str = TORCH) -> torch.nn.Module:
@@ -19,10 +19,9 @@ def make_norm(config: TransformerConfig, kernel: str = TORCH) -> torch.nn.Module
     """
     norm: torch.nn.Module
     if kernel == APEX:
-        from apex.normalization import FusedLayerNorm, FusedRMSNorm
-
-        fused = FusedRMSNorm if config.normalization == "RMSNorm" else FusedLayerNorm
-        norm = fused(config.hidden_size, eps=config.layernorm_epsilon).to(config.params_dtype)
+        fused = load(APEX, "apex.normalization")
+        kind = fused.FusedRMSNorm if config.normalization == "RMSNorm" else fused.FusedLayerNorm
+        norm = kind(config.hidden_size, eps=config.layernorm_epsilon).to(config.params_dtype)
     else:
         kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
         norm = kind(config.hidden_size, eps=config.layernorm_epsilon, dtype=config.params_dtype)
@@ -38,9 +37,9 @@ def _run_on_transformer_engine(norm: torch.nn.Module, config: TransformerConfig)
 
     Its own module stays out of the model: it would bring `_extra_state` (of 8-bit training) into every checkpoint.
     """
-    from megatron.core.extensions.transformer_engine import TENorm
-
-    engine = TENorm(config, config.hidden_size, eps=config.layernorm_epsilon)
+    engine = load(ENGINE, "megatron.core.extensions.transformer_engine").TENorm(
+        config, config.hidden_size, eps=config.layernorm_epsilon
+    )
     for name, parameter in norm.named_parameters():
         setattr(engine, name, parameter)
     norm.forward = engine.forward

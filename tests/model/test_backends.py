@@ -243,3 +243,11 @@ def test_libraries_are_found_without_importing_them(tmp_path: Path, monkeypatch:
     (tmp_path / "fused_layer_norm_cuda.py").write_text("")
     importlib.invalidate_caches()
     assert backends._installed(backends.LIBRARIES["apex"]) == "0.9.10"
+
+
+def test_a_library_built_for_another_torch_is_a_users_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package(tmp_path, "flash_attn", "2.8.3")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    importlib.invalidate_caches()
+    with pytest.raises(UserError, match=r"flash-attn is installed, but importing flash_attn fails \(looking must not"):
+        backends.load("flash-attn", "flash_attn")

@@ -78,6 +78,21 @@ def test_megatron_examples_parse(words: str, world: int) -> None:
     assert config.training.micro_batch_size and config.training.global_batch_size
 
 
+@pytest.mark.parametrize(
+    ("words", "world", "backend", "impl", "fused"),
+    [
+        (GPT3_175B, 128, "auto", "local", True),
+        (LLAMA3_8B, 8, "fused", "local", True),
+        (GPT3_15B, 64, "auto", "transformer_engine", True),
+        (GPT3_345M_PP4, 8, "auto", "local", False),
+    ],
+)
+def test_the_kernels_an_example_asks_for_arrive(words: str, world: int, backend: str, impl: str, fused: bool) -> None:
+    model = parse_args(words.split(), environ={"WORLD_SIZE": str(world)}).model
+    assert (model.attention_backend, model.transformer_impl) == (backend, impl)
+    assert model.gradient_accumulation_fusion is fused
+
+
 def test_values_of_an_example_arrive() -> None:
     config = parse_args(GPT3_345M_PP4.split(), environ={"WORLD_SIZE": "8"})
     assert config.parallel.pipeline_schedule == "1f1b"

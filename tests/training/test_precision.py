@@ -20,11 +20,9 @@ PLAIN = Run("llama", "--pipeline-schedule 1f1b", pp=2)
 
 FUSED = [
     Run("gpt", "--pipeline-schedule 1f1b", pp=2),
-    Run("llama", "--pipeline-schedule zb1p", pp=2),
+    Run("llama", "--pipeline-schedule zb1p --chunk-size 6", pp=2),
     Run("llama", "--pipeline-schedule weipipe", pp=2),
     Run("gpt", "--pipeline-schedule helix --helix-ship qkv", pp=2),
-    Run("llama", "--pipeline-schedule zb1p --chunk-size 6", pp=2),
-    Run("gpt", "--pipeline-schedule seq1f1b --pipe-sp-splits 2 --chunk-alignment 1", pp=2),
     Run("llama", "--sequence-parallel", tp=2),
     Run("gpt", "--use-distributed-optimizer"),  # the tied head beside the embedding
 ]
