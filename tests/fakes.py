@@ -25,7 +25,7 @@ def lower_right(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tens
     """[b, n, heads, d] and [b, c + n, groups, d] to [b, n, heads, d]: causal attention of the last n tokens."""
     keys, values = (tensor.repeat_interleave(query.size(2) // key.size(2), dim=2) for tensor in (key, value))
     scores = torch.einsum("bnhd,bmhd->bhnm", query, keys) * scale
-    mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(scores.size(-1) - scores.size(-2))
+    mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(scores.size(-1) - scores.size(-2))
     return torch.einsum("bhnm,bmhd->bnhd", scores.masked_fill(~mask, float("-inf")).softmax(-1), values)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ def pretrain(config: Config, started: float) -> None:
     if config.logging.logging_level is not None:
         logging.getLogger().setLevel(config.logging.logging_level)
     if config.training.deterministic_mode:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else torch refuses matrix products on a GPU
         torch.use_deterministic_algorithms(True)
     parallel = initialize(config)
     _run(config, parallel, started)
