@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
 from megatron.core.tensor_parallel import layers
 
-from megatron.training.config import core
+from megatron.training.config import Config, core
 from megatron.training.log import StepResult
 from megatron.training.train import Trainer
 from tests.fakes import WeightGradientKernels
 from tests.model.common import set_parallel
-from tests.training.steps import Figures, Run, figures_of, make_trainer
+from tests.training.steps import Run, make_trainer
 
 ITERATIONS, SPOILED = 12, 5
 """Steps, and the one in which a gradient overflows on rank 1."""
@@ -27,6 +27,10 @@ class Steps:
 
     results: list[StepResult] = field(default_factory=list)
     weights_moved: list[bool] = field(default_factory=list)
+
+    @property
+    def losses(self) -> list[float]:
+        return [float(result.loss) for result in self.results]
 
     def step(self, iteration: int, consumed_samples: int, result: StepResult) -> None:
         self.results.append(result)
@@ -72,13 +76,13 @@ def iterate(trainer: Trainer, number: int, spoils: bool) -> None:
             trainer._iteration(record=False)
 
 
-def with_fused_weight_gradients(rank: int, world_size: int, runs: list[Run]) -> list[tuple[Figures, Figures, int]]:
-    """Of each run, figures without and with the kernel, and how often it was called."""
+def with_fused_weight_gradients(rank: int, world_size: int, runs: list[Run]) -> list[tuple[Steps, Steps, int]]:
+    """Of each run, the first steps without and with the kernel, and how often it was called."""
     found = []
     for run in runs:
         set_parallel(tp=run.tp, pp=run.pp)
         config = run.config(rank, world_size)
-        plain = figures_of(config)
+        plain = first_steps(config)
         kernels = WeightGradientKernels()
         with (
             mock.patch.dict(sys.modules, {kernels.__name__: kernels}),
@@ -87,5 +91,16 @@ def with_fused_weight_gradients(rank: int, world_size: int, runs: list[Run]) -> 
             ),
             mock.patch.object(core, "fuses_weight_gradients", lambda machine: True),
         ):
-            found.append((plain, figures_of(config), kernels.calls))
+            found.append((plain, first_steps(config), kernels.calls))
     return found
+
+
+def first_steps(config: Config) -> Steps:
+    """As many as show a gradient of the second in the loss of the third."""
+    trainer = make_trainer(config)
+    steps: Any = Steps()
+    trainer.log = steps
+    for _ in range(3):
+        trainer._iteration(record=False)
+    trainer.pipeline.close()
+    return cast(Steps, steps)
