@@ -183,11 +183,16 @@ def installed(**modules: Any) -> Iterator[None]:
         yield
 
 
-def engine_module(engine: TransformerEngine) -> Any:
-    """As megatron-core's extension of that name."""
-    module: Any = ModuleType(ENGINE_IN_CORE)
-    module.TEDotProductAttention, module.TENorm = engine.make_attention, engine.make_norm
-    return module
+def engine_modules(engine: TransformerEngine) -> dict[str, Any]:
+    """`transformer_engine`, which only has to be there, and megatron-core's extension for it."""
+    extension: Any = ModuleType(ENGINE_IN_CORE)
+    extension.TEDotProductAttention, extension.TENorm = engine.make_attention, engine.make_norm
+    library, pytorch = ModuleType("transformer_engine"), ModuleType("transformer_engine.pytorch")
+    return {
+        "transformer_engine": library,
+        "transformer_engine__pytorch": pytorch,
+        ENGINE_IN_CORE.replace(".", "__"): extension,
+    }
 
 
 def apex_modules(norms: FusedNorms) -> dict[str, Any]:

@@ -107,7 +107,7 @@ def _transformer_engine(
                 f"{name}={os.environ[name]} in the environment contradicts --attention-backend "
                 f"{config.attention_backend.name}, which means {name}={value}; unset it."
             )
-    engine = backends.load(backends.ENGINE, "megatron.core.extensions.transformer_engine").TEDotProductAttention(
+    engine = backends.load_engine().TEDotProductAttention(
         config,
         layer_number=layer + 1,
         attn_mask_type=AttnMaskType.causal,

@@ -164,10 +164,17 @@ def load(library: str, module: str) -> Any:
     built for another torch."""
     try:
         return importlib.import_module(module)
-    except ImportError as error:
+    except (ImportError, OSError) as error:
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(
-            f"{library} is installed, but importing {module} fails ({error}); build it for this torch, or uninstall it."
+            f"{library} is installed, but importing {module} fails ({why}); build it for this torch, or uninstall it."
         ) from error
+
+
+def load_engine() -> Any:
+    """megatron-core's extension for Transformer Engine, whose classes only work where that can be imported."""
+    load(ENGINE, "transformer_engine.pytorch")
+    return importlib.import_module("megatron.core.extensions.transformer_engine")
 
 
 def _has_engine(machine: Machine) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from megatron.core.transformer import TransformerConfig
 
-from helixpipe.model.backends import APEX, ENGINE, TORCH, load
+from helixpipe.model.backends import APEX, ENGINE, TORCH, load, load_engine
 
 
 def make_norm(config: TransformerConfig, kernel: str = TORCH) -> torch.nn.Module:
@@ -37,9 +37,7 @@ def _run_on_transformer_engine(norm: torch.nn.Module, config: TransformerConfig)
 
     Its own module stays out of the model: it would bring `_extra_state` (of 8-bit training) into every checkpoint.
     """
-    engine = load(ENGINE, "megatron.core.extensions.transformer_engine").TENorm(
-        config, config.hidden_size, eps=config.layernorm_epsilon
-    )
+    engine = load_engine().TENorm(config, config.hidden_size, eps=config.layernorm_epsilon)
     for name, parameter in norm.named_parameters():
         setattr(engine, name, parameter)
     norm.forward = engine.forward

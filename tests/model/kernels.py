@@ -45,7 +45,7 @@ def compare(rank: int, world_size: int) -> dict[str, Any]:
             with fakes.installed(
                 flash_attn=flash,
                 flash_attn_interface=flash_3,
-                **{fakes.ENGINE_IN_CORE.replace(".", "__"): fakes.engine_module(engine)},
+                **fakes.engine_modules(engine),
                 **fakes.apex_modules(apex),
             ):
                 model = make(style, kernels)

@@ -174,8 +174,7 @@ def test_transformer_engine_is_made_as_megatron_core_makes_it() -> None:
     """And told by the environment what to choose from, as megatron-core does."""
     engine = fakes.TransformerEngine()
     config = make_config("llama", attention_backend=AttnBackend.fused)
-    module = {fakes.ENGINE_IN_CORE.replace(".", "__"): fakes.engine_module(engine)}
-    with mock.patch.dict(os.environ), fakes.installed(**module):
+    with mock.patch.dict(os.environ), fakes.installed(**fakes.engine_modules(engine)):
         for name in NVTE:
             os.environ.pop(name, None)
         make_engine(config, layer=1)
