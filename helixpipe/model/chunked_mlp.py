@@ -76,7 +76,7 @@ class ChunkedMLP(MLP):
         with torch.enable_grad():
             inner = self.inner(tokens)
         weight = self.linear_fc2.weight
-        add_weight_gradient(weight, inner.detach(), output_gradient)
+        add_weight_gradient(weight, inner.detach(), output_gradient, self.config.gradient_accumulation_fusion)
         torch.autograd.backward(inner, output_gradient.matmul(weight))
         assert tokens.grad is not None
         return tokens.grad

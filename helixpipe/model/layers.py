@@ -20,8 +20,10 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from helixpipe.model.attention import CoreAttention, Rotary
+from helixpipe.model.backends import Kernels
 from helixpipe.model.chunked_mlp import make_mlp
 from helixpipe.model.kv_store import UnitKeyValues
+from helixpipe.model.norms import make_norm
 from helixpipe.program import Piece
 
 DrawWeights = Callable[[str], AbstractContextManager[None]]
@@ -51,15 +53,6 @@ def piece_of(parameter: str) -> Piece:
     parts = parameter.split(".")
     kind = next(_PIECES[part] for part in parts if part in _PIECES)
     return Piece(kind, int(parts[2])) if parts[1] == "layers" else Piece(kind)
-
-
-def make_norm(config: TransformerConfig) -> torch.nn.Module:
-    """torch's LayerNorm or RMSNorm; with sequence parallelism its gradients are marked as partial sums over TP."""
-    kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
-    norm = kind(config.hidden_size, eps=config.layernorm_epsilon, dtype=config.params_dtype)
-    for parameter in norm.parameters():
-        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-    return norm
 
 
 class SelfAttention(MegatronModule):
@@ -114,7 +107,7 @@ class SelfAttention(MegatronModule):
 class Layer(MegatronModule):
     """The pieces `kinds` of one transformer layer, with the weights of exactly these pieces, each drawn on its own.
 
-    mlp_chunk: tokens of a slice of the MLP; 0: whole.
+    kernels: what norms and attention run on. mlp_chunk: tokens of a slice of the MLP; 0: whole.
     """
 
     def __init__(
@@ -125,6 +118,7 @@ class Layer(MegatronModule):
         rotary: Rotary | None,
         tp_group: torch.distributed.ProcessGroup,
         draw: DrawWeights,
+        kernels: Kernels,
         mlp_chunk: int = 0,
     ):
         super().__init__(config)
@@ -132,13 +126,13 @@ class Layer(MegatronModule):
         self._index = index
         self._rotary = rotary
         if "norm" in kinds:
-            self.input_layernorm = make_norm(config)
+            self.input_layernorm = make_norm(config, kernels.norm)
         if "qkv" in kinds or "proj" in kinds:
             self.self_attention = SelfAttention(config, index, kinds, tp_group, draw)
         if "attn" in kinds:
-            self.core_attention = CoreAttention(config)
+            self.core_attention = CoreAttention(config, kernels, index, tp_group)
         if "mlp" in kinds:
-            self.pre_mlp_layernorm = make_norm(config)
+            self.pre_mlp_layernorm = make_norm(config, kernels.norm)
             with draw(str(Piece("mlp", index))):
                 self.mlp = make_mlp(config, mlp_chunk, tp_group)
 
@@ -171,7 +165,7 @@ class Layer(MegatronModule):
         if keys_values is not None:
             query = query.contiguous()
             key, value = keys_values.join(self._index, key, value)
-        return self.core_attention(query, key, value, training), residual
+        return self.core_attention(query, key, value, training, chunked=keys_values is not None), residual
 
     def proj(self, attention: Tensor, residual: Tensor, *, training: bool) -> tuple[Tensor]:
         """(attention output, residual) to one hidden state."""

@@ -21,11 +21,13 @@ from torch import Tensor
 
 
 class _Deferred(NamedTuple):
-    """One weight's gradient to come: output_gradient^T @ inputs, over all leading dimensions."""
+    """One weight's gradient to come: output_gradient^T @ inputs, over all leading dimensions. fused: as in
+    `add_weight_gradient`."""
 
     weight: torch.nn.Parameter
     inputs: Tensor
     output_gradient: Tensor
+    fused: bool
 
 
 class _Known(NamedTuple):
@@ -71,7 +73,7 @@ class WeightGradients:
         """What is kept for them: inputs and output gradients of linear layers."""
         for waiting in self._waiting.values():
             for deferred in waiting:
-                yield from deferred[1:]
+                yield from (each for each in deferred[1:] if isinstance(each, Tensor))
 
     def linear(
         self,
@@ -79,20 +81,22 @@ class WeightGradients:
         weight: torch.nn.Parameter,
         bias: Tensor | None,
         *,
+        gradient_accumulation_fusion: bool,
         allreduce_dgrad: bool,
         sequence_parallel: bool,
         tp_group: dist.ProcessGroup | None,
         **unused: Any,
     ) -> Tensor:
         """Stands where a linear layer of megatron-core calls its own function; same arguments, same result."""
-        output: Tensor = _Linear.apply(input, weight, bias, allreduce_dgrad, sequence_parallel, tp_group, self)
+        fused = gradient_accumulation_fusion
+        output: Tensor = _Linear.apply(input, weight, bias, allreduce_dgrad, sequence_parallel, tp_group, self, fused)
         return output
 
-    def put_off(self, weight: torch.nn.Parameter, inputs: Tensor, output_gradient: Tensor) -> bool:
+    def put_off(self, weight: torch.nn.Parameter, inputs: Tensor, output_gradient: Tensor, fused: bool) -> bool:
         """Keep one weight's gradient for later, if a unit's I is running; else say so."""
         if self._current is None:
             return False
-        self._current.append(_Deferred(weight, inputs, output_gradient))
+        self._current.append(_Deferred(weight, inputs, output_gradient, fused))
         return True
 
     def put_off_sum(self, weight: torch.nn.Parameter, gradient: Tensor) -> None:
@@ -114,9 +118,22 @@ def _call(store: WeightGradients, **arguments: Any) -> Tensor:
     return store.linear(**arguments)
 
 
-def add_weight_gradient(weight: torch.nn.Parameter, inputs: Tensor, output_gradient: Tensor) -> None:
-    """Add output_gradient^T @ inputs, over all leading dimensions, to the weight's gradient."""
-    add_gradient(weight, _weight_gradient(inputs, output_gradient))
+def add_weight_gradient(
+    weight: torch.nn.Parameter, inputs: Tensor, output_gradient: Tensor, fused: bool = False
+) -> None:
+    """Add output_gradient^T @ inputs, over all leading dimensions, to the weight's gradient.
+
+    fused: in the matrix product itself, by apex's kernel, where there is a buffer (`gradient_accumulation_fusion`).
+    """
+    buffer = getattr(weight, "main_grad", None)
+    if not fused or buffer is None:
+        add_gradient(weight, _weight_gradient(inputs, output_gradient))
+        return
+    import fused_weight_gradient_mlp_cuda as kernels
+
+    in_float32 = buffer.dtype == torch.float32
+    add = kernels.wgrad_gemm_accum_fp32 if in_float32 else kernels.wgrad_gemm_accum_fp16
+    add(inputs.flatten(0, -2).contiguous(), output_gradient.flatten(0, -2).contiguous(), buffer)
 
 
 def add_gradient(weight: torch.nn.Parameter, gradient: Tensor) -> None:
@@ -147,12 +164,13 @@ class _Linear(torch.autograd.Function):
         sequence_parallel: bool,
         tp_group: dist.ProcessGroup | None,
         store: WeightGradients,
+        fused: bool,
     ) -> Tensor:
         ctx.save_for_backward(input)
         ctx.weight = weight  # the parameter itself, for its gradient buffer
         ctx.with_bias = bias is not None
         ctx.allreduce_dgrad, ctx.sequence_parallel, ctx.tp_group = allreduce_dgrad, sequence_parallel, tp_group
-        ctx.store = store
+        ctx.store, ctx.fused = store, fused
         output = torch.matmul(_gather(input, tp_group) if sequence_parallel else input, weight.t())
         return output + bias if bias is not None else output
 
@@ -169,10 +187,10 @@ class _Linear(torch.autograd.Function):
             part = torch.empty_like(input)
             dist.reduce_scatter_tensor(part, input_gradient, group=ctx.tp_group)
             input_gradient = part
-        now = ctx.needs_input_grad[1] and not ctx.store.put_off(weight, inputs, output_gradient)
+        now = ctx.needs_input_grad[1] and not ctx.store.put_off(weight, inputs, output_gradient, ctx.fused)
         weight_gradient = _weight_gradient(inputs, output_gradient) if now else None
         bias_gradient = output_gradient.flatten(0, -2).sum(dim=0) if ctx.with_bias else None
-        return input_gradient, weight_gradient, bias_gradient, None, None, None, None
+        return input_gradient, weight_gradient, bias_gradient, None, None, None, None, None
 
 
 def _gather(part: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -21,9 +21,11 @@ from torch import Tensor
 
 from helixpipe.model import boundaries
 from helixpipe.model.attention import Rotary
+from helixpipe.model.backends import Kernels, Machine, choose
 from helixpipe.model.ends import Embedding, loss_sum
-from helixpipe.model.layers import Layer, make_norm, piece_of
+from helixpipe.model.layers import Layer, piece_of
 from helixpipe.model.linear import WeightGradients, defer_weight_gradients
+from helixpipe.model.norms import make_norm
 from helixpipe.model.options import GPTOptions, Microbatch, UnitContext, check_supported
 from helixpipe.model.randomness import DropoutSeeds, initial_weights
 from helixpipe.program import Piece
@@ -77,6 +79,7 @@ class PipelineModel(MegatronModule):
     copies: those of the pieces that other ranks hold as well, with the number of the copy here (`Program.copies`).
         Copies start out equal; only the first, 0, counts in the gradients' norm and is written to checkpoints.
     empty: let go of every weight's data as soon as it is made; see `shell`.
+    kernels: what it runs on; None: those for this machine.
 
     Parameter names are GPTModel's with global layer indices. A tied head away from the embedding has its own copy of
     the weight, `output_layer.weight`, which starts out equal; `replicated_parameters` names such copies.
@@ -92,6 +95,7 @@ class PipelineModel(MegatronModule):
         seed: int = 1234,
         copies: Mapping[Piece, int] = MappingProxyType({}),
         empty: bool = False,
+        kernels: Kernels | None = None,
     ):
         check_supported(config, gpt)
         super().__init__(config)
@@ -100,6 +104,7 @@ class PipelineModel(MegatronModule):
         self.gpt = gpt
         self.pieces = tuple(pieces)
         self.copies = dict(copies)
+        self.kernels = kernels if kernels is not None else choose(config, Machine.here())
         self.pg_collection = pg_collection
         self.tp_group = pg_collection.tp
         self.payload_dtype: torch.dtype = config.params_dtype
@@ -127,11 +132,11 @@ class PipelineModel(MegatronModule):
                 self.embedding = Embedding(config, gpt, group)
         for index in sorted(kinds_of_layer):
             kinds = kinds_of_layer[index]
-            layer = Layer(config, index, kinds, rotary, group, draw, gpt.chunk_size)
+            layer = Layer(config, index, kinds, rotary, group, draw, self.kernels, gpt.chunk_size)
             self.decoder.layers[str(index)] = _emptied(layer) if empty else layer
         if "head" in ends:
             tied = gpt.share_embeddings_and_output_weights
-            self.decoder.final_layernorm = make_norm(config)
+            self.decoder.final_layernorm = make_norm(config, self.kernels.norm)
             # A tied copy away from the embedding repeats the embedding's draw.
             with draw("embedding" if tied else "output_layer"):
                 self.output_layer = ColumnParallelLinear(
@@ -145,6 +150,9 @@ class PipelineModel(MegatronModule):
                     skip_weight_param_allocation=tied and "embed" in ends,
                     tp_group=group,
                 )
+            if self.output_layer.weight is None:
+                # The embedding's gradient comes from autograd, which DDP adds only to what no kernel has added to.
+                self.output_layer.gradient_accumulation_fusion = False
 
     def run(
         self, pieces: Sequence[Piece], inputs: tuple[Tensor, ...], batch: Microbatch, context: UnitContext
@@ -209,7 +217,8 @@ class PipelineModel(MegatronModule):
         """
         config = copy.copy(self.config)
         config.perform_initialization = False
-        return PipelineModel(config, self.gpt, pieces, self.pg_collection, self._seed, empty=True)
+        config.gradient_accumulation_fusion = False  # its kernel adds to the sum that was bound in the forward
+        return PipelineModel(config, self.gpt, pieces, self.pg_collection, self._seed, empty=True, kernels=self.kernels)
 
     def payload_shapes(self, after: Piece, micro_batch_size: int, length: int) -> tuple[torch.Size, ...]:
         """Shapes on this rank of the tensors that cross the cut after a piece, for a chunk of `length` tokens.

@@ -32,6 +32,7 @@ from torch.autograd import Variable
 
 from helixpipe.lowering import Instruction, lower
 from helixpipe.model import GPTOptions, Microbatch, PipelineModel, UnitContext
+from helixpipe.model.backends import Machine, fuses_weight_gradients, transport_name
 from helixpipe.models import Layout, ModelShape
 from helixpipe.profile_costs import ChunkTimes, Profile
 from helixpipe.program import LAYER_PIECES, PIECE_KINDS, Op, Piece, Program, Stage, model_pieces
@@ -79,10 +80,11 @@ def main() -> None:
     initialize_parallel_state(world_size)
     processes = task.processes or (1 if gpus == 1 else 2)
     measuring = dist.new_group(list(range(processes)))
-    pieces, overhead = Measurement(task, measuring).run() if rank < processes else ({}, {})
+    measurement = Measurement(task, measuring) if rank < processes else None
+    pieces, overhead = measurement.run() if measurement is not None else ({}, {})
     dist.barrier()
     messages = measure_messages(rank, processes)
-    if rank == 0:
+    if measurement is not None and rank == 0:
         element_bytes = _DTYPES[task.dtype].itemsize
         layout = Layout(1, False, task.micro_batch_size, element_bytes, bool(gpus), task.chunk_size)
         Profile(
@@ -101,6 +103,7 @@ def main() -> None:
                 "clock": _clock_name(bool(gpus), needs_wall_clock(task.threads, processes)),
                 "gradients": "added to float32 buffers",
                 "dropout": 0.0,
+                "kernels": measurement.kernels(transport_name(dist.get_backend(), bool(gpus))),
             },
         ).save(sys.argv[2])
     dist.barrier()
@@ -149,6 +152,7 @@ def build_model(task: Task, num_layers: int, pieces: Sequence[Piece]) -> tuple[P
         use_cpu_initialization=not on_gpu,
         bias_activation_fusion=on_gpu and (shape.gated or shape.bias),
         bias_dropout_fusion=on_gpu,
+        gradient_accumulation_fusion=fuses_weight_gradients(Machine.here()),
         masked_softmax_fusion=False,
         attention_softmax_in_fp32=False,
         cuda_graph_scope=[],
@@ -245,6 +249,11 @@ class Measurement:
             micro_batch_size=task.micro_batch_size,
             seq_length=task.seq_length,
         )
+
+    def kernels(self, transport: str) -> str:
+        """What the model runs on, as the training program says it."""
+        gradients = torch.promote_types(_DTYPES[self._task.dtype], torch.float32)
+        return self._model.kernels.line(self._model.config, chunked=False, transport=transport, gradients=gradients)
 
     def run(self) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
         """(seconds by piece kind and op kind, overhead by op kind)."""

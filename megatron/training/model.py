@@ -13,9 +13,11 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import get_megatron_optimizer
 
 from helixpipe.model import PipelineModel
+from helixpipe.model.backends import transport_name
 from helixpipe.program import Piece
 from megatron.training.config import Config
 from megatron.training.gradients import GradientReducer
+from megatron.training.output import complain, say
 from megatron.training.parallel import Parallel
 
 
@@ -65,3 +67,18 @@ def count_parameters(model: PipelineModel, parallel: Parallel) -> tuple[int, int
     dist.all_reduce(total, group=parallel.tp_group)
     dist.all_reduce(total, group=parallel.pp_group)
     return own, int(total)
+
+
+def say_kernels(state: TrainingModel, *, chunked: bool) -> None:
+    """One line: what the model runs on; before it a warning for whoever asked for something that is not there.
+
+    chunked: whether sequences run chunk by chunk.
+    """
+    kernels, config = state.model.kernels, state.model.config
+    on_gpu = kernels.machine.device == "cuda"
+    backend = dist.get_backend()
+    transport = transport_name(backend, on_gpu, torch.cuda.nccl.version() if backend == "nccl" else ())
+    gradients = torch.float32 if state.ddp.ddp_config.grad_reduce_in_fp32 else config.params_dtype
+    if kernels.warning:
+        complain(f"WARNING: {kernels.warning}")
+    say(f" > kernels: {kernels.line(config, chunked=chunked, transport=transport, gradients=gradients)}")

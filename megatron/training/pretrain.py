@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,6 +37,7 @@ def pretrain(config: Config, started: float) -> None:
     if config.logging.logging_level is not None:
         logging.getLogger().setLevel(config.logging.logging_level)
     if config.training.deterministic_mode:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else torch refuses matrix products on a GPU
         torch.use_deterministic_algorithms(True)
     parallel = initialize(config)
     with watched(config, parallel) as position:
@@ -52,7 +54,7 @@ def _run(config: Config, parallel: Any, position: Position, started: float) -> N
     from megatron.training.lr_schedule import build_param_scheduler
     from megatron.training.metrics import MetricsWriter
     from megatron.training.microbatches import BatchSchedule, run_length
-    from megatron.training.model import build_model, count_parameters
+    from megatron.training.model import build_model, count_parameters, say_kernels
     from megatron.training.pipeline import Pipeline
     from megatron.training.signals import SignalFlag, StopCheck, all_ranks_max
     from megatron.training.tokenizer import build_tokenizer
@@ -74,6 +76,7 @@ def _run(config: Config, parallel: Any, position: Position, started: float) -> N
         say(parameters_line(parallel.tp_rank, parallel.pp_rank, own))
     if parallel.is_first:
         say(_summary(config, pipeline, evaluation_size, total))
+        say_kernels(state, chunked=pipeline.program(evaluation_size).num_chunks > 1)
 
     checkpointer = Checkpointer(CheckpointOptions.from_config(config))
     loaded = checkpointer.load(state.ddp, state.optimizer, scheduler)

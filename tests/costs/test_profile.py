@@ -343,6 +343,10 @@ def test_a_tiny_model_from_end_to_end(
         1,
         2,
     )
+    assert measured.assumed["kernels"] == (
+        f"attention torch CPU, norm torch {measured.model.norm}, linear megatron-core, activation not fused, "
+        "transport gloo, gradients float32"
+    )
     assert cli.main(f"simulate interleaved-1f1b -p 2 -m 4 -v 2 --profile {path} --json".split()) == 0
     assert json.loads(capsys.readouterr().out)["makespan"] > 0
 

@@ -72,13 +72,13 @@ def test_a_job_whose_flags_are_wrong_says_so_once() -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (f"{MOCK} --train-iters 4 --fp16", "--fp16 needs a GPU"),
+        (f"{MOCK} --train-iters 4 --distributed-backend nccl", "--distributed-backend nccl needs a GPU"),
         (
             f"{MODEL} --train-iters 4 --tokenizer-type ByteLevelTokenizer --data-path no/such/prefix",
             "no/such/prefix.idx",
         ),
     ],
-    ids=["fp16 on CPU", "missing data"],
+    ids=["NCCL on CPU", "missing data"],
 )
 def test_what_only_the_run_can_find_out(flags: str, words: str, tmp_path: Path) -> None:
     result = Launch(words, f"{flags} --save {tmp_path / 'save'}", ranks=0).run()

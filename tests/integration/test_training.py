@@ -124,6 +124,8 @@ def test_log_lines_are_those_of_megatron(whole: Result, folder: Path) -> None:
     for rank in range(2):
         start = f" > number of parameters on (tensor, pipeline) model parallel rank (0, {rank}): "
         assert any(re.fullmatch(re.escape(start) + r"\d+", line) for line in lines)
+    kernels = "attention torch CPU (without a fused kernel for dropout), norm torch LayerNorm, linear megatron-core, "
+    assert f" > kernels: {kernels}activation not fused, transport gloo, gradients float32" in lines
     loss = r"lm loss value: \d\.\d{6}E[-+]\d\d \| lm loss PPL: \d\.\d{6}E[-+]\d\d \| "
     validations = [line for line in lines if re.fullmatch(rf" validation loss at .* \| {loss}", line)]
     assert [line.split(" | ")[0] for line in validations] == [

@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from helixpipe.megatron import get_forward_backward_func
 from helixpipe.megatron.checks import unwrapped
-from helixpipe.model.layers import make_norm
+from helixpipe.model.norms import make_norm
 
 VOCABULARY, SEQUENCE, BATCH, STEPS = 48, 12, 2, 2
 

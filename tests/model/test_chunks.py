@@ -137,7 +137,7 @@ def test_attention_of_a_chunk_without_a_fused_kernel_is_the_same(monkeypatch: py
     query = torch.randn(5, 2, 4, 8, dtype=torch.float64)
     key, value = torch.randn(2, 9, 2, 2, 8, dtype=torch.float64).unbind()
     fused = attention(query, key, value, training=True)
-    monkeypatch.setattr("helixpipe.model.attention._ChunkAttention", None)
+    monkeypatch.setattr("helixpipe.model.attention_kernels._ChunkAttention", None)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         masked = attention(query, key, value, training=True)
     torch.testing.assert_close(masked, fused, rtol=1e-12, atol=1e-12)

@@ -114,17 +114,33 @@ class _NoSchedule:
 
 
 def figures_of(config: Config) -> Figures:
+    trainer = make_trainer(config)
+    trainer.log = figures = Figures(count_parameters(trainer.state.model, trainer.parallel)[1])  # type: ignore[assignment]
+    finish = trainer._unconfirmed.finish
+
+    def counted() -> Outcome:
+        outcome = finish()
+        figures.confirmed.append(outcome.confirmed)
+        return outcome
+
+    trainer._unconfirmed.finish = counted  # type: ignore[method-assign]
+    for _ in range(STEPS):
+        trainer._iteration(record=False)
+    trainer.pipeline.close()
+    return figures
+
+
+def make_trainer(config: Config) -> Trainer:
+    """A trainer on `stream`, whose log is still to be given."""
     parallel = Parallel.current()
     schedule = BatchSchedule.from_config(config)
     pipeline = Pipeline(config, parallel, schedule.step_sizes())
     state = build_model(config, parallel, pipeline.pieces, VOCABULARY - 1, pipeline.copies)
     pipeline.attach(state.model)
-    figures = Figures(count_parameters(state.model, parallel)[1])
-    log: Any = figures
     unused: Any = None
     with SignalFlag(active=False) as flag:
         stop = StopCheck(config, flag, agree=lambda reason: reason)
-    trainer = Trainer(
+    return Trainer(
         config=config,
         parallel=parallel,
         pipeline=pipeline,
@@ -136,22 +152,10 @@ def figures_of(config: Config) -> Figures:
         checkpointer=unused,
         progress=Progress(),
         flops_per_sample=1.0,
-        log=log,
+        log=unused,
         timers=build_timers(config),
         stop=stop,
     )
-    finish = trainer._unconfirmed.finish
-
-    def counted() -> Outcome:
-        outcome = finish()
-        figures.confirmed.append(outcome.confirmed)
-        return outcome
-
-    trainer._unconfirmed.finish = counted  # type: ignore[method-assign]
-    for _ in range(STEPS):
-        trainer._iteration(record=False)
-    pipeline.close()
-    return figures
 
 
 def stream(parallel: Parallel) -> Iterator[Microbatch]:

@@ -95,6 +95,13 @@ def test_the_older_spelling_of_no_positions(flags: str, positions: str) -> None:
     assert config(flags).model.position_embedding_type == positions
 
 
+def test_the_kernels_asked_for_arrive() -> None:
+    model = config("--attention-backend fused --transformer-impl transformer_engine").model
+    assert (model.attention_backend, model.transformer_impl) == ("fused", "transformer_engine")
+    assert model.gradient_accumulation_fusion
+    assert not config("--no-gradient-accumulation-fusion").model.gradient_accumulation_fusion
+
+
 @pytest.mark.parametrize(
     ("extra", "reason"),
     [

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from megatron.core.transformer.enums import AttnBackend
 
 from helixpipe.errors import UserError
+from helixpipe.model.backends import Machine
 from megatron.training.arguments import parse_args
 from megatron.training.config import Config
+from megatron.training.config.core import transformer_config
 from megatron.training.flops import flops_per_sample
 from megatron.training.lr_schedule import build_param_scheduler, schedule_lengths
 from megatron.training.microbatches import BatchSchedule, StepBatch, run_length
@@ -202,6 +204,21 @@ def test_megatron_core_configurations() -> None:
     assert (gpt.vocab_size, gpt.rotary_base, gpt.max_sequence_length) == (256, 500000, 32)
     assert gpt.position_embedding_type == "rope" and not gpt.share_embeddings_and_output_weights
     assert (gpt.chunk_size, config("--chunk-size 7").gpt_options(100).chunk_size) == (0, 7)
+
+
+def test_fusions_are_for_gpus_that_have_the_kernels() -> None:
+    def fusions(flags: str, machine: Machine) -> tuple[bool, bool, bool]:
+        made = transformer_config(config(flags), machine)
+        return made.bias_activation_fusion, made.bias_dropout_fusion, made.gradient_accumulation_fusion
+
+    apex = {"fused_weight_gradient_mlp_cuda": "0.1"}
+    none = "--no-bias-gelu-fusion --no-bias-dropout-fusion --no-gradient-accumulation-fusion"
+    assert fusions("", Machine()) == (False, False, False)
+    assert fusions("", Machine("cuda", (9, 0))) == (True, True, False)
+    assert fusions("", Machine("cuda", (9, 0), apex)) == (True, True, True)
+    assert fusions(none, Machine("cuda", (9, 0), apex)) == (False, False, False)
+    implementation = transformer_config(config("--transformer-impl transformer_engine"), Machine()).transformer_impl
+    assert implementation == "transformer_engine"
 
 
 def test_the_vocabulary_comes_from_a_flag_or_the_tokenizer() -> None:

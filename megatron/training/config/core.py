@@ -11,6 +11,7 @@ from megatron.core.transformer.enums import AttnBackend
 
 from helixpipe.errors import UserError
 from helixpipe.model import GPTOptions
+from helixpipe.model.backends import Machine, fuses_weight_gradients
 from megatron.training.config.container import Config
 from megatron.training.tokenizer import padded_vocab_size
 
@@ -22,11 +23,15 @@ def params_dtype(config: Config) -> torch.dtype:
     return torch.float16 if config.training.fp16 else torch.float32
 
 
-def transformer_config(config: Config) -> TransformerConfig:
-    """The model's shape and numerics. Fusions that need compiled kernels are on only where there is a GPU."""
+def transformer_config(config: Config, machine: Machine | None = None) -> TransformerConfig:
+    """The model's shape and numerics. Fusions that need compiled kernels are on only where there is a GPU.
+
+    machine: whose kernels; None: this one's.
+    """
     model, parallel, training = config.model, config.parallel, config.training
     dtype = params_dtype(config)
-    on_gpu = torch.cuda.is_available()
+    machine = machine if machine is not None else Machine.here()
+    on_gpu = machine.device == "cuda"
     activation = torch.nn.functional.silu if model.swiglu else torch.nn.functional.gelu
     if model.squared_relu:
         activation = squared_relu
@@ -56,6 +61,7 @@ def transformer_config(config: Config) -> TransformerConfig:
         use_cpu_initialization=model.use_cpu_initialization or not on_gpu,
         bias_activation_fusion=fuse_activation and not model.squared_relu and on_gpu,
         bias_dropout_fusion=model.bias_dropout_fusion and on_gpu,
+        gradient_accumulation_fusion=model.gradient_accumulation_fusion and fuses_weight_gradients(machine),
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
@@ -68,7 +74,7 @@ def transformer_config(config: Config) -> TransformerConfig:
         deallocate_pipeline_outputs=True,
         barrier_with_L1_time=config.logging.barrier_with_L1_time,
         cuda_graph_scope=[],  # no graphs; the default warns that it is deprecated
-        transformer_impl="local",
+        transformer_impl=model.transformer_impl,
     )
 
 

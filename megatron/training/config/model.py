@@ -57,7 +57,20 @@ class ModelConfig:
     attention_softmax_in_fp32: bool = option(False, "Compute the attention softmax in float32.")
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = option(
         "auto",
-        "Core attention: flash-attn where it is installed (auto, flash), else torch's; results agree up to rounding.",
+        "Core attention on GPUs: the best flash kernel there is (auto), a flash kernel or an error (flash), cuDNN's "
+        "(fused), or torch's unfused one, which keeps all scores (unfused, local); on CPU torch's. Results agree up to "
+        "rounding.",
+    )
+    transformer_impl: Literal["local", "transformer_engine"] = option(
+        "local",
+        "transformer_engine: norms and attention of Transformer Engine where it is installed; linear layers are "
+        "megatron-core's own in any case.",
+    )
+    gradient_accumulation_fusion: bool = option(
+        True,
+        "Do not add weight gradients to their sum inside the matrix product (done on GPUs where apex's "
+        "fused_weight_gradient_mlp_cuda is installed).",
+        flags=["--no-gradient-accumulation-fusion"],
     )
     init_method_std: float = option(0.02, "Standard deviation of the normal initialization of weights.")
     embedding_init_method_std: float | None = option(

@@ -75,7 +75,7 @@ class TrainingConfig:
     )
     # precision
     bf16: bool = option(False, "Compute in bfloat16, with float32 main weights.")
-    fp16: bool = option(False, "Compute in float16 with loss scaling, with float32 main weights (GPU only).")
+    fp16: bool = option(False, "Compute in float16 with loss scaling, with float32 main weights.")
     loss_scale: float | None = option(None, "fp16: fixed loss scale; by default the scale adapts.")
     initial_loss_scale: float = option(2.0**32, "fp16: first value of the adaptive loss scale.")
     min_loss_scale: float = option(1.0, "fp16: least value of the adaptive loss scale.")

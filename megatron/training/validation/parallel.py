@@ -90,7 +90,5 @@ def check_device(config: Config, *, gpus: int) -> None:
                 "needs one each; start as many as there are GPUs, or share them with --distributed-backend gloo."
             )
         return
-    if config.training.fp16:
-        raise UserError("--fp16 needs a GPU; use --bf16 or neither on CPU.")
     if config.parallel.distributed_backend == "nccl":
         raise UserError("--distributed-backend nccl needs a GPU; use gloo, the default without one.")

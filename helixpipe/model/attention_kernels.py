@@ -1,0 +1,214 @@
+"""The kernels of core attention behind one signature: what `CoreAttention` calls, and how each library wants it.
+
+A chunk of a sequence attends to all keys before it and causally to its own: of the n x (c + n) scores those are wanted
+that lie below the diagonal which ends in the lower right corner. flash-attn and torch's GPU kernels know that shape.
+The CPU's knows only the square and the full rectangle, so it runs once on each, and the two results are merged
+(`_ChunkAttention`). Grouped queries are not expanded to one key per head where the kernel can do without.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend, AttnMaskType
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+
+from helixpipe.errors import UserError
+from helixpipe.model import backends
+
+Attend = Callable[[Tensor, Tensor, Tensor, float, float], Tensor]
+"""(query [n, b, heads, d], key and value [c + n, b, groups, d], scale, dropout) to [n, b, heads * d]: causal attention
+of the last n of c + n tokens; c = 0 for a whole sequence."""
+
+_SDPA: Mapping[str, SDPBackend] = MappingProxyType(
+    {
+        backends.TORCH_FLASH: SDPBackend.FLASH_ATTENTION,
+        backends.TORCH_CUDNN: SDPBackend.CUDNN_ATTENTION,
+        backends.TORCH_EFFICIENT: SDPBackend.EFFICIENT_ATTENTION,
+        backends.TORCH_MATH: SDPBackend.MATH,
+    }
+)
+
+
+def make_attend(
+    kernel: str, config: TransformerConfig, layer: int = 0, tp_group: torch.distributed.ProcessGroup | None = None
+) -> Attend:
+    """The function of a kernel that `backends.choose` named. layer: its index; tp_group: of the ranks that share it."""
+    if kernel == backends.FLASH_ATTN:
+        return _flash_attn(config.deterministic_mode)
+    if kernel == backends.FLASH_ATTN_3:
+        return _flash_attn_3()
+    if kernel == backends.ENGINE:
+        return _transformer_engine(config, layer, tp_group)
+    return _attend_on_cpu if kernel == backends.TORCH_CPU else _sdpa(_SDPA[kernel])
+
+
+# ----------------------------------------------------------------------------------------------------------- libraries
+
+
+def _flash_attn(deterministic: bool) -> Attend:
+    """flash-attn 2, whose causal mask ends in the lower right corner; [b, n, heads, d] with any strides."""
+    flash_attn_func = backends.load(backends.FLASH_ATTN, "flash_attn").flash_attn_func
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float) -> Tensor:
+        query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
+        output: Tensor = flash_attn_func(
+            query, key, value, dropout_p=dropout, softmax_scale=scale, causal=True, deterministic=deterministic
+        )
+        return output.flatten(2).transpose(0, 1).contiguous()
+
+    return attend
+
+
+def _flash_attn_3() -> Attend:
+    """flash-attn 3, as 2 but without dropout; its older versions return the log-sums as well."""
+    flash_attn_func = backends.load(backends.FLASH_ATTN_3, "flash_attn_interface").flash_attn_func
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float) -> Tensor:
+        query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
+        result: Any = flash_attn_func(query, key, value, softmax_scale=scale, causal=True)
+        output: Tensor = result[0] if isinstance(result, tuple) else result
+        return output.flatten(2).transpose(0, 1).contiguous()
+
+    return attend
+
+
+_ENGINE_ENVIRONMENT: Mapping[AttnBackend, Mapping[str, str]] = MappingProxyType(
+    {
+        AttnBackend.auto: {"NVTE_FLASH_ATTN": "1", "NVTE_FUSED_ATTN": "1", "NVTE_UNFUSED_ATTN": "1"},
+        AttnBackend.fused: {"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "1", "NVTE_UNFUSED_ATTN": "0"},
+    }
+)
+"""How Transformer Engine is told what it may choose from; megatron-core sets the same."""
+
+
+def _transformer_engine(
+    config: TransformerConfig, layer: int, tp_group: torch.distributed.ProcessGroup | None
+) -> Attend:
+    """megatron-core's wrapper of Transformer Engine's attention, for whole sequences without dropout. It has no
+    weights, and stays out of the model's modules for the state it would add to checkpoints.
+
+    Raises UserError when the environment asks it for another kernel than --attention-backend.
+    """
+    for name, value in _ENGINE_ENVIRONMENT[config.attention_backend].items():
+        if os.environ.setdefault(name, value) != value:
+            raise UserError(
+                f"{name}={os.environ[name]} in the environment contradicts --attention-backend "
+                f"{config.attention_backend.name}, which means {name}={value}; unset it."
+            )
+    engine = backends.load_engine().TEDotProductAttention(
+        config,
+        layer_number=layer + 1,
+        attn_mask_type=AttnMaskType.causal,
+        attention_type="self",
+        softmax_scale=config.softmax_scale,
+        pg_collection=ProcessGroupCollection(
+            tp=tp_group, cp=parallel_state.get_context_parallel_group(check_initialized=False)
+        ),
+    )
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float) -> Tensor:
+        output: Tensor = engine(query, key, value, None, AttnMaskType.causal)
+        return output
+
+    return attend
+
+
+# --------------------------------------------------------------------------------------------------------------- torch
+
+
+def _sdpa(backend: SDPBackend | None) -> Attend:
+    """torch's scaled dot product attention, pinned to one of its kernels; None: torch chooses."""
+    # The memory-efficient kernel's entry for chunks takes no grouped queries.
+    expands = backend == SDPBackend.EFFICIENT_ATTENTION
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float) -> Tensor:
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        if expands and query.size(1) != key.size(1):
+            key, value = (tensor.repeat_interleave(query.size(1) // key.size(1), dim=1) for tensor in (key, value))
+        whole = query.size(2) == key.size(2)
+        with sdpa_kernel(backend) if backend is not None else nullcontext():
+            output = F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=None if whole else causal_lower_right(query.size(2), key.size(2)),
+                dropout_p=dropout,
+                is_causal=whole,
+                scale=scale,
+                enable_gqa=query.size(1) != key.size(1),
+            )
+        return output.permute(2, 0, 1, 3).flatten(2)
+
+    return attend
+
+
+_attend_as_torch_does = _sdpa(None)
+
+
+def _attend_on_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float) -> Tensor:
+    """torch's flash kernel for the CPU, in two calls for a chunk; with dropout torch makes the scores and the mask."""
+    if query.size(0) == key.size(0) or not _has_cpu_kernel(query, key, value, dropout):
+        return _attend_as_torch_does(query, key, value, scale, dropout)
+    output: Tensor = _ChunkAttention.apply(*(tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)), scale)
+    return output.permute(2, 0, 1, 3).flatten(2)
+
+
+def _has_cpu_kernel(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
+    """Whether torch's fused kernel for the CPU can do this: not with dropout, nor grouped queries in older versions."""
+    query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+    gqa = query.size(1) != key.size(1)
+    choice = torch._fused_sdp_choice(query, key, value, None, dropout, False, enable_gqa=gqa)
+    return choice == SDPBackend.FLASH_ATTENTION.value
+
+
+_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_kernel_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class _ChunkAttention(torch.autograd.Function):
+    """Attention of the last n of c + n tokens on the CPU, without a mask: c and n are both positive.
+
+    [b, heads, n, d] query, [b, groups, c + n, d] keys and values. The kernel runs on the first c keys, all of which
+    every query sees, and causally on the last n. Each result is a mean of values weighted by softmax over its part of
+    the keys; with the logarithm of its sum of exponentials it is merged into that over all keys. Given the merged
+    output and log-sum, the kernel's backward on each part gives the part's share of the gradients.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        earlier = keys.size(2) - query.size(2)
+        results = []
+        for rows, causal in ((slice(earlier), False), (slice(earlier, None), True)):
+            results.append(_kernel(query, keys[:, :, rows], values[:, :, rows], 0.0, causal, scale=scale))
+        (before, log_sum_before), (own, log_sum_own) = results
+        share = torch.sigmoid(log_sum_own - log_sum_before)[..., None]
+        output = torch.lerp(before.to(share.dtype), own.to(share.dtype), share).to(query.dtype)
+        ctx.save_for_backward(query, keys, values, output, torch.logaddexp(log_sum_before, log_sum_own))
+        ctx.scale = scale
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        query, keys, values, output, log_sum = ctx.saved_tensors
+        earlier = keys.size(2) - query.size(2)
+        query_gradient = None
+        key_gradient, value_gradient = torch.empty_like(keys), torch.empty_like(values)
+        for rows, causal in ((slice(earlier), False), (slice(earlier, None), True)):
+            part = _kernel_backward(
+                gradients[0], query, keys[:, :, rows], values[:, :, rows], output, log_sum, 0.0, causal, scale=ctx.scale
+            )
+            query_gradient = part[0] if query_gradient is None else query_gradient.add_(part[0])
+            key_gradient[:, :, rows], value_gradient[:, :, rows] = part[1], part[2]
+        return query_gradient, key_gradient, value_gradient, None
