@@ -2,15 +2,15 @@
 
 It keeps five things. `keys_values`: of sequences that run in chunks. `stash`: what a unit's backward needs, from its F
 to the FREE after its backward. `inbox`: tensors that have arrived for an op, from another rank or from this one.
-`outbox`: tensors that an op produced for another rank, until sent. `copies`: weights of stages that are shipped here.
+`outbox`: tensors that an op produced for another rank, and the transport's mark at that time, until sent. `copies`:
+weights of stages that are shipped here.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from helixpipe.errors import UserError
-from helixpipe.events import MessageEvent, OpEvent, Timeline
 from helixpipe.graph import Message
 from helixpipe.lowering import Action, Instruction, LoweredProgram
 from helixpipe.model import Microbatch, UnitContext
@@ -26,6 +25,8 @@ from helixpipe.model.kv_store import KeyValueStore, UnitKeyValues
 from helixpipe.model.linear import WeightGradients
 from helixpipe.program import Op, Piece, Segment, Unit, chunk_lengths
 from helixpipe.runtime.copies import ModelWithWeights, WeightCopies
+from helixpipe.runtime.device import device
+from helixpipe.runtime.recording import Clock, Record, Recorder
 from helixpipe.runtime.transport import Receipt, Transport
 
 
@@ -84,15 +85,6 @@ class _Graph:
     roots: tuple[GradientEdge | int, ...] | None
 
 
-@dataclass
-class Record:
-    """Times of one step on this rank, in seconds of the monotonic clock (shared by the ranks of one machine)."""
-
-    ops: list[tuple[Op, float, float]] = field(default_factory=list)
-    sent: dict[int, float] = field(default_factory=dict)
-    arrived: dict[int, float] = field(default_factory=dict)
-
-
 class ExecutionError(RuntimeError):
     """An instruction failed; the message shows it among its neighbours in the rank's stream."""
 
@@ -142,11 +134,11 @@ class Executor:
         self._lengths = chunk_lengths(self.lowered.program, step.seq_length)
         self._stash: dict[Unit, list[_Graph]] = {}
         self._inbox: dict[Op, tuple[Tensor, ...]] = {}
-        self._outbox: dict[Op, tuple[Tensor, ...]] = {}
+        self._outbox: dict[Op, tuple[tuple[Tensor, ...], Any]] = {}
         self._receipts: dict[int, Receipt] = {}
         self._losses: list[LossSum] = []
         self._copies.begin()
-        self._record = Record() if record else None
+        self._recorder = Recorder(Clock(device())) if record else None
         with torch.no_grad() if self.lowered.program.forward_only else nullcontext():
             for index, instruction in enumerate(self._stream):
                 try:
@@ -156,7 +148,7 @@ class Executor:
                 except Exception as error:
                     raise ExecutionError(f"{type(error).__name__}: {error}\n{self._where(index)}") from error
         self.transport.finish()
-        return self._losses, self._record or Record()
+        return self._losses, self._recorder.read() if self._recorder is not None else Record()
 
     # ------------------------------------------------------------------------------------------------- instructions
 
@@ -175,33 +167,34 @@ class Executor:
                 self._copies.add(message, tensors[0])
             else:
                 self._inbox[message.consumer] = tensors
-        if self._record is not None:
-            self._record.arrived[message.number] = self._now()
+        if self._recorder is not None:
+            self._recorder.arrived(message)
 
     def _run(self, instruction: Instruction) -> None:
         op = _op(instruction)
-        start = self._now() if self._record is not None else 0.0
+        start = self._recorder.mark() if self._recorder is not None else None
         if op.stage in self._copies.stages:
             self._copies.prepare(op)
         with torch.autograd.profiler.record_function(self._ranges[op]):
             self._ops[op.kind](op)
-        if self._record is not None:
-            self._record.ops.append((op, start, self._now()))
+        if self._recorder is not None:
+            self._recorder.ran(op, start)
 
     def _send(self, instruction: Instruction) -> None:
         message = _message(instruction)
-        if self._record is not None:
-            self._record.sent[message.number] = self._now()
+        if self._recorder is not None:
+            self._recorder.sent(message)
         if message.kind == "weights" and message.follows >= 0:
             self.transport.pass_on(self._receipts[message.follows], message.target, message.number)
             return
+        since = None
         if message.kind == "weights":
             tensors: tuple[Tensor, ...] = (self._copies.pack(message.producer.stage),)
         elif message.kind == "weight_gradients":
             tensors = (self._copies.take_sum(message),)
         else:
-            tensors = self._outbox.pop(message.producer)
-        self.transport.send(tensors, message.target, message.number)
+            tensors, since = self._outbox.pop(message.producer)
+        self.transport.send(tensors, message.target, message.number, since)
 
     def _free(self, instruction: Instruction) -> None:
         op = instruction.op
@@ -299,7 +292,7 @@ class Executor:
     def _deliver(self, op: Op, tensors: tuple[Tensor, ...]) -> None:
         consumer = self._local_consumer.get(op)
         if consumer is None:
-            self._outbox[op] = tensors
+            self._outbox[op] = tensors, self.transport.mark()
         else:
             self._inbox[consumer] = tensors
 
@@ -350,39 +343,12 @@ class Executor:
                     consumers[graph.ops[task]] = graph.ops[successor]
         return consumers
 
-    def _now(self) -> float:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
     def _where(self, index: int) -> str:
         """The failing instruction among its neighbours."""
         lines = [f"in the stream of pipeline rank {self.rank} (schedule {self.lowered.program.schedule}):"]
         for i in range(max(index - 3, 0), min(index + 4, len(self._stream))):
             lines.append(f"  {'-->' if i == index else '   '} {i:5d}  {self._stream[i]}")
         return "\n".join(lines)
-
-
-def merge_records(lowered: LoweredProgram, records: Sequence[Record], title: str) -> Timeline:
-    """One timeline in seconds from what every rank recorded of the same step; its start is the first op's."""
-    begin = min((start for record in records for _, start, _ in record.ops), default=0.0)
-    ops = [
-        OpEvent(rank, op, start - begin, end - begin)
-        for rank, record in enumerate(records)
-        for op, start, end in record.ops
-    ]
-    messages = []
-    for message in lowered.messages:
-        sent = records[message.source].sent.get(message.number)
-        arrived = records[message.target].arrived.get(message.number)
-        if sent is not None and arrived is not None:
-            messages.append(
-                MessageEvent(
-                    message.kind, message.source, message.target, message.producer, message.consumer,
-                    sent - begin, max(arrived, sent) - begin,
-                )
-            )  # fmt: skip
-    return Timeline(title, lowered.program.num_ranks, ops, messages, unit="s")
 
 
 def _gradient(tensor: Tensor, passed: Tensor | None) -> Tensor:

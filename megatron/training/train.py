@@ -13,7 +13,7 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from helixpipe.errors import UserError
 from helixpipe.model import Microbatch
-from helixpipe.runtime.executor import Record
+from helixpipe.runtime.recording import Record
 from megatron.training.checkpointing import Checkpointer, Progress
 from megatron.training.config import Config
 from megatron.training.log import StepResult, TrainingLog
