@@ -241,10 +241,10 @@ def run_case(case: Case, expected: dict[str, Tensor], losses: dict[int, float], 
     }
 
 
-GRADIENT_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 1e-1}
+GRADIENT_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2}
 SPLIT_VOCABULARY_TOLERANCE = 1e-6  # with a split vocabulary, float32 cross entropy sums in another order
 BF16_GRADIENT_TOLERANCE = 2e-2  # of sums that travel in bfloat16, of 8 bits, and are rounded at each addition
-LOSS_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 1e-2}
+LOSS_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 1e-3}
 """megatron-core's cross entropy computes in float32; sums over tokens differ in order."""
 
 
