@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ def run_without_reads(rank: int, world_size: int, cases: list[Case]) -> list[str
             transport = make_transport(parallel_state.get_pipeline_model_parallel_group(), device())
         _, executor = make_executor(case, transport)
         step = make_step(case)
-        with _NoCopies(), _NoReads():
+        with _NoCopies(), _NoReads(), _no_waits():
             try:
                 executor.run(step)
                 found.append("")
@@ -81,6 +82,18 @@ def run_without_reads(rank: int, world_size: int, cases: list[Case]) -> list[str
                 found.append(f"{type(error).__name__}: {error}")
                 return found  # the other rank waits for ever
     return found
+
+
+@contextmanager
+def _no_waits() -> Iterator[None]:
+    """With CUDA, torch itself refuses what makes the host wait."""
+    if torch.cuda.is_available():
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        if torch.cuda.is_available():
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def reads(rank: int, world_size: int) -> list[str]:
