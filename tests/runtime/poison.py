@@ -19,6 +19,7 @@ prepare()  # before megatron-core is imported, whose notices it silences
 
 from megatron.core import parallel_state
 
+from helixpipe.runtime import transport
 from helixpipe.runtime.transport import GlooTransport, NcclTransport, Receipt
 from tests.model.common import set_parallel
 from tests.runtime.equality import Case, reference, run_case
@@ -98,6 +99,17 @@ class PoisonedNccl(Poisoned, NcclTransport):
     """NCCL as it is; see `without_streams` for the CPU."""
 
 
+class Staged(PoisonedGloo):
+    """Gloo as it is with CUDA tensors; see `without_streams` for the CPU."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._copying = torch.cuda.Stream()
+
+    def _buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        return torch.full(shape, torch.nan, dtype=dtype)
+
+
 class Hasty(PoisonedGloo):
     """Wrong: lets go of what it sends before it has left."""
 
@@ -121,9 +133,18 @@ class Hurried(PoisonedGloo):
 
     def receive(self, shapes: Sequence[torch.Size], dtype: torch.dtype, source: int, number: int) -> Receipt:
         receipt: Any = super().receive(shapes, dtype, source, number)
-        self._kept.append(list(receipt.works))
+        self._late.extend(receipt.works)
         receipt.works.clear()
         return receipt
+
+    def __post_init__(self) -> None:
+        self._late: list[Any] = []
+        super().__post_init__()
+
+    def finish(self) -> None:
+        while self._late:  # or this rank would end while the other still sends
+            self._late.pop().wait()
+        super().finish()
 
 
 def _borrowed(tensor: Tensor) -> Tensor:
@@ -134,25 +155,43 @@ def _borrowed(tensor: Tensor) -> Tensor:
 
 
 def without_streams() -> None:
-    """Let `NcclTransport` run on the CPU, for the rest of this process: streams and events do nothing."""
+    """Let transports that need CUDA run on the CPU, for the rest of this process. Streams and events do nothing but
+    copy to the host: as late as may be, when somebody waits for it, from memory that nobody is asked to keep."""
+    late: list[tuple[Tensor, Tensor]] = []
+
+    class Event:
+        def __init__(self) -> None:
+            self.copies = list(late)
+            late.clear()
+
+        def synchronize(self) -> None:
+            time.sleep(0.002)
+            for copy, original in self.copies:
+                copy.copy_(original)
 
     class Stream:
         def __init__(self, device: Any = None) -> None: ...
 
         def wait_event(self, event: Any) -> None: ...
 
-        def record_event(self) -> object:
-            return object()
+        def record_event(self) -> Event:
+            return Event()
+
+    def to_pinned(tensor: Tensor) -> Tensor:
+        late.append((torch.empty_like(tensor), _borrowed(tensor)))
+        return late[-1][0]
 
     cuda: Any = torch.cuda
     tensor: Any = torch.Tensor
     cuda.Stream, cuda.current_stream = Stream, Stream
-    cuda.stream = lambda stream: nullcontext()
+    cuda.stream = cuda.device = lambda which: nullcontext()
     tensor.record_stream = lambda self, stream: None
+    transport._to_pinned = to_pinned
 
 
 TRANSPORTS: dict[str, Callable[..., Any]] = {
     "gloo": PoisonedGloo,
+    "staged": Staged,
     "nccl": PoisonedNccl,
     "hasty": Hasty,
     "hurried": Hurried,
@@ -168,8 +207,8 @@ def run_poisoned(rank: int, world_size: int, name: str, cases: list[Case]) -> li
     set_parallel(tp=1, pp=world_size)
     results = []
     for case, expected in zip(cases, references, strict=True):
-        transport = TRANSPORTS[name](parallel_state.get_pipeline_model_parallel_group(), device())
-        result = run_case(case, *expected, transport)
-        transport.close()
-        results.append((result["gradient"][0], max(result["loss"], result["evaluation"]), transport.poisoned))
+        own = TRANSPORTS[name](parallel_state.get_pipeline_model_parallel_group(), device())
+        result = run_case(case, *expected, own)
+        own.close()
+        results.append((result["gradient"][0], max(result["loss"], result["evaluation"]), own.poisoned))
     return results
