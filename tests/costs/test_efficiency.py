@@ -129,3 +129,16 @@ def test_efficiency_from_needs_a_model(capsys: pytest.CaptureFixture[str]) -> No
     assert "--efficiency-from needs --model" in capsys.readouterr().err
     assert cli.main(["profile", "--model", "llama2-7b", "--hardware", "h1000"]) == 2
     assert "--hardware h1000 is unknown: did you mean h100?" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_a_profile_of_a_gpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    flags = "--model llama2-7b --num-layers 3 --seq-length 4096 --dtype bfloat16 --repeats 3"
+    assert cli.main(f"profile {flags} --hardware h100 --output {path}".split()) == 0
+    output = capsys.readouterr().out
+    assert "Percent of the 989 TFLOP/s (bfloat16) of h100" in output
+    profile = Profile.load(path)
+    assert profile.assumed["clock"] == "CUDA events" and profile.layout.fused_kernels
+    shares = reached(profile, H100)
+    assert all(0 < share < 1 for by_kind in shares.values() for share in by_kind.values())
