@@ -36,7 +36,8 @@ from helixpipe.model.attention import CoreAttention
 from helixpipe.model.ends import loss_sum
 from helixpipe.model.layers import piece_of
 from helixpipe.program import Piece, Program, even_stages, parse_rows
-from helixpipe.runtime.executor import Executor, Step, merge_records
+from helixpipe.runtime.executor import Executor, Step
+from helixpipe.runtime.recording import merge_records
 from helixpipe.runtime.transport import GlooTransport
 from schedules import Shape, build
 

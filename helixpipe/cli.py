@@ -31,6 +31,8 @@ from helixpipe.cli_options import CostOptions, ShapeOptions, SimulateOptions
 from helixpipe.cli_parser import parsers
 from helixpipe.cli_profile import (
     ProfileOptions,
+    efficiency_table,
+    hardware_measured,
     measure,
     profile_costs,
     profile_table,
@@ -261,6 +263,9 @@ def _profile(namespace: argparse.Namespace) -> None:
         print(json.dumps(measured.to_json()))
         return
     print(profile_table(measured))
+    hardware = hardware_measured(options, measured)
+    if hardware is not None:
+        print(f"\n{efficiency_table(measured, hardware)}")
     print(f"\nwrote {options.output}; next: helixpipe simulate 1f1b -p 2 -m 8 --profile {options.output}")
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
+from helixpipe.efficiency import hardware_as_measured
 from helixpipe.errors import UserError
 from helixpipe.flags import option
 from helixpipe.hardware import DEFAULT_HARDWARE, GIB, HARDWARE, RESERVED_MEMORY, find_hardware
@@ -51,6 +52,12 @@ class ModelOptions:
     network_efficiency: float | None = option(
         None, "Share of NVLink's and the network's bandwidth reached (default: the hardware's)."
     )
+    efficiency_from: str | None = option(
+        None,
+        "Take the shares of matrix products, attention and memory that are not given from this file of `helixpipe "
+        "profile`, measured on --hardware in bfloat16, of whatever model.",
+        metavar="FILE.json",
+    )
     reserved_memory: float | None = option(
         None, "GiB of each GPU for the driver, NCCL and fragmentation (default: 3).", metavar="GIB"
     )
@@ -58,7 +65,8 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class Plan:
-    """A model on a cluster: the size it gives the schedule, and its costs. reserved: bytes a GPU not to be used."""
+    """A model on a cluster: the size it gives the schedule, and its costs. reserved: bytes a GPU not to be used.
+    efficiency_from: the profile that says which shares of the peaks are reached; None: they are assumed."""
 
     costs: ModelCosts
     ranks: int
@@ -66,6 +74,7 @@ class Plan:
     layers: int
     nodes: int
     reserved: float
+    efficiency_from: str | None = None
 
     @property
     def limit(self) -> float:
@@ -99,13 +108,16 @@ def make_plan(
     model = find_model(options.model)
     seq_length = options.seq_length or model.seq_length
     model = dataclasses.replace(model, seq_length=seq_length, layers=layers or model.layers)
-    hardware = find_hardware(
-        options.hardware or DEFAULT_HARDWARE,
-        matmul=options.matmul_efficiency,
-        attention=options.attention_efficiency,
-        memory=options.memory_efficiency,
-        network=options.network_efficiency,
-    )
+    shares = {
+        "matmul": options.matmul_efficiency,
+        "attention": options.attention_efficiency,
+        "memory": options.memory_efficiency,
+        "network": options.network_efficiency,
+    }
+    hardware = find_hardware(options.hardware or DEFAULT_HARDWARE, **shares)
+    if options.efficiency_from is not None:
+        given = [name for name, share in shares.items() if share is not None]
+        hardware = hardware_as_measured(options.efficiency_from, hardware, given)
     if options.gpus_per_node is not None:
         hardware = dataclasses.replace(hardware, gpus_per_node=options.gpus_per_node)
     tp = options.tensor_parallel or 1
@@ -134,7 +146,7 @@ def make_plan(
     )
     count = _microbatches(options.global_batch_size, microbatches, micro, data_parallel, ranks)
     reserved = RESERVED_MEMORY if options.reserved_memory is None else options.reserved_memory * GIB
-    return Plan(costs, ranks, count, model.layers, nodes, reserved)
+    return Plan(costs, ranks, count, model.layers, nodes, reserved, options.efficiency_from)
 
 
 def _require_positive(options: ModelOptions) -> None:

@@ -21,8 +21,10 @@ from typing import Any, Literal
 
 from helixpipe.cli_model import ModelOptions
 from helixpipe.cli_options import CostOptions
+from helixpipe.efficiency import fitted, reached
 from helixpipe.errors import UserError
 from helixpipe.flags import option
+from helixpipe.hardware import HARDWARE, TERA, Hardware, find_device, find_hardware
 from helixpipe.models import MODELS, ModelShape, find_model
 from helixpipe.profile_costs import Profile, ProfileCosts
 from helixpipe.program import LAYER_PIECES, PIECE_KINDS
@@ -63,6 +65,12 @@ class ProfileOptions:
     )
     threads: int = option(1, "Threads of a process, as OMP_NUM_THREADS in training.")
     repeats: int = option(15, "Rounds that count; figures are medians over them.")
+    hardware: str | None = option(
+        None,
+        f"Also print the shares of the peaks of this hardware that were reached: {', '.join(HARDWARE)} (default: the "
+        "machine's, if it is among them).",
+        metavar="NAME",
+    )
 
 
 def model_shape(options: ProfileOptions) -> ModelShape:
@@ -124,6 +132,8 @@ def measure(options: ProfileOptions) -> Profile:
     """Measure in processes of their own and write the file. Raises UserError for flags that do not fit, a file that
     cannot be written, and a process that fails."""
     model = model_shape(options)
+    if options.hardware is not None:
+        find_hardware(options.hardware)  # before minutes of measuring
     task = {
         "model": dataclasses.asdict(model),
         **{name: getattr(options, name) for name in ("micro_batch_size", "dtype", "processes", "threads", "repeats")},
@@ -184,6 +194,31 @@ def _free_port() -> int:
 
 
 # ------------------------------------------------------------------------------------------------------------ printed
+
+
+def hardware_measured(options: ProfileOptions, measured: Profile) -> Hardware | None:
+    """What the measured shares are of: --hardware, or the machine's. Raises UserError."""
+    if options.hardware is not None:
+        return find_hardware(options.hardware)
+    return find_device(str(measured.machine.get("device")))
+
+
+def efficiency_table(measured: Profile, hardware: Hardware) -> str:
+    """Percent of the peak FLOP/s by piece and op kind, and the shares that `simulate --efficiency-from` takes."""
+    shares = reached(measured, hardware)
+    cells = [
+        (piece, *((f"{100 * by_kind[kind]:.1f}" if kind in by_kind else "-").rjust(9) for kind in _KINDS))
+        for piece, by_kind in shares.items()
+    ]
+    fit = fitted(measured, hardware).efficiency
+    return "\n".join(
+        [
+            f"Percent of the {hardware.flops / TERA:.0f} TFLOP/s (bfloat16) of {hardware.name}, as executed:",
+            table(("piece", *(kind.rjust(9) for kind in _KINDS)), cells),
+            f"As simulate --efficiency-from takes it: matrix products {100 * fit.matmul:.3g} %, attention "
+            f"{100 * fit.attention:.3g} %, memory {100 * fit.memory:.3g} %",
+        ]
+    )
 
 
 def profile_table(measured: Profile) -> str:

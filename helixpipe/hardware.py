@@ -53,7 +53,8 @@ class Hardware:
     """One kind of node. flops: a second, of one GPU. Bandwidths: bytes a second, in one direction.
 
     nvlink: between one GPU and the others of its node. network: of a whole node, in all `adapters` together.
-    host_link: between one GPU and host memory. latency: seconds before a message's first byte arrives.
+    host_link: between one GPU and host memory. latency: seconds before a message's first byte arrives. device: what the
+    driver calls the GPU.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Hardware:
     network: float
     adapters: int
     host_link: float
+    device: str = ""
     gpus_per_node: int = 8
     efficiency: Efficiency = Efficiency()
     latency: float = 10e-6
@@ -101,6 +103,7 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
                 network=200 * GIGA,  # [DGX] 8 x 200 Gb/s
                 adapters=8,
                 host_link=32 * GIGA,  # [A100] PCIe 4 x16, 64 both ways
+                device="NVIDIA A100-SXM4-80GB",
             ),
             Hardware(
                 "a800",
@@ -111,6 +114,7 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
                 network=50 * GIGA,  # [Helix] 4 x 100 Gb/s
                 adapters=4,
                 host_link=32 * GIGA,  # [A100] PCIe 4 x16
+                device="NVIDIA A800-SXM4-80GB",
             ),
             Hardware(
                 "h20",
@@ -121,6 +125,7 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
                 network=100 * GIGA,  # [Helix] 4 x 200 Gb/s
                 adapters=4,
                 host_link=64 * GIGA,  # [H100] PCIe 5 x16
+                device="NVIDIA H20",
                 efficiency=_H20,
             ),
             Hardware(
@@ -132,6 +137,7 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
                 network=400 * GIGA,  # [DGX] 8 x 400 Gb/s
                 adapters=8,
                 host_link=64 * GIGA,  # [H100] PCIe 5 x16, 128 both ways
+                device="NVIDIA H100 80GB HBM3",
                 efficiency=_HOPPER,
             ),
             Hardware(
@@ -143,12 +149,18 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
                 network=400 * GIGA,  # [DGX] 8 x 400 Gb/s
                 adapters=8,
                 host_link=64 * GIGA,  # [H200] PCIe 5 x16
+                device="NVIDIA H200",
                 efficiency=_HOPPER,
             ),
         )
     }
 )
 """Every preset by its flag value."""
+
+
+def find_device(name: str) -> Hardware | None:
+    """The preset of the GPU that the driver calls so, if there is one."""
+    return next((hardware for hardware in HARDWARE.values() if hardware.device == name), None)
 
 
 def find_hardware(name: str, **efficiencies: float | None) -> Hardware:

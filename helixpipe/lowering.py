@@ -29,8 +29,9 @@ message (`Message.number`), so copies of one stage on a rank are never mixed up:
 
 `receive_ahead` posts receives earlier than their place, by that many ops, so that the transfer overlaps the op before
 the one that needs it even where the receiver must have posted first (gloo). That is safe where a posted receive holds
-up nothing but later receives from the same rank (gloo; NCCL with a communicator a direction), which
-`Transport.independent_channels` states; otherwise it must be 0.
+up nothing but later receives from the same rank, which `Transport.independent_channels` states; otherwise it must be 0.
+On a GPU it is not, whatever the communicators: streams share hardware queues, and there a receive that has to wait for
+the one before it holds up ops too, which those two may need.
 """
 
 from __future__ import annotations

@@ -67,6 +67,7 @@ class StepReport:
             "chunk_size": costs.layout.mlp_chunk,
             "data_parallel": costs.data_parallel,
             "efficiency": dict(vars(costs.hardware.efficiency)),
+            "efficiency_from": self.plan.efficiency_from,
             "step_time": self.step_time,
             "reduction_time": self.reduction,
             "optimizer_time": self.optimizer,
@@ -147,12 +148,14 @@ def _setup(step: StepReport) -> str:
 
 def _assumptions(step: StepReport) -> str:
     hardware = step.plan.costs.hardware
-    share = hardware.efficiency
+    share, path = hardware.efficiency, step.plan.efficiency_from
+    source = "" if path is None else f"Shares of peaks not given by flags are from {path}, the network's aside.\n"
     return (
-        f"Assumed: {100 * share.matmul:.0f} % of peak in matrix products, {100 * share.attention:.0f} % in attention, "
-        f"{100 * share.memory:.0f} % of memory bandwidth,\n"
+        f"{source}Assumed: {100 * share.matmul:.0f} % of peak in matrix products, {100 * share.attention:.0f} % in "
+        f"attention, {100 * share.memory:.0f} % of memory bandwidth,\n"
         f"{100 * share.network:.0f} % of NVLink and network; bfloat16, gradients and optimizer in float32, flash "
         "attention, no dropout; tensor-parallel\n"
         "collectives and the reduction of gradients overlap nothing; messages overlap computing.\n"
-        "--matmul-efficiency, --attention-efficiency, --memory-efficiency and --network-efficiency change the shares."
+        "--matmul-efficiency, --attention-efficiency, --memory-efficiency and --network-efficiency change the shares;\n"
+        "--efficiency-from takes them from a file of `helixpipe profile`."
     )

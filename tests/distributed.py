@@ -1,4 +1,4 @@
-"""Run a function on several ranks, each a process with a gloo group, for tests."""
+"""Run a function on several ranks, each a process with a process group, for tests."""
 
 from __future__ import annotations
 
@@ -19,23 +19,28 @@ import torch
 import torch.multiprocessing as multiprocessing
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, backend: str = "gloo"
+) -> list[Any]:
     """Call `function(rank, world_size, *args)` on every rank and return what each returned, by rank.
 
     The function must be importable by name (not a lambda or a nested function); it runs with torch.distributed
-    initialised (gloo) and one thread. Ranks are forked from a process that has imported torch and megatron-core and
-    done nothing else, since importing them would take every rank six seconds. They know nothing of what this process
-    did. When a rank fails, its traceback is raised here as RuntimeError at once and the others are killed; so are all
-    after `timeout` seconds (TimeoutError), their stacks printed shortly before.
+    initialised and one thread. Ranks are forked from a process that has imported torch and megatron-core and done
+    nothing else, since importing them would take every rank six seconds. They know nothing of what this process did.
+    With CUDA, which a forked process cannot have, they are started afresh, and share the GPUs evenly. When a rank
+    fails, its traceback is raised here as RuntimeError at once and the others are killed; so are all after `timeout`
+    seconds (TimeoutError), their stacks printed shortly before.
     """
-    context = multiprocessing.get_context("forkserver")
+    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
     context.set_forkserver_preload(["tests.preloaded"])
     port = _free_port()
     readers: dict[Any, int] = {}
     processes = []
     for rank in range(world_size):
         reader, writer = context.Pipe(duplex=False)
-        process = context.Process(target=_run_rank, args=(writer, function, rank, world_size, port, timeout, args))
+        process = context.Process(
+            target=_run_rank, args=(writer, function, rank, world_size, port, timeout, backend, args)
+        )
         process.start()
         writer.close()
         readers[reader] = rank
@@ -92,6 +97,7 @@ def _run_rank(
     world_size: int,
     port: int,
     timeout: float,
+    backend: str,
     args: tuple[Any, ...],
 ) -> None:
     os.setsid()  # a group of its own, so that all of it can be killed
@@ -105,9 +111,11 @@ def _run_rank(
         OMP_NUM_THREADS="1",
     )
     torch.set_num_threads(1)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     faulthandler.dump_traceback_later(0.9 * timeout, exit=False)  # shows where a rank hangs
     try:
-        torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+        torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout))
         result = function(rank, world_size, *args)
         if torch.distributed.is_initialized():  # a function may have ended it, as a failing program does
             torch.distributed.destroy_process_group()

@@ -44,6 +44,7 @@ from helixpipe.program import Piece, Program, Stage, forward_only
 from helixpipe.runtime.device import device
 from helixpipe.runtime.executor import Executor, Step
 from helixpipe.runtime.transport import Transport, make_transport
+from helixpipe.validate import validate
 
 _GROUPS = ["tp", "cp", "pp", "embd", "pos_embd", "dp_cp"]
 """Process groups that a step or `finalize_model_grads_func` needs."""
@@ -254,7 +255,8 @@ class ForwardBackward:
             else:
                 check_own_program(program, group.rank(), group.size(), num_microbatches, own)
             if self._transport is None:
-                self._group, self._transport = group, make_transport(group, device())
+                channels = {(message.source, message.target) for message in validate(program).messages}
+                self._group, self._transport = group, make_transport(group, device(), channels)
             model = self._attach(chunks, own, config, program, group)
             ahead = 1 if self._transport.independent_channels else 0
             lowered = lower(forward_only(program) if evaluation else program, receive_ahead=ahead)

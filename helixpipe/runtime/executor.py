@@ -2,15 +2,15 @@
 
 It keeps five things. `keys_values`: of sequences that run in chunks. `stash`: what a unit's backward needs, from its F
 to the FREE after its backward. `inbox`: tensors that have arrived for an op, from another rank or from this one.
-`outbox`: tensors that an op produced for another rank, until sent. `copies`: weights of stages that are shipped here.
+`outbox`: tensors that an op produced for another rank, and the transport's mark at that time, until sent. `copies`:
+weights of stages that are shipped here.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from helixpipe.errors import UserError
-from helixpipe.events import MessageEvent, OpEvent, Timeline
 from helixpipe.graph import Message
 from helixpipe.lowering import Action, Instruction, LoweredProgram
 from helixpipe.model import Microbatch, UnitContext
@@ -26,7 +25,9 @@ from helixpipe.model.kv_store import KeyValueStore, UnitKeyValues
 from helixpipe.model.linear import WeightGradients
 from helixpipe.program import Op, Piece, Segment, Unit, chunk_lengths
 from helixpipe.runtime.copies import ModelWithWeights, WeightCopies
+from helixpipe.runtime.device import device
 from helixpipe.runtime.position import Position
+from helixpipe.runtime.recording import Clock, Record, Recorder
 from helixpipe.runtime.transport import Receipt, Transport
 
 
@@ -87,15 +88,6 @@ class _Graph:
     segment: Segment
     inputs: tuple[Tensor, ...]
     roots: tuple[GradientEdge | int, ...] | None
-
-
-@dataclass
-class Record:
-    """Times of one step on this rank, in seconds of the monotonic clock (shared by the ranks of one machine)."""
-
-    ops: list[tuple[Op, float, float]] = field(default_factory=list)
-    sent: dict[int, float] = field(default_factory=dict)
-    arrived: dict[int, float] = field(default_factory=dict)
 
 
 class ExecutionError(RuntimeError):
@@ -164,17 +156,17 @@ class Executor:
         self._position.at(len(self._stream))
         self.transport.finish()
         self._position.end()
-        return self._losses, self._record or Record()
+        return self._losses, self._recorder.read() if self._recorder is not None else Record()
 
     def _begin(self, record: bool) -> None:
         self.keys_values = KeyValueStore(self._fp32_kv_gradients)
         self._stash: dict[Unit, list[_Graph]] = {}
         self._inbox: dict[Op, tuple[Tensor, ...]] = {}
-        self._outbox: dict[Op, tuple[Tensor, ...]] = {}
+        self._outbox: dict[Op, tuple[tuple[Tensor, ...], Any]] = {}
         self._receipts: dict[int, Receipt] = {}
         self._losses: list[LossSum] = []
         self._copies.begin()
-        self._record = Record() if record else None
+        self._recorder = Recorder(Clock(device())) if record else None
         self._position.begin(self.lowered, self.rank)
 
     def _execute(self, places: range) -> None:
@@ -205,35 +197,36 @@ class Executor:
                 self._copies.add(message, tensors[0])
             else:
                 self._inbox[message.consumer] = tensors
-        if self._record is not None:
-            self._record.arrived[message.number] = self._now()
+        if self._recorder is not None:
+            self._recorder.arrived(message)
 
     def _run(self, instruction: Instruction) -> None:
         op = _op(instruction)
-        start = self._now() if self._record is not None else 0.0
+        start = self._recorder.mark() if self._recorder is not None else None
         if op.stage in self._copies.stages:
             self._copies.prepare(op)
         with torch.autograd.profiler.record_function(self._ranges[op]):
             self._ops[op.kind](op)
+        if self._recorder is not None:
+            self._recorder.ran(op, start)
         if op in self._last:
             self._step.complete(self.lowered.program.stages[op.stage].pieces)
-        if self._record is not None:
-            self._record.ops.append((op, start, self._now()))
 
     def _send(self, instruction: Instruction) -> None:
         message = _message(instruction)
-        if self._record is not None:
-            self._record.sent[message.number] = self._now()
+        if self._recorder is not None:
+            self._recorder.sent(message)
         if message.kind == "weights" and message.follows >= 0:
             self.transport.pass_on(self._receipts[message.follows], message.target, message.number)
             return
+        since = None
         if message.kind == "weights":
             tensors: tuple[Tensor, ...] = (self._copies.pack(message.producer.stage),)
         elif message.kind == "weight_gradients":
             tensors = (self._copies.take_sum(message),)
         else:
-            tensors = self._outbox.pop(message.producer)
-        self.transport.send(tensors, message.target, message.number)
+            tensors, since = self._outbox.pop(message.producer)
+        self.transport.send(tensors, message.target, message.number, since)
 
     def _free(self, instruction: Instruction) -> None:
         op = instruction.op
@@ -331,7 +324,7 @@ class Executor:
     def _deliver(self, op: Op, tensors: tuple[Tensor, ...]) -> None:
         consumer = self._local_consumer.get(op)
         if consumer is None:
-            self._outbox[op] = tensors
+            self._outbox[op] = tensors, self.transport.mark()
         else:
             self._inbox[consumer] = tensors
 
@@ -382,39 +375,12 @@ class Executor:
                     consumers[graph.ops[task]] = graph.ops[successor]
         return consumers
 
-    def _now(self) -> float:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
     def _where(self, index: int) -> str:
         """The failing instruction among its neighbours."""
         lines = [f"in the stream of pipeline rank {self.rank} (schedule {self.lowered.program.schedule}):"]
         for i in range(max(index - 3, 0), min(index + 4, len(self._stream))):
             lines.append(f"  {'-->' if i == index else '   '} {i:5d}  {self._stream[i]}")
         return "\n".join(lines)
-
-
-def merge_records(lowered: LoweredProgram, records: Sequence[Record], title: str) -> Timeline:
-    """One timeline in seconds from what every rank recorded of the same step; its start is the first op's."""
-    begin = min((start for record in records for _, start, _ in record.ops), default=0.0)
-    ops = [
-        OpEvent(rank, op, start - begin, end - begin)
-        for rank, record in enumerate(records)
-        for op, start, end in record.ops
-    ]
-    messages = []
-    for message in lowered.messages:
-        sent = records[message.source].sent.get(message.number)
-        arrived = records[message.target].arrived.get(message.number)
-        if sent is not None and arrived is not None:
-            messages.append(
-                MessageEvent(
-                    message.kind, message.source, message.target, message.producer, message.consumer,
-                    sent - begin, max(arrived, sent) - begin,
-                )
-            )  # fmt: skip
-    return Timeline(title, lowered.program.num_ranks, ops, messages, unit="s")
 
 
 def _gradient(tensor: Tensor, passed: Tensor | None) -> Tensor:

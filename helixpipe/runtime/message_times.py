@@ -18,6 +18,8 @@ from helixpipe.runtime.transport import Receipt, Transport, make_transport
 
 MESSAGES = 30
 MESSAGE_BYTES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
+MESSAGE_BYTES_OF_GPUS = (1 << 24, 1 << 26)
+"""Beside those: NVLink takes 4 MiB in less time than NCCL needs to start."""
 
 
 def measure_messages(rank: int, computing: int) -> MessageTimes:
@@ -34,7 +36,7 @@ def measure_messages(rank: int, computing: int) -> MessageTimes:
     processor = time.process_time if computing >= (os.cpu_count() or 1) else time.thread_time
     whole, own = [], []
     numbers = itertools.count()
-    for size in MESSAGE_BYTES:
+    for size in MESSAGE_BYTES + (MESSAGE_BYTES_OF_GPUS if torch.cuda.is_available() else ()):
         exchange = _Exchange(transport, rank, size, numbers)
         whole.append((size, exchange.half_round_trip()))
         own.append((size, exchange.one_way(processor)))
@@ -61,7 +63,7 @@ class _Exchange:
             number = next(self._numbers)
             dist.barrier()
             start = time.perf_counter()
-            if self._rank == 0:  # before its receive, which NCCL would put in front of it
+            if self._rank == 0:
                 self._transport.send([self._payload], 1, number)
             receipt = self._receive(number)
             if receipt is not None:

@@ -39,6 +39,7 @@ from helixpipe.program import LAYER_PIECES, PIECE_KINDS, Op, Piece, Program, Sta
 from helixpipe.runtime.device import device
 from helixpipe.runtime.executor import Executor, Step
 from helixpipe.runtime.message_times import measure_messages
+from helixpipe.runtime.recording import Clock
 from helixpipe.runtime.transport import Alone
 
 SHORT, LONG = 1, 3
@@ -171,34 +172,9 @@ def build_model(task: Task, num_layers: int, pieces: Sequence[Piece]) -> tuple[P
     return model, ddp
 
 
-class Clock:
-    """Marks on the time of the device: CUDA events in its stream; on the CPU this thread's processor time.
-
-    wall: on the CPU take the monotonic clock instead, where several threads or more processes than cores compute.
-    Processor time leaves out what other programs on the machine take away.
-    """
-
-    def __init__(self, on: torch.device, wall: bool = False):
-        self._cuda = on.type == "cuda"
-        self._now = time.perf_counter if wall else time.thread_time
-
-    def mark(self) -> Any:
-        if not self._cuda:
-            return self._now()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(self, start: Any, end: Any) -> float:
-        """Between two marks; waits for the device."""
-        if not self._cuda:
-            return float(end - start)
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1000.0
-
-
 def needs_wall_clock(threads: int, processes: int) -> bool:
-    """Whether this thread's processor time would not be what a step waits for."""
+    """Whether this thread's processor time would not be what a step waits for. It leaves out what other programs on the
+    machine take away, but also other threads, and processes that have to share a core."""
     return threads > 1 or processes > (os.cpu_count() or 1)
 
 
@@ -233,7 +209,8 @@ class Measurement:
 
     def __init__(self, task: Task, group: Any):
         self._task, self._group = task, group
-        self._clock = Clock(device(), wall=needs_wall_clock(task.threads, dist.get_world_size(group)))
+        wall = needs_wall_clock(task.threads, dist.get_world_size(group))
+        self._clock = Clock(device(), time.perf_counter if wall else time.thread_time)
         self._pieces = model_pieces(LONG)
         self._model, self._ddp = build_model(task, LONG, self._pieces)
         shape = (task.micro_batch_size, task.seq_length)

@@ -67,7 +67,7 @@ class GradientReducer:
         self._complete, self._started = set(), 0
         self._ddp.finish_grad_sync()
         if self._per_token and tokens is not None:
-            self._ddp.scale_gradients(1.0 / max(float(tokens), 1.0))
+            self._ddp.scale_gradients(1.0 / tokens.clamp(min=1.0).reshape(()))
 
 
 @dataclass

@@ -19,10 +19,12 @@ from helixpipe.lowering import LoweredProgram, lower
 from helixpipe.model import Microbatch, PipelineModel
 from helixpipe.program import Piece, Program, chunk_lengths, forward_only
 from helixpipe.report import chunk_times
-from helixpipe.runtime.executor import Executor, Record, Step, merge_records
+from helixpipe.runtime.executor import Executor, Step
 from helixpipe.runtime.position import Position
+from helixpipe.runtime.recording import Record, merge_records
 from helixpipe.runtime.transport import make_transport
 from helixpipe.simulator import simulate
+from helixpipe.validate import validate
 from megatron.training.config import Config
 from megatron.training.costs import training_costs
 from megatron.training.parallel import Parallel
@@ -52,7 +54,9 @@ class Pipeline:
                     f"schedule {config.parallel.pipeline_schedule} places the model differently for {size} "
                     f"microbatches than for {step_sizes[-1]}, so the batch cannot change size under it."
                 )
-        self._transport = make_transport(parallel.pp_group, parallel.device)
+        messages = validate(self.program(step_sizes[-1])).messages
+        channels = {(message.source, message.target) for message in messages}
+        self._transport = make_transport(parallel.pp_group, parallel.device, channels)
 
     def attach(self, model: PipelineModel) -> None:
         """The model to run: it must hold the weights of `pieces`."""
@@ -103,6 +107,8 @@ class Pipeline:
             confirm=confirm,
             complete=complete,
         )
+        if record:
+            dist.barrier(group=self._parallel.pp_group)  # the clocks of several machines are taken to agree here
         losses, times = executor.run(step, record)
         total = torch.zeros((), dtype=torch.float64, device=self._parallel.device)
         # In the order of microbatches, not of the schedule, and in float64, since heads may be on several ranks: the

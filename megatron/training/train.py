@@ -13,8 +13,8 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from helixpipe.errors import UserError
 from helixpipe.model import Microbatch
-from helixpipe.runtime.executor import Record
 from helixpipe.runtime.position import Patience, Position
+from helixpipe.runtime.recording import Record
 from megatron.training.checkpointing import Checkpointer, Progress
 from megatron.training.config import Config
 from megatron.training.log import StepResult, TrainingLog
@@ -95,7 +95,7 @@ class Trainer:
         """Returns whether training stopped before its end."""
         config, progress = self.config, self.progress
         interval = config.logging.eval_interval
-        with Profiler(config, self.parallel.rank) as profiler:
+        with Profiler(config, self.parallel.rank, progress.iteration) as profiler:
             while progress.iteration < self.length.iterations:
                 last = progress.iteration + 1 == self.length.iterations
                 size = self.schedule.at(progress.consumed_train_samples).num_microbatches
@@ -103,7 +103,7 @@ class Trainer:
                 profiler.after(progress.iteration)
                 if interval and progress.iteration % interval == 0 and self.batches.has_valid and not last:
                     self._evaluate(self.batches.valid, f"iteration {progress.iteration}")
-                reason = self.stop.after(progress.iteration) if self._unfinished is None else None
+                reason = self.stop.after(progress.iteration) if self._asked_to_stop and not self._unfinished else None
                 if self._save_is_due() or reason is not None or last:
                     self._save()
                 if recorded is not None:  # only now: a picture that cannot be drawn must not cost the checkpoint

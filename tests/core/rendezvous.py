@@ -83,12 +83,21 @@ class Machine:
     `channels` False: each rank has one communication stream, in order, and a message completes only when it is at the
     head of both its ends' streams. With `blocking`, hosts moreover stop at every SEND and RECV until it is complete.
     `channels` True: a channel for each directed pair of ranks; a message completes when both ends have come to it in
-    that channel. Weights that are passed on leave when they have come.
+    that channel. Weights that are passed on leave when they have come. With `one_queue` moreover a rank's streams share
+    a queue, as CUDA's may: what has to wait before it can start, such as a receive for the one before it in its
+    channel, holds up all that was issued after it.
     """
 
-    def __init__(self, lowered: LoweredProgram, rng: Random, channels: bool = False, blocking: bool = False) -> None:
+    def __init__(
+        self,
+        lowered: LoweredProgram,
+        rng: Random,
+        channels: bool = False,
+        blocking: bool = False,
+        one_queue: bool = False,
+    ) -> None:
         self.lowered, self.rng, self.blocking = lowered, rng, blocking
-        self.channels = channels
+        self.channels, self.one_queue = channels, one_queue
         self.position = [0] * len(lowered.streams)
         self.posted: dict[object, deque[tuple[Action, Message]]] = defaultdict(deque)
         self.complete: set[Message] = set()
@@ -133,6 +142,8 @@ class Machine:
                 return False
         if action is Action.WAIT and message not in self.complete:
             return False
+        if self.one_queue and action in (Action.SEND, Action.RECV) and not self.can_start(rank, action, message):
+            return False
         self.position[rank] += 1
         if action is Action.RUN:
             self.check_run(rank, op)
@@ -158,6 +169,11 @@ class Machine:
             assert self.channels or self.travel.bounded(rank)
             self.queue(rank, message, action).append((action, message))
         return True
+
+    def can_start(self, rank: int, action: Action, message: Message) -> bool:
+        passes_on = action is Action.SEND and message.kind == "weights" and message.follows >= 0
+        there = not passes_on or self.lowered.messages[message.follows] in self.complete
+        return there and not self.queue(rank, message, action)
 
     def check_run(self, rank: int, op: Op) -> None:
         """The op is the program's next on this rank, and all it needs is there."""

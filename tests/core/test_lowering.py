@@ -46,6 +46,7 @@ def test_random_programs() -> None:
         assert Machine(lower(program, costs), rng, blocking=rng.random() < 0.5).run()
         ahead = lower(program, costs, receive_ahead=rng.choice((1, 2, 5)))
         assert Machine(ahead, rng, channels=True).run()
+        assert Machine(lowered, rng, channels=True, one_queue=True).run()
 
     check()
     assert sum(verdicts.values()) == 2000
@@ -73,6 +74,14 @@ def test_every_message_is_received_sent_and_awaited_once(name: str, ahead: int) 
     runs = [tuple(i.op for i in stream if i.action is Action.RUN) for stream in lowered.streams]
     assert tuple(runs) == lowered.program.ranks
     assert Machine(lowered, Random(1), channels=True).run()
+
+
+@pytest.mark.parametrize("name", ["interleaved-1f1b", "helix", "weipipe"])
+def test_where_streams_share_a_queue_receives_must_keep_their_place(name: str) -> None:
+    """As on a GPU with CUDA_DEVICE_MAX_CONNECTIONS=1, though every direction of two ranks has a channel."""
+    program = build(name, Shape(4, 8, 8))
+    assert Machine(lower(program), Random(0), channels=True, one_queue=True).run()
+    assert not Machine(lower(program, receive_ahead=1), Random(0), channels=True, one_queue=True).run()
 
 
 def test_receives_are_posted_ahead_by_that_many_ops() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from megatron.core.transformer import TransformerConfig
 
 from helixpipe.model import GPTOptions, Microbatch, PipelineModel, UnitContext
 from helixpipe.program import Piece, model_pieces
+from helixpipe.runtime.device import device
 
 LAYERS, VOCABULARY, SEQUENCE, BATCH = 2, 48, 12, 2
 CHAIN = model_pieces(LAYERS)
@@ -42,7 +44,8 @@ def set_parallel(tp: int = 1, pp: int = 1) -> None:
 
 
 def make_config(style: str, tp: int = 1, **changes: Any) -> TransformerConfig:
-    """A float64 config: `gpt` style (LayerNorm, GELU, biases) or `llama` style (RMSNorm, SwiGLU, GQA, no bias)."""
+    """A config, float64 unless changed: `gpt` style (LayerNorm, GELU, biases) or `llama` style (RMSNorm, SwiGLU, GQA,
+    no bias)."""
     settings: dict[str, Any] = {
         "num_layers": LAYERS,
         "hidden_size": 32,
@@ -97,7 +100,7 @@ def make_reference(style: str, tied: bool, tp: int = 1, **changes: Any) -> GPTMo
         position_embedding_type=options.position_embedding_type,
         rotary_percent=options.rotary_percent,
         rotary_base=options.rotary_base,
-    ).double()
+    ).to(device(), changes.get("params_dtype", torch.float64))
 
 
 def make_batch(seed: int = 3) -> Microbatch:
@@ -116,8 +119,8 @@ def score(logits: torch.Tensor, tp_rank: int = 0) -> torch.Tensor:
 
 def reference_forward(model: GPTModel, batch: Microbatch, labels: torch.Tensor | None) -> torch.Tensor:
     """GPTModel's logits [s, b, vocabulary / tp], or its token losses [b, s] when labels are given."""
-    positions = torch.arange(SEQUENCE).expand(BATCH, -1)
-    mask = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)[None, None]
+    positions = torch.arange(SEQUENCE, device=batch.tokens.device).expand(BATCH, -1)
+    mask = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool, device=batch.tokens.device).triu(1)[None, None]
     output = model(batch.tokens, positions, mask, labels=labels)
     return output if labels is not None else output.transpose(0, 1)
 
@@ -167,9 +170,16 @@ def gradients_of(*models: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def worst(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> tuple[float, str]:
-    """The largest difference, relative to the parameter's largest gradient, and the parameter's name."""
+    """The largest difference, relative to the parameter's largest gradient, and the parameter's name; infinite where a
+    number is not one."""
     assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
-    return max(
-        (((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max().clamp_min(1e-30)).item(), name)
-        for name in theirs
-    )
+    found = []
+    for name in theirs:
+        error = (ours[name] - theirs[name]).abs().max() / theirs[name].abs().max().clamp_min(1e-30)
+        found.append((number_or_infinity(error.item()), name))
+    return max(found)
+
+
+def number_or_infinity(value: float) -> float:
+    """Larger than any tolerance if it is not a number, which is neither larger nor smaller."""
+    return math.inf if math.isnan(value) else value

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from helixpipe.runtime.device import prepare
+from helixpipe.runtime.device import device, prepare
 
 prepare()  # before megatron-core is imported, whose notices it silences
 
@@ -36,6 +36,7 @@ from tests.model.common import (
     make_config,
     make_options,
     make_reference,
+    number_or_infinity,
     reference_forward,
     set_parallel,
     worst,
@@ -81,6 +82,8 @@ class Case:
     """Of the WeiPipe family."""
     late: bool = False
     """Every message held back for a random time, so that they overtake each other."""
+    dtype: torch.dtype = torch.float64
+    """Of weights, hidden states and the reference."""
 
     def __str__(self) -> str:
         marks = (
@@ -98,12 +101,13 @@ class Case:
             + [f"L{self.layers}-limit-{self.memory_limit}"] * (self.memory_limit is not None)
             + _weipipe_marks(self.schedule, self.layers, self.weipipe or WeipipeOptions())
             + ["late"] * self.late
+            + [str(self.dtype).removeprefix("torch.")] * (self.dtype is not torch.float64)
         )
         return "-".join([self.schedule, self.style, f"p{self.pp}", f"tp{self.tp}", f"m{self.m}", *marks])
 
     def alone(self) -> Case:
         """The run on one rank that this one is compared with, of all that the comparison depends on."""
-        alone = Case("none", 1, self.m, self.style, tied=self.tied, layers=self.layers)
+        alone = Case("none", 1, self.m, self.style, tied=self.tied, layers=self.layers, dtype=self.dtype)
         if not self.dropout:
             return alone
         schedule = "seq1f1b" if self.lengths else "none"
@@ -166,9 +170,9 @@ def microbatches(count: int) -> list[Microbatch]:
     generator = torch.Generator().manual_seed(11)
     return [
         Microbatch(
-            torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=generator),
-            torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=generator),
-            torch.randint(0, 2, (BATCH, SEQUENCE), generator=generator).float(),
+            torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=generator).to(device()),
+            torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=generator).to(device()),
+            torch.randint(0, 2, (BATCH, SEQUENCE), generator=generator).float().to(device()),
         )
         for _ in range(count)
     ]
@@ -186,7 +190,7 @@ class LateTransport(GlooTransport):
 
         thread = threading.Thread(target=later, daemon=True)
         thread.start()
-        self._passing.append(thread)
+        self._starting.append(thread)
 
 
 def run_cases(rank: int, world_size: int, cases: list[Case]) -> list[dict[str, Any]]:
@@ -201,7 +205,7 @@ def run_cases(rank: int, world_size: int, cases: list[Case]) -> list[dict[str, A
     results: dict[int, dict[str, Any]] = {}
     for tp, pp in sorted({(case.tp, case.pp) for case in cases}):
         set_parallel(tp=tp, pp=pp)
-        transport = make_transport(parallel_state.get_pipeline_model_parallel_group(), torch.device("cpu"))
+        transport = make_transport(parallel_state.get_pipeline_model_parallel_group(), device())
         for index, case in enumerate(cases):
             if (case.tp, case.pp) == (tp, pp):
                 results[index] = run_case(case, *references[case.alone()], transport)
@@ -211,8 +215,7 @@ def run_cases(rank: int, world_size: int, cases: list[Case]) -> list[dict[str, A
 
 def run_case(case: Case, expected: dict[str, Tensor], losses: dict[int, float], transport: Transport) -> dict[str, Any]:
     if case.late:
-        group, device = parallel_state.get_pipeline_model_parallel_group(), torch.device("cpu")
-        late = LateTransport(group, device)
+        late = LateTransport(parallel_state.get_pipeline_model_parallel_group(), device())
         result = run_case(replace(case, late=False), expected, losses, late)
         late.close()
         return result
@@ -238,6 +241,34 @@ def run_case(case: Case, expected: dict[str, Tensor], losses: dict[int, float], 
     }
 
 
+GRADIENT_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2}
+SPLIT_VOCABULARY_TOLERANCE = 1e-6  # with a split vocabulary, float32 cross entropy sums in another order
+BF16_GRADIENT_TOLERANCE = 2e-2  # of sums that travel in bfloat16, of 8 bits, and are rounded at each addition
+LOSS_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 1e-3}
+"""megatron-core's cross entropy computes in float32; sums over tokens differ in order."""
+
+
+def check(case: Case, results: list[dict[str, Any]]) -> None:
+    """Assert that what `run_cases` returned for a case, by rank, is as it should be."""
+    tolerance = GRADIENT_TOLERANCE[case.dtype]
+    if case.tp > 1:
+        tolerance = max(tolerance, SPLIT_VOCABULARY_TOLERANCE)
+    if case.weipipe is not None and case.weipipe.weipipe_grad_dtype == "bf16":
+        tolerance = max(tolerance, BF16_GRADIENT_TOLERANCE)
+    for result in results:
+        error, parameter = result["gradient"]
+        assert error < tolerance, parameter
+        assert result["loss"] < LOSS_TOLERANCE[case.dtype]
+        assert result["evaluation"] < LOSS_TOLERANCE[case.dtype]
+    reporting = 4 // case.pp  # the ranks of a stage, over data and tensor parallelism
+    program, chunks = case.program(), max(len(case.lengths), 1)
+    losses = [len(heads_of_rank(program, rank)) * chunks for rank in range(case.pp)]
+    assert sum(losses) == case.m * chunks
+    assert sorted(result["losses"] for result in results) == sorted(losses * reporting)
+    assert all(result["left"] == 0 for result in results)
+    assert any(result["keys and values"] > 0 for result in results) == bool(case.lengths)
+
+
 def heads_of_rank(program: Program, rank: int) -> list[int]:
     """The microbatches whose head a rank runs."""
     head = len(program.stages) - 1
@@ -252,7 +283,8 @@ def _by_microbatch(found: list[Any]) -> dict[int, float]:
 
 
 def _loss_error(found: list[Any], expected: dict[int, float]) -> float:
-    return max((abs(value / expected[index] - 1) for index, value in _by_microbatch(found).items()), default=0.0)
+    errors = (abs(value / expected[index] - 1) for index, value in _by_microbatch(found).items())
+    return max((number_or_infinity(error) for error in errors), default=0.0)
 
 
 def reference(case: Case) -> Reference:
@@ -262,7 +294,7 @@ def reference(case: Case) -> Reference:
         ours, executor = make_executor(case)
         found = executor.run(make_step(case))[0]
         return gradients_of(ours), _by_microbatch(found)
-    model = make_reference(case.style, case.tied, num_layers=case.layers)
+    model = make_reference(case.style, case.tied, num_layers=case.layers, **_types(case))
     model.load_state_dict(make_model(case).state_dict())
     losses = {}
     for index, batch in enumerate(microbatches(case.m)):
@@ -280,6 +312,7 @@ def make_model(case: Case) -> PipelineModel:
         sequence_parallel=case.sequence_parallel,
         hidden_dropout=case.dropout,
         attention_dropout=case.dropout,
+        **_types(case),
     )
     rank = parallel_state.get_pipeline_model_parallel_rank() if case.pp > 1 else 0
     options = replace(make_options(case.style, case.tied), chunk_size=case.mlp_chunk)
@@ -287,11 +320,17 @@ def make_model(case: Case) -> PipelineModel:
     return PipelineModel(config, options, program.pieces_of_rank(rank), seed=7, copies=program.copies(rank))
 
 
+def _types(case: Case) -> dict[str, Any]:
+    return {"params_dtype": case.dtype, "bf16": case.dtype is torch.bfloat16}
+
+
 def make_executor(case: Case, transport: Transport | None = None) -> tuple[Any, Executor]:
     """transport None: for a case on one rank, which sends nothing."""
     model = make_model(case)
     rank = parallel_state.get_pipeline_model_parallel_rank() if case.pp > 1 else 0
-    return model, Executor(lower(case.program(), receive_ahead=1), rank, model, transport or Alone())
+    transport = transport or Alone()
+    ahead = 1 if transport.independent_channels else 0
+    return model, Executor(lower(case.program(), receive_ahead=ahead), rank, model, transport)
 
 
 def make_step(case: Case, training: bool = True) -> Step:
@@ -333,7 +372,7 @@ def fail_in_the_middle(rank: int, world_size: int) -> str:
     """Rank 1 fails in its second forward; what every rank's error says."""
     case = Case("1f1b", world_size, 4, "gpt")
     set_parallel(tp=1, pp=world_size)
-    transport = make_transport(parallel_state.get_pipeline_model_parallel_group(), torch.device("cpu"))
+    transport = make_transport(parallel_state.get_pipeline_model_parallel_group(), device())
     model, executor = make_executor(case, transport)
     run = model.run
 
@@ -355,7 +394,7 @@ def fail_in_the_middle(rank: int, world_size: int) -> str:
 def peaks_of_stash(rank: int, world_size: int, schedules: list[str], m: int) -> dict[str, tuple[int, list[int]]]:
     """For each schedule (units stashed at once at most, what is left in each of the executor's tables after a step)."""
     set_parallel(tp=1, pp=world_size)
-    transport = make_transport(parallel_state.get_pipeline_model_parallel_group(), torch.device("cpu"))
+    transport = make_transport(parallel_state.get_pipeline_model_parallel_group(), device())
     return {schedule: peak_of_stash(Case(schedule, world_size, m, "llama"), transport) for schedule in schedules}
 
 

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from helixpipe.program import to_csv
 from helixpipe.recompute import RecomputeOptions
 from schedules import Shape, build
 from schedules.weipipe import WeipipeOptions
 from tests.distributed import run_ranks
-from tests.runtime.equality import Case, fail_in_the_middle, heads_of_rank, peaks_of_stash, run_cases, run_csv
-
-GRADIENT_TOLERANCE = 1e-9
-SPLIT_VOCABULARY_TOLERANCE = 1e-6  # with a split vocabulary, float32 cross entropy sums in another order
-BF16_GRADIENT_TOLERANCE = 2e-2  # of sums that travel in bfloat16, of 8 bits, and are rounded at each addition
-LOSS_TOLERANCE = 1e-6  # megatron-core's cross entropy computes in float32; sums over tokens differ in order
+from tests.runtime.equality import (
+    GRADIENT_TOLERANCE,
+    LOSS_TOLERANCE,
+    Case,
+    check,
+    fail_in_the_middle,
+    peaks_of_stash,
+    run_cases,
+    run_csv,
+)
 
 STYLES = ("gpt", "llama")
 
@@ -274,6 +280,17 @@ GROUPS = {
         Case("shared middle", 2, 4, "llama", tp=2, sequence_parallel=True, layers=3),
     ],
     "weipipe": weipipe_cases(),
+    "precision": [
+        Case(schedule, 2, 4, style, lengths=lengths, folds=folds, dtype=dtype, layers=4)
+        for dtype, style in ((torch.float32, "gpt"), (torch.bfloat16, "llama"))
+        for schedule, lengths, folds in (
+            ("1f1b", (), 0),
+            ("zb1p", (), 0),
+            ("seq1f1b", (5, 4, 3), 0),
+            ("helix", (), 2),
+            ("weipipe", (), 0),
+        )
+    ],
     "dropout": [
         Case(schedule, pp, 4, "llama", v=v, dropout=0.2)
         for pp in (2, 4)
@@ -292,21 +309,34 @@ def results() -> dict[Case, list[dict[str, Any]]]:
 
 @pytest.mark.parametrize("case", [case for group in GROUPS.values() for case in group], ids=str)
 def test_equal_to_one_process(case: Case, results: dict[Case, list[dict[str, Any]]]) -> None:
-    tolerance = GRADIENT_TOLERANCE if case.tp == 1 else SPLIT_VOCABULARY_TOLERANCE
-    if case.weipipe is not None and case.weipipe.weipipe_grad_dtype == "bf16":
-        tolerance = BF16_GRADIENT_TOLERANCE
-    for result in results[case]:
-        error, parameter = result["gradient"]
-        assert error < tolerance, parameter
-        assert result["loss"] < LOSS_TOLERANCE
-        assert result["evaluation"] < LOSS_TOLERANCE
-    reporting = 4 // case.pp  # the ranks of a stage, over data and tensor parallelism
-    program, chunks = case.program(), max(len(case.lengths), 1)
-    losses = [len(heads_of_rank(program, rank)) * chunks for rank in range(case.pp)]
-    assert sum(losses) == case.m * chunks
-    assert sorted(result["losses"] for result in results[case]) == sorted(losses * reporting)
-    assert all(result["left"] == 0 for result in results[case])
-    assert any(result["keys and values"] > 0 for result in results[case]) == bool(case.lengths)
+    check(case, results[case])
+
+
+ON_GPU = {
+    dtype: [
+        replace(case, dtype=dtype)
+        for name, group in GROUPS.items()
+        for case in group
+        if name != "precision" and not case.sequence_parallel and (case.tp == 1 or dtype is torch.float64)
+    ]
+    for dtype in (torch.float64, torch.float32, torch.bfloat16)
+}
+"""All but sequence parallelism, whose collectives gloo has for the CPU only."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ON_GPU, ids=str)
+def test_equal_to_one_process_on_a_gpu(dtype: torch.dtype) -> None:
+    """Four ranks share the GPUs there are, over gloo."""
+    cases = ON_GPU[dtype]
+    by_rank = run_ranks(run_cases, 4, cases, timeout=1500.0)
+    failures = []
+    for index, case in enumerate(cases):
+        try:
+            check(case, [results[index] for results in by_rank])
+        except AssertionError as error:
+            failures.append(f"{case}: {[results[index] for results in by_rank]} {error}")
+    assert not failures, "\n".join(failures)
 
 
 @pytest.mark.parametrize("case", GROUPS["adapipe"], ids=str)
@@ -321,8 +351,8 @@ def test_program_of_ones_own(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     to_csv(build("interleaved-1f1b", Shape(2, 4, 4, virtual_stages=2)), path)
     for (result,) in run_ranks(run_csv, 2, str(path), 4):
-        assert result["gradient"][0] < GRADIENT_TOLERANCE
-        assert result["loss"] < LOSS_TOLERANCE
+        assert result["gradient"][0] < GRADIENT_TOLERANCE[torch.float64]
+        assert result["loss"] < LOSS_TOLERANCE[torch.float64]
 
 
 def test_a_failing_op_is_shown_and_ends_every_rank() -> None:

@@ -48,9 +48,9 @@ class LoggingConfig:
     timeline_png: str | None = option(
         None, "Draw the simulated timeline above the measured one of the last iteration.", metavar="FILE"
     )
-    profile: bool = option(False, "Profile the iterations --profile-step-start to --profile-step-end.")
-    profile_step_start: int = option(10, "First iteration to profile.")
-    profile_step_end: int = option(12, "Iteration before which profiling stops.")
+    profile: bool = option(False, "Profile the iterations after --profile-step-start up to --profile-step-end.")
+    profile_step_start: int = option(10, "Iteration after which profiling starts.")
+    profile_step_end: int = option(12, "Iteration after which profiling stops.")
     profile_ranks: tuple[int, ...] = option((0,), "Ranks to profile.")
     use_pytorch_profiler: bool = option(
         False, "Profile with torch.profiler, into --tensorboard-dir, instead of marking the range for nsys."

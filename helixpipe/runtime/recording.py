@@ -1,0 +1,139 @@
+"""What one step took, op by op: `--record-timeline`. Nothing waits for the device until the step is over."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from helixpipe.events import MessageEvent, OpEvent, Timeline
+from helixpipe.graph import Message
+from helixpipe.lowering import LoweredProgram
+from helixpipe.program import Op
+
+
+class Clock:
+    """Marks on the time of a device: on CUDA events in its current stream, on the CPU what `now` returns, in seconds.
+
+    event: makes an event that can be recorded, waited for and subtracted; CUDA's, but for tests.
+    """
+
+    def __init__(
+        self,
+        on: torch.device,
+        now: Callable[[], float] = time.perf_counter,
+        event: Callable[[], Any] = lambda: torch.cuda.Event(enable_timing=True),
+    ):
+        self._events = on.type == "cuda"
+        self._now, self._event = now, event
+
+    def mark(self) -> Any:
+        """A mark of now: of the moment when the device gets to it."""
+        if not self._events:
+            return self._now()
+        event = self._event()
+        event.record()
+        return event
+
+    def begin(self) -> tuple[Any, float]:
+        """A mark that the device has got to, and the host's time of it."""
+        mark = self.mark()
+        if self._events:
+            mark.synchronize()
+            mark = self.mark()  # the device has nothing to do: it gets there at once
+        return mark, self._now()
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """From one mark to a later one; waits until the device has got there."""
+        if not self._events:
+            return float(end - start)
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1000.0
+
+
+@dataclass
+class Record:
+    """Times of one step on this rank, in seconds of the host's monotonic clock, which the ranks of one machine share.
+
+    begin: when the recording began, right after all ranks had met. machine: its name.
+    """
+
+    ops: list[tuple[Op, float, float]] = field(default_factory=list)
+    sent: dict[int, float] = field(default_factory=dict)
+    arrived: dict[int, float] = field(default_factory=dict)
+    begin: float = 0.0
+    machine: str = ""
+
+
+class Recorder:
+    """Makes the record of one step: marks during it, times after it."""
+
+    def __init__(self, clock: Clock):
+        self._clock = clock
+        self._zero, self._begin = clock.begin()
+        self._ops: list[tuple[Op, Any, Any]] = []
+        self._sent: list[tuple[int, Any]] = []
+        self._arrived: list[tuple[int, Any]] = []
+
+    def mark(self) -> Any:
+        return self._clock.mark()
+
+    def ran(self, op: Op, start: Any) -> None:
+        """An op has run; start: the mark before it."""
+        self._ops.append((op, start, self.mark()))
+
+    def sent(self, message: Message) -> None:
+        """A message may leave when the device gets here."""
+        self._sent.append((message.number, self.mark()))
+
+    def arrived(self, message: Message) -> None:
+        """A message has been waited for."""
+        self._arrived.append((message.number, self.mark()))
+
+    def read(self) -> Record:
+        """After the step; waits for the device."""
+        return Record(
+            [(op, self._time(start), self._time(end)) for op, start, end in self._ops],
+            {number: self._time(mark) for number, mark in self._sent},
+            {number: self._time(mark) for number, mark in self._arrived},
+            self._begin,
+            platform.node(),
+        )
+
+    def _time(self, mark: Any) -> float:
+        return self._begin + self._clock.seconds(self._zero, mark)
+
+
+def merge_records(lowered: LoweredProgram, records: Sequence[Record], title: str) -> Timeline:
+    """One timeline in seconds from what every rank recorded of the same step; its start is the first op's.
+
+    Ranks of several machines, whose clocks differ, are taken to have begun together.
+    """
+    shared = len({record.machine for record in records}) == 1
+    zeros = [0.0 if shared else record.begin for record in records]
+    begin = min(
+        (start - zero for record, zero in zip(records, zeros, strict=True) for _, start, _ in record.ops), default=0.0
+    )
+    zeros = [zero + begin for zero in zeros]
+    ops = [
+        OpEvent(rank, op, start - zeros[rank], end - zeros[rank])
+        for rank, record in enumerate(records)
+        for op, start, end in record.ops
+    ]
+    messages = []
+    for message in lowered.messages:
+        sent = records[message.source].sent.get(message.number)
+        arrived = records[message.target].arrived.get(message.number)
+        if sent is not None and arrived is not None:
+            start, end = sent - zeros[message.source], arrived - zeros[message.target]
+            messages.append(
+                MessageEvent(
+                    message.kind, message.source, message.target, message.producer, message.consumer,
+                    start, max(start, end),
+                )
+            )  # fmt: skip
+    return Timeline(title, lowered.program.num_ranks, ops, messages, unit="s")
