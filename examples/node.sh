@@ -4,7 +4,7 @@
 #   NODES=2 NODE_RANK=0 MASTER_ADDR=node0 GPUS=8 examples/node.sh pretrain_gpt.py --num-layers …      on each node
 #
 # NODES, NODE_RANK    nodes of the job, and the number of this one       (default: SLURM's, else 1 and 0)
-# MASTER_ADDR, _PORT  address of node 0, and a free port there           (needed for more than one node; 29500)
+# MASTER_ADDR, _PORT  address of node 0, and a port free there with the next  (needed for several nodes; 29500)
 # GPUS                ranks on this node                                 (8)
 # BIN                 folder of python and torchrun                      (.venv/bin, else torchrun's)
 # DRY_RUN=1           print the prediction, or the command, and end
@@ -36,7 +36,10 @@ meet=(--standalone)
 if [ "$NODES" != 1 ]; then  # nodes in the order of their numbers, so that neighbours in the pipeline are neighbours there
     [ -n "${DRY_RUN:-}" ] || : "${MASTER_ADDR:?set MASTER_ADDR to the address of node 0, or DRY_RUN=1}"
     meet=(--nnodes "$NODES" --node-rank "$NODE_RANK" --master-addr "${MASTER_ADDR:-node0}")
-    meet+=(--master-port "${MASTER_PORT:-29500}")
+    port=${MASTER_PORT:-29500}
+    # A port of its own for the preflight: a node that is done with it must not meet there one that is not.
+    [ "$1" != tools/preflight.py ] || port=$((port + 1))
+    meet+=(--master-port "$port")
 fi
 command=("$BIN/torchrun" "${meet[@]}" --nproc-per-node "$GPUS" "$@")
 

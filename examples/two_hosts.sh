@@ -6,8 +6,8 @@
 #   NETWORK=0.11 DRY_RUN=1 examples/two_hosts.sh                                  the predictions and the command
 #
 # SCHEDULE   weipipe: weights travel, as many bytes however large the batch is, and activations stay where they are.
-#            Between 2 A100 a step of GLOBAL_BATCH=256 takes 67 s over 10 Gbit Ethernet and 102 s over 1, 1f1b's 72 and
-#            142, zb1p's 69 and 135 (simulated). With small batches (32) zb1p is faster: the preflight prints all three.
+#            Between 2 A100 a step of GLOBAL_BATCH=256 takes 65 s over 10 Gbit Ethernet and 97 s over 1, 1f1b's 70 and
+#            140, zb1p's 65 and 134 (simulated). With small batches (32) zb1p is faster: the preflight prints all three.
 # NETWORK    GB/s that one host really sends to the other (1.1 over 10 Gbit Ethernet, 0.11 over 1), for predictions;
 #            the preflight measures it
 # INTERFACE  the network interface that joins the hosts, by its name there (`ip -brief address`)

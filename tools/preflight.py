@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import socket
 import sys
@@ -71,8 +72,9 @@ class PreflightOptions:
 
     def __post_init__(self) -> None:
         for name in ("preflight_seconds", "preflight_timeout", "preflight_network"):
-            if (getattr(self, name) or 1.0) <= 0:
-                raise UserError(f"--{name.replace('_', '-')} must be above 0, not {getattr(self, name):g}.")
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise UserError(f"--{name.replace('_', '-')} must be a number above 0, not {value:g}.")
         if not 0 <= self.preflight_slow < 1:
             raise UserError(f"--preflight-slow {self.preflight_slow:g} must be at least 0 and below 1.")
 
