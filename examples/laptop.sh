@@ -35,6 +35,7 @@ training=(
     --attention-dropout 0
     --hidden-dropout 0
     --mock-data --tokenizer-type NullTokenizer --num-workers 0
+    --vocab-size 511  # and the end of a document
     --pipeline-model-parallel-size "$RANKS"
     --global-batch-size $((2 * RANKS))
     --train-iters "$ITERATIONS"

@@ -18,7 +18,7 @@ RUN=${RUN:-runs/one_node}
 read -r -a extra <<<"${EXTRA:-}"
 if [ "$SCHEDULE" = interleaved-1f1b ]; then extra+=(--num-virtual-stages-per-pipeline-rank 2); fi
 
-data=(--mock-data --tokenizer-type NullTokenizer --vocab-size 32000)
+data=(--mock-data --tokenizer-type NullTokenizer --vocab-size 31999)  # and the end of a document
 if [ -n "${DATA:-}" ]; then
     : "${TOKENIZER:?set TOKENIZER to a tokenizer folder}"
     data=(--data-path "$DATA" --split 969,30,1 --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$TOKENIZER")

@@ -33,7 +33,7 @@ if [ -z "${DRY_RUN:-}" ]; then
     export NCCL_IB_DISABLE=${NCCL_IB_DISABLE:-1}  # Ethernet: NCCL need not look for InfiniBand
 fi
 
-data=(--mock-data --tokenizer-type NullTokenizer --vocab-size 32000)
+data=(--mock-data --tokenizer-type NullTokenizer --vocab-size 31999)  # and the end of a document
 if [ -n "${DATA:-}" ]; then
     : "${TOKENIZER:?set TOKENIZER to a tokenizer folder}"
     data=(--data-path "$DATA" --split 969,30,1 --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$TOKENIZER")

@@ -11,7 +11,7 @@
 
 pretrain() {
     local data extra
-    data=(--mock-data --tokenizer-type NullTokenizer --vocab-size 128256)
+    data=(--mock-data --tokenizer-type NullTokenizer --vocab-size 128255)  # and the end of a document
     if [ -n "${DATA:-}" ]; then
         : "${TOKENIZER:?set TOKENIZER to a tokenizer folder}"
         data=(--data-path "$DATA" --split 969,30,1)
