@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Two schedules on a laptop, in minutes: measures what the model's pieces take here, predicts a step under each schedule,
-# trains under each for a few steps, and prints predicted beside measured. Needs no data and no GPU; `make install` first.
+# Two schedules on a laptop, in minutes: measures what the model's pieces take here, predicts a step under each
+# schedule, trains under each for a few steps, and prints predicted beside measured. Needs no data and no GPU; run
+# `make install` first.
 #
 #   examples/laptop.sh                                   1f1b and seq1f1b with 4 chunks, on 2 processes
-#   SCHEDULES="zb1p,helix" RANKS=4 examples/laptop.sh    others; a schedule may bring flags: "seq1f1b --pipe-sp-splits 8"
+#   SCHEDULES="zb1p,helix" RANKS=4 examples/laptop.sh    others; "seq1f1b --pipe-sp-splits 8" brings a flag
 #   DRY_RUN=1 examples/laptop.sh                         the commands
 set -euo pipefail
 cd -P "$(dirname "$0")/.."
@@ -60,7 +61,8 @@ for schedule in "${schedules[@]}"; do
     printf '\n== %s\n' "$schedule"
     WORLD_SIZE=$RANKS "$BIN/python" tools/preflight.py "${flags[@]}" --preflight-predict-only | tee "$RUN/$name.txt"
     examples/node.sh pretrain_gpt.py "${flags[@]}" --timeline-png "$RUN/$name.png" >"$RUN/$name.log"
-    sed -n 's/.* iteration *\([0-9]*\)\/.*(ms): \([0-9.]*\).*lm loss: \([^ ]*\).*/  step \1: \2 ms, loss \3/p' "$RUN/$name.log"
+    step='.* iteration *\([0-9]*\)\/.*(ms): \([0-9.]*\).*lm loss: \([^ ]*\).*'
+    sed -n "s/$step/  step \1: \2 ms, loss \3/p" "$RUN/$name.log"
 done
 [ -z "${DRY_RUN:-}" ] || exit 0
 
@@ -69,6 +71,7 @@ for schedule in "${schedules[@]}"; do
     name=${schedule%% *}
     predicted=$(sed -n 's/^step time *\([0-9.]*\) ms.*/\1/p' "$RUN/$name.txt")
     # The median step; the first one also warms up.
-    measured=$(sed -n 's/.*(ms): \([0-9.]*\).*/\1/p' "$RUN/$name.log" | tail -n +2 | sort -n | awk '{t[NR]=$1} END {print t[int((NR+1)/2)]}')
+    measured=$(sed -n 's/.*(ms): \([0-9.]*\).*/\1/p' "$RUN/$name.log" | tail -n +2 | sort -n |
+        awk '{times[NR] = $1} END {print times[int((NR + 1) / 2)]}')
     printf '%-30s %14s %14s   %s\n' "$schedule" "$predicted" "$measured" "$RUN/$name.png"
 done

@@ -9,7 +9,7 @@ set -euo pipefail
 
 TRY_AGAIN=75  # EX_TEMPFAIL of sysexits.h: what examples/node.sh ends with when it was asked to
 BIN=${BIN:-.venv/bin}
-[ -x "$BIN/python" ] || BIN=$(dirname "$(command -v torchrun || command -v python3)")  # an image with packages of its own
+[ -x "$BIN/python" ] || BIN=$(dirname "$(command -v torchrun || command -v python3)")  # an image with its own packages
 export BIN
 
 child='' asked='' again=''

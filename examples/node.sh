@@ -33,7 +33,7 @@ export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:Tr
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 meet=(--standalone)
-if [ "$NODES" != 1 ]; then  # nodes in the order of their numbers, so that neighbours in the pipeline are neighbours there
+if [ "$NODES" != 1 ]; then  # in the order of their numbers: neighbours in the pipeline are neighbours there
     [ -n "${DRY_RUN:-}" ] || : "${MASTER_ADDR:?set MASTER_ADDR to the address of node 0, or DRY_RUN=1}"
     meet=(--nnodes "$NODES" --node-rank "$NODE_RANK" --master-addr "${MASTER_ADDR:-node0}")
     port=${MASTER_PORT:-29500}

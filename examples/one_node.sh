@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A 1.3B Llama-style model on one machine with 8 GPUs: tensor parallel 2, pipeline 4. Prints what the simulator predicts,
-# checks the links between the GPUs, and trains.
+# A 1.3B Llama-style model on one machine with 8 GPUs: tensor parallel 2, pipeline 4. Prints what the simulator
+# predicts, checks the links between the GPUs, and trains.
 # Data: a prefix of .bin/.idx files made by tools/preprocess_data.py; tokenizer: a local Hugging Face folder.
 #
 #   DATA=data/mine_text_document TOKENIZER=/models/llama-tokenizer SCHEDULE=interleaved-1f1b examples/one_node.sh

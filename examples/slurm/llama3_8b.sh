@@ -1,5 +1,5 @@
-# Sourced by the batch scripts beside it: `pretrain FLAGS…` trains a model of Llama 3's 8B shape on all nodes of the job.
-# What differs from cluster to cluster is in the scripts: hardware, parallel sizes, sequence length, schedule.
+# Sourced by the batch scripts beside it: `pretrain FLAGS…` trains a model of Llama 3's 8B shape on all nodes of the
+# job. What differs from cluster to cluster is in the scripts: hardware, parallel sizes, sequence length, schedule.
 #
 # DATA, TOKENIZER   a prefix of .bin/.idx files and a Hugging Face folder; without, made-up tokens
 # RUN               folder of checkpoints and logs, on a file system that all nodes share
