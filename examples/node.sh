@@ -56,7 +56,9 @@ pass_on() {
     pkill -TERM -P "$1" || kill -TERM "$1"  # without ranks yet, torchrun itself
 }
 
-status=0
-run "${command[@]}" || status=$?
-[ -z "$asked" ] || status=$TRY_AGAIN
-exit "$status"
+{  # read to its end before it runs: bash reads as it goes, and a run is long enough for an edit of this file
+    status=0
+    run "${command[@]}" || status=$?
+    [ -z "$asked" ] || status=$TRY_AGAIN
+    exit "$status"
+}

@@ -51,7 +51,7 @@ if TYPE_CHECKING:  # the prediction does without torch
     from tools.links import Check, Pair, Store
 
 WAIT_FOR_RANK_0 = 3.0
-"""Seconds before another rank ends for a mistake that all see: the first to end makes torchrun stop the others."""
+"""Seconds before another rank tells of a mistake: where all see it, rank 0 has, and torchrun has stopped the others."""
 
 
 @dataclass(frozen=True)
@@ -166,11 +166,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.preflight_predict_only or not pairs:
             return 0
         return check_links(config, options, pairs)
-    except UserError as error:  # alike on all ranks
+    except UserError as error:
         if rank == "0":
             complain(f"preflight.py: {error}")
         else:
             time.sleep(WAIT_FOR_RANK_0)
+            complain(f"[Rank {rank}] preflight.py: {error}")  # rank 0 had nothing to say
         return 2
 
 
@@ -237,7 +238,7 @@ def _judge(
     from tools.links import GRACE, Place, report, slow_links, slowest_between_nodes
 
     deadline = time.monotonic() + options.preflight_timeout
-    places, missing = [], []
+    places, missing = list[Place](), list[int]()
     for rank in range(config.launch.world_size):
         try:
             store.wait([f"place {rank}"], timedelta(seconds=max(deadline - time.monotonic(), 0.01)))
@@ -256,9 +257,8 @@ def _judge(
         say(f"  not here within {options.preflight_timeout:g} s: rank {', '.join(map(str, missing))}")
     if (network := slowest_between_nodes(links, places)) is not None and config.parallel.hardware is not None:
         step_time = predict(config, int(os.environ.get("LOCAL_WORLD_SIZE", "0")), network).step_time
-        say(
-            f"  at the slowest link's {network / GIGA:.3g} GB/s between nodes a step takes {step_time:.4g} s, simulated"
-        )
+        speed = f"{network / GIGA:.3g} GB/s between nodes, as the slowest link has"
+        say(f"  with {speed}, a step takes {step_time:.4g} s (simulated)")
     say(f"preflight: {count(len(links), 'link')}, {len(dead)} dead, {len(slow)} slow")
     status = 1 if dead or (slow and options.preflight_fail_on_slow) else 0
     store.set("verdict", str(status))
