@@ -43,8 +43,10 @@ launch() {
     local each_node=() preflight=() status=0
     read -r -a preflight <<<"${PREFLIGHT:-}"
     if [ -n "${SLURM_JOB_ID:-}" ] && [ -z "${DRY_RUN:-}" ]; then
-        # When one node has ended, the others have two minutes to end as well: they notice a lost rank in seconds.
-        each_node=(srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=120)
+        # When one node has ended, the others have two minutes to end as well: they notice a lost rank in seconds. srun
+        # gives a task one core unless told, and does not take the job's --cpus-per-task over.
+        each_node=(srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=120 --cpu-bind=none)
+        [ -z "${SLURM_CPUS_PER_TASK:-}" ] || each_node+=("--cpus-per-task=$SLURM_CPUS_PER_TASK")
         local first
         read -r first < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
         export MASTER_ADDR=${MASTER_ADDR:-$first}
