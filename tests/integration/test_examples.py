@@ -219,6 +219,12 @@ def test_a_job_whose_links_are_dead_does_not_train(fakes: Path) -> None:
     assert done.returncode == 1 and "pretrain_gpt.py" not in done.stdout and "requeue" not in done.stdout
 
 
+def test_a_job_whose_tasks_alone_were_asked_to_end_goes_back(fakes: Path) -> None:
+    (fakes / "srun").write_text("#!/usr/bin/env bash\nexit 75\n")
+    done = run(str(BATCH[0].relative_to(EXAMPLES)), fakes, **JOB, SLURM_JOB_NUM_NODES="2")
+    assert done.returncode == 75 and "scontrol requeue 4321" in done.stdout
+
+
 def test_a_job_that_is_asked_to_end_saves_goes_back_and_resumes(fakes: Path, tmp_path: Path) -> None:
     """Training for real, on two nodes: SIGTERM to the batch script, as SLURM sends it before the time limit."""
     torchrun = f'[[ $* = *tools/preflight.py* ]] || exec {ROOT}/.venv/bin/torchrun "$@"'
