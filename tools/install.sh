@@ -49,5 +49,9 @@ say "installing the other packages of requirements.lock"
 pip install --requirement requirements.lock
 say "installing this checkout (editable)"
 PYTHONWARNINGS=ignore pip install --quiet --no-deps --no-build-isolation --editable .
+sees_gpu="import sys, torch; sys.exit(not torch.cuda.is_available())"
+if command -v nvidia-smi >/dev/null && ! "$venv_python" -c "$sees_gpu"; then
+    say "NOTE: there is a GPU here that this build of torch cannot use: see docs/cluster.md"
+fi
 echo "$wanted" >"$stamp"
 say "done: $("$venv_python" --version) in .venv"

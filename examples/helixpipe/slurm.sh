@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# train.sh on a SLURM cluster: one torchrun a node, for MODEL, SEQ, HARDWARE, SCHEDULE and the other variables of
+# train.sh as a SLURM job, a torchrun on each node, for MODEL, SEQ, HARDWARE, SCHEDULE and the other variables of
 # train.sh. The number of nodes is that of the job. From the checkout's folder:
 #
 #   mkdir -p logs
@@ -14,8 +14,4 @@
 #SBATCH --output=logs/%x-%j.out
 set -euo pipefail
 cd -P "$SLURM_SUBMIT_DIR"
-
-NODES=$SLURM_JOB_NUM_NODES
-read -r MASTER_ADDR < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-export NODES MASTER_ADDR
-srun --ntasks-per-node=1 examples/helixpipe/train.sh
+NODES=$SLURM_JOB_NUM_NODES exec examples/helixpipe/train.sh

@@ -46,11 +46,29 @@ def test_random_programs() -> None:
         assert Machine(lower(program, costs), rng, blocking=rng.random() < 0.5).run()
         ahead = lower(program, costs, receive_ahead=rng.choice((1, 2, 5)))
         assert Machine(ahead, rng, channels=True).run()
+        check_opening(ahead)
         assert Machine(lowered, rng, channels=True, one_queue=True).run()
 
     check()
     assert sum(verdicts.values()) == 2000
     assert min(verdicts[True], verdicts[False]) > 500, verdicts
+
+
+def check_opening(lowered: LoweredProgram) -> None:
+    """No backward is in it, the first one comes next on its rank, and both ends of a message are in it or neither."""
+    sent, received, next_kinds = set(), set(), set()
+    for stream, length in zip(lowered.streams, lowered.openings, strict=True):
+        for action, op, message in stream[:length]:
+            if action is Action.RUN:
+                assert op is not None and op.kind in "FR"
+            if action is Action.SEND:
+                sent.add(message)
+            if action is Action.RECV:
+                received.add(message)
+        runs = (op.kind for action, op, _ in stream[length:] if action is Action.RUN and op is not None)
+        next_kinds.add(next(runs, ""))
+    assert sent == received
+    assert next_kinds & {"B", "I"} or not any(op.kind in "BI" for ops in lowered.program.ranks for op in ops)
 
 
 def test_the_machine_is_adversarial() -> None:

@@ -1,115 +1,168 @@
-"""examples/helixpipe: what its scripts print and launch, without launching it."""
+"""examples/: what the scripts print and launch, without launching it, and a batch job for real on fakes of SLURM."""
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
+import shutil
+import signal
 import subprocess
+import time
 from itertools import product
 from pathlib import Path
 
 import pytest
 
-from helixpipe.cli_model import ModelOptions, Plan, make_plan
-from helixpipe.cli_options import ShapeOptions
-from helixpipe.cli_parser import parsers
-from helixpipe.flags import dataclass_from_namespace
 from megatron.training.arguments import parse_args
 from megatron.training.config import Config
-from schedules import SCHEDULES
+from megatron.training.costs import model_shape, training_costs
+from tests.integration.launching import ROOT
+from tools.hosts import Lab, unavailable
 
-ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "examples/helixpipe"
+EXAMPLES = ROOT / "examples"
+SCRIPTS = sorted([*EXAMPLES.rglob("*.sh"), *EXAMPLES.rglob("*.sbatch")])
+BATCH = sorted(EXAMPLES.rglob("*.sbatch"))
+
+# What SLURM and torchrun offer, as far as the scripts use it. `srun` starts a task a node, here all of them on this
+# machine, passes SIGUSR1 to them and ends with the greatest of their exit statuses.
+FAKES = {
+    "python": 'printf "PREDICT"; printf " %q" "$@"; echo',
+    "torchrun": 'echo "${CUDA_DEVICE_MAX_CONNECTIONS:-unset} $SLURM_NODEID$(printf " %q" "$@")"',  # in one write
+    "scontrol": """
+        if [ "$1" = show ]; then echo 127.0.0.1; echo second; else echo "scontrol $*"; fi
+    """,
+    "srun": """
+        while [[ $1 = --* ]]; do shift; done
+        for ((node = 0; node < SLURM_JOB_NUM_NODES; node++)); do SLURM_NODEID=$node "$@" & tasks+=($!); done
+        trap 'again=1; kill -USR1 "${tasks[@]}"' USR1
+        trap 'kill -KILL "${tasks[@]}"; exit 143' TERM
+        for task in "${tasks[@]}"; do
+            again=1
+            while [ -n "$again" ]; do again=''; wait "$task" && status=0 || status=$?; done
+            [ "$status" -lt "${most:-0}" ] || most=$status
+        done
+        exit "$most"
+    """,
+}
+JOB = {"SLURM_JOB_ID": "4321", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "node[0-1]"}
+
+# A model that a CPU trains in no time, in place of any script's own: of a flag given twice the last counts.
+SMALL = (
+    "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --num-query-groups 2 "
+    "--vocab-size 100 --seq-length 32 --max-position-embeddings 32 --tensor-model-parallel-size 1 "
+    "--no-sequence-parallel --no-bf16 --global-batch-size 8 --eval-iters 0 --num-workers 0"
+)
 
 
-def run(script: str, tmp_path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a script with these variables; `helixpipe` and what SLURM offers print what they are given."""
-    for name, does in (
-        ("helixpipe", 'printf "PREDICT"; printf " %q" "$@"; echo'),
-        ("scontrol", "echo first; echo second"),
-        ("srun", 'while [[ $1 = --* ]]; do shift; done; exec "$@"'),
-    ):
-        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{does}\n")
-        (tmp_path / name).chmod(0o755)
-    environment = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-        "BIN": str(tmp_path),
-        **variables,
-    }
-    return subprocess.run([FOLDER / script], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+@pytest.fixture
+def fakes(tmp_path: Path) -> Path:
+    """A folder with the fake commands."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, does in FAKES.items():
+        (folder / name).write_text(f"#!/usr/bin/env bash\n{does}\n")
+        (folder / name).chmod(0o755)
+    return folder
 
 
-def commands(script: str, tmp_path: Path, **variables: str) -> tuple[list[str], list[str]]:
-    """The arguments of `helixpipe` and the words of the launch that a dry run prints."""
-    done = run(script, tmp_path, DRY_RUN="1", **variables)
+def environment(fakes: Path, **variables: str) -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PYTEST_"))}
+    return {**inherited, "PATH": f"{fakes}:{os.environ['PATH']}", "BIN": str(fakes), **variables}
+
+
+def run(script: str, fakes: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", EXAMPLES / script],
+        cwd=ROOT,
+        env=environment(fakes, **variables),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def commands(script: str, fakes: Path, **variables: str) -> tuple[list[str], list[str]]:
+    """The words of the prediction and of the launch that a dry run prints."""
+    done = run(script, fakes, DRY_RUN="1", **variables)
     assert done.returncode == 0, done.stderr
     prediction, _, launch = done.stdout.splitlines()
     return shlex.split(prediction)[1:], shlex.split(launch.partition(":")[2])
 
 
-def predicted(words: list[str]) -> Plan:
-    parser, _ = parsers({schedule.name: schedule.options for schedule in SCHEDULES.values()})
-    namespace = parser.parse_args(words)
-    size = dataclass_from_namespace(ShapeOptions, namespace)
-    plan = make_plan(dataclass_from_namespace(ModelOptions, namespace), size.ranks, size.microbatches, size.layers)
-    assert plan is not None
-    return plan
-
-
-def launched(words: list[str], nodes: int) -> Config:
+def launched(words: list[str], ranks: int) -> Config:
     """The configuration of a launch, its program checked."""
-    assert words[words.index("--nnodes") + 1] == str(nodes)
-    return parse_args(words[words.index("pretrain_gpt.py") + 1 :], environ={"WORLD_SIZE": str(8 * nodes)})
+    return parse_args(words[words.index("pretrain_gpt.py") + 1 :], environ={"WORLD_SIZE": str(ranks)})
+
+
+# ------------------------------------------------------------------------------------------------------- all scripts
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(EXAMPLES)))
+def test_scripts_are_bash(script: Path) -> None:
+    subprocess.run(["bash", "-n", script], check=True)
+    if (shellcheck := shutil.which("shellcheck")) is not None:
+        subprocess.run([shellcheck, "--severity=warning", "--external-sources", script], check=True)
+
+
+@pytest.mark.parametrize(
+    ("script", "ranks", "nodes"),
+    [
+        ("one_node.sh", 8, 1),
+        ("two_hosts.sh", 2, 2),
+        ("slurm/pretrain_llama_a800.sbatch", 32, 4),
+        ("slurm/pretrain_llama_h20.sbatch", 32, 4),
+    ],
+)
+def test_a_dry_run_predicts_and_prints_the_same_flags(script: str, ranks: int, nodes: int, fakes: Path) -> None:
+    prediction, launch = commands(script, fakes)
+    flags = launch[launch.index("pretrain_gpt.py") + 1 :]
+    assert prediction[0] == "tools/preflight.py" and prediction[-1] == "--preflight-predict-only"
+    assert prediction[-1 - len(flags) : -1] == flags
+    assert ("--standalone" in launch) == (nodes == 1)
+    config = launched(launch, ranks)
+    assert config.parallel.pipeline_model_parallel_size * config.parallel.tensor_model_parallel_size == ranks
+    assert config.data.mock_data and config.checkpoint.save == config.checkpoint.load
+    data = commands(script, fakes, DATA="data/mine", TOKENIZER="folder", EXTRA="--seed 7")[1]
+    config = launched(data, ranks)
+    assert (config.data.data_path, config.data.tokenizer_model, config.training.seed) == (("data/mine",), "folder", 7)
+
+
+# --------------------------------------------------------------------------------------------------- published setups
 
 
 @pytest.mark.parametrize(
     ("turn", "schedule", "hardware"),
     [(turn, *pair) for turn, pair in enumerate(product(("1f1b", "helix"), ("h20", "a800")))],
 )
-def test_every_published_setup(turn: int, schedule: str, hardware: str, tmp_path: Path) -> None:
-    """Simulator and training get the same model, batch and hardware, and the program can run. Recomputation inside the
-    backwards leaves out what takes long to find. Nodes take turns: each setup is met under one of the four at least."""
-    extra = "--no-recompute-early"
+def test_every_published_setup(turn: int, schedule: str, hardware: str, fakes: Path) -> None:
+    """Model, batch and hardware are the published ones, and the program can run. Recomputation inside the backwards
+    leaves out what takes long to find. Nodes take turns: each setup is met under one of the four at least."""
+    from helixpipe.models import MODELS
+
     models, lengths = ("1.3b", "3b", "7b"), (32, 64, 96, 128)
     for (i, model), (j, tokens) in product(enumerate(models), enumerate(lengths)):
         nodes = (2, 4, 8)[(i + j + turn) % 3]
         variables = {"MODEL": model, "SEQ": f"{tokens}k", "NODES": str(nodes), "HARDWARE": hardware}
-        prediction, launch = commands("train.sh", tmp_path, SCHEDULE=schedule, EXTRA=extra, **variables)
-        plan, config = predicted(prediction), launched(launch, nodes)
-        shape = plan.costs.model
-        assert prediction[:2] == ["simulate", schedule] and extra in prediction
-        assert (shape.name, plan.costs.hardware.name) == (f"helix-{model}", hardware)
-        assert (plan.ranks, plan.gpus, plan.sequences) == (nodes, 8 * nodes, 2 * nodes)
-        assert (config.model.num_layers, config.model.hidden_size) == (shape.layers, shape.hidden)
-        assert (config.model.num_attention_heads, config.model.ffn_hidden_size) == (shape.heads, shape.ffn)
-        assert config.model.seq_length == plan.costs.seq_length == 1024 * tokens
+        _, launch = commands("helixpipe/train.sh", fakes, SCHEDULE=schedule, EXTRA="--no-recompute-early", **variables)
+        config = launched(launch, 8 * nodes)
+        shape, preset = model_shape(config), MODELS[f"helix-{model}"]
+        assert (shape.layers, shape.hidden, shape.heads, shape.ffn) == (
+            *(preset.layers, preset.hidden, preset.heads, preset.ffn),
+        )
+        assert (config.model.seq_length, training_costs(config).hardware.name) == (1024 * tokens, hardware)
         assert (config.parallel.pipeline_schedule, config.parallel.hardware) == (schedule, hardware)
         assert (config.parallel.pipeline_model_parallel_size, config.training.global_batch_size) == (nodes, 2 * nodes)
-        assert config.parallel.tensor_model_parallel_size == plan.costs.layout.tensor_parallel == 8
+        assert config.parallel.tensor_model_parallel_size == 8
         assert config.parallel.sequence_parallel and not config.recompute.recompute_early
 
 
-def test_the_prediction_is_the_simulators(tmp_path: Path) -> None:
-    variables = {
-        "MODEL": "1.3b",
-        "SEQ": "32k",
-        "NODES": "2",
-        "EXTRA": "--chunk-size 8192",
-        "BIN": str(ROOT / ".venv/bin"),
-    }
-    done = run("train.sh", tmp_path, DRY_RUN="1", **variables)
+def test_the_prediction_is_the_simulators(fakes: Path) -> None:
+    variables = {"MODEL": "1.3b", "SEQ": "32k", "NODES": "2", "EXTRA": "--chunk-size 8192"}
+    done = run("helixpipe/train.sh", fakes, DRY_RUN="1", **variables, BIN=str(ROOT / ".venv/bin"))
     assert done.returncode == 0, done.stderr
     assert "Simulated, not measured" in done.stdout and "MLP over slices of 8192 tokens" in done.stdout
     assert "fits, with" in done.stdout and "--pipeline-schedule helix" in done.stdout
-
-
-def test_slurm_launches_on_all_nodes_of_the_job(tmp_path: Path) -> None:
-    job = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": "node[0-3]"}
-    _, launch = commands("slurm.sh", tmp_path, **job, DATA="data/mine", TOKENIZER="folder")
-    assert launch[launch.index("--rdzv-endpoint") + 1] == "first:29500"
-    data = launched(launch, 4).data
-    assert (data.data_path, data.tokenizer_model, data.mock_data) == (("data/mine",), "folder", False)
 
 
 @pytest.mark.parametrize(
@@ -121,11 +174,140 @@ def test_slurm_launches_on_all_nodes_of_the_job(tmp_path: Path) -> None:
         ("DATA", "x", "TOKENIZER"),
     ],
 )
-def test_wrong_variables_are_refused_in_one_line(name: str, value: str, valid: str, tmp_path: Path) -> None:
-    done = run("train.sh", tmp_path, **{name: value})
+def test_wrong_variables_are_refused_in_one_line(name: str, value: str, valid: str, fakes: Path) -> None:
+    done = run("helixpipe/train.sh", fakes, **{name: value})
     assert done.returncode != 0 and valid in done.stderr and done.stderr.count("\n") == 1 and done.stdout == ""
 
 
-def test_launching_needs_the_first_nodes_address(tmp_path: Path) -> None:
-    done = run("train.sh", tmp_path)
+@pytest.mark.parametrize("script", ["helixpipe/train.sh", "two_hosts.sh"])
+def test_launching_needs_the_first_nodes_address(script: str, fakes: Path) -> None:
+    done = run(script, fakes)
     assert done.returncode != 0 and "MASTER_ADDR" in done.stderr
+
+
+# --------------------------------------------------------------------------------------------------------------- SLURM
+
+
+@pytest.mark.parametrize("script", BATCH, ids=lambda path: path.stem)
+def test_batch_scripts_ask_for_what_resuming_needs(script: Path) -> None:
+    options = dict(re.findall(r"^#SBATCH (--[\w-]+)(?:=(\S+))?$", script.read_text(), re.MULTILINE))
+    assert options["--ntasks-per-node"] == "1" and options["--output"] == "logs/%x-%j.out"
+    assert "--requeue" in options and options["--open-mode"] == "append"
+    assert re.fullmatch(r"B:TERM@\d+", options["--signal"])
+
+
+@pytest.mark.parametrize(
+    "script", ["helixpipe/slurm.sh", "slurm/pretrain_llama_a800.sbatch", "slurm/pretrain_llama_h20.sbatch"]
+)
+def test_a_job_checks_and_then_trains_on_all_its_nodes(script: str, fakes: Path) -> None:
+    done = run(script, fakes, **JOB, SLURM_JOB_NUM_NODES="2", SCHEDULE="1f1b")
+    assert done.returncode == 0, done.stderr
+    lines = [shlex.split(line) for line in done.stdout.splitlines()]
+    programs = [next(word for word in words if word.endswith(".py")) for words in lines]
+    assert programs == ["tools/preflight.py"] * 2 + ["pretrain_gpt.py"] * 2
+    for first, second in (lines[:2], lines[2:]):
+        assert {first[1], second[1]} == {"0", "1"} and first[0] == "1", "one hardware queue, for tensor parallelism"
+        assert all(words[words.index("--node-rank") + 1] == words[1] for words in (first, second))
+        assert all(words[words.index("--master-addr") + 1] == "127.0.0.1" for words in (first, second))
+    ports = {words[words.index("--master-port") + 1] for words in lines}
+    assert ports == {"24321", "24322"} and launched(lines[2], 16).parallel.pipeline_model_parallel_size == 2
+
+
+def test_a_job_whose_links_are_dead_does_not_train(fakes: Path) -> None:
+    (fakes / "torchrun").write_text('#!/usr/bin/env bash\necho "$*"\nexit 1\n')
+    done = run(str(BATCH[0].relative_to(EXAMPLES)), fakes, **JOB, SLURM_JOB_NUM_NODES="2")
+    assert done.returncode == 1 and "pretrain_gpt.py" not in done.stdout and "requeue" not in done.stdout
+
+
+def test_a_job_whose_tasks_alone_were_asked_to_end_goes_back(fakes: Path) -> None:
+    (fakes / "srun").write_text("#!/usr/bin/env bash\nexit 75\n")
+    done = run(str(BATCH[0].relative_to(EXAMPLES)), fakes, **JOB, SLURM_JOB_NUM_NODES="2")
+    assert done.returncode == 75 and "scontrol requeue 4321" in done.stdout
+
+
+def test_a_job_that_is_asked_to_end_saves_goes_back_and_resumes(fakes: Path, tmp_path: Path) -> None:
+    """Training for real, on two nodes: SIGTERM to the batch script, as SLURM sends it before the time limit."""
+    torchrun = f'[[ $* = *tools/preflight.py* ]] || exec {ROOT}/.venv/bin/torchrun "$@"'
+    (fakes / "torchrun").write_text(f"#!/usr/bin/env bash\n{torchrun}\n")
+    variables = {**JOB, "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": str(os.getpid()), "SCHEDULE": "1f1b"}
+    variables |= {"RUN": str(tmp_path / "run"), "GPUS": "1"}
+    variables |= {"EXTRA": f"{SMALL} --train-iters 60 --save-interval 1000"}
+    command = ["bash", str(BATCH[0])]
+
+    def start() -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment(fakes, **variables),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    job, lines = start(), list[str]()
+    try:
+        assert job.stdout is not None
+        for line in job.stdout:
+            lines.append(line)
+            if " iteration        3/" in line:
+                job.send_signal(signal.SIGTERM)
+        assert job.wait(60) == 75, "".join(lines)
+        output = "".join(lines)
+        assert "exiting program after receiving SIGTERM." in output and f"scontrol requeue {os.getpid()}" in output
+        saved = int((tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt").read_text())
+        assert 3 <= saved < 60
+        job = start()
+        output, _ = job.communicate(timeout=180)
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+            job.wait()
+    assert job.returncode == 0 and "requeue" not in output, output
+    iterations = [int(number) for number in re.findall(r" iteration +(\d+)/", output)]
+    assert iterations == list(range(saved + 1, 61))
+
+
+# ----------------------------------------------------------------------------------------------------------- two hosts
+
+
+@pytest.mark.netlab
+def test_two_hosts_lose_one_and_resume(tmp_path: Path) -> None:
+    """The script on two hosts joined by a network: one is killed, the other ends, and a relaunch goes on to the losses
+    of an undisturbed run."""
+    if reason := unavailable():
+        pytest.skip(reason)
+
+    def start(lab: Lab, name: str) -> list[tuple[subprocess.Popen[str], Path]]:
+        hosts = []
+        for host in range(2):
+            log = tmp_path / f"{name}-{host}.txt"
+            variables = {"MASTER_ADDR": lab.address(0), "NODE_RANK": str(host), "INTERFACE": "eth0", "SEQ": "32"}
+            variables |= {"RUN": str(tmp_path / name.partition("-")[0]), "PREFLIGHT": "--preflight-seconds 1"}
+            variables |= {"EXTRA": f"{SMALL} --train-iters 12 --save-interval 2 --attention-dropout 0"}
+            variables |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
+            with log.open("w") as output:
+                script = ["bash", str(EXAMPLES / "two_hosts.sh")]
+                options = {"cwd": ROOT, "env": {**os.environ, **variables}, "stdout": output}
+                hosts.append((lab.start(host, script, **options, stderr=subprocess.STDOUT), log))
+        return hosts
+
+    def losses(hosts: list[tuple[subprocess.Popen[str], Path]]) -> dict[str, str]:
+        return dict(re.findall(r" iteration +(\d+)/.*?lm loss: (\S+)", hosts[1][1].read_text()))
+
+    with Lab(2, rate=1e9) as lab:
+        broken = start(lab, "broken-1")
+        while "successfully saved checkpoint from iteration       2" not in broken[0][1].read_text():
+            assert broken[0][0].poll() is None, broken[0][1].read_text()
+            time.sleep(0.02)
+        lab.kill(1)
+        assert broken[0][0].wait(60) not in (0, 75), "the other host ends by itself"
+        assert not lab.processes(0)
+        resumed, whole = start(lab, "broken-2"), None
+        assert [host.wait(240) for host, _ in resumed] == [0, 0], resumed[0][1].read_text()
+        whole = start(lab, "whole-1")
+        assert [host.wait(240) for host, _ in whole] == [0, 0]
+    assert "successfully loaded checkpoint" in resumed[0][1].read_text()
+    expected = losses(whole)
+    assert len(expected) == 12 and {**losses(broken), **losses(resumed)} == expected
+    assert losses(broken).items() <= expected.items() and 0 < len(losses(resumed)) < 12

@@ -363,3 +363,10 @@ def test_model_shape_from_a_checkpoint() -> None:
     assert "no checkpoint" in overlay_checkpoint_args(config(), None).warnings[0]
     with pytest.raises(CheckpointError, match="mixture of experts"):
         overlay_checkpoint_args(config(), argparse.Namespace(num_experts=8))
+
+
+def test_the_end_of_a_null_tokenizers_documents_has_a_row() -> None:
+    """It is the number after those that --vocab-size counts."""
+    null = "--tokenizer-type NullTokenizer --make-vocab-size-divisible-by 512 --vocab-size"
+    assert config(f"{null} 511").gpt_options().vocab_size == 512
+    assert config(f"{null} 512").gpt_options().vocab_size == config(f"{null} 512").gpt_options(513).vocab_size == 1024
