@@ -150,6 +150,7 @@ class Executor:
                 if not right:
                     for receipt in self._receipts.values():
                         receipt.wait()  # sent in the opening, for an op after it
+                    self.transport.finish()  # messages will have the same numbers again
                     self._begin(record)
                     self._execute(range(opening))
             self._execute(range(opening, len(self._stream)))

@@ -2,7 +2,8 @@
 
 Everything happens once a step, in an order that any placement allows: sums over copies of a weight first, while every
 rank still holds whole gradients, then the data-parallel reduction, which may leave each rank a shard only. A sum over
-copies starts when a rank has run its last backward of them, and is on its way while the rank runs the others.
+copies starts when a rank has run its last backward of them, and is on its way while the rank runs the others; over NCCL
+after the last backward of all, since it could hold up messages that other ranks wait for.
 """
 
 from __future__ import annotations

@@ -105,7 +105,8 @@ class Pipeline:
             seq_length=self._config.model.seq_length or 0,
             training=training,
             confirm=confirm,
-            complete=complete,
+            # A collective is no event of the one order of messages: it must not hold any up, as on NCCL's streams.
+            complete=complete if self._transport.independent_channels else lambda pieces: None,
         )
         if record:
             dist.barrier(group=self._parallel.pp_group)  # the clocks of several machines are taken to agree here

@@ -24,7 +24,7 @@ from megatron.training.output import say
 from megatron.training.parallel import Parallel
 from megatron.training.pipeline import Pipeline
 from megatron.training.profiling import Profiler
-from megatron.training.signals import StopCheck
+from megatron.training.signals import StopCheck, all_ranks_max
 from megatron.training.timelines import write_timelines
 from megatron.training.update import ImmediateUpdate, UnconfirmedUpdate
 
@@ -103,7 +103,7 @@ class Trainer:
                 profiler.after(progress.iteration)
                 if interval and progress.iteration % interval == 0 and self.batches.has_valid and not last:
                     self._evaluate(self.batches.valid, f"iteration {progress.iteration}")
-                reason = self.stop.after(progress.iteration) if self._asked_to_stop and not self._unfinished else None
+                reason = self.stop.after(progress.iteration) if self._unfinished is None else None
                 if self._save_is_due() or reason is not None or last:
                     self._save()
                 if recorded is not None:  # only now: a picture that cannot be drawn must not cost the checkpoint
@@ -195,14 +195,18 @@ class Trainer:
         loss_sum, tokens, asked_to_stop = outcome.sums.tolist()
         loss = loss_sum / max(tokens, 1.0)
         training, logging = self.config.training, self.config.logging
-        if not math.isfinite(loss) and training.check_for_nan_in_loss_and_grad and not training.fp16:
-            raise UserError(
-                f"the loss is {loss} at iteration {step.iteration}; lower --lr or lengthen the warm-up "
-                "(--no-check-for-nan-in-loss-and-grad goes on regardless)."
-            )
+        for name, number in (("the loss", loss), ("the norm of the gradients", outcome.grad_norm or 0.0)):
+            if not math.isfinite(number) and training.check_for_nan_in_loss_and_grad and not training.fp16:
+                raise UserError(
+                    f"{name} is {number} at iteration {step.iteration}; lower --lr or lengthen the warm-up "
+                    "(--no-check-for-nan-in-loss-and-grad goes on regardless)."
+                )
         self._asked_to_stop = asked_to_stop > 0
-        clipped = outcome.grad_norm is None or 0 < training.clip_grad < outcome.grad_norm
-        self._wait = clipped or not training.enable_optimizer_post_validation
+        if training.enable_optimizer_post_validation:
+            clipped = outcome.grad_norm is None or 0 < training.clip_grad < outcome.grad_norm
+            if step.update is self._immediate:  # data-parallel ranks may have summed their norms in another order
+                clipped = all_ranks_max(self.parallel.device)(int(clipped)) > 0
+            self._wait = clipped
         result = StepResult(
             loss=loss,
             learning_rate=get_canonical_lr_for_logging(self.state.optimizer.param_groups) or 0.0,
@@ -226,6 +230,7 @@ class Trainer:
             or self._save_is_due()
             or bool(evaluation and iteration % evaluation == 0)
             or bool(config.training.exit_interval and iteration % config.training.exit_interval == 0)
+            or (self._wants_timeline() and iteration + 1 == self.length.iterations)  # the last is recorded as it is
             or config.logging.log_num_zeros_in_grad
             or config.logging.log_params_norm
         )

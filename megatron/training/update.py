@@ -6,11 +6,11 @@ another pay for that once a step (`zb2p`, `zbv`, `wzb2`). Post-validation does n
 Pipeline Parallelism", ICLR 2024, section 4). A rank updates its weights as if nothing had to be clipped, and goes on to
 the opening of the next step, its forwards before any backward. Then the norm has come. If it is too large, or anything
 overflowed, every rank puts its weights back, updates them as it should have, and runs the opening again. No gradient is
-ever made from weights that are not right, so results are those of the other way.
+ever made from weights that are not right, so results are those of the other way, up to the rounding of the norm.
 
-While the norm comes, the gradients stay in their buffers, and of weights and optimizer's state what they were before is
-kept as well: 12 bytes a weight of the rank's share, while few activations are alive. After a step that was clipped the
-next one is likely to be, and its norm is waited for.
+While the norm comes, the gradients stay in their buffers, and weights and optimizer's state of before are kept as well:
+12 bytes a weight of the rank's share, beside the activations of the opening. After a step that was clipped the next one
+is likely to be, and its norm is waited for.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ class UnconfirmedUpdate:
         # An overflow is not followed by another update, which would write them anew.
         self._copied = list(model.parameters()) if self._scaler is not None else []
         self._clip = clip
+        self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
 
     @torch.no_grad()
     def start(self, numbers: Tensor) -> None:
@@ -82,6 +83,11 @@ class UnconfirmedUpdate:
         square = self._square().to(numbers) * dist.get_world_size(group) / dist.get_world_size()
         self._sums = torch.cat([square.reshape(1), overflow.to(numbers).reshape(1), numbers])
         self._work = dist.all_reduce(self._sums, async_op=True)
+        if self._stream is not None:  # where the host can look at them without waiting for the opening's forwards
+            with torch.cuda.stream(self._stream):
+                self._work.wait()
+                self._on_host = torch.empty_like(self._sums, device="cpu", pin_memory=True)
+                self._on_host.copy_(self._sums, non_blocking=True)
         self._before = _Kept([each.optimizer for each in self._each], self._copied)
         with redirect():
             self._optimizer.step_with_ready_grads()
@@ -89,7 +95,11 @@ class UnconfirmedUpdate:
     @torch.no_grad()
     def finish(self) -> Outcome:
         """Wait for the sums, and put the weights right where the update was wrong. All ranks get the same outcome."""
-        self._work.wait()
+        if self._stream is not None:
+            self._stream.synchronize()
+            self._sums = self._on_host
+        else:
+            self._work.wait()
         square, overflows, *_ = self._sums.tolist()
         norm, overflow = square**0.5, overflows > 0
         if self._scaler is not None:

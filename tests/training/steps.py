@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 
 from helixpipe.runtime.device import prepare
@@ -17,6 +18,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import get_megatron_optimizer
 
+from helixpipe.errors import UserError
 from helixpipe.model import Microbatch, PipelineModel
 from helixpipe.program import model_pieces
 from megatron.training.arguments import parse_args
@@ -128,6 +130,17 @@ def figures_of(config: Config) -> Figures:
         trainer._iteration(record=False)
     trainer.pipeline.close()
     return figures
+
+
+def words_of_failures(rank: int, world_size: int, runs: list[Run]) -> list[str]:
+    """What the user is told of each run, which fails within a few steps."""
+    found = []
+    for run in runs:
+        set_parallel(tp=run.tp, pp=run.pp)
+        with pytest.raises(UserError) as failure:
+            figures_of(run.config(rank, world_size))
+        found.append(str(failure.value))
+    return found
 
 
 def make_trainer(config: Config) -> Trainer:

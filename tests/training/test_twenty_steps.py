@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.distributed import run_ranks
-from tests.training.steps import COUNTED, STEPS, Figures, Run, figures_of_runs, reference
+from tests.training.steps import COUNTED, STEPS, Figures, Run, figures_of_runs, reference, words_of_failures
 
 PER_TOKEN = "--calculate-per-token-loss"
 DISTRIBUTED = "--use-distributed-optimizer"
@@ -124,3 +126,16 @@ def test_an_overflow_leaves_the_weights_alone(run: Run, figures: dict[Run, list[
     for found in figures[run]:
         assert found.skipped == plain.skipped
         assert found.losses == pytest.approx(plain.losses, rel=1e-3)
+
+
+def test_a_loss_that_is_no_number_ends_all_ranks_alike() -> None:
+    """With the same sentence, also where a step starts before the outcome of the last one is known."""
+    diverging = "--lr 1e30 --clip-grad 0 --pipeline-schedule"
+    runs = [
+        Run("llama", f"{diverging} 1f1b", pp=2),
+        Run("llama", f"{diverging} zbv {LATE}", pp=2),
+        Run("llama", f"{diverging} 1f1b {DISTRIBUTED}"),
+    ]
+    by_rank = run_ranks(words_of_failures, 2, runs)
+    assert by_rank[0] == by_rank[1]
+    assert all(re.match("the (loss|norm of the gradients) is (nan|inf) at iteration 2; lower", w) for w in by_rank[0])

@@ -112,7 +112,7 @@ def ddp_config(config: Config) -> DistributedDataParallelConfig:
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.training.accumulate_allreduce_grads_in_fp32,
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
-        check_for_nan_in_grad=config.training.check_for_nan_in_loss_and_grad,
+        check_for_nan_in_grad=False,  # each rank would look for itself; `Trainer` looks at the norm of all
         bucket_size=config.parallel.ddp_bucket_size,
         average_in_collective=config.parallel.ddp_average_in_collective,
     )
