@@ -27,9 +27,9 @@ class Faulty:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
-    def send(self, tensors: Sequence[torch.Tensor], target: int, number: int) -> None:
+    def send(self, tensors: Sequence[torch.Tensor], target: int, number: int, *more: Any, **named: Any) -> None:
         if (self._step, number) != self._lost:
-            self._transport.send(tensors, target, number)
+            self._transport.send(tensors, target, number, *more, **named)
 
     def receive(self, shapes: Sequence[torch.Size], dtype: torch.dtype, source: int, number: int) -> Any:
         time.sleep(self._slow)
@@ -50,7 +50,7 @@ def main() -> None:
     fault, rank, *numbers = os.environ["FAULT"].split()
     make: Any = pipeline.make_transport
     if rank == os.environ["RANK"]:
-        pipeline.make_transport = lambda group, device: Faulty(make(group, device), fault, *numbers)
+        pipeline.make_transport = lambda *arguments: Faulty(make(*arguments), fault, *numbers)
     sys.exit(launch.run(started))
 
 

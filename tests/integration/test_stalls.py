@@ -41,7 +41,7 @@ def test_a_lost_message_is_named_and_the_job_ends(monkeypatch: pytest.MonkeyPatc
     )
     assert re.match(rf"  rank 1, {place} for the gradient of 2B5 from rank 2, to run 1B5 .* has sent it$", second)
     assert third.startswith(f"  rank 2, {place} until all it has sent is received;")
-    assert fourth.startswith("  rank 3, after forward-backward, iteration 3: in or before a collective;")
+    assert fourth.startswith("  rank 3, grads-reduce, iteration 3: in or before a collective;")
     assert rest[0] == "First cause:"
     assert rest[1].startswith("  message lost between rank 2 and rank 1: rank 2 has sent the gradient of 2B5, ")
 
