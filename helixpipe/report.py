@@ -106,6 +106,9 @@ def summary(simulation: Simulation) -> str:
         ("bubble", f"{simulation.bubble_time:.6g}", f"{100 * simulation.bubble_ratio:.1f} % of the makespan"),
         ("messages", str(len(simulation.lowered.messages)), "between ranks"),
     ]
+    if (shifted := simulation.shifted_bubble_time) < (1 - 1e-6) * simulation.bubble_time:
+        note = "the bubble of steps without a flush (--enable-optimizer-post-validation)"
+        figures.insert(3, ("no flush", f"{shifted:.6g}", note))
     width = max(len(value) for _, value, _ in figures)
     lines = [shape_line(simulation), ""]
     lines += [f"{name:<9}  {value:>{width}}  {note}".rstrip() for name, value, note in figures]

@@ -45,7 +45,8 @@ class Simulation:
     def shifted_bubble_time(self) -> float:
         """The bubble when the next step of each rank may start where this one ends on that rank: the longest time
         from a rank's first op to its last, less the ideal. Papers on zero bubbles count so; a step that ends with
-        something collective (the norm of all gradients) has `bubble_time` instead."""
+        something collective (the norm of all gradients) has `bubble_time` instead. Training has it with
+        --enable-optimizer-post-validation."""
         first, last = [self.makespan] * len(self.busy), [0.0] * len(self.busy)
         for event in self.timeline.ops:
             first[event.rank] = min(first[event.rank], event.start)
@@ -69,6 +70,7 @@ class Simulation:
             "ideal": _plain(self.ideal),
             "bubble_time": _plain(self.bubble_time),
             "bubble_ratio": round(self.bubble_ratio, 9),
+            "bubble_time_without_flush": _plain(self.shifted_bubble_time),
             "busy": [_plain(value) for value in self.busy],
             "peak_activation": [_plain(value) for value in self.peak_activation],
             "peak_activation_unit": self.memory_unit,
