@@ -157,6 +157,7 @@ class Executor:
         self._position.at(len(self._stream))
         self.transport.finish()
         self._position.end()
+        del self._step  # whoever made it may hold this executor
         return self._losses, self._recorder.read() if self._recorder is not None else Record()
 
     def _begin(self, record: bool) -> None:
