@@ -126,7 +126,7 @@ def _fix_vocabulary(config: Config, vocab_size: int, read_arguments: Callable[[s
     if config.data.padded_vocab_size is None and config.checkpoint.load:
         saved = (read_arguments(config.checkpoint.load) or {}).get("padded_vocab_size")
         tp = config.parallel.tensor_model_parallel_size
-        if isinstance(saved, int) and saved >= max(config.data.vocab_size or 0, vocab_size) and saved % tp == 0:
+        if isinstance(saved, int) and saved >= (config.data.vocab_size or vocab_size) and saved % tp == 0:
             return config.replace("data", padded_vocab_size=saved)
     return config.replace("data", padded_vocab_size=config.gpt_options(vocab_size).vocab_size)
 

@@ -123,9 +123,9 @@ def gpt_options(config: Config, vocab_size: int | None = None) -> GPTOptions:
     model, data = config.model, config.data
     padded = data.padded_vocab_size
     if padded is None:
-        # A NullTokenizer's end of document comes after the numbers that --vocab-size counts.
-        given = data.vocab_size + (data.tokenizer_type == "NullTokenizer") if data.vocab_size is not None else None
-        size = max((each for each in (given, vocab_size) if each is not None), default=None)
+        size = data.vocab_size if data.vocab_size is not None else vocab_size
+        if data.vocab_size is not None and data.tokenizer_type == "NullTokenizer":
+            size = data.vocab_size + 1  # the end of a document comes after the numbers that the flag counts
         if size is None:
             raise UserError("--vocab-size is needed, because no tokenizer gives the size of the vocabulary.")
         padded = padded_vocab_size(size, model.make_vocab_size_divisible_by, config.parallel.tensor_model_parallel_size)
