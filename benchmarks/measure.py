@@ -224,8 +224,8 @@ def peak_saved(engine: Engine) -> int:
     gradients: weakref.WeakKeyDictionary[Any, list[object]] = weakref.WeakKeyDictionary()
     make_gradients = KeyValueStore.make_gradients
 
-    def put_off(weight: torch.nn.Parameter, inputs: Tensor, output_gradient: Tensor) -> _Counted:
-        deferred = _Counted(weight, inputs, output_gradient)
+    def put_off(weight: torch.nn.Parameter, inputs: Tensor, output_gradient: Tensor, fused: bool) -> _Counted:
+        deferred = _Counted(weight, inputs, output_gradient, fused)
         deferred.held = account.hold(inputs), account.hold(output_gradient)
         return deferred
 

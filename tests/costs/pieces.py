@@ -151,9 +151,10 @@ def _flops(shape: ModelShape, layout: Layout) -> list[tuple[str, float, float]]:
         with counted() as counter, store.keep(unit):
             torch.autograd.backward(outputs, gradients)
         counts["I"] = counter.get_total_flops()
-        waiting = [tensor for put_off in store._waiting[unit] for tensor in put_off[1:]]
+        kept = [each for put_off in store._waiting[unit] for each in put_off[1:]]
+        waiting = [each for each in kept if isinstance(each, torch.Tensor)]
         found.append((f"deferred {piece}", _storage_bytes(waiting), own.deferred_stash((piece,), Chunk(TOKENS))))
-        del waiting
+        del kept, waiting
         with counted() as counter:
             store.compute(unit)
         counts["W"] = counter.get_total_flops()
