@@ -16,23 +16,19 @@ INTERLEAVED = "interleaved-1f1b --num-virtual-stages-per-pipeline-rank"
 RUNS = [
     *(
         Run(("gpt", "llama")[(i + j) % 2], f"--pipeline-schedule {schedule}", tp=tp, pp=pp)
-        for i, (pp, tp) in enumerate(((4, 1), (2, 1), (2, 2)))
+        for i, (pp, tp) in enumerate(((4, 1), (2, 2)))
         for j, schedule in enumerate(("gpipe", f"1f1b {COUNTED}", f"{INTERLEAVED} {4 // pp}"))
     ),
     Run("gpt", f"--pipeline-schedule {INTERLEAVED} 2 {DISTRIBUTED}", pp=2),
     Run("llama", f"--pipeline-schedule gpipe {DISTRIBUTED}", pp=2),
     Run("llama", "--sequence-parallel", tp=2),
     Run("gpt", DISTRIBUTED),
-    Run("gpt", f"--pipeline-schedule zbv {DISTRIBUTED}", pp=2),
     Run("llama", "--pipeline-schedule zb1p --sequence-parallel", tp=2, pp=2),
     Run("gpt", "--pipeline-schedule 1f1b --recompute-granularity full --sequence-parallel", tp=2, pp=2),
     Run("llama", f"--pipeline-schedule zb1p --recompute-granularity without-attention {DISTRIBUTED}", pp=2),
-    Run("llama", "--recompute-activations --no-recompute-early --pipeline-schedule gpipe", pp=4),
     Run("llama", f"--pipeline-schedule seq1f1b --pipe-sp-splits 3 --chunk-alignment 1 {DISTRIBUTED}", pp=2),
     Run("gpt", "--pipeline-schedule seq1f1b-zb --chunk-lengths 6,8,2 --sequence-parallel", tp=2, pp=2),
-    Run("gpt", "--pipeline-schedule seq1f1b --pipe-sp-splits auto --pipe-sp-strategy average", pp=4),
     Run("llama", f"{PER_TOKEN} --pipeline-schedule 1f1b {DISTRIBUTED} {COUNTED}", pp=2),
-    Run("llama", f"{PER_TOKEN} --sequence-parallel --pipeline-schedule gpipe", tp=2, pp=2),
     Run("llama", f"--bf16 --pipeline-schedule 1f1b {DISTRIBUTED} {COUNTED}", pp=2),
     Run("llama", "--bf16 --pipeline-schedule interleaved-1f1b --num-layers-per-virtual-pipeline-stage 1", tp=2, pp=2),
     Run("gpt", f"--pipeline-schedule helix {DISTRIBUTED} {COUNTED}", pp=2),
