@@ -27,6 +27,7 @@ RUNS = [
     Run("gpt", "--pipeline-schedule 1f1b --recompute-granularity full --sequence-parallel", tp=2, pp=2),
     Run("llama", f"--pipeline-schedule zb1p --recompute-granularity without-attention {DISTRIBUTED}", pp=2),
     Run("llama", f"--pipeline-schedule seq1f1b --pipe-sp-splits 3 --chunk-alignment 1 {DISTRIBUTED}", pp=2),
+    Run("gpt", "--pipeline-schedule seq1f1b --pipe-sp-splits auto --pipe-sp-strategy average", pp=2),
     Run("gpt", "--pipeline-schedule seq1f1b-zb --chunk-lengths 6,8,2 --sequence-parallel", tp=2, pp=2),
     Run("llama", f"{PER_TOKEN} --pipeline-schedule 1f1b {DISTRIBUTED} {COUNTED}", pp=2),
     Run("llama", f"--bf16 --pipeline-schedule 1f1b {DISTRIBUTED} {COUNTED}", pp=2),
