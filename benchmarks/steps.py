@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-STEPS, WARM_UP = 10, 1
+STEPS, WARM_UP = 8, 1
 SCHEDULES = ("1f1b", "zb1p", "zb2p", "zbv", "wzb2")
 FLAGS = (
     "--pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 128 --num-attention-heads 8 --seq-length 1024 "
