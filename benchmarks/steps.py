@@ -1,6 +1,6 @@
 """`make bench-steps`: training steps with and without a flush between them, on this machine's CPU, p = 2.
 
-    python benchmarks/steps.py [--schedules zb2p wzb2] [--rounds 9] [--json out.json]
+    python benchmarks/steps.py [--schedules zb2p wzb2] [--rounds 7] [--flags "--seq-length 512"] [--json out.json]
 
 The same model and data are trained under each schedule twice, in one process a rank: with the norm of the gradients
 waited for after every step, and without (`--enable-optimizer-post-validation`; megatron/training/update.py). Runs take
@@ -47,6 +47,7 @@ def main() -> None:
     names = ", ".join(SCHEDULES)
     parser.add_argument("--schedules", nargs="+", default=SCHEDULES, metavar="NAME", help=f"which (default: {names})")
     parser.add_argument("--rounds", type=int, default=7, help="rounds that count, at least 3 (default: 7)")
+    parser.add_argument("--flags", default="", help="more of pretrain_gpt.py's, for another model or batch")
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
     arguments = parser.parse_args()
     if arguments.rounds < 3:
@@ -54,7 +55,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "result.json")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
-        command += ["ranks", str(output), str(arguments.rounds), *arguments.schedules]
+        command += ["ranks", str(output), str(arguments.rounds), arguments.flags, *arguments.schedules]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
         subprocess.run(command, check=True, env=environment)
         rows = json.loads(output.read_text(encoding="utf-8"))
@@ -90,7 +91,8 @@ class Run:
             def step(self, iteration: int, consumed_samples: int, result: StepResult) -> None:
                 """Nothing is printed."""
 
-        config = parse_args(f"{FLAGS} {flags}".split())
+        config = parse_args(flags.split())
+        length = config.model.seq_length or 0
         parallel, schedule = Parallel.current(), BatchSchedule.from_config(config)
         pipeline = Pipeline(config, parallel, schedule.step_sizes())
         state = build_model(config, parallel, pipeline.pieces, config.data.vocab_size or 0, pipeline.copies)
@@ -107,7 +109,7 @@ class Run:
             scheduler=build_param_scheduler(state.optimizer, config, schedule),
             schedule=schedule,
             length=run_length(config, schedule),
-            batches=Batches(microbatches(1024) if pipeline.reads_data else None, None, None, False, False),
+            batches=Batches(microbatches(length) if pipeline.reads_data else None, None, None, False, False),
             checkpointer=unused,
             progress=Progress(),
             flops_per_sample=1.0,
@@ -156,7 +158,7 @@ def microbatches(length: int) -> Iterator[Any]:
         yield Microbatch(tokens[:, :-1], tokens[:, 1:], torch.ones(1, length))
 
 
-def on_ranks(output: str, rounds: int, schedules: list[str]) -> None:
+def on_ranks(output: str, rounds: int, more: str, schedules: list[str]) -> None:
     import torch
     import torch.distributed as dist
 
@@ -167,9 +169,10 @@ def on_ranks(output: str, rounds: int, schedules: list[str]) -> None:
     from megatron.training.parallel import initialize
 
     torch.set_num_threads(1)
-    initialize(parse_args(FLAGS.split()))
-    cases = [(name, f"--pipeline-schedule {name} {UNCLIPPED}") for name in schedules]
-    cases.append((f"{schedules[0]}, every step clipped", f"--pipeline-schedule {schedules[0]} {CLIPPED}"))
+    model = f"{FLAGS} {more}"
+    initialize(parse_args(model.split()))
+    cases = [(name, f"{model} --pipeline-schedule {name} {UNCLIPPED}") for name in schedules]
+    cases.append((f"{schedules[0]}, every step clipped", f"{model} --pipeline-schedule {schedules[0]} {CLIPPED}"))
     rows = []
     for name, flags in cases:
         flush, late = Run(flags), Run(f"{flags} {LATE}")
@@ -199,6 +202,6 @@ def on_ranks(output: str, rounds: int, schedules: list[str]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["ranks"]:
-        on_ranks(sys.argv[2], int(sys.argv[3]), sys.argv[4:])
+        on_ranks(sys.argv[2], int(sys.argv[3]), sys.argv[4], sys.argv[5:])
     else:
         main()

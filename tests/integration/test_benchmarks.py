@@ -36,6 +36,18 @@ def test_every_row_on_a_tiny_model(tmp_path: Path) -> None:
         assert max(row["gradient_difference"] for row in result[rows]["engines"].values()) < 1e-5
 
 
+def test_steps_with_and_without_a_flush(tmp_path: Path) -> None:
+    output = tmp_path / "steps.json"
+    tiny = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 --seq-length 32"
+    command = [sys.executable, str(ROOT / "benchmarks/steps.py"), "--schedules", "wzb2", "--rounds", "3"]
+    command += [f"--flags={tiny}", "--json", str(output)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads(output.read_text(encoding="utf-8"))
+    assert [row["name"] for row in rows] == ["wzb2", "wzb2, every step clipped"]
+    assert all(len(row["ratios"]) == 3 and f"| {row['name']} |" in done.stdout for row in rows)
+
+
 def test_published_setups(tmp_path: Path) -> None:
     output = tmp_path / "table.md"
     command = [sys.executable, str(ROOT / "benchmarks/setups.py"), "--output", str(output), "--jobs", "1"]

@@ -15,16 +15,16 @@ REFERENCES = [Run("gpt", ""), Run("llama", ""), Run("llama", PER_TOKEN), Run("ll
 INTERLEAVED = "interleaved-1f1b --num-virtual-stages-per-pipeline-rank"
 RUNS = [
     *(
-        Run(("gpt", "llama")[(i + j) % 2], f"--pipeline-schedule {schedule}", tp=tp, pp=pp)
-        for i, (pp, tp) in enumerate(((4, 1), (2, 2)))
-        for j, schedule in enumerate(("gpipe", f"1f1b {COUNTED}", f"{INTERLEAVED} {4 // pp}"))
+        Run(("llama", "gpt")[j % 2], f"--pipeline-schedule {schedule}", pp=4)
+        for j, schedule in enumerate(("gpipe", f"1f1b {COUNTED}", f"{INTERLEAVED} 1"))
     ),
+    Run("llama", f"--pipeline-schedule 1f1b {COUNTED}", tp=2, pp=2),
     Run("gpt", f"--pipeline-schedule {INTERLEAVED} 2 {DISTRIBUTED}", pp=2),
     Run("llama", f"--pipeline-schedule gpipe {DISTRIBUTED}", pp=2),
     Run("llama", "--sequence-parallel", tp=2),
     Run("gpt", DISTRIBUTED),
     Run("llama", "--pipeline-schedule zb1p --sequence-parallel", tp=2, pp=2),
-    Run("gpt", "--pipeline-schedule 1f1b --recompute-granularity full --sequence-parallel", tp=2, pp=2),
+    Run("gpt", "--pipeline-schedule 1f1b --recompute-granularity full", pp=2),
     Run("llama", f"--pipeline-schedule zb1p --recompute-granularity without-attention {DISTRIBUTED}", pp=2),
     Run("llama", f"--pipeline-schedule seq1f1b --pipe-sp-splits 3 --chunk-alignment 1 {DISTRIBUTED}", pp=2),
     Run("gpt", "--pipeline-schedule seq1f1b --pipe-sp-splits auto --pipe-sp-strategy average", pp=2),
