@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.engines import Engine, OurEngine, Pairs, Problem, found, megatron_core
-from helixpipe.recompute import RecomputeOptions
+from helixpipe.planning.recompute import RecomputeOptions
 from schedules.helix import HelixOptions
 
 

@@ -18,17 +18,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from helixpipe.chunk_lengths import chunk_counts
-from helixpipe.chunk_options import ChunkOptions
-from helixpipe.cli_model import ModelOptions, Plan, make_plan
-from helixpipe.errors import UserError
-from helixpipe.graph import collector_paused
-from helixpipe.hardware import GIB
-from helixpipe.lowering import lower
-from helixpipe.model_report import report
-from helixpipe.recompute import RecomputeOptions
-from helixpipe.simulator import simulate
-from schedules import SCHEDULES, Schedule, Shape, build
+from helixpipe.cli.model import ModelOptions, Plan, make_plan
+from helixpipe.cli.model_report import report
+from helixpipe.common.errors import UserError
+from helixpipe.costs.hardware import GIB
+from helixpipe.lowering.graph import collector_paused
+from helixpipe.lowering.lower import lower
+from helixpipe.planning.chunk_lengths import chunk_counts
+from helixpipe.planning.chunk_options import ChunkOptions
+from helixpipe.planning.recompute import RecomputeOptions
+from helixpipe.simulate.simulator import simulate
+from schedules import CATALOGUE, Schedule, Shape, build
 from schedules.helix import HelixOptions
 from schedules.zero_bubble import ZeroBubbleOptions
 
@@ -188,7 +188,7 @@ def best(name: str, row: Row) -> Result | None:
     Of each variant that is the one with the least recomputation. Only zero-bubble schedules, which put off work to keep
     to a limit, may be faster with more of it: there as long as it helps.
     """
-    schedule, fastest = SCHEDULES[name], None
+    schedule, fastest = CATALOGUE[name], None
     for variant in variants(schedule, row):
         found: Result | None = None
         for setting in savings(variant, row):
@@ -250,7 +250,7 @@ def _next(result: Result | None) -> str:
 
 def lines(numbers: Sequence[int], jobs: int) -> list[str]:
     """The lines of these rows, counted from 1."""
-    names = [schedule.name for schedule in SCHEDULES.values() if not schedule.one_rank]
+    names = [schedule.name for schedule in CATALOGUE.values() if not schedule.one_rank]
     with ProcessPoolExecutor(jobs) as pool:
         tasks = {(number, name): pool.submit(best, name, ROWS[number - 1]) for number in numbers for name in names}
         found = {key: task.result() for key, task in tasks.items()}

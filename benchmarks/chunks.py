@@ -7,9 +7,9 @@ from itertools import accumulate
 import torch
 
 from benchmarks.engines import Engine, OurEngine, Pairs, Problem, found, megatron_core
-from helixpipe.chunk_lengths import average_lengths, balanced_lengths
-from helixpipe.costs import PieceTimes
-from helixpipe.program import Program, even_stages
+from helixpipe.costs.by_hand import PieceTimes
+from helixpipe.planning.chunk_lengths import average_lengths, balanced_lengths
+from helixpipe.program.program import Program, even_stages
 
 CHUNK_COUNTS = (2, 4, 8)
 

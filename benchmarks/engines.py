@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from helixpipe.runtime.device import prepare
+from helixpipe.model.device import prepare
 
 prepare()  # before megatron-core is imported, whose notices it silences
 
@@ -29,13 +29,13 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from helixpipe.costs import OpTimes
-from helixpipe.lowering import lower
+from helixpipe.costs.by_hand import OpTimes
+from helixpipe.lowering.lower import lower
 from helixpipe.model import GPTOptions, Microbatch, PipelineModel, UnitContext
 from helixpipe.model.attention import CoreAttention
 from helixpipe.model.ends import loss_sum
 from helixpipe.model.layers import piece_of
-from helixpipe.program import Piece, Program, even_stages, parse_rows
+from helixpipe.program.program import Piece, Program, even_stages, parse_rows
 from helixpipe.runtime.executor import Executor, Step
 from helixpipe.runtime.recording import merge_records
 from helixpipe.runtime.transport import GlooTransport

@@ -35,14 +35,14 @@ from benchmarks.engines import (
     torch_interleaved,
     torch_zbv,
 )
-from helixpipe.hardware import HARDWARE
-from helixpipe.lowering import lower
-from helixpipe.memory import rank_memory
+from helixpipe.costs.hardware import HARDWARE
+from helixpipe.costs.model_costs import ModelCosts
+from helixpipe.costs.models import Layout, ModelShape
+from helixpipe.lowering.lower import lower
 from helixpipe.model import KeyValueStore, linear
-from helixpipe.model_costs import ModelCosts
-from helixpipe.models import Layout, ModelShape
-from helixpipe.runtime.accounting import SavedBytes
-from helixpipe.simulator import simulate
+from helixpipe.profile.accounting import SavedBytes
+from helixpipe.simulate.memory import rank_memory
+from helixpipe.simulate.simulator import simulate
 
 
 def one_f_one_b(problem: Problem) -> tuple[dict[str, Engine], Pairs]:

@@ -31,7 +31,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from benchmarks.network_costs import Case, Link, is_fsdp, predicted_seconds, sent_bytes
-from helixpipe.errors import UserError
+from helixpipe.common.errors import UserError
 from tools.hosts import Lab
 from tools.netlab import Job, parse_delay, parse_rate
 

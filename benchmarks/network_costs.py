@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from helixpipe.costs import OpTimes
-from helixpipe.graph import Message
-from helixpipe.hardware import HARDWARE
-from helixpipe.lowering import LoweredProgram, lower
-from helixpipe.model_costs import ModelCosts
-from helixpipe.models import Layout, ModelShape
-from helixpipe.program import Program, model_pieces
-from helixpipe.simulator import simulate
+from helixpipe.costs.by_hand import OpTimes
+from helixpipe.costs.hardware import HARDWARE
+from helixpipe.costs.model_costs import ModelCosts
+from helixpipe.costs.models import Layout, ModelShape
+from helixpipe.lowering.lower import LoweredProgram, lower
+from helixpipe.program.message import Message
+from helixpipe.program.program import Program, model_pieces
+from helixpipe.simulate.simulator import simulate
 from schedules import Shape, build
 
 RANKS = 2

@@ -30,7 +30,7 @@ CASES = {  # name: (layers, sequence, micro batch, microbatches); the name is th
 MODEL = "--hidden-size 256 --num-attention-heads 8 --num-query-groups 2 --ffn-hidden-size 688 --vocab-size 512"
 STYLE = "--normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope"
 UNTIED = "--untie-embeddings-and-output-weights"
-SCHEDULES = {"1f1b": None, "interleaved-1f1b": 2, "zb1p": None, "gpipe": None}
+CATALOGUE = {"1f1b": None, "interleaved-1f1b": 2, "zb1p": None, "gpipe": None}
 """Schedules with their virtual stages."""
 
 WARM_UP = 3
@@ -59,7 +59,7 @@ def run_case(name: str, steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         profile, output = Path(folder, "profile.json"), Path(folder, "result.json")
         sizes = f"--num-layers {layers} --seq-length {sequence} --micro-batch-size {micro} --dtype float32"
-        command = [sys.executable, "-m", "helixpipe.cli", "profile", "--output", str(profile)]
+        command = [sys.executable, "-m", "schedules.command", "profile", "--output", str(profile)]
         command += f"{MODEL} {STYLE} {UNTIED} {sizes}".split()
         subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -100,13 +100,13 @@ def run_rank(profile_path: str, output: str, microbatches: int, steps: int) -> N
     import torch
     import torch.distributed as dist
 
-    from helixpipe.lowering import lower
+    from helixpipe.costs.profile_costs import Profile, ProfileCosts
+    from helixpipe.lowering.lower import lower
     from helixpipe.model import Microbatch
-    from helixpipe.profile_costs import Profile, ProfileCosts
+    from helixpipe.profile.profiler import Task, build_model, initialize_parallel_state
     from helixpipe.runtime.executor import Executor, Step
-    from helixpipe.runtime.profiler import Task, build_model, initialize_parallel_state
     from helixpipe.runtime.transport import GlooTransport
-    from helixpipe.simulator import simulate
+    from helixpipe.simulate.simulator import simulate
     from schedules import Shape, build
 
     torch.set_num_threads(1)
@@ -131,7 +131,7 @@ def run_rank(profile_path: str, output: str, microbatches: int, steps: int) -> N
     )
     transport = GlooTransport(dist.group.WORLD, torch.device("cpu"))
     engines, rows = {}, {}
-    for name, virtual in SCHEDULES.items():
+    for name, virtual in CATALOGUE.items():
         program = build(name, Shape(2, microbatches, model_shape.layers, virtual_stages=virtual, costs=costs))
         lowered = lower(program, costs, receive_ahead=1)
         simulation = simulate(lowered, costs)
@@ -176,7 +176,7 @@ def run_rank(profile_path: str, output: str, microbatches: int, steps: int) -> N
 
 def peak_bytes(executor: Any, step: Any) -> int:
     """Most bytes kept at once, after any op, by autograd and for the Ws to come."""
-    from helixpipe.runtime.accounting import SavedBytes
+    from helixpipe.profile.accounting import SavedBytes
 
     run, peak = executor._ops, 0
     kinds = {op.kind for op in executor.lowered.program.ranks[executor.rank]}

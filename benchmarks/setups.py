@@ -21,16 +21,16 @@ from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 
-from helixpipe.cli_model import ModelOptions, Plan, make_plan
-from helixpipe.errors import ScheduleError
-from helixpipe.graph import collector_paused
-from helixpipe.hardware import GIB, HARDWARE, RESERVED_MEMORY
-from helixpipe.lowering import lower
-from helixpipe.model_costs import ModelCosts
-from helixpipe.model_report import report
-from helixpipe.program import Program
-from helixpipe.recompute import RecomputeOptions
-from helixpipe.simulator import Simulation, simulate
+from helixpipe.cli.model import ModelOptions, Plan, make_plan
+from helixpipe.cli.model_report import report
+from helixpipe.common.errors import ScheduleError
+from helixpipe.costs.hardware import GIB, HARDWARE, RESERVED_MEMORY
+from helixpipe.costs.model_costs import ModelCosts
+from helixpipe.lowering.graph import collector_paused
+from helixpipe.lowering.lower import lower
+from helixpipe.planning.recompute import RecomputeOptions
+from helixpipe.program.program import Program
+from helixpipe.simulate.simulator import Simulation, simulate
 from schedules import Shape, build
 from schedules.helix import HelixOptions
 

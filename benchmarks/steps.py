@@ -3,9 +3,9 @@
     python benchmarks/steps.py [--schedules zb2p wzb2] [--rounds 7] [--flags "--seq-length 512"] [--json out.json]
 
 The same model and data are trained under each schedule twice, in one process a rank: with the norm of the gradients
-waited for after every step, and without (`--enable-optimizer-post-validation`; megatron/training/update.py). Runs take
-turns, `STEPS` steps each; figures are medians over rounds. Nothing is clipped, but in one run every step: those are
-waited for, and should cost nothing.
+waited for after every step, and without (`--enable-optimizer-post-validation`; megatron/training/step/update.py). Runs
+take turns, `STEPS` steps each; figures are medians over rounds. Nothing is clipped, but in one run every step: those
+are waited for, and should cost nothing.
 
 Predicted: the program simulated with what its ops took; with a flush a step takes until the last rank ends, without
 as long as the rank that takes longest from its first op to its last. The optimizer comes to both.
@@ -27,7 +27,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 STEPS, WARM_UP = 8, 1
-SCHEDULES = ("1f1b", "zb1p", "zb2p", "zbv", "wzb2")
+CATALOGUE = ("1f1b", "zb1p", "zb2p", "zbv", "wzb2")
 FLAGS = (
     "--pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 128 --num-attention-heads 8 --seq-length 1024 "
     "--max-position-embeddings 1024 --position-embedding-type rope --normalization RMSNorm --swiglu "
@@ -44,8 +44,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, usage="%(prog)s [options]"
     )
-    names = ", ".join(SCHEDULES)
-    parser.add_argument("--schedules", nargs="+", default=SCHEDULES, metavar="NAME", help=f"which (default: {names})")
+    names = ", ".join(CATALOGUE)
+    parser.add_argument("--schedules", nargs="+", default=CATALOGUE, metavar="NAME", help=f"which (default: {names})")
     parser.add_argument("--rounds", type=int, default=7, help="rounds that count, at least 3 (default: 7)")
     parser.add_argument("--flags", default="", help="more of pretrain_gpt.py's, for another model or batch")
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
@@ -77,14 +77,14 @@ class Run:
 
     def __init__(self, flags: str):
         from megatron.training.arguments import parse_args
-        from megatron.training.checkpointing import Progress
-        from megatron.training.log import StepResult, build_timers
-        from megatron.training.lr_schedule import build_param_scheduler
-        from megatron.training.microbatches import BatchSchedule, run_length
-        from megatron.training.model import build_model
-        from megatron.training.parallel import Parallel
-        from megatron.training.pipeline import Pipeline
-        from megatron.training.signals import SignalFlag, StopCheck
+        from megatron.training.checkpoint.checkpointing import Progress
+        from megatron.training.log.log import StepResult, build_timers
+        from megatron.training.plan.pipeline import Pipeline
+        from megatron.training.process.parallel import Parallel
+        from megatron.training.process.signals import SignalFlag, StopCheck
+        from megatron.training.step.lr_schedule import build_param_scheduler
+        from megatron.training.step.microbatches import BatchSchedule, run_length
+        from megatron.training.step.model import build_model
         from megatron.training.train import Batches, Trainer
 
         class NoLog:
@@ -162,11 +162,11 @@ def on_ranks(output: str, rounds: int, more: str, schedules: list[str]) -> None:
     import torch
     import torch.distributed as dist
 
-    from helixpipe.runtime.device import prepare
+    from helixpipe.model.device import prepare
 
     prepare()
     from megatron.training.arguments import parse_args
-    from megatron.training.parallel import initialize
+    from megatron.training.process.parallel import initialize
 
     torch.set_num_threads(1)
     model = f"{FLAGS} {more}"

@@ -11,15 +11,16 @@ from dataclasses import dataclass
 from itertools import permutations
 from math import inf
 
-from helixpipe.costs import Costs, PieceTimes
-from helixpipe.errors import ScheduleError
-from helixpipe.graph import build_graph, collector_paused, list_schedule
-from helixpipe.lowering import timers, unit_costs
-from helixpipe.program import Program
-from helixpipe.recompute import peak_memory, place_early
-from schedules.base import NoOptions, Shape
+from helixpipe.common.errors import ScheduleError
+from helixpipe.costs.by_hand import PieceTimes, unit_costs
+from helixpipe.lowering.graph import build_graph, collector_paused, list_schedule
+from helixpipe.lowering.lower import timers
+from helixpipe.planning.catalogue import NoOptions, Shape
+from helixpipe.planning.recompute import peak_memory, place_early
+from helixpipe.planning.recompute_choice import CHOICES, TOLERANCE, Choice, LayerChoices, Runs, make_stage
+from helixpipe.program.costs import Costs
+from helixpipe.program.program import Program
 from schedules.one_f_one_b import one_f_one_b_order
-from schedules.recompute_choice import CHOICES, TOLERANCE, Choice, LayerChoices, Runs, make_stage
 
 Table = list[list[float]]
 """A number for each stage and each number of layers it may have; infinite where it cannot have them."""

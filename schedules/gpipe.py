@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from helixpipe.errors import ScheduleError
-from helixpipe.program import Op, Program
-from schedules.base import NoOptions, Shape
+from helixpipe.common.errors import ScheduleError
+from helixpipe.planning.catalogue import NoOptions, Shape
+from helixpipe.program.program import Op, Program
 
 
 def gpipe(shape: Shape, options: NoOptions) -> Program:

@@ -23,14 +23,16 @@ from itertools import groupby
 from types import MappingProxyType
 from typing import Literal
 
-from helixpipe.costs import Costs
-from helixpipe.errors import ScheduleError
-from helixpipe.flags import option
-from helixpipe.graph import build_graph, list_schedule
-from helixpipe.lowering import timers, unit_costs
-from helixpipe.program import Op, Program, Stage, even_stages, model_pieces
-from helixpipe.recompute import peak_memory
-from schedules.base import Shape, require_multiple
+from helixpipe.common.errors import ScheduleError
+from helixpipe.common.flags import option
+from helixpipe.costs.by_hand import unit_costs
+from helixpipe.lowering.graph import build_graph, list_schedule
+from helixpipe.lowering.lower import timers
+from helixpipe.planning.catalogue import Shape
+from helixpipe.planning.orders import require_multiple
+from helixpipe.planning.recompute import peak_memory
+from helixpipe.program.costs import Costs
+from helixpipe.program.program import Op, Program, Stage, even_stages, model_pieces
 
 SHIPPED = MappingProxyType(
     {

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from helixpipe.program import Op, Program
-from schedules.base import NoOptions, Shape, require_multiple
+from helixpipe.planning.catalogue import NoOptions, Shape
+from helixpipe.planning.orders import require_multiple
+from helixpipe.program.program import Op, Program
 
 
 def one_f_one_b(shape: Shape, options: NoOptions) -> Program:

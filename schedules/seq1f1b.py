@@ -12,10 +12,11 @@ from __future__ import annotations
 from itertools import accumulate
 from math import ceil
 
-from helixpipe.costs import PieceTimes
-from helixpipe.program import Op, Program, Stage
-from schedules.base import NoOptions, Shape, backward_units, forward_units, one_forward_one_backward
-from schedules.list_scheduling import held_by
+from helixpipe.costs.by_hand import PieceTimes
+from helixpipe.planning.catalogue import NoOptions, Shape
+from helixpipe.planning.list_scheduling import held_by
+from helixpipe.planning.orders import backward_units, forward_units, one_forward_one_backward
+from helixpipe.program.program import Op, Program, Stage
 from schedules.zero_bubble import ZeroBubbleOptions, one_stage_a_rank
 
 

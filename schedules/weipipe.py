@@ -9,7 +9,7 @@ are equally busy where it is a multiple of p.
 
 The layers are cut into p stages of L/p layers (uneven: they differ by one). The optimizer's state of a stage is on its
 owner alone. Embedding and head are on every rank, and the head's backward follows its forward at once, so that logits
-are never kept. How weights travel is derived (`helixpipe.transfers`); a schedule is the order of the ops and no more.
+are never kept. How weights travel is derived (`lowering.borrowed`); a schedule is the order of the ops and no more.
 
 Below, F, B = I + W are times of a stage, t that of a message with its weights. The last rank starts when the first
 stage has come to it, after (p-1)t, and never waits again if messages keep up; its last gradients take one message more.
@@ -23,14 +23,14 @@ from dataclasses import dataclass, replace
 from itertools import count, takewhile, zip_longest
 from typing import Literal
 
-from helixpipe.costs import Costs
-from helixpipe.errors import ScheduleError
-from helixpipe.flags import option
-from helixpipe.graph import build_graph, list_schedule
-from helixpipe.lowering import timers
-from helixpipe.program import Op, Program, RingOptions, ring_stages
-from helixpipe.recompute import peak_memory
-from schedules.base import Shape
+from helixpipe.common.errors import ScheduleError
+from helixpipe.common.flags import option
+from helixpipe.lowering.graph import build_graph, list_schedule
+from helixpipe.lowering.lower import timers
+from helixpipe.planning.catalogue import Shape
+from helixpipe.planning.recompute import peak_memory
+from helixpipe.program.costs import Costs
+from helixpipe.program.program import Op, Program, RingOptions, ring_stages
 
 DEFAULT_SLOTS = 3
 """As many buffers as the paper has."""

@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, chain, permutations, product
 from math import ceil, floor, inf
 
-from helixpipe.costs import PieceTimes
-from helixpipe.errors import ScheduleError
-from helixpipe.flags import option
-from helixpipe.graph import collector_paused
-from helixpipe.program import Op, Program
-from schedules.base import Shape, one_forward_one_backward
-from schedules.list_scheduling import Found, Problem, Rules, greedy, problem
+from helixpipe.common.errors import ScheduleError
+from helixpipe.common.flags import option
+from helixpipe.costs.by_hand import PieceTimes
+from helixpipe.lowering.graph import collector_paused
+from helixpipe.planning.catalogue import Shape
+from helixpipe.planning.list_scheduling import Found, Problem, Rules, greedy, problem
+from helixpipe.planning.orders import one_forward_one_backward
+from helixpipe.program.program import Op, Program
 
 Orders = Callable[[Problem], list[tuple[tuple[Op, ...], ...]]]
 """Fixed orders of F and I on every rank that are worth a try."""

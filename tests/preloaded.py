@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from helixpipe.runtime.device import prepare
+from helixpipe.model.device import prepare
 
 prepare()

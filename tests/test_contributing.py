@@ -10,10 +10,10 @@ from types import ModuleType
 
 import pytest
 
-from helixpipe.costs import PieceTimes
-from helixpipe.errors import ScheduleError
-from helixpipe.lowering import lower
-from helixpipe.simulator import Simulation, simulate
+from helixpipe.common.errors import ScheduleError
+from helixpipe.costs.by_hand import PieceTimes
+from helixpipe.lowering.lower import lower
+from helixpipe.simulate.simulator import Simulation, simulate
 from schedules import Schedule, Shape, build
 
 TEXT = (Path(__file__).resolve().parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from helixpipe.errors import UserError
+from helixpipe.common.errors import UserError
 from tools.delay_line import DelayLine
 
 ROOT = Path(__file__).resolve().parents[1]

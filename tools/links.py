@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from helixpipe.timeline import count
+from helixpipe.draw.style import count
 
 T = TypeVar("T")
 

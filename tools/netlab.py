@@ -29,7 +29,7 @@ from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere, installed or not
 
-from helixpipe.errors import UserError
+from helixpipe.common.errors import UserError
 from tools.hosts import Lab, LabError, clean
 
 PORT = 29500

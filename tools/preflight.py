@@ -27,22 +27,22 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere, installed or not
 
-from helixpipe.cli_model import Plan
-from helixpipe.cli_profile import simulation_text
-from helixpipe.errors import UserError
-from helixpipe.flags import FlagParser, add_dataclass_arguments, dataclass_from_namespace, option
-from helixpipe.hardware import GIGA, RESERVED_MEMORY, Hardware
-from helixpipe.lowering import LoweredProgram, lower
-from helixpipe.model_report import report as step_report
-from helixpipe.model_report import step_text
-from helixpipe.profile_costs import ProfileCosts
-from helixpipe.simulator import simulate
-from helixpipe.timeline import count
+from helixpipe.cli.model import Plan
+from helixpipe.cli.model_report import report as step_report
+from helixpipe.cli.model_report import step_text
+from helixpipe.cli.profile import simulation_text
+from helixpipe.common.errors import UserError
+from helixpipe.common.flags import FlagParser, add_dataclass_arguments, dataclass_from_namespace, option
+from helixpipe.costs.hardware import GIGA, RESERVED_MEMORY, Hardware
+from helixpipe.costs.profile_costs import ProfileCosts
+from helixpipe.draw.style import count
+from helixpipe.lowering.lower import LoweredProgram, lower
+from helixpipe.simulate.simulator import simulate
 from megatron.training.arguments import parse_args
 from megatron.training.config import Config
-from megatron.training.costs import training_costs
-from megatron.training.output import complain, say
-from megatron.training.programs import make_program
+from megatron.training.plan.costs import training_costs
+from megatron.training.plan.programs import make_program
+from megatron.training.process.output import complain, say
 from megatron.training.validation import check_device
 
 if TYPE_CHECKING:  # the prediction does without torch

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere, installed or not
 
-from helixpipe.errors import DataError, UserError
+from helixpipe.common.errors import DataError, UserError
 
 _REPORT_AFTER = 100  # documents a worker does between two words to the parent
 _SENTENCES = "sentences are for BERT-style models, and only GPT data is made here"
@@ -198,7 +198,7 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def _build_tokenizer(work: Work) -> Any:
-    from megatron.training.tokenizer import build_tokenizer
+    from megatron.training.data.tokenizer import build_tokenizer
 
     return build_tokenizer(**work.tokenizer)
 

@@ -1,6 +1,6 @@
 """A megatron-core GPT cut into pieces: embed; norm, qkv, attn, proj, mlp of each layer; head."""
 
-from helixpipe.runtime.device import prepare
+from helixpipe.model.device import prepare
 
 prepare()  # megatron-core must be imported quietly and, without CUDA, made to run on the CPU
 

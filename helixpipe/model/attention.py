@@ -16,8 +16,8 @@ from torch import Tensor
 
 from helixpipe.model.attention_kernels import make_attend
 from helixpipe.model.backends import Kernels, Machine, choose
+from helixpipe.model.device import device
 from helixpipe.model.options import GPTOptions
-from helixpipe.runtime.device import device
 
 
 class CoreAttention(torch.nn.Module):

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from helixpipe.errors import UserError
+from helixpipe.common.errors import UserError
 from helixpipe.model import backends
 
 Attend = Callable[[Tensor, Tensor, Tensor, float, float], Tensor]

@@ -23,8 +23,8 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
-from helixpipe.errors import UserError
-from helixpipe.runtime.device import device
+from helixpipe.common.errors import UserError
+from helixpipe.model.device import device
 
 FLASH_ATTN, FLASH_ATTN_3, ENGINE, APEX = "flash-attn", "flash-attn-3", "transformer-engine", "apex"
 WEIGHT_GRADIENTS = "fused_weight_gradient_mlp_cuda"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from megatron.core.transformer import TransformerConfig
 
-from helixpipe.program import Piece
+from helixpipe.program.program import Piece
 
 
 def payload_shapes(

@@ -1,7 +1,7 @@
 """LayerNorm and RMSNorm: torch's, or a library's with torch's parameters.
 
 All have torch's parameter names, and keep the same for the backward: input, weight, and a float32 mean (LayerNorm) and
-inverse deviation a token. What `helixpipe.piece_bytes` counts holds for each.
+inverse deviation a token. What `helixpipe.costs.piece_bytes` counts holds for each.
 """
 
 from __future__ import annotations

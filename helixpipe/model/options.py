@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from helixpipe.errors import UserError
+from helixpipe.common.errors import UserError
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig

@@ -22,14 +22,14 @@ from torch import Tensor
 from helixpipe.model import boundaries
 from helixpipe.model.attention import Rotary
 from helixpipe.model.backends import Kernels, Machine, choose
+from helixpipe.model.device import device
 from helixpipe.model.ends import Embedding, loss_sum
 from helixpipe.model.layers import Layer, piece_of
 from helixpipe.model.linear import WeightGradients, defer_weight_gradients
 from helixpipe.model.norms import make_norm
 from helixpipe.model.options import GPTOptions, Microbatch, UnitContext, check_supported
 from helixpipe.model.randomness import DropoutSeeds, initial_weights
-from helixpipe.program import Piece
-from helixpipe.runtime.device import device
+from helixpipe.program.program import Piece
 
 _WORD_EMBEDDING = "embedding.word_embeddings.weight"
 _OUTPUT_LAYER = "output_layer.weight"

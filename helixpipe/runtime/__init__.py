@@ -1,1 +1,1 @@
-"""Running a program: executor, transport, stashes and the device."""
+"""A lowered program run with tensors, autograd and torch.distributed."""

@@ -17,18 +17,18 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from helixpipe.errors import UserError
-from helixpipe.graph import Message
-from helixpipe.lowering import Action, Instruction, LoweredProgram
+from helixpipe.common.errors import UserError
+from helixpipe.lowering.lower import Action, Instruction, LoweredProgram
 from helixpipe.model import Microbatch, UnitContext
+from helixpipe.model.device import device
 from helixpipe.model.kv_store import KeyValueStore, UnitKeyValues
 from helixpipe.model.linear import WeightGradients
-from helixpipe.program import Op, Piece, Segment, Unit, chunk_lengths
-from helixpipe.runtime.copies import ModelWithWeights, WeightCopies
-from helixpipe.runtime.device import device
-from helixpipe.runtime.position import Position
+from helixpipe.program.message import Message
+from helixpipe.program.program import Op, Piece, Segment, Unit, chunk_lengths
+from helixpipe.runtime.borrowed_weights import ModelWithWeights, WeightCopies
 from helixpipe.runtime.recording import Clock, Record, Recorder
 from helixpipe.runtime.transport import Receipt, Transport
+from helixpipe.watch.position import Position
 
 
 class Model(Protocol):
@@ -53,7 +53,7 @@ class Step:
     data-parallel ranks. batch: the data of a microbatch by its number in this pipeline; asked for only on ranks that
     hold embed or head. root_gradient: for a microbatch, the gradient of the objective with respect to its loss sum: a
     scalar tensor, such as loss_scale / (tokens of the microbatch * number of microbatches). micro_batch_size,
-    seq_length: of this step. confirm: asked once, between the step's opening (see `helixpipe.lowering`) and its first
+    seq_length: of this step. confirm: asked once, between the step's opening (see `lowering.lower`) and its first
     backward; where it says no, the weights have changed, and the opening is run again. It says the same on all ranks.
     complete: told of the pieces of a stage when this rank has run its last backward of them.
     """

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from helixpipe.events import MessageEvent, OpEvent, Timeline
-from helixpipe.graph import Message
-from helixpipe.lowering import LoweredProgram
-from helixpipe.program import Op
+from helixpipe.lowering.lower import LoweredProgram
+from helixpipe.program.message import Message
+from helixpipe.program.program import Op
+from helixpipe.program.timeline import MessageEvent, OpEvent, Timeline
 
 
 class Clock:

@@ -12,14 +12,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from helixpipe.errors import CheckpointError, UserError
-from helixpipe.flags import FlagParser, add_dataclass_arguments, dataclass_from_namespace, whole_number
+from helixpipe.common.errors import CheckpointError, UserError
+from helixpipe.common.flags import FlagParser, add_dataclass_arguments, dataclass_from_namespace, whole_number
 from megatron.training.config import CheckpointConfig, Config, LaunchConfig, compat
 from megatron.training.config.container import GROUPS
-from megatron.training.output import complain, say
-from megatron.training.programs import check_program
+from megatron.training.plan.programs import check_program
+from megatron.training.process.output import complain, say
 from megatron.training.validation import validate
-from schedules import SCHEDULES, find, foreign_options
+from schedules import CATALOGUE, find, foreign_options
 
 MODEL_SHAPE = (
     "num_layers",
@@ -105,7 +105,7 @@ def build_parser() -> FlagParser:
     )
     for title, cls in GROUPS.values():
         add_dataclass_arguments(parser, cls, title=title)
-    for schedule in SCHEDULES.values():
+    for schedule in CATALOGUE.values():
         add_dataclass_arguments(parser, schedule.options, title=f"schedule {schedule.name}")
     aliases = parser.add_argument_group("flags of HelixPipe's authors")
     for flag, (field, help_text, value) in compat.ALIASES.items():

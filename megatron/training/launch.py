@@ -10,10 +10,10 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from helixpipe.errors import UserError
+from helixpipe.common.errors import UserError
 from megatron.training.config import CheckpointConfig
-from megatron.training.lifetime import end_with_parent
-from megatron.training.output import complain
+from megatron.training.process.lifetime import end_with_parent
+from megatron.training.process.output import complain
 
 _LOST_CONNECTION = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 """Parts of gloo's messages when the process at the other end is gone."""
@@ -58,10 +58,10 @@ def run(started: float, argv: Sequence[str] | None = None) -> int:
 
 
 def _saved_arguments(options: CheckpointConfig) -> dict[str, Any] | None:
-    from helixpipe.runtime.device import prepare
+    from helixpipe.model.device import prepare
 
     prepare()
-    from megatron.training.checkpointing import read_arguments
+    from megatron.training.checkpoint.checkpointing import read_arguments
 
     return read_arguments(options.load) if options.load else None
 

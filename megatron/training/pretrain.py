@@ -10,16 +10,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from helixpipe.draw.text import stage_count, stage_lines
 from helixpipe.model import Microbatch
-from helixpipe.report import stage_count, stage_lines
-from helixpipe.runtime.device import prepare
-from helixpipe.runtime.position import Patience, Position
+from helixpipe.model.device import prepare
+from helixpipe.watch.position import Patience, Position
 from megatron.training.arguments import print_arguments
-from megatron.training.config import Config
-from megatron.training.data import batch_iterator, build_datasets
-from megatron.training.data_options import DataOptions
-from megatron.training.output import say
-from megatron.training.samplers import MicrobatchSampler, consumed_valid_samples, samples_needed
+from megatron.training.config import Config, core
+from megatron.training.data.datasets import batch_iterator, build_datasets
+from megatron.training.data.options import DataOptions
+from megatron.training.data.samplers import MicrobatchSampler, consumed_valid_samples, samples_needed
+from megatron.training.process.output import say
 from megatron.training.validation import check_device
 
 
@@ -29,8 +29,8 @@ def pretrain(config: Config, started: float) -> None:
     Raises UserError (alike on all ranks) for what flags, data or checkpoints get wrong.
     """
     prepare()
-    from megatron.training.parallel import initialize
-    from megatron.training.watching import watched
+    from megatron.training.process.parallel import initialize
+    from megatron.training.process.watching import watched
 
     check_device(config, gpus=torch.cuda.device_count())
     print_arguments(config)
@@ -48,16 +48,16 @@ def pretrain(config: Config, started: float) -> None:
 
 def _run(config: Config, parallel: Any, position: Position, started: float) -> None:
     # These import megatron-core, which `prepare` has to see first.
-    from megatron.training.checkpointing import Checkpointer, CheckpointOptions, Progress, read_arguments
-    from megatron.training.flops import flops_per_sample
-    from megatron.training.log import TrainingLog, build_timers, parameters_line
-    from megatron.training.lr_schedule import build_param_scheduler
-    from megatron.training.metrics import MetricsWriter
-    from megatron.training.microbatches import BatchSchedule, run_length
-    from megatron.training.model import build_model, count_parameters, say_kernels
-    from megatron.training.pipeline import Pipeline
-    from megatron.training.signals import SignalFlag, StopCheck, all_ranks_max
-    from megatron.training.tokenizer import build_tokenizer
+    from megatron.training.checkpoint.checkpointing import Checkpointer, CheckpointOptions, Progress, read_arguments
+    from megatron.training.data.tokenizer import build_tokenizer
+    from megatron.training.log.flops import flops_per_sample
+    from megatron.training.log.log import TrainingLog, build_timers, parameters_line
+    from megatron.training.log.metrics import MetricsWriter
+    from megatron.training.plan.pipeline import Pipeline
+    from megatron.training.process.signals import SignalFlag, StopCheck, all_ranks_max
+    from megatron.training.step.lr_schedule import build_param_scheduler
+    from megatron.training.step.microbatches import BatchSchedule, run_length
+    from megatron.training.step.model import build_model, count_parameters, say_kernels
     from megatron.training.train import Batches, Trainer
 
     schedule = BatchSchedule.from_config(config)
@@ -128,7 +128,7 @@ def _fix_vocabulary(config: Config, vocab_size: int, read_arguments: Callable[[s
         tp = config.parallel.tensor_model_parallel_size
         if isinstance(saved, int) and saved >= (config.data.vocab_size or vocab_size) and saved % tp == 0:
             return config.replace("data", padded_vocab_size=saved)
-    return config.replace("data", padded_vocab_size=config.gpt_options(vocab_size).vocab_size)
+    return config.replace("data", padded_vocab_size=core.gpt_options(config, vocab_size).vocab_size)
 
 
 def _tokenizer_flags(config: Config) -> dict[str, Any]:

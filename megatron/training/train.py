@@ -11,22 +11,22 @@ from typing import Any
 import torch
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
-from helixpipe.errors import UserError
+from helixpipe.common.errors import UserError
 from helixpipe.model import Microbatch
-from helixpipe.runtime.position import Patience, Position
 from helixpipe.runtime.recording import Record
-from megatron.training.checkpointing import Checkpointer, Progress
+from helixpipe.watch.position import Patience, Position
+from megatron.training.checkpoint.checkpointing import Checkpointer, Progress
 from megatron.training.config import Config
-from megatron.training.log import StepResult, TrainingLog
-from megatron.training.microbatches import BatchSchedule, RunLength, StepBatch
-from megatron.training.model import TrainingModel
-from megatron.training.output import say
-from megatron.training.parallel import Parallel
-from megatron.training.pipeline import Pipeline
-from megatron.training.profiling import Profiler
-from megatron.training.signals import StopCheck, all_ranks_max
-from megatron.training.timelines import write_timelines
-from megatron.training.update import ImmediateUpdate, UnconfirmedUpdate
+from megatron.training.log.log import StepResult, TrainingLog
+from megatron.training.log.profiling import Profiler
+from megatron.training.log.timelines import write_timelines
+from megatron.training.plan.pipeline import Pipeline
+from megatron.training.process.output import say
+from megatron.training.process.parallel import Parallel
+from megatron.training.process.signals import StopCheck, all_ranks_max
+from megatron.training.step.microbatches import BatchSchedule, RunLength, StepBatch
+from megatron.training.step.model import TrainingModel
+from megatron.training.step.update import ImmediateUpdate, UnconfirmedUpdate
 
 
 @dataclass

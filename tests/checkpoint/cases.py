@@ -21,9 +21,10 @@ from megatron.core import dist_checkpointing
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 
-from helixpipe.errors import CheckpointError
-from megatron.training import checkpoint_tensors, checkpointing
-from megatron.training.checkpointing import read_arguments
+from helixpipe.common.errors import CheckpointError
+from megatron.training.checkpoint import checkpointing
+from megatron.training.checkpoint import tensors as checkpoint_tensors
+from megatron.training.checkpoint.checkpointing import read_arguments
 from tests.checkpoint.runs import Layout, Run, contents
 
 PP, TP, DP = Layout(pp=2), Layout(tp=2), Layout()

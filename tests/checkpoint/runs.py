@@ -17,9 +17,9 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 
 from helixpipe.model import GPTOptions, PipelineModel
-from helixpipe.program import Piece
-from megatron.training.checkpoint_tensors import quiet
-from megatron.training.checkpointing import Checkpointer, CheckpointOptions, Progress
+from helixpipe.program.program import Piece
+from megatron.training.checkpoint.checkpointing import Checkpointer, CheckpointOptions, Progress
+from megatron.training.checkpoint.tensors import quiet
 from schedules import Shape, build
 from tests.model.common import set_parallel
 

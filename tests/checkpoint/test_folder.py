@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from helixpipe.errors import CheckpointError
-from megatron.training import checkpoint_folder as folders
+from helixpipe.common.errors import CheckpointError
+from megatron.training.checkpoint import folder as folders
 
 
 def make(directory: Path, *iterations: int, tracker: str | None = None) -> Path:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from helixpipe import cli
+from schedules import command as cli
 
 
 def run(capsys: pytest.CaptureFixture[str], command: str) -> str:

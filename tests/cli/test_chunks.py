@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from helixpipe import cli
+from schedules import command as cli
 from tests.cli.commands import run, run_json
 
 MODEL = "--model seq1f1b-2.7b --hardware a100-80 -p 8 -m 8"

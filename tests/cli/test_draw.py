@@ -15,16 +15,17 @@ from typing import Any
 
 import pytest
 
-from helixpipe import cli
-from helixpipe.costs import PieceTimes
-from helixpipe.errors import UserError
-from helixpipe.events import OpEvent, Timeline
-from helixpipe.lowering import lower
-from helixpipe.picture import picture
-from helixpipe.program import Op
-from helixpipe.simulator import simulate
-from helixpipe.timeline import KIND_STYLES, chrome_trace, draw, html_page, rank_bubbles, scale_note
+from helixpipe.common.errors import UserError
+from helixpipe.costs.by_hand import PieceTimes
+from helixpipe.draw.formats import chrome_trace, draw, html_page
+from helixpipe.draw.picture import picture
+from helixpipe.draw.style import KIND_STYLES, rank_bubbles, scale_note
+from helixpipe.lowering.lower import lower
+from helixpipe.program.program import Op
+from helixpipe.program.timeline import OpEvent, Timeline
+from helixpipe.simulate.simulator import simulate
 from schedules import Shape, build
+from schedules import command as cli
 
 
 def timeline(name: str = "1f1b", ranks: int = 4, microbatches: int = 8, message: float = 0.0) -> Timeline:

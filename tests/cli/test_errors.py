@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from helixpipe import cli
+from schedules import command as cli
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from helixpipe import cli
-from helixpipe.program import from_csv
-from schedules import SCHEDULES
+from helixpipe.program.program import from_csv
+from schedules import CATALOGUE
+from schedules import command as cli
 
 PAPER = ["--piece-times", "pre=1,attn=3,post=2"]
 
@@ -55,7 +55,7 @@ def test_defaults_are_comparable(capsys: pytest.CaptureFixture[str]) -> None:
     """Without flags every schedule of several ranks gets the same model, the issue's example. helix recomputes."""
     assert simulate(capsys, "helix")["ideal"] == 288 + 8 * 8 * 3 / 4
     flags = {"helix": ["--no-helix-recompute"]}
-    results = [simulate(capsys, name, *flags.get(name, ())) for name in SCHEDULES if name != "none"]
+    results = [simulate(capsys, name, *flags.get(name, ())) for name in CATALOGUE if name != "none"]
     assert {(r["ranks"], r["microbatches"], r["layers"], r["ideal"]) for r in results} == {(4, 8, 8, 288)}
     assert simulate(capsys, "none")["ranks"] == 1
 
@@ -109,11 +109,11 @@ def test_csv_round_trip(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
 def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["list"]) == 0
     out = capsys.readouterr().out
-    for schedule in SCHEDULES.values():
+    for schedule in CATALOGUE.values():
         (line,) = [line for line in out.splitlines() if line.split()[:1] == [schedule.name]]
         assert schedule.paper in line and schedule.bubble in line and schedule.memory in line
     assert cli.main(["list", "--json"]) == 0
-    assert [row["name"] for row in json.loads(capsys.readouterr().out)] == list(SCHEDULES)
+    assert [row["name"] for row in json.loads(capsys.readouterr().out)] == list(CATALOGUE)
 
 
 @pytest.mark.parametrize("columns", [50, 200])
@@ -123,7 +123,7 @@ def test_list_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert cli.main(["list"]) == 0
     out = capsys.readouterr().out
     table = re.sub(r"\x1b\[\d*m", "", out.split("\n\n")[0])
-    assert all(name in table for name in SCHEDULES)
+    assert all(name in table for name in CATALOGUE)
     assert max(map(len, table.splitlines())) <= columns
     assert ("┃" in table) == (columns == 200)
 
@@ -132,7 +132,7 @@ def test_a_process_of_its_own(tmp_path: Path) -> None:
     """Neither torch nor anything slow is imported; a reader that leaves early is no error."""
     slow = "{'torch', 'numpy', 'matplotlib', 'rich', 'megatron'} & set(sys.modules)"
     code = (
-        "import sys; from helixpipe.cli import main; code = main(['simulate', '1f1b'])\n"
+        "import sys; from schedules.command import main; code = main(['simulate', '1f1b'])\n"
         f"print({slow} or 'nothing slow', file=sys.stderr); sys.exit(code)"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}

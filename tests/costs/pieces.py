@@ -11,15 +11,15 @@ import torch
 from megatron.core.parallel_state import get_global_memory_buffer
 from torch.utils.flop_counter import FlopCounterMode
 
-from helixpipe.lowering import LoweredProgram, lower
+from helixpipe.costs.models import Chunk, Layout, ModelShape
+from helixpipe.costs.piece_bytes import PieceBytes
+from helixpipe.costs.piece_work import work
+from helixpipe.lowering.lower import LoweredProgram, lower
 from helixpipe.model import GPTOptions, Microbatch, PipelineModel, UnitContext
 from helixpipe.model.kv_store import KeyValueStore
-from helixpipe.models import Chunk, Layout, ModelShape
-from helixpipe.piece_bytes import PieceBytes
-from helixpipe.piece_work import work
-from helixpipe.program import Op, Piece, Program, Segment, Stage, Unit, model_pieces
-from helixpipe.recompute import RecomputeOptions
-from helixpipe.runtime.accounting import SavedBytes
+from helixpipe.planning.recompute import RecomputeOptions
+from helixpipe.profile.accounting import SavedBytes
+from helixpipe.program.program import Op, Piece, Program, Segment, Stage, Unit, model_pieces
 from helixpipe.runtime.executor import Executor, Step
 from helixpipe.runtime.transport import Alone
 from schedules import Shape, build

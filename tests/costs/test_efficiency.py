@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from helixpipe import cli
-from helixpipe.cli_profile import ProfileOptions, efficiency_table, hardware_measured
-from helixpipe.efficiency import fitted, reached
-from helixpipe.hardware import HARDWARE, Efficiency, find_device
-from helixpipe.model_costs import ModelCosts
-from helixpipe.models import MODELS, Chunk, Layout
-from helixpipe.piece_work import flops
-from helixpipe.profile_costs import ChunkTimes, MessageTimes, Profile
-from helixpipe.program import OP_KINDS, PIECE_KINDS
+from helixpipe.cli.profile import ProfileOptions, efficiency_table, hardware_measured
+from helixpipe.costs.efficiency import fitted, reached
+from helixpipe.costs.hardware import HARDWARE, Efficiency, find_device
+from helixpipe.costs.model_costs import ModelCosts
+from helixpipe.costs.models import MODELS, Chunk, Layout
+from helixpipe.costs.piece_work import flops
+from helixpipe.costs.profile_costs import ChunkTimes, MessageTimes, Profile
+from helixpipe.program.program import OP_KINDS, PIECE_KINDS
+from schedules import command as cli
 
 H100 = HARDWARE["h100"]
 MODEL, TOKENS = MODELS["llama2-7b"], 8192

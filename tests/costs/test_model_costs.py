@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from helixpipe.errors import UserError
-from helixpipe.hardware import GIB, HARDWARE, Efficiency, find_hardware
-from helixpipe.lowering import lower
-from helixpipe.memory import rank_memory
-from helixpipe.model_costs import ModelCosts
-from helixpipe.models import MODELS, Chunk, Layout, find_model
-from helixpipe.piece_bytes import PieceBytes
-from helixpipe.piece_work import flops, work
-from helixpipe.program import PIECE_KINDS, Op, Piece, Program, even_stages
-from helixpipe.recompute import RecomputeOptions
-from helixpipe.simulator import simulate
+from helixpipe.common.errors import UserError
+from helixpipe.costs.hardware import GIB, HARDWARE, Efficiency, find_hardware
+from helixpipe.costs.model_costs import ModelCosts
+from helixpipe.costs.models import MODELS, Chunk, Layout, find_model
+from helixpipe.costs.piece_bytes import PieceBytes
+from helixpipe.costs.piece_work import flops, work
+from helixpipe.lowering.lower import lower
+from helixpipe.planning.recompute import RecomputeOptions
+from helixpipe.program.program import PIECE_KINDS, Op, Piece, Program, even_stages
+from helixpipe.simulate.memory import rank_memory
+from helixpipe.simulate.simulator import simulate
 from schedules import Shape, build
 
 SEVEN, H20 = MODELS["llama2-7b"], HARDWARE["h20"]

@@ -14,13 +14,13 @@ import numpy
 import pytest
 import torch
 
-from helixpipe.errors import DataError, UserError
+from helixpipe.common.errors import DataError, UserError
 from helixpipe.model.options import Microbatch
-from megatron.training.data import Datasets, batch_iterator, build_datasets
-from megatron.training.data_options import DataOptions, parse_blend, parse_split
-from megatron.training.indexed_files import read_indexed_file
-from megatron.training.samplers import MicrobatchSampler
-from megatron.training.tokenizer import build_tokenizer
+from megatron.training.data.datasets import Datasets, batch_iterator, build_datasets
+from megatron.training.data.indexed_files import read_indexed_file
+from megatron.training.data.options import DataOptions, parse_blend, parse_split
+from megatron.training.data.samplers import MicrobatchSampler
+from megatron.training.data.tokenizer import build_tokenizer
 from tests.data.conftest import story
 
 MakePair = Callable[..., str]

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from helixpipe.errors import DataError, UserError
+from helixpipe.common.errors import DataError, UserError
 from tests.data.conftest import story, write_lines
 from tools.preprocess_data import cut, main, parse_arguments, preprocess
 from tools.stdlib_corpus import unigram_entropy, write_corpus

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helixpipe.errors import UserError
-from megatron.training.samplers import MicrobatchSampler, consumed_valid_samples, samples_needed
+from helixpipe.common.errors import UserError
+from megatron.training.data.samplers import MicrobatchSampler, consumed_valid_samples, samples_needed
 
 KINDS = [("single", False), ("single", True), ("cyclic", False)]
 

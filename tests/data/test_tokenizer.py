@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helixpipe.errors import UserError
-from megatron.training.tokenizer import TOKENIZER_TYPES, build_tokenizer, padded_vocab_size
+from helixpipe.common.errors import UserError
+from megatron.training.config.vocabulary import padded_vocab_size
+from megatron.training.data.tokenizer import TOKENIZER_TYPES, build_tokenizer
 
 
 def test_bytes() -> None:

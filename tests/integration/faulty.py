@@ -42,10 +42,11 @@ class Faulty:
 
 def main() -> None:
     started = time.monotonic()
-    from helixpipe.runtime.device import prepare
+    from helixpipe.model.device import prepare
 
     prepare()
-    from megatron.training import launch, pipeline
+    from megatron.training import launch
+    from megatron.training.plan import pipeline
 
     fault, rank, *numbers = os.environ["FAULT"].split()
     make: Any = pipeline.make_transport

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from helixpipe.errors import UserError
+from helixpipe.common.errors import UserError
 from megatron.training.arguments import parse_args
 from tests.integration.launching import MOCK, MODEL, Launch
 

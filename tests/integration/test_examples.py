@@ -16,7 +16,7 @@ import pytest
 
 from megatron.training.arguments import parse_args
 from megatron.training.config import Config
-from megatron.training.costs import model_shape, training_costs
+from megatron.training.plan.costs import model_shape, training_costs
 from tests.integration.launching import ROOT
 from tools.hosts import Lab, unavailable
 
@@ -138,7 +138,7 @@ def test_a_dry_run_predicts_and_prints_the_same_flags(script: str, ranks: int, n
 def test_every_published_setup(turn: int, schedule: str, hardware: str, fakes: Path) -> None:
     """Model, batch and hardware are the published ones, and the program can run. Recomputation inside the backwards
     leaves out what takes long to find. Nodes take turns: each setup is met under one of the four at least."""
-    from helixpipe.models import MODELS
+    from helixpipe.costs.models import MODELS
 
     models, lengths = ("1.3b", "3b", "7b"), (32, 64, 96, 128)
     for (i, model), (j, tokens) in product(enumerate(models), enumerate(lengths)):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from helixpipe.errors import UserError
+from helixpipe.common.errors import UserError
 from tests.integration.launching import MOCK, ROOT, Launch, Result
 from tools import hosts
 from tools.hosts import Lab, namespaces, unavailable

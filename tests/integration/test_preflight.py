@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helixpipe.errors import UserError
+from helixpipe.common.errors import UserError
 from tests.distributed import run_ranks
 from tests.integration.launching import MOCK, ROOT
 from tools.hosts import Lab, unavailable
@@ -49,7 +49,7 @@ def test_it_predicts_what_the_simulator_does(
         "simulate zb1p --model helix-1.3b --seq-length 32768 --hardware h20 --nodes 2 --ranks 2 --tensor-parallel 8"
     )
     theirs = subprocess.run(
-        [sys.executable, "-m", "helixpipe.cli", *command.split(), "--global-batch-size", "4"],
+        [sys.executable, "-m", "schedules.command", *command.split(), "--global-batch-size", "4"],
         cwd=ROOT,
         capture_output=True,
         text=True,

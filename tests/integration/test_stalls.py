@@ -8,9 +8,9 @@ import signal
 
 import pytest
 
-from helixpipe.lowering import lower
+from helixpipe.lowering.lower import lower
+from helixpipe.planning.catalogue import Shape
 from schedules import build
-from schedules.base import Shape
 from tests.integration.launching import MOCK, Launch, Result
 
 FAULTY = "tests/integration/faulty.py"

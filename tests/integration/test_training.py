@@ -19,7 +19,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from helixpipe.events import Timeline
+from helixpipe.program.timeline import Timeline
 from tests.integration.launching import MOCK, MODEL, Launch, Result
 
 ITERATIONS = 8

@@ -14,8 +14,8 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
 from helixpipe.model import GPTOptions, Microbatch, PipelineModel, UnitContext
-from helixpipe.program import Piece, model_pieces
-from helixpipe.runtime.device import device
+from helixpipe.model.device import device
+from helixpipe.program.program import Piece, model_pieces
 
 LAYERS, VOCABULARY, SEQUENCE, BATCH = 2, 48, 12, 2
 CHAIN = model_pieces(LAYERS)

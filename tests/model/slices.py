@@ -17,7 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import layers, mappings
 
 from helixpipe.model import PipelineModel
-from helixpipe.program import Piece
+from helixpipe.program.program import Piece
 from tests.model.common import (
     BATCH,
     CHAIN,

@@ -11,7 +11,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
-from helixpipe.errors import UserError
+from helixpipe.common.errors import UserError
 from helixpipe.model.attention import CoreAttention
 from helixpipe.model.backends import Kernels
 from tests import fakes

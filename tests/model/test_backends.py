@@ -13,7 +13,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
-from helixpipe.errors import UserError
+from helixpipe.common.errors import UserError
 from helixpipe.model import backends
 from helixpipe.model.backends import Kernels, Machine, choose, fuses_weight_gradients, transport_name
 from tests.model.common import make_config

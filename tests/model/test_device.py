@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 
-from helixpipe.runtime import device
+from helixpipe.model import device
 
 device.prepare()
 

@@ -10,13 +10,13 @@ import torch
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-from helixpipe.errors import UserError
+from helixpipe.common.errors import UserError
 from helixpipe.model import GPTOptions, UnitContext
 from helixpipe.model.attention import CoreAttention, Rotary
 from helixpipe.model.boundaries import payload_shapes
 from helixpipe.model.options import check_supported
 from helixpipe.model.randomness import derive_seed, initial_weights
-from helixpipe.program import Piece
+from helixpipe.program.program import Piece
 from tests.model.common import make_config, make_options
 
 NO_GROUP = SimpleNamespace(size=lambda: 1, rank=lambda: 0)

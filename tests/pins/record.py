@@ -16,7 +16,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from helixpipe.cli import main
+from schedules.command import main
 
 HERE = Path(__file__).resolve().parent
 CASES, FIGURES = HERE / "cases.txt", HERE / "figures.json"

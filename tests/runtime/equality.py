@@ -12,17 +12,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from helixpipe.runtime.device import device, prepare
+from helixpipe.model.device import device, prepare
 
 prepare()  # before megatron-core is imported, whose notices it silences
 
 from megatron.core import parallel_state
 
-from helixpipe.costs import PieceTimes, parse_piece_times
-from helixpipe.lowering import lower, unit_costs
+from helixpipe.costs.by_hand import PieceTimes, parse_piece_times, unit_costs
+from helixpipe.lowering.lower import lower
 from helixpipe.model import Microbatch, PipelineModel
-from helixpipe.program import Op, Piece, Program, Stage, forward_only, model_pieces, parse_rows
-from helixpipe.recompute import RecomputeOptions, place_early
+from helixpipe.planning.recompute import RecomputeOptions, place_early
+from helixpipe.program.program import Op, Piece, Program, Stage, forward_only, model_pieces, parse_rows
 from helixpipe.runtime.executor import Executor, Step
 from helixpipe.runtime.transport import Alone, GlooTransport, Transport, make_transport
 from schedules import Shape, build

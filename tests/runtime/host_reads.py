@@ -10,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from helixpipe.runtime.device import device, prepare
+from helixpipe.model.device import device, prepare
 
 prepare()  # before megatron-core is imported, whose notices it silences
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from helixpipe.runtime.device import device, prepare
+from helixpipe.model.device import device, prepare
 
 prepare()  # before megatron-core is imported, whose notices it silences
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from helixpipe.graph import Graph, Message, build_graph
+from helixpipe.lowering.graph import Graph, build_graph
 from helixpipe.model.linear import WeightGradients
-from helixpipe.program import Op, Piece, ring_stages
-from helixpipe.runtime.copies import WeightCopies
+from helixpipe.program.message import Message
+from helixpipe.program.program import Op, Piece, ring_stages
+from helixpipe.runtime.borrowed_weights import WeightCopies
 from schedules import Shape, build
 from schedules.weipipe import WeipipeOptions
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from helixpipe.program import to_csv
-from helixpipe.recompute import RecomputeOptions
+from helixpipe.planning.recompute import RecomputeOptions
+from helixpipe.program.program import to_csv
 from schedules import Shape, build
 from schedules.weipipe import WeipipeOptions
 from tests.distributed import run_ranks

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from helixpipe.recompute import RecomputeOptions
-from schedules import SCHEDULES
+from helixpipe.planning.recompute import RecomputeOptions
+from schedules import CATALOGUE
 from tests.distributed import run_ranks
 from tests.runtime.equality import Case
 from tests.runtime.host_reads import reads, run_without_reads
@@ -45,7 +45,7 @@ def test_a_step_on_a_gpu_does_not_make_the_host_wait() -> None:
 
 
 def test_every_schedule_is_among_them() -> None:
-    assert {case.schedule for case in CASES} == set(SCHEDULES)
+    assert {case.schedule for case in CASES} == set(CATALOGUE)
 
 
 def test_the_guard_knows_a_read() -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from helixpipe.lowering import lower
-from helixpipe.program import Op
+from helixpipe.lowering.lower import lower
+from helixpipe.program.program import Op
 from helixpipe.runtime.recording import Clock, Record, Recorder, merge_records
 from schedules import Shape, build
 

@@ -14,19 +14,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helixpipe import cli
-from helixpipe.cli_model import ModelOptions, make_plan
-from helixpipe.costs import Costs, PieceTimes
-from helixpipe.errors import ScheduleError
-from helixpipe.lowering import lower
-from helixpipe.program import LAYER_PIECES, PIECE_KINDS, Op, Piece, Program, Stage
-from helixpipe.recompute import RecomputeOptions, peak_memory
-from helixpipe.simulator import simulate
-from helixpipe.validate import validate
+from helixpipe.cli.model import ModelOptions, make_plan
+from helixpipe.common.errors import ScheduleError
+from helixpipe.costs.by_hand import PieceTimes
+from helixpipe.lowering.lower import lower
+from helixpipe.lowering.validate import validate
+from helixpipe.planning.recompute import RecomputeOptions, peak_memory
+from helixpipe.planning.recompute_choice import LayerChoices, make_stage
+from helixpipe.program.costs import Costs
+from helixpipe.program.program import LAYER_PIECES, PIECE_KINDS, Op, Piece, Program, Stage
+from helixpipe.simulate.simulator import simulate
 from schedules import Shape, build
+from schedules import command as cli
 from schedules.adapipe import Search, Stages, splits_by_time
-from schedules.recompute_choice import LayerChoices, make_stage
-from tests.core.random_programs import DETERMINISTIC
+from tests.lowering.random_programs import DETERMINISTIC
 
 TIMES = PieceTimes({"qkv": 1, "attn": 3, "mlp": 2})
 LAZY = RecomputeOptions(recompute_early=False)

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from helixpipe.errors import ProgramError, ScheduleError, UserError
-from helixpipe.lowering import lower
-from helixpipe.program import Program, forward_only, from_csv, to_csv
-from helixpipe.report import stage_count
-from helixpipe.validate import validate
-from schedules import SCHEDULES, Shape, build, find, foreign_options
+from helixpipe.common.errors import ProgramError, ScheduleError, UserError
+from helixpipe.draw.text import stage_count
+from helixpipe.lowering.lower import lower
+from helixpipe.lowering.validate import validate
+from helixpipe.program.program import Program, forward_only, from_csv, to_csv
+from schedules import CATALOGUE, Shape, build, find, foreign_options
 
 
 def grid() -> Iterator[Shape]:
@@ -34,7 +34,7 @@ def try_build(name: str, shape: Shape) -> Program | None:
         return None
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", CATALOGUE)
 def test_every_schedule_over_the_grid(name: str) -> None:
     built = 0
     for shape in grid():
@@ -56,7 +56,7 @@ def test_every_schedule_over_the_grid(name: str) -> None:
     assert built >= 3
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", CATALOGUE)
 def test_schedules_are_pure(name: str) -> None:
     for shape in (Shape(1, 3, 6), Shape(4, 8, 24), Shape(3, 3, 18, virtual_stages=2)):
         before = repr(shape)
@@ -166,7 +166,7 @@ def test_a_name_like_nothing_lists_what_is_known() -> None:
 
 
 def test_the_catalogue_says_what_each_is() -> None:
-    for name, schedule in SCHEDULES.items():
+    for name, schedule in CATALOGUE.items():
         assert schedule.name == name and schedule.paper and schedule.bubble and schedule.memory
         assert schedule.build.__doc__
 
@@ -212,11 +212,11 @@ def test_a_file_with_a_huge_number_is_refused_before_anything_is_built(tmp_path:
 def test_flags_of_other_schedules_are_named() -> None:
     given = {"helix_folds": "--num-fold", "zb_max_inflight": "--zb-max-inflight", "ranks": "-p"}
     zero_bubble = "zb1p, zb2p, zbv, zb-interleaved, seq1f1b-zb"
-    assert foreign_options(given, [SCHEDULES["1f1b"]]) == [
+    assert foreign_options(given, [CATALOGUE["1f1b"]]) == [
         "--num-fold is an option of helix, not of 1f1b.",
         f"--zb-max-inflight is an option of {zero_bubble}, not of 1f1b.",
     ]
-    assert foreign_options(given, [SCHEDULES["helix"], SCHEDULES["zb1p"]]) == []
+    assert foreign_options(given, [CATALOGUE["helix"], CATALOGUE["zb1p"]]) == []
     assert foreign_options({"helix_folds": "--helix-folds"}, []) == [
         "--helix-folds is an option of helix, not of a file."
     ]

@@ -11,20 +11,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helixpipe.costs import PieceTimes, stage_stash
-from helixpipe.errors import ScheduleError
-from helixpipe.hardware import HARDWARE
-from helixpipe.lowering import lower
-from helixpipe.memory import rank_memory
-from helixpipe.model_costs import ModelCosts
-from helixpipe.models import MODELS, Layout
-from helixpipe.program import LAYER_PIECES, Op, Piece, Program
-from helixpipe.recompute import RecomputeOptions, peak_memory
-from helixpipe.simulator import Simulation, simulate
-from helixpipe.validate import validate
+from helixpipe.common.errors import ScheduleError
+from helixpipe.costs.by_hand import PieceTimes, stage_stash
+from helixpipe.costs.hardware import HARDWARE
+from helixpipe.costs.model_costs import ModelCosts
+from helixpipe.costs.models import MODELS, Layout
+from helixpipe.lowering.lower import lower
+from helixpipe.lowering.validate import validate
+from helixpipe.planning.recompute import RecomputeOptions, peak_memory
+from helixpipe.program.program import LAYER_PIECES, Op, Piece, Program
+from helixpipe.simulate.memory import rank_memory
+from helixpipe.simulate.simulator import Simulation, simulate
 from schedules import Shape, build
 from schedules.helix import SHIPPED, HelixOptions
-from tests.core.random_programs import DETERMINISTIC
+from tests.lowering.random_programs import DETERMINISTIC
 
 PAPER = {"qkv": 1.0, "attn": 3.0, "mlp": 2.0}
 INSIDE = RecomputeOptions(recompute_early=False)

@@ -12,17 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helixpipe.costs import PieceTimes
-from helixpipe.errors import ProgramError, ScheduleError
-from helixpipe.lowering import lower
-from helixpipe.program import Op, Program, even_stages, to_csv
-from helixpipe.simulator import Simulation, simulate
-from helixpipe.validate import validate
+from helixpipe.common.errors import ProgramError, ScheduleError
+from helixpipe.costs.by_hand import PieceTimes
+from helixpipe.lowering.lower import lower
+from helixpipe.lowering.validate import validate
+from helixpipe.planning.list_scheduling import Rules, greedy, problem
+from helixpipe.planning.orders import backward_units, forward_units, one_forward_one_backward
+from helixpipe.program.program import Op, Program, even_stages, to_csv
+from helixpipe.simulate.simulator import Simulation, simulate
 from schedules import Shape, build
-from schedules.base import backward_units, forward_units, one_forward_one_backward
-from schedules.list_scheduling import Rules, greedy, problem
 from schedules.zero_bubble import ZeroBubbleOptions
-from tests.core.random_programs import DETERMINISTIC, random_costs
+from tests.lowering.random_programs import DETERMINISTIC, random_costs
 
 EQUAL = PieceTimes({"mlp": 1.0})  # F = I = W = 1 a layer, chunks of equal time
 LONG = PieceTimes({"qkv": 1, "attn": 10, "mlp": 2}, message=0.1)

@@ -10,22 +10,22 @@ from random import Random
 
 import pytest
 
-from helixpipe.costs import PieceTimes
-from helixpipe.errors import ScheduleError
-from helixpipe.hardware import HARDWARE, Efficiency
-from helixpipe.lowering import lower
-from helixpipe.memory import rank_memory
-from helixpipe.model_costs import ModelCosts
-from helixpipe.models import MODELS, Layout
-from helixpipe.program import Op, Piece, Program, format_rows, from_csv, to_csv
-from helixpipe.recompute import RecomputeOptions, peak_memory
-from helixpipe.simulator import Simulation, simulate
-from helixpipe.validate import untrainable, validate
+from helixpipe.common.errors import ScheduleError
+from helixpipe.costs.by_hand import PieceTimes
+from helixpipe.costs.hardware import HARDWARE, Efficiency
+from helixpipe.costs.model_costs import ModelCosts
+from helixpipe.costs.models import MODELS, Layout
+from helixpipe.lowering.lower import lower
+from helixpipe.lowering.validate import untrainable, validate
+from helixpipe.planning.recompute import RecomputeOptions, peak_memory
+from helixpipe.program.program import Op, Piece, Program, format_rows, from_csv, to_csv
+from helixpipe.simulate.memory import rank_memory
+from helixpipe.simulate.simulator import Simulation, simulate
 from schedules import Shape, build
 from schedules.weipipe import WeipipeOptions
 from tests.cli.commands import run as run_command
 from tests.cli.commands import run_json
-from tests.core.rendezvous import Machine
+from tests.lowering.rendezvous import Machine
 
 NAMES = ("weipipe-naive", "weipipe", "wzb1", "wzb2")
 PAPER = Shape(8, 32, 8)

@@ -12,20 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from helixpipe import cli
-from helixpipe.costs import Costs, PieceTimes
-from helixpipe.errors import ScheduleError
-from helixpipe.hardware import find_hardware
-from helixpipe.lowering import lower
-from helixpipe.model_costs import ModelCosts
-from helixpipe.models import Layout, find_model
-from helixpipe.program import Op, Program, even_stages, parse_rows
-from helixpipe.recompute import peak_memory
-from helixpipe.simulator import Simulation, simulate
+from helixpipe.common.errors import ScheduleError
+from helixpipe.costs.by_hand import PieceTimes
+from helixpipe.costs.hardware import find_hardware
+from helixpipe.costs.model_costs import ModelCosts
+from helixpipe.costs.models import Layout, find_model
+from helixpipe.lowering.lower import lower
+from helixpipe.planning.list_scheduling import Rules, greedy, problem
+from helixpipe.planning.recompute import peak_memory
+from helixpipe.program.costs import Costs
+from helixpipe.program.program import Op, Program, even_stages, parse_rows
+from helixpipe.simulate.simulator import Simulation, simulate
 from schedules import Shape, build, zero_bubble
-from schedules.list_scheduling import Rules, greedy, problem
+from schedules import command as cli
 from schedules.zero_bubble import ZeroBubbleOptions
-from tests.core.random_programs import DETERMINISTIC, random_costs
+from tests.lowering.random_programs import DETERMINISTIC, random_costs
 
 EQUAL = PieceTimes({"mlp": 1.0})  # F = I = W = 1 a layer
 LONG = PieceTimes({"qkv": 1, "attn": 10, "mlp": 2})  # F = 13, I = 1 + 20 + 2, W = 1 + 0 + 2

@@ -11,7 +11,7 @@ import torch
 from megatron.core.tensor_parallel import layers
 
 from megatron.training.config import Config, core
-from megatron.training.log import StepResult
+from megatron.training.log.log import StepResult
 from megatron.training.train import Trainer
 from tests.fakes import WeightGradientKernels
 from tests.model.common import set_parallel

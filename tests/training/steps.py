@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from helixpipe.runtime.device import prepare
+from helixpipe.model.device import prepare
 
 prepare()  # before megatron-core is imported, whose notices it silences
 
@@ -18,20 +18,20 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import get_megatron_optimizer
 
-from helixpipe.errors import UserError
+from helixpipe.common.errors import UserError
 from helixpipe.model import Microbatch, PipelineModel
-from helixpipe.program import model_pieces
+from helixpipe.program.program import model_pieces
 from megatron.training.arguments import parse_args
-from megatron.training.checkpointing import Progress
-from megatron.training.config import Config
-from megatron.training.log import StepResult, build_timers
-from megatron.training.microbatches import BatchSchedule, run_length
-from megatron.training.model import build_model, count_parameters
-from megatron.training.parallel import Parallel
-from megatron.training.pipeline import Pipeline
-from megatron.training.signals import SignalFlag, StopCheck
+from megatron.training.checkpoint.checkpointing import Progress
+from megatron.training.config import Config, core
+from megatron.training.log.log import StepResult, build_timers
+from megatron.training.plan.pipeline import Pipeline
+from megatron.training.process.parallel import Parallel
+from megatron.training.process.signals import SignalFlag, StopCheck
+from megatron.training.step.microbatches import BatchSchedule, run_length
+from megatron.training.step.model import build_model, count_parameters
+from megatron.training.step.update import Outcome
 from megatron.training.train import Batches, Trainer
-from megatron.training.update import Outcome
 from tests.model.common import set_parallel
 
 STEPS, SEQUENCE, VOCABULARY, GLOBAL_BATCH = 20, 16, 128, 8
@@ -187,21 +187,21 @@ def reference(rank: int, world_size: int, runs: list[Run]) -> list[list[float]]:
 
 
 def reference_losses(config: Config) -> list[float]:
-    core = config.to_transformer_config()
-    options = config.gpt_options(VOCABULARY - 1)
+    transformer = core.transformer_config(config)
+    options = core.gpt_options(config, VOCABULARY - 1)
     spec = get_gpt_layer_local_spec(normalization="RMSNorm" if config.model.swiglu else None)
     model = GPTModel(
-        core,
+        transformer,
         spec,
         options.vocab_size,
         options.max_sequence_length,
         share_embeddings_and_output_weights=options.share_embeddings_and_output_weights,
         position_embedding_type=options.position_embedding_type,  # type: ignore[arg-type]
-    ).to(core.params_dtype)
-    ours = PipelineModel(core, options, model_pieces(core.num_layers), seed=config.training.seed)
+    ).to(transformer.params_dtype)
+    ours = PipelineModel(transformer, options, model_pieces(transformer.num_layers), seed=config.training.seed)
     model.load_state_dict({name: value for name, value in ours.state_dict().items() if value is not None})
-    ddp = DistributedDataParallel(core, config.to_ddp_config(), model)
-    optimizer = get_megatron_optimizer(config.to_optimizer_config(), [ddp], use_gloo_process_groups=False)
+    ddp = DistributedDataParallel(transformer, core.ddp_config(config), model)
+    optimizer = get_megatron_optimizer(core.optimizer_config(config), [ddp], use_gloo_process_groups=False)
     positions = torch.arange(SEQUENCE)[None]
     attention_mask = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)[None, None]
     losses, index = [], 0

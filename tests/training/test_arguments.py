@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from helixpipe.errors import CheckpointError, UserError
-from helixpipe.flags import FlagParser
+from helixpipe.common.errors import CheckpointError, UserError
+from helixpipe.common.flags import FlagParser
 from megatron.training.arguments import (
     build_parser,
     format_arguments,
@@ -18,7 +18,7 @@ from megatron.training.arguments import (
     parse_args,
     print_arguments,
 )
-from megatron.training.config import LaunchConfig, compat
+from megatron.training.config import LaunchConfig, compat, core
 from megatron.training.validation import check_device
 from tests.training.helpers import BASE, config
 
@@ -368,5 +368,9 @@ def test_model_shape_from_a_checkpoint() -> None:
 def test_the_end_of_a_null_tokenizers_documents_has_a_row() -> None:
     """It is the number after those that --vocab-size counts."""
     null = "--tokenizer-type NullTokenizer --make-vocab-size-divisible-by 512 --vocab-size"
-    assert config(f"{null} 511").gpt_options().vocab_size == 512
-    assert config(f"{null} 512").gpt_options().vocab_size == config(f"{null} 512").gpt_options(513).vocab_size == 1024
+    assert core.gpt_options(config(f"{null} 511")).vocab_size == 512
+    assert (
+        core.gpt_options(config(f"{null} 512")).vocab_size
+        == core.gpt_options(config(f"{null} 512"), 513).vocab_size
+        == 1024
+    )

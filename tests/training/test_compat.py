@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from helixpipe.errors import CheckpointError, UserError
+from helixpipe.common.errors import CheckpointError, UserError
 from megatron.training.arguments import build_parser, overlay_checkpoint_args, parse_args, split_unavailable
 from megatron.training.config import compat
 from tests.training.helpers import config

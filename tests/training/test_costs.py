@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from helixpipe.errors import UserError
-from helixpipe.hardware import GIB, HARDWARE, RESERVED_MEMORY
-from helixpipe.model_costs import ModelCosts
-from helixpipe.models import Layout
-from helixpipe.profile_costs import ProfileCosts
-from megatron.training.costs import memory_limit, model_shape, training_costs
-from megatron.training.programs import make_program
-from tests.costs.test_profile import make_profile
+from helixpipe.common.errors import UserError
+from helixpipe.costs.hardware import GIB, HARDWARE, RESERVED_MEMORY
+from helixpipe.costs.model_costs import ModelCosts
+from helixpipe.costs.models import Layout
+from helixpipe.costs.profile_costs import ProfileCosts
+from megatron.training.plan.costs import memory_limit, model_shape, training_costs
+from megatron.training.plan.programs import make_program
+from tests.profile.test_profile import make_profile
 from tests.training.helpers import config
 
 

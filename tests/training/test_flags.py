@@ -9,8 +9,15 @@ from typing import Literal
 
 import pytest
 
-from helixpipe.errors import UserError
-from helixpipe.flags import FlagParser, add_dataclass_arguments, dataclass_from_namespace, nearest_name, option, setting
+from helixpipe.common.errors import UserError
+from helixpipe.common.flags import (
+    FlagParser,
+    add_dataclass_arguments,
+    dataclass_from_namespace,
+    nearest_name,
+    option,
+    setting,
+)
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from helixpipe.errors import UserError
-from megatron.training.log import (
+from helixpipe.common.errors import UserError
+from megatron.training.log.log import (
     MemoryUse,
     StepResult,
     TrainingLog,
@@ -21,7 +21,7 @@ from megatron.training.log import (
     parameters_line,
     validation_line,
 )
-from megatron.training.metrics import MetricsWriter
+from megatron.training.log.metrics import MetricsWriter
 from tests.training.helpers import config
 
 NUMBER = r"-?\d\.\d{6}E[+-]\d{2}"

@@ -9,13 +9,13 @@ from tests.training.precision import ITERATIONS, SPOILED, Steps, with_an_overflo
 from tests.training.steps import Run
 
 SCALING = "--fp16 --initial-loss-scale 1024 --hysteresis 1 --loss-scale-window 4 --min-loss-scale 256"
-SCHEDULES = {
+CATALOGUE = {
     "1f1b": "--pipeline-schedule 1f1b",
     "1f1b, distributed optimizer": "--pipeline-schedule 1f1b --use-distributed-optimizer",
     "zb1p": "--pipeline-schedule zb1p",
     "weipipe": "--pipeline-schedule weipipe",
 }
-SCALED = {name: Run("llama", f"{SCALING} {flags}", pp=2) for name, flags in SCHEDULES.items()}
+SCALED = {name: Run("llama", f"{SCALING} {flags}", pp=2) for name, flags in CATALOGUE.items()}
 PLAIN = Run("llama", "--pipeline-schedule 1f1b", pp=2)
 
 FUSED = [

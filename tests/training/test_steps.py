@@ -12,16 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.transformer.enums import AttnBackend
 
-from helixpipe.errors import UserError
+from helixpipe.common.errors import UserError
 from helixpipe.model.backends import Machine
 from megatron.training.arguments import parse_args
-from megatron.training.config import Config
+from megatron.training.config import Config, core
 from megatron.training.config.core import transformer_config
-from megatron.training.flops import flops_per_sample
-from megatron.training.lr_schedule import build_param_scheduler, schedule_lengths
-from megatron.training.microbatches import BatchSchedule, StepBatch, run_length
-from megatron.training.programs import make_program
-from megatron.training.signals import SignalFlag, StopCheck, StopReason, all_ranks_max
+from megatron.training.log.flops import flops_per_sample
+from megatron.training.plan.programs import make_program
+from megatron.training.process.signals import SignalFlag, StopCheck, StopReason, all_ranks_max
+from megatron.training.step.lr_schedule import build_param_scheduler, schedule_lengths
+from megatron.training.step.microbatches import BatchSchedule, StepBatch, run_length
 from tests.training.helpers import BASE, config
 
 
@@ -131,7 +131,7 @@ def test_evaluation_alone_needs_no_learning_rate() -> None:
     chosen = parse_args(words.split(), environ={})
     assert run_length(chosen, batches(chosen)) == (0, 0)
     assert build_param_scheduler(Optimizer(), chosen, batches(chosen)).get_lr({}) == 0.0
-    assert chosen.to_optimizer_config().lr == 0.0
+    assert core.optimizer_config(chosen).lr == 0.0
 
 
 def test_weight_decay_may_grow() -> None:
@@ -188,22 +188,22 @@ def test_megatron_core_configurations() -> None:
         "--adam-beta2 0.95 --clip-grad 0.5 --hidden-dropout 0",
         world=2,
     )
-    transformer = chosen.to_transformer_config()
+    transformer = core.transformer_config(chosen)
     assert transformer.gated_linear_unit and transformer.activation_func is torch.nn.functional.silu
     assert (transformer.num_query_groups, transformer.kv_channels, transformer.ffn_hidden_size) == (2, 16, 128)
     assert not transformer.add_bias_linear and transformer.normalization == "RMSNorm"
     assert transformer.params_dtype is transformer.pipeline_dtype is torch.bfloat16
     assert transformer.sequence_parallel and transformer.attention_backend is AttnBackend.flash
     assert (transformer.hidden_dropout, transformer.attention_dropout) == (0.0, 0.1)
-    optimizer = chosen.to_optimizer_config()
+    optimizer = core.optimizer_config(chosen)
     assert (optimizer.adam_beta2, optimizer.clip_grad, optimizer.lr) == (0.95, 0.5, 1e-3)
     assert optimizer.bf16 and optimizer.use_distributed_optimizer
-    ddp = chosen.to_ddp_config()
+    ddp = core.ddp_config(chosen)
     assert ddp.grad_reduce_in_fp32 and ddp.use_distributed_optimizer and not ddp.overlap_grad_reduce
-    gpt = chosen.gpt_options()
+    gpt = core.gpt_options(chosen)
     assert (gpt.vocab_size, gpt.rotary_base, gpt.max_sequence_length) == (256, 500000, 32)
     assert gpt.position_embedding_type == "rope" and not gpt.share_embeddings_and_output_weights
-    assert (gpt.chunk_size, config("--chunk-size 7").gpt_options(100).chunk_size) == (0, 7)
+    assert (gpt.chunk_size, core.gpt_options(config("--chunk-size 7"), 100).chunk_size) == (0, 7)
 
 
 def test_fusions_are_for_gpus_that_have_the_kernels() -> None:
@@ -222,9 +222,9 @@ def test_fusions_are_for_gpus_that_have_the_kernels() -> None:
 
 
 def test_the_vocabulary_comes_from_a_flag_or_the_tokenizer() -> None:
-    assert config().gpt_options(vocab_size=1000).vocab_size == 128
-    assert config("--padded-vocab-size 104").gpt_options().vocab_size == 104
-    assert config("--make-vocab-size-divisible-by 8").gpt_options().vocab_size == 104
+    assert core.gpt_options(config(), vocab_size=1000).vocab_size == 128
+    assert core.gpt_options(config("--padded-vocab-size 104")).vocab_size == 104
+    assert core.gpt_options(config("--make-vocab-size-divisible-by 8")).vocab_size == 104
 
 
 # ------------------------------------------------------------------------------------------------------------- stopping

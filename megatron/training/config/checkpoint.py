@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from helixpipe.flags import option
+from helixpipe.common.flags import option
 
 
 @dataclass(frozen=True)

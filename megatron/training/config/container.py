@@ -5,23 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from helixpipe.chunk_options import ChunkOptions
-from helixpipe.recompute import RecomputeOptions
+from helixpipe.planning.chunk_options import ChunkOptions
+from helixpipe.planning.recompute import RecomputeOptions
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.data import DataConfig
 from megatron.training.config.log import LoggingConfig
 from megatron.training.config.model import ModelConfig
 from megatron.training.config.parallel import LaunchConfig, ParallelConfig
 from megatron.training.config.training import TrainingConfig
-
-if TYPE_CHECKING:  # these import torch, which parsing and --help do without
-    from megatron.core.distributed import DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig
-    from megatron.core.transformer import TransformerConfig
-
-    from helixpipe.model import GPTOptions
 
 GROUPS: Mapping[str, tuple[str, type]] = {
     "model": ("model", ModelConfig),
@@ -74,27 +67,3 @@ class Config:
                 value = getattr(group, item.name)
                 values[item.name] = list(value) if isinstance(value, tuple) else value
         return values
-
-    def to_transformer_config(self) -> TransformerConfig:
-        """megatron-core's TransformerConfig of the model."""
-        from megatron.training.config import core
-
-        return core.transformer_config(self)
-
-    def to_optimizer_config(self) -> OptimizerConfig:
-        """megatron-core's OptimizerConfig."""
-        from megatron.training.config import core
-
-        return core.optimizer_config(self)
-
-    def to_ddp_config(self) -> DistributedDataParallelConfig:
-        """megatron-core's DistributedDataParallelConfig."""
-        from megatron.training.config import core
-
-        return core.ddp_config(self)
-
-    def gpt_options(self, vocab_size: int | None = None) -> GPTOptions:
-        """What the model needs beyond its TransformerConfig. `vocab_size`: the tokenizer's; a flag goes before it."""
-        from megatron.training.config import core
-
-        return core.gpt_options(self, vocab_size)

@@ -9,11 +9,11 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
-from helixpipe.errors import UserError
+from helixpipe.common.errors import UserError
 from helixpipe.model import GPTOptions
 from helixpipe.model.backends import Machine, fuses_weight_gradients
 from megatron.training.config.container import Config
-from megatron.training.tokenizer import padded_vocab_size
+from megatron.training.config.vocabulary import padded_vocab_size
 
 
 def params_dtype(config: Config) -> torch.dtype:

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from helixpipe.errors import UserError
-from helixpipe.flags import option, setting
-from helixpipe.hardware import HARDWARE
+from helixpipe.common.errors import UserError
+from helixpipe.common.flags import option, setting
+from helixpipe.costs.hardware import HARDWARE
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from helixpipe.errors import UserError
+from helixpipe.common.errors import UserError
 from megatron.training.config import Config
-from megatron.training.data_options import DataOptions, parse_split
+from megatron.training.data.options import DataOptions, parse_split
 from megatron.training.validation.wording import checked
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from helixpipe.errors import UserError
+from helixpipe.common.errors import UserError
 from megatron.training.config import Config
 from megatron.training.validation.wording import checked, nearest
 from schedules import find

@@ -1,0 +1,182 @@
+"""Flags that name a model and hardware for `helixpipe simulate`, `draw` and `memory`, and what they come to."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from helixpipe.common.errors import UserError
+from helixpipe.common.flags import option
+from helixpipe.costs.efficiency import hardware_as_measured
+from helixpipe.costs.hardware import DEFAULT_HARDWARE, GIB, HARDWARE, RESERVED_MEMORY, find_hardware
+from helixpipe.costs.model_costs import ModelCosts
+from helixpipe.costs.models import MODELS, Layout, find_model
+
+MAX_GPUS = 1_000_000
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Costs of a model on named hardware, in place of times given by hand. None: not given."""
+
+    model: str | None = option(None, f"Take costs from a model: {', '.join(MODELS)}.", metavar="NAME")
+    seq_length: int | None = option(None, "Tokens of a sequence (default: the model's).")
+    micro_batch_size: int | None = option(None, "Sequences in a microbatch (default: 1).")
+    global_batch_size: int | None = option(
+        None, "Sequences a step over all pipelines; gives the number of microbatches (default: 2p microbatches each)."
+    )
+    hardware: str | None = option(
+        None, f"GPUs: {', '.join(HARDWARE)} (default: {DEFAULT_HARDWARE}).", metavar="NAME"
+    )  # fmt: skip
+    nodes: int | None = option(None, "Nodes (default: as few as --ranks times --tensor-parallel need).")
+    gpus_per_node: int | None = option(None, "GPUs of a node (default: the hardware's, 8).")
+    tensor_parallel: int | None = option(
+        None, "Tensor-parallel GPUs of each pipeline rank (default: 1). Data parallel is what the other GPUs give."
+    )
+    sequence_parallel: bool = option(
+        True, "Leave sequence parallelism out beside tensor parallelism.", flags=("--disable-sequence-parallel",)
+    )
+    chunk_size: int | None = option(
+        None,
+        "Tokens of a slice of the MLP, whose inner activations are made again in the backward (default: 0, whole).",
+    )
+    distributed_optimizer: bool = option(
+        True,
+        "Keep the whole optimizer state on every data-parallel rank.",
+        flags=("--disable-distributed-optimizer",),
+    )
+    matmul_efficiency: float | None = option(None, "Share of peak FLOP/s in matrix products (default: the hardware's).")
+    attention_efficiency: float | None = option(None, "Share of peak FLOP/s in attention (default: the hardware's).")
+    memory_efficiency: float | None = option(None, "Share of memory bandwidth reached (default: the hardware's).")
+    network_efficiency: float | None = option(
+        None, "Share of NVLink's and the network's bandwidth reached (default: the hardware's)."
+    )
+    efficiency_from: str | None = option(
+        None,
+        "Take the shares of matrix products, attention and memory that are not given from this file of `helixpipe "
+        "profile`, measured on --hardware in bfloat16, of whatever model.",
+        metavar="FILE.json",
+    )
+    reserved_memory: float | None = option(
+        None, "GiB of each GPU for the driver, NCCL and fragmentation (default: 3).", metavar="GIB"
+    )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A model on a cluster: the size it gives the schedule, and its costs. reserved: bytes a GPU not to be used.
+    efficiency_from: the profile that says which shares of the peaks are reached; None: they are assumed."""
+
+    costs: ModelCosts
+    ranks: int
+    microbatches: int
+    layers: int
+    nodes: int
+    reserved: float
+    efficiency_from: str | None = None
+
+    @property
+    def limit(self) -> float:
+        """Bytes of each GPU that may be used."""
+        return self.costs.hardware.memory - self.reserved
+
+    @property
+    def gpus(self) -> int:
+        return self.nodes * self.costs.hardware.gpus_per_node
+
+    @property
+    def sequences(self) -> int:
+        """Of one step."""
+        return self.microbatches * self.costs.layout.micro_batch_size * self.costs.data_parallel
+
+
+def make_plan(
+    options: ModelOptions, ranks: int | None, microbatches: int | None, layers: int | None, one_rank: bool = False
+) -> Plan | None:
+    """What the flags come to; None without --model. ranks, microbatches, layers: given by other flags or a file.
+
+    one_rank: the schedule runs on a single pipeline rank. Raises UserError for what does not fit together.
+    """
+    if options.model is None:
+        for field in dataclasses.fields(options):
+            if getattr(options, field.name) != field.default:
+                flag = field.metadata["flags"][0] if field.metadata["flags"] else "--" + field.name.replace("_", "-")
+                raise UserError(f"{flag} needs --model: one of {', '.join(MODELS)}.")
+        return None
+    _require_positive(options)
+    model = find_model(options.model)
+    seq_length = options.seq_length or model.seq_length
+    model = dataclasses.replace(model, seq_length=seq_length, layers=layers or model.layers)
+    shares = {
+        "matmul": options.matmul_efficiency,
+        "attention": options.attention_efficiency,
+        "memory": options.memory_efficiency,
+        "network": options.network_efficiency,
+    }
+    hardware = find_hardware(options.hardware or DEFAULT_HARDWARE, **shares)
+    if options.efficiency_from is not None:
+        given = [name for name, share in shares.items() if share is not None]
+        hardware = hardware_as_measured(options.efficiency_from, hardware, given)
+    if options.gpus_per_node is not None:
+        hardware = dataclasses.replace(hardware, gpus_per_node=options.gpus_per_node)
+    tp = options.tensor_parallel or 1
+    if ranks is None and one_rank:
+        ranks = 1
+    nodes = options.nodes or max(1, math.ceil((ranks or 1) * tp / hardware.gpus_per_node))
+    gpus = nodes * hardware.gpus_per_node
+    if gpus > MAX_GPUS:
+        raise UserError(f"--nodes {nodes} of {hardware.gpus_per_node} GPUs are too many; at most {MAX_GPUS} GPUs.")
+    if ranks is None:
+        ranks = max(1, gpus // tp)
+    if ranks < 1 or gpus % (ranks * tp):
+        raise UserError(
+            f"--ranks {ranks} times --tensor-parallel {tp} must divide the {gpus} GPUs of "
+            f"--nodes {nodes} x {hardware.gpus_per_node}."
+        )
+    data_parallel = gpus // (ranks * tp)
+    micro = options.micro_batch_size or 1
+    costs = ModelCosts(
+        model,
+        hardware,
+        Layout(tp, options.sequence_parallel and tp > 1, micro, mlp_chunk=options.chunk_size or 0),
+        seq_length,
+        data_parallel,
+        options.distributed_optimizer,
+    )
+    count = _microbatches(options.global_batch_size, microbatches, micro, data_parallel, ranks)
+    reserved = RESERVED_MEMORY if options.reserved_memory is None else options.reserved_memory * GIB
+    return Plan(costs, ranks, count, model.layers, nodes, reserved, options.efficiency_from)
+
+
+def _require_positive(options: ModelOptions) -> None:
+    names = ("seq_length", "micro_batch_size", "global_batch_size", "nodes", "gpus_per_node", "tensor_parallel")
+    for name, least in (*((name, 1) for name in names), ("chunk_size", 0)):
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise UserError(f"--{name.replace('_', '-')} must be at least {least}, not {value}.")
+    reserved = options.reserved_memory
+    if reserved is not None and not 0 <= reserved < math.inf:
+        raise UserError(f"--reserved-memory must be a number of GiB, 0 or more, not {reserved:g}.")
+
+
+def _microbatches(
+    global_batch_size: int | None, microbatches: int | None, micro: int, data_parallel: int, ranks: int
+) -> int:
+    if global_batch_size is None:
+        return 2 * ranks if microbatches is None else microbatches
+    unit = micro * data_parallel
+    if global_batch_size % unit:
+        below = global_batch_size - global_batch_size % unit
+        valid = f"values are {below} and {below + unit}" if below else f"value is {unit}"
+        raise UserError(
+            f"--global-batch-size {global_batch_size} must be a multiple of micro-batch size {micro} times data "
+            f"parallel {data_parallel}; the nearest valid {valid}."
+        )
+    count = global_batch_size // unit
+    if microbatches not in (None, count):
+        raise UserError(
+            f"--microbatches {microbatches} does not fit --global-batch-size {global_batch_size}, which gives each "
+            f"pipeline {count}."
+        )
+    return count

@@ -1,0 +1,161 @@
+"""What `helixpipe simulate --model` and `helixpipe memory` say of a simulated step. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from helixpipe.cli.model import Plan
+from helixpipe.costs.hardware import GIB, TERA
+from helixpipe.draw.style import count
+from helixpipe.draw.text import MAX_RANK_LINES, shape_line
+from helixpipe.simulate.memory import KINDS, RankMemory, rank_memory
+from helixpipe.simulate.simulator import Simulation
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """Figures of one step; times in seconds. reduction, optimizer: after the last backward."""
+
+    simulation: Simulation
+    plan: Plan
+    reduction: float
+    optimizer: float
+    memory: list[RankMemory]
+
+    @property
+    def step_time(self) -> float:
+        return self.simulation.makespan + self.reduction + self.optimizer
+
+    @property
+    def tokens_per_gpu(self) -> float:
+        """Tokens a second and GPU."""
+        return self.plan.sequences * self.plan.costs.seq_length / (self.step_time * self.plan.gpus)
+
+    @property
+    def flops_per_gpu(self) -> float:
+        """A second: those that the mathematics needs, causal attention at half the square."""
+        return self.plan.costs.step_flops(self.simulation.lowered.program) / (self.step_time * self.plan.gpus)
+
+    @property
+    def utilization(self) -> float:
+        return self.flops_per_gpu / self.plan.costs.hardware.flops
+
+    @property
+    def limit(self) -> float:
+        """Bytes of each GPU that may be used."""
+        return self.plan.limit
+
+    @property
+    def peak(self) -> float:
+        return max(memory.total for memory in self.memory)
+
+    def to_json(self) -> dict[str, Any]:
+        costs = self.plan.costs
+        return {
+            "simulated": True,
+            "model": costs.model.name,
+            "parameters": costs.model.num_parameters(),
+            "seq_length": costs.seq_length,
+            "micro_batch_size": costs.layout.micro_batch_size,
+            "global_batch_size": self.plan.sequences,
+            "hardware": costs.hardware.name,
+            "nodes": self.plan.nodes,
+            "gpus": self.plan.gpus,
+            "tensor_parallel": costs.layout.tensor_parallel,
+            "sequence_parallel": costs.layout.sequence_parallel,
+            "chunk_size": costs.layout.mlp_chunk,
+            "data_parallel": costs.data_parallel,
+            "efficiency": dict(vars(costs.hardware.efficiency)),
+            "efficiency_from": self.plan.efficiency_from,
+            "step_time": self.step_time,
+            "reduction_time": self.reduction,
+            "optimizer_time": self.optimizer,
+            "tokens_per_second_per_gpu": self.tokens_per_gpu,
+            "tflops_per_gpu": self.flops_per_gpu / TERA,
+            "mfu": self.utilization,
+            **self.memory_json(),
+        }
+
+    def memory_json(self) -> dict[str, Any]:
+        ranks = [{kind: round(getattr(m, kind)) for kind in (*KINDS, "total")} for m in self.memory]
+        return {"memory": ranks, "memory_limit": round(self.limit), "fits": self.peak <= self.limit}
+
+
+def report(simulation: Simulation, plan: Plan) -> StepReport:
+    """The figures of a simulated step."""
+    lowered, costs = simulation.lowered, plan.costs
+    training = not lowered.program.forward_only
+    reduction, optimizer = costs.after_time(lowered.program) if training else (0.0, 0.0)
+    memory = [rank_memory(lowered, costs, rank) for rank in range(lowered.program.num_ranks)]
+    return StepReport(simulation, plan, reduction, optimizer, memory)
+
+
+def step_text(step: StepReport) -> str:
+    """The whole report: setup, times, memory, assumptions."""
+    simulation, plan = step.simulation, step.plan
+    flops = f"{step.flops_per_gpu / TERA:.1f} TFLOP/s a GPU of {plan.costs.hardware.flops / TERA:.0f}"
+    after = f"pipeline {simulation.makespan:.4g} s, gradients {step.reduction:.2g} s, optimizer {step.optimizer:.2g} s"
+    figures = [
+        ("step time", f"{step.step_time:.4g} s", after),
+        ("throughput", f"{step.tokens_per_gpu:.1f}", "tokens a second and GPU"),
+        ("MFU", f"{100 * step.utilization:.1f} %", f"{flops}; causal attention counts half, recomputation nothing"),
+        ("bubble", f"{simulation.bubble_time:.4g} s", f"{100 * simulation.bubble_ratio:.1f} % of the pipeline's time"),
+        ("messages", str(len(simulation.lowered.messages)), "between ranks"),
+    ]
+    width = max(len(value) for _, value, _ in figures)
+    lines = [f"{name:<10}  {value:>{width}}  {note}" for name, value, note in figures]
+    return "\n".join(
+        [_setup(step), "", "Simulated, not measured:", *lines, "", memory_text(step), "", _assumptions(step)]
+    )
+
+
+def memory_text(step: StepReport) -> str:
+    """A line a rank, GiB of each kind when the rank's memory is at its peak; the extremes alone of many ranks."""
+    ranks = list(range(len(step.memory)))
+    if len(ranks) > MAX_RANK_LINES:
+        ranks.sort(key=lambda rank: step.memory[rank].total)
+        ranks = [ranks[0], ranks[-1]]
+    headers = ("rank", *KINDS, "total")
+    rows = [
+        (str(rank), *(f"{getattr(step.memory[rank], kind) / GIB:.2f}" for kind in (*KINDS, "total"))) for rank in ranks
+    ]
+    lines = ["  ".join(cell.rjust(max(7, len(h))) for cell, h in zip(row, headers, strict=True)) for row in rows]
+    what = "least and most of all ranks, " if len(ranks) < len(step.memory) else ""
+    header = "  ".join(name.rjust(max(7, len(name))) for name in headers)
+    spare = (step.limit - step.peak) / GIB
+    verdict = f"fits, with {spare:.1f} GiB to spare" if spare >= 0 else f"does NOT fit: {-spare:.1f} GiB too much"
+    limit = f"{step.limit / GIB:.1f} GiB of {step.plan.costs.hardware.memory / GIB:.0f}"
+    return "\n".join([f"Memory of each GPU, GiB ({what}simulated):", header, *lines, f"{verdict} ({limit} are usable)"])
+
+
+def _setup(step: StepReport) -> str:
+    plan, costs = step.plan, step.plan.costs
+    split = ", sequence parallel" if costs.layout.sequence_parallel else ""
+    sliced = f"; MLP over slices of {costs.layout.mlp_chunk} tokens" if costs.layout.mlp_chunk else ""
+    optimizer = "distributed " if costs.distributed_optimizer and costs.data_parallel > 1 else ""
+    return "\n".join(
+        [
+            shape_line(step.simulation),
+            f"{costs.model.name}: {costs.model.num_parameters() / 1e9:.2f} G weights; {costs.seq_length} tokens a "
+            f"sequence, {costs.layout.micro_batch_size} in a microbatch, {plan.sequences} a step{sliced}",
+            f"{plan.gpus} x {costs.hardware.name} in {count(plan.nodes, 'node')}: "
+            f"tensor parallel {costs.layout.tensor_parallel}{split}, "
+            f"pipeline {plan.ranks}, data parallel {costs.data_parallel}, {optimizer}Adam",
+        ]
+    )
+
+
+def _assumptions(step: StepReport) -> str:
+    hardware = step.plan.costs.hardware
+    share, path = hardware.efficiency, step.plan.efficiency_from
+    source = "" if path is None else f"Shares of peaks not given by flags are from {path}, the network's aside.\n"
+    return (
+        f"{source}Assumed: {100 * share.matmul:.0f} % of peak in matrix products, {100 * share.attention:.0f} % in "
+        f"attention, {100 * share.memory:.0f} % of memory bandwidth,\n"
+        f"{100 * share.network:.0f} % of NVLink and network; bfloat16, gradients and optimizer in float32, flash "
+        "attention, no dropout; tensor-parallel\n"
+        "collectives and the reduction of gradients overlap nothing; messages overlap computing.\n"
+        "--matmul-efficiency, --attention-efficiency, --memory-efficiency and --network-efficiency change the shares;\n"
+        "--efficiency-from takes them from a file of `helixpipe profile`."
+    )

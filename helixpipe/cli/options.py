@@ -1,0 +1,69 @@
+"""Flags of the `helixpipe` command that several of its subcommands share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from helixpipe.common.flags import option
+
+
+@dataclass(frozen=True)
+class ShapeOptions:
+    """The size of the problem; what is not given is the .csv file's, or chosen so that every schedule fits."""
+
+    ranks: int | None = option(None, "Pipeline ranks p (default: 4, or the file's).", flags=("--ranks", "-p"))
+    microbatches: int | None = option(
+        None, "Microbatches m a step (default: 2p, or the file's).", flags=("--microbatches", "-m")
+    )
+    layers: int | None = option(
+        None,
+        "Layers L of the model (default: the fewest that every named schedule can divide, two a rank or more).",
+        flags=("--layers", "-L"),
+    )
+    chunks: int | None = option(
+        None, "Chunks k each microbatch's sequence is cut into (default: 1, or the file's).", flags=("--chunks", "-k")
+    )
+    virtual_stages: int | None = option(
+        None,
+        "Stages v a rank, for schedules that interleave (default: the schedule's).",
+        flags=("--virtual-stages", "-v"),
+    )
+
+
+@dataclass(frozen=True)
+class CostOptions:
+    """What ops and messages take."""
+
+    piece_times: str = option(
+        "pre=1,attn=3,post=2",
+        "Forward time of pieces for a whole microbatch: embed, head, and in each layer norm, qkv, attn, proj, mlp; "
+        "pre means qkv and post mlp; pieces not given take no time.",
+        metavar="NAME=TIME,...",
+    )
+    backward_ratio: float = option(2.0, "Time of a full backward over its forward, at least 1.")
+    message_time: float = option(0.0, "Time of any message between ranks.")
+    memory_limit: float | None = option(
+        None,
+        "What a rank may keep, for schedules that choose by it: in microbatch-layers, or beside --profile in GiB "
+        "(default: no limit; with --model the GPU's memory).",
+        metavar="X",
+    )
+    profile: str | None = option(
+        None, "Take costs from this file of `helixpipe profile`, in seconds and bytes.", metavar="FILE.json"
+    )
+    forward_only: bool = option(False, "The schedule's evaluation form: its forwards alone.", flags=("--forward-only",))
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """How the result is printed."""
+
+    json: bool = option(False, "Print one JSON object.", flags=("--json",))
+
+
+@dataclass(frozen=True)
+class SimulateOptions:
+    """What `simulate` adds."""
+
+    order: bool = option(False, "Also print the program: a row a rank, a cell an op.", flags=("--order",))
+    csv: str | None = option(None, "Write the program to this file, to edit and to run.", metavar="OUT.csv")

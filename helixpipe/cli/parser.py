@@ -1,0 +1,91 @@
+"""The flags of the `helixpipe` command and its subcommands. No torch here."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from helixpipe import __version__
+from helixpipe.cli.model import ModelOptions
+from helixpipe.cli.options import CostOptions, OutputOptions, ShapeOptions, SimulateOptions
+from helixpipe.cli.profile import ProfileOptions
+from helixpipe.common.flags import FlagParser, add_dataclass_arguments
+from helixpipe.planning.chunk_options import ChunkOptions
+from helixpipe.planning.recompute import RecomputeOptions
+
+_PROGRAM = "SCHEDULE|FILE.csv"
+_PROGRAM_HELP = "a name from `helixpipe list`, or a file (default 1f1b)"
+
+
+def parsers(schedules: Mapping[str, type]) -> tuple[FlagParser, dict[str, FlagParser]]:
+    """The command's parser and those of its subcommands by name. schedules: the options class of each schedule."""
+    parser = FlagParser(prog="helixpipe", description="Look at pipeline schedules without running them.")
+    parser.add_argument("--version", action="version", version=f"helixpipe {__version__}")
+    subparsers = parser.add_subparsers(metavar="COMMAND", parser_class=FlagParser)
+
+    listing = subparsers.add_parser("list", help="the schedules there are", description="List the schedules there are.")
+
+    simulating = subparsers.add_parser(
+        "simulate",
+        help="time, bubble and memory of a schedule",
+        description="Run a schedule on paper: time, bubble, memory, messages.",
+    )
+    simulating.add_argument("schedule", nargs="?", default="1f1b", metavar=_PROGRAM, help=_PROGRAM_HELP)
+
+    weighing = subparsers.add_parser(
+        "memory",
+        help="bytes a rank that a model needs under a schedule",
+        description="Memory of each GPU by kind, for a model on named hardware, and whether it fits.",
+    )
+    weighing.add_argument("schedule", nargs="?", default="1f1b", metavar=_PROGRAM, help=_PROGRAM_HELP)
+
+    drawing = subparsers.add_parser(
+        "draw",
+        help="a picture of schedules and of measured runs",
+        description="Draw schedules, simulated, and measured runs below them. Timelines of one unit share a scale.",
+    )
+    drawing.add_argument(
+        "schedules",
+        nargs="+",
+        metavar="SCHEDULE|FILE.csv",
+        help="names from `helixpipe list`, or files; several to compare",
+    )
+    drawing.add_argument(
+        "-o", "--output", metavar="FILE",
+        help="where to; its suffix chooses the format: .png, .svg, .pdf, .html (zoom, pan, hover) or .json "
+        "(Chrome trace for ui.perfetto.dev) (default: SCHEDULE.png)",
+    )  # fmt: skip
+    drawing.add_argument(
+        "--measured", action="append", default=[], metavar="RUN.json",
+        help="a timeline recorded in training, drawn below the simulated ones; may be repeated",
+    )  # fmt: skip
+
+    checking = subparsers.add_parser(
+        "check",
+        help="whether a schedule of one's own can run",
+        description="Check a schedule file as every launch does: complete, in order, no deadlock. Exit code 2 if not.",
+    )
+    checking.add_argument("file", metavar="FILE.csv", help="a row a rank, an op a cell: 2F5, or 2F5.1 for a chunk")
+
+    profiling = subparsers.add_parser(
+        "profile",
+        help="measure a model's costs on this machine",
+        description="Time every piece of a model, and messages, on this machine; simulate and draw take the file.",
+    )
+    add_dataclass_arguments(profiling, ProfileOptions, title="what to measure")
+
+    for command in (simulating, weighing, drawing, checking):
+        add_dataclass_arguments(command, ShapeOptions, title="size")
+    for command in (simulating, weighing, drawing):
+        add_dataclass_arguments(command, ChunkOptions, title="chunks")
+        add_dataclass_arguments(command, CostOptions, title="costs")
+        add_dataclass_arguments(command, ModelOptions, title="model and hardware")
+        add_dataclass_arguments(command, RecomputeOptions, title="recomputation")
+        for name, options in schedules.items():
+            if dataclasses.fields(options):
+                add_dataclass_arguments(command, options, title=f"options of {name}")
+    for command in (listing, simulating, weighing, drawing, checking, profiling):
+        add_dataclass_arguments(command, OutputOptions, title="output")
+    add_dataclass_arguments(simulating, SimulateOptions, title="output of simulate")
+    commands = {"list": listing, "simulate": simulating, "memory": weighing, "draw": drawing, "check": checking}
+    return parser, {**commands, "profile": profiling}

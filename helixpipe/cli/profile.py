@@ -1,0 +1,333 @@
+"""`helixpipe profile`: its flags, the processes that measure, its table; and what `simulate --profile` prints.
+
+No torch here: the processes (`helixpipe.profile.profiler`) import it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from helixpipe.cli.model import ModelOptions
+from helixpipe.cli.options import CostOptions
+from helixpipe.common.errors import UserError
+from helixpipe.common.flags import option
+from helixpipe.costs.efficiency import fitted, reached
+from helixpipe.costs.hardware import HARDWARE, TERA, Hardware, find_device, find_hardware
+from helixpipe.costs.models import MODELS, ModelShape, find_model
+from helixpipe.costs.profile_costs import Profile, ProfileCosts
+from helixpipe.draw.text import MAX_RANK_LINES, shape_line, table
+from helixpipe.program.program import LAYER_PIECES, PIECE_KINDS
+from helixpipe.simulate.simulator import Simulation
+
+MIB = 2**20
+_KINDS = ("F", "I", "W", "B")
+
+
+@dataclass(frozen=True)
+class ProfileOptions:
+    """What to measure. Sizes that are not given are the model's of --model. None: not given."""
+
+    output: str = option("profile.json", "The file to write.", flags=("-o", "--output"), metavar="FILE")
+    model: str | None = option(None, f"A model to start from: {', '.join(MODELS)}.", metavar="NAME")
+    num_layers: int | None = option(None, "Layers that simulate takes unless told; their number is not measured.")
+    hidden_size: int | None = option(None, "Size of the hidden states.")
+    num_attention_heads: int | None = option(None, "Attention heads.")
+    num_query_groups: int | None = option(None, "Heads of keys and values (default: as many as heads).")
+    ffn_hidden_size: int | None = option(None, "Inner size of the MLP (default: 4 times --hidden-size).")
+    swiglu: bool | None = option(None, "Gated MLP with SiLU in place of GELU.")
+    vocab_size: int | None = option(None, "Size of the vocabulary, before padding to a multiple of 128.")
+    normalization: Literal["LayerNorm", "RMSNorm"] | None = option(None, "The norm (default: LayerNorm).")
+    position_embedding_type: Literal["learned_absolute", "rope", "none"] | None = option(
+        None, "Positions (default: learned_absolute)."
+    )
+    disable_bias_linear: bool = option(False, "No bias in linear layers.")
+    untie_embeddings_and_output_weights: bool | None = option(None, "An output layer with weights of its own.")
+    seq_length: int | None = option(None, "Tokens of a sequence (default: the model's).")
+    micro_batch_size: int = option(1, "Sequences in a microbatch.")
+    chunk_size: int | None = option(None, "Tokens of a slice of the MLP (default: whole).")
+    dtype: Literal["float32", "bfloat16"] = option("float32", "Type of weights and activations.")
+    processes: int | None = option(
+        None,
+        "Processes that measure at the same time: as many as ranks will run on this machine, which share its memory's "
+        "bandwidth (default: 2, or 1 where there is one GPU).",
+    )
+    threads: int = option(1, "Threads of a process, as OMP_NUM_THREADS in training.")
+    repeats: int = option(15, "Rounds that count; figures are medians over them.")
+    hardware: str | None = option(
+        None,
+        f"Also print the shares of the peaks of this hardware that were reached: {', '.join(HARDWARE)} (default: the "
+        "machine's, if it is among them).",
+        metavar="NAME",
+    )
+
+
+def model_shape(options: ProfileOptions) -> ModelShape:
+    """The model of the flags. Raises UserError for sizes that are missing or do not fit each other."""
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+            raise UserError(f"--{field.name.replace('_', '-')} must be at least 1, not {value}.")
+    if options.model is not None:
+        model = find_model(options.model)
+    else:
+        model = _own_model(options)
+    given = {
+        "layers": options.num_layers,
+        "hidden": options.hidden_size,
+        "heads": options.num_attention_heads,
+        "groups": options.num_query_groups,
+        "ffn": options.ffn_hidden_size,
+        "gated": options.swiglu,
+        "vocab": options.vocab_size,
+        "norm": options.normalization,
+        "positions": options.position_embedding_type,
+        "bias": False if options.disable_bias_linear else None,
+        "tied": None
+        if options.untie_embeddings_and_output_weights is None
+        else not options.untie_embeddings_and_output_weights,
+        "seq_length": options.seq_length,
+    }
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    model = dataclasses.replace(model, **changes)
+    if model.hidden % model.heads:
+        raise UserError(f"--hidden-size {model.hidden} must be a multiple of --num-attention-heads {model.heads}.")
+    if model.heads % model.groups:
+        raise UserError(f"--num-query-groups {model.groups} must divide --num-attention-heads {model.heads}.")
+    if model.positions == "rope" and model.channels % 2:
+        raise UserError(
+            f"--position-embedding-type rope needs an even --hidden-size / --num-attention-heads, not {model.channels}."
+        )
+    return model
+
+
+def _own_model(options: ProfileOptions) -> ModelShape:
+    """Without --model: the sizes that have no default must be given."""
+    needed = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "seq_length")
+    flags = {name: "--" + name.replace("_", "-") for name in needed}
+    for name in needed:
+        if getattr(options, name) is None:
+            raise UserError(
+                f"profile needs --model, or else {', '.join(flags.values())}; {flags[name]} is missing "
+                f"(models: {', '.join(MODELS)})."
+            )
+    hidden, heads = options.hidden_size or 0, options.num_attention_heads or 0
+    return ModelShape(
+        "own", 1, hidden, heads, heads, 4 * hidden, False, 1, True, "LayerNorm", "learned_absolute", True, 1
+    )
+
+
+def measure(options: ProfileOptions) -> Profile:
+    """Measure in processes of their own and write the file. Raises UserError for flags that do not fit, a file that
+    cannot be written, and a process that fails."""
+    model = model_shape(options)
+    if options.hardware is not None:
+        find_hardware(options.hardware)  # before minutes of measuring
+    task = {
+        "model": dataclasses.asdict(model),
+        **{name: getattr(options, name) for name in ("micro_batch_size", "dtype", "processes", "threads", "repeats")},
+        "seq_length": model.seq_length,
+        "chunk_size": options.chunk_size or 0,
+    }
+    measured = _measure(task, max(options.processes or 0, 2), options.threads)
+    measured.save(options.output)
+    return measured
+
+
+def _measure(task: dict[str, Any], world_size: int, threads: int) -> Profile:
+    """Run the processes that measure. Raises UserError with the last line of the first that fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        task_path, result = Path(folder, "task.json"), Path(folder, "profile.json")
+        task_path.write_text(json.dumps(task), encoding="utf-8")
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            "OMP_NUM_THREADS": str(threads),
+            "WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_free_port()),
+        }
+        command = [sys.executable, "-m", "helixpipe.profile.profiler", str(task_path), str(result)]
+        processes: list[subprocess.Popen[bytes]] = []
+        outputs = [Path(folder, f"output-{rank}") for rank in range(world_size)]
+        try:
+            for rank, path in enumerate(outputs):
+                with path.open("wb") as output:
+                    own = {**environment, "RANK": str(rank)}
+                    processes.append(subprocess.Popen(command, env=own, stdout=output, stderr=output))
+            _wait(processes, outputs)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        return Profile.load(result)
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], outputs: Sequence[Path]) -> None:
+    codes: list[int | None] = [None]
+    while None in codes:
+        time.sleep(0.05)
+        codes = [process.poll() for process in processes]
+        for code, output in zip(codes, outputs, strict=True):
+            if code:
+                text = output.read_text(encoding="utf-8", errors="replace").strip()
+                sys.stderr.write(f"{text}\n")
+                reason = text.splitlines()[-1] if text else f"exit code {code}"
+                raise UserError(f"a process that measures failed: {reason}")
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+# ------------------------------------------------------------------------------------------------------------ printed
+
+
+def hardware_measured(options: ProfileOptions, measured: Profile) -> Hardware | None:
+    """What the measured shares are of: --hardware, or the machine's. Raises UserError."""
+    if options.hardware is not None:
+        return find_hardware(options.hardware)
+    return find_device(str(measured.machine.get("device")))
+
+
+def efficiency_table(measured: Profile, hardware: Hardware) -> str:
+    """Percent of the peak FLOP/s by piece and op kind, and the shares that `simulate --efficiency-from` takes."""
+    shares = reached(measured, hardware)
+    cells = [
+        (piece, *((f"{100 * by_kind[kind]:.1f}" if kind in by_kind else "-").rjust(9) for kind in _KINDS))
+        for piece, by_kind in shares.items()
+    ]
+    fit = fitted(measured, hardware).efficiency
+    return "\n".join(
+        [
+            f"Percent of the {hardware.flops / TERA:.0f} TFLOP/s (bfloat16) of {hardware.name}, as executed:",
+            table(("piece", *(kind.rjust(9) for kind in _KINDS)), cells),
+            f"As simulate --efficiency-from takes it: matrix products {100 * fit.matmul:.3g} %, attention "
+            f"{100 * fit.attention:.3g} %, memory {100 * fit.memory:.3g} %",
+        ]
+    )
+
+
+def profile_table(measured: Profile) -> str:
+    """Milliseconds of every piece and op kind, of a layer and of an op beside its pieces; messages."""
+    (times, *_) = measured.chunks
+    rows = [(piece, [times.pieces[piece][kind] for kind in _KINDS]) for piece in PIECE_KINDS]
+    layer = [sum(times.pieces[piece][kind] for piece in LAYER_PIECES) for kind in _KINDS]
+    rows += [("a layer", layer), ("beside pieces", [times.overhead[kind] for kind in _KINDS])]
+    cells = [(name, *(f"{1000 * value:.3f}".rjust(9) for value in values)) for name, values in rows]
+    messages = measured.messages
+    return "\n".join(
+        [
+            _measured_line(measured),
+            "",
+            "Milliseconds of a microbatch: forward F, gradient of inputs I, of weights W, both at once B",
+            table(("piece", *(kind.rjust(9) for kind in _KINDS)), cells),
+            f"message over {messages.backend}: {1e6 * messages.latency:.0f} µs and its bytes at "
+            f"{messages.bandwidth / 1e9:.2f} GB/s; of its ranks' time {_exchange(messages.send)} to send, "
+            f"{_exchange(messages.receive)} to receive",
+        ]
+    )
+
+
+def _exchange(cost: tuple[float, float]) -> str:
+    return f"{1e6 * cost[0]:.0f} µs + {1e12 * cost[1]:.0f} µs/MB"
+
+
+def _measured_line(measured: Profile) -> str:
+    model, layout, assumed = measured.model, measured.layout, measured.assumed
+    return (
+        f"{model.name}: hidden {model.hidden}, {model.heads} heads, {model.groups} groups, ffn {model.ffn}, "
+        f"vocabulary {model.vocab}; {measured.seq_length} tokens,\n"
+        f"micro batch {layout.micro_batch_size}, {measured.dtype}; measured on {measured.machine.get('device', '?')}, "
+        f"processes at once {assumed.get('processes', '?')}, threads {assumed.get('threads', '?')}, "
+        f"torch {measured.torch}"
+    )
+
+
+def profile_costs(namespace: argparse.Namespace) -> ProfileCosts | None:
+    """The costs of --profile, None when it is not given. Raises UserError beside flags that give costs otherwise."""
+    if getattr(namespace, "profile", None) is None:
+        return None
+    for cls in (ModelOptions, CostOptions):
+        for field in dataclasses.fields(cls):
+            if field.name in ("profile", "forward_only"):
+                continue
+            if getattr(namespace, field.name, field.default) != field.default:
+                flag = field.metadata["flags"][0] if field.metadata["flags"] else "--" + field.name.replace("_", "-")
+                raise UserError(f"{flag} cannot be given beside --profile, whose file has a model and its costs.")
+    return ProfileCosts(Profile.load(namespace.profile))
+
+
+def simulation_text(simulation: Simulation, costs: ProfileCosts) -> str:
+    """What `simulate --profile` prints."""
+    measured, program = costs.profile, simulation.lowered.program
+    tokens = program.num_microbatches * measured.layout.micro_batch_size * measured.seq_length
+    scope = "forward only" if program.forward_only else "forward and backward, without reduction and optimizer"
+    figures = [
+        ("step time", _milliseconds(simulation.makespan), scope),
+        ("throughput", f"{tokens / simulation.makespan:.0f}", "tokens a second"),
+        ("ideal", _milliseconds(simulation.ideal), "total work / ranks"),
+        ("bubble", _milliseconds(simulation.bubble_time), f"{100 * simulation.bubble_ratio:.1f} % of the step"),
+        ("messages", str(len(simulation.lowered.messages)), "between ranks"),
+    ]
+    width = max(len(value) for _, value, _ in figures)
+    lines = [f"{name:<10}  {value:>{width}}  {note}" for name, value, note in figures]
+    return "\n".join(
+        [
+            shape_line(simulation),
+            _measured_line(measured),
+            "",
+            "Simulated from measured pieces:",
+            *lines,
+            "",
+            *_rank_lines(simulation, costs),
+        ]
+    )
+
+
+def _rank_lines(simulation: Simulation, costs: ProfileCosts) -> list[str]:
+    """A line a rank; of many ranks those that keep least and most."""
+    program = simulation.lowered.program
+    ranks = list(range(program.num_ranks))
+    if len(ranks) > MAX_RANK_LINES:
+        ranks.sort(key=lambda rank: simulation.peak_activation[rank])
+        ranks = [ranks[0], ranks[-1]]
+    lines = ["rank     busy   kept for backward   weights, gradients, Adam   (MiB)"]
+    for rank in ranks:
+        busy = 100 * simulation.busy[rank] / (simulation.makespan or 1.0)
+        kept = simulation.peak_activation[rank] / MIB
+        fixed = costs.static_memory(program.pieces_of_rank(rank)) / MIB
+        lines.append(f"{rank:>4}  {busy:>5.1f} %  {kept:>18.1f}  {fixed:>25.1f}")
+    return lines
+
+
+def simulation_json(costs: ProfileCosts, path: str) -> dict[str, Any]:
+    """What `simulate --profile --json` adds."""
+    measured = costs.profile
+    return {
+        "unit": "s",
+        "profile": {
+            "file": path,
+            "model": measured.model.name,
+            "seq_length": measured.seq_length,
+            "micro_batch_size": measured.layout.micro_batch_size,
+            "dtype": measured.dtype,
+        },
+    }
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.4g} ms"

@@ -1,0 +1,233 @@
+"""Command-line flags from dataclass fields, shared by the `helixpipe` command and the training program. No torch here.
+
+    @dataclass(frozen=True)
+    class Options:
+        virtual_stages: int = option(2, "Stages a rank.")
+
+    parser = FlagParser(prog="helixpipe")
+    add_dataclass_arguments(parser, Options)
+    options = dataclass_from_namespace(Options, parser.parse(["--virtual-stages", "4"]))
+
+A field `some_name` becomes `--some-name`. Its metadata may hold:
+help (required), flags (option strings instead of the one derived from the name), choices, nargs, metavar,
+cli (False: no flag).
+Types: bool, int, float, str, Literal[...], each also optional (`X | None`), and list/tuple of them (several values).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import math
+import re
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
+
+from helixpipe.common.errors import UserError
+
+T = TypeVar("T")
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    flags: Sequence[str] = (),
+    choices: Sequence[Any] = (),
+    nargs: str | int | None = None,
+    metavar: str | None = None,
+) -> Any:
+    """A dataclass field with the text of its flag; see the module's docstring for the other arguments.
+
+    `flags` given for a bool whose default is True name the switches that set it to False (`--disable-bias-linear`).
+    """
+    metadata = {"help": help, "flags": tuple(flags), "choices": tuple(choices), "nargs": nargs, "metavar": metavar}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def setting(default: Any, help: str) -> Any:
+    """A dataclass field that is derived, not given on the command line: it appears in dumps but has no flag."""
+    return dataclasses.field(default=default, metadata={"help": help, "cli": False})
+
+
+class FlagParser(argparse.ArgumentParser):
+    """An argument parser that knows no abbreviations and raises UserError instead of printing usage and exiting."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("allow_abbrev", False)
+        kwargs.setdefault("formatter_class", _HelpFormatter)
+        super().__init__(*args, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(_one_sentence(message))
+
+    def parse(self, argv: Sequence[str] | None = None, *, also_known: Iterable[str] = ()) -> argparse.Namespace:
+        """Parse `argv` (default: the process's). Raises UserError that names the nearest known flag for an unknown one.
+
+        also_known: flags handled elsewhere, suggested like the parser's own.
+        """
+        namespace, unknown = self.parse_known_args(argv)
+        if unknown:
+            raise UserError(unknown_argument(unknown[0], [*self.option_strings(), *also_known]))
+        return namespace
+
+    def given(self, argv: Iterable[str]) -> dict[str, str]:
+        """Field -> flag as it is written, of each flag of this parser in `argv`, whatever its value."""
+        flags = [word.partition("=")[0] for word in argv if word.startswith("--")]
+        actions = self._option_string_actions
+        return {actions[flag].dest: flag for flag in flags if flag in actions}
+
+    def option_strings(self) -> list[str]:
+        """Every `--flag` this parser takes, in the order they were added."""
+        return [string for string in self._option_string_actions if string.startswith("--")]
+
+
+def unknown_argument(argument: str, known: Iterable[str]) -> str:
+    """The sentence for an argument that no flag takes; names the nearest known flag when there is one."""
+    if not argument.startswith("-"):
+        return f"unexpected argument {argument!r}: every value must follow its --flag."
+    name = argument.split("=")[0]
+    spelled = name.replace("_", "-")
+    nearest = difflib.get_close_matches(spelled, list(known), n=1, cutoff=0.6)
+    hint = f"; did you mean {nearest[0]}?" if nearest else "; --help lists the flags."
+    return f"unknown flag {name}{hint}"
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str | None:
+    """The known name that begins with `name`, else the one closest in spelling; None when nothing is close."""
+    known, spelled = list(known), name.lower()
+    longer = [other for other in known if spelled and other.startswith(spelled)]
+    matches = difflib.get_close_matches(spelled, longer or known, n=1, cutoff=0.0 if longer else 0.4)
+    return matches[0] if matches else None
+
+
+def add_dataclass_arguments(parser: argparse.ArgumentParser, cls: type, *, title: str | None = None) -> None:
+    """Add a flag for every field of dataclass `cls`, under the heading `title`.
+
+    A flag the parser already has is left alone: classes (the options of two schedules, say) may share a field, and then
+    must agree on its default. Raises TypeError, a programmer's error, for a field without help, of an unsupported type,
+    or that disagrees.
+    """
+    target: Any = parser.add_argument_group(title) if title else parser
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        if not field.metadata.get("cli", True):
+            continue
+        if not field.metadata.get("help"):
+            raise TypeError(f"{cls.__name__}.{field.name} has no help text")
+        flags, arguments = _argument(cls, field, hints[field.name])
+        existing = [parser._option_string_actions[flag] for flag in flags if flag in parser._option_string_actions]
+        if existing:
+            if any(a.dest != field.name or a.default != arguments["default"] for a in existing):
+                raise TypeError(f"{cls.__name__}.{field.name} disagrees with an earlier definition of {flags[0]}")
+            continue
+        target.add_argument(*flags, dest=field.name, **arguments)
+
+
+def dataclass_from_namespace(cls: type[T], namespace: argparse.Namespace | Mapping[str, Any]) -> T:
+    """Build dataclass `cls` from parsed flags; fields that the namespace does not have keep their defaults."""
+    values = namespace if isinstance(namespace, Mapping) else vars(namespace)
+    hints = typing.get_type_hints(cls)
+    arguments = {}
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]  # any dataclass; TypeVar cannot say so
+        if field.name in values:
+            value = values[field.name]
+            container = typing.get_origin(_required(hints[field.name]))
+            arguments[field.name] = container(value) if container in (tuple, list) and value is not None else value
+    return cls(**arguments)
+
+
+def _argument(cls: type, field: dataclasses.Field[Any], hint: Any) -> tuple[list[str], dict[str, Any]]:
+    """Option strings and keyword arguments of `add_argument` for one field."""
+    metadata = field.metadata
+    default = _default(field)
+    flags = list(metadata.get("flags") or ["--" + field.name.replace("_", "-")])
+    arguments: dict[str, Any] = {"default": default, "help": _help(metadata["help"], default)}
+    kind = _required(hint)
+    if kind is bool:
+        arguments["help"] = _help(metadata["help"], None)
+        if metadata.get("flags"):
+            arguments["action"] = "store_false" if default is True else "store_true"
+        elif field.name.startswith(("no_", "disable_")):
+            arguments["action"] = "store_true"
+        else:
+            arguments["action"] = argparse.BooleanOptionalAction
+            arguments["help"] = _help(metadata["help"], "on" if default else None)
+        return flags, arguments
+    if metadata.get("metavar"):
+        arguments["metavar"] = metadata["metavar"]
+    if typing.get_origin(kind) in (tuple, list):
+        arguments["nargs"] = metadata.get("nargs") or "+"
+        kind = typing.get_args(kind)[0]
+    elif metadata.get("nargs"):
+        arguments["nargs"] = metadata["nargs"]
+    choices = tuple(metadata.get("choices") or ())
+    if typing.get_origin(kind) is typing.Literal:
+        choices = typing.get_args(kind)
+        kind = type(choices[0])
+    if kind not in (int, float, str):
+        raise TypeError(f"{cls.__name__}.{field.name}: no flag can be made for type {hint!r}")
+    arguments["type"] = _CONVERTERS[kind]
+    if choices:
+        arguments["choices"] = choices
+    elif not metadata.get("metavar"):
+        arguments["metavar"] = {int: "N", float: "X", str: "TEXT"}[kind]
+    return flags, arguments
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default is not dataclasses.MISSING:
+        return field.default
+    return field.default_factory() if field.default_factory is not dataclasses.MISSING else None
+
+
+def _required(hint: Any) -> Any:
+    """`X` of `X | None`, any other type unchanged."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        options = [option for option in typing.get_args(hint) if option is not type(None)]
+        if len(options) == 1:
+            return options[0]
+    return hint
+
+
+def _help(text: str, default: Any) -> str:
+    text = text.replace("%", "%%")
+    if default is None or default == () or default == "" or "default" in text.lower():
+        return text
+    shown = " ".join(map(str, default)) if isinstance(default, (list, tuple)) else default
+    return f"{text} (default: {shown})"
+
+
+def whole_number(text: str) -> int:
+    """The type of a flag that takes an integer."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def _float(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")
+    return number
+
+
+_CONVERTERS: Mapping[type, Any] = types.MappingProxyType({int: whole_number, float: _float, str: str})
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=40, width=110)
+
+
+def _one_sentence(message: str) -> str:
+    """argparse's message as a sentence: `argument --lr: 'x' is not a number` -> `--lr: 'x' is not a number.`"""
+    message = re.sub(r"^argument (?=-)", "", message).strip()
+    return message if message.endswith((".", "?")) else message + "."

@@ -1,0 +1,1 @@
+"""What ops take and tensors weigh: by hand, from a model on named hardware, or from a profile."""

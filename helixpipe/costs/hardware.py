@@ -1,0 +1,177 @@
+"""Machines as data: what a GPU computes, holds and sends, each figure with its source. No torch here.
+
+FLOP/s are dense (no sparsity), bfloat16 with float32 accumulation. Bandwidths are bytes per second *in one direction*:
+vendors state NVLink and PCIe as the sum of both directions, so half of that stands here; network adapters are full
+duplex and stated a direction.
+
+Sources: [A100] NVIDIA A100 datasheet (80 GB SXM); [H100] NVIDIA H100 datasheet (SXM5); [H200] NVIDIA H200 datasheet
+(SXM); [DGX] DGX A100, DGX H100 and DGX H200 user guides: adapters a node; [A800] the A100 with NVLink cut from 600 to
+400 GB/s (NVIDIA's statement of November 2022); [H20] vendors' tables: 148 TFLOP/s, 96 GB HBM3 at 4.0 TB/s, NVLink as
+H100; [Helix] network of the published setups of HelixPipe: A800 nodes with 4 x 100 Gb/s, H20 nodes with 4 x 200 Gb/s.
+Memory is in GiB: a stack called 16 GB holds 16 GiB.
+
+Efficiencies are assumptions, not data: what training usually reaches of the figures above, somewhat less than the best
+kernels alone (clocks fall under load, launches leave gaps). Each may be given by a flag.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from helixpipe.common.errors import UserError
+from helixpipe.common.flags import nearest_name
+
+TERA, GIGA, GIB = 1e12, 1e9, 2.0**30
+
+DEFAULT_HARDWARE = "h100"
+
+RESERVED_MEMORY = 3 * GIB
+"""Bytes of a GPU for the driver, NCCL and fragmentation, unless a flag says otherwise."""
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Share of the peak that is reached: by matrix products, by attention kernels, of the memory's bandwidth, and of
+    NVLink's and the network's."""
+
+    matmul: float = 0.65
+    attention: float = 0.5
+    memory: float = 0.75
+    network: float = 0.75
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not 0 < value <= 1:
+                raise UserError(f"--{name}-efficiency {value:g} must be above 0 and at most 1.")
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One kind of node. flops: a second, of one GPU. Bandwidths: bytes a second, in one direction.
+
+    nvlink: between one GPU and the others of its node. network: of a whole node, in all `adapters` together.
+    host_link: between one GPU and host memory. latency: seconds before a message's first byte arrives. device: what the
+    driver calls the GPU.
+    """
+
+    name: str
+    flops: float
+    memory: float
+    memory_bandwidth: float
+    nvlink: float
+    network: float
+    adapters: int
+    host_link: float
+    device: str = ""
+    gpus_per_node: int = 8
+    efficiency: Efficiency = Efficiency()
+    latency: float = 10e-6
+    """A few microseconds of NCCL's protocol and of the wire, rounded up."""
+    short_chunk: int = 2048
+    """Tokens of a microbatch below which an op's kernels no longer keep the GPU busy. Seq1F1B measures 3655, 3449 and
+    3262 tokens a second and GPU (2.7B, A100) with chunks of 8k, 4k and 2k tokens on average; nothing shorter."""
+
+    def peer_bandwidth(self, gpus_sending: int, same_node: bool) -> float:
+        """Bytes a second from one GPU to one on another (or the same) node while `gpus_sending` of its node send.
+
+        Adapters are shared evenly; a GPU that sends alone uses one adapter.
+        """
+        if same_node:
+            return self.nvlink * self.efficiency.network
+        return self.network / max(gpus_sending, self.adapters) * self.efficiency.network
+
+
+_HOPPER = Efficiency(matmul=0.6, attention=0.4)
+"""FlashAttention-2 reaches about a third to a half of Hopper's peak (its paper: 335 of 989 TFLOP/s; version 3: 740)."""
+
+_H20 = Efficiency(matmul=0.8, attention=0.7)
+"""A seventh of H100's arithmetic beside the whole of its memory: the arithmetic is easily kept busy."""
+
+HARDWARE: Mapping[str, Hardware] = MappingProxyType(
+    {
+        hardware.name: hardware
+        for hardware in (
+            Hardware(
+                "a100-80",
+                flops=312 * TERA,  # [A100]
+                memory=80 * GIB,  # [A100] five stacks of 16 GiB
+                memory_bandwidth=2039 * GIGA,  # [A100]
+                nvlink=300 * GIGA,  # [A100] 600 both ways
+                network=200 * GIGA,  # [DGX] 8 x 200 Gb/s
+                adapters=8,
+                host_link=32 * GIGA,  # [A100] PCIe 4 x16, 64 both ways
+                device="NVIDIA A100-SXM4-80GB",
+            ),
+            Hardware(
+                "a800",
+                flops=312 * TERA,  # [A800] as A100
+                memory=80 * GIB,  # [A800] as A100
+                memory_bandwidth=2039 * GIGA,  # [A800] as A100
+                nvlink=200 * GIGA,  # [A800] 400 both ways
+                network=50 * GIGA,  # [Helix] 4 x 100 Gb/s
+                adapters=4,
+                host_link=32 * GIGA,  # [A100] PCIe 4 x16
+                device="NVIDIA A800-SXM4-80GB",
+            ),
+            Hardware(
+                "h20",
+                flops=148 * TERA,  # [H20]
+                memory=96 * GIB,  # [H20]
+                memory_bandwidth=4000 * GIGA,  # [H20]
+                nvlink=450 * GIGA,  # [H20] 900 both ways
+                network=100 * GIGA,  # [Helix] 4 x 200 Gb/s
+                adapters=4,
+                host_link=64 * GIGA,  # [H100] PCIe 5 x16
+                device="NVIDIA H20",
+                efficiency=_H20,
+            ),
+            Hardware(
+                "h100",
+                flops=989 * TERA,  # [H100] 1,979 with sparsity
+                memory=80 * GIB,  # [H100]
+                memory_bandwidth=3350 * GIGA,  # [H100]
+                nvlink=450 * GIGA,  # [H100] 900 both ways
+                network=400 * GIGA,  # [DGX] 8 x 400 Gb/s
+                adapters=8,
+                host_link=64 * GIGA,  # [H100] PCIe 5 x16, 128 both ways
+                device="NVIDIA H100 80GB HBM3",
+                efficiency=_HOPPER,
+            ),
+            Hardware(
+                "h200",
+                flops=989 * TERA,  # [H200] as H100
+                memory=140 * GIB,  # [H200] 141 GB; drivers show 140.4 GiB
+                memory_bandwidth=4800 * GIGA,  # [H200]
+                nvlink=450 * GIGA,  # [H200] 900 both ways
+                network=400 * GIGA,  # [DGX] 8 x 400 Gb/s
+                adapters=8,
+                host_link=64 * GIGA,  # [H200] PCIe 5 x16
+                device="NVIDIA H200",
+                efficiency=_HOPPER,
+            ),
+        )
+    }
+)
+"""Every preset by its flag value."""
+
+
+def find_device(name: str) -> Hardware | None:
+    """The preset of the GPU that the driver calls so, if there is one."""
+    return next((hardware for hardware in HARDWARE.values() if hardware.device == name), None)
+
+
+def find_hardware(name: str, **efficiencies: float | None) -> Hardware:
+    """The preset of that name, with the efficiencies that are given in place of its own. Raises UserError."""
+    if name.lower() not in HARDWARE:
+        near = nearest_name(name, HARDWARE)
+        hint = f"did you mean {near}? " if near else ""
+        raise UserError(f"--hardware {name} is unknown: {hint}known are {', '.join(HARDWARE)}.")
+    hardware = HARDWARE[name.lower()]
+    given = {key: value for key, value in efficiencies.items() if value is not None}
+    for key, value in given.items():
+        if not math.isfinite(value):
+            raise UserError(f"--{key}-efficiency {value:g} must be above 0 and at most 1.")
+    return replace(hardware, efficiency=replace(hardware.efficiency, **given))

@@ -1,0 +1,165 @@
+"""Costs of a model on named hardware: seconds of an op and of a message, from FLOPs and bytes. No torch here.
+
+An op takes the sum of its kernels' times; a kernel takes the longer of its arithmetic and its memory traffic, each at
+the share of the peak that `Efficiency` assumes. Collectives over tensor-parallel ranks go over NVLink and are not
+overlapped with anything; launching kernels from Python costs nothing. A message takes a latency and its bytes over
+NVLink within a node, or over this GPU's share of the node's network.
+
+Ranks lie on nodes as Megatron places them: tensor-parallel ranks side by side, then data-parallel, then pipeline.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from helixpipe.common.errors import UserError
+from helixpipe.costs.by_hand import op_pieces
+from helixpipe.costs.hardware import Hardware
+from helixpipe.costs.models import Chunk, Layout, ModelShape
+from helixpipe.costs.piece_bytes import PieceBytes
+from helixpipe.costs.piece_work import GRADIENT_BYTES, Kernel, model_flops, work
+from helixpipe.costs.program_bytes import ProgramBytes
+from helixpipe.program.message import Message
+from helixpipe.program.program import Op, Piece, Program
+
+MASTER_AND_MOMENTS = 12
+"""Bytes of Adam's state a weight: float32 copy, first and second moment."""
+
+MESSAGES_KEPT = 4
+"""Hidden states or gradients of them that a rank holds beside its stash: one in and one out of each neighbour."""
+
+
+@dataclass(frozen=True)
+class ModelCosts(ProgramBytes):
+    """`Costs` in seconds of one pipeline of a model on hardware; also its bytes.
+
+    seq_length: tokens of a microbatch's sequences, which the program's chunks share. data_parallel: pipelines side
+    by side. distributed_optimizer: Adam's state is divided over them. fp32_kv_gradients: gradients of keys and values
+    are summed over chunks in float32.
+    """
+
+    model: ModelShape
+    hardware: Hardware
+    layout: Layout
+    seq_length: int
+    data_parallel: int = 1
+    distributed_optimizer: bool = True
+    fp32_kv_gradients: bool = False
+
+    def __post_init__(self) -> None:
+        tp, layout = self.layout.tensor_parallel, self.layout
+        for what, size in (("heads", self.model.heads), ("query groups", self.model.groups)):
+            if size % tp:
+                raise UserError(f"--tensor-parallel {tp} must divide the {size} {what} of {self.model.name}.")
+        if tp > self.hardware.gpus_per_node:
+            raise UserError(
+                f"--tensor-parallel {tp} must fit in a node: at most --gpus-per-node {self.hardware.gpus_per_node}."
+            )
+        if layout.sequence_parallel and self.seq_length % tp:
+            raise UserError(f"--seq-length {self.seq_length} must be a multiple of --tensor-parallel {tp}.")
+
+    @cached_property
+    def bytes(self) -> PieceBytes:
+        return PieceBytes(self.model, self.layout)
+
+    def _sequence(self) -> tuple[int, bool]:
+        return self.seq_length, self.fp32_kv_gradients
+
+    # ------------------------------------------------------------------------------------------- what `Costs` asks for
+
+    def op_time(self, program: Program, op: Op) -> float:
+        chunk = self.chunk(program, op.chunk)
+        kinds = Counter(piece.kind for piece in op_pieces(program, op))
+        return sum(count * self.piece_time(kind, op.kind, chunk) for kind, count in kinds.items())
+
+    def message_time(self, program: Program, message: Message) -> float:
+        bandwidth = self.hardware.peer_bandwidth(
+            self._senders, self._node(message.source) == self._node(message.target)
+        )
+        return self.hardware.latency + self.message_bytes(program, message) / bandwidth
+
+    def static_memory(self, pieces: Sequence[Piece]) -> float:
+        """Bytes of a rank that holds these pieces: weights, gradients, optimizer state; the workspace of an op; hidden
+        states on their way in and out."""
+        share = self.data_parallel if self.distributed_optimizer else 1
+        chunk = Chunk(self.seq_length)
+        return (
+            self.bytes.parameters(pieces) * (self.layout.element_bytes + GRADIENT_BYTES + MASTER_AND_MOMENTS / share)
+            + self.bytes.workspace(pieces, chunk)
+            + MESSAGES_KEPT * self.bytes.message(Piece("norm", 0), chunk)
+        )
+
+    # ------------------------------------------------------------------------------------------------------------ time
+
+    def piece_time(self, piece: str, op: str, chunk: Chunk) -> float:
+        """Seconds of one piece for an op kind on one chunk."""
+        key = (piece, op, chunk)
+        if key not in self._piece_times:
+            kernels = work(self.model, self.layout, piece, op, chunk)
+            self._piece_times[key] = sum(self._kernel_time(kernel) for kernel in kernels)
+        return self._piece_times[key]
+
+    @cached_property
+    def _piece_times(self) -> dict[tuple[str, str, Chunk], float]:
+        return {}  # schedules that search ask again and again
+
+    def after_time(self, program: Program) -> tuple[float, float]:
+        """Seconds after the last backward: the sum of gradients over copies of replicated stages, data-parallel
+        reduction of gradients and return of weights, over NVLink or the network; the optimizer's pass over weights,
+        gradients and state. Of the rank with the most weights."""
+        weights = max(self.bytes.parameters(program.pieces_of_rank(rank)) for rank in range(program.num_ranks))
+        dp, hardware = self.data_parallel, self.hardware
+        moved = 0.0
+        if dp > 1:  # reduce-scatter of gradients and all-gather of weights, or an all-reduce of gradients: rings
+            back = self.layout.element_bytes if self.distributed_optimizer else GRADIENT_BYTES
+            moved = weights * (GRADIENT_BYTES + back) * (dp - 1) / dp
+        bandwidth = hardware.nvlink
+        if self.layout.tensor_parallel * dp > hardware.gpus_per_node:
+            # A ring crosses from node to node once, over all adapters, beside the rings of the other GPUs of the node
+            # that do not belong to it: one for each tensor-parallel rank.
+            bandwidth = min(bandwidth, hardware.network / self.layout.tensor_parallel)
+        share = weights / dp if self.distributed_optimizer else weights
+        touched = share * (2 * MASTER_AND_MOMENTS + GRADIENT_BYTES + self.layout.element_bytes)
+        reduction = moved / (bandwidth * hardware.efficiency.network) + self._copies_time(program)
+        return reduction, touched / (hardware.memory_bandwidth * hardware.efficiency.memory)
+
+    def _copies_time(self, program: Program) -> float:
+        """All-reduces, as rings, of the gradients of replicated stages over the pipeline ranks that hold them."""
+        moved = 0.0
+        for index, stage in enumerate(program.stages):
+            if stage.placement != "replicated":
+                continue
+            holders = len(program.holders(index))
+            moved += 2 * self.bytes.parameters(stage.pieces) * GRADIENT_BYTES * (holders - 1) / holders
+        same_node = self._node(0) == self._node(program.num_ranks - 1)
+        return moved / self.hardware.peer_bandwidth(self._senders, same_node)
+
+    def step_flops(self, program: Program) -> float:
+        """Of the mathematics, forward and backward (forward alone for evaluation), of all pipelines and their ranks."""
+        units = program.num_microbatches * self.data_parallel * self.layout.tensor_parallel
+        total = 0.0
+        for chunk in (self.chunk(program, number) for number in range(program.num_chunks)):
+            for stage in program.stages:
+                total += sum(model_flops(self.model, self.layout, piece.kind, chunk) for piece in stage.pieces)
+        return total * units / (3 if program.forward_only else 1)
+
+    @property
+    def _senders(self) -> int:
+        """GPUs of a node that send at the same time: those at the same place of the pipeline."""
+        return min(self.hardware.gpus_per_node, self.layout.tensor_parallel * self.data_parallel)
+
+    def _node(self, rank: int) -> int:
+        return rank * self.layout.tensor_parallel * self.data_parallel // self.hardware.gpus_per_node
+
+    def _kernel_time(self, kernel: Kernel) -> float:
+        hardware, efficiency = self.hardware, self.hardware.efficiency
+        if kernel.kind == "network":
+            return hardware.latency + kernel.bytes / hardware.peer_bandwidth(1, same_node=True)
+        memory = kernel.bytes / (hardware.memory_bandwidth * efficiency.memory)
+        if kernel.kind == "memory":
+            return memory
+        share = efficiency.attention if kernel.kind == "attention" else efficiency.matmul
+        return max(memory, kernel.flops / (hardware.flops * share))

@@ -1,0 +1,179 @@
+"""Models as data: the shapes of published GPTs, by name. No torch here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from helixpipe.common.errors import UserError
+from helixpipe.common.flags import nearest_name
+from helixpipe.program.program import Piece, model_pieces
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A GPT. Channels of a head: hidden / heads. Words of megatron-core's configuration in brackets.
+
+    groups: key and value heads [num_query_groups]. ffn: inner size of the MLP, of each half when gated. vocab: not
+    padded. tied: the head uses the embedding's weights. norm: `LayerNorm` or `RMSNorm`. positions: `learned_absolute`
+    (seq_length of them), `rope` or `none`. bias: in the linear layers [add_bias_linear].
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    groups: int
+    ffn: int
+    gated: bool
+    vocab: int
+    tied: bool
+    norm: str
+    positions: str
+    bias: bool
+    seq_length: int
+
+    @property
+    def channels(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def kv_hidden(self) -> int:
+        """Elements of a token's keys, and as many of its values."""
+        return self.groups * self.channels
+
+    @property
+    def norm_parameters(self) -> int:
+        return self.hidden * (2 if self.norm == "LayerNorm" else 1)
+
+    def padded_vocab(self, tensor_parallel: int, divisible_by: int = 128) -> int:
+        """Rows of the embedding as Megatron pads them: a multiple of `divisible_by` for each tensor-parallel rank."""
+        unit = divisible_by * tensor_parallel
+        return -(-self.vocab // unit) * unit
+
+    def position_rows(self, tensor_parallel: int) -> int:
+        """Learned positions on one tensor-parallel rank: its share, or all that cannot be shared evenly."""
+        if self.positions != "learned_absolute":
+            return 0
+        return self.seq_length if self.seq_length % tensor_parallel else self.seq_length // tensor_parallel
+
+    def num_parameters(self) -> int:
+        """All weights, unpadded, a tied one once."""
+        total = sum(self.piece_parameters(piece) for piece in model_pieces(self.layers))
+        return total - (self.vocab * self.hidden if self.tied else 0)
+
+    def piece_parameters(self, piece: Piece, tensor_parallel: int = 1, vocab: int | None = None) -> int:
+        """Weights of a piece on one tensor-parallel rank. A tied head counts its copy. vocab: rows, if padded."""
+        h, kv, bias, tp = self.hidden, self.kv_hidden, int(self.bias), tensor_parallel
+        rows = (self.vocab if vocab is None else vocab) // tp
+        fc1 = self.ffn * (2 if self.gated else 1)
+        counts = {
+            "embed": (rows + self.position_rows(tp)) * h,
+            "norm": self.norm_parameters,
+            "qkv": (h + bias) * (h + 2 * kv) // tp,
+            "attn": 0,
+            "proj": h * h // tp + bias * h,
+            "mlp": self.norm_parameters + (h + bias) * fc1 // tp + self.ffn * h // tp + bias * h,
+            "head": self.norm_parameters + rows * h,
+        }
+        return counts[piece.kind]
+
+
+def _gpt(
+    name: str, layers: int, heads: int, hidden: int, seq_length: int, positions: str = "learned_absolute"
+) -> ModelShape:
+    """GPT-3's form: LayerNorm, biases, GELU, MLP of 4h, GPT-2's vocabulary tied to the head."""
+    return ModelShape(
+        name, layers, hidden, heads, heads, 4 * hidden, False, 50257, True, "LayerNorm", positions, True, seq_length
+    )
+
+
+def _llama(
+    name: str, layers: int, heads: int, hidden: int, seq_length: int, groups: int, ffn: int, vocab: int
+) -> ModelShape:
+    """Llama's form: RoPE, RMSNorm, no bias, SwiGLU, head of its own."""
+    return ModelShape(
+        name, layers, hidden, heads, groups, ffn, True, vocab, False, "RMSNorm", "rope", False, seq_length
+    )
+
+
+_K = 1024
+MODELS: Mapping[str, ModelShape] = MappingProxyType(
+    {
+        model.name: model
+        for model in (
+            # Touvron et al., Llama 2, 2023; Llama 3: Grattafiori et al., 2024
+            _llama("llama2-7b", 32, 32, 4096, 4 * _K, groups=32, ffn=11008, vocab=32000),
+            _llama("llama2-13b", 40, 40, 5120, 4 * _K, groups=40, ffn=13824, vocab=32000),
+            _llama("llama2-70b", 80, 64, 8192, 4 * _K, groups=8, ffn=28672, vocab=32000),
+            _llama("llama3-8b", 32, 32, 4096, 8 * _K, groups=8, ffn=14336, vocab=128256),
+            # HelixPipe's setups: layers, heads, hidden; 32k to 128k tokens
+            _gpt("helix-1.3b", 24, 16, 2048, 128 * _K),
+            _gpt("helix-3b", 16, 32, 4096, 128 * _K),
+            _gpt("helix-7b", 32, 32, 4096, 128 * _K),
+            # Seq1F1B's 2.7B and 7B, as GPT-3's table of sizes (Brown et al., 2020) has them
+            _gpt("seq1f1b-2.7b", 32, 32, 2560, 32 * _K),
+            _gpt("seq1f1b-7b", 32, 32, 4096, 128 * _K),
+            # WeiPipe's setups: 32 layers of 12 H^2 weights, 32 heads
+            _gpt("weipipe-1024", 32, 32, 1024, 16 * _K),
+            _gpt("weipipe-2048", 32, 32, 2048, 16 * _K),
+            # SPPO's setups; heads of 128 channels; RoPE, as a million learned positions would be 4 G weights
+            _gpt("sppo-7b", 32, 32, 4096, 1024 * _K, "rope"),
+            _gpt("sppo-13b", 40, 40, 5120, 1024 * _K, "rope"),
+            _gpt("sppo-65b", 80, 64, 8192, 1024 * _K, "rope"),
+            # InfiniPipe's sizes; shapes of OPT (Zhang et al., 2022) with RoPE, for lack of its own
+            _gpt("infinipipe-7b", 32, 32, 4096, 192 * _K, "rope"),
+            _gpt("infinipipe-13b", 40, 40, 5120, 192 * _K, "rope"),
+            _gpt("infinipipe-30b", 48, 56, 7168, 192 * _K, "rope"),
+        )
+    }
+)
+"""Every preset by its flag value."""
+
+
+def find_model(name: str) -> ModelShape:
+    """The preset of that name. Raises UserError that names the nearest one."""
+    if name.lower() in MODELS:
+        return MODELS[name.lower()]
+    near = nearest_name(name, MODELS)
+    hint = f"did you mean {near}? " if near else ""
+    raise UserError(f"--model {name} is unknown: {hint}known are {', '.join(MODELS)}.")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model is cut and stored on a GPU.
+
+    element_bytes: of weights and activations (2: bfloat16). fused_kernels: those of a GPU (one kernel for RMSNorm, bias
+    and activation function, and flash-attn); without, what the same pieces do on the CPU. mlp_chunk: tokens of a slice
+    of the MLP, whose inner activations are made again in the backward, slice by slice; 0: the whole MLP at once.
+    """
+
+    tensor_parallel: int = 1
+    sequence_parallel: bool = False
+    micro_batch_size: int = 1
+    element_bytes: int = 2
+    fused_kernels: bool = True
+    mlp_chunk: int = 0
+
+    def mlp_slices(self, tokens: float) -> list[float]:
+        """Tokens of each slice of a sequence's MLP; one, the sequence, if it is not sliced."""
+        if not self.mlp_chunk:
+            return [tokens]
+        count = max(math.ceil(tokens / self.mlp_chunk), 1)
+        return [self.mlp_chunk] * (count - 1) + [tokens - (count - 1) * self.mlp_chunk]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens of a chunk, and how many of its sequence come earlier and later; a whole sequence has neither."""
+
+    tokens: float
+    earlier: float = 0.0
+    later: float = 0.0
+
+    @property
+    def whole(self) -> bool:
+        return not self.earlier and not self.later

@@ -1,0 +1,224 @@
+"""Costs measured on a machine by `helixpipe profile`: its file, and the `Costs` read from it. No torch here.
+
+An op takes the sum of its pieces' measured times, what an op costs beside them, and what its messages cost the rank; a
+message takes a latency and its bytes at a bandwidth. Bytes are counted, not measured (`piece_bytes`, exact
+for these pieces).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from helixpipe.common.errors import UserError
+from helixpipe.common.files import whole_file
+from helixpipe.costs.by_hand import op_pieces
+from helixpipe.costs.models import Chunk, Layout, ModelShape
+from helixpipe.costs.piece_bytes import PieceBytes
+from helixpipe.costs.piece_work import GRADIENT_BYTES
+from helixpipe.costs.program_bytes import ProgramBytes
+from helixpipe.program.message import Message
+from helixpipe.program.program import OP_KINDS, PIECE_KINDS, Op, Piece, Program
+
+VERSION = 1
+"""Of the file's format; a file of another version is refused."""
+
+
+@dataclass(frozen=True)
+class ChunkTimes:
+    """Seconds on one chunk: of each piece (`F`, `I`, `W`, `B` and `R` of it), and of an op beside its pieces.
+
+    tokens, earlier: the chunk's place in the sequence; a whole sequence has none earlier. pieces: by piece kind, then
+    op kind. overhead: by op kind.
+    """
+
+    tokens: int
+    earlier: int
+    pieces: Mapping[str, Mapping[str, float]]
+    overhead: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class MessageTimes:
+    """A message of n bytes takes latency + n / bandwidth seconds over `backend`, and keeps its ranks from computing.
+
+    send, receive: for how many seconds it does, as (of any message, of each byte); they are not in the latency.
+    """
+
+    latency: float
+    bandwidth: float
+    backend: str
+    send: tuple[float, float] = (0.0, 0.0)
+    receive: tuple[float, float] = (0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What `helixpipe profile` measured, and of what.
+
+    machine, assumed: for people; what was measured on and under which conditions. torch: its version.
+    """
+
+    model: ModelShape
+    layout: Layout
+    dtype: str
+    seq_length: int
+    chunks: tuple[ChunkTimes, ...]
+    messages: MessageTimes
+    torch: str = ""
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    assumed: Mapping[str, Any] = field(default_factory=dict)
+
+    def save(self, path: str | Path) -> None:
+        """Write the file, whole or not at all. Raises UserError when it cannot be written."""
+        with whole_file(path) as temporary:
+            temporary.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+
+    def to_json(self) -> dict[str, Any]:
+        """What the file holds."""
+        return {"format": _FORMAT, "version": VERSION, **dataclasses.asdict(self)}
+
+    @classmethod
+    def load(cls, path: str | Path, flag: str = "--profile") -> Profile:
+        """Read a file that `save` wrote. Raises UserError, which names the flag that gave it, for any other."""
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UserError(f"{flag}: cannot read {path}: {error.strerror or error}.") from None
+        except ValueError:  # of JSON or of UTF-8
+            raise UserError(f"{flag}: {path} is not JSON; `helixpipe profile` writes such files.") from None
+        if not isinstance(content, dict) or content.get("format") != _FORMAT:
+            raise UserError(f"{flag}: {path} was not written by `helixpipe profile`.")
+        if content.get("version") != VERSION:
+            raise UserError(
+                f"{flag}: {path} has version {content.get('version')} of the format and this program reads version "
+                f"{VERSION}; measure again with `helixpipe profile`."
+            )
+        try:
+            profile = cls(
+                model=ModelShape(**content["model"]),
+                layout=Layout(**content["layout"]),
+                chunks=tuple(ChunkTimes(**chunk) for chunk in content["chunks"]),
+                messages=_message_times(**content["messages"]),
+                **{name: content[name] for name in ("dtype", "seq_length", "torch", "machine", "assumed")},
+            )
+            profile._check()
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{flag}: {path} is damaged ({_reason(error)}); measure again.") from None
+        return profile
+
+    def _check(self) -> None:
+        """Raise ValueError, KeyError or TypeError unless every time is there, a number, and not negative."""
+        if not self.chunks:
+            raise ValueError("it has no chunk")
+        for chunk in self.chunks:
+            for kind in OP_KINDS:
+                times = {f"{piece} {kind}": chunk.pieces[piece][kind] for piece in PIECE_KINDS}
+                _check_numbers({**times, f"overhead {kind}": chunk.overhead[kind]})
+        messages = self.messages
+        _check_numbers({"latency": messages.latency, "bandwidth": messages.bandwidth})
+        for name, (once, per_byte) in (("send", messages.send), ("receive", messages.receive)):
+            _check_numbers({name: once, f"{name} a byte": per_byte})
+        if messages.bandwidth == 0:
+            raise ValueError(f"bandwidth is {messages.bandwidth}")
+
+
+_FORMAT = "helixpipe profile"
+
+
+@dataclass(frozen=True)
+class ProfileCosts(ProgramBytes):
+    """`Costs` in seconds and bytes of the model and machine of a profile."""
+
+    profile: Profile
+    fp32_kv_gradients: bool = False
+
+    def op_time(self, program: Program, op: Op) -> float:
+        times = self._times(self.chunk(program, op.chunk))
+        pieces = sum(times.pieces[piece.kind][op.kind] for piece in op_pieces(program, op))
+        return pieces + times.overhead[op.kind] + self._exchange_time(program, op)
+
+    def _exchange_time(self, program: Program, op: Op) -> float:
+        """What sending and receiving the op's messages takes of its rank's time. Where the program has no ops yet (a
+        schedule being made), every cut between stages is taken to lie between ranks."""
+        if op.kind not in "FBI":
+            return 0.0
+        messages, ahead = self.profile.messages, op.kind == "F"
+        total = 0.0
+        for cut in (op.stage, op.stage + 1):  # the cut before a stage has its number
+            if 0 < cut < len(program.stages) and self._crosses_ranks(program, cut):
+                once, per_byte = messages.receive if (cut == op.stage) == ahead else messages.send
+                first = program.stages[cut].pieces[0]
+                total += once + per_byte * self.bytes.message(first, self.chunk(program, op.chunk))
+        return total
+
+    def _crosses_ranks(self, program: Program, cut: int) -> bool:
+        if self._stages_of_ranks.get("program") is not program:
+            stages = tuple(frozenset(op.stage for op in ops) for ops in program.ranks)
+            self._stages_of_ranks.update(program=program, stages=stages)
+        return not any({cut - 1, cut} <= stages for stages in self._stages_of_ranks["stages"])
+
+    @cached_property
+    def _stages_of_ranks(self) -> dict[str, Any]:
+        return {}  # of the program asked for last
+
+    def message_time(self, program: Program, message: Message) -> float:
+        messages = self.profile.messages
+        return messages.latency + self.message_bytes(program, message) / messages.bandwidth
+
+    def static_memory(self, pieces: Sequence[Piece]) -> float:
+        """Weights, their gradients and Adam's state on a rank of these pieces, without data parallelism."""
+        element = self.profile.layout.element_bytes
+        moments_and_copy = 8 + (4 if element < 4 else 0)  # weights in float32 are their own copy
+        return self.bytes.parameters(pieces) * (element + GRADIENT_BYTES + moments_and_copy)
+
+    @cached_property
+    def bytes(self) -> PieceBytes:
+        return PieceBytes(self.profile.model, self.profile.layout)
+
+    def _sequence(self) -> tuple[int, bool]:
+        return self.profile.seq_length, self.fp32_kv_gradients
+
+    def _times(self, chunk: Chunk) -> ChunkTimes:
+        """Those measured, or, of a chunk that was not, those of the first measured one in proportion: attention to the
+        queries times the keys they see, all else to the tokens."""
+        for times in self.profile.chunks:
+            if (times.tokens, times.earlier) == (round(chunk.tokens), round(chunk.earlier)):
+                return times
+        if chunk not in self._scaled:
+            base = self.profile.chunks[0]
+            linear = chunk.tokens / base.tokens
+            attention = linear * (chunk.earlier + chunk.tokens / 2) / (base.earlier + base.tokens / 2)
+            pieces = {
+                piece: {kind: time * (attention if piece == "attn" else linear) for kind, time in times.items()}
+                for piece, times in base.pieces.items()
+            }
+            self._scaled[chunk] = ChunkTimes(round(chunk.tokens), round(chunk.earlier), pieces, base.overhead)
+        return self._scaled[chunk]
+
+    @cached_property
+    def _scaled(self) -> dict[Chunk, ChunkTimes]:
+        return {}
+
+
+def _message_times(
+    latency: float, bandwidth: float, backend: str, send: Sequence[float], receive: Sequence[float]
+) -> MessageTimes:
+    (send_once, send_byte), (receive_once, receive_byte) = send, receive
+    return MessageTimes(latency, bandwidth, backend, (send_once, send_byte), (receive_once, receive_byte))
+
+
+def _check_numbers(values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+            raise ValueError(f"{name} is {value!r}")
+
+
+def _reason(error: Exception) -> str:
+    return f"{error} is missing" if isinstance(error, KeyError) else str(error)

@@ -1,0 +1,85 @@
+"""What every format shows of a timeline: colours, headings, units. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+from helixpipe.program.timeline import Timeline
+
+
+class KindStyle(NamedTuple):
+    """How ops of one kind look: the colours differ in hue for the colour-blind and in lightness for a grey print."""
+
+    name: str
+    colour: str
+
+
+KIND_STYLES: Mapping[str, KindStyle] = MappingProxyType(
+    {
+        "F": KindStyle("forward", "#8cc5ec"),
+        "B": KindStyle("backward", "#9b3412"),
+        "I": KindStyle("input gradient", "#d9822b"),
+        "W": KindStyle("weight gradient", "#237a68"),
+        "R": KindStyle("recompute", "#f0e39a"),
+    }
+)
+IDLE_COLOUR = "#ececec"
+
+
+def heading(timeline: Timeline) -> str:
+    """`1f1b: 4 ranks, 8 microbatches, makespan 396, bubble 27.3 %`."""
+    microbatches = len({event.op.microbatch for event in timeline.ops})
+    return (
+        f"{timeline.title}: {count(timeline.num_ranks, 'rank')}, {count(microbatches, 'microbatch', 'microbatches')}, "
+        f"makespan {duration_text(timeline.makespan, timeline.unit)}, bubble {100 * bubble_ratio(timeline):.1f} %"
+    )
+
+
+def bubble_ratio(timeline: Timeline) -> float:
+    """The part of all ranks' time, 0 to the makespan, in which they run no op."""
+    ratios = rank_bubbles(timeline)
+    return sum(ratios) / len(ratios) if ratios else 0.0
+
+
+def rank_bubbles(timeline: Timeline) -> list[float]:
+    """For each rank the part of the makespan in which it runs no op."""
+    makespan = timeline.makespan
+    return [1 - busy / makespan if makespan else 0.0 for busy in timeline.busy()]
+
+
+def is_chunked(timeline: Timeline) -> bool:
+    return any(event.op.chunk for event in timeline.ops)
+
+
+def scale_note(timelines: Sequence[Timeline]) -> str:
+    """How the time axes compare; empty when there is one."""
+    units = [timeline.unit for timeline in timelines]
+    if len(units) < 2:
+        return ""
+    if len(set(units)) == 1:
+        return "all on the same time scale"
+    alone = "lengths compare only between timelines of the same unit"
+    return alone if len(set(units)) < len(units) else "each on its own time scale: lengths do not compare"
+
+
+def duration_text(value: float, unit: str) -> str:
+    """A time with its unit, for people: `396`, `1.25 s`, `12.5 ms`."""
+    if unit == "s":
+        scale, unit = time_scale(value)
+        return f"{value * scale:.4g} {unit}"
+    return f"{value:.6g}{' ' + unit if unit else ''}"
+
+
+def time_scale(seconds: float) -> tuple[float, str]:
+    """The factor and unit that make a number of seconds readable."""
+    for factor, unit in ((1.0, "s"), (1e3, "ms")):
+        if seconds * factor >= 1:
+            return factor, unit
+    return (1e6, "µs") if seconds else (1.0, "s")
+
+
+def count(number: int, one: str, many: str = "") -> str:
+    """`1 rank`, `4 ranks`."""
+    return f"{number} {one if number == 1 else many or one + 's'}"

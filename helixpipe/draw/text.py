@@ -1,0 +1,212 @@
+"""What the `helixpipe` command prints for people: a summary, a timeline in letters, a table. No torch here."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Sequence
+from itertools import groupby
+
+from helixpipe.draw.style import count
+from helixpipe.program.program import LAYER_PIECES, Stage
+from helixpipe.program.timeline import Timeline
+from helixpipe.simulate.simulator import Simulation
+
+MAX_TEXT_OPS = 2000
+MAX_RANK_LINES = 16
+MAX_STAGES_APART = 4
+MAX_WIDTH = 118
+
+
+NAMES_OF_RUNS = {
+    LAYER_PIECES: "whole",
+    ("norm", "qkv", "mlp"): "all but attention",
+    ("norm", "qkv", "proj", "mlp"): "all but core attention",
+    ("attn",): "core attention",
+}
+"""Kinds of pieces of a layer that are recomputed, as people call them."""
+
+
+def shape_line(simulation: Simulation) -> str:
+    """The schedule and the size it was given; below, the stages where they differ or recompute."""
+    return "\n".join([_shape(simulation), *stage_lines(simulation.lowered.program.stages)])
+
+
+def stage_count(stages: Sequence[Stage]) -> str:
+    """`4 stages of 2 layers`, with those of embed or head alone, or `8 layers cut into 18 stages`."""
+    layers = [{piece.layer for piece in stage.pieces if piece.layer >= 0} for stage in stages]
+    held, total = [len(each) for each in layers if each], len(set().union(*layers))
+    number = count(len(stages), "stage")
+    if sum(held) > total:
+        return f"{count(total, 'layer')} cut into {number}"
+    size = count(held[0], "layer") if min(held) == max(held) else f"{min(held)} to {max(held)} layers"
+    apart = len(stages) - len(held)
+    return f"{number} of {size}{f', {apart} of them with none' if apart else ''}"
+
+
+def stage_lines(stages: Sequence[Stage]) -> list[str]:
+    """`stages: 2 3 layers; layers recomputed: 2 whole, none`; nothing for stages alike that recompute nothing, or for
+    such as do not consist of whole layers. Of embed or head alone nothing is said beside whole layers."""
+    sizes = [sum(piece.kind == LAYER_PIECES[0] for piece in stage.pieces) for stage in stages]
+    whole = all(
+        len({piece for piece in stage.pieces if piece.layer >= 0}) == size * len(LAYER_PIECES)
+        for stage, size in zip(stages, sizes, strict=True)
+    )
+    if whole:
+        stages = [stage for stage, size in zip(stages, sizes, strict=True) if size]
+        sizes = [size for size in sizes if size]
+    recomputed = [_recomputed(stage) for stage in stages]
+    parts = []
+    if whole and len(set(sizes)) > 1:
+        parts.append(f"stages: {' '.join(_repeated([str(size) for size in sizes]))} layers")
+    if any(stage.recompute for stage in stages):
+        parts.append(f"layers recomputed: {', '.join(_repeated(recomputed))}")
+    return textwrap.wrap("; ".join(parts), MAX_WIDTH, subsequent_indent="  ")
+
+
+def _recomputed(stage: Stage) -> str:
+    """`2 whole + 1 mlp`, or `none`."""
+    pieces = [piece for run in stage.recompute for piece in run if piece.layer >= 0]
+    kinds = [tuple(piece.kind for piece in layer) for _, layer in groupby(pieces, key=lambda piece: piece.layer)]
+    counts = {kind: kinds.count(kind) for kind in kinds}
+    return " + ".join(f"{n} {NAMES_OF_RUNS.get(kind, '+'.join(kind))}" for kind, n in counts.items()) or "none"
+
+
+def _repeated(values: Sequence[str]) -> list[str]:
+    """The values; of many, equal neighbours together: `4 (x12)`; of very many, all that are equal."""
+    groups = [(value, len(list(group))) for value, group in groupby(values)]
+    if len(values) <= MAX_STAGES_APART:
+        return list(values)
+    if len(groups) > 2 * MAX_STAGES_APART:
+        groups = list(Counter(values).items())
+    return [value if number == 1 else f"{value} (x{number})" for value, number in groups]
+
+
+def _shape(simulation: Simulation) -> str:
+    program = simulation.lowered.program
+    shape = [
+        count(program.num_ranks, "rank"),
+        count(program.num_microbatches, "microbatch", "microbatches"),
+        count(program.num_layers, "layer"),
+        count(len(program.stages), "stage"),
+    ]
+    if program.num_chunks > 1:
+        shape.append(f"{program.num_chunks} chunks")
+    if program.forward_only:
+        shape.append("forward only")
+    return f"{program.schedule}: {', '.join(shape)}"
+
+
+def summary(simulation: Simulation) -> str:
+    """Figures of one simulated step, one a line, then a line a rank."""
+    figures = [
+        ("makespan", f"{simulation.makespan:.6g}", ""),
+        ("ideal", f"{simulation.ideal:.6g}", "total work / ranks"),
+        ("bubble", f"{simulation.bubble_time:.6g}", f"{100 * simulation.bubble_ratio:.1f} % of the makespan"),
+        ("messages", str(len(simulation.lowered.messages)), "between ranks"),
+    ]
+    if (shifted := simulation.shifted_bubble_time) < (1 - 1e-6) * simulation.bubble_time:
+        note = "the bubble of steps without a flush (--enable-optimizer-post-validation)"
+        figures.insert(3, ("no flush", f"{shifted:.6g}", note))
+    width = max(len(value) for _, value, _ in figures)
+    lines = [shape_line(simulation), ""]
+    lines += [f"{name:<9}  {value:>{width}}  {note}".rstrip() for name, value, note in figures]
+    return "\n".join([*lines, "", *_ranks(simulation)])
+
+
+def _ranks(simulation: Simulation) -> list[str]:
+    makespan = simulation.makespan or 1.0
+    busy = [100 * value / makespan for value in simulation.busy]
+    peaks = simulation.peak_activation
+    if len(busy) > MAX_RANK_LINES:
+        return [
+            f"each rank is busy {min(busy):.1f} to {max(busy):.1f} % of the makespan",
+            f"peak activation {min(peaks):.4g} (rank {peaks.index(min(peaks))}) to "
+            f"{max(peaks):.4g} (rank {peaks.index(max(peaks))}) microbatch-layers",
+        ]
+    rows = [f"{rank:>4}  {busy[rank]:>6.1f} %  {peaks[rank]:>15.4g}" for rank in range(len(busy))]
+    return ["rank      busy  peak activation (microbatch-layers)", *rows]
+
+
+def chunk_times(simulation: Simulation) -> list[float]:
+    """Time of each chunk of a microbatch in all the stages together, forward and backward."""
+    times = [0.0] * simulation.lowered.program.num_chunks
+    for event in simulation.timeline.ops:
+        if event.op.microbatch == 0:
+            times[event.op.chunk] += event.end - event.start
+    return times
+
+
+def chunks_text(simulation: Simulation) -> str | None:
+    """A line a chunk, its length and what it takes; None when lengths are not stated."""
+    lengths = simulation.lowered.program.chunk_lengths
+    if lengths is None:
+        return None
+    unit = f" ({simulation.timeline.unit})" if simulation.timeline.unit else ""
+    rows = [
+        f"{chunk:>5}  {length:>8}  {time:>8.4g}"
+        for chunk, (length, time) in enumerate(zip(lengths, chunk_times(simulation), strict=True))
+    ]
+    return "\n".join([f"chunk    tokens  time in all stages together{unit}", *rows])
+
+
+def text_timeline(timeline: Timeline, width: int) -> str | None:
+    """The timeline in letters, a line a rank: `F0` then dashes while it runs, spaces while the rank is idle.
+
+    The scale is the smallest that has room for every op's name. None when that is wider than `width`, or with too many
+    ops or ranks.
+    """
+    if not timeline.makespan or len(timeline.ops) > MAX_TEXT_OPS or timeline.num_ranks > MAX_RANK_LINES:
+        return None
+    names = {event: f"{event.op.kind}{event.op.microbatch}" for event in timeline.ops}
+    if any(event.op.chunk for event in timeline.ops):
+        names = {event: f"{name}.{event.op.chunk}" for event, name in names.items()}
+    drawn = [event for event in timeline.ops if event.end > event.start]
+    prefix = len(f"rank {timeline.num_ranks - 1} ")
+    room = width - prefix - 2
+    needed = max(len(names[event]) / (event.end - event.start) for event in drawn) * timeline.makespan
+    for columns in range(int(needed + 0.999), room + 1):
+        scale = columns / timeline.makespan
+        spans = [(round(event.start * scale), round(event.end * scale)) for event in drawn]
+        if all(end - start >= len(names[event]) for event, (start, end) in zip(drawn, spans, strict=True)):
+            break
+    else:
+        return None
+    lines = [[" "] * columns for _ in range(timeline.num_ranks)]
+    for event, (start, end) in zip(drawn, spans, strict=True):
+        lines[event.rank][start:end] = names[event].ljust(end - start, "-")
+    return "\n".join(f"{f'rank {rank}':<{prefix}}|{''.join(line)}|" for rank, line in enumerate(lines))
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table for standard output: ruled on a wide terminal, a block a row on a narrow one, aligned text in a pipe."""
+    widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
+    if not sys.stdout.isatty():
+        aligned = (
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (headers, *rows)
+        )
+        return "\n".join(line.rstrip() for line in aligned)
+    from rich.console import Console  # a tenth of a second to import: only terminals wait for it
+    from rich.table import Table
+
+    console = Console()
+    if console.width < sum(widths) + 3 * len(widths) + 1:
+        lines = []
+        for name, *cells in rows:
+            lines.append(name)
+            for header, cell in zip(headers[1:], cells, strict=True):
+                lines += textwrap.wrap(
+                    f"  {header}: {cell}" if cell else "",
+                    console.width,
+                    subsequent_indent="    ",
+                    break_long_words=False,
+                    break_on_hyphens=False,
+                )
+        return "\n".join(lines)
+    ruled = Table(*headers)
+    for row in rows:
+        ruled.add_row(*(cell.replace("[", r"\[") for cell in row))
+    with console.capture() as capture:
+        console.print(ruled)
+    return capture.get().rstrip("\n")

@@ -1,0 +1,1 @@
+"""The engine in place of megatron-core's forward_backward_func."""

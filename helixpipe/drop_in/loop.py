@@ -1,0 +1,367 @@
+"""One step of a user's own training loop: megatron-core's calling convention around the executor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_tensor_shapes
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.utils import get_model_config
+from torch.utils._pytree import tree_map_only
+
+from helixpipe.common.errors import ScheduleError, UserError
+from helixpipe.drop_in.checks import (
+    check_chunks,
+    check_config,
+    check_deferral,
+    check_program,
+    ranks_of_head,
+    stages_of,
+)
+from helixpipe.drop_in.chunks import Call, Chunks
+from helixpipe.drop_in.own_model import (
+    Copies,
+    OwnCall,
+    check_lengths,
+    check_own_call,
+    check_own_program,
+    gather_losses,
+    own_model,
+    own_step,
+    read,
+    without_embeddings,
+)
+from helixpipe.lowering.lower import lower
+from helixpipe.lowering.validate import validate
+from helixpipe.model import Microbatch, PipelineModel
+from helixpipe.model.device import device
+from helixpipe.program.program import Piece, Program, Stage, forward_only
+from helixpipe.runtime.executor import Executor, Step
+from helixpipe.runtime.transport import Transport, make_transport
+
+_GROUPS = ["tp", "cp", "pp", "embd", "pos_embd", "dp_cp"]
+"""Process groups that a step or `finalize_model_grads_func` needs."""
+
+
+Pieces = tuple[Piece, ...]
+
+
+class MakeProgram(Protocol):
+    """The program for a pipeline of so many ranks, a step of so many microbatches and so many model chunks a rank.
+
+    layers: of a PipelineModel, which can be cut anywhere; None for chunks of another model, of whole layers each.
+    """
+
+    def __call__(self, ranks: int, microbatches: int, chunks: int, layers: int | None = None) -> Program: ...
+
+
+class ForwardBackward:
+    """A `forward_backward_func`: same arguments, same results as megatron-core's, the order of ops from a program.
+
+    Programs are lowered when a number of microbatches first occurs; communicators are made in the first call, in which
+    all ranks of a pipeline must therefore take part. `close` releases them.
+
+    iteration: of a PipelineModel, the number of the next training step, which its dropout depends on; it counts up by
+        itself, and is to be set where training resumes.
+    """
+
+    def __init__(self, make_program: MakeProgram, kv_grad_fp32: bool = False):
+        self.program = make_program
+        self.iteration = 0
+        self._kv_grad_fp32 = kv_grad_fp32
+        self._own: PipelineModel | None = None
+        self._copies: Copies | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._transport: Transport | None = None
+        self._chunks: Chunks | None = None
+        self._stages: tuple[Stage, ...] = ()
+        self._executors: dict[tuple[int, bool], Executor] = {}
+
+    def __call__(
+        self,
+        *,
+        forward_step_func: Callable[..., Any] | None,
+        data_iterator: Iterator[Any] | list[Iterator[Any] | None] | None,
+        model: torch.nn.Module | list[torch.nn.Module],
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        first_val_step: bool | None = None,
+        adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
+        p2p_communicator: P2PCommunicator | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        force_all_reduce: bool | None = False,
+    ) -> list[Any]:
+        """Run one step; see megatron-core's `get_forward_backward_func` for what the arguments are.
+
+        model: the chunks on this rank, in model order. data_iterator: one for each chunk, or the only one. With one
+        PipelineModel (of `pieces`) forward_step_func is None and data_iterator yields `helixpipe.model.Microbatch`
+        where the embedding or the head is; a loss is the mean over a microbatch's tokens, or their sum with
+        `calculate_per_token_loss`, as {"lm loss": scalar}. p2p_communicator is not used: messages travel on
+        `pg_collection.pp` by the transport of helixpipe.
+        Returns what the loss function returned of each microbatch on the rank that holds the head and, under a
+        schedule that has it elsewhere, on the last rank; an empty list on the others. Under a schedule with the head on
+        several ranks every rank of the pipeline has all losses.
+        Raises UserError or ScheduleError, one sentence, for what cannot be run.
+        """
+        chunks = model if isinstance(model, list) else [model]
+        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        if len(iterators) != len(chunks):
+            have = f"{len(chunks)} chunk" + "s" * (len(chunks) > 1)
+            raise UserError(f"model has {have}, but data_iterator is a list of {len(iterators)}: give one for each.")
+        if adjust_tensor_shapes_fn is not None:
+            raise UserError(
+                "adjust_tensor_shapes_fn is not supported: every stage hands on hidden states of one shape."
+            )
+        if collect_non_loss_data and not forward_only:
+            raise UserError(
+                "collect_non_loss_data leaves no loss to start a backward from: it needs forward_only=True."
+            )
+        if (p2p_communicator is None) != (pg_collection is None):
+            raise UserError("give both of p2p_communicator and pg_collection, or neither, as megatron-core asks.")
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(_GROUPS)
+        config = get_model_config(chunks[0])
+        executor = self._executor(chunks, config, groups.pp, num_microbatches, forward_only)
+        call: Call | OwnCall
+        if self._own is not None:
+            check_own_call(config, forward_step_func, collect_non_loss_data, (decoder_seq_length, seq_length))
+            check_lengths(executor.lowered.program, seq_length, config)
+            shape = (micro_batch_size, seq_length)
+            call = read(self._own, config, iterators[0], num_microbatches, shape)
+            step = own_step(call, self.iteration, shape, groups.dp_cp, training=not forward_only)
+            self.iteration += not forward_only
+        else:
+            if forward_step_func is None:
+                raise UserError("forward_step_func is None, which only a PipelineModel allows.")
+            shapes = get_tensor_shapes(
+                seq_length=seq_length,
+                micro_batch_size=micro_batch_size,
+                decoder_seq_length=decoder_seq_length,
+                config=config,
+                tp_group=groups.tp,
+                cp_group=groups.cp,
+            )
+            assert self._chunks is not None
+            call = self._chunks.call = Call(
+                forward_step_func,
+                iterators,
+                num_microbatches,
+                torch.Size(shapes[0]),
+                groups.cp.size(),
+                forward_only,
+                collect_non_loss_data,
+                first_val_step,
+            )
+            step = _step(seq_length, micro_batch_size, training=not forward_only)
+        if config.timers is not None:
+            config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+        if self._own is not None:
+            _finish_gathers(chunks)
+        with ExitStack() as stack:
+            _without_reductions(stack, chunks, config)
+            losses, _ = executor.run(step)
+        if isinstance(call, OwnCall):
+            call.finish(losses)
+        heads = ranks_of_head(executor.lowered.program)
+        if isinstance(call, OwnCall) and len(heads) > 1:
+            gather_losses(call, groups.pp)
+        else:
+            _share_with_last_rank(call, heads[0], groups.pp)
+        if not forward_only:
+            self._finalize(chunks, config, call.num_tokens, groups, force_all_reduce)
+        if config.timers is not None:
+            config.timers("forward-backward").stop()
+        return call.store
+
+    def pieces(self, num_layers: int, num_microbatches: int, pp_group: dist.ProcessGroup | None = None) -> Pieces:
+        """What to build this pipeline rank's PipelineModel from: the pieces that the schedule places here.
+
+        num_layers: of the whole model. num_microbatches: of any step, since a model can only run steps of sizes for
+        which the schedule places it alike. pp_group: the pipeline; None takes megatron-core's parallel state.
+        """
+        group = pp_group or ProcessGroupCollection.use_mpu_process_groups(["pp"]).pp
+        return self.program(group.size(), num_microbatches, 1, num_layers).pieces_of_rank(group.rank())
+
+    def copies(
+        self, num_layers: int, num_microbatches: int, pp_group: dist.ProcessGroup | None = None
+    ) -> dict[Piece, int]:
+        """Those of `pieces` that other ranks hold as well, for the PipelineModel's `copies`; same arguments."""
+        group = pp_group or ProcessGroupCollection.use_mpu_process_groups(["pp"]).pp
+        return self.program(group.size(), num_microbatches, 1, num_layers).copies(group.rank())
+
+    def close(self) -> None:
+        """Release communicators and the model; a later call makes them anew."""
+        if self._transport is not None:
+            self._transport.close()
+        self._transport = self._group = None
+        self._forget_model()
+
+    def _forget_model(self) -> None:
+        self._chunks = self._own = self._copies = None
+        self._executors.clear()
+
+    def _finalize(
+        self,
+        chunks: list[torch.nn.Module],
+        config: TransformerConfig,
+        num_tokens: torch.Tensor,
+        groups: ProcessGroupCollection,
+        force_all_reduce: bool | None,
+    ) -> None:
+        """Start reductions and let the user's function finish them."""
+        tokens = num_tokens if config.calculate_per_token_loss else None
+        finalize = config.finalize_model_grads_func
+        if self._copies is not None and finalize is not None:
+            self._copies.sum()
+        _start_reductions(chunks, force_all_reduce)
+        if finalize is not None:
+            groups = groups if self._own is None else without_embeddings(groups)
+            finalize(chunks, tokens, pg_collection=groups, force_all_reduce=force_all_reduce)
+
+    def _executor(
+        self,
+        chunks: list[torch.nn.Module],
+        config: TransformerConfig,
+        group: dist.ProcessGroup,
+        num_microbatches: int,
+        evaluation: bool,
+    ) -> Executor:
+        """The executor for a step of this size, made when it is first asked for."""
+        own = own_model(chunks)
+        if self._group is not group:
+            self.close()
+        elif self._own is not own or (self._chunks is not None and not _same(self._chunks.chunks, chunks)):
+            self._forget_model()
+        key = (num_microbatches, evaluation)
+        if key not in self._executors:
+            check_config(config)
+            program = self.program(
+                group.size(), num_microbatches, len(chunks), None if own is None else config.num_layers
+            )
+            if own is None:
+                check_program(program, group.size(), num_microbatches)
+                check_chunks(program, group.rank(), chunks)
+                check_deferral(program, chunks, config)
+            else:
+                check_own_program(program, group.rank(), group.size(), num_microbatches, own)
+            if self._transport is None:
+                channels = {(message.source, message.target) for message in validate(program).messages}
+                self._group, self._transport = group, make_transport(group, device(), channels)
+            model = self._attach(chunks, own, config, program, group)
+            ahead = 1 if self._transport.independent_channels else 0
+            lowered = lower(forward_only(program) if evaluation else program, receive_ahead=ahead)
+            self._executors[key] = Executor(lowered, group.rank(), model, self._transport, self._kv_grad_fp32)
+        return self._executors[key]
+
+    def _attach(
+        self,
+        chunks: list[torch.nn.Module],
+        own: PipelineModel | None,
+        config: TransformerConfig,
+        program: Program,
+        group: dist.ProcessGroup,
+    ) -> Chunks | PipelineModel:
+        """The model as the executor's, the same for every size of step."""
+        if own is not None:
+            if self._own is None:
+                self._own, self._copies = own, Copies(own, program, group)
+            return own
+        stages = tuple(program.stages[stage] for stage in stages_of(program, group.rank()))
+        if self._chunks is None:
+            self._chunks, self._stages = Chunks(list(chunks), config, stages), stages
+        elif stages != self._stages:
+            raise ScheduleError(
+                f"schedule {program.schedule} places the model differently for {program.num_microbatches} microbatches "
+                "than before, so their number cannot change under it."
+            )
+        return self._chunks
+
+
+def _same(some: Sequence[torch.nn.Module], others: Sequence[torch.nn.Module]) -> bool:
+    return len(some) == len(others) and all(one is other for one, other in zip(some, others, strict=True))
+
+
+def _step(seq_length: int, micro_batch_size: int, training: bool) -> Step:
+    return Step(
+        iteration=0,
+        microbatch_number=lambda index: index,
+        batch=lambda index: cast(Microbatch, None),  # the user's forward_step_func takes data from its iterator
+        root_gradient=lambda index: torch.ones((), device=device()),  # the objective is scaled already
+        micro_batch_size=micro_batch_size,
+        seq_length=seq_length,
+        training=training,
+    )
+
+
+def _without_reductions(stack: ExitStack, chunks: list[torch.nn.Module], config: TransformerConfig) -> None:
+    """Let no backward start a data-parallel reduction: a weight's last gradient may come from any unit's B or W."""
+    functions = config.no_sync_func if isinstance(config.no_sync_func, list) else [config.no_sync_func]
+    for function in functions:
+        if function is not None:
+            stack.enter_context(function())
+    for chunk in _overlapping(chunks):
+        stack.enter_context(_plain_hooks(chunk))
+
+
+@contextmanager
+def _plain_hooks(chunk: DistributedDataParallel) -> Iterator[None]:
+    """Let the hooks of an overlapping chunk only add gradients up, as without overlap: the others count the weights,
+    and fail on one whose gradient is put off."""
+    chunk.ddp_config.overlap_grad_reduce = False
+    try:
+        yield
+    finally:
+        chunk.ddp_config.overlap_grad_reduce = True
+
+
+def _finish_gathers(chunks: list[torch.nn.Module]) -> None:
+    """With `overlap_param_gather` the hooks of a module's forward wait for its weights. A PipelineModel's may leave for
+    another rank, or be used, without that forward."""
+    for chunk in chunks:
+        if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
+            for group in chunk.bucket_groups:
+                group.finish_param_sync(skip_next_bucket_dispatch=True)
+
+
+def _start_reductions(chunks: list[torch.nn.Module], force_all_reduce: bool | None) -> None:
+    """What the last backward would have started with `overlap_grad_reduce`; `finalize_model_grads` waits for it.
+
+    `grad_sync_func` and `param_sync_func` only say when to start what is started here, once a step, and by the
+    forward's hooks, so they are not called.
+    """
+    for chunk in _overlapping(chunks):
+        for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+            group.start_grad_sync(force_all_reduce=force_all_reduce)
+
+
+def _overlapping(chunks: list[torch.nn.Module]) -> list[Any]:
+    return [c for c in chunks if isinstance(c, DistributedDataParallel) and c.ddp_config.overlap_grad_reduce]
+
+
+def _share_with_last_rank(call: Call | OwnCall, head: int, group: dist.ProcessGroup) -> None:
+    """Losses and the number of tokens also where users' scripts and `finalize_model_grads` look for them.
+
+    Nothing to do under schedules that have the head there. Tensors travel through host memory.
+    """
+    last = group.size() - 1
+    if head == last or group.rank() not in (head, last):
+        return
+    other = dist.get_global_rank(group, last if group.rank() == head else head)
+    if group.rank() == head:
+        store = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), call.store)
+        dist.send_object_list([store, call.num_tokens.item()], other, group=group)
+    else:
+        received: list[Any] = [None, None]
+        dist.recv_object_list(received, other, group=group)
+        call.store = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device()), received[0])
+        call.num_tokens.fill_(received[1])

@@ -1,0 +1,251 @@
+"""One step of `helixpipe.model.PipelineModel`, which runs any schedule: its data, its losses, and what it needs beyond
+megatron-core's `finalize_model_grads`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from helixpipe.common.errors import ProgramError, ScheduleError, UserError
+from helixpipe.drop_in.checks import unwrapped
+from helixpipe.lowering.validate import untrainable
+from helixpipe.model import Microbatch, PipelineModel
+from helixpipe.model.device import device
+from helixpipe.model.layers import piece_of
+from helixpipe.program.program import Piece, Program, chunk_lengths
+from helixpipe.runtime.executor import LossSum, Step
+
+
+def own_model(chunks: Sequence[torch.nn.Module]) -> PipelineModel | None:
+    """The PipelineModel inside the wrappers, None for chunks of another kind. Raises UserError for several."""
+    own = [chunk for chunk in map(unwrapped, chunks) if isinstance(chunk, PipelineModel)]
+    if own and len(chunks) > 1:
+        raise UserError(
+            f"model has {len(chunks)} chunks, a PipelineModel among them, but one PipelineModel holds all pieces of "
+            "its rank: build a single one from ForwardBackward.pieces."
+        )
+    return own[0] if own else None
+
+
+def check_own_call(
+    config: TransformerConfig, forward_step_func: Any, collect_non_loss_data: bool, lengths: tuple[int | None, int]
+) -> None:
+    """Raises UserError for arguments that mean nothing to a PipelineModel. lengths: the decoder's and the others'
+    tokens a sequence."""
+    if forward_step_func is not None:
+        raise UserError(
+            "forward_step_func is not used with a PipelineModel, which runs pieces and chunks of a sequence and makes "
+            "the loss itself: give forward_step_func=None, and a data_iterator of helixpipe.model.Microbatch."
+        )
+    if collect_non_loss_data:
+        raise UserError("collect_non_loss_data is not supported with a PipelineModel: only losses leave it.")
+    if lengths[0] not in (None, lengths[1]):
+        raise UserError(f"decoder_seq_length must be seq_length, {lengths[1]}, or None, not {lengths[0]}.")
+    if config.enable_autocast:
+        raise UserError("enable_autocast is not supported with a PipelineModel: build it with the params_dtype to use.")
+    if config.recompute_granularity is not None:
+        raise UserError(
+            f'recompute_granularity="{config.recompute_granularity}" in the configuration of a PipelineModel does '
+            "nothing: give get_forward_backward_func recompute=RecomputeOptions(...)."
+        )
+
+
+def check_own_program(program: Program, rank: int, num_ranks: int, num_microbatches: int, model: PipelineModel) -> None:
+    """That the model holds the program's pieces on this pipeline rank. Raises UserError."""
+    name = program.schedule
+    if (program.num_ranks, program.num_microbatches) != (num_ranks, num_microbatches):
+        raise ScheduleError(
+            f"schedule {name} is a program for {program.num_ranks} ranks and {program.num_microbatches} microbatches, "
+            f"but the run has {num_ranks} and {num_microbatches}."
+        )
+    if (reason := untrainable(program)) is not None:
+        raise ProgramError(reason)
+    if program.num_layers != model.config.num_layers:
+        raise ScheduleError(
+            f"schedule {name} is a program for {program.num_layers} layers, but num_layers is "
+            f"{model.config.num_layers}."
+        )
+    if set(model.pieces) != set(program.pieces_of_rank(rank)) or model.copies != program.copies(rank):
+        raise UserError(
+            f"schedule {name} with {num_microbatches} microbatches places other pieces on pipeline rank {rank} than "
+            "the model was built from: build it from ForwardBackward.pieces and copies of the same schedule and "
+            "options."
+        )
+    parameter = next(model.parameters(), None)
+    if parameter is not None and parameter.dtype != model.payload_dtype:
+        raise UserError(
+            f"the model's weights are {parameter.dtype}, but its hidden states {model.payload_dtype}: build it with "
+            f"params_dtype={parameter.dtype}."
+        )
+
+
+def check_lengths(program: Program, seq_length: int, config: TransformerConfig) -> None:
+    """That the sequence can be cut as the program says. Raises ProgramError."""
+    tp = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    lengths = chunk_lengths(program, seq_length)
+    if any(length % tp for length in lengths):
+        raise ProgramError(
+            f"with sequence_parallel every chunk's tokens must be a multiple of the tensor-parallel size {tp}, but "
+            f"they are {lengths}: give other chunks or chunk_lengths."
+        )
+
+
+@dataclass
+class OwnCall:
+    """One call of the forward-backward function with a PipelineModel.
+
+    batches: this rank's microbatches; none where neither the embedding nor the head is. tokens: of each microbatch, the
+    sum of its loss mask. store: what is returned, of the microbatches `finished`. num_tokens: sum of theirs, a float64
+    scalar.
+    """
+
+    config: TransformerConfig
+    batches: list[Microbatch]
+    tokens: list[Tensor]
+    num_microbatches: int
+    store: list[Any]
+    num_tokens: Tensor
+    finished: list[int] = field(default_factory=list)
+
+    def root_gradient(self, index: int) -> Tensor:
+        """Of the microbatch's objective with respect to its loss sum: a float32 scalar."""
+        gradient = torch.ones((), device=device())
+        if not self.config.calculate_per_token_loss:
+            gradient = gradient / (self._divisor(index) * self.num_microbatches)
+        if self.config.grad_scale_func is not None:
+            gradient = self.config.grad_scale_func(gradient)
+        return gradient.reshape(()).float()
+
+    def finish(self, losses: Sequence[LossSum]) -> None:
+        """Take up what the executor returned: the loss of each microbatch, summed over its chunks in their order."""
+        sums: dict[int, Tensor] = {}
+        for loss in sorted(losses, key=lambda loss: (loss.microbatch, loss.chunk)):
+            sums[loss.microbatch] = sums[loss.microbatch] + loss.value if loss.microbatch in sums else loss.value
+        for index, total in sums.items():
+            per_token = self.config.calculate_per_token_loss
+            self.store.append({"lm loss": total if per_token else total / self._divisor(index)})
+            self.finished.append(index)
+            self.num_tokens += self.tokens[index]
+
+    def _divisor(self, index: int) -> Tensor:
+        """A microbatch without tokens that count has the loss 0, not 0/0."""
+        tokens = self.tokens[index]
+        return torch.where(tokens > 0, tokens, torch.ones_like(tokens))
+
+
+def read(
+    model: PipelineModel,
+    config: TransformerConfig,
+    iterator: Iterator[Any] | None,
+    num_microbatches: int,
+    shape: tuple[int, int],
+) -> OwnCall:
+    """Take the microbatches of a step from the iterator, on ranks that need them. shape: [b, s]. Raises UserError."""
+    batches: list[Microbatch] = []
+    if any(piece.kind in ("embed", "head") for piece in model.pieces):
+        if iterator is None:
+            raise UserError("data_iterator is None on a rank that holds the embedding or the head, which need data.")
+        for _ in range(num_microbatches):
+            batch = next(iterator)
+            if not isinstance(batch, Microbatch):
+                raise UserError(
+                    f"data_iterator must yield helixpipe.model.Microbatch with a PipelineModel, not "
+                    f"{type(batch).__name__}."
+                )
+            if tuple(batch.tokens.shape) != shape:
+                raise UserError(
+                    f"data_iterator gives tokens of shape {tuple(batch.tokens.shape)}, but micro_batch_size and "
+                    f"seq_length are {shape}."
+                )
+            batches.append(batch)
+    zero = torch.zeros((), dtype=torch.float64, device=device())
+    tokens = [batch.loss_mask.sum() for batch in batches]
+    return OwnCall(config, batches, tokens, num_microbatches, [], zero)
+
+
+def own_step(
+    call: OwnCall, iteration: int, shape: tuple[int, int], data_group: dist.ProcessGroup, training: bool
+) -> Step:
+    return Step(
+        iteration=iteration,
+        # as Megatron-LM's sampler deals them out, so that dropout differs between data-parallel ranks
+        microbatch_number=lambda index: index * data_group.size() + data_group.rank(),
+        batch=call.batches.__getitem__ if call.batches else lambda index: cast(Microbatch, None),
+        root_gradient=call.root_gradient,
+        micro_batch_size=shape[0],
+        seq_length=shape[1],
+        training=training,
+    )
+
+
+def gather_losses(call: OwnCall, group: dist.ProcessGroup) -> None:
+    """Give every rank of a pipeline whose head is on several of them all losses, by microbatch, and all tokens."""
+    own = [(index, loss["lm loss"].item()) for index, loss in zip(call.finished, call.store, strict=True)]
+    parts: list[Any] = [None] * group.size()
+    dist.all_gather_object(parts, (own, call.num_tokens.item()), group=group)
+    losses = sorted(loss for part, _ in parts for loss in part)
+    call.store = [{"lm loss": torch.tensor(loss, device=device())} for _, loss in losses]
+    call.num_tokens.fill_(sum(tokens for _, tokens in parts))
+
+
+class Copies:
+    """The gradients of weights that several ranks hold, on whichever ranks: tied word embeddings, replicated stages."""
+
+    def __init__(self, model: PipelineModel, program: Program, group: dist.ProcessGroup):
+        self._group = group
+        held = [set(program.pieces_of_rank(rank)) for rank in range(program.num_ranks)]
+        own = model.replicated_parameters()
+        self._copies: list[tuple[torch.nn.Parameter, list[int]]] = []
+        for name in sorted(own):  # in one order on all ranks
+            pieces = {piece_of(name)}
+            if pieces == {Piece("embed")} and model.share_embeddings_and_output_weights:
+                pieces.add(Piece("head"))
+            self._copies.append((own[name], [rank for rank, each in enumerate(held) if each & pieces]))
+        # NCCL makes the group's communicator with all its ranks: not in `_exchange`, which only some of them run.
+        dist.all_reduce(torch.zeros(1, device=device()), group=group)
+
+    def sum(self) -> None:
+        """Before the data-parallel reduction, while all ranks hold whole gradients."""
+        for parameter, holders in self._copies:
+            main = getattr(parameter, "main_grad", None)
+            if main is None and parameter.grad is None:  # held here, but run by others alone
+                parameter.grad = torch.zeros_like(parameter)
+            gradient = parameter.grad if main is None else main
+            assert gradient is not None
+            if len(holders) == self._group.size():
+                dist.all_reduce(gradient, group=self._group)
+            else:
+                self._exchange(gradient, holders)
+
+    def _exchange(self, gradient: Tensor, holders: list[int]) -> None:
+        """Sum in the order of ranks, the same to the bit on all; a group for every set of ranks would need the whole
+        job to make it."""
+        parts = [gradient if rank == self._group.rank() else torch.empty_like(gradient) for rank in holders]
+        transfers = []
+        for rank, part in zip(holders, parts, strict=True):
+            if part is not gradient:
+                peer = dist.get_global_rank(self._group, rank)
+                transfers.append(dist.P2POp(dist.isend, gradient, peer, self._group))
+                transfers.append(dist.P2POp(dist.irecv, part, peer, self._group))
+        for work in dist.batch_isend_irecv(transfers):
+            work.wait()
+        gradient.copy_(torch.stack(parts).sum(dim=0))
+
+
+def without_embeddings(groups: ProcessGroupCollection) -> ProcessGroupCollection:
+    """The groups for `finalize_model_grads_func`, such that it leaves tied copies to `Copies`.
+
+    megatron-core's looks for them on the first and the last rank, where a schedule may not have them; the groups it
+    does that by are replaced by that of context parallelism, which for a PipelineModel is this rank alone.
+    """
+    groups = copy.copy(groups)
+    groups.embd = groups.pos_embd = groups.cp
+    return groups

@@ -1,0 +1,155 @@
+"""What every schedule is given and what the catalogue says of it. Pure Python: no flags, no prints, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from helixpipe.common.errors import ScheduleError
+from helixpipe.common.flags import nearest_name
+from helixpipe.planning.recompute import RecomputeOptions, recomputed
+from helixpipe.program.costs import Costs
+from helixpipe.program.program import Program, Stage, even_stages, from_csv
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The size of the problem a schedule is asked to order.
+
+    ranks: pipeline size p. microbatches: m a step. layers: L of the model. chunks: k slices of a microbatch's sequence.
+    virtual_stages: v stages a rank, for schedules that interleave. chunk_lengths: tokens of each chunk, None = equal.
+    costs: what ops take, for schedules found from costs; None = unknown. recompute: what every stage recomputes.
+    memory_limit: what a rank may use, in the costs' unit of memory; None = unknown.
+    """
+
+    ranks: int
+    microbatches: int
+    layers: int
+    chunks: int = 1
+    virtual_stages: int | None = None
+    chunk_lengths: tuple[int, ...] | None = None
+    costs: Costs | None = None
+    recompute: RecomputeOptions = field(default_factory=RecomputeOptions)
+    memory_limit: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("pipeline ranks", self.ranks),
+            ("microbatches", self.microbatches),
+            ("layers", self.layers),
+            ("chunks", self.chunks),
+            ("virtual stages", self.virtual_stages if self.virtual_stages is not None else 1),
+        ):
+            if value < 1:
+                raise ScheduleError(f"the number of {name} must be at least 1, not {value}.")
+        lengths = self.chunk_lengths
+        if lengths is not None and (len(lengths) != self.chunks or min(lengths) < 1):
+            raise ScheduleError(f"chunk lengths {lengths} do not fit the number of chunks, {self.chunks}.")
+        self.recompute.check()
+
+    def even_stages(self, count: int) -> tuple[Stage, ...]:
+        """`count` stages of equally many layers, with what they recompute; see `program.even_stages`."""
+        return self.recompute.stages(even_stages(self.layers, count))
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """The schedule has no options of its own."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One line of the catalogue.
+
+    build: a pure function of the shape and the schedule's own options. options: a dataclass; its fields become flags.
+    one_rank: runs on a single pipeline rank only. virtual_stages, chunks: whether it takes those of the shape.
+    paper, bubble, memory: what `helixpipe list` shows; formulas in p, m, k, v, F, B (times a rank) and
+    microbatch-stages.
+    """
+
+    name: str
+    build: Callable[[Shape, Any], Program]
+    paper: str
+    bubble: str
+    memory: str
+    options: type[Any] = field(default=NoOptions)
+    one_rank: bool = False
+    virtual_stages: bool = False
+    chunks: bool = False
+
+
+class Catalogue(Mapping[str, Schedule]):
+    """Schedules by the value of `--pipeline-schedule`, in the order given, and what is asked of them by name or file.
+
+    Whoever needs a catalogue (the command, the drop-in, training) is handed one; `schedules.CATALOGUE` is this
+    project's.
+    """
+
+    def __init__(self, schedules: Iterable[Schedule]):
+        self._schedules = {schedule.name: schedule for schedule in schedules}
+
+    def __getitem__(self, name: str) -> Schedule:
+        return self._schedules[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._schedules)
+
+    def __len__(self) -> int:
+        return len(self._schedules)
+
+    def find(self, name: str) -> Schedule:
+        """The schedule of that name. Raises ScheduleError that names the nearest one."""
+        if name in self:
+            return self[name]
+        near = nearest_name(name, self)
+        hint = f"did you mean {near}? " if near else ""
+        raise ScheduleError(
+            f"unknown pipeline schedule {name!r}: {hint}known are {', '.join(self)}, or the path of a .csv file."
+        )
+
+    def foreign_options(self, given: Mapping[str, str], chosen: Sequence[Schedule]) -> list[str]:
+        """A sentence for each flag that only other schedules than the `chosen` have. given: field -> flag as typed."""
+        own = {field.name for schedule in chosen for field in fields(schedule.options)}
+        names = ", ".join(schedule.name for schedule in chosen) or "a file"
+        sentences = []
+        for name, flag in given.items():
+            others = [each.name for each in self.values() if name in {field.name for field in fields(each.options)}]
+            if others and name not in own:
+                sentences.append(f"{flag} is an option of {', '.join(others)}, not of {names}.")
+        return sentences
+
+    def build(self, name: str, shape: Shape, options: Any = None) -> Program:
+        """The program of a schedule of the catalogue, or of a CSV file (a name that ends in `.csv`), for a shape.
+
+        Raises ScheduleError for an unknown name or a shape the schedule cannot have; for a file, ProgramError when it
+        cannot be read and ScheduleError when it was made for other ranks or microbatches. The program is not validated
+        here (`lowering.lower` does).
+        """
+        return recomputed(self._build(name, shape, options), shape.recompute, shape.costs, shape.memory_limit)
+
+    def _build(self, name: str, shape: Shape, options: Any) -> Program:
+        if name.endswith(".csv"):
+            program = from_csv(name, shape.layers)
+            if (program.num_ranks, program.num_microbatches) != (shape.ranks, shape.microbatches):
+                raise ScheduleError(
+                    f"{name} is a program for {program.num_ranks} ranks and {program.num_microbatches} microbatches, "
+                    f"but the run has {shape.ranks} and {shape.microbatches}."
+                )
+            if shape.virtual_stages is not None:
+                raise ScheduleError(f"{name} says itself which stages a rank has; leave virtual stages out.")
+            if shape.chunks not in (1, program.num_chunks):
+                raise ScheduleError(
+                    f"{name} has {program.num_chunks} chunks a microbatch, but the run has {shape.chunks}."
+                )
+            if shape.chunks == program.num_chunks:  # a file does not say how long they are
+                return replace(program, chunk_lengths=shape.chunk_lengths)
+            return program
+        schedule = self.find(name)
+        if shape.virtual_stages not in (None, 1) and not schedule.virtual_stages:
+            raise ScheduleError(
+                f"schedule {name} has one stage a rank; virtual stages ({shape.virtual_stages}) need another."
+            )
+        if shape.chunks != 1 and not schedule.chunks:
+            raise ScheduleError(f"schedule {name} does not cut the sequence; chunks ({shape.chunks}) need another.")
+        return schedule.build(shape, options if options is not None else schedule.options())

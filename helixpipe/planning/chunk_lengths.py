@@ -1,0 +1,214 @@
+"""Where to cut a sequence into chunks: equally long, or so that every chunk takes equally long. No torch here.
+
+Under causal attention a later chunk of the same length takes longer. A pipeline step is as slow as its slowest chunk,
+so the lengths are chosen on the costs at hand: given by hand, of a model on named hardware, or measured. Seq1F1B
+("computation-wise partition", arXiv 2406.03488) balances FLOPs; where attention kernels reach less of the peak than
+matrix products, equal FLOPs are not equal times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from math import lcm
+
+from helixpipe.common.errors import UserError
+from helixpipe.costs.hardware import Hardware
+from helixpipe.lowering.lower import lower
+from helixpipe.program.costs import Costs
+from helixpipe.program.program import Op, Program, Stage
+from helixpipe.simulate.simulator import Simulation, simulate
+
+KERNEL_TOKENS = 64
+"""Chunks start at multiples of this where they can: tiles of matrix products and of attention kernels stay whole."""
+
+CHUNK_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Numbers of chunks that are tried when the best is wanted."""
+
+CLOSE = 1e-3
+"""Part of a chunk's time to which equal times are equal before lengths are rounded."""
+
+
+def default_alignment(seq_length: int, chunks: int, tensor_parallel: int = 1) -> int:
+    """Tokens that lengths are multiples of: of the tensor-parallel size, and of 64 where the sequence allows."""
+    whole = lcm(tensor_parallel, KERNEL_TOKENS)
+    return whole if seq_length >= chunks * whole else tensor_parallel
+
+
+def average_lengths(seq_length: int, chunks: int, alignment: int = 1) -> tuple[int, ...]:
+    """Lengths that add up to the sequence and differ by `alignment` tokens at most, longer ones first.
+
+    All but the last are multiples of the alignment. Raises UserError when there are fewer multiples than chunks.
+    """
+    _require_room(seq_length, chunks, alignment)
+    multiples, rest = divmod(seq_length, alignment)
+    size, more = divmod(multiples, chunks)
+    lengths = [(size + (chunk < more)) * alignment for chunk in range(chunks)]
+    return (*lengths[:-1], lengths[-1] + rest)
+
+
+def balanced_lengths(
+    costs: Costs, stages: tuple[Stage, ...], seq_length: int, chunks: int, alignment: int = 1
+) -> tuple[int, ...]:
+    """Lengths that add up to the sequence, whose chunks take equally long, forward and backward of all `stages`.
+
+    All but the last are multiples of the alignment. Among those lengths the longest time of a chunk is the least there
+    is, and cuts are as near to those of exactly equal times as that allows. Costs without any time give equal lengths.
+    Raises UserError when there are fewer multiples than chunks.
+    """
+    _require_room(seq_length, chunks, alignment)
+    cuts = _Cuts(costs, stages, seq_length, chunks, alignment)
+    if chunks == 1 or not cuts.time(0, seq_length):
+        return average_lengths(seq_length, chunks, alignment)
+    longest = cuts.least_longest_time()
+    earliest = cuts.earliest(longest)
+    ends = [0]
+    for chunk, target in enumerate(cuts.equal_times(), start=1):
+        latest = cuts.furthest(ends[-1], chunk, longest, alignment)
+        nearest = round(target / alignment) * alignment
+        ends.append(min(max(nearest, earliest[chunk]), latest))
+    ends.append(seq_length)
+    return tuple(end - start for start, end in pairwise(ends))
+
+
+def chunk_times(costs: Costs, stages: tuple[Stage, ...], lengths: tuple[int, ...]) -> tuple[float, ...]:
+    """Time of each chunk, forward and backward of all stages, in the unit of the costs."""
+    program = Program("chunks", stages, ((),), 1, len(lengths), lengths)
+    return tuple(_chunk_time(costs, program, chunk) for chunk in range(len(lengths)))
+
+
+def short_chunks(seq_length: int, chunks: int, micro_batch_size: int, hardware: Hardware) -> str | None:
+    """A sentence of warning when chunks are on average so short that they waste the hardware, else None."""
+    if chunks == 1 or seq_length * micro_batch_size >= chunks * hardware.short_chunk:
+        return None
+    return (
+        f"{chunks} chunks of {seq_length * micro_batch_size / chunks:.0f} tokens of a microbatch are too short to keep "
+        f"{hardware.name} busy: below {hardware.short_chunk} tokens, fewer and longer chunks are faster."
+    )
+
+
+def chunk_counts(seq_length: int, micro_batch_size: int, hardware: Hardware) -> tuple[int, ...]:
+    """The numbers of chunks worth a try: those that `short_chunks` does not warn of."""
+    return tuple(count for count in CHUNK_COUNTS if short_chunks(seq_length, count, micro_batch_size, hardware) is None)
+
+
+def best_chunks(
+    make: Callable[[int], Program],
+    costs: Costs,
+    fits: Callable[[Simulation], bool] = lambda simulation: True,
+    counts: Iterable[int] = CHUNK_COUNTS,
+) -> Program:
+    """The program with the shortest simulated step among those that `make` returns for the numbers of chunks and that
+    fit into the memory; of equally fast ones that with the fewest chunks. Raises UserError when none fits."""
+    tried = sorted(counts)
+    best: tuple[float, Program] | None = None
+    for count in tried:
+        program = make(count)
+        simulation = simulate(lower(program, costs), costs)
+        if fits(simulation) and (best is None or simulation.makespan < best[0] * (1 - 1e-9)):
+            best = simulation.makespan, program
+    if best is None:
+        raise UserError(
+            f"--pipe-sp-splits auto: with none of {', '.join(map(str, tried))} chunks the step fits into the memory."
+        )
+    return best[1]
+
+
+def _require_room(seq_length: int, chunks: int, alignment: int) -> None:
+    if alignment < 1:
+        raise UserError(f"--chunk-alignment must be at least 1, not {alignment}.")
+    if chunks < 1:
+        raise UserError(f"--pipe-sp-splits must be at least 1, not {chunks}.")
+    if seq_length < chunks * alignment:
+        raise UserError(
+            f"--seq-length {seq_length} is too short for {chunks} chunks of {alignment} tokens (--chunk-alignment) or "
+            f"more; at most {max(1, seq_length // alignment)} such chunks fit."
+        )
+
+
+def _chunk_time(costs: Costs, program: Program, chunk: int) -> float:
+    return sum(costs.op_time(program, Op(kind, s, 0, chunk)) for s in range(len(program.stages)) for kind in "FB")
+
+
+class _Cuts:
+    """Ways to cut one sequence. A cut is the number of tokens before it; the k-1 inner ones are multiples of the
+    alignment, so only the last chunk may be shorter than that. Times grow with a chunk's end and shrink with its start,
+    so greedy searches from either side are exact."""
+
+    def __init__(self, costs: Costs, stages: tuple[Stage, ...], seq_length: int, chunks: int, alignment: int):
+        self.costs, self.stages = costs, stages
+        self.seq_length, self.chunks, self.alignment = seq_length, chunks, alignment
+        self.known: dict[tuple[int, int], float] = {}
+
+    def time(self, start: int, end: int) -> float:
+        """Of the chunk between two cuts."""
+        if (start, end) not in self.known:
+            parts = (start, end - start, self.seq_length - end)
+            lengths = tuple(part for part in parts if part)
+            program = Program("chunks", self.stages, ((),), 1, len(lengths), lengths)
+            self.known[start, end] = _chunk_time(self.costs, program, 1 if start else 0)
+        return self.known[start, end]
+
+    def furthest(self, start: int, number: int, longest: float, step: int) -> int:
+        """The last multiple of `step` where chunk `number` (from 1) may end when it starts at `start` and takes no
+        longer than `longest`; room is left for the chunks after it, and it has one step at least."""
+        low, high = start // step + 1, -(-self.seq_length // step) - (self.chunks - number)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.time(start, middle * step) <= longest:
+                low = middle
+            else:
+                high = middle - 1
+        return low * step
+
+    def equal_times(self) -> list[int]:
+        """The inner cuts, to a token, of chunks that take equally long: each takes the same time, and what remains for
+        the last says whether that was too much or too little."""
+        target = self.time(0, self.seq_length) / self.chunks
+        for _ in range(20):
+            cuts = self._greedy(target, 1)
+            last = self.time(cuts[-1], self.seq_length)
+            if abs(last - target) <= CLOSE * target:
+                break
+            target += (last - target) / self.chunks
+        return cuts[1:]
+
+    def least_longest_time(self) -> float:
+        """The least time that no chunk need exceed, found by halving, then by asking for less than what was found."""
+        lengths = average_lengths(self.seq_length, self.chunks, self.alignment)
+        low, high = 0.0, max(chunk_times(self.costs, self.stages, lengths))
+        while high - low > CLOSE * high:
+            middle = (low + high) / 2
+            found = self._longest_of(middle)
+            low, high = (low, found) if found <= middle else (middle, min(high, found))
+        while (found := self._longest_of(high * (1 - 1e-12))) < high:
+            high = found
+        return high
+
+    def earliest(self, longest: float) -> list[int]:
+        """For each chunk the first cut from which the rest of the sequence can be done in time; nothing before."""
+        step = self.alignment
+        starts = [self.seq_length]
+        for chunk in reversed(range(1, self.chunks)):
+            low, high = chunk, (starts[0] - 1) // step
+            while low < high:
+                middle = (low + high) // 2
+                if self.time(middle * step, starts[0]) <= longest:
+                    high = middle
+                else:
+                    low = middle + 1
+            starts.insert(0, low * step)
+        return [0, *starts]
+
+    def _greedy(self, longest: float, step: int) -> list[int]:
+        """The first cut, 0, and the inner ones, each as far on as the time allows."""
+        cuts = [0]
+        for number in range(1, self.chunks):
+            cuts.append(self.furthest(cuts[-1], number, longest, step))
+        return cuts
+
+    def _longest_of(self, longest: float) -> float:
+        """The longest time of a chunk when each goes as far as `longest` allows; more than that where it is too
+        little."""
+        cuts = [*self._greedy(longest, self.alignment), self.seq_length]
+        return max(self.time(start, end) for start, end in pairwise(cuts))

@@ -1,0 +1,130 @@
+"""Flags that say how sequences are cut into chunks, for the `helixpipe` command and for training. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from helixpipe.common.errors import UserError
+from helixpipe.common.flags import option
+from helixpipe.planning.chunk_lengths import CHUNK_COUNTS, average_lengths, balanced_lengths, default_alignment
+from helixpipe.program.costs import Costs
+from helixpipe.program.program import even_stages
+
+NOMINAL_LENGTH = 65536
+"""Tokens of a sequence when nothing says how many, as with times given by hand: only the shares matter then."""
+
+
+@dataclass(frozen=True)
+class ChunkOptions:
+    """How each microbatch's sequence is cut; None: not given."""
+
+    pipe_sp_splits: str | None = option(
+        None,
+        f"Chunks k each microbatch's sequence is cut into; auto: the best of {', '.join(map(str, CHUNK_COUNTS))} by "
+        "simulation that fits into the memory (default: 1).",
+        metavar="N|auto",
+    )
+    pipe_sp_strategy: Literal["uniform_comp", "average"] | None = option(
+        None,
+        "Lengths of the chunks: uniform_comp, each takes equally long, or average, each is equally long "
+        "(default: uniform_comp where the costs are those of a model, else average).",
+    )
+    chunk_lengths: str | None = option(
+        None, "Tokens of each chunk, in place of a strategy; they add up to the sequence.", metavar="N,N,..."
+    )
+    chunk_alignment: int | None = option(
+        None,
+        "Chunk lengths are multiples of this, but for the last one's remainder (default: the least common multiple of "
+        "the tensor-parallel size and 64, where the sequence is long enough).",
+    )
+
+    @property
+    def auto(self) -> bool:
+        """Whether the number of chunks is to be found."""
+        return self.pipe_sp_splits == "auto"
+
+    @property
+    def lengths(self) -> tuple[int, ...] | None:
+        """The lengths given one by one. Raises UserError."""
+        if self.chunk_lengths is None:
+            return None
+        parts = [part.strip() for part in self.chunk_lengths.split(",")]
+        if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
+            raise UserError(
+                f"--chunk-lengths {self.chunk_lengths} must be numbers of tokens with commas between, 1 or more each, "
+                "such as 4096,2048,2048."
+            )
+        return tuple(map(int, parts))
+
+    def count(self, chunks: int | None = None) -> int | None:
+        """The number of chunks these flags ask for; None when they do not say or it is to be found.
+
+        chunks: what another flag (`--chunks`) says. Raises UserError where two flags differ or a number is no number.
+        """
+        asked = {"--chunks": chunks}
+        if self.pipe_sp_splits is not None and not self.auto:
+            if not (self.pipe_sp_splits.isascii() and self.pipe_sp_splits.isdigit() and int(self.pipe_sp_splits)):
+                raise UserError(f"--pipe-sp-splits {self.pipe_sp_splits} must be a whole number, at least 1, or auto.")
+            asked["--pipe-sp-splits"] = int(self.pipe_sp_splits)
+        if self.lengths is not None:
+            asked["--chunk-lengths"] = len(self.lengths)
+        given = {flag: count for flag, count in asked.items() if count is not None}
+        if self.auto and given:
+            raise UserError(f"--pipe-sp-splits auto finds the number of chunks; leave {next(iter(given))} out.")
+        if len(set(given.values())) > 1:
+            said = " and ".join(f"{flag} {count} chunks" for flag, count in given.items())
+            raise UserError(f"the flags disagree: {said}.")
+        for flag in ("pipe_sp_strategy", "chunk_alignment"):
+            if getattr(self, flag) is not None:
+                if self.lengths is not None:
+                    raise UserError(f"--{flag.replace('_', '-')} has nothing to decide beside --chunk-lengths.")
+                if not self.auto and max(given.values(), default=1) == 1:
+                    raise UserError(f"--{flag.replace('_', '-')} needs --pipe-sp-splits of 2 or more, or auto.")
+        return next(iter(given.values()), None)
+
+    def resolve(
+        self,
+        chunks: int,
+        costs: Costs,
+        layers: int,
+        seq_length: int | None = None,
+        tensor_parallel: int = 1,
+    ) -> tuple[int, ...] | None:
+        """Tokens of each of so many chunks; None for one chunk, and by default where no sequence length is known.
+
+        Raises UserError where lengths given do not add up to the sequence, or there are too few tokens.
+        """
+        if chunks == 1:
+            return None
+        if self.lengths is not None:
+            return self._checked(self.lengths, chunks, seq_length, tensor_parallel)
+        strategy = self.pipe_sp_strategy or ("average" if seq_length is None else "uniform_comp")
+        length, alignment = seq_length or NOMINAL_LENGTH, self.chunk_alignment
+        if alignment is None:
+            if seq_length is None and self.pipe_sp_strategy is None:
+                return None
+            alignment = 1 if seq_length is None else default_alignment(length, chunks, tensor_parallel)
+        if alignment % tensor_parallel:
+            raise UserError(
+                f"--chunk-alignment {alignment} must be a multiple of the tensor-parallel size {tensor_parallel}."
+            )
+        if strategy == "average":
+            return average_lengths(length, chunks, alignment)
+        return balanced_lengths(costs, even_stages(layers, 1), length, chunks, alignment)
+
+    def _checked(
+        self, lengths: tuple[int, ...], chunks: int, seq_length: int | None, tensor_parallel: int
+    ) -> tuple[int, ...]:
+        if len(lengths) != chunks:
+            raise UserError(f"--chunk-lengths {self.chunk_lengths} are {len(lengths)} chunks, not {chunks}.")
+        if seq_length is not None and sum(lengths) != seq_length:
+            raise UserError(
+                f"--chunk-lengths {self.chunk_lengths} add up to {sum(lengths)} tokens, but the sequence has "
+                f"{seq_length}."
+            )
+        if any(length % tensor_parallel for length in lengths):
+            raise UserError(
+                f"--chunk-lengths {self.chunk_lengths} must be multiples of the tensor-parallel size {tensor_parallel}."
+            )
+        return lengths

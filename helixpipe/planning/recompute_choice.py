@@ -1,0 +1,184 @@
+"""What the layers of one stage recompute: the choice that takes the least time under a memory limit.
+
+All layers are alike, so only how many of them recompute what is chosen. Of a stage's layers the ones that make much
+again come first: a backward starts with the last layer, and once it has come to the first ones, what the others kept is
+gone (as Megatron-LM's `--recompute-method block` places them).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from helixpipe.program.costs import Costs
+from helixpipe.program.program import LAYER_PIECES, Op, Piece, Program, Stage
+
+Runs = tuple[tuple[str, ...], ...]
+"""What a layer recomputes: runs of kinds of pieces."""
+
+CHOICES: tuple[Runs, ...] = (
+    (),
+    (("mlp",),),
+    (("attn",),),
+    (("norm", "qkv"), ("proj", "mlp")),
+    (LAYER_PIECES,),
+)
+"""Nothing; the MLP; core attention (Korthikanti et al., 2022); all but core attention; the whole layer."""
+
+TOLERANCE = 1e-9
+"""Part of a limit that rounding may exceed."""
+
+
+def make_stage(layers: Sequence[Runs], first: int = 0, embed: bool = False, head: bool = False) -> Stage:
+    """A stage of whole layers, numbered from `first`, that recompute what `layers` says of each."""
+    pieces = [Piece("embed")] * embed
+    runs: list[tuple[Piece, ...]] = []
+    for layer, recomputed in enumerate(layers, first):
+        pieces += [Piece(kind, layer) for kind in LAYER_PIECES]
+        runs += [tuple(Piece(kind, layer) for kind in run) for run in recomputed]
+    pieces += [Piece("head")] * head
+    return Stage(tuple(pieces), recompute=tuple(runs))
+
+
+class Measures:
+    """What `costs` say of one stage by itself, in their own units."""
+
+    def __init__(self, costs: Costs, stage: Stage):
+        self._costs = costs
+        self._program = Program("one stage", (stage,), ((Op("F", 0, 0), Op("B", 0, 0)),), 1)
+        self.pieces = stage.pieces
+
+    def time(self, kind: str) -> float:
+        return self._costs.op_time(self._program, Op(kind, 0, 0))
+
+    def kept(self, kind: str) -> float:
+        return self._costs.stash(self._program, Op(kind, 0, 0))
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer that recomputes `runs`. time: of that. kept: by a unit from F to B. backward: at most during its B."""
+
+    runs: Runs
+    time: float
+    kept: float
+    backward: float
+
+
+class Choice(NamedTuple):
+    """What the layers of a stage recompute. time: of that, a microbatch. kept: by a unit from F to B. backward: at most
+    during its B. counts: layers of each kind, the last of the stage first."""
+
+    time: float
+    kept: float
+    backward: float
+    counts: tuple[int, ...]
+
+
+class LayerChoices:
+    """The choices worth making in stages of up to `most` layers, all of one place in the pipeline.
+
+    embed, head: whether the stages have those beside their layers. free: recomputation is taken to cost no time, which
+    leaves the choices that need the least memory.
+    """
+
+    def __init__(self, costs: Costs, most: int, embed: bool, head: bool, free: bool = False):
+        nothing = Measures(costs, make_stage([()]))
+        self.embed, self.head = embed, head
+        self._costs = costs
+        self.forward_and_backward = nothing.time("F") + nothing.time("B")
+        whole = Measures(costs, make_stage([()], embed=embed, head=head))
+        self.ends = whole.time("F") + whole.time("B") - self.forward_and_backward
+        self._embedding = Measures(costs, make_stage([()], embed=embed)).kept("F") - nothing.kept("F")
+        # From the back to the front: what a layer makes again beside what it kept grows.
+        self.layers = sorted(_layers(costs, free), key=lambda layer: layer.backward - layer.kept)
+        self.plain: list[Choice] = []
+        self._found = self._combine(most)
+
+    def kinds(self, choice: Choice) -> list[Runs]:
+        """What each layer of a stage recomputes, the first layer first."""
+        pairs = zip(self.layers, choice.counts, strict=True)
+        return [layer.runs for layer, count in reversed(list(pairs)) for _ in range(count)]
+
+    def memory(self, choice: Choice, units: int) -> float:
+        """The most a rank keeps of that many units of the stage, weights and optimizer not included."""
+        return (units - 1) * choice.kept + choice.backward + units * self._embedding
+
+    def static(self, count: int) -> float:
+        """Weights and optimizer of a stage of that many layers; see `Costs.static_memory`."""
+        return self._costs.static_memory(make_stage([()] * count, embed=self.embed, head=self.head).pieces)
+
+    def cheapest(self, count: int, units: int, limit: float) -> Choice | None:
+        """The choice for `count` layers that takes the least time and keeps `units` microbatches in `limit`; None where
+        none does. Nothing is recomputed where that fits."""
+        bound = limit + TOLERANCE * abs(limit)
+        for choice in (self.plain[count], *self._found[count]):
+            if self.memory(choice, units) <= bound:
+                return choice
+        return None
+
+    def worthwhile(self, count: int) -> list[Choice]:
+        """The choices for `count` layers that no other betters in time and in memory, by time."""
+        return self._found[count]
+
+    def smallest(self, count: int, units: int) -> float:
+        """The least memory that any choice for `count` layers needs for that many units."""
+        return min(self.memory(choice, units) for choice in self._found[count])
+
+    def _combine(self, most: int) -> list[list[Choice]]:
+        """For each number of layers the choices that no other betters in time and in memory, by time."""
+        found: list[list[Choice]] = [[] for _ in range(most + 1)]
+        for index, layer in enumerate(self.layers):
+            one = tuple(int(at == index) for at in range(len(self.layers)))
+            last = Measures(self._costs, make_stage([layer.runs], head=self.head))
+            for count in range(1, most + 1):
+                added = [Choice(layer.time, last.kept("F"), last.kept("B"), one)] if count == 1 else []
+                for time, kept, backward, counts in found[count - 1]:
+                    added.append(
+                        Choice(
+                            time + layer.time,
+                            kept + layer.kept,
+                            max(backward + layer.kept, layer.backward),
+                            (*counts[:index], counts[index] + 1, *counts[index + 1 :]),
+                        )
+                    )
+                found[count] = _undominated(found[count] + added)
+            if not layer.runs:
+                self.plain = [choices[0] if choices else _NO_LAYERS for choices in found]
+        return found
+
+
+_NO_LAYERS = Choice(0.0, 0.0, 0.0, ())
+
+
+def _layers(costs: Costs, free: bool) -> list[Layer]:
+    """The kinds of layer worth having: of kinds alike, the first."""
+    found: list[Layer] = []
+    for runs in CHOICES:
+        alone = Measures(costs, make_stage([runs]))
+        layer = Layer(runs, alone.time("R") if runs and not free else 0.0, alone.kept("F"), alone.kept("B"))
+        if not any(
+            other.time <= layer.time and other.kept <= layer.kept and other.backward <= layer.backward
+            for other in found
+        ):
+            found.append(layer)
+    return found
+
+
+def _undominated(choices: list[Choice]) -> list[Choice]:
+    """Those that no other betters, by time."""
+    kept: list[float] = []  # of those that none so far betters in memory: what they keep, rising,
+    backward: list[float] = []  # and what they need in a backward, falling
+    remaining = []
+    for choice in sorted(choices):
+        at = bisect_right(kept, choice.kept)
+        if at and backward[at - 1] <= choice.backward:
+            continue
+        end = at
+        while end < len(kept) and backward[end] >= choice.backward:
+            end += 1
+        kept[at:end], backward[at:end] = [choice.kept], [choice.backward]
+        remaining.append(choice)
+    return remaining

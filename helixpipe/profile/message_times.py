@@ -1,0 +1,111 @@
+"""How long messages between two ranks take, and how long they keep the ranks from computing."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from helixpipe.costs.profile_costs import MessageTimes
+from helixpipe.model.device import device
+from helixpipe.runtime.transport import Receipt, Transport, make_transport
+
+MESSAGES = 30
+MESSAGE_BYTES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
+MESSAGE_BYTES_OF_GPUS = (1 << 24, 1 << 26)
+"""Beside those: NVLink takes 4 MiB in less time than NCCL needs to start."""
+
+
+def measure_messages(rank: int, computing: int) -> MessageTimes:
+    """Messages between ranks 0 and 1 with the executor's transport, while nothing else runs.
+
+    computing: processes that compute at the same time in a step. Where they leave no core free, all processor time of a
+    message keeps its rank from computing, else that of the computing thread. With NCCL neither waits for it.
+    """
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_pipeline_model_parallel_group()
+    backend = str(dist.get_backend(group))
+    transport = make_transport(group, device())
+    processor = time.process_time if computing >= (os.cpu_count() or 1) else time.thread_time
+    whole, own = [], []
+    numbers = itertools.count()
+    for size in MESSAGE_BYTES + (MESSAGE_BYTES_OF_GPUS if torch.cuda.is_available() else ()):
+        exchange = _Exchange(transport, rank, size, numbers)
+        whole.append((size, exchange.half_round_trip()))
+        own.append((size, exchange.one_way(processor)))
+    received: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(received, own)
+    transport.close()
+    send, receive = (fit_line(points) if backend != "nccl" else (0.0, 0.0) for points in received[:2])
+    latency, per_byte = fit_line(whole)
+    return MessageTimes(max(latency - send[0] - receive[0], 0.0), 1.0 / per_byte, backend, send, receive)
+
+
+class _Exchange:
+    """Messages of `size` bytes between ranks 0 and 1; the other ranks only come to the barriers."""
+
+    def __init__(self, transport: Transport, rank: int, size: int, numbers: Iterator[int]):
+        self._transport, self._rank, self._numbers = transport, rank, numbers
+        self._shapes = [torch.Size((size // 4,))]
+        self._payload = torch.zeros(size // 4, device=device())
+
+    def half_round_trip(self) -> float:
+        """Median seconds of a message, back and forth."""
+        seconds = []
+        for _ in range(MESSAGES):
+            number = next(self._numbers)
+            dist.barrier()
+            start = time.perf_counter()
+            if self._rank == 0:
+                self._transport.send([self._payload], 1, number)
+            receipt = self._receive(number)
+            if receipt is not None:
+                receipt.wait()
+            if self._rank == 1:
+                self._transport.send([self._payload], 0, number)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            seconds.append((time.perf_counter() - start) / 2)
+            self._transport.finish()
+        return statistics.median(seconds)
+
+    def one_way(self, processor: Callable[[], float]) -> float:
+        """Median processor seconds of this rank for a message from rank 0 to rank 1."""
+        seconds = []
+        for _ in range(MESSAGES):
+            number = next(self._numbers)
+            dist.barrier()
+            start = processor()
+            if self._rank == 0:
+                self._transport.send([self._payload], 1, number)
+                self._transport.finish()
+            elif self._rank == 1:
+                receipt = self._receive(number)
+                assert receipt is not None
+                receipt.wait()
+            seconds.append(processor() - start)
+        return statistics.median(seconds)
+
+    def _receive(self, number: int) -> Receipt | None:
+        if self._rank > 1:
+            return None
+        return self._transport.receive(self._shapes, torch.float32, 1 - self._rank, number)
+
+
+def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """(y at 0, slope) of the line with the least sum of squared relative errors; neither below a tiny positive."""
+    weights = [1.0 / (y * y) for _, y in points]
+    total = sum(weights)
+    mean_x = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
+    mean_y = sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
+    above = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, points, strict=True))
+    below = sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, points, strict=True))
+    slope = max(above / below, 1e-15)
+    return max(mean_y - slope * mean_x, 0.0), slope

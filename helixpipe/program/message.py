@@ -1,0 +1,35 @@
+"""What crosses ranks. No torch here."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from helixpipe.program.program import Op
+
+
+class Message(NamedTuple):
+    """What crosses ranks for one dependency: `producer` on rank `source` to `consumer` on rank `target`.
+
+    kind: `activation` (what crosses the cut between two stages) or `gradient` (its gradient, same shapes); of a shipped
+    or ring stage `weights`, whose producer and consumer are both the first op that runs with the copy, on rank
+    `target`, or `weight_gradients`, where both are the last op that adds to the sum, on rank `source`.
+    number: its place among the program's messages, equal on every rank.
+    follows: the number of the message whose weights this one passes on, or whose gradients it adds its own to; -1 when
+    what it carries starts at its source.
+    """
+
+    number: int
+    kind: str
+    producer: Op
+    consumer: Op
+    source: int
+    target: int
+    follows: int = -1
+
+    @property
+    def ships(self) -> bool:
+        """Whether it carries weights or their gradients, not what an op has made for another."""
+        return self.kind in ("weights", "weight_gradients")
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.producer} -> {self.consumer} (rank {self.source} -> rank {self.target})"

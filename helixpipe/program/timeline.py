@@ -1,0 +1,90 @@
+"""A timeline: which op and which message ran when, simulated or measured, in one format. No torch here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from helixpipe.common.errors import UserError
+from helixpipe.program.program import Op, parse_cell
+
+
+class OpEvent(NamedTuple):
+    """One op on one rank. start, end: in the timeline's unit, from the start of the step."""
+
+    rank: int
+    op: Op
+    start: float
+    end: float
+
+
+class MessageEvent(NamedTuple):
+    """One message between ranks."""
+
+    kind: str
+    source: int
+    target: int
+    producer: Op
+    consumer: Op
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One step of a schedule on `num_ranks` ranks. unit: `s` for seconds, or `` where piece times carry none."""
+
+    title: str
+    num_ranks: int
+    ops: Sequence[OpEvent]
+    messages: Sequence[MessageEvent] = field(default_factory=tuple)
+    unit: str = ""
+
+    @property
+    def makespan(self) -> float:
+        return max((event.end for event in self.ops), default=0.0)
+
+    def busy(self) -> list[float]:
+        """Time each rank spends in ops."""
+        busy = [0.0] * self.num_ranks
+        for event in self.ops:
+            busy[event.rank] += event.end - event.start
+        return busy
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "title": self.title,
+            "ranks": self.num_ranks,
+            "unit": self.unit,
+            "ops": [[e.rank, str(e.op), e.start, e.end] for e in self.ops],
+            "messages": [
+                [e.kind, e.source, e.target, str(e.producer), str(e.consumer), e.start, e.end] for e in self.messages
+            ],
+        }
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(json.dumps(self.to_json()) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Timeline:
+        """Read what `save` wrote. Raises UserError, naming the file, for anything else."""
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            ops = [OpEvent(int(r), _op(cell), float(a), float(b)) for r, cell, a, b in data["ops"]]
+            messages = [
+                MessageEvent(str(kind), int(s), int(t), _op(p), _op(c), float(a), float(b))
+                for kind, s, t, p, c, a, b in data["messages"]
+            ]
+            return cls(str(data["title"]), int(data["ranks"]), ops, messages, str(data["unit"]))
+        except OSError as error:
+            raise UserError(f"cannot read the timeline {path}: {error.strerror}.") from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path} is not a timeline file ({type(error).__name__}: {error}).") from None
+
+
+def _op(cell: str) -> Op:
+    (op,) = parse_cell(cell)
+    return op

@@ -1,0 +1,166 @@
+"""Weights that are not where they are used: copies of other ranks' stages here, and of this rank's own elsewhere.
+
+A stage's weights travel as one flat tensor, and so do sums of their gradients. Which message brings the weights an op
+runs with, and which takes its gradient away, stands in the program's graph (see `lowering.lower`). Copies never
+meet DDP or the optimizer: the owner adds what comes back to its own gradients.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from helixpipe.lowering.graph import Graph
+from helixpipe.model.linear import WeightGradients, add_gradient
+from helixpipe.program.message import Message
+from helixpipe.program.program import Op, Piece
+
+
+class ModelWithWeights(Protocol):
+    """What is asked of a model whose weights travel; `helixpipe.model.PipelineModel` is one."""
+
+    payload_dtype: torch.dtype
+
+    def weights_of(self, pieces: Sequence[Piece]) -> list[torch.nn.Parameter]: ...
+
+    def shell(self, pieces: Sequence[Piece]) -> ModelWithWeights: ...
+
+    def weight_gradients(self) -> WeightGradients: ...
+
+
+class WeightCopies:
+    """Of one rank. `stages`: those that run here on copies, with the modules of `shell`.
+
+    own: the model that holds the weights of this rank's own pieces. A shell's weights are views of the copy an op runs
+    with, their `main_grad` views of the sum its gradient is added to.
+    """
+
+    def __init__(self, graph: Graph, rank: int, own: ModelWithWeights):
+        program = graph.program
+        self.stages = frozenset(program.copied_stages(rank))
+        self.shell: ModelWithWeights | None = None
+        self._graph, self._own = graph, own
+        self._known: dict[int, list[torch.nn.Parameter]] = {}
+        if self.stages:
+            self.shell = own.shell([piece for stage in sorted(self.stages) for piece in program.stages[stage].pieces])
+            self._store = self.shell.weight_gradients
+            for weight in (weight for stage in self.stages for weight in self._weights(stage)):
+                weight.register_post_accumulate_grad_hook(self._add_to_sum)
+        self.begin()
+        self._joins = {m.follows: m for m in graph.messages if m.kind == "weight_gradients" and m.follows >= 0}
+        own_sends = [m for m in graph.messages if m.kind == "weights" and m.source == rank and m.follows < 0]
+        self._sends = Counter(message.producer.stage for message in own_sends)
+
+    def begin(self) -> None:
+        """Before a step: nothing of the last one stays, also if that failed."""
+        self._copies: dict[int, Tensor] = {}
+        self._sums: dict[int, Tensor] = {}
+        self._bound: dict[int, int] = {}
+        self._packed: dict[int, tuple[Tensor, int]] = {}
+
+    def payload(self, message: Message) -> tuple[torch.Size, torch.dtype]:
+        """Shape and type of a message with weights or gradients. Gradients are summed in float32, or in the weights'
+        type where that is wider, or in bfloat16 where a ring's are to be."""
+        stage, dtype = message.producer.stage, self._own.payload_dtype
+        if message.kind == "weight_gradients":
+            ring = self._graph.program.stages[stage].placement == "ring"
+            narrow = ring and self._graph.program.ring.gradient_bytes == 2
+            dtype = torch.bfloat16 if narrow else torch.promote_types(dtype, torch.float32)
+        return torch.Size((sum(_whole_shape(weight).numel() for weight in self._weights(stage)),)), dtype
+
+    # ------------------------------------------------------------------------------------------------ at the copies
+
+    def put(self, message: Message, flat: Tensor) -> None:
+        """Weights have come."""
+        self._copies[message.number] = flat
+
+    def drop(self, message: Message) -> None:
+        """Let go of weights that have come."""
+        del self._copies[message.number]
+        stage = message.consumer.stage
+        if self._bound.get(stage) == message.number:
+            del self._bound[stage]
+            for weight in self._weights(stage):
+                weight.data = weight.new_empty(0)
+
+    def prepare(self, op: Op) -> None:
+        """Before an op of a stage that runs here on copies: take its weights, and its sum of gradients."""
+        weights = self._weights(op.stage)
+        copy = self._graph.weights_of.get(op)
+        if copy is not None and self._bound.get(op.stage) != copy.number:
+            self._bound[op.stage] = copy.number
+            for weight, data in zip(weights, _views(self._copies[copy.number], weights), strict=True):
+                weight.data = data
+        total = self._graph.sum_of.get(op)
+        for weight in weights:
+            weight.main_grad = None  # type: ignore[attr-defined]
+        if total is not None:
+            if total.number not in self._sums:
+                size, dtype = self.payload(total)
+                self._sums[total.number] = torch.zeros(size, dtype=dtype, device=weights[0].device)
+            for weight, gradient in zip(weights, _views(self._sums[total.number], weights), strict=True):
+                weight.main_grad = gradient  # type: ignore[attr-defined]
+
+    def take_sum(self, message: Message) -> Tensor:
+        """What the ops have added up, and what came to be added; it leaves in this message."""
+        for weight in self._weights(message.producer.stage):
+            weight.main_grad = None  # type: ignore[attr-defined]  # a view of it, or of a sum that `prepare` puts back
+        return self._sums.pop(message.number)
+
+    def _add_to_sum(self, weight: Tensor) -> None:
+        """As DDP's hook does: autograd's gradient of one backward goes to where they are summed, in an I (of a bias or
+        a norm) to what its W will add."""
+        gradient, weight.grad = weight.grad, None
+        if gradient is None or getattr(weight, "grad_added_to_main_grad", False):
+            return  # left to W, or added by the kernel
+        total = weight.main_grad  # type: ignore[attr-defined]
+        if total is not None:
+            total.add_(gradient)
+        else:
+            self._store().put_off_sum(cast(torch.nn.Parameter, weight), gradient)
+
+    # ------------------------------------------------------------------------------------------------- at the owner
+
+    @torch.no_grad()
+    def pack(self, stage: int) -> Tensor:
+        """The weights of a stage of this rank as one tensor, the same one for all sends of a step."""
+        flat, left = self._packed.pop(stage, (None, self._sends[stage]))
+        if flat is None:
+            flat = torch.cat([weight.detach().reshape(-1) for weight in self._weights(stage)])
+        if left > 1:
+            self._packed[stage] = flat, left - 1
+        return flat
+
+    @torch.no_grad()
+    def add(self, message: Message, flat: Tensor) -> None:
+        """Gradients have come: add them to the sum that leaves next, or at the owner to its own gradients."""
+        following = self._joins.get(message.number)
+        if following is not None:
+            self._sums[following.number].add_(flat)
+            return
+        weights = self._weights(message.producer.stage)
+        for weight, gradient in zip(weights, _views(flat, weights), strict=True):
+            add_gradient(weight, gradient)
+
+    def _weights(self, stage: int) -> list[torch.nn.Parameter]:
+        """The stage's weights, in the shell if it is copied here, else this rank's own."""
+        if stage not in self._known:
+            home = self.shell if self.shell is not None and stage in self.stages else self._own
+            self._known[stage] = home.weights_of(self._graph.program.stages[stage].pieces)
+        return self._known[stage]
+
+
+def _whole_shape(weight: torch.nn.Parameter) -> torch.Size:
+    shape: torch.Size = getattr(weight, "whole_shape", weight.shape)
+    return shape
+
+
+def _views(flat: Tensor, weights: Sequence[torch.nn.Parameter]) -> list[Tensor]:
+    """The parts of a flat tensor in the shapes of the weights."""
+    shapes = [_whole_shape(weight) for weight in weights]
+    parts = flat.split([shape.numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

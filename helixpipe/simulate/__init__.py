@@ -1,0 +1,1 @@
+"""A lowered program run on paper: time, bubble, memory."""

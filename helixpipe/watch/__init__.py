@@ -1,0 +1,1 @@
+"""Where each rank stands in its instructions, and who keeps whom waiting when nothing moves."""

@@ -1,0 +1,222 @@
+"""Where a rank is, published for the thread that watches it.
+
+The executor and the training loop store what they are about to do: an attribute, without a lock or a synchronisation.
+On CUDA the host only enqueues, so a mark (an event) is left in the stream before each instruction, and which marks have
+been passed tells where the GPU is.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from helixpipe.lowering.lower import Action, Instruction, LoweredProgram
+from helixpipe.program.message import Message
+from helixpipe.watch.stall import Hop, Need, Place, State
+
+
+class Patience(enum.Enum):
+    """How long a part of a run may take without progress before it may count as a stall."""
+
+    STEP = "what is done in every step"
+    LONG = "what may take minutes: reading data, and whatever is done for the first time"
+    ENDLESS = "what may keep all ranks busy for hours: set-up, checkpoints"
+
+
+@dataclass(frozen=True)
+class Peers:
+    """A rank of the job and those it talks to. pipeline: ranks of the job by pipeline rank. tensor: those of its
+    tensor-parallel group. name: what to call it."""
+
+    rank: int = 0
+    pipeline: Sequence[int] = (0,)
+    tensor: Sequence[int] = (0,)
+    name: str = "rank 0"
+
+
+class Part(NamedTuple):
+    """A part of the run. number: of parts before it, alike on all ranks. together: whether ranks wait for each other in
+    it. lowered, pp_rank: of the program that is executed in it, if one is."""
+
+    name: str
+    number: int
+    patience: Patience
+    together: bool
+    lowered: LoweredProgram | None = None
+    pp_rank: int = 0
+
+    @property
+    def stream(self) -> Sequence[Instruction]:
+        return self.lowered.streams[self.pp_rank] if self.lowered is not None else ()
+
+
+class View(NamedTuple):
+    """What was seen of a position. gpu: whether only the GPU is there, and the host has gone on."""
+
+    part: Part
+    instruction: int
+    gpu: bool = False
+
+    @property
+    def place(self) -> Place:
+        return self.part.number, self.instruction
+
+
+class Mark(Protocol):
+    """What is used of torch.cuda.Event."""
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool: ...
+
+
+class Position:
+    """Where this rank is. The rank's main thread writes, one other thread calls `look`.
+
+    peers: of this rank. new_mark: makes marks, torch.cuda.Event where the host runs ahead of a GPU. `iteration` is
+    named with each part. All ranks must go through the same parts in the same order: their numbers are compared.
+    """
+
+    def __init__(self, peers: Peers | None = None, new_mark: Callable[[], Mark] | None = None):
+        self.peers = peers or Peers()
+        self.iteration = 0
+        self._part = self._run = Part("set-up", 0, Patience.ENDLESS, together=True)
+        self._known: set[object] = set()
+        self._index = 0
+        self._new_mark = new_mark
+        self._marks: list[Mark] = []
+        self._passed = (0, 0)  # number of the run looked at last, and the marks its GPU had passed
+
+    # ------------------------------------------------------------------------------------------------ the main thread
+
+    def enter(self, name: str, patience: Patience = Patience.STEP, together: bool = True) -> None:
+        """Begin a part (see `Part`). The first time a part may take LONG."""
+        full = f"{name}, iteration {self.iteration}" if self.iteration else name
+        self._part = Part(full, self._part.number + 1, self._at_first(name, patience), together)
+
+    def begin(self, lowered: LoweredProgram, pp_rank: int) -> None:
+        """Begin to execute a program, as a part with the name of the one before."""
+        while self._new_mark is not None and len(self._marks) < len(lowered.streams[pp_rank]) + 2:
+            self._marks.append(self._new_mark())
+        self._index = 0
+        patience = self._at_first(id(lowered), Patience.STEP)
+        self._part = self._run = Part(
+            self._part.name, self._part.number + 1, patience, together=False, lowered=lowered, pp_rank=pp_rank
+        )
+
+    def at(self, index: int) -> None:
+        """The instruction that comes next; the stream's length: waiting until all that was sent has left."""
+        if self._marks:
+            self._marks[index].record()
+        self._index = index
+
+    def end(self) -> None:
+        """The program has been executed, or on CUDA, enqueued."""
+        self.at(len(self._run.stream) + 1)
+        part = self._part
+        self._part = Part(f"after {part.name}", part.number + 1, self._at_first("end", Patience.STEP), together=True)
+
+    def _at_first(self, what: object, patience: Patience) -> Patience:
+        new = what not in self._known
+        self._known.add(what)
+        return Patience.LONG if new and patience is Patience.STEP else patience
+
+    # --------------------------------------------------------------------------------------------- the other thread
+
+    def look(self) -> View:
+        """Where the rank is; where its GPU is, if that is behind. Never blocks."""
+        part, run, index = self._part, self._run, self._index
+        if not self._marks or run.lowered is None:
+            return View(part, index if part is run else 0)
+        number, passed = self._passed
+        passed = passed if number == run.number else 0
+        while passed < index and self._marks[passed + 1].query():
+            passed += 1
+        self._passed = run.number, passed
+        if passed == len(run.stream) + 1:
+            return View(part, 0)
+        return View(run, passed, gpu=part is not run or passed < index)
+
+
+def describe(view: View, peers: Peers, waited: float, limit: float) -> State:
+    """What a rank has to say of where it is. waited: seconds it has been there. limit: how many are too many."""
+    part, index, gpu = view
+    doing, awaited = "in or before a collective" if part.together else "busy alone", ""
+    way: tuple[Hop, ...] = ()
+    needs: tuple[Need, ...] = ()
+    if part.lowered is not None:
+        doing, awaited, way, needs = _in_program(part.lowered, part.pp_rank, index, peers, part.number)
+        if gpu:
+            doing = f"its GPU {doing}"
+    return State(
+        peers.rank, peers.name, part.name, view.place, waited, limit, doing, awaited, way, needs, together=part.together
+    )
+
+
+_Doing = tuple[str, str, tuple[Hop, ...], tuple[Need, ...]]
+
+
+def _in_program(lowered: LoweredProgram, pp_rank: int, index: int, peers: Peers, number: int) -> _Doing:
+    """(doing, awaited, way, needs) of `State`."""
+    stream = lowered.streams[pp_rank]
+    if index >= len(stream):
+        return "waits until all it has sent is received", "", (), _receivers(lowered, pp_rank, peers, number)
+    action, op, message = stream[index]
+    count = f"(instruction {index} of {len(stream)})"
+    if message is None or action is Action.FREE:
+        others = tuple(Need(rank, (number, index)) for rank in peers.tensor if rank != peers.rank)
+        verb = "runs" if action is Action.RUN else "frees"
+        return f"{verb} {op or message} {count}", "", (), others
+    if action is Action.SEND:
+        return f"sends {_cargo(message)} to rank {peers.pipeline[message.target]} {count}", "", (), (
+            Need(peers.pipeline[message.target], (number, _find(lowered, Action.RECV, message) + 1)),
+        )  # fmt: skip
+    cargo, source = _cargo(message), peers.pipeline[message.source]
+    if action is Action.RECV:
+        return f"posts the receive of {cargo} from rank {source} {count}", "", (), ()
+    use = "" if message.kind == "weight_gradients" else f", to run {message.consumer}"
+    way = tuple(
+        Hop(
+            peers.pipeline[each.source],
+            peers.pipeline[each.target],
+            (number, _find(lowered, Action.SEND, each)),
+            (number, _find(lowered, Action.WAIT, each)),
+        )
+        for each in _way(lowered, message)
+    )
+    return f"waits for {cargo} from rank {source}{use} {count}", cargo, way, ()
+
+
+def _cargo(message: Message) -> str:
+    if message.kind in ("weights", "weight_gradients"):
+        return f"the {message.kind.replace('_', ' ')} of stage {message.producer.stage}"
+    return f"the {message.kind} of {message.producer}"
+
+
+def _way(lowered: LoweredProgram, message: Message) -> list[Message]:
+    """The message, and before it those whose weights it passes on. A sum of gradients is waited for before it goes on,
+    so it comes from its source alone."""
+    way = [message]
+    while way[0].kind == "weights" and way[0].follows >= 0:
+        way.insert(0, lowered.messages[way[0].follows])
+    return way
+
+
+def _receivers(lowered: LoweredProgram, pp_rank: int, peers: Peers, number: int) -> tuple[Need, ...]:
+    """Those that have to post the receive of what this rank sent them last."""
+    sent = [
+        each.message for each in lowered.streams[pp_rank] if each.action is Action.SEND and each.message is not None
+    ]
+    last = {message.target: message for message in sent}
+    return tuple(
+        Need(peers.pipeline[target], (number, _find(lowered, Action.RECV, message) + 1))
+        for target, message in sorted(last.items())
+    )
+
+
+def _find(lowered: LoweredProgram, action: Action, message: Message) -> int:
+    """The number of an instruction in the stream of the message's source (SEND) or target."""
+    stream = lowered.streams[message.source if action is Action.SEND else message.target]
+    return next(i for i, each in enumerate(stream) if each.action is action and each.message == message)

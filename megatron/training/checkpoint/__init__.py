@@ -1,0 +1,1 @@
+"""Checkpoints: folders, tensors, optimizer state, agreement between ranks."""

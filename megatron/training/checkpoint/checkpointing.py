@@ -1,0 +1,348 @@
+"""Saving and loading checkpoints in Megatron-LM's layout, through megatron-core's dist_checkpointing.
+
+A checkpoint is written to a temporary folder and renamed when every rank is done; the tracker file follows. Whatever
+moment a run is killed at, the folders with a final name are complete. Loading checks a folder before it is used (sizes,
+structure, checksums) and goes back to an older one, on all ranks together, when it is damaged.
+
+Every rank writes its own shards itself. megatron-core's writer starts a helper process for every rank and forks another
+for every file: slow for small models, fatal for entry scripts without a main guard, and what SIGKILL of a rank leaves
+behind. torch.distributed.checkpoint's own writer produces the same files in the calling thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import shutil
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+from helixpipe.common.errors import CheckpointError
+from helixpipe.model.device import redirect
+from megatron.training.checkpoint import folder as folders
+from megatron.training.checkpoint import optimizer as optimizers
+from megatron.training.checkpoint import tensors
+from megatron.training.checkpoint.ranks import DamagedError, appears, gather, on_first, place, say, together
+
+_VERSION = 3.0  # of the state's keys; what Megatron-LM writes since its version 3
+_OF_ONE_RANK = ("rank", "local_rank")  # arguments that differ between ranks are not saved
+
+
+@dataclass
+class Progress:
+    """How far training has come."""
+
+    iteration: int = 0
+    consumed_train_samples: int = 0
+    consumed_valid_samples: int = 0
+    skipped_train_samples: int = 0
+    num_floating_point_operations_so_far: float = 0.0
+
+
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """Flags of the checkpoint group that saving and loading depend on; the texts are in `config/checkpoint.py`."""
+
+    save: str | None = None
+    load: str | None = None
+    ckpt_step: int | None = None
+    ckpt_format: str = "torch_dist"
+    save_retain_interval: int | None = None
+    no_save_optim: bool = False
+    no_save_rng: bool = False
+    no_load_optim: bool = False
+    no_load_rng: bool = False
+    finetune: bool = False
+    exit_on_missing_checkpoint: bool = False
+    dist_ckpt_strictness: str = "assume_ok_unexpected"
+    ckpt_fully_parallel_save: bool = True
+    ckpt_fully_parallel_load: bool = False
+
+    @classmethod
+    def from_config(cls, config: Any) -> CheckpointOptions:
+        """The options of a `megatron.training.config.Config`."""
+        return cls(**{field.name: getattr(config.checkpoint, field.name) for field in dataclasses.fields(cls)})
+
+
+class Checkpointer:
+    """Saves and loads; every method is collective over all ranks and raises CheckpointError alike on all of them.
+
+    groups: needs `tp`, `pp` and `dp_cp`; None takes megatron-core's parallel state.
+    """
+
+    def __init__(self, options: CheckpointOptions, groups: ProcessGroupCollection | None = None):
+        self._options = options
+        if groups is None:
+            groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "dp_cp"])
+        self._groups = groups
+
+    # ------------------------------------------------------------------------------------------------------------ save
+
+    def save(
+        self, progress: Progress, model: Any, optimizer: Any | None, scheduler: Any | None, arguments: dict[str, Any]
+    ) -> None:
+        """Write DIR/iter_N and then the tracker file. arguments: the flags, kept as `args`.
+
+        model: a PipelineModel or what wraps it. Does nothing without --save.
+        """
+        if self._options.save is None:
+            return
+        directory, iteration = Path(self._options.save), progress.iteration
+        where = f"--save {directory}"
+        say(f"saving checkpoint at iteration {iteration:7d} to {directory} in {self._options.ckpt_format} format")
+        name = on_first(lambda: folders.begin(directory, iteration).name, where)
+        temporary = directory / name
+        missing = [host for host in gather(None if appears(temporary) else place()) if host]
+        if missing:
+            on_first(lambda: shutil.rmtree(temporary), where)
+            raise CheckpointError(
+                f"{where} is not seen by {', '.join(missing)}: every rank needs the same file system."
+            )
+        with tensors.quiet(), redirect():
+            state = together(lambda: self._state_to_save(progress, model, optimizer, scheduler, arguments), where)
+            files = self._write(state, temporary, where)
+        on_first(lambda: self._publish(directory, temporary, files, iteration), where)
+        tp, pp = self._groups.tp, self._groups.pp
+        say(
+            f"  successfully saved checkpoint from iteration {iteration:7d} to {directory} "
+            f"[ t {tp.rank() + 1}/{tp.size()}, p {pp.rank() + 1}/{pp.size()} ]"
+        )
+
+    def _state_to_save(
+        self, progress: Progress, model: Any, optimizer: Any | None, scheduler: Any | None, arguments: dict[str, Any]
+    ) -> dict[str, Any]:
+        counts = {k: v for k, v in dataclasses.asdict(progress).items() if k != "num_floating_point_operations_so_far"}
+        plain = {name: tensors.storable(value) for name, value in arguments.items() if name not in _OF_ONE_RANK}
+        state = {
+            "args": Namespace(**{**plain, **counts}),
+            "checkpoint_version": _VERSION,
+            "iteration": progress.iteration,
+            "num_floating_point_operations_so_far": progress.num_floating_point_operations_so_far,
+            "content_metadata": dict(optimizers.SHARDING),
+            "model": self._model_state(model),
+        }
+        if not self._options.no_save_optim:
+            if optimizer is not None:
+                optimizers.complete_state(optimizer)
+                state["optimizer"] = optimizer.sharded_state_dict(state["model"], metadata=self._metadata())
+            if scheduler is not None:
+                state["opt_param_scheduler"] = scheduler.state_dict()
+        if not self._options.no_save_rng:
+            state["rng_state"] = self._rng_state()
+        return state
+
+    def _write(self, state: dict[str, Any], folder: Path, where: str) -> dict[str, list[int]]:
+        """Write all files but the manifest, and return what the manifest is to say of them."""
+        sharded, common = together(lambda: save_preprocess(state), where)
+
+        def write_common() -> None:
+            torch.save(common, folder / "common.pt")
+            folders.sync_file(folder / "common.pt")
+            save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+            folders.sync_file(folder / "metadata.json")
+
+        on_first(write_common, where)
+        strategy: SaveShardedStrategy = tensors.InProcessSave()
+        if self._options.ckpt_fully_parallel_save and self._groups.dp_cp.size() > 1:
+            strategy = FullyParallelSaveStrategyWrapper(strategy, self._groups.dp_cp)
+        together(lambda: strategy.save(sharded, folder), where)
+        own = [path.name for path in folder.glob(f"__{dist.get_rank()}_*.distcp")]
+        if dist.get_rank() == 0:
+            own += ["common.pt", "metadata.json", ".metadata"]
+        described = gather(together(lambda: folders.describe_files(folder, own), where))
+        return {name: entry for files in described for name, entry in files.items()}
+
+    def _publish(self, directory: Path, temporary: Path, files: dict[str, list[int]], iteration: int) -> None:
+        previous = folders.read_tracker(directory)
+        folders.publish(temporary, files, iteration)
+        folders.write_tracker(directory, iteration)
+        keep = self._options.save_retain_interval
+        if keep and previous is not None and previous < iteration and previous % keep:
+            folders.remove(directory / folders.folder_name(previous))
+
+    # ------------------------------------------------------------------------------------------------------------ load
+
+    def load(self, model: Any, optimizer: Any | None, scheduler: Any | None) -> tuple[Progress, dict[str, Any]] | None:
+        """Restore the newest usable checkpoint of --load, in place: (progress, its `args`).
+
+        None, with model and optimizer untouched, without --load or when the directory holds no checkpoint. Says on rank
+        0, in one line each, which folders are damaged. Raises CheckpointError when all are, when the checkpoint is of
+        another model, or when its optimizer cannot be read.
+        """
+        if self._options.load is None:
+            return None
+        directory = Path(self._options.load)
+        found = on_first(lambda: folders.candidates(directory, self._options.ckpt_step), f"--load {directory}")
+        for note in found.notes:
+            say(f"WARNING: {note}")
+        if not found.names:
+            if self._options.exit_on_missing_checkpoint:
+                raise CheckpointError(
+                    f"--load {directory} holds no checkpoint, and --exit-on-missing-checkpoint is given."
+                )
+            say(f" > no checkpoint in {directory} yet: starting from scratch")
+            return None
+        reasons = []
+        for name in found.names:
+            try:
+                with tensors.quiet(), redirect():
+                    result = self._load_folder(directory / name, model, optimizer, scheduler)
+            except DamagedError as damage:
+                reasons.append(f"{name}: {damage}")
+                say(f"WARNING: checkpoint {directory / name} is not usable: {damage}")
+                continue
+            tp, pp = self._groups.tp, self._groups.pp
+            say(
+                f"  successfully loaded checkpoint from {directory} [ t {tp.rank() + 1}/{tp.size()}, "
+                f"p {pp.rank() + 1}/{pp.size()} ] at iteration {result[0].iteration}"
+            )
+            return result
+        raise CheckpointError(f"no checkpoint in --load {directory} is usable ({'; '.join(reasons)}).")
+
+    def _load_folder(
+        self, folder: Path, model: Any, optimizer: Any | None, scheduler: Any | None
+    ) -> tuple[Progress, dict[str, Any]]:
+        """Load one folder; raises DamagedError, on all ranks, to have the next tried."""
+        rank, size = dist.get_rank(), dist.get_world_size()
+        reasons = gather(together(lambda: folders.problem(folder, rank, size)))
+        wrong = next((reason for reason in reasons if reason), None)
+        if wrong:
+            raise DamagedError(wrong)
+        common = together(lambda: dist_checkpointing.load_common_state_dict(str(folder)))
+        weights_only = self._options.finetune or folder.name == folders.RELEASE
+        wanted = None if self._options.no_load_optim or weights_only else optimizer
+        old = new = ""
+
+        def request() -> dict[str, Any]:
+            nonlocal old, new
+            saved = tensors.saved_shapes(folder)
+            tensors.check_model(vars(common.get("args", Namespace())), tensors.unwrap(model), folder)
+            state = {"model": self._model_state(model)}
+            tensors.forget_extra_state(state["model"], saved)
+            if wanted is not None:
+                old, new = optimizers.saved_class(common, saved, str(folder)), optimizers.current_class(wanted)
+                optimizers.complete_state(wanted)
+                state["optimizer"] = wanted.sharded_state_dict(
+                    self._model_state(model), is_loading=True, metadata=self._metadata()
+                )
+                optimizers.request_saved_names(state["optimizer"], wanted, saved)
+            if not (self._options.no_load_rng or weights_only):
+                rng = self._rng_state()
+                if rng.unique_key in saved:  # else the layout of ranks is another: nothing fits, and nothing needs it
+                    state["rng_state"] = rng
+            if self._options.dist_ckpt_strictness.startswith(("assume_ok", "raise")):
+                tensors.check_tensors(state, saved, folder)
+            return state
+
+        state = self._read(together(request, str(folder)), folder)
+
+        def apply() -> None:
+            self._apply_model(model, state["model"], folder)
+            if wanted is not None:
+                optimizers.load(wanted, optimizers.convert(state["optimizer"], common, old, new))
+                if scheduler is not None:
+                    tensors.load_scheduler(scheduler, common, folder)
+            elif optimizer is not None:
+                optimizer.reload_model_params()
+            if "rng_state" in state:
+                tensors.set_rng_state(state["rng_state"][0])
+
+        together(apply, str(folder))
+        return self._progress(common, weights_only)
+
+    def _read(self, state: dict[str, Any], folder: Path) -> dict[str, Any]:
+        strategy: Any = TorchDistLoadShardedStrategy()
+        if self._options.ckpt_fully_parallel_load and self._groups.dp_cp.size() > 1:
+            strategy = FullyParallelLoadStrategyWrapper(strategy, self._groups.dp_cp)
+
+        def read() -> dict[str, Any]:
+            # Ranks may read overlapping parts; checking that is for the writer. It also spares a collective in which
+            # the others would wait for a rank that failed before it.
+            loaded = dist_checkpointing.load(
+                state,
+                str(folder),
+                sharded_strategy=strategy,
+                validate_access_integrity=False,
+                strict=self._options.dist_ckpt_strictness,
+            )
+            return loaded[0] if isinstance(loaded, tuple) else loaded
+
+        return together(read)
+
+    def _apply_model(self, model: Any, state: dict[str, Any], folder: Path) -> None:
+        missing, _ = tensors.unwrap(model).load_state_dict(state, strict=False)
+        missing = [name for name in missing if not name.endswith("_extra_state")]
+        if missing and self._options.dist_ckpt_strictness.startswith(("assume_ok", "raise")):
+            raise CheckpointError(f"{folder} holds no {missing[0]}, which the model of these flags has.")
+
+    def _progress(self, common: dict[str, Any], weights_only: bool) -> tuple[Progress, dict[str, Any]]:
+        arguments = vars(common.get("args", Namespace()))
+        if weights_only:
+            return Progress(), arguments
+        names = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
+        counts = {name: int(arguments.get(name) or 0) for name in names}
+        flops = float(common.get("num_floating_point_operations_so_far") or 0.0)
+        iteration = int(common.get("iteration", 0))
+        return Progress(iteration, **counts, num_floating_point_operations_so_far=flops), arguments
+
+    # ----------------------------------------------------------------------------------------------------------- state
+
+    def _metadata(self) -> dict[str, Any]:
+        return {**optimizers.SHARDING, "dp_cp_group": self._groups.dp_cp}
+
+    def _model_state(self, model: Any) -> dict[str, Any]:
+        state: dict[str, Any] = tensors.unwrap(model).sharded_state_dict(metadata=self._metadata())
+        return state
+
+    def _rng_state(self) -> ShardedObject:
+        """The generators of this rank, one entry for each tensor- and pipeline-parallel rank, as in Megatron-LM."""
+        tp, pp = self._groups.tp, self._groups.pp
+        state = {
+            "random_rng_state": random.getstate(),
+            "np_rng_state": np.random.get_state(),
+            "torch_rng_state": torch.get_rng_state(),
+            "cuda_rng_state": torch.cuda.get_rng_state(),
+            "rng_tracker_states": get_cuda_rng_tracker().get_states(),
+        }
+        grid, place = (pp.size(), tp.size()), (pp.rank(), tp.rank())
+        return ShardedObject("rng_state", [state], grid, place, replica_id=self._groups.dp_cp.rank())
+
+
+def read_arguments(load_dir: str) -> dict[str, Any] | None:
+    """The `args` of the checkpoint that `load` would try first among those that look complete; not collective.
+
+    None when the directory holds no checkpoint. Raises CheckpointError when none is readable.
+    """
+    directory = Path(load_dir)
+    found = folders.candidates(directory, None)
+    reasons = []
+    for name in found.names:
+        reason = folders.problem(directory / name, shares=0)
+        if reason is None:
+            try:
+                common = dist_checkpointing.load_common_state_dict(str(directory / name))
+                return dict(vars(common.get("args", Namespace())))
+            except Exception:  # unpickling garbage may raise anything
+                reason = "common.pt is corrupt"
+        reasons.append(f"{name}: {reason}")
+    if reasons:
+        raise CheckpointError(f"no checkpoint in --load {directory} is usable ({'; '.join(reasons)}).")
+    return None

@@ -1,0 +1,275 @@
+"""A checkpoint directory on disk: names, the tracker file, integrity, and how a folder becomes visible. No collectives.
+
+DIR/latest_checkpointed_iteration.txt   the newest checkpoint's iteration, or `release`; replaced atomically, last
+DIR/iter_0000100/                       one checkpoint, always complete: it is renamed here when all ranks are done
+    metadata.json common.pt .metadata __R_0.distcp   megatron-core's torch_dist format
+    manifest.json                                    size and CRC-32 of every other file; Megatron-LM's have none
+DIR/.iter_0000100.tmp-XXXXXXXX/         being written; what a killed run leaves is removed at the next save
+DIR/.iter_0000100.replaced/             the old one, for the instant in which a folder is replaced
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from helixpipe.common.errors import CheckpointError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+MANIFEST = "manifest.json"
+RELEASE = "release"
+_FOLDER = re.compile(r"iter_(\d{7,})")
+_REPLACED = re.compile(r"\.(iter_\d{7,})\.replaced")
+_TEMPORARY = re.compile(r"\.iter_\d{7,}\.tmp-[0-9a-f]+")
+_BLOCK = 1 << 22
+
+
+def folder_name(iteration: int) -> str:
+    """`iter_0000100` for 100."""
+    return f"iter_{iteration:07d}"
+
+
+def iterations(directory: Path) -> list[int]:
+    """Iterations that have a folder, newest first; [] when the directory does not exist."""
+    matches = (_FOLDER.fullmatch(entry.name) for entry in _entries(directory) if entry.is_dir())
+    return sorted((int(match[1]) for match in matches if match), reverse=True)
+
+
+def _entries(directory: Path) -> Iterator[Path]:
+    return directory.iterdir() if directory.is_dir() else iter(())
+
+
+# ------------------------------------------------------------------------------------------------------ what to load
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Folders to try, best first, and what a person should know about the choice."""
+
+    names: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+
+def candidates(directory: Path, step: int | None = None) -> Candidates:
+    """The folder the tracker names, then older ones. Without a readable tracker: all, newest first.
+
+    A folder newer than the tracker is not used: someone set the tracker back, or the run was killed between
+    the two, and repeats these iterations. step: consider this iteration alone (`--ckpt-step`).
+    """
+    restore_replaced(directory)
+    present = iterations(directory)
+    if step is not None:
+        return Candidates((folder_name(step),))
+    try:
+        content = (directory / TRACKER).read_bytes().decode("ascii", "replace").strip()
+    except FileNotFoundError:
+        note = f"{directory / TRACKER} is missing: using the newest complete checkpoint"
+        return Candidates(tuple(map(folder_name, present)), (note,) if present else ())
+    except OSError as error:
+        raise CheckpointError(f"{directory / TRACKER} cannot be read: {error.strerror}.") from None
+    if content == RELEASE:
+        return Candidates((RELEASE,))
+    if not content.isdecimal():
+        note = f"{directory / TRACKER} holds {content[:40]!r}, not a number: using the newest complete checkpoint"
+        names = tuple(map(folder_name, present))
+        if not names:
+            raise CheckpointError(f"{note}, but there is none.")
+        return Candidates(names, (note,))
+    newest = int(content)
+    return Candidates(tuple(folder_name(i) for i in [newest, *(i for i in present if i < newest)]))
+
+
+# --------------------------------------------------------------------------------------------------------- integrity
+
+
+def checksum(path: Path) -> int:
+    """CRC-32 of a file."""
+    crc = 0
+    with path.open("rb") as stream:
+        while block := stream.read(_BLOCK):
+            crc = zlib.crc32(block, crc)
+    return crc
+
+
+def describe_files(folder: Path, names: list[str]) -> dict[str, list[int]]:
+    """Name -> [bytes, CRC-32]: entries of a manifest."""
+    return {name: [(folder / name).stat().st_size, checksum(folder / name)] for name in names}
+
+
+def problem(folder: Path, share: int = 0, shares: int = 1) -> str | None:
+    """What is wrong with a checkpoint folder, None when it can be loaded.
+
+    The files that every rank reads are always checked; sizes and checksums, which means reading every byte, of every
+    `shares`-th file from number `share` on, so that the ranks divide them. shares = 0: all sizes, no checksums. Folders
+    without a manifest (written by Megatron-LM) have no checksums: sizes come from their index of shards.
+    """
+    if not folder.is_dir():
+        return "the folder is missing"
+    mine = slice(share, None, max(shares, 1))
+    try:
+        manifest = _read_manifest(folder)
+        for name in sorted(manifest)[mine]:
+            if wrong := _wrong_size(folder / name, manifest[name][0], exactly=True):
+                return wrong
+            if shares and checksum(folder / name) != manifest[name][1]:
+                return f"{name} is corrupt (checksum)"
+        if wrong := _wrong_structure(folder, mine):
+            return wrong
+    except OSError as error:
+        return f"{Path(error.filename or folder).name} cannot be read ({error.strerror})"
+    except _Malformed as error:
+        return str(error)
+    return None
+
+
+class _Malformed(Exception):
+    """A file of a checkpoint does not hold what it should."""
+
+
+def _read_manifest(folder: Path) -> Mapping[str, list[int]]:
+    path = folder / MANIFEST
+    if not path.exists():
+        return {}
+    try:
+        files = json.loads(path.read_bytes())["files"]
+        return {str(name): [int(size), int(crc)] for name, (size, crc) in files.items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise _Malformed(f"{MANIFEST} is corrupt") from None
+
+
+def _wrong_structure(folder: Path, mine: slice) -> str | None:
+    for name in ("metadata.json", "common.pt", ".metadata"):
+        if wrong := _wrong_size(folder / name, 1, exactly=False):
+            return wrong
+    try:
+        backend = json.loads((folder / "metadata.json").read_bytes())["sharded_backend"]
+    except (ValueError, KeyError, TypeError):
+        return "metadata.json is corrupt"
+    if backend != "torch_dist":
+        return f"its format is {backend}, not torch_dist"
+    needed: dict[str, int] = {}
+    for info in read_index(folder).storage_data.values():
+        end = info.offset + info.length
+        needed[info.relative_path] = max(end, needed.get(info.relative_path, 0))
+    for name in sorted(needed)[mine]:
+        if wrong := _wrong_size(folder / name, needed[name], exactly=False):
+            return wrong
+    return None
+
+
+def read_index(folder: Path) -> Any:
+    """The torch `Metadata` of a folder: names, shapes and places of its tensors."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    try:
+        return FileSystemReader(folder).read_metadata()
+    except OSError:
+        raise
+    except Exception:  # unpickling garbage may raise anything
+        raise _Malformed(".metadata is corrupt") from None
+
+
+def _wrong_size(path: Path, size: int, exactly: bool) -> str | None:
+    try:
+        found = path.stat().st_size
+    except FileNotFoundError:
+        return f"{path.name} is missing"
+    if found < size:
+        return f"{path.name} is truncated ({found} of {size} bytes)" if found else f"{path.name} is empty"
+    return f"{path.name} is {found} bytes long instead of {size}" if exactly and found != size else None
+
+
+# ------------------------------------------------------------------------------------------------- writing, one rank
+
+
+def begin(directory: Path, iteration: int) -> Path:
+    """Clear what killed runs left and make an empty temporary folder for this iteration."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for entry in _entries(directory):
+        if _TEMPORARY.fullmatch(entry.name):
+            shutil.rmtree(entry, ignore_errors=True)
+    temporary = directory / f".{folder_name(iteration)}.tmp-{secrets.token_hex(4)}"
+    temporary.mkdir()
+    return temporary
+
+
+def publish(temporary: Path, files: Mapping[str, list[int]], iteration: int) -> Path:
+    """Write the manifest and make the complete folder visible under its name, replacing one of that name."""
+    folder = temporary.with_name(folder_name(iteration))
+    _write(temporary / MANIFEST, json.dumps({"files": files}))
+    _sync(temporary)
+    replaced = _replaced(folder)
+    shutil.rmtree(replaced, ignore_errors=True)
+    if folder.exists():
+        folder.rename(replaced)
+    temporary.rename(folder)
+    _sync(folder.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+    return folder
+
+
+def restore_replaced(directory: Path) -> None:
+    """Undo what a run killed in the middle of `publish` left: give a set-aside folder its name back if it is free."""
+    for entry in list(_entries(directory)):
+        match = _REPLACED.fullmatch(entry.name)
+        if match and not (directory / match[1]).exists():
+            with suppress(OSError):  # another process may have done it; a directory may be read-only
+                entry.rename(directory / match[1])
+
+
+def _replaced(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.replaced")
+
+
+def write_tracker(directory: Path, iteration: int) -> None:
+    """Point the tracker file at an iteration, atomically."""
+    temporary = directory / f".{TRACKER}.tmp"
+    _write(temporary, str(iteration))
+    temporary.replace(directory / TRACKER)
+    _sync(directory)
+
+
+def read_tracker(directory: Path) -> int | None:
+    """The iteration the tracker names; None without a readable one."""
+    try:
+        content = (directory / TRACKER).read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return int(content) if content.isdecimal() else None
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint so that being killed half-way leaves nothing that looks like one."""
+    if folder.exists():
+        doomed = folder.with_name(f".{folder.name}.tmp-{secrets.token_hex(4)}")
+        folder.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def sync_file(path: Path) -> None:
+    """Force a file that is already written to permanent storage."""
+    _sync(path)
+
+
+def _write(path: Path, text: str) -> None:
+    with path.open("w") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,154 @@
+"""The optimizer in a checkpoint: state that exists before the first step, and conversion between optimizer classes.
+
+megatron-core has three: with float32 weights, with half-precision weights and float32 copies, and the distributed
+optimizer. In its model-space format (`fully_reshardable`) all of them store moments as tensors shaped like the weights,
+whatever p, TP and DP; they differ in the name of the float32 copy and in where the number of steps is. Renaming what is
+asked for, before the tensors are read, and rearranging the few plain values, after, lets any of them read any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+
+from helixpipe.common.errors import CheckpointError
+
+SHARDING = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "chained_optim_avoid_prefix": True,
+    "singleton_local_shards": False,
+}
+"""How megatron-core is told to lay tensors out: independent of p, TP and DP, one stacked tensor for all layers."""
+
+_STATE = "optimizer.state."
+_COPIES = ("param", "fp32_param")  # the float32 copy's name with the distributed optimizer, and without
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    """The optimizers in a ChainedOptimizer that have parameters."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part for part in parts if part.optimizer is not None]
+
+
+def _adam_states(optimizer: Any) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
+    """(parameter, state) of torch's Adam; nothing for fused ones, which keep their steps elsewhere."""
+    for part in _parts(optimizer):
+        if isinstance(part.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+            for group in part.optimizer.param_groups:
+                yield from ((parameter, part.optimizer.state[parameter]) for parameter in group["params"])
+
+
+def complete_state(optimizer: Any) -> None:
+    """Give torch's Adam the state it would have before its first step, where it has none.
+
+    megatron-core's own initialisation leaves the number of steps out, without which its distributed optimizer can be
+    neither saved nor loaded. Every parameter gets its own counter: the distributed optimizer loads one tensor shared by
+    all of them, which torch would then increment once a parameter.
+    """
+    for parameter, state in _adam_states(optimizer):
+        for moment in ("exp_avg", "exp_avg_sq"):
+            if moment not in state:
+                state[moment] = torch.zeros_like(parameter.data)
+        state["step"] = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32).detach().clone()
+
+
+def request_saved_names(state: dict[str, Any], optimizer: Any, saved: Collection[str]) -> None:
+    """Ask for the float32 copies by the name the checkpoint has for them, in place. saved: all its names.
+
+    Where it has none, the copy is made from the weight, once that is loaded.
+    """
+    for holder, place, weight in _copies(state, optimizer):
+        name = holder[place].key.removeprefix(_STATE).partition(".")[2]
+        names = [key for copy in _COPIES if (key := f"{_STATE}{copy}.{name}") in saved]
+        if names:
+            holder[place].key = names[0]
+        else:
+            holder[place] = LocalNonpersistentObject(weight)
+
+
+def _copies(state: dict[str, Any], optimizer: Any) -> Iterator[tuple[Any, Any, torch.Tensor]]:
+    """(list or dict, place in it, weight) of the float32 copies in an optimizer's sharded state."""
+    for part in _parts(optimizer):
+        if isinstance(part, DistributedOptimizer):
+            weights = [weight for buffer in part.buffers for weight in buffer.param_index_map]
+            yield from ((state["param_state"][index], "param", weight) for index, weight in enumerate(weights))
+        elif isinstance(part, Float16OptimizerWithFloat16Params):
+            for copies, group in zip(state["fp32_from_fp16_params"], part.float16_groups, strict=True):
+                yield from ((copies, index, weight) for index, weight in enumerate(group))
+
+
+def saved_class(common: dict[str, Any], saved: Collection[str], where: str) -> str:
+    """Which class saved the optimizer: `distributed`, `half` or `float32`.
+
+    common: the checkpoint's plain values. Raises CheckpointError when it has no optimizer or one in a format that
+    depends on the order of the weights in the memory of the program that wrote it.
+    """
+    if any(name.startswith("optimizer.distributed.") for name in saved):
+        raise CheckpointError(
+            f"{where} holds a distributed optimizer in a format that cannot be resharded; save it again with "
+            "Megatron-LM's --dist-ckpt-optim-fully-reshardable, or pass --no-load-optim to load the weights alone."
+        )
+    if "optimizer" not in common:
+        raise CheckpointError(f"{where} holds no optimizer; pass --no-load-optim to load the weights alone.")
+    if "param_state_sharding_type" in common["optimizer"]:
+        return "distributed"
+    return "half" if "optimizer" in common["optimizer"] else "float32"
+
+
+def current_class(optimizer: Any) -> str:
+    """The class of an optimizer, in the words of `saved_class`."""
+    kinds = {DistributedOptimizer: "distributed", Float16OptimizerWithFloat16Params: "half"}
+    return next((name for kind, name in kinds.items() if isinstance(_parts(optimizer)[0], kind)), "float32")
+
+
+def load(optimizer: Any, state: dict[str, Any]) -> None:
+    """Give an optimizer its loaded state (after `convert`).
+
+    megatron-core's distributed optimizer looks for torch Adam's step among the tensors that were read, where it never
+    is: the steps are put aside while it loads them. The others save no step when it is 0, which torch misses.
+    """
+    parts = _parts(optimizer)
+    if len(parts) == 1 and next(_adam_states(optimizer), None) is not None:
+        state.get("optimizer", state).get("state", {}).setdefault("common_step", torch.tensor(0.0))
+    if len(parts) == 1 and isinstance(parts[0], DistributedOptimizer) and "param_state" in state:
+        tensors = state.pop("param_state")
+        optimizer.load_state_dict(state)
+        steps = [(each, each.pop("step")) for _, each in _adam_states(optimizer)]
+        parts[0].load_parameter_state_from_fully_reshardable(tensors)
+        for parameter_state, step in steps:
+            parameter_state["step"] = step
+    else:
+        optimizer.load_state_dict(state)
+    complete_state(optimizer)
+
+
+def convert(state: dict[str, Any], common: dict[str, Any], old: str, new: str) -> dict[str, Any]:
+    """A loaded optimizer state, rearranged from what class `old` saved to what class `new` reads.
+
+    state: megatron-core's mixture of the tensors that `new` asked for and the plain values of `old`.
+    common: the plain values of `old` alone.
+    """
+    if old == new:
+        return state
+    outer = common["optimizer"]
+    inner = outer.get("optimizer", outer)
+    groups = [dict(group) for group in inner["param_groups"]]
+    steps = [group.pop("step") for group in groups if "step" in group]
+    step = inner.get("state", {}).get("common_step", steps[0] if steps else 0.0)
+    rest: dict[str, Any] = {
+        name: state[name] for name in ("grad_scaler", "param_state", "fp32_from_fp16_params") if name in state
+    }
+    if new == "distributed":
+        groups = [{**group, "step": float(step)} for group in groups]
+        sharding = SHARDING["distrib_optim_sharding_type"]
+        return {**rest, "optimizer": {"param_groups": groups}, "param_state_sharding_type": sharding}
+    asked = state["optimizer"] if new == "half" else state
+    own = [{"params": now["params"], **group} for now, group in zip(asked["param_groups"], groups, strict=True)]
+    plain = {"param_groups": own, "state": {**asked["state"], "common_step": torch.tensor(float(step))}}
+    return {**rest, "optimizer": plain} if new == "half" else plain

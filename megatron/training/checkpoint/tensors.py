@@ -1,0 +1,142 @@
+"""Between megatron-core's sharded tensors, the model and the files: writing, checking, random state."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from helixpipe.common.errors import CheckpointError
+from megatron.training.checkpoint import folder as folders
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the warnings about torch's sharded tensors that megatron-core's use of them draws on every rank."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+class InProcessSave(SaveShardedStrategy):
+    """megatron-core's tensors to torch_dist files, one a rank, written and synchronised by the calling thread."""
+
+    def __init__(self) -> None:
+        super().__init__("torch_dist", 1)
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        return True
+
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
+        flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
+        save(
+            mcore_to_pyt_state_dict(flat),
+            storage_writer=FileSystemWriter(checkpoint_dir, thread_count=1, sync_files=True),
+            planner=MCoreSavePlanner(flatten_state_dict=False),
+        )
+
+
+def unwrap(model: Any) -> Any:
+    while hasattr(model, "module"):
+        model = model.module
+    return model
+
+
+def storable(value: Any) -> Any:
+    """A flag's value as a type that any program can unpickle."""
+    if isinstance(value, (list, tuple)):
+        return [storable(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): storable(item) for key, item in value.items()}
+    return value if value is None or isinstance(value, (bool, int, float, str, torch.dtype)) else str(value)
+
+
+def saved_shapes(folder: Path) -> dict[str, tuple[int, ...] | None]:
+    """Name -> global shape of everything sharded in a checkpoint; None for objects."""
+    index = folders.read_index(folder).state_dict_metadata
+    return {name: tuple(entry.size) if hasattr(entry, "size") else None for name, entry in index.items()}
+
+
+def forget_extra_state(state: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Ask for no `_extra_state` that is not there: it is empty here, and its sharding follows TP."""
+    for name in [name for name in state if name.endswith("_extra_state") and state[name].unique_key not in saved]:
+        del state[name]
+
+
+def check_model(arguments: dict[str, Any], model: Any, folder: Path) -> None:
+    """Raise CheckpointError when the checkpoint's flags describe a model of another shape."""
+    config, gpt = model.config, model.gpt
+    grouped = arguments.get("group_query_attention", True)
+    for flag, name, value in (
+        ("--num-layers", "num_layers", config.num_layers),
+        ("--hidden-size", "hidden_size", config.hidden_size),
+        ("--num-attention-heads", "num_attention_heads", config.num_attention_heads),
+        ("--num-query-groups", "num_query_groups" if grouped else "num_attention_heads", config.num_query_groups),
+        ("--kv-channels", "kv_channels", config.kv_channels),
+        ("--ffn-hidden-size", "ffn_hidden_size", config.ffn_hidden_size),
+        ("--swiglu", "swiglu", config.gated_linear_unit),
+        ("--normalization", "normalization", config.normalization),
+        ("--position-embedding-type", "position_embedding_type", gpt.position_embedding_type),
+        (
+            "--untie-embeddings-and-output-weights",
+            "untie_embeddings_and_output_weights",
+            not gpt.share_embeddings_and_output_weights,
+        ),
+    ):
+        saved = arguments.get(name)
+        if saved is not None and saved != value:
+            raise CheckpointError(
+                f"{folder} holds a model with {flag} {saved}, but the flags say {value}; give the flags it was trained "
+                "with, or --use-checkpoint-args."
+            )
+
+
+def check_tensors(state: dict[str, Any], saved: dict[str, Any], folder: Path) -> None:
+    """Raise CheckpointError when a tensor is not in the checkpoint or has another shape there."""
+    for tensor in nested_values(state):
+        if isinstance(tensor, (ShardedTensor, ShardedTensorFactory)) and tensor.key not in saved:
+            raise CheckpointError(f"{folder} holds no {tensor.key}, which the model of these flags has.")
+        if not isinstance(tensor, ShardedTensor) or tensor.allow_shape_mismatch:
+            continue
+        wanted, found = list(tensor.global_shape), list(saved[tensor.key])
+        if wanted != found:
+            raise CheckpointError(f"{folder} holds {tensor.key} of shape {found}, but these flags make it {wanted}.")
+
+
+def load_scheduler(scheduler: Any, common: dict[str, Any], folder: Path) -> None:
+    if "opt_param_scheduler" not in common:
+        return
+    try:
+        scheduler.load_state_dict(common["opt_param_scheduler"])
+    except AssertionError as error:
+        detail = str(error).removeprefix("OptimizerParamScheduler: ")
+        raise CheckpointError(
+            f"{folder} was trained with another learning-rate schedule ({detail}); choose the flags' with "
+            "--override-opt-param-scheduler or the checkpoint's with --use-checkpoint-opt-param-scheduler."
+        ) from None
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    random.setstate(state["random_rng_state"])
+    np.random.set_state(state["np_rng_state"])
+    torch.set_rng_state(state["torch_rng_state"])
+    torch.cuda.set_rng_state(state["cuda_rng_state"])
+    get_cuda_rng_tracker().set_states(state["rng_tracker_states"])

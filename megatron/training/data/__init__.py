@@ -1,0 +1,1 @@
+"""Tokenizers, indexed datasets, samplers."""

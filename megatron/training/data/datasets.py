@@ -1,0 +1,372 @@
+"""Training, validation and test data: megatron-core's GPTDataset behind Megatron's data flags.
+
+Every pipeline rank that needs tokens reads them itself; nothing is broadcast. The index of a dataset (which documents
+make up sample i) is built once, by rank 0, in a temporary folder that is renamed into the cache when complete, and is
+then mapped by every rank. The folder's name is a digest of everything the index depends on, the .idx files' content
+included: neither a run killed half-way nor data preprocessed again under the same name can leave a wrong index behind,
+both of which megatron-core's own cache would use. Whatever fails, on whichever rank, is raised on all of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import logging
+import os
+import shutil
+import signal
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+
+from helixpipe.common.errors import DataError, UserError
+from megatron.training.data.indexed_files import IndexedFile, check_vocabulary, read_indexed_file
+from megatron.training.data.options import DEFAULT_SPLIT, SPLITS, Blend, DataOptions, parse_blend, parse_split
+from megatron.training.process.lifetime import end_with_parent
+
+logger = logging.getLogger(__name__)
+
+_INDEX_TIMEOUT = timedelta(hours=2)  # building an index may outlast the job's distributed timeout many times
+
+T = TypeVar("T")
+
+
+class Datasets(NamedTuple):
+    """One dataset a split; None where no samples are needed, the data has none, or this rank reads none."""
+
+    train: Dataset[dict[str, torch.Tensor]] | None
+    valid: Dataset[dict[str, torch.Tensor]] | None
+    test: Dataset[dict[str, torch.Tensor]] | None
+
+
+def build_datasets(
+    options: DataOptions, tokenizer: Any, samples: tuple[int, int, int], *, needed_here: bool = True
+) -> Datasets:
+    """Build the three splits with at least `samples` samples each (validation may have fewer in a blend by size).
+
+    Collective: call it on every rank when torch.distributed is initialised. A sample is a dict of `tokens`, `labels`,
+    `position_ids` (int64) and `loss_mask` (float32), each [seq_length]; labels are the tokens that follow.
+
+    Args:
+        tokenizer: as `build_tokenizer` makes it; its `eod`, `pad`, `vocab_size` and `unique_identifiers` are used.
+        samples: samples the run reads of train, valid, test; a split with 0 is not built.
+        needed_here: False on ranks that read no tokens: they take part and get three Nones.
+
+    Raises:
+        DataError: on every rank, when files are missing or corrupt, do not fit the tokenizer, hold too little, or the
+            index cannot be written.
+    """
+    with _waiting_group() as group:
+        source = _on_rank_0(group, lambda: _prepare(options, tokenizer, samples))
+        nothing = Datasets(None, None, None)
+        return _together(group, lambda: _load(options, tokenizer, source) if needed_here else nothing)
+
+
+def batch_iterator(
+    dataset: Dataset[dict[str, torch.Tensor]],
+    sampler: Iterable[list[int]],
+    make: Callable[..., T],
+    *,
+    num_workers: int = 0,
+    device: torch.device | None = None,
+) -> Iterator[T]:
+    """Yield this rank's microbatches one at a time, in the sampler's order, for ever or until the data is used up.
+
+    Args:
+        sampler: yields the sample indices of each microbatch (`MicrobatchSampler`).
+        make: called with tokens, labels, loss_mask and position_ids, each [micro_batch_size, seq_length], by keyword.
+        device: where the tensors go; with CUDA they are copied from pinned memory, asynchronously.
+
+    Raises:
+        DataError: when more microbatches are asked for than the data has.
+    """
+    on_cuda = device is not None and device.type == "cuda"
+    loader = DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        collate_fn=_stack,
+        num_workers=num_workers,
+        worker_init_fn=_settle_worker,
+        pin_memory=on_cuda,
+    )
+    for batch in loader:
+        if device is not None:
+            batch = {name: tensor.to(device, non_blocking=on_cuda) for name, tensor in batch.items()}
+        yield make(**batch)
+    raise DataError(f"the data is used up: the dataset has {len(dataset)} samples")  # type: ignore[arg-type]
+
+
+def _settle_worker(worker: int) -> None:
+    """Tie a loader process to its rank. Launchers send SIGTERM to all processes of a job, but this one has to go on for
+    the step that comes before saving. And it must not outlive a killed rank, whose connections it inherited: the other
+    ranks would not see them close (torch's own watch takes 5 s)."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    end_with_parent()
+
+
+def _stack(items: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    fields = ("tokens", "labels", "loss_mask", "position_ids")
+    return {name: torch.stack([item[name] for item in items]) for name in fields}
+
+
+# ------------------------------------------------------------------------------------------------ what is to be built
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What rank 0 found out, the same on every rank."""
+
+    blend: Blend | None
+    """The data that `matrix` divides, or"""
+    blend_per_split: list[Blend | None] | None
+    """the data of each split; both None for mock data."""
+    matrix: list[tuple[float, float] | None]
+    """Begin and end of each split as shares of the documents; None for a split that is not built."""
+    samples: tuple[int, int, int]
+    cache: str | None
+    """Complete folder of indices; None when each rank builds its own in memory (mock data without a cache)."""
+
+
+def _prepare(options: DataOptions, tokenizer: Any, samples: tuple[int, int, int]) -> _Source:
+    """Check the files, decide which splits exist, and make the index folder. Runs on rank 0 only."""
+    from megatron.core import __version__ as core_version
+
+    blend: Blend | None = None
+    per_split: list[Blend | None] | None = None
+    if options.data_path:
+        blend = parse_blend("--data-path", options.data_path)
+        shares = parse_split(options.split or DEFAULT_SPLIT)
+    elif options.train_data_path:
+        paths = zip(SPLITS, (options.train_data_path, options.valid_data_path, options.test_data_path), strict=True)
+        per_split = [parse_blend(f"--{name}-data-path", path) if path else None for name, path in paths]
+        shares = (1.0, 1.0, 1.0)
+    else:
+        shares = (1 / 3, 1 / 3, 1 / 3)
+
+    blends = [blend] if blend else [each for each in per_split or [] if each]
+    files = {prefix: read_indexed_file(prefix) for each in blends for prefix in each[0]}
+    for file in files.values():
+        check_vocabulary(file, tokenizer.vocab_size)
+
+    matrix: list[tuple[float, float] | None] = []
+    for i, name in enumerate(SPLITS):
+        begin = sum(shares[:i]) if per_split is None else 0.0
+        span = (begin, 1.0 if per_split is not None or i == 2 else begin + shares[i])
+        here = blend if per_split is None else per_split[i]
+        wanted = samples[i] > 0 and (options.mock_data or here is not None) and shares[i] > 0
+        lack = _lack(files, here, span, options.seq_length) if wanted and here else None
+        if lack is not None and name == "train":
+            raise DataError(f"no training data: {lack}")
+        if lack is not None:
+            logger.warning("no %s data: %s", name, lack)
+        matrix.append(span if wanted and lack is None else None)
+    if samples[0] > 0 and matrix[0] is None:
+        raise DataError(f"--split {options.split} leaves nothing for training")
+
+    source = _Source(blend, per_split, matrix, samples, None)
+    if options.data_cache_path is None and options.mock_data:
+        return source
+    root = Path(options.data_cache_path) if options.data_cache_path else Path(blends[0][0][0], "cache")
+    description = {
+        "blend": blend,
+        "blend_per_split": per_split,
+        "matrix": matrix,
+        "samples": samples,
+        "seq_length": options.seq_length,
+        "seed": options.seed,
+        "surplus": options.mid_level_dataset_surplus,
+        "tokenizer": tokenizer.unique_identifiers,
+        "megatron-core": core_version,
+        "process group": dist.is_initialized(),  # without one the blend's own index is not in the folder
+        "files": {prefix: file.digest for prefix, file in files.items()},
+    }
+    key = hashlib.sha256(json.dumps(description).encode()).hexdigest()[:24]
+    final = root / key
+    if not final.is_dir():
+        _make_index(options, tokenizer, source, final)
+    return _Source(blend, per_split, matrix, samples, str(final))
+
+
+def _lack(files: dict[str, IndexedFile], blend: Blend, span: tuple[float, float], seq_length: int) -> str | None:
+    """Why a split cannot be drawn from the blend, or None. On a split without tokens megatron-core would never end."""
+    for prefix in blend[0]:
+        lengths = files[prefix].sequence_lengths
+        begin, end = (round(share * float(len(lengths))) for share in span)  # as megatron-core rounds
+        tokens = int(lengths[begin:end].sum(dtype="int64"))
+        if tokens == 0:
+            return f"{prefix} has {len(lengths)} documents, and none of them falls into this part of --split"
+        if tokens <= seq_length and blend[1] is None and len(blend[0]) > 1:
+            return f"{prefix} has {tokens} tokens for it, less than one sample of --seq-length {seq_length}"
+    return None
+
+
+def _make_index(options: DataOptions, tokenizer: Any, source: _Source, final: Path) -> None:
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        temporary = tempfile.mkdtemp(prefix=".", dir=final.parent)
+    except OSError as error:
+        raise DataError(f"{final.parent} cannot be written: {error.strerror}; set --data-cache-path") from error
+    try:
+        _build(options, tokenizer, source, temporary)
+        os.chmod(temporary, 0o755)  # mkdtemp's folders are private; other ranks may run as other users
+        os.rename(temporary, final)
+    except OSError as error:
+        if not final.is_dir():  # else another job made the same index meanwhile
+            raise DataError(f"{final} cannot be written: {error.strerror or error}; set --data-cache-path") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _load(options: DataOptions, tokenizer: Any, source: _Source) -> Datasets:
+    """Map the index that rank 0 made. Runs on every rank that reads tokens."""
+    if source.cache is not None and not Path(source.cache).is_dir():
+        raise DataError(f"data index {source.cache} is not visible: --data-cache-path must be shared by all nodes")
+    try:
+        datasets = Datasets(*_build(options, tokenizer, source, source.cache))
+    except OSError as error:
+        raise DataError(f"data index {source.cache} cannot be read: {error}") from error
+    available = len(datasets.train) if datasets.train is not None else 0  # type: ignore[arg-type]
+    if available < source.samples[0]:
+        raise DataError(
+            f"training needs {source.samples[0]} samples and a blend without weights is read once, which gives "
+            f"{available}: put a weight before each prefix, or train for fewer iterations"
+        )
+    return datasets
+
+
+# ------------------------------------------------------------------------------------------------ megatron-core's side
+
+
+def _build(options: DataOptions, tokenizer: Any, source: _Source, cache: str | None) -> list[Any]:
+    """The three datasets with their indices in `cache`, building there what is absent (rank 0 only)."""
+    from megatron.core.datasets.blended_dataset import BlendedDataset
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+
+    class Builder(BlendedMegatronDatasetBuilder):
+        """megatron-core's builder without its barriers: `build_datasets` orders the ranks and reports failures."""
+
+        @staticmethod
+        def build_generic_dataset(cls: Any, is_built_on_rank: Any, synchronize_ranks: bool, *args: Any) -> Any:
+            if cls is BlendedDataset and not dist.is_initialized():  # its cache asks for the rank; keep it in memory
+                *args, config = args  # type: ignore[assignment]
+                config = copy.copy(config)
+                config.path_to_cache = None
+                return cls(*args, config)
+            return cls(*args)
+
+        def _build_megatron_datasets_parallel(self, prefixes: Any, split: Any, sizes_per_dataset: Any) -> Any:
+            def build(prefix: Any, sizes: Any) -> Any:
+                return self._build_megatron_dataset_splits(prefix, split, sizes, False)
+
+            with ThreadPoolExecutor(options.num_dataset_builder_threads) as pool:
+                rows = list(pool.map(build, prefixes, sizes_per_dataset))
+            return [list(column) for column in zip(*rows, strict=True)]
+
+    config = GPTDatasetConfig(
+        random_seed=options.seed,
+        sequence_length=options.seq_length,
+        blend=source.blend,
+        blend_per_split=_only_wanted(source),
+        split=(options.split or DEFAULT_SPLIT) if source.blend else None,
+        path_to_cache=cache,
+        mmap_bin_files=options.mmap_bin_files,
+        mid_level_dataset_surplus=options.mid_level_dataset_surplus,
+        tokenizer=tokenizer,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=options.eod_mask_loss,
+        create_attention_mask=False,
+    )
+    if source.blend_per_split is None:
+        config.split_matrix = source.matrix
+    try:
+        with _quiet():
+            kind = MockGPTDataset if config.mock else GPTDataset
+            return Builder(kind, list(source.samples), lambda: True, config).build()
+    except OSError:
+        raise  # the caller knows the folder
+    except Exception as error:
+        raise DataError(f"the data index cannot be built: {type(error).__name__}: {error}") from error
+
+
+def _only_wanted(source: _Source) -> list[Blend | None] | None:
+    if source.blend_per_split is None:
+        return None
+    return [blend if span else None for blend, span in zip(source.blend_per_split, source.matrix, strict=True)]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without megatron-core's remarks on indices kept in memory and on tokenizers whose padding is another token."""
+    core = logging.getLogger("megatron.core.datasets")
+    level = core.level
+    core.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        core.setLevel(level)
+
+
+# ------------------------------------------------------------------------------------------------------ between ranks
+
+
+def _together(group: dist.ProcessGroup | None, work: Callable[[], T]) -> T:
+    """Do `work` on every rank at once; when it fails on any, raise on all."""
+    if group is None:
+        return work()
+    failure: Exception | None = None
+    try:
+        result = work()
+    except Exception as error:
+        failure = error
+    failures: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(failures, _sentence(failure), group=group)
+    if failure is not None:
+        raise failure
+    first = next(((rank, text) for rank, text in enumerate(failures) if text is not None), None)
+    if first is not None:
+        raise DataError(first[1] if first[0] == 0 else f"rank {first[0]}: {first[1]}")
+    return result
+
+
+def _on_rank_0(group: dist.ProcessGroup | None, work: Callable[[], T]) -> T:
+    """Do `work` on rank 0 and give its result, or its failure, to all."""
+    result = _together(group, lambda: work() if group is None or dist.get_rank(group) == 0 else None)
+    box = [result]
+    if group is not None:
+        dist.broadcast_object_list(box, src=0, group=group)
+    assert box[0] is not None
+    return box[0]
+
+
+def _sentence(error: Exception | None) -> str | None:
+    if error is None or isinstance(error, UserError):
+        return None if error is None else str(error)
+    return f"{type(error).__name__}: {error}"
+
+
+@contextmanager
+def _waiting_group() -> Iterator[dist.ProcessGroup | None]:
+    """A group of all ranks for waiting on rank 0's index, with a timeout of its own."""
+    if not dist.is_initialized():
+        yield None
+        return
+    group = dist.new_group(backend="gloo", timeout=_INDEX_TIMEOUT)
+    try:
+        yield group
+    finally:
+        dist.destroy_process_group(group)

@@ -1,0 +1,1 @@
+"""What a run reports: log lines, metrics, FLOPs, profiles, timelines."""

@@ -1,0 +1,1 @@
+"""From flags to costs, program and pipeline."""

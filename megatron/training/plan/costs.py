@@ -1,0 +1,95 @@
+"""What ops take in the configured model, for schedules that are found from costs. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from helixpipe.common.errors import UserError
+from helixpipe.costs.hardware import DEFAULT_HARDWARE, GIB, RESERVED_MEMORY, find_hardware
+from helixpipe.costs.model_costs import ModelCosts
+from helixpipe.costs.models import Layout, ModelShape
+from helixpipe.costs.profile_costs import Profile, ProfileCosts
+from megatron.training.config import Config
+
+
+def training_costs(config: Config) -> ModelCosts | ProfileCosts:
+    """Seconds and bytes: measured, where --cost-profile gives them, else on the hardware that --hardware names. Only
+    the ratios of times matter to a schedule. Raises UserError for a file that cannot be read or is of another model."""
+    parallel, model, training = config.parallel, config.model, config.training
+    if parallel.cost_profile is not None:
+        return _measured(config, parallel.cost_profile)
+    hardware = find_hardware(parallel.hardware or DEFAULT_HARDWARE)
+    tp = parallel.tensor_model_parallel_size
+    return ModelCosts(
+        model_shape(config),
+        replace(hardware, gpus_per_node=max(hardware.gpus_per_node, tp)),
+        Layout(
+            tp,
+            parallel.sequence_parallel,
+            training.micro_batch_size or 1,
+            element_bytes=2 if training.bf16 or training.fp16 else 4,
+            mlp_chunk=model.chunk_size,
+        ),
+        model.seq_length or 1,
+        parallel.data_parallel_size,
+        parallel.use_distributed_optimizer,
+        parallel.kv_grad_fp32,
+    )
+
+
+def _measured(config: Config, path: str) -> ProfileCosts:
+    profile = Profile.load(path, flag="--cost-profile")
+    ours, theirs = model_shape(config), profile.model
+    for flag, name in (
+        ("--hidden-size", "hidden"),
+        ("--num-attention-heads", "heads"),
+        ("--num-query-groups", "groups"),
+        ("--ffn-hidden-size", "ffn"),
+        ("--swiglu", "gated"),
+    ):
+        if getattr(ours, name) != getattr(theirs, name):
+            raise UserError(
+                f"--cost-profile {path} was measured with {flag} {getattr(theirs, name)}, not {getattr(ours, name)}."
+            )
+    for flag, here, there in (
+        ("--seq-length", config.model.seq_length, profile.seq_length),
+        ("--micro-batch-size", config.training.micro_batch_size, profile.layout.micro_batch_size),
+        (
+            "--tensor-model-parallel-size",
+            config.parallel.tensor_model_parallel_size,
+            profile.layout.tensor_parallel,
+        ),
+        ("--chunk-size", config.model.chunk_size, profile.layout.mlp_chunk),
+    ):
+        if here != there:
+            raise UserError(f"--cost-profile {path} was measured with {flag} {there}, not {here}.")
+    return ProfileCosts(profile, config.parallel.kv_grad_fp32)
+
+
+def memory_limit(config: Config) -> float | None:
+    """Bytes a GPU may use: --memory-limit, else those of --hardware; None when neither is given."""
+    parallel = config.parallel
+    if parallel.memory_limit is not None:
+        return parallel.memory_limit * GIB
+    return None if parallel.hardware is None else find_hardware(parallel.hardware).memory - RESERVED_MEMORY
+
+
+def model_shape(config: Config) -> ModelShape:
+    """The configured model. Its vocabulary is the padded one once that is known."""
+    model, data = config.model, config.data
+    heads, hidden = model.num_attention_heads or 1, model.hidden_size or 1
+    return ModelShape(
+        name="the model",
+        layers=model.num_layers or 1,
+        hidden=hidden,
+        heads=heads,
+        groups=model.num_query_groups if model.group_query_attention else heads,
+        ffn=model.ffn_hidden_size or 4 * hidden,
+        gated=model.swiglu,
+        vocab=data.padded_vocab_size or data.vocab_size or 50257,
+        tied=not model.untie_embeddings_and_output_weights,
+        norm=model.normalization,
+        positions=model.position_embedding_type,
+        bias=model.add_bias_linear,
+        seq_length=model.seq_length or 1,
+    )

@@ -1,0 +1,185 @@
+"""The chosen schedule, as something that runs a step: programs for each number of microbatches, made when first
+needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from helixpipe.common.errors import ScheduleError
+from helixpipe.costs.by_hand import OpTimes, PieceTimes
+from helixpipe.costs.hardware import find_hardware
+from helixpipe.draw.text import chunk_times
+from helixpipe.lowering.lower import LoweredProgram, lower
+from helixpipe.lowering.validate import validate
+from helixpipe.model import Microbatch, PipelineModel
+from helixpipe.planning.chunk_lengths import short_chunks
+from helixpipe.program.program import Piece, Program, chunk_lengths, forward_only
+from helixpipe.program.timeline import Timeline
+from helixpipe.runtime.executor import Executor, Step
+from helixpipe.runtime.recording import Record, merge_records
+from helixpipe.runtime.transport import make_transport
+from helixpipe.simulate.simulator import simulate
+from helixpipe.watch.position import Position
+from megatron.training.config import Config
+from megatron.training.plan.costs import training_costs
+from megatron.training.plan.programs import make_program
+from megatron.training.process.parallel import Parallel
+
+
+class Pipeline:
+    """Runs steps on this rank.
+
+    step_sizes: every number of microbatches that may be asked for; each is checked at once, so that a bad one shows
+    before training starts. position: where this rank publishes what it does. Raises ScheduleError when programs of
+    different sizes would place the model differently.
+    """
+
+    def __init__(self, config: Config, parallel: Parallel, step_sizes: Sequence[int], position: Position | None = None):
+        self._config = config
+        self._parallel = parallel
+        self._position = position or Position()
+        self._programs: dict[int, Program] = {}
+        self._executors: dict[tuple[int, bool], Executor] = {}
+        placement = self._placement(step_sizes[-1])
+        self.pieces = placement[parallel.pp_rank]
+        self.copies = self.program(step_sizes[-1]).copies(parallel.pp_rank)
+        for size in step_sizes:
+            if self._placement(size) != placement:  # alike on all ranks
+                raise ScheduleError(
+                    f"schedule {config.parallel.pipeline_schedule} places the model differently for {size} "
+                    f"microbatches than for {step_sizes[-1]}, so the batch cannot change size under it."
+                )
+        messages = validate(self.program(step_sizes[-1])).messages
+        channels = {(message.source, message.target) for message in messages}
+        self._transport = make_transport(parallel.pp_group, parallel.device, channels)
+
+    def attach(self, model: PipelineModel) -> None:
+        """The model to run: it must hold the weights of `pieces`."""
+        self._model = model
+
+    @property
+    def reads_data(self) -> bool:
+        """Whether this rank needs tokens or labels."""
+        return any(piece.kind in ("embed", "head") for piece in self.pieces)
+
+    @property
+    def has_head(self) -> bool:
+        return any(piece.kind == "head" for piece in self.pieces)
+
+    def counted(self, num_microbatches: int) -> list[int]:
+        """The microbatches of a step whose tokens this rank counts: it runs their head, that of their first chunk. Each
+        is counted on one rank."""
+        program = self.program(num_microbatches)
+        head = len(program.stages) - 1
+        own = program.ranks[self._parallel.pp_rank]
+        return [op.microbatch for op in own if op.kind == "F" and op.stage == head and op.chunk == 0]
+
+    def run(
+        self,
+        iteration: int,
+        batches: Sequence[Microbatch],
+        root_gradient: Callable[[int], torch.Tensor],
+        training: bool = True,
+        record: bool = False,
+        confirm: Callable[[], bool] | None = None,
+        complete: Callable[[tuple[Piece, ...]], None] = lambda pieces: None,
+    ) -> tuple[torch.Tensor, Record]:
+        """Run one step (evaluation: forwards only, no dropout) over all `batches` of this pipeline.
+
+        root_gradient, confirm, complete: see `helixpipe.runtime.executor.Step`.
+        Returns the sum of the loss sums whose head is here (a float64 scalar) and the step's record.
+        """
+        executor = self._executor(len(batches), training)
+        step = Step(
+            iteration=iteration,
+            # as the sampler deals them out, so that dropout does not depend on the data-parallel size
+            microbatch_number=lambda index: index * self._parallel.dp_size + self._parallel.dp_rank,
+            batch=batches.__getitem__,
+            root_gradient=root_gradient,
+            micro_batch_size=self._config.training.micro_batch_size or 0,
+            seq_length=self._config.model.seq_length or 0,
+            training=training,
+            confirm=confirm,
+            # A collective is no event of the one order of messages: it must not hold any up, as on NCCL's streams.
+            complete=complete if self._transport.independent_channels else lambda pieces: None,
+        )
+        if record:
+            dist.barrier(group=self._parallel.pp_group)  # the clocks of several machines are taken to agree here
+        losses, times = executor.run(step, record)
+        total = torch.zeros((), dtype=torch.float64, device=self._parallel.device)
+        # In the order of microbatches, not of the schedule, and in float64, since heads may be on several ranks: the
+        # reported loss is then the same under all schedules.
+        for loss in sorted(losses, key=lambda loss: (loss.microbatch, loss.chunk)):
+            total += loss.value
+        return total, times
+
+    def timelines(self, record: Record, num_microbatches: int) -> tuple[Timeline, Timeline]:
+        """(simulated, measured) timelines of a recorded training step, in seconds; collective over the pipeline.
+
+        The simulation uses the step's own median time of each kind of op in each stage, so it shows what the order of
+        ops costs, not what ops cost; messages take no time in it.
+        """
+        lowered = self._executor(num_microbatches, training=True).lowered
+        records: list[Record] = [record] * self._parallel.pp_size
+        dist.all_gather_object(records, record, group=self._parallel.pp_group)
+        name = lowered.program.schedule
+        measured = merge_records(lowered, records, f"{name}, measured")
+        samples: dict[tuple[str, int, int], list[float]] = {}
+        for event in measured.ops:
+            samples.setdefault((event.op.kind, event.op.stage, event.op.chunk), []).append(event.end - event.start)
+        costs = OpTimes({key: median(times) for key, times in samples.items()})
+        simulated = simulate(lowered, costs, unit="s").timeline
+        return replace(simulated, title=f"{name}, simulated from the median op times"), measured
+
+    def program(self, num_microbatches: int) -> Program:
+        """The program of a training step."""
+        if num_microbatches not in self._programs:  # some schedules search for theirs
+            self._programs[num_microbatches] = make_program(self._config, num_microbatches)
+        return self._programs[num_microbatches]
+
+    def bubble(self, num_microbatches: int) -> float:
+        """Simulated share of idle time with equal layers, backward twice forward, and no message time."""
+        lowered = lower(self.program(num_microbatches))
+        return simulate(lowered, PieceTimes({"mlp": 1.0})).bubble_ratio
+
+    def chunks(self, num_microbatches: int) -> str:
+        """A line about the chunks of a sequence and their simulated times, empty where sequences are not cut."""
+        program, costs = self.program(num_microbatches), training_costs(self._config)
+        if program.num_chunks == 1:
+            return ""
+        lengths = chunk_lengths(program, self._config.model.seq_length or 1)
+        times = chunk_times(simulate(lower(program, costs), costs))
+        shares = ", ".join(f"{length} ({time / sum(times):.1%})" for length, time in zip(lengths, times, strict=True))
+        line = f" > tokens of each chunk (share of a microbatch's simulated time): {shares}\n"
+        name, micro = self._config.parallel.hardware, self._config.training.micro_batch_size or 1
+        short = None if name is None else short_chunks(sum(lengths), len(lengths), micro, find_hardware(name))
+        return line if short is None else f"{line} > {short}\n"
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def _placement(self, num_microbatches: int) -> list[tuple[Piece, ...]]:
+        """The pieces of every rank."""
+        program = self.program(num_microbatches)
+        return [program.pieces_of_rank(rank) for rank in range(program.num_ranks)]
+
+    def _executor(self, num_microbatches: int, training: bool) -> Executor:
+        key = (num_microbatches, training)
+        if key not in self._executors:
+            lowered = self._lower(num_microbatches, training)
+            in_fp32 = self._config.parallel.kv_grad_fp32
+            self._executors[key] = Executor(
+                lowered, self._parallel.pp_rank, self._model, self._transport, in_fp32, self._position
+            )
+        return self._executors[key]
+
+    def _lower(self, num_microbatches: int, training: bool) -> LoweredProgram:
+        program = self.program(num_microbatches)
+        ahead = 1 if self._transport.independent_channels else 0
+        costs = training_costs(self._config)
+        return lower(program if training else forward_only(program), costs, receive_ahead=ahead)

@@ -1,0 +1,114 @@
+"""`helixpipe simulate --model` and `helixpipe memory`: what they print, and what they refuse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from schedules import command as cli
+from tests.cli.commands import run, run_json
+
+LONG = "--model llama2-7b --seq-length 131072 --hardware h20 --nodes 8 --tensor-parallel 8"
+
+
+def test_long_context_example(capsys: pytest.CaptureFixture[str]) -> None:
+    result = run_json(capsys, f"simulate 1f1b {LONG}")
+    step = result["step"]
+    assert (result["ranks"], result["microbatches"], result["layers"], result["unit"]) == (8, 16, 32, "s")
+    assert (step["gpus"], step["data_parallel"], step["global_batch_size"]) == (64, 1, 16)
+    assert step["simulated"] is True and step["fits"] is True
+    assert step["parameters"] == 6_738_415_616
+    tokens = 16 * 131072 / (step["step_time"] * 64)
+    assert step["tokens_per_second_per_gpu"] == pytest.approx(tokens)
+    assert 0.2 < step["mfu"] < 0.6
+    totals = [memory["total"] for memory in step["memory"]]
+    assert len(totals) == 8 and max(totals) == totals[0] <= step["memory_limit"]
+    assert result["peak_activation_unit"] == "bytes"
+    kept = [memory["activations"] for memory in step["memory"]]
+    assert result["peak_activation"][:-1] == pytest.approx(kept[:-1])  # the last rank's total peaks elsewhere
+
+
+def test_text_says_that_it_is_simulated_and_what_is_assumed(capsys: pytest.CaptureFixture[str]) -> None:
+    text = run(capsys, f"simulate 1f1b {LONG}")
+    for part in (
+        "64 x h20 in 8 nodes: tensor parallel 8, sequence parallel, pipeline 8, data parallel 1",
+        "Simulated, not measured:",
+        "step time",
+        "tokens a second and GPU",
+        "MFU",
+        "bubble",
+        "Memory of each GPU, GiB (simulated):",
+        "fits, with",
+        "Assumed: 80 % of peak in matrix products, 70 % in attention",
+    ):
+        assert part in text
+    assert all(len(line) <= 120 for line in text.splitlines() if not line.startswith("rank "))
+
+
+def test_memory_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    text = run(capsys, f"memory 1f1b {LONG}")
+    assert text.startswith("Memory of each GPU") and "step time" not in text
+    assert len(text.splitlines()) == 2 + 8 + 1
+    many = run(capsys, "memory gpipe --model llama2-70b --hardware a100-80 --tensor-parallel 4 -p 20 --nodes 10")
+    assert "least and most of all ranks" in many and len(many.splitlines()) == 5
+    assert "does NOT fit" in run(capsys, "memory none --model llama2-70b")
+    result = run_json(capsys, f"memory 1f1b {LONG} --reserved-memory 90")
+    assert result["fits"] is False and result["memory_limit"] == 6 * 2**30
+
+
+def test_overrides(capsys: pytest.CaptureFixture[str]) -> None:
+    plain = run_json(capsys, f"simulate 1f1b {LONG}")["step"]
+    fast = run_json(capsys, f"simulate 1f1b {LONG} --matmul-efficiency 0.95 --attention-efficiency 0.95")["step"]
+    assert fast["step_time"] < plain["step_time"] and fast["efficiency"]["matmul"] == 0.95
+    batch = run_json(capsys, "simulate 1f1b --model llama2-7b --nodes 2 -p 4 --global-batch-size 64")
+    assert (batch["step"]["data_parallel"], batch["microbatches"]) == (4, 16)
+    whole = run_json(capsys, f"memory 1f1b {LONG} --disable-sequence-parallel")
+    assert whole["memory"][0]["activations"] > plain["memory"][0]["activations"]
+    sliced = run_json(capsys, f"simulate 1f1b {LONG} --chunk-size 4096")["step"]
+    assert (plain["chunk_size"], sliced["chunk_size"]) == (0, 4096)
+    assert sliced["step_time"] > plain["step_time"]
+    for kind in ("activations", "workspace"):
+        assert all(0 < s[kind] < p[kind] for s, p in zip(sliced["memory"][:-1], plain["memory"][:-1], strict=True))
+    assert "MLP over slices of 4096 tokens" in run(capsys, f"simulate 1f1b {LONG} --chunk-size 4096")
+    assert run_json(capsys, "simulate 1f1b --model llama3-8b -p 4 --forward-only")["step"]["optimizer_time"] == 0
+
+
+def test_file_and_drawing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    program, picture = tmp_path / "mine.csv", tmp_path / "both.json"
+    first = run_json(capsys, f"simulate 1f1b --model llama3-8b -p 4 -m 3 --csv {program}")
+    again = run_json(capsys, f"simulate {program} --model llama3-8b")
+    assert again["step"]["step_time"] == first["step"]["step_time"]
+    run(capsys, f"draw 1f1b gpipe --model llama3-8b -p 4 -o {picture}")
+    assert picture.exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("memory 1f1b", "memory needs --model"),
+        ("simulate 1f1b --nodes 2", "--nodes needs --model"),
+        ("simulate 1f1b --disable-sequence-parallel", "--disable-sequence-parallel needs --model"),
+        ("simulate 1f1b --model llama", "--model llama is unknown: did you mean llama"),
+        ("simulate 1f1b --model llama2-7b --hardware b100", "--hardware b100 is unknown: did you mean h100"),
+        ("simulate 1f1b --model llama2-7b -p 3", "--ranks 3 times --tensor-parallel 1 must divide the 8 GPUs"),
+        ("simulate 1f1b --model llama2-7b -p 0", "--ranks 0"),
+        ("simulate 1f1b --model llama2-7b --tensor-parallel 16", "must"),
+        ("simulate 1f1b --model llama2-7b --nodes 0", "--nodes must be at least 1, not 0"),
+        ("simulate 1f1b --model llama2-7b --chunk-size -4", "--chunk-size must be at least 0, not -4"),
+        ("simulate 1f1b --chunk-size 4", "--chunk-size needs --model"),
+        ("simulate 1f1b --model llama2-7b --nodes 99999999", "too many"),
+        ("simulate 1f1b --model llama2-7b -p 4 --global-batch-size 7", "values are 6 and 8"),
+        ("simulate 1f1b --model llama2-7b -p 8 -m 4 --global-batch-size 8", "--microbatches 4 does not fit"),
+        ("simulate 1f1b --model llama2-7b --matmul-efficiency 75", "above 0 and at most 1"),
+        ("simulate 1f1b --model llama2-7b --reserved-memory nan", "not a finite number"),
+        ("simulate 1f1b --model llama2-7b --message-time 1", "--message-time cannot be given beside --model"),
+        ("simulate 1f1b --model llama2-7b --tensor-parallel 8 --nodes 8 --seq-length 1001", "multiple of"),
+        ("simulate 1f1b --model llama2-7b --modl x", "did you mean --model?"),
+    ],
+)
+def test_refused_in_one_sentence(capsys: pytest.CaptureFixture[str], command: str, says: str) -> None:
+    assert cli.main(command.split()) == cli.USER_ERROR
+    output = capsys.readouterr()
+    (line,) = output.err.splitlines()
+    assert output.out == "" and says in line

@@ -1,0 +1,196 @@
+"""Random programs, and the rules of docs/architecture.md written again as naively as possible: the validator's judge.
+
+Nothing here uses `helixpipe.lowering.graph` or `helixpipe.lowering.validate`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+
+from hypothesis import HealthCheck, settings
+
+from helixpipe.costs.by_hand import PieceTimes
+from helixpipe.program.program import (
+    OP_KINDS,
+    OWNED,
+    PIECE_KINDS,
+    PLACEMENTS,
+    Op,
+    Piece,
+    Program,
+    RingOptions,
+    Stage,
+    Unit,
+    model_pieces,
+)
+
+DETERMINISTIC = settings(
+    derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow], print_blob=False
+)
+"""Every run tries the same examples."""
+
+
+def random_program(rng: Random, placements: Sequence[str] = PLACEMENTS) -> Program:
+    """A valid program: random cuts, placements (half of them resident, the rest these), splits and recomputation, in a
+    random order that respects the needs."""
+    num_ranks, num_microbatches, num_chunks = rng.randint(1, 4), rng.randint(1, 4), rng.choice((1, 1, 2, 3))
+    pieces = model_pieces(rng.randint(1, 2))
+    num_stages = rng.randint(1, 6)
+    cuts = [0, *sorted(rng.sample(range(1, len(pieces)), num_stages - 1)), len(pieces)]
+    forward_only = rng.random() < 0.1
+    split, recompute = rng.choice((0, 0.5, 1)), rng.choice((0, 0.3, 1))
+    stages = tuple(
+        Stage(pieces[a:b], rng.choice(("resident", rng.choice(placements))), random_runs(pieces[a:b], recompute, rng))
+        for a, b in pairwise(cuts)
+    )
+    stages = tuple(
+        replace(stage, owner=rng.randrange(num_ranks)) if stage.placement in OWNED else stage for stage in stages
+    )
+    ops: dict[Op, int] = {}
+    homes: dict[tuple[int, ...], int] = {}
+    for unit in every_unit(stages, num_microbatches, num_chunks):
+        stage = stages[unit.stage]
+        key = unit[:1] if stage.placement == "resident" else unit[:2] if stage.has_attention else unit
+        rank = homes.setdefault(key, rng.randrange(num_ranks))
+        kinds = "F" if forward_only else "FIW" if rng.random() < split else "FB"
+        if not forward_only and stage.recompute and rng.random() < 0.7:
+            kinds += "R"
+        ops.update((Op(kind, *unit), rank) for kind in kinds)
+    lengths = None if rng.random() < 0.5 else tuple(rng.randint(1, 9) for _ in range(num_chunks))
+    ring = RingOptions(rng.choice((1, 1, 2, 3)), eager=rng.random() < 0.5)
+    empty = Program("random", stages, ((),) * num_ranks, num_microbatches, num_chunks, lengths, forward_only, ring)
+    ranks: list[list[Op]] = [[] for _ in range(num_ranks)]
+    pending, done = sorted(ops), set[Op]()
+    eager = rng.choice((1, 3, len(pending)))  # of how many ready ops to choose the next from: few gives deep orders
+    while pending:
+        ready = [op for op in pending if needs(empty, op, ops.keys()) <= done]
+        op = rng.choice(ready[-eager:])
+        pending.remove(op)
+        done.add(op)
+        ranks[ops[op]].append(op)
+    return replace(empty, ranks=tuple(map(tuple, ranks)))
+
+
+def random_runs(pieces: tuple[Piece, ...], probability: float, rng: Random) -> tuple[tuple[Piece, ...], ...]:
+    """Runs of pieces to recompute, with gaps of any size between them."""
+    cuts = sorted(rng.sample(range(len(pieces) + 1), rng.randint(0, len(pieces) + 1)))
+    return tuple(pieces[a:b] for a, b in pairwise(cuts) if rng.random() < probability)
+
+
+def every_unit(stages: tuple[Stage, ...], num_microbatches: int, num_chunks: int) -> list[Unit]:
+    return [Unit(s, m, c) for s in range(len(stages)) for m in range(num_microbatches) for c in range(num_chunks)]
+
+
+def needs(program: Program, op: Op, present: set[Op]) -> set[Op]:
+    """The ops that `op` waits for; `present`: all ops of the program."""
+    kind, stage, microbatch, chunk = op
+
+    def backward(stage: int, chunk: int) -> Op:
+        split = Op("I", stage, microbatch, chunk)
+        return split if split in present else Op("B", stage, microbatch, chunk)
+
+    attention = program.stages[stage].has_attention
+    needed = set()
+    if kind == "F":
+        if stage > 0:
+            needed.add(Op("F", stage - 1, microbatch, chunk))
+        if attention and chunk > 0:
+            needed.add(Op("F", stage, microbatch, chunk - 1))
+    elif kind == "R":
+        needed.add(Op("F", stage, microbatch, chunk))
+    elif kind == "W":
+        needed.add(Op("I", stage, microbatch, chunk))
+    else:
+        recompute = Op("R", stage, microbatch, chunk)
+        needed.add(recompute if recompute in present else Op("F", stage, microbatch, chunk))
+        if stage + 1 < len(program.stages):
+            needed.add(backward(stage + 1, chunk))
+        if attention and chunk + 1 < program.num_chunks:
+            needed.add(backward(stage, chunk + 1))
+    return needed
+
+
+def can_run(program: Program) -> bool:
+    """Brute force: units complete and at home, then run ops one by one until nothing moves."""
+    where = [(op, rank) for rank, ops in enumerate(program.ranks) for op in ops]
+    count = Counter(op for op, _ in where)
+    units = every_unit(program.stages, program.num_microbatches, program.num_chunks)
+    if any(number > 1 for number in count.values()) or not {op.unit for op in count} <= set(units):
+        return False
+    for unit in units:
+        found = {kind for kind in OP_KINDS if count[Op(kind, *unit)]}
+        if "R" in found and not program.stages[unit.stage].recompute:
+            return False
+        if found not in ([{"F"}] if program.forward_only else [{*"FB"}, {*"FIW"}, {*"FBR"}, {*"FIWR"}]):
+            return False
+    homes: dict[tuple[int, ...], int] = {}
+    for op, rank in where:
+        stage = program.stages[op.stage]
+        rules = [op.unit]
+        if stage.placement == "resident" and any(piece.kind != "attn" for piece in stage.pieces):
+            rules.append(op.unit[:1])
+        if stage.has_attention:
+            rules.append(op.unit[:2])
+        if any(homes.setdefault(rule, rank) != rank for rule in rules):
+            return False
+    left, done, moved = [list(ops) for ops in program.ranks], set[Op](), True
+    while moved:
+        moved = False
+        for ops in left:
+            if ops and needs(program, ops[0], count.keys()) <= done:
+                done.add(ops.pop(0))
+                moved = True
+    return not any(left)
+
+
+def mutate(program: Program, rng: Random) -> Program:
+    """One random change, which may or may not leave the program valid."""
+    ranks = [list(ops) for ops in program.ranks]
+    rank = rng.choice([r for r, ops in enumerate(ranks) if ops] or [0])
+    ops = ranks[rank]
+    if not ops:
+        return program
+    other = ranks[rng.randrange(len(ranks))]
+    at = rng.randrange(len(ops))
+    change = rng.choice(("swap", "next", "drop", "twice", "move", "away", "unit", "kind", "rows", "window", "number"))
+    if change == "swap":
+        to = rng.randrange(len(ops))
+        ops[at], ops[to] = ops[to], ops[at]
+    elif change == "next":
+        ops[at - 1], ops[at] = ops[at], ops[at - 1]
+    elif change == "drop":
+        ops.pop(at)
+    elif change == "twice":
+        other.insert(rng.randint(0, len(other)), ops[at])
+    elif change == "move":
+        ops.insert(rng.randrange(len(ops)), ops.pop(at))
+    elif change == "away":
+        op = ops.pop(at)
+        other.insert(rng.randint(0, len(other)), op)
+    elif change == "unit":
+        moving = [op for op in ops if op.unit == ops[at].unit]
+        ranks[rank] = [op for op in ops if op not in moving]
+        other = ranks[rng.randrange(len(ranks))]
+        start = rng.randint(0, len(other))
+        other[start:start] = moving
+    elif change == "kind":
+        ops[at] = ops[at]._replace(kind=rng.choice(OP_KINDS))
+    elif change == "rows":
+        rng.shuffle(ranks)
+    elif change == "window":
+        part = ops[at : at + 4]
+        rng.shuffle(part)
+        ops[at : at + 4] = part
+    else:
+        ops[at] = ops[at]._replace(**{rng.choice(("stage", "microbatch", "chunk")): rng.randint(-1, 5)})
+    return replace(program, ranks=tuple(map(tuple, ranks)))
+
+
+def random_costs(rng: Random) -> PieceTimes:
+    """Piece and message times, some of them 0."""
+    times = {kind: rng.choice((0.0, 1.0, rng.uniform(0, 5))) for kind in PIECE_KINDS}
+    return PieceTimes(times, rng.choice((0.5, 1.0, 2.0, 3.0)), rng.choice((0.0, 0.1, rng.uniform(0, 20))))

@@ -1,0 +1,203 @@
+"""Machines that run lowered streams in the worst way the theorem of `lowering.lower` allows, in random order."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from random import Random
+
+from helixpipe.lowering.lower import Action, LoweredProgram
+from helixpipe.program.message import Message
+from helixpipe.program.program import Op
+from tests.lowering.random_programs import needs
+
+
+class Travel:
+    """What travels with messages of weights and their gradients, kept as an executor would, by instructions alone."""
+
+    def __init__(self, lowered: LoweredProgram) -> None:
+        self.graph, self.stages, self.ring = lowered.graph, lowered.program.stages, lowered.program.ring
+        ranks = range(lowered.program.num_ranks)
+        self.places: list[dict[Message, bool]] = [{} for _ in ranks]  # of copies: whether they were waited for
+        self.sums: list[dict[Message, set[Op]]] = [{} for _ in ranks]
+        self.joined = {m.follows: m for m in lowered.messages if m.kind == "weight_gradients"}
+        self.payload: dict[int, set[Op]] = {}
+        self.absorbed: list[Op] = []
+
+    def receive(self, rank: int, message: Message) -> None:
+        if message.kind == "weights":
+            self.places[rank][message] = False
+        elif message.number in self.joined:
+            self.sums[rank].setdefault(self.joined[message.number], set())
+
+    def bounded(self, rank: int) -> bool:
+        """Whether what came for ring stages, or goes, has room."""
+        copies, sums = (
+            [m for m in each[rank] if self.stages[m.producer.stage].placement == "ring"]
+            for each in (self.places, self.sums)
+        )
+        return max(len(copies), len(sums)) <= self.ring.slots
+
+    def wait(self, rank: int, message: Message) -> None:
+        if message.kind == "weights":
+            self.places[rank][message] = True
+        elif message.number in self.joined:
+            own = self.sums[rank][self.joined[message.number]]
+            assert not own & self.payload[message.number]
+            own |= self.payload[message.number]
+        else:
+            assert self.stages[message.producer.stage].owner == rank
+            self.absorbed += self.payload[message.number]
+
+    def run(self, rank: int, op: Op) -> None:
+        """An op on a rank that does not own its stage runs with a copy that is there, and adds to one sum."""
+        if self.stages[op.stage].owner in (None, rank):
+            assert op not in self.graph.weights_of and op not in self.graph.sum_of
+            return
+        if op.kind != "W":
+            message = self.graph.weights_of[op]
+            assert message.consumer.stage == op.stage and self.places[rank][message]
+        if op.kind in "BW":
+            self.sums[rank].setdefault(self.graph.sum_of[op], set()).add(op)
+
+    def send(self, rank: int, message: Message) -> None:
+        if message.kind == "weight_gradients":
+            own = self.sums[rank].pop(message)
+            assert message.producer in own
+            assert message.follows < 0 or self.payload[message.follows] <= own
+            self.payload[message.number] = own
+        elif message.follows < 0:
+            assert self.stages[message.consumer.stage].owner == rank
+        else:
+            passed_on = self.graph.messages[message.follows]
+            assert passed_on in self.places[rank] and passed_on.consumer.stage == message.consumer.stage
+
+    def finish(self) -> None:
+        """All places are free, and every gradient has come to its owner, once."""
+        assert not any(self.places) and not any(self.sums)
+        assert sorted(self.absorbed) == sorted(self.graph.sum_of)
+
+
+class Machine:
+    """Hosts issue their stream in order and stop at a WAIT whose message has not arrived; nothing is ever buffered.
+
+    `channels` False: each rank has one communication stream, in order, and a message completes only when it is at the
+    head of both its ends' streams. With `blocking`, hosts moreover stop at every SEND and RECV until it is complete.
+    `channels` True: a channel for each directed pair of ranks; a message completes when both ends have come to it in
+    that channel. Weights that are passed on leave when they have come. With `one_queue` moreover a rank's streams share
+    a queue, as CUDA's may: what has to wait before it can start, such as a receive for the one before it in its
+    channel, holds up all that was issued after it.
+    """
+
+    def __init__(
+        self,
+        lowered: LoweredProgram,
+        rng: Random,
+        channels: bool = False,
+        blocking: bool = False,
+        one_queue: bool = False,
+    ) -> None:
+        self.lowered, self.rng, self.blocking = lowered, rng, blocking
+        self.channels, self.one_queue = channels, one_queue
+        self.position = [0] * len(lowered.streams)
+        self.posted: dict[object, deque[tuple[Action, Message]]] = defaultdict(deque)
+        self.complete: set[Message] = set()
+        self.sent: set[Message] = set()
+        self.ran: list[list[Op]] = [[] for _ in lowered.streams]
+        self.waited: list[set[Message]] = [set() for _ in lowered.streams]
+        self.present = {op for ops in lowered.program.ranks for op in ops}
+        self.travel = Travel(lowered)
+
+    def run(self) -> bool:
+        """Whether every stream comes to its end."""
+        links = [(m.source, m.target) for m in self.lowered.messages]
+        moves = [(self.host, rank) for rank in range(len(self.position))] + [
+            (self.transfer, link) for link in set(links)
+        ]
+        moves.sort(key=lambda move: str(move[1]))
+        stuck = False
+        while not stuck:
+            self.rng.shuffle(moves)
+            stuck = True
+            for step, who in moves:
+                for _ in range(self.rng.choice((1, 1, 9))):  # bursts: ranks drift far apart
+                    if not step(who):
+                        break
+                    stuck = False
+        ended = all(at == len(stream) for at, stream in zip(self.position, self.lowered.streams, strict=True))
+        if ended:
+            self.travel.finish()
+        return ended
+
+    def queue(self, rank: int, message: Message, action: Action) -> deque[tuple[Action, Message]]:
+        return self.posted[(message.source, message.target, action) if self.channels else rank]
+
+    def host(self, rank: int) -> bool:
+        stream, at = self.lowered.streams[rank], self.position[rank]
+        if at == len(stream):
+            return False
+        action, op, message = stream[at]
+        if at and self.blocking:
+            before = stream[at - 1]
+            if before.action in (Action.SEND, Action.RECV) and before.message not in self.complete:
+                return False
+        if action is Action.WAIT and message not in self.complete:
+            return False
+        if self.one_queue and action in (Action.SEND, Action.RECV) and not self.can_start(rank, action, message):
+            return False
+        self.position[rank] += 1
+        if action is Action.RUN:
+            self.check_run(rank, op)
+            self.ran[rank].append(op)
+        elif action is Action.WAIT:
+            assert message.target == rank and message not in self.waited[rank]
+            self.waited[rank].add(message)
+            if message.ships:
+                self.travel.wait(rank, message)
+        elif action is Action.FREE and message is not None:
+            assert self.travel.places[rank].pop(message)
+            users = [op for op, of in self.lowered.graph.weights_of.items() if of == message]
+            assert set(users) <= set(self.ran[rank])
+        elif action is Action.FREE:
+            assert op in self.ran[rank]
+        else:
+            if action is Action.SEND:
+                assert message.source == rank and message not in self.sent
+                assert message.producer in self.ran[rank] or message.kind == "weights"
+                self.sent.add(message)
+            if message.ships:
+                (self.travel.send if action is Action.SEND else self.travel.receive)(rank, message)
+            assert self.channels or self.travel.bounded(rank)
+            self.queue(rank, message, action).append((action, message))
+        return True
+
+    def can_start(self, rank: int, action: Action, message: Message) -> bool:
+        passes_on = action is Action.SEND and message.kind == "weights" and message.follows >= 0
+        there = not passes_on or self.lowered.messages[message.follows] in self.complete
+        return there and not self.queue(rank, message, action)
+
+    def check_run(self, rank: int, op: Op) -> None:
+        """The op is the program's next on this rank, and all it needs is there."""
+        assert op == self.lowered.program.ranks[rank][len(self.ran[rank])]
+        arrived = {m.producer for m in self.waited[rank] if m.consumer == op}
+        assert needs(self.lowered.program, op, self.present) <= arrived.union(self.ran[rank])
+        self.travel.run(rank, op)
+        assert self.channels or self.travel.bounded(rank)
+
+    def transfer(self, link: tuple[int, int]) -> bool:
+        source, target = link
+        if self.channels:
+            sends, receives = self.posted[(*link, Action.SEND)], self.posted[(*link, Action.RECV)]
+        else:
+            sends, receives = self.posted[source], self.posted[target]
+        if not sends or not receives or sends[0][0] is not Action.SEND or receives[0][0] is not Action.RECV:
+            return False
+        sent, received = sends[0][1], receives[0][1]
+        if not self.channels and sent != received:
+            return False
+        assert sent == received, "both ends of a channel must agree on the order of its messages"
+        if sent.follows >= 0 and self.lowered.messages[sent.follows] not in self.complete:
+            return False
+        sends.popleft()
+        receives.popleft()
+        self.complete.add(sent)
+        return True

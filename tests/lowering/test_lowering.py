@@ -1,0 +1,168 @@
+"""Lowering: complete, deadlock-free, the same everywhere. The 2,000 random programs meet the validator here as well."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helixpipe.common.errors import ProgramError
+from helixpipe.lowering.lower import Action, LoweredProgram, lower
+from helixpipe.lowering.validate import validate
+from helixpipe.program.program import forward_only
+from schedules import Shape, build
+from tests.lowering.random_programs import DETERMINISTIC, can_run, mutate, random_costs, random_program
+from tests.lowering.rendezvous import Machine
+
+
+def test_random_programs() -> None:
+    """2,000 random programs: the validator's verdict is brute force's, all accepted ones end on the worst machines."""
+    verdicts: Counter[bool] = Counter()
+
+    @settings(DETERMINISTIC, max_examples=2000)
+    @given(seed=st.integers(0, 2**32), mutations=st.sampled_from((0, 1, 1, 2)))
+    def check(seed: int, mutations: int) -> None:
+        rng = Random(seed)
+        program = random_program(rng)
+        assert mutations or can_run(program)
+        for _ in range(mutations):
+            program = mutate(program, rng)
+        expected = can_run(program)
+        verdicts[expected] += 1
+        if not expected:
+            with pytest.raises(ProgramError, match=r"^[^\n]+\.$"):
+                validate(program)
+            return
+        lowered = lower(program)
+        assert Machine(lowered, rng, blocking=rng.random() < 0.5).run()
+        costs = random_costs(rng)
+        assert Machine(lower(program, costs), rng, blocking=rng.random() < 0.5).run()
+        ahead = lower(program, costs, receive_ahead=rng.choice((1, 2, 5)))
+        assert Machine(ahead, rng, channels=True).run()
+        check_opening(ahead)
+        assert Machine(lowered, rng, channels=True, one_queue=True).run()
+
+    check()
+    assert sum(verdicts.values()) == 2000
+    assert min(verdicts[True], verdicts[False]) > 500, verdicts
+
+
+def check_opening(lowered: LoweredProgram) -> None:
+    """No backward is in it, the first one comes next on its rank, and both ends of a message are in it or neither."""
+    sent, received, next_kinds = set(), set(), set()
+    for stream, length in zip(lowered.streams, lowered.openings, strict=True):
+        for action, op, message in stream[:length]:
+            if action is Action.RUN:
+                assert op is not None and op.kind in "FR"
+            if action is Action.SEND:
+                sent.add(message)
+            if action is Action.RECV:
+                received.add(message)
+        runs = (op.kind for action, op, _ in stream[length:] if action is Action.RUN and op is not None)
+        next_kinds.add(next(runs, ""))
+    assert sent == received
+    assert next_kinds & {"B", "I"} or not any(op.kind in "BI" for ops in lowered.program.ranks for op in ops)
+
+
+def test_the_machine_is_adversarial() -> None:
+    """Streams that only buffering could save are stuck on it."""
+    lowered = lower(build("gpipe", Shape(2, 2, 2)))
+    first, second = lowered.streams
+    one, two = (i for i, instruction in enumerate(second) if instruction.action is Action.RECV)
+    crossed = list(second)
+    crossed[one], crossed[two] = second[two], second[one]
+    assert Machine(lowered, Random(0)).run()
+    assert not Machine(replace(lowered, streams=(first, tuple(crossed))), Random(0)).run()
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2, 7])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b"])
+def test_every_message_is_received_sent_and_awaited_once(name: str, ahead: int) -> None:
+    lowered = lower(build(name, Shape(4, 8, 8)), receive_ahead=ahead)
+    counts = Counter((i.action, i.message) for stream in lowered.streams for i in stream if i.message is not None)
+    assert set(counts.values()) == {1}
+    assert len(counts) == 3 * len(lowered.messages)
+    runs = [tuple(i.op for i in stream if i.action is Action.RUN) for stream in lowered.streams]
+    assert tuple(runs) == lowered.program.ranks
+    assert Machine(lowered, Random(1), channels=True).run()
+
+
+@pytest.mark.parametrize("name", ["interleaved-1f1b", "helix", "weipipe"])
+def test_where_streams_share_a_queue_receives_must_keep_their_place(name: str) -> None:
+    """As on a GPU with CUDA_DEVICE_MAX_CONNECTIONS=1, though every direction of two ranks has a channel."""
+    program = build(name, Shape(4, 8, 8))
+    assert Machine(lower(program), Random(0), channels=True, one_queue=True).run()
+    assert not Machine(lower(program, receive_ahead=1), Random(0), channels=True, one_queue=True).run()
+
+
+def test_receives_are_posted_ahead_by_that_many_ops() -> None:
+    def runs_before(lowered: LoweredProgram, ahead: int) -> dict[int, int]:
+        """The place of each message's RECV moved by that many ops, but not into the opening."""
+        places = {}
+        for stream, opening in zip(lowered.streams, lowered.openings, strict=True):
+            runs = first = 0
+            for place, instruction in enumerate(stream):
+                if place == opening:
+                    first = runs
+                runs += instruction.action is Action.RUN
+                if instruction.action is Action.RECV and instruction.message is not None:
+                    places[instruction.message.number] = max(runs - ahead, first)
+        return places
+
+    program = build("interleaved-1f1b", Shape(4, 8, 8))
+    for ahead in (1, 2, 3):
+        assert runs_before(lower(program, receive_ahead=ahead), 0) == runs_before(lower(program), ahead)
+
+
+def test_every_unit_is_freed_once_after_its_last_op() -> None:
+    for seed in range(50):
+        program = random_program(Random(seed))
+        for rank, stream in enumerate(lower(program).streams):
+            freed = [i.op for i in stream if i.action is Action.FREE and i.op is not None]
+            assert freed == [op for op in program.ranks[rank] if op.kind in "BW"]
+
+
+def test_no_buffers_for_evaluation_either() -> None:
+    for name in ("gpipe", "1f1b", "interleaved-1f1b"):
+        lowered = lower(forward_only(build(name, Shape(4, 8, 8))))
+        assert {message.kind for message in lowered.messages} == {"activation"}
+        assert Machine(lowered, Random(0), blocking=True).run()
+
+
+FINGERPRINT = """
+import hashlib
+from random import Random
+from helixpipe.lowering.lower import lower
+from schedules import CATALOGUE, Shape, build
+from tests.lowering.random_programs import random_program
+digest = hashlib.sha256()
+programs = [build(n, Shape(1 if n == "none" else 4, 8, 8)) for n in sorted(CATALOGUE)]
+programs += [random_program(Random(i)) for i in range(50)]
+for program in programs:
+    for stream in lower(program, receive_ahead=1).streams:
+        digest.update("|".join(map(str, stream)).encode())
+print(digest.hexdigest())
+"""
+
+
+def test_every_rank_computes_the_same_streams() -> None:
+    """Ranks are separate processes with separate string hashes."""
+    outputs = set()
+    for seed in ("0", "1", "12345"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command = [sys.executable, "-c", FINGERPRINT]
+        outputs.add(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+    assert len(outputs) == 1 and len(outputs.pop().strip()) == 64
+
+
+def test_an_invalid_program_does_not_lower() -> None:
+    program = build("1f1b", Shape(2, 2, 2))
+    with pytest.raises(ProgramError, match="0B1 is missing"):
+        lower(replace(program, ranks=(program.ranks[0][:-1], program.ranks[1])))

@@ -1,0 +1,23 @@
+"""What the account of saved bytes counts, and until when."""
+
+from __future__ import annotations
+
+import torch
+
+from helixpipe.profile.accounting import SavedBytes
+
+
+def test_a_storage_counts_once_while_autograd_or_a_holder_keeps_it() -> None:
+    weight, input = torch.ones(4, 4, requires_grad=True), torch.ones(2, 4)
+    with SavedBytes(ignore=[weight]) as account:
+        output = input @ weight
+        assert account.now == 32
+        holder = account.hold(input.t())
+        other = account.hold(torch.ones(3))
+        assert account.now == 32 + 12
+        output.sum().backward()
+        assert account.now == 32 + 12
+        del holder
+        assert account.now == 12
+        del other
+    assert (account.now, account.peak) == (0, 44)
