@@ -300,9 +300,9 @@ class PipelineModel(MegatronModule):
             )
         elif head is not None:
             state[prefix + _OUTPUT_LAYER].allow_shape_mismatch = True  # vocabulary padding, as for the embedding
-        for name, _, number in self._copied_parameters():
+        for name, entry in state.items():  # parameters, and the `_extra_state` of their modules
+            number = self.copies.get(piece_of(name.removeprefix(prefix)), 0)
             if number > 0:
-                entry = state[prefix + name]
                 entry.replica_id = (number, *entry.replica_id[1:])
         return state
 

@@ -17,11 +17,13 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 
 from helixpipe.model import GPTOptions, PipelineModel
-from helixpipe.program.program import Piece
+from helixpipe.program.program import Piece, Program, Stage, model_pieces, parse_rows
 from megatron.training.checkpoint.checkpointing import Checkpointer, CheckpointOptions, Progress
 from megatron.training.checkpoint.tensors import quiet
 from schedules import Shape, build
 from tests.model.common import set_parallel
+
+REPLICATED_LAYERS = "replicated layers"
 
 
 @dataclass(frozen=True)
@@ -38,16 +40,41 @@ class Layout:
     hidden_size: int = 16
     lr_decay_steps: int = 100
     schedule: str = "1f1b"
-    """Places the layers."""
+    """Places the layers; `REPLICATED_LAYERS`, or one of the catalogue."""
     spread_head: bool = False
     """A copy of the head on every pipeline rank."""
 
+    def program(self) -> Program:
+        """What says which rank holds which weights."""
+        if self.schedule == REPLICATED_LAYERS:
+            return replicated_layers(self.num_layers)
+        return build(self.schedule, Shape(self.pp, 2 * self.pp, self.num_layers))
+
+
+def replicated_layers(num_layers: int) -> Program:
+    """Rank 0 runs the embedding, rank 1 the head; each the layers between, cut inside the first, of one microbatch."""
+    chain = model_pieces(num_layers)
+    stages = (Stage(chain[:3]), Stage(chain[3:-1], "replicated"), Stage(chain[-1:]))
+    rows = ["0F0,0F1,1F0,1B0,0B0,0B1", "1F1,2F0,2B0,2F1,2B1,1B1"]
+    return Program(REPLICATED_LAYERS, stages, parse_rows([row.split(",") for row in rows]), 2)
+
+
+def sizes() -> tuple[int, int] | None:
+    """Tensor- and pipeline-parallel size of the parallel state; None where there is none yet."""
+    if not parallel_state.model_parallel_is_initialized():
+        return None
+    return (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+    )
+
 
 class Run:
-    """Model, optimizer and scheduler of one layout. Making one replaces the parallel state of the one before."""
+    """Model, optimizer and scheduler of one layout. Making one replaces a parallel state of other sizes."""
 
     def __init__(self, layout: Layout, seed: int = 1):
-        set_parallel(layout.tp, layout.pp)
+        if (layout.tp, layout.pp) != sizes():
+            set_parallel(layout.tp, layout.pp)
         dtype = torch.bfloat16 if layout.bf16 else torch.float32
         config = TransformerConfig(
             num_layers=layout.num_layers,
@@ -65,7 +92,7 @@ class Run:
             cuda_graph_scope=[],
         )
         gpt = GPTOptions(32, 8, layout.positions, share_embeddings_and_output_weights=layout.tied)
-        program = build(layout.schedule, Shape(layout.pp, layout.pp, layout.num_layers))
+        program = layout.program()
         rank = parallel_state.get_pipeline_model_parallel_rank()
         pieces, copies, head = program.pieces_of_rank(rank), program.copies(rank), Piece("head")
         if layout.spread_head:
@@ -131,8 +158,9 @@ class Run:
         states = [
             torch.as_tensor(value)
             for part in self.optimizer.chained_optimizers
-            for state in part.optimizer.state.values()
-            for value in state.values()
+            for group in part.optimizer.param_groups
+            for parameter in group["params"]
+            for _, value in sorted(part.optimizer.state.get(parameter, {}).items())
         ]
         return [tensor.detach().clone() for tensor in [*self.model.parameters(), *states]]
 
