@@ -8,10 +8,11 @@ import torch
 
 from helixpipe.common.errors import CheckpointError
 from helixpipe.lowering.validate import validate
+from schedules import CATALOGUE
 from tests.checkpoint.runs import REPLICATED_LAYERS, Layout, Run, contents
 
 WHOLE = Layout(num_layers=4)  # as many layers as every schedule can place on two ranks
-NAMES = (REPLICATED_LAYERS,)
+NAMES = (*CATALOGUE, REPLICATED_LAYERS)
 
 
 def round_trips(rank: int, world_size: int, folder: str, names: list[str]) -> dict[str, str]:

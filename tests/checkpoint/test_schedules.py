@@ -1,4 +1,4 @@
-"""Checkpoints of layers that several ranks hold."""
+"""A checkpoint of every schedule of the catalogue, and of layers that several ranks hold; one launch runs all."""
 
 from __future__ import annotations
 
