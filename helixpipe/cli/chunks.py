@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from helixpipe.cli.model import Plan
 from helixpipe.cli.model_report import report
-from helixpipe.common.errors import UserError
 from helixpipe.costs.profile_costs import ProfileCosts
 from helixpipe.planning.chunk_lengths import best_chunks, chunk_counts, short_chunks
 from helixpipe.planning.chunk_options import ChunkOptions
@@ -26,14 +25,6 @@ class Chunking:
     options: ChunkOptions
     costs: Costs
     plan: Plan | None
-
-    def count(self, chunks: int | None, names: Sequence[str], cutting: bool) -> int | None:
-        """The number of chunks that is asked for, `--chunks` included. cutting: one of the names cuts sequences."""
-        if self.options.auto and not cutting:
-            raise UserError(
-                f"--pipe-sp-splits auto needs a schedule that cuts the sequence, unlike {', '.join(names)}."
-            )
-        return self.options.count(chunks)
 
     def lengths(self, chunks: int, layers: int) -> Lengths:
         """Tokens of each of so many chunks."""

@@ -350,12 +350,14 @@ def _programs(
     catalogue: Catalogue = namespace.catalogue
     schedules = {name: catalogue.find(name) for name in names if not name.endswith(".csv")}
     chunking = Chunking(dataclass_from_namespace(ChunkOptions, namespace), given.costs, plan)
-    cutting = any(schedule.chunks for schedule in schedules.values())
-    size = dataclasses.replace(size, chunks=chunking.count(size.chunks, names, cutting))
+    cutting = chunking.options.cutting_flag(size.chunks)
+    size = dataclasses.replace(size, chunks=chunking.options.count(size.chunks))
     # Beside schedules of the catalogue, chunks and virtual stages are for those.
     own = dataclasses.replace(size, chunks=None, virtual_stages=None) if schedules else size
     files = {name: _from_file(name, own, None) for name in names if name.endswith(".csv")}
-    if foreign := namespace.catalogue.foreign_options(namespace.given, list(schedules.values())):
+    if chunking.options.auto or all(program.num_chunks == 1 for program in files.values()):
+        catalogue.check_chunks(cutting, names)
+    if foreign := catalogue.foreign_options(namespace.given, list(schedules.values())):
         raise ScheduleError(foreign[0])
     if files:
         first = next(iter(files.values()))
@@ -391,7 +393,7 @@ def _shape(schedule: Schedule, size: ShapeOptions, given: _Given, alone: bool) -
     """The size for one schedule. Compared with others, it takes only flags it knows: the rest are for the others."""
     ranks = size.ranks if size.ranks is not None else 1 if schedule.one_rank else 4
     microbatches = size.microbatches if size.microbatches is not None else 2 * max(ranks, 1)
-    chunks = size.chunks if size.chunks is not None and (alone or schedule.chunks) else 1
+    chunks = size.chunks if size.chunks is not None and (schedule.chunks or size.chunks < 1) else 1
     virtual = size.virtual_stages if alone or schedule.virtual_stages else None
     layers = size.layers if size.layers is not None else max(ranks, 1) * max(virtual or 2, 2)
     if ranks * microbatches * chunks * (virtual or 1) > MAX_UNITS:

@@ -119,6 +119,22 @@ class Catalogue(Mapping[str, Schedule]):
                 sentences.append(f"{flag} is an option of {', '.join(others)}, not of {names}.")
         return sentences
 
+    def check_chunks(self, flag: str | None, names: Sequence[str]) -> None:
+        """Raise ScheduleError for a flag that cuts sequences where nothing that is asked for takes chunks.
+
+        flag: as typed (`ChunkOptions.cutting_flag`); None: none is given. names: of schedules and files. A file has a
+        number of chunks of its own, which a flag may repeat but not find.
+        """
+        schedules = [name for name in names if not name.endswith(".csv")]
+        if flag is None or any(self.find(name).chunks for name in schedules):
+            return
+        if schedules:
+            takers = ", ".join(schedule.name for schedule in self.values() if schedule.chunks)
+            uncut = f"schedule{'s' * (len(schedules) > 1)} {', '.join(schedules)}"
+            raise ScheduleError(f"{flag} cuts sequences into chunks, which {uncut} cannot run; {takers} can.")
+        if flag.endswith(" auto"):
+            raise ScheduleError(f"{flag} finds a number of chunks, but {', '.join(names)} has its own; leave it out.")
+
     def build(self, name: str, shape: Shape, options: Any = None) -> Program:
         """The program of a schedule of the catalogue, or of a CSV file (a name that ends in `.csv`), for a shape.
 

@@ -62,14 +62,7 @@ class ChunkOptions:
 
         chunks: what another flag (`--chunks`) says. Raises UserError where two flags differ or a number is no number.
         """
-        asked = {"--chunks": chunks}
-        if self.pipe_sp_splits is not None and not self.auto:
-            if not (self.pipe_sp_splits.isascii() and self.pipe_sp_splits.isdigit() and int(self.pipe_sp_splits)):
-                raise UserError(f"--pipe-sp-splits {self.pipe_sp_splits} must be a whole number, at least 1, or auto.")
-            asked["--pipe-sp-splits"] = int(self.pipe_sp_splits)
-        if self.lengths is not None:
-            asked["--chunk-lengths"] = len(self.lengths)
-        given = {flag: count for flag, count in asked.items() if count is not None}
+        given = self._counts(chunks)
         if self.auto and given:
             raise UserError(f"--pipe-sp-splits auto finds the number of chunks; leave {next(iter(given))} out.")
         if len(set(given.values())) > 1:
@@ -82,6 +75,28 @@ class ChunkOptions:
                 if not self.auto and max(given.values(), default=1) == 1:
                     raise UserError(f"--{flag.replace('_', '-')} needs --pipe-sp-splits of 2 or more, or auto.")
         return next(iter(given.values()), None)
+
+    def cutting_flag(self, chunks: int | None = None) -> str | None:
+        """The flag that asks for more than one chunk, with its value as given; None where none does.
+
+        chunks: what `--chunks` says. Raises UserError where a number is no number.
+        """
+        if self.auto:
+            return "--pipe-sp-splits auto"
+        values = {"--chunk-lengths": self.chunk_lengths}
+        flags = [f"{flag} {values.get(flag, count)}" for flag, count in self._counts(chunks).items() if count > 1]
+        return flags[0] if flags else None
+
+    def _counts(self, chunks: int | None) -> dict[str, int]:
+        """The number of chunks each flag that was given says."""
+        counts = {"--chunks": chunks}
+        if self.pipe_sp_splits is not None and not self.auto:
+            if not (self.pipe_sp_splits.isascii() and self.pipe_sp_splits.isdigit() and int(self.pipe_sp_splits)):
+                raise UserError(f"--pipe-sp-splits {self.pipe_sp_splits} must be a whole number, at least 1, or auto.")
+            counts["--pipe-sp-splits"] = int(self.pipe_sp_splits)
+        if self.lengths is not None:
+            counts["--chunk-lengths"] = len(self.lengths)
+        return {flag: count for flag, count in counts.items() if count is not None}
 
     def resolve(
         self,

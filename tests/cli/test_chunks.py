@@ -9,6 +9,7 @@ import pytest
 from schedules import command as cli
 from tests.cli.commands import run, run_json
 
+UNCUT = "cuts sequences into chunks, which {} cannot run; terapipe, seq1f1b, seq1f1b-interleaved, seq1f1b-zb can."
 MODEL = "--model seq1f1b-2.7b --hardware a100-80 -p 8 -m 8"
 
 
@@ -82,16 +83,35 @@ def test_a_file_takes_lengths_from_the_flags(capsys: pytest.CaptureFixture[str],
     size = "-L 4 --chunk-lengths 5,3,2"
     original = run_json(capsys, f"simulate seq1f1b -p 2 -m 4 {size} --csv {path}")
     assert {**run_json(capsys, f"simulate {path} {size}"), "schedule": "seq1f1b"} == original
-    assert cli.main(["simulate", str(path), "--chunk-lengths", "5,3"]) == 2
-    assert "--chunks 2 does not fit" in capsys.readouterr().err
+    # beside a schedule that runs whole sequences, they are the file's
+    beside = run_json(capsys, f"draw 1f1b {path} {size} -o {tmp_path / 'both.json'}")["simulations"]
+    assert [each["chunks"] for each in beside] == [1, 3]
+    for command, said in (
+        (f"simulate {path} --chunk-lengths 5,3", "--chunks 2 does not fit"),
+        (f"simulate {path} --pipe-sp-splits auto", f"finds a number of chunks, but {path} has its own; leave it out."),
+        (f"draw 1f1b {path} --pipe-sp-splits auto", UNCUT.format("schedule 1f1b")),
+    ):
+        assert cli.main(command.split()) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_lengths_that_nothing_takes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    whole, output = tmp_path / "whole.csv", tmp_path / "x.json"
+    run(capsys, f"simulate 1f1b -p 2 -m 4 --csv {whole}")
+    for names, uncut in ((f"1f1b {whole}", "schedule 1f1b"), ("1f1b gpipe", "schedules 1f1b, gpipe")):
+        assert cli.main(f"draw {names} -k 3 -o {output}".split()) == 2
+        assert f"--chunks 3 {UNCUT.format(uncut)}" in capsys.readouterr().err
+    assert run_json(capsys, "simulate 1f1b -p 2 -m 4 -k 1")["chunks"] == 1
 
 
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("1f1b -k 2", "schedule 1f1b does not cut the sequence; chunks (2) need another."),
-        ("1f1b --chunk-lengths 2,2", "schedule 1f1b does not cut the sequence; chunks (2) need another."),
-        ("1f1b --pipe-sp-splits auto", "--pipe-sp-splits auto needs a schedule that cuts the sequence, unlike 1f1b."),
+        ("1f1b -k 2", f"--chunks 2 {UNCUT.format('schedule 1f1b')}"),
+        ("1f1b --pipe-sp-splits 3", f"--pipe-sp-splits 3 {UNCUT.format('schedule 1f1b')}"),
+        ("1f1b --chunk-lengths 2,2", f"--chunk-lengths 2,2 {UNCUT.format('schedule 1f1b')}"),
+        ("1f1b --pipe-sp-splits auto", f"--pipe-sp-splits auto {UNCUT.format('schedule 1f1b')}"),
+        ("1f1b -k 0", "the number of chunks must be at least 1, not 0."),
         ("seq1f1b --pipe-sp-strategy average", "--pipe-sp-strategy needs --pipe-sp-splits of 2 or more, or auto."),
         ("seq1f1b -k 3 --pipe-sp-splits 2", "the flags disagree: --chunks 3 chunks and --pipe-sp-splits 2 chunks."),
         ("seq1f1b -k 2 --pipe-sp-strategy even", "invalid choice: 'even'"),

@@ -239,7 +239,15 @@ WRONG = [
         1,
         "--context-parallel-size 2 is refused: context parallelism is not available yet.",
     ),
-    ("--pipe-sp-splits 4", 1, "schedule none does not cut the sequence; chunks (4) need another."),
+    *(
+        (
+            flags,
+            1,
+            f"{flags} cuts sequences into chunks, which schedule none cannot run; terapipe, seq1f1b, "
+            "seq1f1b-interleaved, seq1f1b-zb can.",
+        )
+        for flags in ("--pipe-sp-splits 4", "--pipe-sp-splits auto", "--chunk-lengths 16,16")
+    ),
     (
         "--pipeline-schedule seq1f1b --pipe-sp-splits x",
         1,

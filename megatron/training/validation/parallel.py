@@ -5,7 +5,7 @@ from __future__ import annotations
 from helixpipe.common.errors import UserError
 from megatron.training.config import Config
 from megatron.training.validation.wording import checked, nearest
-from schedules import find
+from schedules import CATALOGUE
 
 
 def world_size(config: Config) -> Config:
@@ -45,7 +45,8 @@ def virtual_stages(config: Config) -> Config:
 
 
 def pipeline_schedule(config: Config) -> Config:
-    """The default schedule, and that none is for one rank. Its own rules are checked when its program is built."""
+    """The default schedule, that none is for one rank, and that what is to be cut into chunks takes them. Its own rules
+    are checked when its program is built."""
     parallel = config.parallel
     pp, stages = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
     name = parallel.pipeline_schedule
@@ -55,7 +56,8 @@ def pipeline_schedule(config: Config) -> Config:
         raise UserError(f"--pipeline-schedule none is for one pipeline rank, not --pipeline-model-parallel-size {pp}.")
     config = config.replace("parallel", pipeline_schedule=name)
     chunks = config.chunks
-    if not name.endswith(".csv") and find(name).chunks and not chunks.auto and chunks.count() is None:
+    CATALOGUE.check_chunks(chunks.cutting_flag(), [name])
+    if not name.endswith(".csv") and CATALOGUE.find(name).chunks and not chunks.auto and chunks.count() is None:
         return config.warn(
             f"{name} runs whole sequences unless --pipe-sp-splits says into how many chunks they are cut."
         )
