@@ -362,9 +362,8 @@ def _programs(
     if files:
         first = next(iter(files.values()))
         size = dataclasses.replace(size, ranks=first.num_ranks, microbatches=first.num_microbatches)
-    shapes = {
-        schedule.name: _shape(schedule, size, given, alone=len(schedules) == 1) for schedule in schedules.values()
-    }
+    interleaving = any(schedule.virtual_stages for schedule in schedules.values())
+    shapes = {name: _shape(schedule, size, given, interleaving) for name, schedule in schedules.items()}
     layers = size.layers
     if layers is None:
         layers = math.lcm(*(shape.layers for shape in shapes.values()), *(len(f.stages) for f in files.values()))
@@ -389,12 +388,15 @@ def _programs(
     return programs
 
 
-def _shape(schedule: Schedule, size: ShapeOptions, given: _Given, alone: bool) -> Shape:
-    """The size for one schedule. Compared with others, it takes only flags it knows: the rest are for the others."""
+def _shape(schedule: Schedule, size: ShapeOptions, given: _Given, interleaving: bool) -> Shape:
+    """The size for one schedule. Compared with others, it takes only flags it knows: the rest are for the others.
+
+    interleaving: one of them takes virtual stages; where none does, `Catalogue.build` refuses them.
+    """
     ranks = size.ranks if size.ranks is not None else 1 if schedule.one_rank else 4
     microbatches = size.microbatches if size.microbatches is not None else 2 * max(ranks, 1)
     chunks = size.chunks if size.chunks is not None and (schedule.chunks or size.chunks < 1) else 1
-    virtual = size.virtual_stages if alone or schedule.virtual_stages else None
+    virtual = size.virtual_stages if schedule.virtual_stages or not interleaving else None
     layers = size.layers if size.layers is not None else max(ranks, 1) * max(virtual or 2, 2)
     if ranks * microbatches * chunks * (virtual or 1) > MAX_UNITS:
         raise ScheduleError(

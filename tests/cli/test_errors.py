@@ -140,10 +140,25 @@ def test_a_failed_drawing_leaves_the_old_file(
 def test_options_of_another_schedule(capsys: pytest.CaptureFixture[str], words: str, owners: str) -> None:
     """A schedule's own options are flags here, refused where they would be ignored."""
     flag = words.replace("=", " ").split()[0]
-    said = refused(capsys, "simulate", "1f1b", *words.split())
-    assert f"{flag} is an option of {owners}, not of 1f1b." in said
+    model = ["--model", "llama2-7b", "--hardware", "h20", "-p", "8", "-m", "8"]
+    for command in (["simulate", "1f1b"], ["memory", "1f1b", *model], ["draw", "1f1b"]):
+        said = refused(capsys, *command, *words.split())
+        assert f"{flag} is an option of {owners}, not of 1f1b." in said
     assert cli.main(["list"]) == 0
     assert "--helix-folds" in capsys.readouterr().out
+
+
+def test_options_that_nothing_drawn_or_no_file_takes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path, output = str(tmp_path / "mine.csv"), ["-o", str(tmp_path / "x.json")]
+    assert cli.main(["simulate", "1f1b", "-p", "2", "-m", "3", "--csv", path]) == 0
+    capsys.readouterr()
+    flag = ["--helix-folds", "3"]
+    assert "--helix-folds is an option of helix, not of a file." in refused(capsys, "simulate", path, *flag)
+    assert "not of 1f1b, gpipe." in refused(capsys, "draw", "1f1b", "gpipe", *flag, *output)
+    assert "1f1b has one stage a rank; virtual stages (2)" in refused(
+        capsys, "draw", "1f1b", "gpipe", "-v", "2", *output
+    )
+    assert cli.main(["draw", "1f1b", "interleaved-1f1b", "-v", "3", *output]) == 0
 
 
 def test_options_of_one_of_the_schedules_that_are_compared(tmp_path: Path) -> None:
