@@ -105,7 +105,7 @@ def run_rank(profile_path: str, output: str, microbatches: int, steps: int) -> N
     from helixpipe.model import Microbatch
     from helixpipe.profile.profiler import Task, build_model, initialize_parallel_state
     from helixpipe.runtime.executor import Executor, Step
-    from helixpipe.runtime.transport import GlooTransport
+    from helixpipe.runtime.gloo import GlooTransport
     from helixpipe.simulate.simulator import simulate
     from schedules import Shape, build
 

@@ -24,7 +24,8 @@ from helixpipe.model import Microbatch, PipelineModel
 from helixpipe.planning.recompute import RecomputeOptions, place_early
 from helixpipe.program.program import Op, Piece, Program, Stage, forward_only, model_pieces, parse_rows
 from helixpipe.runtime.executor import Executor, Step
-from helixpipe.runtime.transport import Alone, GlooTransport, Transport, make_transport
+from helixpipe.runtime.gloo import GlooTransport
+from helixpipe.runtime.transport import Alone, Transport, make_transport
 from schedules import Shape, build
 from schedules.helix import HelixOptions
 from schedules.weipipe import WeipipeOptions

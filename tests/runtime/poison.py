@@ -19,8 +19,9 @@ prepare()  # before megatron-core is imported, whose notices it silences
 
 from megatron.core import parallel_state
 
-from helixpipe.runtime import transport
-from helixpipe.runtime.transport import GlooTransport, NcclTransport, Receipt
+from helixpipe.runtime import gloo
+from helixpipe.runtime.gloo import GlooReceipt, GlooTransport
+from helixpipe.runtime.nccl import NcclTransport
 from tests.model.common import set_parallel
 from tests.runtime.equality import Case, reference, run_case
 
@@ -131,8 +132,8 @@ class Hasty(PoisonedGloo):
 class Hurried(PoisonedGloo):
     """Wrong: gives out what it receives before it has come."""
 
-    def receive(self, shapes: Sequence[torch.Size], dtype: torch.dtype, source: int, number: int) -> Receipt:
-        receipt: Any = super().receive(shapes, dtype, source, number)
+    def receive(self, shapes: Sequence[torch.Size], dtype: torch.dtype, source: int, number: int) -> GlooReceipt:
+        receipt: GlooReceipt = super().receive(shapes, dtype, source, number)
         self._late.extend(receipt.works)
         receipt.works.clear()
         return receipt
@@ -186,7 +187,7 @@ def without_streams() -> None:
     cuda.Stream, cuda.current_stream = Stream, Stream
     cuda.stream = cuda.device = lambda which: nullcontext()
     tensor.record_stream = lambda self, stream: None
-    transport._to_pinned = to_pinned
+    gloo._to_pinned = to_pinned
 
 
 TRANSPORTS: dict[str, Callable[..., Any]] = {
