@@ -30,6 +30,9 @@ from helixpipe.runtime.recording import Clock, Record, Recorder
 from helixpipe.runtime.transport import Receipt, Transport
 from helixpipe.watch.position import Position
 
+_run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
+"""As megatron-core calls it too: without the checks of torch.autograd.backward."""
+
 
 class Model(Protocol):
     """What the executor runs; `helixpipe.model.PipelineModel` is one."""
@@ -132,7 +135,7 @@ class Executor:
         self._local_consumer = self._consumers_on_this_rank()
         self._fp32_kv_gradients = fp32_kv_gradients
         self._position = position or Position()
-        self._ranges = {op: f"PP:{op}" for op in lowered.program.ranks[rank]}
+        self._payloads: dict[tuple[int, int, int], tuple[tuple[torch.Size, ...], torch.dtype]] = {}
         self._last = set({op.stage: op for op in lowered.program.ranks[rank] if op.kind in "BW"}.values())
 
     def run(self, step: Step, record: bool = False) -> tuple[list[LossSum], Record]:
@@ -186,7 +189,10 @@ class Executor:
 
     def _receive(self, instruction: Instruction) -> None:
         message = _message(instruction)
-        shapes, dtype = self._payload(message)
+        key = message.number, self._step.micro_batch_size, self._step.seq_length
+        if key not in self._payloads:
+            self._payloads[key] = self._payload(message)
+        shapes, dtype = self._payloads[key]
         self._receipts[message.number] = self.transport.receive(shapes, dtype, message.source, message.number)
 
     def _wait(self, instruction: Instruction) -> None:
@@ -207,7 +213,8 @@ class Executor:
         start = self._recorder.mark() if self._recorder is not None else None
         if op.stage in self._copies.stages:
             self._copies.prepare(op)
-        with torch.autograd.profiler.record_function(self._ranges[op]):
+        profiled = torch._C._autograd._profiler_enabled()  # a range costs more than the rest of this
+        with torch.autograd.profiler.record_function(f"PP:{op}") if profiled else nullcontext():
             self._ops[op.kind](op)
         if self._recorder is not None:
             self._recorder.ran(op, start)
@@ -284,7 +291,7 @@ class Executor:
         """From the gradients of a segment's outputs to those of its inputs."""
         assert graph.roots is not None
         layers = self._chunked_layers(graph)
-        roots, later = self._keys_values(op).roots(layers)
+        roots, later = self._keys_values(op).roots(layers) if layers else ((), ())
         edges: list[Any] = [*roots]
         given, passed = [*later], {}
         for root, gradient in zip(graph.roots, gradients, strict=True):
@@ -293,8 +300,9 @@ class Executor:
             else:
                 edges.append(root)
                 given.append(gradient)
-        torch.autograd.backward(edges, given)
-        self._keys_values(op).finish(layers)
+        _run_backward(tuple(edges), tuple(given), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        if layers:
+            self._keys_values(op).finish(layers)
         return tuple(_gradient(tensor, passed.get(index)) for index, tensor in enumerate(graph.inputs))
 
     def _input_backward(self, op: Op) -> None:
