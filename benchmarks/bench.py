@@ -3,6 +3,8 @@
     python benchmarks/bench.py [--rows zero-bubble] [--sizes wide long] [--pairs 15] [--json out.json]
 
 Rows:
+  empty         our 1f1b beside the same two with a model that computes next to nothing: what an F and a B cost the
+                engine, messages included
   1f1b          our 1f1b beside megatron-core's 1F1B and torch's Schedule1F1B
   zero-bubble   our zbv, zb1p and zb-interleaved, found from measured times, beside torch's ScheduleZBVZeroBubble
                 and ScheduleInterleavedZeroBubble; and torch's orders under our engine
@@ -32,6 +34,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 SIZES = {  # name: (layers, hidden, heads, groups, ffn, sequence, micro batch, microbatches)
+    "empty": (2, 16, 1, 1, 16, 16, 1, 64),
     "small": (4, 128, 4, 2, 344, 128, 1, 8),
     "wide": (4, 512, 8, 4, 1376, 128, 1, 8),
     "long": (4, 256, 8, 2, 688, 1024, 1, 4),
@@ -39,6 +42,7 @@ SIZES = {  # name: (layers, hidden, heads, groups, ffn, sequence, micro batch, m
     "longest": (4, 256, 8, 2, 688, 3072, 1, 4),
 }
 ROWS = {  # name: sizes
+    "empty": ("empty",),
     "1f1b": ("small", "wide", "long"),
     "zero-bubble": ("small", "wide", "long"),
     "memory": ("small", "wide", "long"),
@@ -101,6 +105,8 @@ def report(name: str, size: tuple[int, ...], result: dict) -> None:
     for rows in result:
         if rows == "memory":
             report_memory(result[rows])
+        elif rows == "empty":
+            report_empty(result[rows], microbatches)
         else:
             report_speed(rows, result[rows])
 
@@ -113,11 +119,22 @@ def report_speed(rows: str, result: dict) -> None:
         difference = "" if engine == first else f"{row['gradient_difference']:.1e}"
         print(f"  {engine:<46} {row['tokens_per_second']:>10.0f} {peaks:>23} {difference:>18}")
     report_ours({name: row for name, row in result["engines"].items() if row["ours"]})
+    report_ratios(result["ratios"])
+
+
+def report_ratios(ratios: Sequence[dict]) -> None:
     print(f"  {'speed of ... over ...':<88} {'ratio':>7} {'quartiles':>14} {'predicted':>10}")
-    for row in result["ratios"]:
+    for row in ratios:
         spread = f"{row['quartiles'][0]:.3f}–{row['quartiles'][1]:.3f}"
         predicted = f"{row['predicted']:.3f}" if "predicted" in row else ""
         print(f"  {row['ours']:<41} {row['over']:<46} {row['ratio']:>7.3f} {spread:>14} {predicted:>10}")
+
+
+def report_empty(result: dict, microbatches: int) -> None:
+    print(f"\n  {'empty model':<46} {'us for each F and B':>20}")
+    for engine, row in result["engines"].items():
+        print(f"  {engine:<46} {1e6 * statistics.median(row['seconds']) / microbatches:>20.0f}")
+    report_ratios(result["ratios"])
 
 
 def report_ours(engines: dict) -> None:

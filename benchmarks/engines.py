@@ -37,8 +37,8 @@ from helixpipe.model.ends import loss_sum
 from helixpipe.model.layers import piece_of
 from helixpipe.program.program import Piece, Program, even_stages, parse_rows
 from helixpipe.runtime.executor import Executor, Step
+from helixpipe.runtime.gloo import GlooTransport
 from helixpipe.runtime.recording import merge_records
-from helixpipe.runtime.transport import GlooTransport
 from schedules import Shape, build
 
 CONTEXT = UnitContext(step=0, microbatch=0)
@@ -51,6 +51,7 @@ class Problem:
     """Model, data and this rank's place; every engine gets the same."""
 
     def __init__(self, size: list[int], vocabulary: int = 512):
+        self.size = size
         self.layers, hidden, heads, groups, ffn, self.sequence, self.micro, self.count = size
         self.rank = parallel_state.get_pipeline_model_parallel_rank()
         self.group = parallel_state.get_pipeline_model_parallel_group()
@@ -91,6 +92,10 @@ class Problem:
 
     def model(self, pieces: Sequence[Piece], copies: Mapping[Piece, int] | None = None) -> PipelineModel:
         return PipelineModel(self.config, self.gpt, pieces, copies=copies or {})
+
+    def loss(self, output: Tensor, labels: Tensor) -> Tensor:
+        """The loss sum from the last stage's output [s, b, v], where an engine takes it apart from the model."""
+        return loss_sum(output, Microbatch(labels, labels, self.mask), CONTEXT)
 
     def program(self, schedule: str, options: Any = None, **shape: Any) -> Program:
         """options: the schedule's own. shape: what else `Shape` has besides ranks, microbatches and layers."""
@@ -354,7 +359,7 @@ def _torch(
     ]
 
     def loss(output: Tensor, labels: Tensor) -> Tensor:
-        return loss_sum(output, Microbatch(labels, labels, problem.mask), CONTEXT) * (problem.scale * problem.count)
+        return problem.loss(output, labels) * (problem.scale * problem.count)
 
     schedule = make(stages, n_microbatches=problem.count, loss_fn=loss, scale_grads=True)
     arguments = [problem.tokens.flatten(0, 1)] if 0 in own else []

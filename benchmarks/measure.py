@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.attention import helix
 from benchmarks.chunks import seq1f1b
+from benchmarks.empty import empty
 from benchmarks.engines import (
     Engine,
     OurEngine,
@@ -79,7 +80,7 @@ def zero_bubble(problem: Problem) -> tuple[dict[str, Engine], Pairs]:
     return every, [*pairs, *engine_alone, (zbv, same_v)]
 
 
-FAMILIES = {"1f1b": one_f_one_b, "zero-bubble": zero_bubble, "seq1f1b": seq1f1b, "helix": helix}
+FAMILIES = {"empty": empty, "1f1b": one_f_one_b, "zero-bubble": zero_bubble, "seq1f1b": seq1f1b, "helix": helix}
 
 
 # -------------------------------------------------------------------------------------------------------------- speed

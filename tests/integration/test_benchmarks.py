@@ -24,15 +24,15 @@ def test_every_row_on_a_tiny_model(tmp_path: Path) -> None:
         str(ROOT / "benchmarks/measure.py"),
         str(output),
         "2",
-        "1f1b,zero-bubble,memory,seq1f1b,helix",
+        "empty,1f1b,zero-bubble,memory,seq1f1b,helix",
         *TINY.split(),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(output.read_text(encoding="utf-8"))
-    assert list(result) == ["1f1b", "zero-bubble", "memory", "seq1f1b", "helix"]
-    for rows in ("1f1b", "zero-bubble", "seq1f1b", "helix"):
+    assert list(result) == ["empty", "1f1b", "zero-bubble", "memory", "seq1f1b", "helix"]
+    for rows in ("empty", "1f1b", "zero-bubble", "seq1f1b", "helix"):
         assert max(row["gradient_difference"] for row in result[rows]["engines"].values()) < 1e-5
 
 
