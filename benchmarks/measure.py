@@ -42,6 +42,7 @@ from helixpipe.costs.models import Layout, ModelShape
 from helixpipe.lowering.lower import lower
 from helixpipe.model import KeyValueStore, linear
 from helixpipe.profile.accounting import SavedBytes
+from helixpipe.runtime import executor
 from helixpipe.simulate.memory import rank_memory
 from helixpipe.simulate.simulator import simulate
 
@@ -180,24 +181,24 @@ class _Alive(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.peak = 0
-        self._known: set[int] = set()
+        self.peak = 0
+        self._made: dict[int, weakref.ref[Any]] = {}
+
+    @property
+    def now(self) -> int:
+        """With the bytes that each storage has now: it may be emptied and filled again."""
+        storages = {key: storage() for key, storage in self._made.items()}
+        self._made = {key: self._made[key] for key, storage in storages.items() if storage is not None}
+        return sum(storage.nbytes() for storage in storages.values() if storage is not None)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {storage._cdata for storage in _storages((args, kwargs))}
         result = function(*args, **(kwargs or {}))
         for storage in _storages(result):
-            key = storage._cdata
-            if key not in given and key not in self._known and storage.nbytes():
-                self._known.add(key)
-                self.now += storage.nbytes()
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self._release, key, storage.nbytes())
+            if storage._cdata not in given and storage.nbytes():
+                self._made[storage._cdata] = weakref.ref(storage)
+        self.peak = max(self.peak, self.now)
         return result
-
-    def _release(self, key: int, nbytes: int) -> None:
-        self._known.discard(key)
-        self.now -= nbytes
 
 
 def _storages(tree: Any) -> Iterable[Any]:
@@ -218,9 +219,16 @@ class _Counted(linear._Deferred):
     held: tuple[object, object]
 
 
+class _CountedGraph(executor._Graph):
+    """A segment of a unit, with its inputs in the account."""
+
+    held: list[object]
+
+
 def peak_saved(engine: Engine) -> int:
-    """Most bytes kept at once for a backward: by autograd, among them the keys and values of chunks; from I to W by
-    the linear layers; and the gradients of keys and values that later chunks leave to earlier ones."""
+    """Most bytes kept at once for a backward: by autograd, among them the keys and values of chunks; the inputs of
+    segments, which are all that is left of one that is recomputed; from I to W by the linear layers; and the gradients
+    of keys and values that later chunks leave to earlier ones."""
     account = SavedBytes(ignore=engine.parameters.values())
     gradients: weakref.WeakKeyDictionary[Any, list[object]] = weakref.WeakKeyDictionary()
     make_gradients = KeyValueStore.make_gradients
@@ -234,9 +242,15 @@ def peak_saved(engine: Engine) -> int:
         make_gradients(store, sequence, rows)
         gradients[sequence] = [account.hold(gradient) for gradient in sequence.gradients]
 
+    def graph(segment: Any, inputs: tuple[Tensor, ...], roots: Any) -> _CountedGraph:
+        made = _CountedGraph(segment, inputs, roots)
+        made.held = [account.hold(tensor) for tensor in inputs]
+        return made
+
     deferred = mock.patch.object(linear, "_Deferred", put_off)
+    graphs = mock.patch.object(executor, "_Graph", graph)
     engine.clear()
-    with account, deferred, mock.patch.object(KeyValueStore, "make_gradients", make_and_count):
+    with account, deferred, graphs, mock.patch.object(KeyValueStore, "make_gradients", make_and_count):
         engine.step()
     assert account.now == 0, f"{account.now} bytes are still kept after the step"
     return account.peak

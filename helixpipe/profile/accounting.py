@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
@@ -13,13 +14,13 @@ class SavedBytes:
     """Context that counts what autograd saves for backward while it is active; `now` and `peak` are bytes.
 
     Weights, and anything else in `ignore`, are kept anyway and do not count. A tensor saved twice, or two views of one
-    storage, count once, with the bytes the storage has now: it may be emptied and filled again. What was saved goes on
-    counting until autograd lets go of it, also after the context.
+    storage, count once, with the bytes the storage has now: it may be emptied and filled again, or let go of.
+    What was saved goes on counting until autograd lets go of it, also after the context.
     """
 
     def __init__(self, ignore: Iterable[torch.Tensor] = ()):
         self._ignored = {_key(tensor) for tensor in ignore}
-        self._users: dict[int, tuple[int, torch.UntypedStorage]] = {}
+        self._users: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self.peak = 0
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
@@ -38,7 +39,8 @@ class SavedBytes:
 
     @property
     def now(self) -> int:
-        return sum(storage.nbytes() for _, storage in self._users.values())
+        storages = [storage() for _, storage in self._users.values()]
+        return sum(storage.nbytes() for storage in storages if storage is not None)
 
     def with_others(self, tensors: Iterable[torch.Tensor]) -> int:
         """Bytes kept now by autograd and `tensors` together, each storage once."""
@@ -49,8 +51,8 @@ class SavedBytes:
         key = _key(tensor)
         if key in self._ignored or tensor.untyped_storage().nbytes() == 0:
             return tensor
-        users, storage = self._users.get(key, (0, tensor.untyped_storage()))
-        self._users[key] = users + 1, storage
+        users, _ = self._users.get(key, (0, None))
+        self._users[key] = users + 1, weakref.ref(tensor.untyped_storage())  # another may have had this key
         self.peak = max(self.peak, self.now)
         return _Saved(tensor, self, key)
 

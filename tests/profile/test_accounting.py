@@ -21,3 +21,17 @@ def test_a_storage_counts_once_while_autograd_or_a_holder_keeps_it() -> None:
         assert account.now == 12
         del other
     assert (account.now, account.peak) == (0, 44)
+
+
+def test_a_storage_that_was_let_go_of_counts_no_longer() -> None:
+    account = SavedBytes()
+    emptied, exchanged = torch.ones(4), torch.ones(8)
+    holders = [account.hold(emptied), account.hold(exchanged)]
+    assert account.now == 16 + 32
+    emptied.untyped_storage().resize_(0)
+    exchanged.data = torch.ones(1)
+    assert account.now == 0
+    emptied.untyped_storage().resize_(16)
+    assert account.now == 16
+    del holders
+    assert (account.now, account.peak) == (0, 48)
