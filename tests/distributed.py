@@ -10,13 +10,28 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
+import pytest
 import torch
 import torch.multiprocessing as multiprocessing
+
+Value = TypeVar("Value")
+
+
+def chosen(request: pytest.FixtureRequest, argument: str, every: Sequence[Value]) -> list[Value]:
+    """For a fixture that runs many cases in one launch: those of `every` that the chosen tests of its module ask it for
+    as their parameter `argument`, so that `-k` runs no others. All where one of these tests has no such parameter."""
+    users = [item for item in request.session.items if item.path == request.path]
+    users = [item for item in users if request.fixturename in getattr(item, "fixturenames", ())]
+    parameters = [cast(Any, item).callspec.params if hasattr(item, "callspec") else {} for item in users]
+    if not all(argument in each for each in parameters):
+        return list(every)
+    asked = {each[argument] for each in parameters}
+    return [value for value in every if value in asked]
 
 
 def run_ranks(

@@ -14,7 +14,7 @@ from helixpipe.planning.recompute import RecomputeOptions
 from helixpipe.program.program import to_csv
 from schedules import Shape, build
 from schedules.weipipe import WeipipeOptions
-from tests.distributed import run_ranks
+from tests.distributed import chosen, run_ranks
 from tests.runtime.equality import (
     GRADIENT_TOLERANCE,
     LOSS_TOLERANCE,
@@ -302,9 +302,9 @@ GROUPS = {
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[Case, list[dict[str, Any]]]:
-    """Each case's results by rank. One launch for all: starting ranks costs more than running the cases."""
-    cases = [case for group in GROUPS.values() for case in group]
+def results(request: pytest.FixtureRequest) -> dict[Case, list[dict[str, Any]]]:
+    """Results by rank of each case that was chosen. One launch for all: starting ranks costs more than running them."""
+    cases = chosen(request, "case", [case for group in GROUPS.values() for case in group])
     by_rank = run_ranks(run_cases, 4, cases, timeout=600.0)
     return {case: [results[index] for results in by_rank] for index, case in enumerate(cases)}
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.distributed import run_ranks
+from tests.distributed import chosen, run_ranks
 from tests.training.steps import COUNTED, STEPS, Figures, Run, figures_of_runs, reference, words_of_failures
 
 PER_TOKEN = "--calculate-per-token-loss"
@@ -66,15 +66,21 @@ def numerics(run: Run) -> str:
     return next((flag for flag in (PER_TOKEN, "--bf16") if flag in run.flags), "")
 
 
-@pytest.fixture(scope="module")
-def figures() -> dict[Run, list[Figures]]:
-    """Figures of each run by rank."""
-    return by_run(RUNS)
+def counted_alike(run: Run) -> Run:
+    """The first run whose counts are to be those of this one."""
+    return next(each for each in COUNTING if (each.style, numerics(each)) == (run.style, numerics(run)))
 
 
 @pytest.fixture(scope="module")
-def late_figures() -> dict[Run, list[Figures]]:
-    return by_run(LATE_RUNS + OVERFLOWING)
+def figures(request: pytest.FixtureRequest) -> dict[Run, list[Figures]]:
+    """By rank the figures of each run that was chosen, and of those that they are compared with."""
+    runs = chosen(request, "run", RUNS)
+    return by_run(list(dict.fromkeys([*runs, *(counted_alike(run) for run in runs if run in COUNTING)])))
+
+
+@pytest.fixture(scope="module")
+def late_figures(request: pytest.FixtureRequest) -> dict[Run, list[Figures]]:
+    return by_run(list(dict.fromkeys([*chosen(request, "run", LATE_RUNS + OVERFLOWING), OVERFLOWING[0]])))
 
 
 def by_run(runs: list[Run]) -> dict[Run, list[Figures]]:
@@ -89,13 +95,13 @@ def references() -> dict[Run, list[float]]:
 
 
 def test_every_rank_reports_the_same(figures: dict[Run, list[Figures]]) -> None:
-    assert all(found == figures[run][0] for run in RUNS for found in figures[run])
+    assert list(figures) == RUNS
+    assert all(found == by_rank[0] for by_rank in figures.values() for found in by_rank)
 
 
 @pytest.mark.parametrize("run", COUNTING, ids=str)
 def test_weights_that_several_ranks_hold_count_once(run: Run, figures: dict[Run, list[Figures]]) -> None:
-    other = next(each for each in COUNTING if (each.style, numerics(each)) == (run.style, numerics(run)))
-    found, expected = figures[run][0], figures[other][0]
+    found, expected = figures[run][0], figures[counted_alike(run)][0]
     assert found.parameters == expected.parameters
     assert len(found.counted or ()) == 3
     assert found.counted == pytest.approx(expected.counted, rel=2e-2 if numerics(run) == "--bf16" else 1e-4)
