@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from helixpipe.planning.catalogue import Catalogue, NoOptions, Schedule, Shape
 from schedules.adapipe import adapipe
+from schedules.chimera import chimera
 from schedules.gpipe import gpipe, no_pipeline
+from schedules.hanayo import hanayo
 from schedules.helix import HelixOptions, helix
 from schedules.one_f_one_b import interleaved, one_f_one_b
 from schedules.seq1f1b import seq1f1b, seq1f1b_interleaved, seq1f1b_zero_bubble, terapipe
@@ -24,6 +26,15 @@ _REGISTRY = (
         "Narayanan et al., SC'21",
         bubble="(p-1)(F+B)/v",
         memory="(2(p-r-1) + (v-1)p + 1)/v",
+        virtual_stages=True,
+    ),
+    Schedule("chimera", chimera, "Li and Hoefler, SC'21", bubble="(p-2)max(F,B)", memory="at most p"),
+    Schedule(
+        "hanayo",
+        hanayo,
+        "Liu et al., SC'23",
+        bubble="2(p-1)max(F,B)/v",
+        memory="min(p, m)",
         virtual_stages=True,
     ),
     Schedule(

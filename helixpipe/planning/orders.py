@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from helixpipe.common.errors import ScheduleError
+from helixpipe.program.program import Op
 
 T = TypeVar("T")
 
@@ -13,12 +14,16 @@ T = TypeVar("T")
 def require_multiple(schedule: str, microbatches: int, of: int, what: str) -> None:
     """Raise ScheduleError, naming the two nearest valid values, unless `microbatches` is a multiple of `of`."""
     if microbatches % of:
-        below = microbatches - microbatches % of
-        valid = f"{below} and {below + of}" if below else f"{of} and {2 * of}"
         raise ScheduleError(
             f"{schedule} needs a number of microbatches that is a multiple of {what} {of}, not {microbatches}; "
-            f"the nearest valid values are {valid}."
+            f"the nearest valid values are {near_multiples(microbatches, of)}."
         )
+
+
+def near_multiples(value: int, of: int) -> str:
+    """The positive multiples of `of` below and above a value that is none, or the first two: `4 and 8`."""
+    below = max(value - value % of, of)
+    return f"{below} and {below + of}"
 
 
 def forward_units(microbatches: int, chunks: int) -> list[tuple[int, int]]:
@@ -42,3 +47,18 @@ def one_forward_one_backward(forwards: Sequence[T], backwards: Sequence[T], warm
     for forward, backward in zip(forwards[warmup:], backwards, strict=False):
         order += [forward, backward]
     return [*order, *backwards[len(forwards) - warmup :]]
+
+
+def wave_order(num_stages: int, units: Iterable[tuple[int, int, int]]) -> tuple[Op, ...]:
+    """F and B of a rank's units, given as (turn, stage, microbatch), in the order of slots that have room for an F and
+    then a B.
+
+    turn: the slot in which the microbatch is in the last stage. In every stage before it F is as many slots earlier,
+    and B as many later, as stages lie between: forwards and backwards run through the ranks as waves. What an op needs
+    has an earlier slot, or the same one where F and B of the last stage meet, so no choice of turns can deadlock.
+    """
+    slots: list[tuple[int, int, Op]] = []
+    for turn, stage, microbatch in units:
+        distance = num_stages - 1 - stage
+        slots += [(turn - distance, 0, Op("F", stage, microbatch)), (turn + distance, 1, Op("B", stage, microbatch))]
+    return tuple(op for _, _, op in sorted(slots))

@@ -281,6 +281,21 @@ GROUPS = {
         Case("shared middle", 2, 4, "gpt", tied=True, layers=3),
         Case("shared middle", 2, 4, "llama", tp=2, sequence_parallel=True, layers=3),
     ],
+    "chimera": [
+        Case("chimera", 4, 4, "gpt", tied=True),
+        Case("chimera", 4, 8, "llama", late=True),
+        Case("chimera", 4, 2, "llama", tied=True),
+        Case("chimera", 2, 4, "gpt", tp=2, tied=True, sequence_parallel=True),
+        Case("chimera", 2, 4, "llama", tp=2, split=True, recompute=RECOMPUTATIONS[0]),
+        Case("chimera", 4, 4, "llama", dropout=0.2, recompute=RECOMPUTATIONS[1]),
+    ],
+    "hanayo": [
+        Case("hanayo", 4, 4, "gpt", v=2, tied=True, layers=8),
+        Case("hanayo", 2, 5, "llama", v=4, layers=8, late=True),
+        Case("hanayo", 4, 3, "llama", layers=8, recompute=RECOMPUTATIONS[1]),
+        Case("hanayo", 2, 4, "gpt", v=2, tp=2, tied=True, sequence_parallel=True),
+        Case("hanayo", 2, 4, "llama", v=2, split=True, dropout=0.2),
+    ],
     "weipipe": weipipe_cases(),
     "precision": [
         Case(schedule, 2, 4, style, lengths=lengths, folds=folds, dtype=dtype, layers=4)
