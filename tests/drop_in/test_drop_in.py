@@ -33,6 +33,7 @@ GROUPS = {
             Case("gpipe", 2, 3, tied=True),
             Case("interleaved-1f1b", 2, 2, v=2, tied=True),
             Case("interleaved-1f1b", 2, 4, v=2, llama=True, per_token=True),
+            Case("hanayo", 2, 3, v=2, in_a_v=True, llama=True),
             Case("zb1p", 2, 5, tied=True, options=(("zb_max_inflight", 3),)),
             *zero_bubble(2, 4, llama=True, per_token=True),
             *zero_bubble(2, 1),

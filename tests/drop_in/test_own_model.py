@@ -23,6 +23,7 @@ GROUPS = {
             Case("seq1f1b", (1, 5), {"chunk_lengths": (5, 4, 3)}),
             Case("seq1f1b-zb", (1, 5), {"chunks": 2, "zb_max_inflight": 3}),
             Case("1f1b", (1, 5)),
+            Case("chimera", (2, 4)),
             Case("helix", (2, 4), {"helix_folds": 1}),
             Case("helix", (4,), {"helix_ship": "qkv"}, tied=False),
             Case("terapipe", (1, 3), {"chunks": 4}, tied=False),
@@ -55,7 +56,7 @@ def test_equals_one_process(group: str) -> None:
             tolerance = BF16_TOLERANCE if case.bf16 else TOLERANCE
             assert all(error <= tolerance for error, _ in found["gradients"]), where
             assert len(found["gradients"]) == len(case.sizes), where
-            has_losses = pp == 1 or rank == 1 or case.schedule in ("helix", "zbv", "weipipe", "wzb2")
+            has_losses = pp == 1 or rank == 1 or case.schedule in ("chimera", "helix", "zbv", "weipipe", "wzb2")
             if not has_losses:
                 assert found["losses"] == found["validation"] == [[] for _ in case.sizes], where
             elif pp > 1 or rank == 0:
