@@ -1,19 +1,25 @@
-"""examples/: what the scripts print and launch, without launching it, and a batch job for real on fakes of SLURM."""
+"""examples/: what the scripts print and launch, without launching it; a batch job for real on fakes of SLURM; and
+minimal.py."""
 
 from __future__ import annotations
 
 import os
 import re
+import runpy
 import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from helixpipe.program.program import model_pieces
 from megatron.training.arguments import parse_args
 from megatron.training.config import Config
 from megatron.training.plan.costs import model_shape, training_costs
@@ -183,6 +189,31 @@ def test_wrong_variables_are_refused_in_one_line(name: str, value: str, valid: s
 def test_launching_needs_the_first_nodes_address(script: str, fakes: Path) -> None:
     done = run(script, fakes)
     assert done.returncode != 0 and "MASTER_ADDR" in done.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------- minimal.py
+
+
+def test_minimal_trains_as_one_process_would() -> None:
+    """It is what its 60 lines promise: a timeline of its cells, then the losses that plain autograd gets."""
+    script = EXAMPLES / "minimal.py"
+    assert len(script.read_text().splitlines()) <= 60
+    done = subprocess.run([sys.executable, script], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    first, second, *losses = done.stdout.splitlines()
+    assert first == "rank 0 |F0F1    B0--F2B1---F3B2--  B3--|" and second.startswith("rank 1 |  F0B0--F1B1--")
+    minimal: Any = runpy.run_path(str(script))
+    pieces = model_pieces(2)
+    toy, expected = minimal["Toy"](pieces), []
+    for _ in range(5):
+        loss = sum(toy.run(pieces, (), batch, None)[0] for batch in minimal["DATA"]) / 4
+        loss.backward()
+        torch.optim.SGD(toy.parameters(), lr=1).step()
+        toy.zero_grad()
+        expected.append(loss.item())
+    assert [line.split(":")[0] for line in losses] == [f"step {number}" for number in range(5)]
+    assert [float(line.split()[-1]) for line in losses] == pytest.approx(expected, abs=2e-5)
+    assert expected[-1] < 0.8 * expected[0]
 
 
 # --------------------------------------------------------------------------------------------------------------- SLURM
