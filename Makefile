@@ -6,8 +6,8 @@ export PYTHON
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test pytest lint format clean distclean
-.PHONY: bench bench-predict bench-steps bench-setups bench-choosing bench-network
+.PHONY: help install quickstart test pytest mutants lint format clean distclean
+.PHONY: bench bench-predict bench-steps bench-setups bench-choosing bench-network bench-planning
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -24,6 +24,9 @@ test:  ## everything CI checks: install, the whole test suite, lint
 
 pytest: install  ## the test suite alone; make pytest ARGS="tests/test_cli.py -x"
 	.venv/bin/python -m pytest $(ARGS)
+
+mutants: install  ## break the code on purpose, one line at a time: tests must notice; make mutants ARGS="--only w-before-i"
+	.venv/bin/python tools/mutants.py $(ARGS)
 
 lint: install  ## ruff (rules and format) and mypy
 	.venv/bin/python -m ruff check .
@@ -51,6 +54,9 @@ bench-choosing: install  ## the table of docs/choosing.md, simulated; make bench
 
 bench-network: install  ## pipelines and FSDP2 over slow links between two hosts (root); make bench-network ARGS="--delay 1ms"
 	.venv/bin/python benchmarks/network.py $(ARGS)
+
+bench-planning: install  ## processor time of planning large steps; make bench-planning ARGS="--beside ../other"
+	PYTHONPATH=. .venv/bin/python benchmarks/planning.py $(ARGS)
 
 clean:  ## remove caches, builds and what the quick start wrote (its next run starts over)
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis runs/quickstart

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from benchmarks.engines import Engine, OurEngine, Pairs, Problem, found, megatron_core
+from benchmarks.engines import Engine, OurEngine, Pairs, Problem, found
+from benchmarks.other_engines import megatron_core
 from helixpipe.planning.recompute import RecomputeOptions
 from schedules.helix import HelixOptions
 

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.engines import Engine, OurEngine, Pairs, Problem, megatron_core, torch_1f1b
+from benchmarks.engines import Engine, OurEngine, Pairs, Problem
+from benchmarks.other_engines import megatron_core, torch_1f1b
 from helixpipe.model import Microbatch, UnitContext
-from helixpipe.program.program import Piece
+from helixpipe.program.stages import Piece
 
 
 class EmptyModel(torch.nn.Module):

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.engines import CONTEXT, Engine, Problem
 from helixpipe.model import Microbatch, PipelineModel
-from helixpipe.program.program import Piece, model_pieces
+from helixpipe.program.stages import Piece, model_pieces
 
 
 class FsdpEngine(Engine):

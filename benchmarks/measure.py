@@ -24,18 +24,8 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.attention import helix
 from benchmarks.chunks import seq1f1b
 from benchmarks.empty import empty
-from benchmarks.engines import (
-    Engine,
-    OurEngine,
-    Pairs,
-    Problem,
-    found,
-    megatron_core,
-    start,
-    torch_1f1b,
-    torch_interleaved,
-    torch_zbv,
-)
+from benchmarks.engines import Engine, OurEngine, Pairs, Problem, found, start
+from benchmarks.other_engines import megatron_core, torch_1f1b, torch_interleaved, torch_zbv
 from helixpipe.costs.hardware import HARDWARE
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import Layout, ModelShape
@@ -43,6 +33,7 @@ from helixpipe.lowering.lower import lower
 from helixpipe.model import KeyValueStore, linear
 from helixpipe.profile.accounting import SavedBytes
 from helixpipe.runtime import executor
+from helixpipe.runtime.segments import SegmentGraph
 from helixpipe.simulate.memory import rank_memory
 from helixpipe.simulate.simulator import simulate
 
@@ -123,7 +114,7 @@ def prediction(engine: OurEngine) -> dict[str, Any]:
     """A step simulated from what its ops take, and the time of each chunk over all stages; by rank what is kept at
     most, in microbatch-layers as simulated and in bytes as measured, and the bytes of the store of keys and values."""
     costs, program = engine.op_times(), engine.program
-    simulation = simulate(engine.executor.lowered, costs)
+    simulation = simulate(engine.lowered, costs)
     times = [0.0] * program.num_chunks
     for (_, _, chunk), seconds in costs.times.items():
         times[chunk] += seconds
@@ -219,7 +210,7 @@ class _Counted(linear._Deferred):
     held: tuple[object, object]
 
 
-class _CountedGraph(executor._Graph):
+class _CountedGraph(SegmentGraph):
     """A segment of a unit, with its inputs in the account."""
 
     held: list[object]
@@ -248,7 +239,7 @@ def peak_saved(engine: Engine) -> int:
         return made
 
     deferred = mock.patch.object(linear, "_Deferred", put_off)
-    graphs = mock.patch.object(executor, "_Graph", graph)
+    graphs = mock.patch.object(executor, "SegmentGraph", graph)
     engine.clear()
     with account, deferred, graphs, mock.patch.object(KeyValueStore, "make_gradients", make_and_count):
         engine.step()

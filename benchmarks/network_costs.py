@@ -11,9 +11,12 @@ from helixpipe.costs.by_hand import OpTimes
 from helixpipe.costs.hardware import HARDWARE
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import Layout, ModelShape
-from helixpipe.lowering.lower import LoweredProgram, lower
-from helixpipe.program.message import Message
-from helixpipe.program.program import Program, model_pieces
+from helixpipe.lowering.bound import BoundCosts
+from helixpipe.lowering.lower import lower
+from helixpipe.lowering.project import LoweredProgram
+from helixpipe.program.costs import Payload
+from helixpipe.program.program import Program
+from helixpipe.program.stages import model_pieces
 from helixpipe.simulate.simulator import simulate
 from schedules import Shape, build
 
@@ -91,9 +94,9 @@ class LinkTimes(OpTimes):
     link: Link = Link(1.0, 0.0)
     model: ModelCosts | None = None
 
-    def message_time(self, program: Program, message: Message) -> float:
+    def message_time(self, payload: Payload) -> float:
         assert self.model is not None
-        return self.link.latency + self.model.message_bytes(program, message) / self.link.bytes_per_second
+        return self.link.latency + self.model.payload_bytes(payload) / self.link.bytes_per_second
 
 
 def lowered_schedule(case: Case, schedule: str) -> LoweredProgram:
@@ -113,9 +116,10 @@ def sent_bytes(case: Case, engine: str) -> float:
         moved = (RANKS - 1) / RANKS * weights
         return 2 * moved if engine == "fsdp2-once" else 3 * moved * case.microbatches / RANKS
     lowered, costs = lowered_schedule(case, engine), model_costs(case)
+    bound = BoundCosts(lowered.program, costs)
     sent: Counter[int] = Counter()
     for message in lowered.messages:
-        sent[message.source] += int(costs.message_bytes(lowered.program, message))
+        sent[message.source] += int(costs.payload_bytes(bound.payload(message)))
     return max(sent.values()) + summed_bytes(case, lowered.program)
 
 
@@ -131,7 +135,8 @@ def predicted_seconds(case: Case, engine: str, link: Link, measured: Mapping[str
     because it runs the same pieces."""
     if not is_fsdp(engine):
         times = _op_times(measured[engine])
-        costs, lowered = LinkTimes(times, link=link, model=model_costs(case)), lowered_schedule(case, engine)
+        lowered = lowered_schedule(case, engine)
+        costs = LinkTimes(lowered.program, times, link=link, model=model_costs(case))
         after = summed_bytes(case, lowered.program) / link.bytes_per_second
         return simulate(lowered, costs).makespan + after
     times = _op_times(next(row for row in measured.values() if row["op_times"]))

@@ -136,7 +136,7 @@ def run_rank(profile_path: str, output: str, microbatches: int, steps: int) -> N
         lowered = lower(program, costs, receive_ahead=1)
         simulation = simulate(lowered, costs)
         model, ddp = build_model(task, model_shape.layers, program.pieces_of_rank(rank))
-        engines[name] = (Executor(lowered, rank, model, transport), ddp)
+        engines[name] = (Executor(rank, model, transport), lowered, ddp)
         rows[name] = {
             "predicted": simulation.makespan,
             "predicted_busy": simulation.busy,
@@ -147,11 +147,11 @@ def run_rank(profile_path: str, output: str, microbatches: int, steps: int) -> N
 
     def timed(name: str) -> tuple[float, list[float]]:
         """Seconds of a step over both ranks, from a common start to the later end, and each rank's processor time."""
-        executor, ddp = engines[name]
+        executor, lowered, ddp = engines[name]
         ddp.zero_grad_buffer()
         dist.barrier()
         start, computed = time.perf_counter(), time.thread_time()
-        executor.run(step)
+        executor.run(lowered, step)
         mine = torch.tensor([time.perf_counter() - start, time.thread_time() - computed], dtype=torch.float64)
         every = [torch.empty_like(mine) for _ in range(2)]
         dist.all_gather(every, mine)
@@ -163,9 +163,9 @@ def run_rank(profile_path: str, output: str, microbatches: int, steps: int) -> N
             if number >= WARM_UP:
                 rows[name]["seconds"].append(seconds)
                 rows[name]["busy"].append(busy)
-    for name, (executor, _) in engines.items():
+    for name, (executor, lowered, _) in engines.items():
         every: list[Any] = [None, None]
-        dist.all_gather_object(every, peak_bytes(executor, step))
+        dist.all_gather_object(every, peak_bytes(executor, lowered, step))
         rows[name]["bytes"] = every
     if rank == 0:
         Path(output).write_text(json.dumps(rows), encoding="utf-8")
@@ -174,26 +174,25 @@ def run_rank(profile_path: str, output: str, microbatches: int, steps: int) -> N
     dist.destroy_process_group()
 
 
-def peak_bytes(executor: Any, step: Any) -> int:
+def peak_bytes(executor: Any, lowered: Any, step: Any) -> int:
     """Most bytes kept at once, after any op, by autograd and for the Ws to come."""
     from helixpipe.profile.accounting import SavedBytes
+    from helixpipe.runtime.executor import StepRun
 
-    run, peak = executor._ops, 0
-    kinds = {op.kind for op in executor.lowered.program.ranks[executor.rank]}
+    peak = 0
+    kinds = {op.kind for op in lowered.program.ranks[executor.rank]}
     store = executor.model.weight_gradients() if "W" in kinds else None
     with SavedBytes(ignore=executor.model.parameters()) as account:
 
-        def watched(handler: Any) -> Any:
-            def call(op: Any) -> None:
+        class Watched(StepRun):
+            def _run(self, instruction: Any) -> None:
                 nonlocal peak
-                handler(op)
+                super()._run(instruction)
                 peak = max(peak, account.with_others(store.tensors() if store is not None else ()))
 
-            return call
-
-        executor._ops = {kind: watched(handler) for kind, handler in run.items()}
-        executor.run(step)
-        executor._ops = run
+        executor.step_run = Watched
+        executor.run(lowered, step)
+        executor.step_run = StepRun
     assert account.now == 0, f"{account.now} bytes are still kept after the step"
     return peak
 

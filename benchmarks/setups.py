@@ -16,117 +16,23 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from types import MappingProxyType
 
-from helixpipe.cli.model import ModelOptions, Plan, make_plan
+from benchmarks.setup_list import BASELINES, GPUS, MARKS, OURS, PAPER, SHIPPED, SLICED, SPREAD, Setting, Setup
 from helixpipe.cli.model_report import report
 from helixpipe.common.errors import ScheduleError
 from helixpipe.costs.hardware import GIB, HARDWARE, RESERVED_MEMORY
 from helixpipe.costs.model_costs import ModelCosts
-from helixpipe.lowering.graph import collector_paused
+from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.lower import lower
-from helixpipe.planning.recompute import RecomputeOptions
+from helixpipe.lowering.order import collector_paused
 from helixpipe.program.program import Program
 from helixpipe.simulate.simulator import Simulation, simulate
 from schedules import Shape, build
-from schedules.helix import HelixOptions
 
 MODELS, TOKENS, NODES = ("1.3b", "3b", "7b"), (32, 64, 96, 128), (2, 4, 8)
-GPUS = ("h20", "a800")
-SLICE = 16384
-"""Tokens of a slice of the MLP where it is sliced; any size of a few thousand gives the same figures."""
-
-PUBLISHED: Mapping[tuple[str, str, int, int], float] = MappingProxyType(
-    {
-        ("h20", "1.3b", 128, 8): 1.28,
-        ("h20", "3b", 128, 8): 1.20,
-        ("h20", "7b", 128, 8): 1.26,
-        ("a800", "1.3b", 128, 8): 1.16,
-        ("a800", "3b", 128, 8): 1.13,
-        ("a800", "7b", 128, 8): 1.13,
-    }
-)
-"""Measured throughput over the best of 1F1B, ZB1P and AdaPipe (Zhang et al., HelixPipe, 2025)."""
-
-
-@dataclass(frozen=True)
-class Setup:
-    """tokens: of a sequence, in units of 1024. network_efficiency: in place of the hardware's."""
-
-    hardware: str
-    model: str
-    tokens: int
-    nodes: int
-    network_efficiency: float | None = None
-
-    def plan(self, chunk_size: int) -> Plan:
-        options = ModelOptions(
-            model=f"helix-{self.model}",
-            seq_length=self.tokens * 1024,
-            hardware=self.hardware,
-            nodes=self.nodes,
-            tensor_parallel=8,
-            global_batch_size=2 * self.nodes,
-            chunk_size=chunk_size,
-        )
-        plan = make_plan(options, self.nodes, None, None)
-        assert plan is not None
-        if self.network_efficiency is None:
-            return plan
-        hardware = plan.costs.hardware
-        network = hardware.network * self.network_efficiency / hardware.efficiency.network  # NVLink stays as it is
-        return replace(plan, costs=replace(plan.costs, hardware=replace(hardware, network=network)))
-
-    @property
-    def published(self) -> float | None:
-        return PUBLISHED.get((self.hardware, self.model, self.tokens, self.nodes))
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A schedule with its flags. mark: how the tables name what it recomputes."""
-
-    schedule: str
-    mark: str = ""
-    recompute: RecomputeOptions = field(default_factory=RecomputeOptions)
-    options: HelixOptions | None = None
-    chunk_size: int = 0
-
-    @property
-    def marks(self) -> str:
-        return self.mark if self.options is None else f"{self.mark} f{self.options.helix_folds}"
-
-
-EVEN_RECOMPUTATION = (
-    ("k", RecomputeOptions()),
-    ("s", RecomputeOptions("selective")),
-    ("w", RecomputeOptions("without-attention")),
-    ("f", RecomputeOptions("full")),
-)
-BASELINES: Mapping[str, tuple[Setting, ...]] = MappingProxyType(
-    {
-        "1f1b": tuple(Setting("1f1b", mark, recompute) for mark, recompute in EVEN_RECOMPUTATION),
-        "zb1p": tuple(Setting("zb1p", mark, recompute) for mark, recompute in EVEN_RECOMPUTATION),
-        "adapipe": (Setting("adapipe", "a"),),
-    }
-)
-_WITHOUT_ATTENTION = RecomputeOptions("without-attention")
-_OURS = HelixOptions(helix_folds=2, helix_ship="attention", helix_spread_head=True)
-PAPER = Setting("helix", "w", _WITHOUT_ATTENTION, replace(_OURS, helix_ship="qkv", helix_spread_head=False))
-SHIPPED = Setting("helix", "w", _WITHOUT_ATTENTION, replace(_OURS, helix_spread_head=False))
-SPREAD = Setting("helix", "w", _WITHOUT_ATTENTION, _OURS)
-OURS = tuple(Setting("helix", "l", options=replace(_OURS, helix_folds=folds)) for folds in (2, 1))
-SLICED = Setting("helix", "c", options=_OURS, chunk_size=SLICE)
-"""Without one fold: with 2p microbatches it is slower than two in all of these setups."""
-
-MARKS = (
-    "k: everything is kept; w: all but core attention is recomputed; s: core attention is; f: whole layers are; "
-    "a: adapipe's own choice; l: helix's, as little as fits; c: the same, and the MLP runs over slices and keeps its "
-    "input (`--chunk-size`). f1, f2: `--helix-folds`."
-)
 
 
 @dataclass(frozen=True)
@@ -188,8 +94,8 @@ def _work(program: Program, costs: ModelCosts) -> float:
     """Seconds of a rank's ops, on average, if nothing were computed twice."""
     whole = replace(costs, layout=replace(costs.layout, mlp_chunk=0))
     once = replace(program, stages=tuple(replace(stage, recompute=()) for stage in program.stages))
-    ops = [op for rank in program.ranks for op in rank if op.kind != "R"]
-    return sum(whole.op_time(once, op) for op in ops) / program.num_ranks
+    bound = BoundCosts(once, whole)
+    return sum(bound.op_time(op) for rank in program.ranks for op in rank if op.kind != "R") / program.num_ranks
 
 
 def _free_of_messages(simulation: Simulation, costs: ModelCosts) -> float:

@@ -80,6 +80,7 @@ class Run:
         from megatron.training.checkpoint.checkpointing import Progress
         from megatron.training.log.log import StepResult, build_timers
         from megatron.training.plan.pipeline import Pipeline
+        from megatron.training.plan.programs import make_planner
         from megatron.training.process.parallel import Parallel
         from megatron.training.process.signals import SignalFlag, StopCheck
         from megatron.training.step.lr_schedule import build_param_scheduler
@@ -94,9 +95,9 @@ class Run:
         config = parse_args(flags.split())
         length = config.model.seq_length or 0
         parallel, schedule = Parallel.current(), BatchSchedule.from_config(config)
-        pipeline = Pipeline(config, parallel, schedule.step_sizes())
+        pipeline = Pipeline(config, make_planner(config), parallel, schedule.step_sizes())
         state = build_model(config, parallel, pipeline.pieces, config.data.vocab_size or 0, pipeline.copies)
-        pipeline.attach(state.model)
+        pipeline.attach(state.model, state.weights)
         with SignalFlag(active=False) as flag:
             stop = StopCheck(config, flag, agree=lambda reason: reason)
         log: Any = NoLog()

@@ -1,23 +1,23 @@
 """A schedule of one's own, from its cells to a trained toy, in two processes on a CPU: python examples/minimal.py"""
 
-import tempfile
-
 import torch
 
 from helixpipe.costs.by_hand import unit_costs
 from helixpipe.draw.text import text_timeline
 from helixpipe.lowering.lower import lower
 from helixpipe.model import Microbatch
-from helixpipe.program.program import Program, even_stages, model_pieces, parse_rows
+from helixpipe.program.program import Op, Program
+from helixpipe.program.stages import even_stages, model_pieces
+from helixpipe.program.workload import uniform
 from helixpipe.runtime.executor import Executor, Step
 from helixpipe.runtime.transport import make_transport
 from helixpipe.simulate.simulator import simulate
 
 CELLS = ("0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3", "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3")  # a row a rank: stage, kind, microbatch
-PROGRAM = Program("mine", even_stages(num_layers=2, num_stages=2), parse_rows([row.split() for row in CELLS]), 4)
+RANKS = tuple(tuple(Op(cell[1], int(cell[0]), int(cell[2])) for cell in row.split()) for row in CELLS)
+PROGRAM = Program("mine", even_stages(num_layers=2, num_stages=2), RANKS, uniform(4))
 BATCH, LENGTH, SIZE = 2, 16, 32  # sequences of a microbatch, their tokens, and both the vocabulary and hidden channels
-TOKENS = torch.arange(4 * BATCH * LENGTH).view(4, BATCH, LENGTH) % SIZE
-DATA = [Microbatch(tokens, (tokens + 1) % SIZE, torch.ones(BATCH, LENGTH)) for tokens in TOKENS]
+DATA = [Microbatch(t, (t + 1) % SIZE, torch.ones(t.shape)) for t in torch.arange(128).view(4, BATCH, LENGTH) % SIZE]
 PARTS = {"embed": torch.nn.Embedding, "mlp": torch.nn.Linear, "head": torch.nn.Linear}  # other pieces do nothing here
 
 
@@ -42,12 +42,12 @@ class Toy(torch.nn.Module):
         return (torch.Size((micro_batch_size, length, SIZE)),)
 
 
-def train(rank, folder):
-    torch.distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
+def train(rank, port):
+    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     model, group = Toy(PROGRAM.pieces_of_rank(rank)), torch.distributed.group.WORLD
-    executor = Executor(lower(PROGRAM), rank, model, make_transport(group, torch.device("cpu")))
+    executor, plan = Executor(rank, model, make_transport(group, torch.device("cpu"))), lower(PROGRAM)
     for number in range(5):
-        losses, _ = executor.run(Step(number, int, DATA.__getitem__, lambda i: torch.tensor(1 / 4), BATCH, LENGTH))
+        losses, _ = executor.run(plan, Step(number, int, DATA.__getitem__, lambda i: torch.tensor(0.25), BATCH, LENGTH))
         torch.optim.SGD(model.parameters(), lr=1).step()
         model.zero_grad()
         if losses:  # on the rank with the head: one of each microbatch
@@ -56,5 +56,5 @@ def train(rank, folder):
 
 if __name__ == "__main__":
     print(text_timeline(simulate(lower(PROGRAM), unit_costs()).timeline, width=120), flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.start_processes(train, (folder,), nprocs=2, start_method="fork")
+    port = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port  # one that is free
+    torch.multiprocessing.start_processes(train, (port,), nprocs=2, start_method="fork")

@@ -35,4 +35,4 @@ def chimera(shape: Shape, options: NoOptions) -> Program:
         # Up: the same of stage p-1-r, in the slots between
         up = [(2 * turn, p - 1 - rank, 2 * turn + 1) for turn in range(m // 2)]
         ranks.append(wave_order(p, down + up))
-    return Program("chimera", stages, tuple(ranks), m)
+    return Program("chimera", stages, tuple(ranks), shape.workload)

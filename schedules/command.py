@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from helixpipe.cli.main import USER_ERROR
+from helixpipe.cli.main import PIPE_CLOSED, USER_ERROR
 from helixpipe.cli.main import main as run
 from schedules import CATALOGUE
 
-__all__ = ["USER_ERROR", "main"]
+__all__ = ["PIPE_CLOSED", "USER_ERROR", "main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,7 +17,8 @@ from helixpipe.common.errors import ScheduleError  # noqa: E402
 from helixpipe.drop_in.loop import ForwardBackward, MakeProgram  # noqa: E402
 from helixpipe.planning.recompute import RecomputeOptions  # noqa: E402
 from helixpipe.program.costs import Costs  # noqa: E402
-from helixpipe.program.program import Program, from_csv  # noqa: E402
+from helixpipe.program.files import is_file, load_program  # noqa: E402
+from helixpipe.program.program import Program  # noqa: E402
 from schedules import CATALOGUE, Shape, build, find  # noqa: E402
 
 __all__ = ["ForwardBackward", "RecomputeOptions", "get_forward_backward_func"]
@@ -37,9 +38,9 @@ def get_forward_backward_func(
 ) -> ForwardBackward:
     """A `forward_backward_func` as megatron-core's function of this name returns, but of any schedule.
 
-    schedule: a name of the catalogue or the path of a .csv file; or a program; or a function from the number of
-        microbatches to a program. The model's chunks on a rank are the schedule's stages on it, in model order; or the
-        model is one PipelineModel of `ForwardBackward.pieces`, and can be cut in any way.
+    schedule: a name of the catalogue or the path of a .json or .csv file; or a program; or a function from the number
+        of microbatches to a program. The model's chunks on a rank are the schedule's stages on it, in model order; or
+        the model is one PipelineModel of `ForwardBackward.pieces`, and can be cut in any way.
     costs: what ops take, for schedules that are found from costs. Of the pieces only proportions count: where the model
         is not a PipelineModel, a stage is taken to be as long as any other, whatever layers the chunks have. None:
         backward twice forward.
@@ -86,14 +87,14 @@ def _always(program: Program) -> MakeProgram:
 
 def _from_catalogue(name: str, costs: Costs | None, given: dict[str, Any], options: dict[str, Any]) -> MakeProgram:
     """given: what the shape has for a PipelineModel. options: the schedule's own."""
-    own_options = None if name.endswith(".csv") else _options(name, options)
+    own_options = None if is_file(name) else _options(name, options)
 
     def make(ranks: int, microbatches: int, chunks: int, layers: int | None = None) -> Program:
         if layers is not None:
             return build(name, Shape(ranks, microbatches, layers, costs=costs, **given), own_options)
         _check_without_own_model(name, given)
         if own_options is None:
-            return from_csv(name)
+            return load_program(name)
         # A number of layers that every schedule can divide: a stage stands for the user's chunk, whatever is in it.
         virtual_stages = chunks if CATALOGUE[name].virtual_stages else None
         shape = Shape(ranks, microbatches, 2 * ranks * chunks, virtual_stages=virtual_stages, costs=costs)

@@ -20,7 +20,7 @@ def gpipe(shape: Shape, options: NoOptions) -> Program:
         # Step 2: mB
         backwards = [Op("B", rank, microbatch) for microbatch in range(shape.microbatches)]
         ranks.append((*forwards, *backwards))
-    return Program("gpipe", stages, tuple(ranks), shape.microbatches)
+    return Program("gpipe", stages, tuple(ranks), shape.workload)
 
 
 def no_pipeline(shape: Shape, options: NoOptions) -> Program:
@@ -31,4 +31,4 @@ def no_pipeline(shape: Shape, options: NoOptions) -> Program:
             "set --pipeline-model-parallel-size 1 or choose another --pipeline-schedule."
         )
     order = [Op(kind, 0, microbatch) for microbatch in range(shape.microbatches) for kind in "FB"]
-    return Program("none", shape.even_stages(1), (tuple(order),), shape.microbatches)
+    return Program("none", shape.even_stages(1), (tuple(order),), shape.workload)

@@ -31,4 +31,4 @@ def hanayo(shape: Shape, options: NoOptions) -> Program:
         # Each wave comes by twice: on its way up the ranks and on its way back
         own = [2 * p * wave + place for wave in range(v // 2) for place in (rank, 2 * p - 1 - rank)]
         ranks.append(wave_order(p * v, [(turns[i], stage, i) for stage in own for i in range(m)]))
-    return Program("hanayo", shape.even_stages(p * v), tuple(ranks), m)
+    return Program("hanayo", shape.even_stages(p * v), tuple(ranks), shape.workload)

@@ -26,13 +26,15 @@ from typing import Literal
 from helixpipe.common.errors import ScheduleError
 from helixpipe.common.flags import option
 from helixpipe.costs.by_hand import unit_costs
-from helixpipe.lowering.graph import build_graph, list_schedule
-from helixpipe.lowering.lower import timers
+from helixpipe.lowering.bound import BoundCosts
+from helixpipe.lowering.build import build_graph
+from helixpipe.lowering.order import list_schedule
 from helixpipe.planning.catalogue import Shape
+from helixpipe.planning.early import peak_memory
 from helixpipe.planning.orders import require_multiple
-from helixpipe.planning.recompute import peak_memory
 from helixpipe.program.costs import Costs
-from helixpipe.program.program import Op, Program, Stage, even_stages, model_pieces
+from helixpipe.program.program import Op, Program
+from helixpipe.program.stages import Stage, even_stages, model_pieces
 
 SHIPPED = MappingProxyType(
     {
@@ -84,10 +86,9 @@ def helix(shape: Shape, options: HelixOptions) -> Program:
     for relieved in (False, True) if spread and folds > 1 else (False,):
         placed = _forwards(shape, folds, spread, relieved)
         ranks = tuple(_with_backwards(forwards, head=len(stages) - 1) for forwards in placed)
-        found.append(Program("helix", stages, ranks, shape.microbatches))
+        found.append(Program("helix", stages, ranks, shape.workload))
     if shape.recompute.granularity is None and options.helix_recompute:
-        stages = _recomputed(found[0], shape.costs, shape.memory_limit)
-        found = [replace(program, stages=stages) for program in found]
+        found = [replace(each, stages=_recomputed(each, shape.costs, shape.memory_limit)) for each in found]
     return found[0] if len(found) == 1 else min(found, key=partial(_makespan, costs=shape.costs or unit_costs()))
 
 
@@ -111,7 +112,7 @@ def _recomputed(program: Program, costs: Costs | None, limit: float | None) -> t
 
     def fits(count: tuple[int, int]) -> bool:
         tried = replace(program, stages=of(count))
-        return all(peak_memory(tried, costs, rank) <= limit for rank in range(ranks))
+        return max(peak_memory(tried, costs)) <= limit
 
     return of(counts[min(bisect_left(counts, True, key=fits), len(counts) - 1)])
 
@@ -123,7 +124,7 @@ def _recomputing(stage: Stage, kinds: Sequence[Collection[str]]) -> Stage:
 
 
 def _makespan(program: Program, costs: Costs) -> float:
-    return list_schedule(build_graph(program), *timers(program, costs)).makespan
+    return list_schedule(build_graph(program), *BoundCosts(program, costs).timers).makespan
 
 
 def _stages(shape: Shape, kinds: frozenset[str], spread: bool) -> tuple[Stage, ...]:

@@ -13,7 +13,7 @@ def one_f_one_b(shape: Shape, options: NoOptions) -> Program:
     Bubble (p-1)(F+B); rank r keeps at most min(p-r, m) microbatches. Any m works: the warm-up is clamped to m.
     """
     p, m = shape.ranks, shape.microbatches
-    return Program("1f1b", shape.even_stages(p), one_f_one_b_order(p, m), m)
+    return Program("1f1b", shape.even_stages(p), one_f_one_b_order(p, m), shape.workload)
 
 
 def one_f_one_b_order(p: int, m: int) -> tuple[tuple[Op, ...], ...]:
@@ -63,4 +63,4 @@ def interleaved(shape: Shape, options: NoOptions) -> Program:
         # Step 3 (cool-down): the rest of B
         order += [Op("B", *unit(i, rank, forward=False)) for i in range(total - warmup, total)]
         ranks.append(tuple(order))
-    return Program("interleaved-1f1b", shape.even_stages(p * v), tuple(ranks), m)
+    return Program("interleaved-1f1b", shape.even_stages(p * v), tuple(ranks), shape.workload)

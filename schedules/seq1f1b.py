@@ -13,10 +13,12 @@ from itertools import accumulate
 from math import ceil
 
 from helixpipe.costs.by_hand import PieceTimes
+from helixpipe.lowering.bound import BoundCosts
 from helixpipe.planning.catalogue import NoOptions, Shape
-from helixpipe.planning.list_scheduling import held_by
 from helixpipe.planning.orders import backward_units, forward_units, one_forward_one_backward
-from helixpipe.program.program import Op, Program, Stage
+from helixpipe.planning.problem import held_by
+from helixpipe.program.program import Op, Program
+from helixpipe.program.stages import Stage
 from schedules.zero_bubble import ZeroBubbleOptions, one_stage_a_rank
 
 
@@ -89,7 +91,7 @@ def terapipe(shape: Shape, options: NoOptions) -> Program:
 
 
 def _program(name: str, stages: tuple[Stage, ...], ranks: tuple[tuple[Op, ...], ...], shape: Shape) -> Program:
-    return Program(name, stages, ranks, shape.microbatches, shape.chunks, shape.chunk_lengths)
+    return Program(name, stages, ranks, shape.workload)
 
 
 def _one_f_one_b(shape: Shape, rank: int) -> tuple[Op, ...]:
@@ -113,8 +115,8 @@ def _groups(microbatches: int, least: int) -> list[tuple[int, int]]:
 def _kept(shape: Shape, rank: int) -> float:
     """The most that seq1f1b keeps on a rank, in microbatches of what a unit holds there: chunks differ in length."""
     stages, costs = shape.even_stages(shape.ranks), shape.costs or PieceTimes()
-    empty = Program("seq1f1b", stages, ((),) * shape.ranks, shape.microbatches, shape.chunks, shape.chunk_lengths)
-    held = [held_by(costs, empty, Op("F", rank, 0, chunk)) for chunk in range(shape.chunks)]
+    bound = BoundCosts(Program("seq1f1b", stages, ((),) * shape.ranks, shape.workload), costs)
+    held = [held_by(bound, Op("F", rank, 0, chunk)) for chunk in range(shape.chunks)]
     if not sum(held):
         return 0.0
     order = _one_f_one_b(shape, rank)

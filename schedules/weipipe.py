@@ -25,12 +25,14 @@ from typing import Literal
 
 from helixpipe.common.errors import ScheduleError
 from helixpipe.common.flags import option
-from helixpipe.lowering.graph import build_graph, list_schedule
-from helixpipe.lowering.lower import timers
+from helixpipe.lowering.bound import BoundCosts
+from helixpipe.lowering.build import build_graph
+from helixpipe.lowering.order import list_schedule
 from helixpipe.planning.catalogue import Shape
-from helixpipe.planning.recompute import peak_memory
+from helixpipe.planning.early import peak_memory
 from helixpipe.program.costs import Costs
-from helixpipe.program.program import Op, Program, RingOptions, ring_stages
+from helixpipe.program.program import Op, Program
+from helixpipe.program.stages import RingOptions, ring_stages
 
 DEFAULT_SLOTS = 3
 """As many buffers as the paper has."""
@@ -183,7 +185,7 @@ def _program(
         eager=options.weipipe_eager,
         gradient_bytes=4 if options.weipipe_grad_dtype == "fp32" else 2,
     )
-    program = Program(name, stages, ranks, shape.microbatches, ring=ring)
+    program = Program(name, stages, ranks, shape.workload, ring=ring)
     if slots is not None or shape.costs is None or shape.memory_limit is None:
         return program
     return _fastest_that_fits(program, shape.costs, shape.memory_limit)
@@ -195,9 +197,9 @@ def _fastest_that_fits(program: Program, costs: Costs, limit: float) -> Program:
     p = program.num_ranks
     counts = takewhile(lambda slots: slots < p - 1, (DEFAULT_SLOTS << doublings for doublings in count()))
     candidates = [replace(program, ring=replace(program.ring, slots=slots)) for slots in (*counts, p - 1) if slots]
-    fitting = [each for each in candidates if max(peak_memory(each, costs, rank) for rank in range(p)) <= limit]
+    fitting = [each for each in candidates if max(peak_memory(each, costs)) <= limit]
     return min(fitting, key=lambda each: _makespan(each, costs), default=program)
 
 
 def _makespan(program: Program, costs: Costs) -> float:
-    return list_schedule(build_graph(program), *timers(program, costs)).makespan
+    return list_schedule(build_graph(program), *BoundCosts(program, costs).timers).makespan

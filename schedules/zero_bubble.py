@@ -7,31 +7,20 @@ equal F, I and W; these are found from what F, I, W and messages take: the best 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from itertools import accumulate, chain, permutations, product
-from math import ceil, floor, inf
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from math import floor
 
 from helixpipe.common.errors import ScheduleError
 from helixpipe.common.flags import option
 from helixpipe.costs.by_hand import PieceTimes
-from helixpipe.lowering.graph import collector_paused
 from helixpipe.planning.catalogue import Shape
-from helixpipe.planning.list_scheduling import Found, Problem, Rules, greedy, problem
+from helixpipe.planning.list_scheduling import Rules, greedy
 from helixpipe.planning.orders import one_forward_one_backward
+from helixpipe.planning.problem import Problem, problem
+from helixpipe.planning.zero_bubble import Limits, Order, search, within_memory
 from helixpipe.program.program import Op, Program
-
-Orders = Callable[[Problem], list[tuple[tuple[Op, ...], ...]]]
-"""Fixed orders of F and I on every rank that are worth a try."""
-
-Maker = Callable[[Problem], Rules]
-"""Rules for a problem; a fixed order depends on the number of microbatches."""
-
-FINALISTS = 4
-"""Rules that are refined, and of which the best is chosen at full size."""
-
-BUDGET = 1_000_000
-"""Ops that are scheduled to compare rules: some seconds. Only pipelines of more than 16 ranks come to the end of it."""
 
 
 @dataclass(frozen=True)
@@ -74,14 +63,17 @@ def zbv(shape: Shape, options: ZeroBubbleOptions) -> Program:
     limit = inflight_limit(options, p)
     costs = shape.costs or PieceTimes()
     stages = shape.even_stages(2 * p)
-    v = problem("zbv", stages, (*range(p), *reversed(range(p))), m, limit, costs, memory_limit=shape.memory_limit)
-    line = problem("zbv", stages, tuple(s // 2 for s in range(2 * p)), m, limit, costs, memory_limit=shape.memory_limit)
-    with collector_paused():
-        found = _search(v, _v_orders)
+    in_v, in_line = (*range(p), *reversed(range(p))), tuple(s // 2 for s in range(2 * p))
+
+    def find(limits: Limits) -> Program:
+        v, line = (problem("zbv", stages, at, m, limit, costs, memory_limits=limits) for at in (in_v, in_line))
+        found = search(v, _v_orders)
         straight = greedy(line, Rules(order=_one_f_one_b(line, limit), deferred=(0.0,) * p))
         if straight is not None and straight.rating[0] < found.rating[0]:
-            found = min(straight, _search(line, lambda given: [_one_f_one_b(given, limit)]), key=lambda one: one.rating)
-    return Program("zbv", stages, found.ranks, m)
+            found = min(straight, search(line, lambda given: [_one_f_one_b(given, limit)]), key=lambda one: one.rating)
+        return Program("zbv", stages, found.ranks, shape.workload)
+
+    return within_memory(find, p, costs, shape.memory_limit)
 
 
 def zb_interleaved(shape: Shape, options: ZeroBubbleOptions) -> Program:
@@ -97,10 +89,12 @@ def zb_interleaved(shape: Shape, options: ZeroBubbleOptions) -> Program:
     homes = tuple(s % p for s in range(p * v))
     given = problem("zb-interleaved", stages, homes, m, 1, costs)
     limit = inflight_limit(options, 0) or _most_kept(given, _interleaved_orders(given)[-1])
-    given = problem("zb-interleaved", stages, homes, m, limit, costs, memory_limit=shape.memory_limit)
-    with collector_paused():
-        found = _search(given, _interleaved_orders)
-    return Program("zb-interleaved", stages, found.ranks, m)
+
+    def find(limits: Limits) -> Program:
+        given = problem("zb-interleaved", stages, homes, m, limit, costs, memory_limits=limits)
+        return Program("zb-interleaved", stages, search(given, _interleaved_orders).ranks, shape.workload)
+
+    return within_memory(find, p, costs, shape.memory_limit)
 
 
 def one_stage_a_rank(name: str, shape: Shape, options: ZeroBubbleOptions, default: float) -> Program:
@@ -111,10 +105,13 @@ def one_stage_a_rank(name: str, shape: Shape, options: ZeroBubbleOptions, defaul
     p, m, k = shape.ranks, shape.microbatches, shape.chunks
     limit = inflight_limit(options, default)
     stages, costs = shape.even_stages(p), shape.costs or PieceTimes()
-    given = problem(name, stages, tuple(range(p)), m, limit, costs, k, shape.chunk_lengths, shape.memory_limit)
-    with collector_paused():
-        found = _search(given, lambda given: [_one_f_one_b(given, limit)])
-    return Program(name, stages, found.ranks, m, k, shape.chunk_lengths)
+
+    def find(limits: Limits) -> Program:
+        given = problem(name, stages, tuple(range(p)), m, limit, costs, k, shape.chunk_lengths, limits)
+        found = search(given, lambda given: [_one_f_one_b(given, limit)])
+        return Program(name, stages, found.ranks, shape.workload)
+
+    return within_memory(find, p, costs, shape.memory_limit)
 
 
 def inflight_limit(options: ZeroBubbleOptions, default: float) -> float:
@@ -125,125 +122,10 @@ def inflight_limit(options: ZeroBubbleOptions, default: float) -> float:
     return default if limit is None else limit
 
 
-# ------------------------------------------------------------------------------------------------------------- search
-
-
-def _search(given: Problem, orders: Orders) -> Found:
-    """The best schedule by makespan, then time between a rank's first op and its last, then memory.
-
-    Rules are compared on a few microbatches (three units a rank, but three microbatches at least), for what repeats
-    need not be scheduled again and again; the best few, and each of `orders` with W right after I, and after one more I
-    a rank, on all. The search ends early where nothing can be better.
-    """
-    ranks = len(given.own)
-    few = replace(given, microbatches=min(given.microbatches, max(3, ceil(3 * ranks / given.chunks))))
-    bounds = given.lower_bounds(), few.lower_bounds()
-    rated: list[tuple[tuple[float, float, float], int, Maker]] = []
-
-    def rate(makers: Iterable[Maker]) -> Found | None:
-        """Add the rules to `rated`; returns a schedule of the whole problem if it cannot be bettered."""
-        for make in makers:
-            if len(rated) * 3 * len(few.forward_units) * len(few.homes) > BUDGET:
-                break
-            found = greedy(few, make(few))
-            if found is None:
-                continue
-            rated.append((found.rating, len(rated), make))
-            if found.reaches(bounds[1]):
-                whole = found if few == given else greedy(given, make(given))
-                if whole is not None and whole.reaches(bounds[0]):
-                    return whole
-        rated.sort(key=lambda entry: entry[:2])
-        return None
-
-    perfect = rate(_coarse(given, orders)) or rate(_refined(given, [make for _, _, make in rated[:FINALISTS]]))
-    if perfect is not None:
-        return perfect
-    finalists = [make(given) for _, _, make in rated[:FINALISTS]]
-    kept = (0.0,) * ranks, tuple(map(float, range(ranks)))
-    fixed = [Rules(order=order, deferred=deferred) for order in orders(given) for deferred in kept]
-    return _best(given, [*finalists, *fixed, Rules(_kinds(given))])  # the last always finds a schedule
-
-
-def _best(given: Problem, rules: Iterable[Rules]) -> Found:
-    found = [one for one in (greedy(given, each) for each in rules) if one is not None]
-    return min(found, key=lambda one: one.rating)
-
-
-def _coarse(given: Problem, orders: Orders) -> Iterator[Maker]:
-    """Every order of preference and every fixed order, each with a few ways to place W."""
-    for index in range(len(orders(given))):
-        for deferred, patience in product((None, 1.0, 0.0), (inf, 0.5, 0.0)):
-            yield _ordered(orders, index, deferred, patience)
-    kinds = _kinds(given)
-    fills = list(product((True, False), (inf, 0.5)))
-    for order in _preferences(kinds):
-        for make_room, patience in fills:
-            yield _same(Rules(order, make_room=make_room, patience=patience))
-    for order in _preferences(kinds):
-        for make_room, patience in fills:
-            if order[0] == kinds[0]:  # a turn may begin anywhere
-                yield _same(Rules(order, in_turn=True, make_room=make_room, patience=patience))
-
-
-def _kinds(given: Problem) -> tuple[tuple[str, int], ...]:
-    """F and I of the stages of a rank, the later stage first."""
-    return tuple((kind, place) for place in reversed(range(max(map(len, given.own)))) for kind in "FI")
-
-
-def _preferences(kinds: tuple[tuple[str, int], ...]) -> Iterator[tuple[tuple[str, int], ...]]:
-    """All orders for one or two stages a rank; for more, F and I each from the first stage or the last, one kind before
-    the other or in turn."""
-    if len(kinds) <= 4:
-        yield from permutations(kinds)
-        return
-    forward, inputs = kinds[::2], kinds[1::2]
-    for first, second in product((forward, forward[::-1]), (inputs, inputs[::-1])):
-        yield first + second
-        yield second + first
-        yield tuple(kind for pair in zip(first, second, strict=True) for kind in pair)
-
-
-def _same(rules: Rules) -> Maker:
-    return lambda given: rules
-
-
-def _ordered(orders: Orders, index: int, deferred: float | None, patience: float) -> Maker:
-    def make(given: Problem) -> Rules:
-        pending = None if deferred is None else (deferred,) * len(given.own)
-        return Rules(order=orders(given)[index], deferred=pending, patience=patience)
-
-    return make
-
-
-def _refined(given: Problem, makers: list[Maker]) -> Iterator[Maker]:
-    """Each with shorter warm-ups, and with fewer W kept waiting."""
-    p, v = len(given.own), max(map(len, given.own))
-    ranks = range(p)
-    more = v * (given.chunks - 1)  # a microbatch's first I comes after all its F
-    warmups = [
-        tuple(float(v * (p - r) + more) for r in ranks),
-        tuple(float(2 * v * (p - r) - 1 + more) for r in ranks),
-        tuple(float(2 * p - r + more) for r in ranks),
-        (2.0 * p - 2 + more,) * p,
-    ]
-    kept = [tuple(float(v * r) for r in ranks), (1.0,) * p, (0.0,) * p]
-    for make in makers:
-        rules = make(given)
-        for deferred, warmup in product((None, *kept), (None, *warmups)):
-            if (rules.order and warmup is not None) or rules.deferred is not None:
-                continue
-            yield _changed(make, deferred, warmup)
-
-
-def _changed(make: Maker, deferred: tuple[float, ...] | None, warmup: tuple[float, ...] | None) -> Maker:
-    return lambda given: replace(make(given), deferred=deferred, warmup=warmup)
-
-
 # ------------------------------------------------------------------------------------------------------- fixed orders
 
 
-def _one_f_one_b(given: Problem, limit: float) -> tuple[tuple[Op, ...], ...]:
+def _one_f_one_b(given: Problem, limit: float) -> Order:
     """1F1B of a pipeline in a line, each rank's stages one after the other; warm-ups fit into the limit, in
     microbatches."""
     own, chunks = given.own, given.chunks
@@ -257,7 +139,7 @@ def _one_f_one_b(given: Problem, limit: float) -> tuple[tuple[Op, ...], ...]:
     return tuple(ranks)
 
 
-def _v_orders(given: Problem) -> list[tuple[tuple[Op, ...], ...]]:
+def _v_orders(given: Problem) -> list[Order]:
     """F and I of ZB-V as published, for equal costs. a is the stage on the way down, b the one on the way back."""
     m, own = given.microbatches, given.own
     p = len(own)
@@ -289,7 +171,7 @@ def _v_orders(given: Problem) -> list[tuple[tuple[Op, ...], ...]]:
     return [tuple(ranks)]
 
 
-def _interleaved_orders(given: Problem) -> list[tuple[tuple[Op, ...], ...]]:
+def _interleaved_orders(given: Problem) -> list[Order]:
     """F and I of interleaved 1F1B with shorter warm-ups, as a gradient comes back sooner without W; and as it is.
 
     Microbatches go in groups of p through the stages of a rank; the last group may be smaller.
@@ -315,7 +197,7 @@ def _interleaved_orders(given: Problem) -> list[tuple[tuple[Op, ...], ...]]:
     return found
 
 
-def _most_kept(given: Problem, order: tuple[tuple[Op, ...], ...]) -> float:
+def _most_kept(given: Problem, order: Order) -> float:
     """The most that any rank keeps in a fixed order of F and I, in microbatches of all its stages."""
     most = 0.0
     for stages, ops in zip(given.own, order, strict=True):

@@ -10,28 +10,15 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar, cast
 
-import pytest
 import torch
 import torch.multiprocessing as multiprocessing
 
 Value = TypeVar("Value")
-
-
-def chosen(request: pytest.FixtureRequest, argument: str, every: Sequence[Value]) -> list[Value]:
-    """For a fixture that runs many cases in one launch: those of `every` that the chosen tests of its module ask it for
-    as their parameter `argument`, so that `-k` runs no others. All where one of these tests has no such parameter."""
-    users = [item for item in request.session.items if item.path == request.path]
-    users = [item for item in users if request.fixturename in getattr(item, "fixturenames", ())]
-    parameters = [cast(Any, item).callspec.params if hasattr(item, "callspec") else {} for item in users]
-    if not all(argument in each for each in parameters):
-        return list(every)
-    asked = {each[argument] for each in parameters}
-    return [value for value in every if value in asked]
 
 
 def run_ranks(
@@ -46,8 +33,7 @@ def run_ranks(
     fails, its traceback is raised here as RuntimeError at once and the others are killed; so are all after `timeout`
     seconds (TimeoutError), their stacks printed shortly before.
     """
-    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
-    context.set_forkserver_preload(["tests.preloaded"])
+    context = preloaded()
     port = _free_port()
     readers: dict[Any, int] = {}
     processes = []
@@ -80,13 +66,20 @@ def run_ranks(
         for process in processes:
             if not readers:
                 process.join(10)
-            _kill_group(process.pid)
+            kill_group(process.pid)
             process.kill()  # in case it had no group yet
             process.join()
     return results
 
 
-def _kill_group(pid: int | None) -> None:
+def preloaded() -> Any:
+    """What starts processes that have imported torch and megatron-core (without CUDA), and done nothing else."""
+    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+    context.set_forkserver_preload(["tests.preloaded"])
+    return context
+
+
+def kill_group(pid: int | None) -> None:
     """Kill a rank and the processes it started (megatron-core's checkpoint writer leaves one that outlives it)."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid or 0, signal.SIGKILL)
@@ -98,7 +91,8 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """End this process and its group when the process that asked for it is gone; for a thread of its own."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])
@@ -116,7 +110,7 @@ def _run_rank(
     args: tuple[Any, ...],
 ) -> None:
     os.setsid()  # a group of its own, so that all of it can be killed
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+    threading.Thread(target=die_with_parent, daemon=True).start()
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

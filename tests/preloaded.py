@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+
 from helixpipe.model.device import prepare
 
 prepare()
+gc.freeze()  # collections in the ranks need not search it, nor copy its memory by that

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 
@@ -13,6 +14,7 @@ import pytest
 from helixpipe.common.errors import ScheduleError
 from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.lowering.lower import lower
+from helixpipe.program.stages import PLACEMENTS
 from helixpipe.simulate.simulator import Simulation, simulate
 from schedules import Schedule, Shape, build
 
@@ -72,6 +74,12 @@ def test_messages_up_to_half_of_f_and_b_are_hidden(example: Schedule, message: f
     without = run(example, shape, message=0).makespan
     assert run(example, shape, message).makespan == pytest.approx(without + 2 * (p - 1) * message)
     assert run("1f1b", shape, message).makespan > without + 2 * (p - 1) * message
+
+
+def test_the_tables_name_every_field_and_placement() -> None:
+    rows = [line.split("|")[1] for line in TEXT.splitlines() if line.startswith("| ")]
+    cells = {word for row in rows for word in re.findall(r"\w+", row)}
+    assert {field.name for field in fields(Schedule)} | set(PLACEMENTS) <= cells
 
 
 def test_what_cannot_be_is_refused(example: Schedule) -> None:

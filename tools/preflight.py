@@ -36,12 +36,13 @@ from helixpipe.common.flags import FlagParser, add_dataclass_arguments, dataclas
 from helixpipe.costs.hardware import GIGA, RESERVED_MEMORY, Hardware
 from helixpipe.costs.profile_costs import ProfileCosts
 from helixpipe.draw.style import count
-from helixpipe.lowering.lower import LoweredProgram, lower
+from helixpipe.lowering.project import LoweredProgram
+from helixpipe.planning.plan import Plans
 from helixpipe.simulate.simulator import simulate
-from megatron.training.arguments import parse_args
+from megatron.training.arguments import parse_and_plan
 from megatron.training.config import Config
 from megatron.training.plan.costs import training_costs
-from megatron.training.plan.programs import make_program
+from megatron.training.plan.programs import full_batch, make_planner
 from megatron.training.process.output import complain, say
 from megatron.training.validation import check_device
 
@@ -96,13 +97,10 @@ class Prediction:
     text: str
 
 
-def predict(config: Config, gpus_per_node: int, network: float | None) -> Prediction:
-    """The configured step. gpus_per_node: 0 for as many as --hardware has. network: bytes a second of each link between
-    nodes, in place of the hardware's."""
-    training = config.training
-    samples = (training.micro_batch_size or 1) * config.parallel.data_parallel_size
-    costs = training_costs(config)
-    lowered = lower(make_program(config, (training.global_batch_size or 1) // samples), costs)  # as training does
+def predict(config: Config, plans: Plans[int], gpus_per_node: int, network: float | None) -> Prediction:
+    """The configured step, which is among the plans. gpus_per_node: 0 for as many as --hardware has. network: bytes a
+    second of each link between nodes, in place of the hardware's."""
+    lowered, costs = plans.plan(full_batch(config)).lowered, training_costs(config)  # as training does
     if isinstance(costs, ProfileCosts):
         simulation = simulate(lowered, costs, unit="s")
         return Prediction(lowered, simulation.makespan, simulation_text(simulation, costs))
@@ -134,7 +132,8 @@ def compare(flags: Sequence[str], schedules: Sequence[str], gpus_per_node: int, 
     lines = []
     for name in schedules:
         try:
-            step_time = predict(parse_args([*flags, "--pipeline-schedule", name]), gpus_per_node, network).step_time
+            chosen = parse_and_plan([*flags, "--pipeline-schedule", name])
+            step_time = predict(*chosen, gpus_per_node, network).step_time
             lines.append(f"  {name:<20} {step_time:8.4g} s a step, simulated")
         except UserError as error:
             lines.append(f"  {name:<20} {error}")
@@ -155,9 +154,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         add_dataclass_arguments(parser, PreflightOptions)
         namespace, flags = parser.parse_known_args(arguments)
         options = dataclass_from_namespace(PreflightOptions, namespace)
-        config = parse_args(flags)
+        config, plans = parse_and_plan(flags)
         per_node, network = int(os.environ.get("LOCAL_WORLD_SIZE", "0")), options.network
-        predicted = predict(config, per_node, network)
+        predicted = predict(config, plans, per_node, network)
         if rank == "0":
             say(predicted.text)
             if options.preflight_compare:
@@ -235,7 +234,8 @@ def _judge(
     options: PreflightOptions,
 ) -> int:
     """Rank 0: meet the others, try the links, print what came of it, and tell the others the exit status."""
-    from tools.links import GRACE, Place, report, slow_links, slowest_between_nodes
+    from tools.link_report import report, slow_links, slowest_between_nodes
+    from tools.links import GRACE, Place
 
     deadline = time.monotonic() + options.preflight_timeout
     places, missing = list[Place](), list[int]()
@@ -256,7 +256,9 @@ def _judge(
     if missing:
         say(f"  not here within {options.preflight_timeout:g} s: rank {', '.join(map(str, missing))}")
     if (network := slowest_between_nodes(links, places)) is not None and config.parallel.hardware is not None:
-        step_time = predict(config, int(os.environ.get("LOCAL_WORLD_SIZE", "0")), network).step_time
+        step_time = predict(
+            config, make_planner(config), int(os.environ.get("LOCAL_WORLD_SIZE", "0")), network
+        ).step_time
         speed = f"{network / GIGA:.3g} GB/s between nodes, as the slowest link has"
         say(f"  with {speed}, a step takes {step_time:.4g} s (simulated)")
     say(f"preflight: {count(len(links), 'link')}, {len(dead)} dead, {len(slow)} slow")

@@ -12,7 +12,6 @@ temporary folder beside the output and renamed at the end, the .idx last: where 
 from __future__ import annotations
 
 import argparse
-import glob
 import json
 import multiprocessing
 import os
@@ -32,18 +31,10 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere, installed or not
 
 from helixpipe.common.errors import DataError, UserError
+from tools.slices import Slice, cut, find_files, line_number
 
 _REPORT_AFTER = 100  # documents a worker does between two words to the parent
 _SENTENCES = "sentences are for BERT-style models, and only GPT data is made here"
-
-
-@dataclass(frozen=True)
-class Slice:
-    """Bytes [begin, end) of one input file, both at line boundaries."""
-
-    path: str
-    begin: int
-    end: int
 
 
 @dataclass(frozen=True)
@@ -95,43 +86,6 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 # ------------------------------------------------------------------------------------------------------------ slices
 
 
-def find_files(patterns: Sequence[str]) -> list[str]:
-    """The files that the patterns name, each once, sorted within a pattern. Raises DataError when one names none."""
-    found: list[str] = []
-    for pattern in patterns:
-        matches = [pattern] if os.path.isfile(pattern) else sorted(filter(os.path.isfile, glob.glob(pattern)))
-        if not matches:
-            raise DataError(f"--input {pattern} does not name any file")
-        found += [path for path in matches if path not in found]
-    return found
-
-
-def cut(paths: Sequence[str], count: int) -> list[Slice]:
-    """Cut the files into about `count` slices of similar size, at line boundaries, in order."""
-    sizes = [os.path.getsize(path) for path in paths]
-    step = max(1, -(-sum(sizes) // count))
-    slices = []
-    for path, size in zip(paths, sizes, strict=True):
-        begin = 0
-        with open(path, "rb") as stream:
-            while begin < size:
-                stream.seek(min(begin + step, size) - 1)
-                stream.readline()  # to the end of the line that the boundary falls into
-                slices.append(Slice(path, begin, stream.tell()))
-                begin = stream.tell()
-    return slices
-
-
-def _line_number(part: Slice, position: int) -> int:
-    """Number, from 1, of the line of the file that begins at byte `position`. Only for messages: it reads the file."""
-    lines, left = 1, position
-    with open(part.path, "rb") as stream:
-        while block := stream.read(min(left, 1 << 20)):
-            lines += block.count(b"\n")
-            left -= len(block)
-    return lines
-
-
 # --------------------------------------------------------------------------------------------------------- tokenizing
 
 
@@ -159,7 +113,7 @@ def tokenize_slice(part: Slice, work: Work, tokenizer: Any, folder: str, number:
                     if ids:  # a document without tokens has no place in an index of tokens
                         builders[key].add_document(ids + eod, [len(ids) + len(eod)])
             except DataError as error:
-                raise DataError(f"{part.path}, line {_line_number(part, position)}: {error}") from error
+                raise DataError(f"{part.path}, line {line_number(part, position)}: {error}") from error
             documents += 1
             byte_count += len(line)
             if documents == _REPORT_AFTER:
@@ -273,9 +227,7 @@ def _tokenize(slices: Sequence[Slice], work: Work, folder: str, workers: int, lo
     try:
         for share in (numbered[i::workers] for i in range(min(workers, len(numbered)))):
             receiving, sending = multiprocessing.Pipe(duplex=False)
-            process = multiprocessing.Process(
-                target=_worker, args=(share, work, folder, sending, os.getpid()), daemon=True
-            )
+            process = multiprocessing.Process(target=_worker, args=(share, work, folder, sending), daemon=True)
             process.start()
             sending.close()  # before the next process starts and inherits it: a worker's death then ends its pipe
             processes.append(process)
@@ -287,14 +239,15 @@ def _tokenize(slices: Sequence[Slice], work: Work, folder: str, workers: int, lo
             process.join()
 
 
-def _worker(share: Sequence[tuple[int, Slice]], work: Work, folder: str, pipe: Connection, parent: int) -> None:
+def _worker(share: Sequence[tuple[int, Slice]], work: Work, folder: str, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers, with SIGTERM
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    parent = multiprocessing.parent_process()
     try:
         tokenizer = _build_tokenizer(work)
         for number, part in share:
             for progress in tokenize_slice(part, work, tokenizer, folder, number):
-                if os.getppid() != parent:  # it was killed, and nobody will join the slices
+                if parent is not None and not parent.is_alive():  # killed, and nobody will join the slices
                     return
                 pipe.send(progress)
         pipe.send(None)

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 
 from helixpipe.cli.model import Plan
 from helixpipe.cli.model_report import report
+from helixpipe.common.errors import ScheduleError
+from helixpipe.costs.models import Layout
 from helixpipe.costs.profile_costs import ProfileCosts
 from helixpipe.planning.chunk_lengths import best_chunks, chunk_counts, short_chunks
 from helixpipe.planning.chunk_options import ChunkOptions
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Program
+from helixpipe.program.workload import uniform
 from helixpipe.simulate.simulator import Simulation
 
 Lengths = tuple[int, ...] | None
@@ -28,17 +31,36 @@ class Chunking:
 
     def lengths(self, chunks: int, layers: int) -> Lengths:
         """Tokens of each of so many chunks."""
-        if isinstance(self.costs, ProfileCosts):
-            profile = self.costs.profile
-            return self.options.resolve(chunks, self.costs, layers, profile.seq_length, profile.layout.tensor_parallel)
-        if self.plan is None:
-            return self.options.resolve(chunks, self.costs, layers)
-        costs = self.plan.costs
-        return self.options.resolve(chunks, costs, layers, costs.seq_length, costs.layout.tensor_parallel)
+        seq_length, layout = self._sequence()
+        return self.options.resolve(chunks, self.costs, layers, seq_length, layout.tensor_parallel)
 
-    def of_file(self, program: Program) -> Program:
-        """A file has no chunk lengths; the flags give them."""
-        return dataclasses.replace(program, chunk_lengths=self.lengths(program.num_chunks, program.num_layers))
+    def _sequence(self) -> tuple[int | None, Layout]:
+        """Its length in tokens, None where times are given by hand, and how it is laid out."""
+        if isinstance(self.costs, ProfileCosts):
+            return self.costs.profile.seq_length, self.costs.profile.layout
+        if self.plan is not None:
+            return self.plan.costs.seq_length, self.plan.costs.layout
+        return None, Layout()
+
+    def of_file(self, name: str, program: Program) -> Program:
+        """A file's program with the chunk lengths of the flags, which a CSV file never says and a JSON file may.
+        Raises ScheduleError where flags say otherwise than the file, ProgramError where it does not fit the sequence.
+        """
+        workload, flags = program.workload, self.options
+        if workload.proportional and workload.lengths is not None:
+            lengths = self.lengths(program.num_chunks, program.num_layers)
+            return dataclasses.replace(program, workload=uniform(len(workload), program.num_chunks, lengths))
+        other_lengths = flags.chunk_lengths if flags.lengths != program.chunk_lengths else None
+        for flag, given in (
+            ("--chunk-lengths", other_lengths),
+            ("--pipe-sp-strategy", flags.pipe_sp_strategy),
+            ("--chunk-alignment", flags.chunk_alignment),
+        ):
+            if given is not None:
+                raise ScheduleError(f"{flag} {given} does not fit {name}, which says itself how long its chunks are.")
+        if (seq_length := self._sequence()[0]) is not None:
+            workload.in_tokens(seq_length)  # refuses lengths that do not add up to it
+        return program
 
     def program(self, make: Callable[[int, Lengths], Program], chunks: int | None, layers: int) -> Program:
         """The program of so many chunks; None: of the best number of them."""

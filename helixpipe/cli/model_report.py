@@ -7,6 +7,7 @@ from typing import Any
 
 from helixpipe.cli.model import Plan
 from helixpipe.costs.hardware import GIB, TERA
+from helixpipe.costs.piece_kinds import num_parameters
 from helixpipe.draw.style import count
 from helixpipe.draw.text import MAX_RANK_LINES, shape_line
 from helixpipe.simulate.memory import KINDS, RankMemory, rank_memory
@@ -55,7 +56,7 @@ class StepReport:
         return {
             "simulated": True,
             "model": costs.model.name,
-            "parameters": costs.model.num_parameters(),
+            "parameters": num_parameters(costs.model),
             "seq_length": costs.seq_length,
             "micro_batch_size": costs.layout.micro_batch_size,
             "global_batch_size": self.plan.sequences,
@@ -137,7 +138,7 @@ def _setup(step: StepReport) -> str:
     return "\n".join(
         [
             shape_line(step.simulation),
-            f"{costs.model.name}: {costs.model.num_parameters() / 1e9:.2f} G weights; {costs.seq_length} tokens a "
+            f"{costs.model.name}: {num_parameters(costs.model) / 1e9:.2f} G weights; {costs.seq_length} tokens a "
             f"sequence, {costs.layout.micro_batch_size} in a microbatch, {plan.sequences} a step{sliced}",
             f"{plan.gpus} x {costs.hardware.name} in {count(plan.nodes, 'node')}: "
             f"tensor parallel {costs.layout.tensor_parallel}{split}, "

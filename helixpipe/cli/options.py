@@ -9,7 +9,7 @@ from helixpipe.common.flags import option
 
 @dataclass(frozen=True)
 class ShapeOptions:
-    """The size of the problem; what is not given is the .csv file's, or chosen so that every schedule fits."""
+    """The size of the problem; what is not given is the file's, or chosen so that every schedule fits."""
 
     ranks: int | None = option(None, "Pipeline ranks p (default: 4, or the file's).", flags=("--ranks", "-p"))
     microbatches: int | None = option(
@@ -66,4 +66,8 @@ class SimulateOptions:
     """What `simulate` adds."""
 
     order: bool = option(False, "Also print the program: a row a rank, a cell an op.", flags=("--order",))
-    csv: str | None = option(None, "Write the program to this file, to edit and to run.", metavar="OUT.csv")
+    save_program: str | None = option(
+        None,
+        "Write the program to this file, to edit and to run: .json, with all there is to it, or .csv, its ops alone.",
+        metavar="FILE",
+    )

@@ -13,8 +13,8 @@ from helixpipe.common.flags import FlagParser, add_dataclass_arguments
 from helixpipe.planning.chunk_options import ChunkOptions
 from helixpipe.planning.recompute import RecomputeOptions
 
-_PROGRAM = "SCHEDULE|FILE.csv"
-_PROGRAM_HELP = "a name from `helixpipe list`, or a file (default 1f1b)"
+_PROGRAM = "SCHEDULE|FILE"
+_PROGRAM_HELP = "a name from `helixpipe list`, or a .json or .csv file (default 1f1b)"
 
 
 def parsers(schedules: Mapping[str, type]) -> tuple[FlagParser, dict[str, FlagParser]]:
@@ -47,8 +47,8 @@ def parsers(schedules: Mapping[str, type]) -> tuple[FlagParser, dict[str, FlagPa
     drawing.add_argument(
         "schedules",
         nargs="+",
-        metavar="SCHEDULE|FILE.csv",
-        help="names from `helixpipe list`, or files; several to compare",
+        metavar=_PROGRAM,
+        help="names from `helixpipe list`, or .json and .csv files; several to compare",
     )
     drawing.add_argument(
         "-o", "--output", metavar="FILE",
@@ -65,7 +65,11 @@ def parsers(schedules: Mapping[str, type]) -> tuple[FlagParser, dict[str, FlagPa
         help="whether a schedule of one's own can run",
         description="Check a schedule file as every launch does: complete, in order, no deadlock. Exit code 2 if not.",
     )
-    checking.add_argument("file", metavar="FILE.csv", help="a row a rank, an op a cell: 2F5, or 2F5.1 for a chunk")
+    checking.add_argument(
+        "file",
+        metavar="FILE",
+        help=".csv: a row a rank, an op a cell: 2F5, or 2F5.1 for a chunk; .json: see --save-program",
+    )
 
     profiling = subparsers.add_parser(
         "profile",

@@ -28,7 +28,7 @@ from helixpipe.costs.hardware import HARDWARE, TERA, Hardware, find_device, find
 from helixpipe.costs.models import MODELS, ModelShape, find_model
 from helixpipe.costs.profile_costs import Profile, ProfileCosts
 from helixpipe.draw.text import MAX_RANK_LINES, shape_line, table
-from helixpipe.program.program import LAYER_PIECES, PIECE_KINDS
+from helixpipe.program.stages import LAYER_PIECES, PIECE_KINDS
 from helixpipe.simulate.simulator import Simulation
 
 MIB = 2**20

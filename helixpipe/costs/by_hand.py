@@ -2,84 +2,62 @@
 
 B = I + W. A piece whose weights are linear layers splits its backward: I (gradient of its input) takes as long as F
 (but no longer than B), W (gradient of its weights) the rest. A piece without linear layers (attention, norms,
-embedding) does all its backward in I. R takes as long as F.
+embedding) does all its backward in I. R takes as long as F. Memory is counted in microbatch-layers, in the textbook's
+elements, whatever the times come from.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
+from fractions import Fraction
+from math import lcm
 from typing import ClassVar
 
 from helixpipe.common.errors import UserError
+from helixpipe.costs.models import Chunk, Layout, ModelShape, attention_pairs
+from helixpipe.costs.piece_kinds import KINDS
 from helixpipe.costs.saved import kept
-from helixpipe.program.message import Message
-from helixpipe.program.program import PIECE_KINDS, Op, Piece, Program, Stage
+from helixpipe.costs.sizes import Sizes
+from helixpipe.program.costs import Contents, Payload, Work
+from helixpipe.program.program import Program
+from helixpipe.program.stages import LAYER_PIECES, PIECE_KINDS, Piece, Segment
+from helixpipe.program.workload import Extent, Extents
 
-SPLIT_BACKWARD = frozenset({"qkv", "proj", "mlp", "head"})
+_TEXTBOOK = Sizes(
+    ModelShape("", 1, 1, 1, 1, 4, False, 1, False, "LayerNorm", "none", False, 1), Layout(element_bytes=1), Chunk(1)
+)
+"""Of one element of b·s·h, and an MLP of 4 h."""
+
+_SPLIT_BACKWARD = frozenset(name for name, kind in KINDS.items() if kind.linears(_TEXTBOOK))
 """Pieces made of linear layers: their weight gradients may be computed later than their input gradients."""
 
-SAVED: Mapping[str, Mapping[str, int]] = MappingProxyType(
-    {
-        "embed": {},
-        "norm": {"residual": 1},
-        "qkv": {"normed": 1},
-        "attn": {"queries, keys, values": 3},
-        "proj": {"attention": 1},
-        "mlp": {"after attention": 1, "mlp input": 1, "inner": 4, "activated": 4},
-        "head": {},
-    }
-)
-"""Activations each piece keeps from F to backward, by name, in elements of b·s·h: a whole layer 16, with flash
-attention and no dropout (HelixPipe; Korthikanti et al., 2022)."""
-
-INPUTS: Mapping[str, Mapping[str, int]] = MappingProxyType(
-    {
-        "embed": {},
-        "norm": {"residual": 1},
-        "qkv": {"normed": 1, "residual": 1},
-        "attn": {"queries, keys, values": 3, "residual": 1},
-        "proj": {"attention": 1, "residual": 1},
-        "mlp": {"after attention": 1},
-        "head": {"last": 1},
-    }
-)
-"""What crosses the cut before each piece: what a stage that begins there keeps, but for a residual that passes by."""
-
-LAYER_ELEMENTS = 16
-"""Elements of b·s·h that a whole layer keeps."""
-
-DEFERRED_STASH = {"embed": 0.0, "norm": 0.0, "qkv": 4 / 16, "attn": 0.0, "proj": 2 / 16, "mlp": 10 / 16, "head": 0.0}
-"""What each piece keeps from I to W, in microbatch-layers: input and output gradient of each linear layer. QKV 1 + 3,
-output 1 + 1, MLP 1 + 4 and 4 + 1, in b·s·h elements: a whole layer 16, as much as it kept from F to I."""
+LAYER_ELEMENTS = sum({name: size for kind in LAYER_PIECES for name, size in KINDS[kind].textbook.items()}.values())
+"""Elements of b·s·h that a whole layer keeps: 16. From I to W it keeps as many again."""
 
 PIECE_ALIASES = {"pre": "qkv", "post": "mlp"}
 
 
-class _LayerStash:
-    """Memory counted in microbatch-layers, whatever the times come from."""
+class _LayerMemory:
+    """Memory counted in microbatch-layers, and that of units alone."""
 
     memory_unit: ClassVar[str] = "microbatch-layers"
 
-    def stash(self, program: Program, op: Op) -> float:
-        return stage_stash(program.stages[op.stage], op.kind) * chunk_share(program, op.chunk)
-
-    def deferred_stash(self, program: Program, op: Op) -> float:
-        return stage_deferred_stash(program.stages[op.stage]) * chunk_share(program, op.chunk)
-
-    def keys_values(self, program: Program, stage: int) -> tuple[float, float]:
-        return 0.0, 0.0  # they are in `SAVED`, chunk by chunk
+    def size(self, contents: Contents) -> float:
+        segments, share = contents.segments, sum(part.tokens for part in contents.extents) / contents.whole
+        if contents.kind == "saved":
+            return segments_stash(segments, "F") * share
+        if contents.kind == "recomputed":
+            most = segments_stash(segments, "B" if contents.in_backward else "R")
+            return (most - segments_stash(segments, "F")) * share
+        return deferred_stash(segments) * share if contents.kind == "deferred" else 0.0
 
     def static_memory(self, pieces: Sequence[Piece]) -> float:
         return 0.0
 
-    def copy_memory(self, program: Program, stage: int) -> tuple[float, float]:
-        return 0.0, 0.0
-
 
 @dataclass(frozen=True)
-class PieceTimes(_LayerStash):
+class PieceTimes(_LayerMemory):
     """Costs given by hand: the forward time of each piece for a whole microbatch; missing pieces take no time.
 
     backward_ratio: full backward over forward, for every piece. message: time of any message between ranks.
@@ -94,22 +72,27 @@ class PieceTimes(_LayerStash):
             if value < 0 or value != value or value == float("inf"):
                 raise UserError(f"the time of {name} must be a finite number and not negative, not {value}.")
 
-    def op_time(self, program: Program, op: Op) -> float:
-        return sum(self._piece_time(program, piece, op) for piece in op_pieces(program, op))
+    def op_time(self, work: Work) -> float:
+        extents, whole = _in_whole_numbers(work.extents) if work.whole == 1 else (work.extents, work.whole)
+        share = sum(part.tokens for part in extents) / whole
+        attention = attention_pairs(extents) / (whole * whole / 2)
+        return sum(
+            self._piece_time(piece.kind, work.kind, attention if piece.kind == "attn" else share)
+            for piece in work.pieces
+        )
 
-    def message_time(self, program: Program, message: Message) -> float:
+    def message_time(self, payload: Payload) -> float:
         return self.message
 
-    def _piece_time(self, program: Program, piece: Piece, op: Op) -> float:
-        share = chunk_share(program, op.chunk) if piece.kind != "attn" else attention_share(program, op.chunk)
-        forward = self.forward.get(piece.kind, 0.0) * share
-        if op.kind in "FR":
+    def _piece_time(self, piece: str, op: str, share: float) -> float:
+        forward = self.forward.get(piece, 0.0) * share
+        if op in "FR":
             return forward
         backward = forward * self.backward_ratio
-        if op.kind == "B":
+        if op == "B":
             return backward
-        inputs = min(forward, backward) if piece.kind in SPLIT_BACKWARD else backward
-        return inputs if op.kind == "I" else backward - inputs
+        inputs = min(forward, backward) if piece in _SPLIT_BACKWARD else backward
+        return inputs if op == "I" else backward - inputs
 
 
 def unit_costs() -> PieceTimes:
@@ -118,60 +101,63 @@ def unit_costs() -> PieceTimes:
 
 
 @dataclass(frozen=True)
-class OpTimes(_LayerStash):
-    """Costs measured: the time of each (kind, stage, chunk), and of any message between ranks. Where R was part of the
-    backward, its time is there, and R takes none."""
+class OpTimes(_LayerMemory):
+    """Costs measured on a program: the time of each (kind, stage, chunk), and of any message between ranks. Where R was
+    part of the backward, its time is there, and R takes none."""
 
+    program: Program
     times: Mapping[tuple[str, int, int], float]
     message: float = 0.0
 
-    def op_time(self, program: Program, op: Op) -> float:
-        key = (op.kind, op.stage, op.chunk)
-        return self.times.get(key, 0.0) if op.kind == "R" else self.times[key]
+    def op_time(self, work: Work) -> float:
+        stage = next(index for index, stage in enumerate(self.program.stages) if work.pieces[0] in stage.pieces)
+        workload, place = self.program.workload, _place(work.extents, work.whole)
+        chunk = next(
+            number
+            for chunks in dict.fromkeys(workload.extents)
+            for number, extents in enumerate(chunks)
+            if _place(extents, workload.mean_tokens) == place
+        )
+        key = (work.kind, stage, chunk)
+        return self.times.get(key, 0.0) if work.kind == "R" else self.times[key]
 
-    def message_time(self, program: Program, message: Message) -> float:
+    def message_time(self, payload: Payload) -> float:
         return self.message
 
 
-def op_pieces(program: Program, op: Op) -> tuple[Piece, ...]:
-    """The pieces an op works on: its stage's, for R those that are recomputed."""
-    stage = program.stages[op.stage]
-    return stage.pieces if op.kind != "R" else tuple(piece for run in stage.recompute for piece in run)
+def _place(extents: Extents, whole: float) -> list[tuple[float, float]]:
+    """Of a chunk in its microbatch, whatever the unit of the extents."""
+    return [(round(part.tokens / whole, 9), round(part.earlier / whole, 9)) for part in extents]
 
 
-def stage_stash(stage: Stage, kind: str = "R") -> float:
-    """Microbatch-layers that one whole microbatch keeps in this stage once its op of that kind has run (B, I: at most
-    while it runs; see `Costs`); a stage of n whole layers that keeps everything keeps exactly n."""
-    segments = stage.segments
-    inputs = [_tensors(segment.pieces[:1], INPUTS) for segment in segments]
-    for segment, own in zip(segments, inputs, strict=True):
-        if segment.passes_residual:
-            del own["residual", segment.pieces[0].layer]
-    return kept(segments, [_tensors(s.pieces, SAVED) for s in segments], inputs, kind) / LAYER_ELEMENTS
+def _in_whole_numbers(parts: Extents) -> tuple[Extents, int]:
+    """Extents in parts of a microbatch, as multiples of one such part, and how many of these it has: sums of whole
+    numbers are exact, and ties between times decide orders."""
+    exact = [Fraction(value).limit_denominator(1 << 16) for part in parts for value in part]
+    scale = lcm(*(value.denominator for value in exact))
+    return tuple(Extent(round(tokens * scale), round(earlier * scale)) for tokens, earlier in parts), scale
 
 
-def _tensors(pieces: Sequence[Piece], table: Mapping[str, Mapping[str, int]]) -> dict[tuple[str, int], int]:
-    """The tensors of pieces by name and layer: one that several keep is kept once."""
-    return {(name, piece.layer): size for piece in pieces for name, size in table[piece.kind].items()}
+def segments_stash(segments: Sequence[Segment], kind: str) -> float:
+    """Microbatch-layers that one whole microbatch keeps in a stage once its op of that kind has run (see `saved.kept`);
+    a stage of n whole layers that keeps everything keeps exactly n."""
+    saved: list[dict[tuple[str, int], int]] = []
+    inputs: list[dict[tuple[str, int], int]] = []
+    for segment in segments:
+        first = segment.pieces[0]
+        crossing = [(name, first.layer) for name in KINDS[first.kind].inputs]
+        inputs.append(dict.fromkeys(crossing[:-1] if segment.passes_residual else crossing, 1))
+        tensors = (
+            (name, piece.layer, size) for piece in segment.pieces for name, size in KINDS[piece.kind].textbook.items()
+        )
+        saved.append({(name, layer): size for name, layer, size in tensors})
+    return kept(segments, saved, inputs, kind) / LAYER_ELEMENTS
 
 
-def stage_deferred_stash(stage: Stage) -> float:
-    """Microbatch-layers that one whole microbatch keeps in this stage from I to W."""
-    return sum(DEFERRED_STASH[piece.kind] for piece in stage.pieces)
-
-
-def chunk_share(program: Program, chunk: int) -> float:
-    """The part of a microbatch's tokens in this chunk."""
-    if program.chunk_lengths is None:
-        return 1.0 / program.num_chunks
-    return program.chunk_lengths[chunk] / sum(program.chunk_lengths)
-
-
-def attention_share(program: Program, chunk: int) -> float:
-    """The part of a microbatch's causal attention in this chunk: n tokens after c earlier ones cost n(c + n/2)."""
-    lengths = program.chunk_lengths or (1,) * program.num_chunks
-    tokens, earlier, total = lengths[chunk], sum(lengths[:chunk]), sum(lengths)
-    return tokens * (earlier + tokens / 2) / (total * total / 2)
+def deferred_stash(segments: Sequence[Segment]) -> float:
+    """Microbatch-layers that one whole microbatch keeps in a stage's layers from I to W."""
+    pieces = (piece for segment in segments for piece in segment.pieces if piece.kind in LAYER_PIECES)
+    return sum(KINDS[piece.kind].deferred(_TEXTBOOK) for piece in pieces) / LAYER_ELEMENTS
 
 
 def parse_piece_times(text: str) -> dict[str, float]:

@@ -18,7 +18,7 @@ from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import Chunk
 from helixpipe.costs.piece_work import flops
 from helixpipe.costs.profile_costs import Profile
-from helixpipe.program.program import PIECE_KINDS
+from helixpipe.program.stages import PIECE_KINDS
 
 _PIECES: Mapping[str, tuple[str, ...]] = {"memory": ("norm",), "attention": ("attn",), "matmul": ("qkv", "proj", "mlp")}
 """Which pieces' times, forward and backward, tell each share. Memory first: it has a part in the others' times."""

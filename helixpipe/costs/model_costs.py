@@ -16,24 +16,21 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from helixpipe.common.errors import UserError
-from helixpipe.costs.by_hand import op_pieces
 from helixpipe.costs.hardware import Hardware
 from helixpipe.costs.models import Chunk, Layout, ModelShape
-from helixpipe.costs.piece_bytes import PieceBytes
-from helixpipe.costs.piece_work import GRADIENT_BYTES, Kernel, model_flops, work
-from helixpipe.costs.program_bytes import ProgramBytes
-from helixpipe.program.message import Message
-from helixpipe.program.program import Op, Piece, Program
+from helixpipe.costs.piece_bytes import CountsBytes, PieceBytes
+from helixpipe.costs.piece_work import model_flops, work
+from helixpipe.costs.sizes import GRADIENT_BYTES, Kernel
+from helixpipe.program.costs import Payload, Work
+from helixpipe.program.program import Program
+from helixpipe.program.stages import Piece
 
 MASTER_AND_MOMENTS = 12
 """Bytes of Adam's state a weight: float32 copy, first and second moment."""
 
-MESSAGES_KEPT = 4
-"""Hidden states or gradients of them that a rank holds beside its stash: one in and one out of each neighbour."""
-
 
 @dataclass(frozen=True)
-class ModelCosts(ProgramBytes):
+class ModelCosts(CountsBytes):
     """`Costs` in seconds of one pipeline of a model on hardware; also its bytes.
 
     seq_length: tokens of a microbatch's sequences, which the program's chunks share. data_parallel: pipelines side
@@ -70,27 +67,20 @@ class ModelCosts(ProgramBytes):
 
     # ------------------------------------------------------------------------------------------- what `Costs` asks for
 
-    def op_time(self, program: Program, op: Op) -> float:
-        chunk = self.chunk(program, op.chunk)
-        kinds = Counter(piece.kind for piece in op_pieces(program, op))
-        return sum(count * self.piece_time(kind, op.kind, chunk) for kind, count in kinds.items())
+    def op_time(self, work: Work) -> float:
+        chunk = self.chunk(work.extents, work.whole)
+        kinds = Counter(piece.kind for piece in work.pieces)
+        return sum(count * self.piece_time(kind, work.kind, chunk) for kind, count in kinds.items())
 
-    def message_time(self, program: Program, message: Message) -> float:
-        bandwidth = self.hardware.peer_bandwidth(
-            self._senders, self._node(message.source) == self._node(message.target)
-        )
-        return self.hardware.latency + self.message_bytes(program, message) / bandwidth
+    def message_time(self, payload: Payload) -> float:
+        same_node = self._node(payload.source) == self._node(payload.target)
+        bandwidth = self.hardware.peer_bandwidth(self._senders, same_node)
+        return self.hardware.latency + self.payload_bytes(payload) / bandwidth
 
     def static_memory(self, pieces: Sequence[Piece]) -> float:
-        """Bytes of a rank that holds these pieces: weights, gradients, optimizer state; the workspace of an op; hidden
-        states on their way in and out."""
+        """Bytes of weights, gradients and optimizer state of a rank that holds these pieces."""
         share = self.data_parallel if self.distributed_optimizer else 1
-        chunk = Chunk(self.seq_length)
-        return (
-            self.bytes.parameters(pieces) * (self.layout.element_bytes + GRADIENT_BYTES + MASTER_AND_MOMENTS / share)
-            + self.bytes.workspace(pieces, chunk)
-            + MESSAGES_KEPT * self.bytes.message(Piece("norm", 0), chunk)
-        )
+        return self.bytes.parameters(pieces) * (self.layout.element_bytes + GRADIENT_BYTES + MASTER_AND_MOMENTS / share)
 
     # ------------------------------------------------------------------------------------------------------------ time
 
@@ -139,12 +129,15 @@ class ModelCosts(ProgramBytes):
 
     def step_flops(self, program: Program) -> float:
         """Of the mathematics, forward and backward (forward alone for evaluation), of all pipelines and their ranks."""
-        units = program.num_microbatches * self.data_parallel * self.layout.tensor_parallel
-        total = 0.0
-        for chunk in (self.chunk(program, number) for number in range(program.num_chunks)):
-            for stage in program.stages:
-                total += sum(model_flops(self.model, self.layout, piece.kind, chunk) for piece in stage.pieces)
-        return total * units / (3 if program.forward_only else 1)
+        workload, total = program.workload, 0.0
+        whole = workload.mean_tokens
+        kinds = Counter(piece.kind for stage in program.stages for piece in stage.pieces)
+        for extents, count in Counter(extents for chunks in workload.extents for extents in chunks).items():
+            chunk = self.chunk(extents, whole)
+            once = sum(many * model_flops(self.model, self.layout, kind, chunk) for kind, many in kinds.items())
+            total += count * once
+        pipelines = self.data_parallel * self.layout.tensor_parallel
+        return total * pipelines / (3 if program.forward_only else 1)
 
     @property
     def _senders(self) -> int:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from helixpipe.common.errors import UserError
 from helixpipe.common.flags import nearest_name
-from helixpipe.program.program import Piece, model_pieces
+from helixpipe.program.workload import Extent, Extents
 
 
 @dataclass(frozen=True)
@@ -58,27 +58,6 @@ class ModelShape:
         if self.positions != "learned_absolute":
             return 0
         return self.seq_length if self.seq_length % tensor_parallel else self.seq_length // tensor_parallel
-
-    def num_parameters(self) -> int:
-        """All weights, unpadded, a tied one once."""
-        total = sum(self.piece_parameters(piece) for piece in model_pieces(self.layers))
-        return total - (self.vocab * self.hidden if self.tied else 0)
-
-    def piece_parameters(self, piece: Piece, tensor_parallel: int = 1, vocab: int | None = None) -> int:
-        """Weights of a piece on one tensor-parallel rank. A tied head counts its copy. vocab: rows, if padded."""
-        h, kv, bias, tp = self.hidden, self.kv_hidden, int(self.bias), tensor_parallel
-        rows = (self.vocab if vocab is None else vocab) // tp
-        fc1 = self.ffn * (2 if self.gated else 1)
-        counts = {
-            "embed": (rows + self.position_rows(tp)) * h,
-            "norm": self.norm_parameters,
-            "qkv": (h + bias) * (h + 2 * kv) // tp,
-            "attn": 0,
-            "proj": h * h // tp + bias * h,
-            "mlp": self.norm_parameters + (h + bias) * fc1 // tp + self.ffn * h // tp + bias * h,
-            "head": self.norm_parameters + rows * h,
-        }
-        return counts[piece.kind]
 
 
 def _gpt(
@@ -168,12 +147,40 @@ class Layout:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens of a chunk, and how many of its sequence come earlier and later; a whole sequence has neither."""
+    """Tokens of a chunk, and how many of its sequence come earlier and later; a whole sequence has neither.
+
+    slices: where it is of several documents, the tokens and the earlier tokens of each.
+    """
 
     tokens: float
     earlier: float = 0.0
     later: float = 0.0
+    slices: Extents = ()
 
     @property
     def whole(self) -> bool:
         return not self.earlier and not self.later
+
+    @property
+    def pairs(self) -> float:
+        """Of a query and a key it sees: n tokens after c earlier ones have n(c + n/2)."""
+        return attention_pairs(self.slices or (Extent(self.tokens, self.earlier),))
+
+    @property
+    def seen(self) -> float:
+        """Keys that its attention reads."""
+        return sum(part.tokens + part.earlier for part in self.slices) if self.slices else self.tokens + self.earlier
+
+
+def chunk_of(extents: Extents, whole: float, seq_length: float) -> Chunk:
+    """The chunk of those extents, in tokens. whole: a microbatch in their unit, which has seq_length tokens."""
+    scale = seq_length / whole
+    slices = tuple(Extent(part.tokens * scale, part.earlier * scale) for part in extents)
+    tokens, earlier = sum(part.tokens for part in slices), sum(part.earlier for part in slices)
+    later = seq_length - tokens - earlier
+    return Chunk(tokens, earlier, later if later > 1e-9 * seq_length else 0.0, slices if len(slices) > 1 else ())
+
+
+def attention_pairs(extents: Extents) -> float:
+    """Of a query and a key it sees, of causal attention within documents."""
+    return sum(part.tokens * (part.earlier + part.tokens / 2) for part in extents)

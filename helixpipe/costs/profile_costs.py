@@ -18,13 +18,12 @@ from typing import Any
 
 from helixpipe.common.errors import UserError
 from helixpipe.common.files import whole_file
-from helixpipe.costs.by_hand import op_pieces
 from helixpipe.costs.models import Chunk, Layout, ModelShape
-from helixpipe.costs.piece_bytes import PieceBytes
-from helixpipe.costs.piece_work import GRADIENT_BYTES
-from helixpipe.costs.program_bytes import ProgramBytes
-from helixpipe.program.message import Message
-from helixpipe.program.program import OP_KINDS, PIECE_KINDS, Op, Piece, Program
+from helixpipe.costs.piece_bytes import CountsBytes, PieceBytes
+from helixpipe.costs.sizes import GRADIENT_BYTES
+from helixpipe.program.costs import Payload, Work
+from helixpipe.program.program import OP_KINDS
+from helixpipe.program.stages import PIECE_KINDS, Piece
 
 VERSION = 1
 """Of the file's format; a file of another version is refused."""
@@ -133,44 +132,29 @@ _FORMAT = "helixpipe profile"
 
 
 @dataclass(frozen=True)
-class ProfileCosts(ProgramBytes):
+class ProfileCosts(CountsBytes):
     """`Costs` in seconds and bytes of the model and machine of a profile."""
 
     profile: Profile
     fp32_kv_gradients: bool = False
 
-    def op_time(self, program: Program, op: Op) -> float:
-        times = self._times(self.chunk(program, op.chunk))
-        pieces = sum(times.pieces[piece.kind][op.kind] for piece in op_pieces(program, op))
-        return pieces + times.overhead[op.kind] + self._exchange_time(program, op)
+    def op_time(self, work: Work) -> float:
+        chunk = self.chunk(work.extents, work.whole)
+        times = self._times(chunk)
+        pieces = sum(times.pieces[piece.kind][work.kind] for piece in work.pieces)
+        return pieces + times.overhead[work.kind] + self.exchange_time(work, chunk)
 
-    def _exchange_time(self, program: Program, op: Op) -> float:
-        """What sending and receiving the op's messages takes of its rank's time. Where the program has no ops yet (a
-        schedule being made), every cut between stages is taken to lie between ranks."""
-        if op.kind not in "FBI":
-            return 0.0
-        messages, ahead = self.profile.messages, op.kind == "F"
-        total = 0.0
-        for cut in (op.stage, op.stage + 1):  # the cut before a stage has its number
-            if 0 < cut < len(program.stages) and self._crosses_ranks(program, cut):
-                once, per_byte = messages.receive if (cut == op.stage) == ahead else messages.send
-                first = program.stages[cut].pieces[0]
-                total += once + per_byte * self.bytes.message(first, self.chunk(program, op.chunk))
-        return total
-
-    def _crosses_ranks(self, program: Program, cut: int) -> bool:
-        if self._stages_of_ranks.get("program") is not program:
-            stages = tuple(frozenset(op.stage for op in ops) for ops in program.ranks)
-            self._stages_of_ranks.update(program=program, stages=stages)
-        return not any({cut - 1, cut} <= stages for stages in self._stages_of_ranks["stages"])
-
-    @cached_property
-    def _stages_of_ranks(self) -> dict[str, Any]:
-        return {}  # of the program asked for last
-
-    def message_time(self, program: Program, message: Message) -> float:
+    def exchange_time(self, work: Work, chunk: Chunk) -> float:
+        """What sending and receiving the op's messages takes of its rank's time."""
         messages = self.profile.messages
-        return messages.latency + self.message_bytes(program, message) / messages.bandwidth
+        ends = ((work.receives, messages.receive), (work.sends, messages.send))
+        return sum(
+            once + per_byte * self.bytes.message(after, chunk) for after, (once, per_byte) in ends if after is not None
+        )
+
+    def message_time(self, payload: Payload) -> float:
+        messages = self.profile.messages
+        return messages.latency + self.payload_bytes(payload) / messages.bandwidth
 
     def static_memory(self, pieces: Sequence[Piece]) -> float:
         """Weights, their gradients and Adam's state on a rank of these pieces, without data parallelism."""
@@ -189,12 +173,12 @@ class ProfileCosts(ProgramBytes):
         """Those measured, or, of a chunk that was not, those of the first measured one in proportion: attention to the
         queries times the keys they see, all else to the tokens."""
         for times in self.profile.chunks:
-            if (times.tokens, times.earlier) == (round(chunk.tokens), round(chunk.earlier)):
+            if not chunk.slices and (times.tokens, times.earlier) == (round(chunk.tokens), round(chunk.earlier)):
                 return times
         if chunk not in self._scaled:
             base = self.profile.chunks[0]
             linear = chunk.tokens / base.tokens
-            attention = linear * (chunk.earlier + chunk.tokens / 2) / (base.earlier + base.tokens / 2)
+            attention = chunk.pairs / Chunk(base.tokens, base.earlier).pairs
             pieces = {
                 piece: {kind: time * (attention if piece == "attn" else linear) for kind, time in times.items()}
                 for piece, times in base.pieces.items()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
 
-from helixpipe.program.program import Segment
+from helixpipe.program.stages import Segment
 
 Name = TypeVar("Name", bound=Hashable)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from helixpipe.draw.style import count
-from helixpipe.program.program import LAYER_PIECES, Stage
+from helixpipe.program.stages import LAYER_PIECES, Stage
 from helixpipe.program.timeline import Timeline
 from helixpipe.simulate.simulator import Simulation
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from helixpipe.model import Microbatch, UnitContext
 from helixpipe.model.device import device
 from helixpipe.model.linear import WeightGradients, defer_weight_gradients
-from helixpipe.program.program import Piece, Stage
+from helixpipe.program.stages import Piece, Stage
 
 
 @dataclass

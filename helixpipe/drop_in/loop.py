@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_tensor_shapes
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -17,6 +15,7 @@ from megatron.core.utils import get_model_config
 from torch.utils._pytree import tree_map_only
 
 from helixpipe.common.errors import ScheduleError, UserError
+from helixpipe.costs.by_hand import unit_costs
 from helixpipe.drop_in.checks import (
     check_chunks,
     check_config,
@@ -27,7 +26,6 @@ from helixpipe.drop_in.checks import (
 )
 from helixpipe.drop_in.chunks import Call, Chunks
 from helixpipe.drop_in.own_model import (
-    Copies,
     OwnCall,
     check_lengths,
     check_own_call,
@@ -36,14 +34,14 @@ from helixpipe.drop_in.own_model import (
     own_model,
     own_step,
     read,
-    without_embeddings,
 )
-from helixpipe.lowering.lower import lower
-from helixpipe.lowering.validate import validate
+from helixpipe.drop_in.weights import LoopWeights
 from helixpipe.model import Microbatch, PipelineModel
 from helixpipe.model.device import device
-from helixpipe.program.program import Piece, Program, Stage, forward_only
-from helixpipe.runtime.executor import Executor, Step
+from helixpipe.planning.plan import Plan, Plans
+from helixpipe.program.program import Program
+from helixpipe.program.stages import Piece, Stage
+from helixpipe.runtime.executor import Executor, LossSum, Step
 from helixpipe.runtime.transport import Transport, make_transport
 
 _GROUPS = ["tp", "cp", "pp", "embd", "pos_embd", "dp_cp"]
@@ -73,16 +71,17 @@ class ForwardBackward:
     """
 
     def __init__(self, make_program: MakeProgram, kv_grad_fp32: bool = False):
-        self.program = make_program
+        self._plans: Plans[tuple[int, int, int, int | None]] = Plans(lambda call: make_program(*call), unit_costs())
         self.iteration = 0
         self._kv_grad_fp32 = kv_grad_fp32
         self._own: PipelineModel | None = None
-        self._copies: Copies | None = None
+        self._weights: LoopWeights | None = None
         self._group: dist.ProcessGroup | None = None
         self._transport: Transport | None = None
         self._chunks: Chunks | None = None
         self._stages: tuple[Stage, ...] = ()
-        self._executors: dict[tuple[int, bool], Executor] = {}
+        self._ready: dict[int, Plan] = {}
+        self._runner: Executor | None = None
 
     def __call__(
         self,
@@ -116,26 +115,15 @@ class ForwardBackward:
         """
         chunks = model if isinstance(model, list) else [model]
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
-        if len(iterators) != len(chunks):
-            have = f"{len(chunks)} chunk" + "s" * (len(chunks) > 1)
-            raise UserError(f"model has {have}, but data_iterator is a list of {len(iterators)}: give one for each.")
-        if adjust_tensor_shapes_fn is not None:
-            raise UserError(
-                "adjust_tensor_shapes_fn is not supported: every stage hands on hidden states of one shape."
-            )
-        if collect_non_loss_data and not forward_only:
-            raise UserError(
-                "collect_non_loss_data leaves no loss to start a backward from: it needs forward_only=True."
-            )
-        if (p2p_communicator is None) != (pg_collection is None):
-            raise UserError("give both of p2p_communicator and pg_collection, or neither, as megatron-core asks.")
+        _check_arguments(chunks, iterators, adjust_tensor_shapes_fn, collect_non_loss_data and not forward_only)
+        _check_both_or_neither(p2p_communicator, pg_collection)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(_GROUPS)
         config = get_model_config(chunks[0])
-        executor = self._executor(chunks, config, groups.pp, num_microbatches, forward_only)
+        executor, plan = self._executor(chunks, config, groups.pp, num_microbatches)
         call: Call | OwnCall
         if self._own is not None:
             check_own_call(config, forward_step_func, collect_non_loss_data, (decoder_seq_length, seq_length))
-            check_lengths(executor.lowered.program, seq_length, config)
+            check_lengths(plan.program, seq_length, config)
             shape = (micro_batch_size, seq_length)
             call = read(self._own, config, iterators[0], num_microbatches, shape)
             step = own_step(call, self.iteration, shape, groups.dp_cp, training=not forward_only)
@@ -163,25 +151,21 @@ class ForwardBackward:
                 first_val_step,
             )
             step = _step(seq_length, micro_batch_size, training=not forward_only)
-        if config.timers is not None:
-            config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-        if self._own is not None:
-            _finish_gathers(chunks)
-        with ExitStack() as stack:
-            _without_reductions(stack, chunks, config)
-            losses, _ = executor.run(step)
-        if isinstance(call, OwnCall):
-            call.finish(losses)
-        heads = ranks_of_head(executor.lowered.program)
-        if isinstance(call, OwnCall) and len(heads) > 1:
-            gather_losses(call, groups.pp)
-        else:
-            _share_with_last_rank(call, heads[0], groups.pp)
+        if (timers := config.timers) is not None:
+            timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+        assert self._weights is not None
+        with self._weights.step(chunks, config):
+            losses, _ = executor.run((plan.evaluation if forward_only else plan).lowered, step)
+        _share_losses(call, losses, ranks_of_head(plan.program), groups.pp)
         if not forward_only:
-            self._finalize(chunks, config, call.num_tokens, groups, force_all_reduce)
-        if config.timers is not None:
-            config.timers("forward-backward").stop()
+            self._weights.reduce(chunks, config, call.num_tokens, groups, force_all_reduce)
+        if timers is not None:
+            timers("forward-backward").stop()
         return call.store
+
+    def program(self, ranks: int, microbatches: int, chunks: int, layers: int | None = None) -> Program:
+        """As `MakeProgram`; each is made once."""
+        return self._plans.program((ranks, microbatches, chunks, layers))
 
     def pieces(self, num_layers: int, num_microbatches: int, pp_group: dist.ProcessGroup | None = None) -> Pieces:
         """What to build this pipeline rank's PipelineModel from: the pieces that the schedule places here.
@@ -207,26 +191,9 @@ class ForwardBackward:
         self._forget_model()
 
     def _forget_model(self) -> None:
-        self._chunks = self._own = self._copies = None
-        self._executors.clear()
-
-    def _finalize(
-        self,
-        chunks: list[torch.nn.Module],
-        config: TransformerConfig,
-        num_tokens: torch.Tensor,
-        groups: ProcessGroupCollection,
-        force_all_reduce: bool | None,
-    ) -> None:
-        """Start reductions and let the user's function finish them."""
-        tokens = num_tokens if config.calculate_per_token_loss else None
-        finalize = config.finalize_model_grads_func
-        if self._copies is not None and finalize is not None:
-            self._copies.sum()
-        _start_reductions(chunks, force_all_reduce)
-        if finalize is not None:
-            groups = groups if self._own is None else without_embeddings(groups)
-            finalize(chunks, tokens, pg_collection=groups, force_all_reduce=force_all_reduce)
+        self._chunks = self._own = self._weights = None
+        self._ready.clear()
+        self._runner = None
 
     def _executor(
         self,
@@ -234,34 +201,33 @@ class ForwardBackward:
         config: TransformerConfig,
         group: dist.ProcessGroup,
         num_microbatches: int,
-        evaluation: bool,
-    ) -> Executor:
-        """The executor for a step of this size, made when it is first asked for."""
+    ) -> tuple[Executor, Plan]:
+        """The executor, and the plan of a step of this size, made when it is first asked for."""
         own = own_model(chunks)
         if self._group is not group:
             self.close()
         elif self._own is not own or (self._chunks is not None and not _same(self._chunks.chunks, chunks)):
             self._forget_model()
-        key = (num_microbatches, evaluation)
-        if key not in self._executors:
+        if num_microbatches not in self._ready:
             check_config(config)
-            program = self.program(
-                group.size(), num_microbatches, len(chunks), None if own is None else config.num_layers
-            )
+            call = group.size(), num_microbatches, len(chunks), None if own is None else config.num_layers
+            program = self.program(*call)
             if own is None:
                 check_program(program, group.size(), num_microbatches)
                 check_chunks(program, group.rank(), chunks)
                 check_deferral(program, chunks, config)
             else:
                 check_own_program(program, group.rank(), group.size(), num_microbatches, own)
+            plan = self._plans.plan(call)
             if self._transport is None:
-                channels = {(message.source, message.target) for message in validate(program).messages}
+                channels = {(message.source, message.target) for message in plan.graph.messages}
                 self._group, self._transport = group, make_transport(group, device(), channels)
             model = self._attach(chunks, own, config, program, group)
-            ahead = 1 if self._transport.independent_channels else 0
-            lowered = lower(forward_only(program) if evaluation else program, receive_ahead=ahead)
-            self._executors[key] = Executor(lowered, group.rank(), model, self._transport, self._kv_grad_fp32)
-        return self._executors[key]
+            self._ready[num_microbatches] = plan.receiving_ahead(1 if self._transport.independent_channels else 0)
+            if self._runner is None:
+                self._runner = Executor(group.rank(), model, self._transport, self._kv_grad_fp32, weights=self._weights)
+        assert self._runner is not None
+        return self._runner, self._ready[num_microbatches]
 
     def _attach(
         self,
@@ -274,17 +240,48 @@ class ForwardBackward:
         """The model as the executor's, the same for every size of step."""
         if own is not None:
             if self._own is None:
-                self._own, self._copies = own, Copies(own, program, group)
+                self._own, self._weights = own, LoopWeights(own, program, group)
             return own
         stages = tuple(program.stages[stage] for stage in stages_of(program, group.rank()))
         if self._chunks is None:
             self._chunks, self._stages = Chunks(list(chunks), config, stages), stages
+            self._weights = LoopWeights(None, program, group)
         elif stages != self._stages:
             raise ScheduleError(
                 f"schedule {program.schedule} places the model differently for {program.num_microbatches} microbatches "
                 "than before, so their number cannot change under it."
             )
         return self._chunks
+
+
+def _share_losses(call: Call | OwnCall, losses: list[LossSum], heads: Sequence[int], group: dist.ProcessGroup) -> None:
+    """Give losses to the ranks that are to have them. losses: this rank's. heads: the pipeline ranks that run the
+    head."""
+    if isinstance(call, OwnCall):
+        call.finish(losses)
+    if isinstance(call, OwnCall) and len(heads) > 1:
+        gather_losses(call, group)
+    else:
+        _share_with_last_rank(call, heads[0], group)
+
+
+def _check_arguments(
+    chunks: Sequence[torch.nn.Module], iterators: Sequence[Any], adjust_tensor_shapes_fn: Any, no_loss: bool | None
+) -> None:
+    """Raises UserError for arguments that do not go together. no_loss: whether a backward would have nothing to start
+    from."""
+    if len(iterators) != len(chunks):
+        have = f"{len(chunks)} chunk" + "s" * (len(chunks) > 1)
+        raise UserError(f"model has {have}, but data_iterator is a list of {len(iterators)}: give one for each.")
+    if adjust_tensor_shapes_fn is not None:
+        raise UserError("adjust_tensor_shapes_fn is not supported: every stage hands on hidden states of one shape.")
+    if no_loss:
+        raise UserError("collect_non_loss_data leaves no loss to start a backward from: it needs forward_only=True.")
+
+
+def _check_both_or_neither(communicator: Any, groups: Any) -> None:
+    if (communicator is None) != (groups is None):
+        raise UserError("give both of p2p_communicator and pg_collection, or neither, as megatron-core asks.")
 
 
 def _same(some: Sequence[torch.nn.Module], others: Sequence[torch.nn.Module]) -> bool:
@@ -301,51 +298,6 @@ def _step(seq_length: int, micro_batch_size: int, training: bool) -> Step:
         seq_length=seq_length,
         training=training,
     )
-
-
-def _without_reductions(stack: ExitStack, chunks: list[torch.nn.Module], config: TransformerConfig) -> None:
-    """Let no backward start a data-parallel reduction: a weight's last gradient may come from any unit's B or W."""
-    functions = config.no_sync_func if isinstance(config.no_sync_func, list) else [config.no_sync_func]
-    for function in functions:
-        if function is not None:
-            stack.enter_context(function())
-    for chunk in _overlapping(chunks):
-        stack.enter_context(_plain_hooks(chunk))
-
-
-@contextmanager
-def _plain_hooks(chunk: DistributedDataParallel) -> Iterator[None]:
-    """Let the hooks of an overlapping chunk only add gradients up, as without overlap: the others count the weights,
-    and fail on one whose gradient is put off."""
-    chunk.ddp_config.overlap_grad_reduce = False
-    try:
-        yield
-    finally:
-        chunk.ddp_config.overlap_grad_reduce = True
-
-
-def _finish_gathers(chunks: list[torch.nn.Module]) -> None:
-    """With `overlap_param_gather` the hooks of a module's forward wait for its weights. A PipelineModel's may leave for
-    another rank, or be used, without that forward."""
-    for chunk in chunks:
-        if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
-            for group in chunk.bucket_groups:
-                group.finish_param_sync(skip_next_bucket_dispatch=True)
-
-
-def _start_reductions(chunks: list[torch.nn.Module], force_all_reduce: bool | None) -> None:
-    """What the last backward would have started with `overlap_grad_reduce`; `finalize_model_grads` waits for it.
-
-    `grad_sync_func` and `param_sync_func` only say when to start what is started here, once a step, and by the
-    forward's hooks, so they are not called.
-    """
-    for chunk in _overlapping(chunks):
-        for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
-            group.start_grad_sync(force_all_reduce=force_all_reduce)
-
-
-def _overlapping(chunks: list[torch.nn.Module]) -> list[Any]:
-    return [c for c in chunks if isinstance(c, DistributedDataParallel) and c.ddp_config.overlap_grad_reduce]
 
 
 def _share_with_last_rank(call: Call | OwnCall, head: int, group: dist.ProcessGroup) -> None:

@@ -1,16 +1,13 @@
-"""One step of `helixpipe.model.PipelineModel`, which runs any schedule: its data, its losses, and what it needs beyond
-megatron-core's `finalize_model_grads`."""
+"""One step of `helixpipe.model.PipelineModel`, which runs any schedule: its data and its losses."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
@@ -19,8 +16,7 @@ from helixpipe.drop_in.checks import unwrapped
 from helixpipe.lowering.validate import untrainable
 from helixpipe.model import Microbatch, PipelineModel
 from helixpipe.model.device import device
-from helixpipe.model.layers import piece_of
-from helixpipe.program.program import Piece, Program, chunk_lengths
+from helixpipe.program.program import Program
 from helixpipe.runtime.executor import LossSum, Step
 
 
@@ -90,8 +86,10 @@ def check_own_program(program: Program, rank: int, num_ranks: int, num_microbatc
 def check_lengths(program: Program, seq_length: int, config: TransformerConfig) -> None:
     """That the sequence can be cut as the program says. Raises ProgramError."""
     tp = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    lengths = chunk_lengths(program, seq_length)
-    if any(length % tp for length in lengths):
+    workload = program.workload.in_tokens(seq_length)
+    for lengths in sorted({workload.tokens(microbatch) for microbatch in range(len(workload))}):
+        if not any(length % tp for length in lengths):
+            continue
         raise ProgramError(
             f"with sequence_parallel every chunk's tokens must be a multiple of the tensor-parallel size {tp}, but "
             f"they are {lengths}: give other chunks or chunk_lengths."
@@ -194,58 +192,3 @@ def gather_losses(call: OwnCall, group: dist.ProcessGroup) -> None:
     losses = sorted(loss for part, _ in parts for loss in part)
     call.store = [{"lm loss": torch.tensor(loss, device=device())} for _, loss in losses]
     call.num_tokens.fill_(sum(tokens for _, tokens in parts))
-
-
-class Copies:
-    """The gradients of weights that several ranks hold, on whichever ranks: tied word embeddings, replicated stages."""
-
-    def __init__(self, model: PipelineModel, program: Program, group: dist.ProcessGroup):
-        self._group = group
-        held = [set(program.pieces_of_rank(rank)) for rank in range(program.num_ranks)]
-        own = model.replicated_parameters()
-        self._copies: list[tuple[torch.nn.Parameter, list[int]]] = []
-        for name in sorted(own):  # in one order on all ranks
-            pieces = {piece_of(name)}
-            if pieces == {Piece("embed")} and model.share_embeddings_and_output_weights:
-                pieces.add(Piece("head"))
-            self._copies.append((own[name], [rank for rank, each in enumerate(held) if each & pieces]))
-        # NCCL makes the group's communicator with all its ranks: not in `_exchange`, which only some of them run.
-        dist.all_reduce(torch.zeros(1, device=device()), group=group)
-
-    def sum(self) -> None:
-        """Before the data-parallel reduction, while all ranks hold whole gradients."""
-        for parameter, holders in self._copies:
-            main = getattr(parameter, "main_grad", None)
-            if main is None and parameter.grad is None:  # held here, but run by others alone
-                parameter.grad = torch.zeros_like(parameter)
-            gradient = parameter.grad if main is None else main
-            assert gradient is not None
-            if len(holders) == self._group.size():
-                dist.all_reduce(gradient, group=self._group)
-            else:
-                self._exchange(gradient, holders)
-
-    def _exchange(self, gradient: Tensor, holders: list[int]) -> None:
-        """Sum in the order of ranks, the same to the bit on all; a group for every set of ranks would need the whole
-        job to make it."""
-        parts = [gradient if rank == self._group.rank() else torch.empty_like(gradient) for rank in holders]
-        transfers = []
-        for rank, part in zip(holders, parts, strict=True):
-            if part is not gradient:
-                peer = dist.get_global_rank(self._group, rank)
-                transfers.append(dist.P2POp(dist.isend, gradient, peer, self._group))
-                transfers.append(dist.P2POp(dist.irecv, part, peer, self._group))
-        for work in dist.batch_isend_irecv(transfers):
-            work.wait()
-        gradient.copy_(torch.stack(parts).sum(dim=0))
-
-
-def without_embeddings(groups: ProcessGroupCollection) -> ProcessGroupCollection:
-    """The groups for `finalize_model_grads_func`, such that it leaves tied copies to `Copies`.
-
-    megatron-core's looks for them on the first and the last rank, where a schedule may not have them; the groups it
-    does that by are replaced by that of context parallelism, which for a PipelineModel is this rank alone.
-    """
-    groups = copy.copy(groups)
-    groups.embd = groups.pos_embd = groups.cp
-    return groups

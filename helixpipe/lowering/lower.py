@@ -5,12 +5,14 @@ and every rank's own order. Each rank's stream is the projection of that one ord
 the streams of both its ends.
 
 Theorem. Streams projected from one linear order cannot deadlock, even when messages are unbuffered rendezvous (a send
-ends only when its receive runs) and each rank has a single communication stream that runs in the order issued.
-Proof. Take the earliest event of the order that has not finished. Everything before it has. If it is an op, its rank
-has finished all that precedes it in its stream, and all messages it waits for are earlier in the order, so finished:
-it runs. If it is a message, both ends have issued it, because all earlier ops of both ranks have finished, and it is
-at the head of both communication streams, because all earlier messages have finished, what it passes on among them: it
-runs. So there is never an earliest event that is stuck. (Tested with random programs.)
+ends only when its receive runs), when collectives end only when all their members have entered them, and when each rank
+has a single queue for all it does, which runs in the order issued. So does every other resource (a link, a copy engine,
+a group) whose tasks run in the order of the list.
+Proof. Take the earliest task of the order that has not finished. Everything before it has. Whoever takes part in it (an
+op its rank, a message both ends, a collective all members) has finished all that precedes it in its stream, so it is
+issued and at the head of every queue and resource it stands in; and all that it waits for is earlier in the order, what
+it passes on and whose memory it takes among them, so finished: it runs. So there is never an earliest task that is
+stuck. (Tested with random programs, on machines that do everything in the least helpful order.)
 
 Weights that travel. The handlers of an executor need no more than the instruction and three tables of the graph, all by
 message (`Message.number`), so copies of one stage on a rank are never mixed up:
@@ -36,68 +38,14 @@ the one before it holds up ops too, which those two may need.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
-from enum import Enum
-from typing import NamedTuple
-
 from helixpipe.costs.by_hand import unit_costs
-from helixpipe.lowering.graph import Graph, Times, collector_paused, list_schedule
-from helixpipe.lowering.validate import validate
+from helixpipe.lowering.bound import BoundCosts
+from helixpipe.lowering.graph import Graph
+from helixpipe.lowering.order import collector_paused, list_schedule
+from helixpipe.lowering.project import LoweredProgram, project, receive_early
+from helixpipe.lowering.validate import check_ends, validate
 from helixpipe.program.costs import Costs
-from helixpipe.program.message import Message
-from helixpipe.program.program import Op, Program
-
-
-class Action(str, Enum):
-    """What one instruction does; the executor has one handler each."""
-
-    RECV = "RECV"
-    """Post the receive of a message: take a buffer and start listening."""
-    WAIT = "WAIT"
-    """Wait until a received message is there. No op needs gradients of weights: those that another message follows are
-    waited for right before its SEND; the others, which are their owner's, before the first op that starts, on paper,
-    after they have come, or at the end."""
-    RUN = "RUN"
-    """Run an op."""
-    SEND = "SEND"
-    """Start sending a message; its tensors belong to the transport from here on. Weights that were received are sent as
-    they are, maybe before they have arrived, and stay in use."""
-    FREE = "FREE"
-    """Of a B or W: its unit stashes nothing any more. Of a message: the copy of weights it brought has had its last op
-    and has been passed on."""
-
-
-class Instruction(NamedTuple):
-    """One step of a rank's stream. RUN names an op, FREE an op or a message, the others a message."""
-
-    action: Action
-    op: Op | None = None
-    message: Message | None = None
-
-    def __str__(self) -> str:
-        return f"{self.action.value} {self.op if self.op is not None else self.message}"
-
-
-@dataclass(frozen=True)
-class LoweredProgram:
-    """What the executor and the simulator both read.
-
-    streams: for each rank its instructions. graph: the tasks they came from. order: the one linear order of tasks.
-    openings: how many instructions of each rank's stream belong to the opening of the step, which is what comes before
-    the first backward in the one order. All that is sent in it is received in it, so it can be run again.
-    """
-
-    program: Program
-    graph: Graph
-    order: tuple[int, ...]
-    streams: tuple[tuple[Instruction, ...], ...]
-    openings: tuple[int, ...]
-
-    @property
-    def messages(self) -> list[Message]:
-        return self.graph.messages
+from helixpipe.program.program import Program
 
 
 @collector_paused()
@@ -107,102 +55,14 @@ def lower(program: Program, costs: Costs | None = None, receive_ahead: int = 0) 
     costs: decide the order of messages relative to ops; unit costs when None. Raises ProgramError when the program is
     not valid.
     """
-    graph = validate(program)
-    times = list_schedule(graph, *timers(program, costs or unit_costs()))
-    projected, openings = _project(graph, times)
-    streams = tuple(
-        (*_post_receives_early(stream[:opening], receive_ahead), *_post_receives_early(stream[opening:], receive_ahead))
-        for stream, opening in zip(projected, openings, strict=True)
-    )
-    return LoweredProgram(program, graph, tuple(times.order), streams, openings)
+    return lower_graph(validate(program, ends=False), costs or unit_costs(), receive_ahead)
 
 
-def timers(program: Program, costs: Costs) -> tuple[Callable[[Op], float], Callable[[Message], float]]:
-    """`costs` bound to a program for `list_schedule`; an op's time is asked for once for all microbatches.
-
-    A backward whose unit is recomputed and has no R op takes the time of R as well.
-    """
-    known: dict[tuple[str, int, int, bool], float] = {}
-    explicit = {op.unit for ops in program.ranks for op in ops if op.kind == "R"}
-    recomputes = [bool(stage.recompute) for stage in program.stages]
-
-    def op_time(op: Op) -> float:
-        inside = op.kind in "BI" and recomputes[op.stage] and op.unit not in explicit
-        key = (op.kind, op.stage, op.chunk, inside)
-        if key not in known:
-            known[key] = costs.op_time(program, op)
-            if inside:
-                known[key] += costs.op_time(program, op._replace(kind="R"))
-        return known[key]
-
-    return op_time, lambda message: costs.message_time(program, message)
-
-
-def _project(graph: Graph, times: Times) -> tuple[list[list[Instruction]], tuple[int, ...]]:
-    """The streams of the ranks, and how much of each is the opening."""
-    openings: tuple[int, ...] | None = None
-    streams: list[list[Instruction]] = [[] for _ in graph.rank_tasks]
-    waits: dict[Op, list[Instruction]] = {}
-    returned: list[list[tuple[float, Instruction]]] = [[] for _ in streams]  # gradients: arrival on paper, WAIT
-    unused = Counter(message.number for message in graph.weights_of.values())  # of a copy: ops to run, SENDs
-    unused.update(m.follows for m in graph.messages if m.kind == "weights" and m.follows >= 0)
-    joined = {m.follows for m in graph.messages if m.kind == "weight_gradients"}
-    for message in graph.messages:
-        if message.kind != "weight_gradients":
-            waits.setdefault(message.consumer, []).append(Instruction(Action.WAIT, None, message))
-
-    def use(message: Message) -> None:
-        unused[message.number] -= 1
-        if not unused[message.number]:
-            streams[message.target].append(Instruction(Action.FREE, None, message))
-
-    for task in times.order:
-        if graph.is_message(task):
-            message = graph.message(task)
-            before = graph.messages[message.follows] if message.follows >= 0 else None
-            if before is not None and message.kind == "weight_gradients":
-                streams[message.source].append(Instruction(Action.WAIT, None, before))
-            streams[message.source].append(Instruction(Action.SEND, None, message))
-            streams[message.target].append(Instruction(Action.RECV, None, message))
-            if message.kind == "weight_gradients" and message.number not in joined:
-                returned[message.target].append((times.end[task], Instruction(Action.WAIT, None, message)))
-            if before is not None and message.kind == "weights":
-                use(before)
-        else:
-            op = graph.ops[task]
-            if op.kind in "BI" and openings is None:
-                openings = tuple(map(len, streams))
-            stream = streams[graph.ranks[task]]
-            arrivals = returned[graph.ranks[task]]
-            stream.extend(wait for end, wait in arrivals if end <= times.start[task])
-            arrivals[:] = [arrival for arrival in arrivals if arrival[0] > times.start[task]]
-            stream.extend(waits.get(op, ()))
-            stream.append(Instruction(Action.RUN, op))
-            if op.kind in "BW":
-                stream.append(Instruction(Action.FREE, op))
-            if op in graph.weights_of:
-                use(graph.weights_of[op])
-    for stream, arrivals in zip(streams, returned, strict=True):
-        stream.extend(wait for _, wait in arrivals)
-    return streams, openings or tuple(map(len, streams))
-
-
-def _post_receives_early(stream: list[Instruction], ahead: int) -> tuple[Instruction, ...]:
-    """Move each RECV before the `ahead` ops that precede it. All move alike, so receives keep their order."""
-    if ahead == 0:
-        return tuple(stream)
-    before_run: dict[int, list[Instruction]] = {}
-    runs = 0
-    for instruction in stream:
-        if instruction.action is Action.RECV:
-            before_run.setdefault(max(runs - ahead, 0), []).append(instruction)
-        runs += instruction.action is Action.RUN
-    moved: list[Instruction] = []
-    runs = 0
-    for instruction in stream:
-        if runs in before_run:  # the first instruction after the run before
-            moved.extend(before_run.pop(runs))
-        if instruction.action is not Action.RECV:
-            moved.append(instruction)
-        runs += instruction.action is Action.RUN
-    return tuple(moved)
+def lower_graph(graph: Graph, costs: Costs, receive_ahead: int = 0) -> LoweredProgram:
+    """Lower a program from its graph, which `validate` returned or which is known to have no fault. Raises ProgramError
+    when its ops wait for each other in a circle."""
+    times = list_schedule(graph, *BoundCosts(graph.program, costs).timers)
+    check_ends(graph, times.order)
+    projected, openings = project(graph, times)
+    lowered = LoweredProgram(graph.program, graph, tuple(times.order), tuple(map(tuple, projected)), openings)
+    return receive_early(lowered, receive_ahead) if receive_ahead else lowered

@@ -2,31 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Collection
+from itertools import pairwise
 
 from helixpipe.common.errors import ProgramError
-from helixpipe.lowering.graph import Graph, build_graph, dependencies
-from helixpipe.program.program import OP_KINDS, OWNED, PLACEMENTS, Op, Program, Stage, Unit, model_pieces
+from helixpipe.lowering.build import build_graph
+from helixpipe.lowering.graph import Graph, op_dependencies
+from helixpipe.lowering.validate_workload import check_activations, check_workload, offloaded_unit
+from helixpipe.program.program import OP_KINDS, Op, Program, Unit
+from helixpipe.program.stages import OWNED, PLACEMENTS, Stage, model_pieces
 
 
-def validate(program: Program) -> Graph:
+def validate(program: Program, ends: bool = True) -> Graph:
     """Check that the program is complete and that running it ends; raises ProgramError with the first fault.
 
-    In this order: the stages are the model; every op is in range; every unit has exactly one F, then exactly one B, or
+    In this order: the stages are the model; documents are whole, their slices in order; activations are of units and
+    pieces there are; every op is in range; every unit has exactly one F, then exactly one B, or
     one I and one W (none of them in a forward-only program), R at most once; nothing twice, nothing missing; every
-    unit stays on one rank, and so do stages whose weights are resident and keys and values of a microbatch; each
+    unit stays on one rank, and so do stages whose weights are resident and keys and values of a document; each
     rank's order and the dependencies together have no cycle. Returns the program's graph, which the last two checks
     need and so does whoever goes on.
+
+    ends: whether to look for a cycle; who list-schedules the graph comes upon one anyway (see `check_ends`).
     """
     _check_stages(program)
+    check_workload(program.workload)
+    check_activations(program)
     _check_ranges(program)
     ranks = _check_no_duplicates(program)
     _check_units(program, ranks)
     _check_placement(program, ranks)
     graph = build_graph(program)
     _check_own_order(graph)
-    _check_no_cycle(graph)
+    if ends:
+        check_ends(graph, _ended(graph))
     return graph
+
+
+def check_ends(graph: Graph, order: Collection[int]) -> None:
+    """That all tasks are in the order they ran in. Raises ProgramError with the ops that wait for each other."""
+    if len(order) == graph.num_tasks:
+        return
+    ran = set(order)
+    stuck = {op for task, op in enumerate(graph.ops) if task not in ran}
+    needed = op_dependencies(graph)
+    before = {op: list(producers) for op, producers in needed.items()}
+    for ops in graph.program.ranks:
+        for previous, op in pairwise(ops):
+            before[op].append(previous)
+    ranks = dict(zip(graph.ops, graph.ranks, strict=True))
+    raise ProgramError(_describe_cycle(_find_cycle(stuck, before), needed, ranks))
 
 
 def untrainable(program: Program) -> str | None:
@@ -36,6 +61,10 @@ def untrainable(program: Program) -> str | None:
     for rank, ops in enumerate(program.ranks):
         if not ops and not program.pieces_of_rank(rank):
             return f"schedule {program.schedule} gives pipeline rank {rank} nothing to run."
+    if program.workload.lengths is None:
+        return f"schedule {program.schedule} does not cut all microbatches alike, each a document: not trained yet."
+    if (unit := offloaded_unit(program)) is not None:
+        return f"schedule {program.schedule} offloads activations, of the unit of {Op('F', *unit)}: not executed yet."
     return None
 
 
@@ -53,21 +82,13 @@ def _check_stages(program: Program) -> None:
     for index, stage in enumerate(program.stages):
         if not stage.pieces:
             raise ProgramError(f"stage {index} has no pieces.")
-        _check_recompute(index, stage)
         if stage.placement not in PLACEMENTS:
             raise ProgramError(
                 f"stage {index} has unknown placement {stage.placement!r}; known are {', '.join(PLACEMENTS)}."
             )
         _check_owner(index, stage, program.num_ranks)
-    for name, size in (("microbatches", program.num_microbatches), ("chunks", program.num_chunks)):
-        if size < 1:
-            raise ProgramError(f"the number of {name} must be at least 1, not {size}.")
     if program.ring.slots < 1:
         raise ProgramError(f"a ring needs room for at least 1 copy of weights on each rank, not {program.ring.slots}.")
-    if program.chunk_lengths is not None and (
-        len(program.chunk_lengths) != program.num_chunks or min(program.chunk_lengths) < 1
-    ):
-        raise ProgramError(f"chunk lengths {program.chunk_lengths} do not fit {program.num_chunks} chunks.")
 
 
 def _check_owner(index: int, stage: Stage, num_ranks: int) -> None:
@@ -82,28 +103,20 @@ def _check_owner(index: int, stage: Stage, num_ranks: int) -> None:
         )
 
 
-def _check_recompute(index: int, stage: Stage) -> None:
-    start = 0
-    for run in stage.recompute:
-        at = stage.pieces.index(run[0], start) if run and run[0] in stage.pieces[start:] else -1
-        if at < 0 or stage.pieces[at : at + len(run)] != run:
-            shown = " ".join(map(str, run)) or "an empty run"
-            raise ProgramError(f"stage {index} cannot recompute {shown}: not a run of its pieces, or out of order.")
-        start = at + len(run)
-
-
 def _check_ranges(program: Program) -> None:
+    limits = len(program.stages), program.num_microbatches, program.num_chunks
     for rank, ops in enumerate(program.ranks):
         for op in ops:
             if op.kind not in OP_KINDS:
                 raise ProgramError(f"rank {rank}: {op} has unknown kind {op.kind!r}; known are {', '.join(OP_KINDS)}.")
-            for name, value, limit in (
-                ("stage", op.stage, len(program.stages)),
-                ("microbatch", op.microbatch, program.num_microbatches),
-                ("chunk", op.chunk, program.num_chunks),
-            ):
+            for name, value, limit in zip(("stage", "microbatch", "chunk"), op[1:], limits, strict=True):
                 if not 0 <= value < limit:
                     raise ProgramError(f"rank {rank}: {op} names {name} {value}, but the last {name} is {limit - 1}.")
+            last = len(program.workload.chunks(op.microbatch)) - 1
+            if op.chunk > last:
+                raise ProgramError(
+                    f"rank {rank}: {op} names chunk {op.chunk}, but the last of microbatch {op.microbatch} is {last}."
+                )
 
 
 def _check_no_duplicates(program: Program) -> dict[Op, int]:
@@ -118,44 +131,60 @@ def _check_no_duplicates(program: Program) -> dict[Op, int]:
 
 
 def _check_units(program: Program, ranks: dict[Op, int]) -> None:
-    for unit in all_units(program):
-        forward, backward, inputs, weights = (Op(kind, *unit) in ranks for kind in "FBIW")
-        if not forward:
+    for unit in program.units():
+        kinds = [kind for kind in "FBIWR" if (kind, *unit) in ranks]  # tuples equal to ops, which take longer to make
+        if kinds == ["F", "B"] and not program.forward_only:
+            continue
+        if "F" not in kinds:
             raise ProgramError(f"{Op('F', *unit)} is missing: every unit needs exactly one forward.")
         if program.forward_only:
-            extra = [kind for kind in "BIWR" if Op(kind, *unit) in ranks]
-            if extra:
-                raise ProgramError(f"{Op(extra[0], *unit)} has no place in a forward-only program.")
+            if len(kinds) > 1:
+                raise ProgramError(f"{Op(kinds[1], *unit)} has no place in a forward-only program.")
             continue
-        if Op("R", *unit) in ranks and not program.stages[unit.stage].recompute:
-            raise ProgramError(f"{Op('R', *unit)} has nothing to do: stage {unit.stage} recomputes none of its pieces.")
-        if backward and (inputs or weights):
+        if "R" in kinds and not program.activations_of(unit).recompute:
+            whose = "its unit" if unit in program.activations else f"stage {unit.stage}"
+            raise ProgramError(f"{Op('R', *unit)} has nothing to do: {whose} recomputes none of its pieces.")
+        inputs, weights = "I" in kinds, "W" in kinds
+        if "B" not in kinds:
+            missing = "" if inputs and weights else "W" if inputs else "I" if weights else "B"
+            if missing:
+                raise ProgramError(f"{Op(missing, *unit)} is missing: every unit needs one B, or one I and one W.")
+        elif inputs or weights:
             other = "I" if inputs else "W"
             raise ProgramError(
                 f"{Op('B', *unit)} and {Op(other, *unit)} exclude each other: a unit has one B, or one I and one W."
             )
-        if not backward:
-            missing = "" if inputs and weights else "W" if inputs else "I" if weights else "B"
-            if missing:
-                raise ProgramError(f"{Op(missing, *unit)} is missing: every unit needs one B, or one I and one W.")
 
 
 def _check_placement(program: Program, ranks: dict[Op, int]) -> None:
+    homes = {op[1:]: rank for op, rank in ranks.items() if op.kind == "F"}
     for op, rank in ranks.items():
-        home = ranks[Op("F", *op.unit)]
+        home = homes[op[1:]]
         if rank != home:
             raise ProgramError(f"{op} is on rank {rank} but its forward is on rank {home}, where its activations are.")
-    chunks = range(program.num_chunks)
+    places = list(program.workload.units())
     for index, stage in enumerate(program.stages):
-        units = [Unit(index, microbatch, chunk) for microbatch in range(program.num_microbatches) for chunk in chunks]
         if stage.placement == "resident" and stage.has_weights:
-            _check_same_rank(units, ranks, f"stage {index} is resident, so all its ops belong on one rank")
+            if len({homes[index, microbatch, chunk] for microbatch, chunk in places}) > 1:
+                units = [Unit(index, *place) for place in places]
+                _check_same_rank(units, ranks, f"stage {index} is resident, so all its ops belong on one rank")
         elif stage.has_attention:
-            for microbatch in range(program.num_microbatches):
-                own = units[microbatch * len(chunks) : (microbatch + 1) * len(chunks)]
-                _check_same_rank(
-                    own, ranks, f"the keys and values of microbatch {microbatch} in stage {index} stay on one rank"
-                )
+            for place in places:
+                for earlier in program.workload.earlier_chunks(*place):
+                    _check_same_rank(
+                        [Unit(index, *earlier), Unit(index, *place)],
+                        ranks,
+                        f"the keys and values of {_shared(program, earlier, place)} in stage {index} stay on one rank",
+                    )
+
+
+def _shared(program: Program, earlier: tuple[int, int], place: tuple[int, int]) -> str:
+    """The words for what of a microbatch, or of two, is attended to."""
+    if earlier[0] == place[0]:
+        return f"microbatch {place[0]}"
+    before, after = (program.workload.chunks(microbatch)[chunk] for microbatch, chunk in (earlier, place))
+    documents = {part.document for part in before} & {part.document for part in after}
+    return f"document {min(documents)}, which is in microbatches {earlier[0]} and {place[0]},"
 
 
 def _check_same_rank(units: list[Unit], ranks: dict[Op, int], rule: str) -> None:
@@ -175,33 +204,21 @@ def _check_own_order(graph: Graph) -> None:
                 raise ProgramError(f"rank {graph.ranks[task]}: {op} comes before {producer}, which it needs.")
 
 
-def _check_no_cycle(graph: Graph) -> None:
-    """Kahn's algorithm over the dependencies and each rank's own order."""
+def _ended(graph: Graph) -> list[int]:
+    """The tasks that can run to their end, by Kahn's algorithm over the dependencies and each rank's own order."""
     waiting = list(graph.num_dependencies)
     last = {tasks.stop - 1 for tasks in graph.rank_tasks}
     for tasks in graph.rank_tasks:
         for task in tasks[1:]:
             waiting[task] += 1
     ready = [task for task, count in enumerate(waiting) if count == 0]
-    num_ops = len(graph.ops)
-    while ready:
-        task = ready.pop()
-        own = [task + 1] if task < num_ops and task not in last else []
+    for task in ready:  # grows
+        own = [task + 1] if task < graph.num_ops and task not in last else []
         for successor in (*graph.successors[task], *own):
             waiting[successor] -= 1
             if waiting[successor] == 0:
                 ready.append(successor)
-    stuck = {graph.ops[task] for task, count in enumerate(waiting[:num_ops]) if count}
-    if stuck:
-        before = {}
-        waits_for = dependencies(graph.program)
-        for ops in graph.program.ranks:
-            for previous, op in zip((None, *ops), ops, strict=False):
-                before[op] = [producer for producer, _ in waits_for(op)]
-                if previous is not None:
-                    before[op].append(previous)
-        ranks = dict(zip(graph.ops, graph.ranks, strict=True))
-        raise ProgramError(_describe_cycle(_find_cycle(stuck, before), waits_for, ranks))
+    return ready
 
 
 def _find_cycle(stuck: set[Op], before: dict[Op, list[Op]]) -> list[Op]:
@@ -216,11 +233,8 @@ def _find_cycle(stuck: set[Op], before: dict[Op, list[Op]]) -> list[Op]:
         path.append(op)
 
 
-def _describe_cycle(cycle: list[Op], waits_for: Callable[[Op], list[tuple[Op, str]]], ranks: dict[Op, int]) -> str:
-    direct = [
-        any(producer == target for producer, _ in waits_for(op))
-        for op, target in zip(cycle, cycle[1:] + cycle[:1], strict=True)
-    ]
+def _describe_cycle(cycle: list[Op], needed: dict[Op, list[Op]], ranks: dict[Op, int]) -> str:
+    direct = [target in needed[op] for op, target in zip(cycle, cycle[1:] + cycle[:1], strict=True)]
     # A run of ops that only come after one another on a rank is told as its two ends.
     corners = [i for i in range(len(cycle)) if direct[i] or direct[i - 1]]
     parts = []
@@ -229,11 +243,3 @@ def _describe_cycle(cycle: list[Op], waits_for: Callable[[Op], list[tuple[Op, st
         relation = "waits for" if direct[i] else "comes after"
         parts.append(f"{op} (rank {ranks[op]}) {relation} {target} (rank {ranks[target]})")
     return "the program can never finish, its ops wait for each other in a circle: " + ", ".join(parts) + "."
-
-
-def all_units(program: Program) -> Iterator[Unit]:
-    """Every unit the program must run, one at a time: a file may name microbatch 999999999."""
-    for stage in range(len(program.stages)):
-        for microbatch in range(program.num_microbatches):
-            for chunk in range(program.num_chunks):
-                yield Unit(stage, microbatch, chunk)

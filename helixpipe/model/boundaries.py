@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from megatron.core.transformer import TransformerConfig
 
-from helixpipe.program.program import Piece
+from helixpipe.costs.piece_kinds import inputs_after
+from helixpipe.program.stages import Piece
 
 
 def payload_shapes(
@@ -19,15 +20,13 @@ def payload_shapes(
     channels, groups = config.kv_channels, config.num_query_groups
     assert channels is not None and groups is not None  # TransformerConfig fills them in
     rows = length // tp if config.sequence_parallel else length
-    hidden = torch.Size((rows, micro_batch_size, config.hidden_size))
     heads = config.num_attention_heads // tp
-    query = torch.Size((length, micro_batch_size, heads, channels))
-    key = torch.Size((length, micro_batch_size, groups // tp, channels))
-    attention = torch.Size((length, micro_batch_size, heads * channels))
-    by_kind = {
-        "norm": (hidden, hidden),
-        "qkv": (query, key, key, hidden),
-        "attn": (attention, hidden),
-        "head": (torch.Size(()),),
+    if after.kind == "head":
+        return (torch.Size(()),)
+    shapes = {
+        "hidden": torch.Size((rows, micro_batch_size, config.hidden_size)),
+        "query": torch.Size((length, micro_batch_size, heads, channels)),
+        "key": torch.Size((length, micro_batch_size, groups // tp, channels)),
+        "attention": torch.Size((length, micro_batch_size, heads * channels)),
     }
-    return by_kind.get(after.kind, (hidden,))
+    return tuple(shapes[name] for name in inputs_after(after.kind))

@@ -24,7 +24,7 @@ from helixpipe.model.backends import Kernels
 from helixpipe.model.chunked_mlp import make_mlp
 from helixpipe.model.kv_store import UnitKeyValues
 from helixpipe.model.norms import make_norm
-from helixpipe.program.program import Piece
+from helixpipe.program.stages import Piece
 
 DrawWeights = Callable[[str], AbstractContextManager[None]]
 """Gives the context in which the weights of the named part are drawn (`randomness.initial_weights`)."""

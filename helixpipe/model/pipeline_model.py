@@ -29,7 +29,7 @@ from helixpipe.model.linear import WeightGradients, defer_weight_gradients
 from helixpipe.model.norms import make_norm
 from helixpipe.model.options import GPTOptions, Microbatch, UnitContext, check_supported
 from helixpipe.model.randomness import DropoutSeeds, initial_weights
-from helixpipe.program.program import Piece
+from helixpipe.program.stages import Piece
 
 _WORD_EMBEDDING = "embedding.word_embeddings.weight"
 _OUTPUT_LAYER = "output_layer.weight"

@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from helixpipe.model.device import device
 from helixpipe.model.options import UnitContext
-from helixpipe.program.program import PIECE_KINDS, Piece
+from helixpipe.program.stages import PIECE_KINDS, Piece
 
 
 def derive_seed(*parts: int | str) -> int:

@@ -8,9 +8,13 @@ from typing import Any
 
 from helixpipe.common.errors import ScheduleError
 from helixpipe.common.flags import nearest_name
-from helixpipe.planning.recompute import RecomputeOptions, recomputed
+from helixpipe.planning.early import recomputed
+from helixpipe.planning.recompute import RecomputeOptions, check_recomputes
 from helixpipe.program.costs import Costs
-from helixpipe.program.program import Program, Stage, even_stages, from_csv
+from helixpipe.program.files import is_file, load_program, says_all
+from helixpipe.program.program import Program
+from helixpipe.program.stages import Stage, even_stages
+from helixpipe.program.workload import Workload, uniform
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,11 @@ class Shape:
         if lengths is not None and (len(lengths) != self.chunks or min(lengths) < 1):
             raise ScheduleError(f"chunk lengths {lengths} do not fit the number of chunks, {self.chunks}.")
         self.recompute.check()
+
+    @property
+    def workload(self) -> Workload:
+        """Microbatches that are all cut alike."""
+        return uniform(self.microbatches, self.chunks, self.chunk_lengths)
 
     def even_stages(self, count: int) -> tuple[Stage, ...]:
         """`count` stages of equally many layers, with what they recompute; see `program.even_stages`."""
@@ -105,7 +114,8 @@ class Catalogue(Mapping[str, Schedule]):
         near = nearest_name(name, self)
         hint = f"did you mean {near}? " if near else ""
         raise ScheduleError(
-            f"unknown pipeline schedule {name!r}: {hint}known are {', '.join(self)}, or the path of a .csv file."
+            f"unknown pipeline schedule {name!r}: {hint}known are {', '.join(self)}, or the path of a .json or .csv "
+            "file."
         )
 
     def foreign_options(self, given: Mapping[str, str], chosen: Sequence[Schedule]) -> list[str]:
@@ -125,7 +135,7 @@ class Catalogue(Mapping[str, Schedule]):
         flag: as typed (`ChunkOptions.cutting_flag`); None: none is given. names: of schedules and files. A file has a
         number of chunks of its own, which a flag may repeat but not find.
         """
-        schedules = [name for name in names if not name.endswith(".csv")]
+        schedules = [name for name in names if not is_file(name)]
         if flag is None or any(self.find(name).chunks for name in schedules):
             return
         if schedules:
@@ -136,31 +146,45 @@ class Catalogue(Mapping[str, Schedule]):
             raise ScheduleError(f"{flag} finds a number of chunks, but {', '.join(names)} has its own; leave it out.")
 
     def build(self, name: str, shape: Shape, options: Any = None) -> Program:
-        """The program of a schedule of the catalogue, or of a CSV file (a name that ends in `.csv`), for a shape.
+        """The program of a schedule of the catalogue, or of a file (a name that ends in `.json` or `.csv`), for a
+        shape.
 
         Raises ScheduleError for an unknown name or a shape the schedule cannot have; for a file, ProgramError when it
-        cannot be read and ScheduleError when it was made for other ranks or microbatches. The program is not validated
-        here (`lowering.lower` does).
+        cannot be read and ScheduleError when it was made for another shape or, a JSON file, recomputes something else.
+        The program is not validated here (`lowering.lower` does).
         """
-        return recomputed(self._build(name, shape, options), shape.recompute, shape.costs, shape.memory_limit)
-
-    def _build(self, name: str, shape: Shape, options: Any) -> Program:
-        if name.endswith(".csv"):
-            program = from_csv(name, shape.layers)
-            if (program.num_ranks, program.num_microbatches) != (shape.ranks, shape.microbatches):
-                raise ScheduleError(
-                    f"{name} is a program for {program.num_ranks} ranks and {program.num_microbatches} microbatches, "
-                    f"but the run has {shape.ranks} and {shape.microbatches}."
-                )
-            if shape.virtual_stages is not None:
-                raise ScheduleError(f"{name} says itself which stages a rank has; leave virtual stages out.")
-            if shape.chunks not in (1, program.num_chunks):
-                raise ScheduleError(
-                    f"{name} has {program.num_chunks} chunks a microbatch, but the run has {shape.chunks}."
-                )
-            if shape.chunks == program.num_chunks:  # a file does not say how long they are
-                return replace(program, chunk_lengths=shape.chunk_lengths)
+        program = self._of_file(name, shape) if is_file(name) else self._of_schedule(name, shape, options)
+        if says_all(name):
+            check_recomputes(name, program, shape.recompute)
             return program
+        return recomputed(program, shape.recompute, shape.costs, shape.memory_limit)
+
+    def _of_file(self, name: str, shape: Shape) -> Program:
+        program = load_program(name, shape.layers)
+        if (program.num_ranks, program.num_microbatches) != (shape.ranks, shape.microbatches):
+            raise ScheduleError(
+                f"{name} is a program for {program.num_ranks} ranks and {program.num_microbatches} microbatches, "
+                f"but the run has {shape.ranks} and {shape.microbatches}."
+            )
+        if program.num_layers != shape.layers:
+            raise ScheduleError(f"{name} has {program.num_layers} layers, but the run has {shape.layers}.")
+        if shape.virtual_stages is not None:
+            raise ScheduleError(f"{name} says itself which stages a rank has; leave virtual stages out.")
+        if shape.chunks not in (1, program.num_chunks):
+            raise ScheduleError(f"{name} has {program.num_chunks} chunks a microbatch, but the run has {shape.chunks}.")
+        workload = program.workload
+        if workload.proportional and workload.lengths is not None:
+            if shape.chunks == program.num_chunks:  # how long they are, such a file does not say
+                return replace(program, workload=shape.workload)
+        elif shape.chunk_lengths not in (None, program.chunk_lengths):
+            asked = ", ".join(map(str, shape.chunk_lengths or ()))
+            raise ScheduleError(
+                f"{name} says itself how long its chunks are, and it is not {asked} tokens as the run has them; leave "
+                "the flags about chunks out."
+            )
+        return program
+
+    def _of_schedule(self, name: str, shape: Shape, options: Any) -> Program:
         schedule = self.find(name)
         if shape.virtual_stages not in (None, 1) and not schedule.virtual_stages:
             raise ScheduleError(

@@ -9,14 +9,17 @@ matrix products, equal FLOPs are not equal times.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import lcm
 
 from helixpipe.common.errors import UserError
 from helixpipe.costs.hardware import Hardware
+from helixpipe.lowering.bound import stage_work
 from helixpipe.lowering.lower import lower
 from helixpipe.program.costs import Costs
-from helixpipe.program.program import Op, Program, Stage
+from helixpipe.program.program import Program
+from helixpipe.program.stages import Stage
+from helixpipe.program.workload import Extent
 from helixpipe.simulate.simulator import Simulation, simulate
 
 KERNEL_TOKENS = 64
@@ -73,8 +76,9 @@ def balanced_lengths(
 
 def chunk_times(costs: Costs, stages: tuple[Stage, ...], lengths: tuple[int, ...]) -> tuple[float, ...]:
     """Time of each chunk, forward and backward of all stages, in the unit of the costs."""
-    program = Program("chunks", stages, ((),), 1, len(lengths), lengths)
-    return tuple(_chunk_time(costs, program, chunk) for chunk in range(len(lengths)))
+    starts = accumulate(lengths, initial=0)
+    extents = (Extent(length, start) for length, start in zip(lengths, starts, strict=False))
+    return tuple(_chunk_time(costs, stages, extent, sum(lengths)) for extent in extents)
 
 
 def short_chunks(seq_length: int, chunks: int, micro_batch_size: int, hardware: Hardware) -> str | None:
@@ -126,8 +130,9 @@ def _require_room(seq_length: int, chunks: int, alignment: int) -> None:
         )
 
 
-def _chunk_time(costs: Costs, program: Program, chunk: int) -> float:
-    return sum(costs.op_time(program, Op(kind, s, 0, chunk)) for s in range(len(program.stages)) for kind in "FB")
+def _chunk_time(costs: Costs, stages: tuple[Stage, ...], extent: Extent, whole: float) -> float:
+    ops = ((kind, stage) for stage in range(len(stages)) for kind in "FB")
+    return sum(costs.op_time(stage_work(kind, stages, stage, (extent,), whole)) for kind, stage in ops)
 
 
 class _Cuts:
@@ -143,10 +148,8 @@ class _Cuts:
     def time(self, start: int, end: int) -> float:
         """Of the chunk between two cuts."""
         if (start, end) not in self.known:
-            parts = (start, end - start, self.seq_length - end)
-            lengths = tuple(part for part in parts if part)
-            program = Program("chunks", self.stages, ((),), 1, len(lengths), lengths)
-            self.known[start, end] = _chunk_time(self.costs, program, 1 if start else 0)
+            extent = Extent(end - start, start)
+            self.known[start, end] = _chunk_time(self.costs, self.stages, extent, self.seq_length)
         return self.known[start, end]
 
     def furthest(self, start: int, number: int, longest: float, step: int) -> int:

@@ -9,7 +9,7 @@ from helixpipe.common.errors import UserError
 from helixpipe.common.flags import option
 from helixpipe.planning.chunk_lengths import CHUNK_COUNTS, average_lengths, balanced_lengths, default_alignment
 from helixpipe.program.costs import Costs
-from helixpipe.program.program import even_stages
+from helixpipe.program.stages import even_stages
 
 NOMINAL_LENGTH = 65536
 """Tokens of a sequence when nothing says how many, as with times given by hand: only the shares matter then."""

@@ -12,17 +12,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from helixpipe.costs.piece_kinds import MODULES, WITHOUT_CORE_ATTENTION
+from helixpipe.lowering.bound import BoundCosts
+from helixpipe.planning.room import beside_units
 from helixpipe.program.costs import Costs
-from helixpipe.program.program import LAYER_PIECES, Op, Piece, Program, Stage
+from helixpipe.program.program import Op, Program
+from helixpipe.program.stages import LAYER_PIECES, Piece, Stage
+from helixpipe.program.tasks import Buffer
+from helixpipe.program.workload import uniform
 
 Runs = tuple[tuple[str, ...], ...]
 """What a layer recomputes: runs of kinds of pieces."""
 
 CHOICES: tuple[Runs, ...] = (
     (),
-    (("mlp",),),
-    (("attn",),),
-    (("norm", "qkv"), ("proj", "mlp")),
+    ((MODULES["mlp"],),),
+    ((MODULES["core_attn"],),),
+    WITHOUT_CORE_ATTENTION,
     (LAYER_PIECES,),
 )
 """Nothing; the MLP; core attention (Korthikanti et al., 2022); all but core attention; the whole layer."""
@@ -47,14 +53,17 @@ class Measures:
 
     def __init__(self, costs: Costs, stage: Stage):
         self._costs = costs
-        self._program = Program("one stage", (stage,), ((Op("F", 0, 0), Op("B", 0, 0)),), 1)
+        program = Program("one stage", (stage,), ((Op("F", 0, 0), Op("B", 0, 0)),), uniform(1))
+        self._bound = BoundCosts(program, costs)
         self.pieces = stage.pieces
 
     def time(self, kind: str) -> float:
-        return self._costs.op_time(self._program, Op(kind, 0, 0))
+        return self._costs.op_time(self._bound.work(Op(kind, 0, 0)))
 
-    def kept(self, kind: str) -> float:
-        return self._costs.stash(self._program, Op(kind, 0, 0))
+    def kept(self, during_backward: bool = False) -> float:
+        """By a unit from F to B, or at most during its B."""
+        kinds = ("saved", "recomputed") if during_backward else ("saved",)
+        return sum(self._bound.size(Buffer(kind, 0, 0, 0, 0)) for kind in kinds)
 
 
 @dataclass(frozen=True)
@@ -91,7 +100,8 @@ class LayerChoices:
         self.forward_and_backward = nothing.time("F") + nothing.time("B")
         whole = Measures(costs, make_stage([()], embed=embed, head=head))
         self.ends = whole.time("F") + whole.time("B") - self.forward_and_backward
-        self._embedding = Measures(costs, make_stage([()], embed=embed)).kept("F") - nothing.kept("F")
+        self._embedding = Measures(costs, make_stage([()], embed=embed)).kept() - nothing.kept()
+        self._beside = self._room_beside()
         # From the back to the front: what a layer makes again beside what it kept grows.
         self.layers = sorted(_layers(costs, free), key=lambda layer: layer.backward - layer.kept)
         self.plain: list[Choice] = []
@@ -103,12 +113,21 @@ class LayerChoices:
         return [layer.runs for layer, count in reversed(list(pairs)) for _ in range(count)]
 
     def memory(self, choice: Choice, units: int) -> float:
-        """The most a rank keeps of that many units of the stage, weights and optimizer not included."""
+        """The most a rank keeps of that many units of the stage; see `always` for the rest."""
         return (units - 1) * choice.kept + choice.backward + units * self._embedding
 
-    def static(self, count: int) -> float:
-        """Weights and optimizer of a stage of that many layers; see `Costs.static_memory`."""
-        return self._costs.static_memory(make_stage([()] * count, embed=self.embed, head=self.head).pieces)
+    def always(self, count: int) -> float:
+        """What a rank with that many layers needs beside its units: weights and optimizer, and room around an op."""
+        return (
+            self._costs.static_memory(make_stage([()] * count, embed=self.embed, head=self.head).pieces) + self._beside
+        )
+
+    def _room_beside(self) -> float:
+        """Around an op of such a stage between its neighbours; see `beside_units`."""
+        layer, own = make_stage([()]), make_stage([()], embed=self.embed, head=self.head)
+        stages = (*(() if self.embed else (layer,)), own, *(() if self.head else (layer,)))
+        program = Program("neighbours", stages, ((),) * len(stages), uniform(1))
+        return beside_units(BoundCosts(program, self._costs), [0 if self.embed else 1])
 
     def cheapest(self, count: int, units: int, limit: float) -> Choice | None:
         """The choice for `count` layers that takes the least time and keeps `units` microbatches in `limit`; None where
@@ -134,7 +153,7 @@ class LayerChoices:
             one = tuple(int(at == index) for at in range(len(self.layers)))
             last = Measures(self._costs, make_stage([layer.runs], head=self.head))
             for count in range(1, most + 1):
-                added = [Choice(layer.time, last.kept("F"), last.kept("B"), one)] if count == 1 else []
+                added = [Choice(layer.time, last.kept(), last.kept(during_backward=True), one)] if count == 1 else []
                 for time, kept, backward, counts in found[count - 1]:
                     added.append(
                         Choice(
@@ -158,7 +177,9 @@ def _layers(costs: Costs, free: bool) -> list[Layer]:
     found: list[Layer] = []
     for runs in CHOICES:
         alone = Measures(costs, make_stage([runs]))
-        layer = Layer(runs, alone.time("R") if runs and not free else 0.0, alone.kept("F"), alone.kept("B"))
+        layer = Layer(
+            runs, alone.time("R") if runs and not free else 0.0, alone.kept(), alone.kept(during_backward=True)
+        )
         if not any(
             other.time <= layer.time and other.kept <= layer.kept and other.backward <= layer.backward
             for other in found

@@ -12,9 +12,9 @@ layer of a unit decides how the times of a layer's pieces are scaled, and what r
 
 from __future__ import annotations
 
+import gc
 import json
 import os
-import platform
 import statistics
 import sys
 import time
@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +33,20 @@ from torch.autograd import Variable
 
 from helixpipe.costs.models import Layout, ModelShape
 from helixpipe.costs.profile_costs import ChunkTimes, Profile
-from helixpipe.lowering.lower import Instruction, lower
+from helixpipe.lowering.lower import lower
+from helixpipe.lowering.project import Action, Instruction, LoweredProgram
 from helixpipe.model import GPTOptions, Microbatch, PipelineModel, UnitContext
 from helixpipe.model.backends import Machine, fuses_weight_gradients, transport_name
 from helixpipe.model.device import device
+from helixpipe.profile.machine import clock_name, machine, needs_wall_clock
 from helixpipe.profile.message_times import measure_messages
-from helixpipe.program.program import LAYER_PIECES, PIECE_KINDS, Op, Piece, Program, Stage, model_pieces
+from helixpipe.program.program import Op, Program
+from helixpipe.program.stages import LAYER_PIECES, PIECE_KINDS, Piece, Stage, model_pieces
+from helixpipe.program.workload import uniform
 from helixpipe.runtime.executor import Executor, Step
 from helixpipe.runtime.recording import Clock
 from helixpipe.runtime.transport import Alone
+from helixpipe.watch.position import Position
 
 SHORT, LONG = 1, 3
 """Layers of the two whole units that are timed."""
@@ -96,12 +102,12 @@ def main() -> None:
             chunks=(ChunkTimes(task.seq_length, 0, pieces, overhead),),
             messages=messages,
             torch=torch.__version__,
-            machine=_machine(),
+            machine=machine(),
             assumed={
                 "processes": processes,
                 "threads": task.threads,
                 "repeats": task.repeats,
-                "clock": _clock_name(bool(gpus), needs_wall_clock(task.threads, processes)),
+                "clock": clock_name(bool(gpus), needs_wall_clock(task.threads, processes)),
                 "gradients": "added to float32 buffers",
                 "dropout": 0.0,
                 "kernels": measurement.kernels(transport_name(dist.get_backend(), bool(gpus))),
@@ -172,31 +178,32 @@ def build_model(task: Task, num_layers: int, pieces: Sequence[Piece]) -> tuple[P
     return model, ddp
 
 
-def needs_wall_clock(threads: int, processes: int) -> bool:
-    """Whether this thread's processor time would not be what a step waits for. It leaves out what other programs on the
-    machine take away, but also other threads, and processes that have to share a core."""
-    return threads > 1 or processes > (os.cpu_count() or 1)
-
-
-class _MarkedExecutor(Executor):
+class _Marks(Position):
     """Marks the start of every op; an op lasts until the next begins, so that freeing what it kept is in it."""
 
-    def __init__(self, program: Program, model: PipelineModel, clock: Clock):
-        super().__init__(lower(program), 0, model, Alone())
+    def __init__(self, clock: Clock):
+        super().__init__()
         self._clock = clock
-        self._marks: list[tuple[str, Any]] = []
+        self._stream: Sequence[Instruction] = ()
+        self.marks: list[tuple[str, Any]] = []
 
-    def _run(self, instruction: Instruction) -> None:
-        assert instruction.op is not None
-        self._marks.append((instruction.op.kind, self._clock.mark()))
-        super()._run(instruction)
+    def begin(self, lowered: LoweredProgram, pp_rank: int) -> None:
+        super().begin(lowered, pp_rank)
+        self._stream, self.marks = lowered.streams[pp_rank], []
 
-    def times(self, step: Step) -> Iterator[tuple[str, float]]:
-        """(op kind, seconds) of every op of one step."""
-        self._marks = []
-        self.run(step)
-        self._marks.append(("", self._clock.mark()))
-        for (kind, start), (_, end) in zip(self._marks, self._marks[1:], strict=False):
+    def at(self, instruction: int) -> None:
+        super().at(instruction)
+        op = self._stream[instruction].op if instruction < len(self._stream) else None
+        if op is not None and self._stream[instruction].action is Action.RUN:
+            self.marks.append((op.kind, self._clock.mark()))
+
+    def end(self) -> None:
+        super().end()
+        self.marks.append(("", self._clock.mark()))
+
+    def times(self) -> Iterator[tuple[str, float]]:
+        """(op kind, seconds) of every op of the step that ran last."""
+        for (kind, start), (_, end) in pairwise(self.marks):
             yield kind, self._clock.seconds(start, end)
 
 
@@ -246,16 +253,19 @@ class Measurement:
         if split:
             self._model.weight_gradients()
         whole = {
-            "short": _MarkedExecutor(self._program(SHORT, split), self._model, self._clock),
-            "long": _MarkedExecutor(self._program(LONG, split), self._model, self._clock),
+            "short": lower(self._program(SHORT, split)),
+            "long": lower(self._program(LONG, split)),
         }
+        marks = _Marks(self._clock)
+        executor = Executor(0, self._model, Alone(), position=marks)
         samples: Samples = {}
         for number in range(WARM_UP + self._task.repeats):
             dist.barrier(self._group)
             self._ddp.zero_grad_buffer()
             found = [*self._time_pieces(split)]
-            for name, executor in whole.items():
-                found += [((name, kind), seconds) for kind, seconds in executor.times(self._step)]
+            for name, lowered in whole.items():
+                executor.run(lowered, self._step)
+                found += [((name, kind), seconds) for kind, seconds in marks.times()]
             if number >= WARM_UP:
                 for key, seconds in found:
                     samples.setdefault(key, []).append(seconds)
@@ -269,7 +279,7 @@ class Measurement:
             if microbatch + 1 < MICROBATCHES:
                 order.append(Op("F", 0, microbatch + 1))
             order += [Op(kind, 0, microbatch) for kind in ("IW" if split else "B")]
-        return Program("profile", (Stage(model_pieces(layers)),), (tuple(order),), MICROBATCHES)
+        return Program("profile", (Stage(model_pieces(layers)),), (tuple(order),), uniform(MICROBATCHES))
 
     def _time_pieces(self, split: bool) -> Iterator[tuple[tuple[str, str], float]]:
         """Every piece forward, then every piece backward, each in a graph of its own."""
@@ -334,32 +344,6 @@ def scale_to_whole_units(samples: Samples, kind: str) -> tuple[dict[str, float],
     return scaled, max(rest, 0.0)
 
 
-def _clock_name(on_gpu: bool, wall: bool) -> str:
-    return "CUDA events" if on_gpu else "monotonic" if wall else "processor time"
-
-
-def _machine() -> dict[str, Any]:
-    on_gpu = torch.cuda.is_available()
-    name = torch.cuda.get_device_name() if on_gpu else _processor()
-    return {
-        "device": name,
-        "devices": torch.cuda.device_count() if on_gpu else 0,
-        "cores": os.cpu_count(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
-    }
-
-
-def _processor() -> str:
-    """The processor's name, where the system tells."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
 if __name__ == "__main__":
+    gc.freeze()  # neither collections between measurements nor the end of the process need search what was imported
     main()

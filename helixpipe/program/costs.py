@@ -1,39 +1,84 @@
-"""What the machinery asks of costs: times and memory. No torch here."""
+"""What the machinery asks of costs: times of work and of messages, sizes of buffers. No torch here.
+
+Nothing here knows a microbatch's number: equal work has equal costs and is asked for once (see `lowering.bound`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from helixpipe.program.message import Message
-from helixpipe.program.program import Op, Piece, Program
+from helixpipe.program.stages import Piece, Segment
+from helixpipe.program.workload import Extents
+
+
+class Work(NamedTuple):
+    """What an op does.
+
+    kind: F, B, I, W or R (a recomputation, whether it is an op of its own or part of a backward). pieces: those it
+    works on; of R, those that are recomputed. extents: of its chunk. whole: tokens of a microbatch, on average over the
+    step, in the unit of the extents. receives, sends: the first piece after the cut at which the op takes what another
+    rank sent, and after that at which it gives what another rank needs; None where there is no such cut.
+    """
+
+    kind: str
+    pieces: tuple[Piece, ...]
+    extents: Extents
+    whole: float
+    receives: Piece | None = None
+    sends: Piece | None = None
+
+
+class Payload(NamedTuple):
+    """What a message carries, and between which pipeline ranks.
+
+    kind: `activation`, `gradient`, `weights` or `weight_gradients`. pieces: of the first two the one piece after the
+    cut, of the others the stage's. gradient_bytes: of an element of a weight's gradient. extents, whole: as of `Work`;
+    of weights there are none.
+    """
+
+    kind: str
+    pieces: tuple[Piece, ...]
+    extents: Extents
+    whole: float
+    source: int
+    target: int
+    gradient_bytes: int = 4
+
+
+class Contents(NamedTuple):
+    """What a buffer holds.
+
+    kind: one of `tasks.BUFFER_KINDS`. segments: of the unit's stage (of `activation` and `gradient` one with the one
+    piece after the cut). extents, whole: as of `Work`; of `keys_values` one extent, the document's tokens, and of
+    `kv_gradients` one with the tokens that have gradients to sum. in_backward: of `recomputed`, whether it is made
+    run by run inside the backward, where the most at a time counts, and not all of it by an R before. gradient_bytes:
+    as of `Payload`.
+    """
+
+    kind: str
+    segments: tuple[Segment, ...]
+    extents: Extents
+    whole: float
+    in_backward: bool = False
+    gradient_bytes: int = 4
 
 
 class Costs(Protocol):
-    """What the simulator asks for: times in one unit, whatever it is, and memory in one unit.
+    """Times in one unit, whatever it is, and memory in one unit.
 
-    op_time: of an op alone; R is the forward of what its stage recomputes, and is not part of B and I.
-    stash: what the op's unit keeps once its F has run (of a recomputed run its inputs alone), once its R has (all), or,
-    for B and I, the most it keeps during a backward that recomputes run by run. deferred_stash: what it keeps from I
-    to W. keys_values: of one microbatch whose sequence runs in chunks, in a stage, beside the units' stash: keys and
-    values from the first chunk's F to its backward, their gradients from the last chunk's backward on. static_memory:
-    all else of a rank that holds these pieces (weights, gradients, optimizer; 0 where unknown). copy_memory: of a copy
-    of a shipped stage, its weights and the gradients summed beside them.
+    op_time: of an op alone; recomputation inside a backward is asked for as R. message_time: of a message on a link
+    that carries nothing else. size: of a buffer; 0 where the unit of memory does not count its kind. static_memory: all
+    that a rank that holds these pieces has at all times (weights, gradients, optimizer; 0 where unknown).
     """
 
     @property
     def memory_unit(self) -> str: ...
 
-    def op_time(self, program: Program, op: Op) -> float: ...
+    def op_time(self, work: Work) -> float: ...
 
-    def message_time(self, program: Program, message: Message) -> float: ...
+    def message_time(self, payload: Payload) -> float: ...
 
-    def stash(self, program: Program, op: Op) -> float: ...
-
-    def deferred_stash(self, program: Program, op: Op) -> float: ...
-
-    def keys_values(self, program: Program, stage: int) -> tuple[float, float]: ...
+    def size(self, contents: Contents) -> float: ...
 
     def static_memory(self, pieces: Sequence[Piece]) -> float: ...
-
-    def copy_memory(self, program: Program, stage: int) -> tuple[float, float]: ...

@@ -1,4 +1,4 @@
-"""What crosses ranks. No torch here."""
+"""Transfers between ranks: messages from one to another, collectives of a group. No torch here."""
 
 from __future__ import annotations
 
@@ -33,3 +33,19 @@ class Message(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.kind} {self.producer} -> {self.consumer} (rank {self.source} -> rank {self.target})"
+
+
+class Collective(NamedTuple):
+    """What a group of ranks does together: all of them are in it from its start to its end.
+
+    kind: `replica_sum`, the sum of a replicated stage's weight gradients over the ranks that hold the stage. number:
+    its place among the program's collectives, equal on every rank.
+    """
+
+    number: int
+    kind: str
+    stage: int
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.kind} of stage {self.stage} (ranks {', '.join(map(str, self.ranks))})"

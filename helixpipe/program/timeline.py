@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from helixpipe.common.errors import UserError
-from helixpipe.program.program import Op, parse_cell
+from helixpipe.program.program import Op
+from helixpipe.program.text import parse_cell
 
 
 class OpEvent(NamedTuple):

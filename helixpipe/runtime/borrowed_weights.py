@@ -8,7 +8,8 @@ meet DDP or the optimizer: the owner adds what comes back to its own gradients.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol, cast
 
 import torch
@@ -17,7 +18,9 @@ from torch import Tensor
 from helixpipe.lowering.graph import Graph
 from helixpipe.model.linear import WeightGradients, add_gradient
 from helixpipe.program.message import Message
-from helixpipe.program.program import Op, Piece
+from helixpipe.program.program import Op
+from helixpipe.program.stages import Piece
+from helixpipe.runtime.weights import StageWeights
 
 
 class ModelWithWeights(Protocol):
@@ -32,43 +35,53 @@ class ModelWithWeights(Protocol):
     def weight_gradients(self) -> WeightGradients: ...
 
 
-class WeightCopies:
-    """Of one rank. `stages`: those that run here on copies, with the modules of `shell`.
+class BorrowedWeights:
+    """Of one rank, for as long as the run lasts. `stages`: those that run here on copies under the plan that runs, with
+    the modules of `shell`.
 
-    own: the model that holds the weights of this rank's own pieces. A shell's weights are views of the copy an op runs
-    with, their `main_grad` views of the sum its gradient is added to.
+    own: the model that holds the weights of this rank's own pieces, store: who keeps these. A shell's weights are views
+    of the copy an op runs with, their `main_grad` views of the sum its gradient is added to.
     """
 
-    def __init__(self, graph: Graph, rank: int, own: ModelWithWeights):
-        program = graph.program
-        self.stages = frozenset(program.copied_stages(rank))
+    def __init__(self, rank: int, own: ModelWithWeights, store: StageWeights):
+        self._rank, self._own, self._own_weights = rank, own, store
+        self.stages: frozenset[int] = frozenset()
         self.shell: ModelWithWeights | None = None
-        self._graph, self._own = graph, own
-        self._known: dict[int, list[torch.nn.Parameter]] = {}
-        if self.stages:
-            self.shell = own.shell([piece for stage in sorted(self.stages) for piece in program.stages[stage].pieces])
-            self._store = self.shell.weight_gradients
-            for weight in (weight for stage in self.stages for weight in self._weights(stage)):
-                weight.register_post_accumulate_grad_hook(self._add_to_sum)
-        self.begin()
-        self._joins = {m.follows: m for m in graph.messages if m.kind == "weight_gradients" and m.follows >= 0}
-        own_sends = [m for m in graph.messages if m.kind == "weights" and m.source == rank and m.follows < 0]
-        self._sends = Counter(message.producer.stage for message in own_sends)
+        self._shells: dict[tuple[Piece, ...], ModelWithWeights] = {}
+        self._graph: Graph | None = None
 
-    def begin(self) -> None:
-        """Before a step: nothing of the last one stays, also if that failed."""
+    def begin(self, graph: Graph) -> None:
+        """Before a step of a plan: nothing of the last step stays, also if that failed."""
         self._copies: dict[int, Tensor] = {}
         self._sums: dict[int, Tensor] = {}
         self._bound: dict[int, int] = {}
         self._packed: dict[int, tuple[Tensor, int]] = {}
+        if graph is self._graph:
+            return
+        self._graph, program = graph, graph.program
+        self.stages = frozenset(program.copied_stages(self._rank))
+        self._known: dict[int, list[torch.nn.Parameter]] = {}
+        if self.stages:
+            self.shell = self._shell(tuple(p for stage in sorted(self.stages) for p in program.stages[stage].pieces))
+        self._joins = {m.follows: m for m in graph.messages if m.kind == "weight_gradients" and m.follows >= 0}
+        sent = (m for m in graph.messages if m.kind == "weights" and m.source == self._rank and m.follows < 0)
+        self._sends = Counter(message.producer.stage for message in sent)
+
+    def _shell(self, pieces: tuple[Piece, ...]) -> ModelWithWeights:
+        """Modules without weights of their own, made once for the same pieces."""
+        if pieces not in self._shells:
+            shell = self._shells[pieces] = self._own.shell(pieces)
+            for weight in shell.weights_of(pieces):
+                weight.register_post_accumulate_grad_hook(self._add_to_sum)
+        return self._shells[pieces]
 
     def payload(self, message: Message) -> tuple[torch.Size, torch.dtype]:
         """Shape and type of a message with weights or gradients. Gradients are summed in float32, or in the weights'
         type where that is wider, or in bfloat16 where a ring's are to be."""
         stage, dtype = message.producer.stage, self._own.payload_dtype
         if message.kind == "weight_gradients":
-            ring = self._graph.program.stages[stage].placement == "ring"
-            narrow = ring and self._graph.program.ring.gradient_bytes == 2
+            ring = self._plan.program.stages[stage].placement == "ring"
+            narrow = ring and self._plan.program.ring.gradient_bytes == 2
             dtype = torch.bfloat16 if narrow else torch.promote_types(dtype, torch.float32)
         return torch.Size((sum(_whole_shape(weight).numel() for weight in self._weights(stage)),)), dtype
 
@@ -90,12 +103,12 @@ class WeightCopies:
     def prepare(self, op: Op) -> None:
         """Before an op of a stage that runs here on copies: take its weights, and its sum of gradients."""
         weights = self._weights(op.stage)
-        copy = self._graph.weights_of.get(op)
+        copy = self._plan.weights_of.get(op)
         if copy is not None and self._bound.get(op.stage) != copy.number:
             self._bound[op.stage] = copy.number
             for weight, data in zip(weights, _views(self._copies[copy.number], weights), strict=True):
                 weight.data = data
-        total = self._graph.sum_of.get(op)
+        total = self._plan.sum_of.get(op)
         for weight in weights:
             weight.main_grad = None  # type: ignore[attr-defined]
         if total is not None:
@@ -121,7 +134,11 @@ class WeightCopies:
         if total is not None:
             total.add_(gradient)
         else:
-            self._store().put_off_sum(cast(torch.nn.Parameter, weight), gradient)
+            self._shell_gradients().put_off_sum(cast(torch.nn.Parameter, weight), gradient)
+
+    def _shell_gradients(self) -> WeightGradients:
+        assert self.shell is not None
+        return self.shell.weight_gradients()
 
     # ------------------------------------------------------------------------------------------------- at the owner
 
@@ -130,7 +147,8 @@ class WeightCopies:
         """The weights of a stage of this rank as one tensor, the same one for all sends of a step."""
         flat, left = self._packed.pop(stage, (None, self._sends[stage]))
         if flat is None:
-            flat = torch.cat([weight.detach().reshape(-1) for weight in self._weights(stage)])
+            with self._gathered(stage):
+                flat = torch.cat([weight.detach().reshape(-1) for weight in self._weights(stage)])
         if left > 1:
             self._packed[stage] = flat, left - 1
         return flat
@@ -142,15 +160,30 @@ class WeightCopies:
         if following is not None:
             self._sums[following.number].add_(flat)
             return
-        weights = self._weights(message.producer.stage)
-        for weight, gradient in zip(weights, _views(flat, weights), strict=True):
-            add_gradient(weight, gradient)
+        stage = message.producer.stage
+        weights = self._weights(stage)
+        with self._gathered(stage):
+            for weight, gradient in zip(weights, _views(flat, weights), strict=True):
+                add_gradient(weight, gradient)
+
+    @contextmanager
+    def _gathered(self, stage: int) -> Iterator[None]:
+        """While this rank's own weights of a stage are used, or their gradients."""
+        pieces = self._plan.program.stages[stage].pieces
+        self._own_weights.gather(pieces)
+        yield
+        self._own_weights.release(pieces)
+
+    @property
+    def _plan(self) -> Graph:
+        assert self._graph is not None
+        return self._graph
 
     def _weights(self, stage: int) -> list[torch.nn.Parameter]:
         """The stage's weights, in the shell if it is copied here, else this rank's own."""
         if stage not in self._known:
             home = self.shell if self.shell is not None and stage in self.stages else self._own
-            self._known[stage] = home.weights_of(self._graph.program.stages[stage].pieces)
+            self._known[stage] = home.weights_of(self._plan.program.stages[stage].pieces)
         return self._known[stage]
 
 

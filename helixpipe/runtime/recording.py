@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from helixpipe.lowering.lower import LoweredProgram
+from helixpipe.lowering.project import LoweredProgram
 from helixpipe.program.message import Message
 from helixpipe.program.program import Op
 from helixpipe.program.timeline import MessageEvent, OpEvent, Timeline

@@ -8,14 +8,16 @@ a schedule's formula.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
-from helixpipe.lowering.graph import collector_paused, list_schedule
-from helixpipe.lowering.lower import Action, LoweredProgram, timers
+from helixpipe.lowering.bound import BoundCosts
+from helixpipe.lowering.order import collector_paused, list_schedule
+from helixpipe.lowering.project import Action, LoweredProgram
 from helixpipe.program.costs import Costs
-from helixpipe.program.program import format_rows
+from helixpipe.program.text import format_rows
 from helixpipe.program.timeline import MessageEvent, OpEvent, Timeline
-from helixpipe.simulate.stash import StashWalk
+from helixpipe.simulate.sweep import Peak, sweep
 
 
 @dataclass(frozen=True)
@@ -23,15 +25,21 @@ class Simulation:
     """One simulated step.
 
     makespan, ideal, bubble_time: in the costs' unit; ideal = total work / ranks; bubble_time = makespan - ideal.
-    busy: time in ops of each rank. peak_activation: most stashed at once on each rank, in the costs' unit of memory.
+    busy: time in ops of each rank. peaks: of each rank's memory, in the costs' unit.
+    costs: what it was simulated with. peak_activation: the most that units and keys and values keep at once on each
+    rank.
     """
 
     lowered: LoweredProgram
     timeline: Timeline
     makespan: float
     busy: list[float]
-    peak_activation: list[float]
-    memory_unit: str = "microbatch-layers"
+    peaks: list[Peak]
+    costs: Costs
+
+    @property
+    def peak_activation(self) -> list[float]:
+        return [peak.activations for peak in self.peaks]
 
     @property
     def ideal(self) -> float:
@@ -73,7 +81,7 @@ class Simulation:
             "bubble_time_without_flush": _plain(self.shifted_bubble_time),
             "busy": [_plain(value) for value in self.busy],
             "peak_activation": [_plain(value) for value in self.peak_activation],
-            "peak_activation_unit": self.memory_unit,
+            "peak_activation_unit": self.costs.memory_unit,
             "messages": len(self.lowered.messages),
         }
         if order:
@@ -82,36 +90,50 @@ class Simulation:
 
 
 @collector_paused()
-def simulate(lowered: LoweredProgram, costs: Costs, unit: str = "") -> Simulation:
-    """Run a lowered program on paper. unit: that of the costs' times, for the timeline's axis."""
+def simulate(lowered: LoweredProgram, costs: Costs, unit: str = "", noise: float = 0.0, seed: int = 0) -> Simulation:
+    """Run a lowered program on paper.
+
+    unit: that of the costs' times, for the timeline's axis. noise: every op takes up to this part longer or shorter
+    than it should, drawn evenly with that seed; the order of ops and messages stays.
+    """
     program, graph = lowered.program, lowered.graph
-    first_message = len(graph.ops)
-    link_orders: dict[tuple[int, int], list[int]] = {}
-    for stream in lowered.streams:
-        for instruction in stream:
-            if instruction.action is Action.SEND and instruction.message is not None:
-                message = instruction.message
-                link_orders.setdefault((message.source, message.target), []).append(first_message + message.number)
-    times = list_schedule(graph, *timers(program, costs), link_orders)
+    bound = BoundCosts(program, costs)
+    op_time, message_time = bound.timers
+    if noise:
+        rng = Random(seed)
+        exact = op_time
+        op_time = lambda op: exact(op) * (1 + noise * (2 * rng.random() - 1))  # noqa: E731
+    times = list_schedule(graph, op_time, message_time, *_in_stream_order(lowered))
     ops = [OpEvent(graph.ranks[i], op, times.start[i], times.end[i]) for i, op in enumerate(graph.ops)]
     messages = [
         MessageEvent(m.kind, m.source, m.target, m.producer, m.consumer, times.start[i], times.end[i])
-        for i, m in enumerate(graph.messages, start=first_message)
+        for i, m in enumerate(graph.messages, start=graph.num_ops)
     ]
     timeline = Timeline(program.schedule, program.num_ranks, ops, messages, unit)
-    peaks = [_peak_stash(lowered, rank, costs) for rank in range(program.num_ranks)]
-    return Simulation(lowered, timeline, times.makespan, timeline.busy(), peaks, costs.memory_unit)
+    peaks = [sweep(lowered, bound, rank) for rank in range(program.num_ranks)]
+    return Simulation(lowered, timeline, times.makespan, timeline.busy(), peaks, costs)
 
 
-def _peak_stash(lowered: LoweredProgram, rank: int, costs: Costs) -> float:
-    """Most stashed at once; ops of a rank never overlap, so the stream is enough."""
-    walk, peak = StashWalk(lowered.program, costs, rank), 0.0
-    for action, op, _ in lowered.streams[rank]:
-        if op is not None and action is Action.RUN:
-            peak = max(peak, walk.run(op), walk.now)
-        elif op is not None:
-            walk.free(op)
-    return peak
+def _in_stream_order(lowered: LoweredProgram) -> tuple[dict[tuple[int, ...], list[int]], dict[int, list[int]]]:
+    """What the streams add to the graph: the order of each link's messages, and that a rank which waits for weight
+    gradients runs nothing meanwhile: the op after such a WAIT waits for the message."""
+    first, messages = lowered.graph.num_ops, lowered.messages
+    link_orders: dict[tuple[int, ...], list[int]] = {}
+    for task in lowered.order:
+        if first <= task < first + len(messages):
+            message = messages[task - first]
+            link_orders.setdefault((message.source, message.target), []).append(task)
+    waits: dict[int, list[int]] = {}
+    for stream in lowered.streams if any(message.kind == "weight_gradients" for message in messages) else ():
+        waited: list[int] = []
+        for action, _, awaited, _, task in stream:
+            if action is Action.WAIT and awaited is not None and awaited.kind == "weight_gradients":
+                waited.append(task)
+            elif action is Action.RUN and waited:
+                for before in waited:
+                    waits.setdefault(before, []).append(task)
+                waited = []
+    return link_orders, waits
 
 
 def _plain(value: float) -> float | int:

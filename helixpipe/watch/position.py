@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from helixpipe.lowering.lower import Action, Instruction, LoweredProgram
+from helixpipe.lowering.project import Action, Instruction, LoweredProgram
 from helixpipe.program.message import Message
 from helixpipe.watch.stall import Hop, Need, Place, State
 
@@ -163,12 +163,12 @@ def _in_program(lowered: LoweredProgram, pp_rank: int, index: int, peers: Peers,
     stream = lowered.streams[pp_rank]
     if index >= len(stream):
         return "waits until all it has sent is received", "", (), _receivers(lowered, pp_rank, peers, number)
-    action, op, message = stream[index]
+    action, op, message, collective, _ = stream[index]
     count = f"(instruction {index} of {len(stream)})"
     if message is None or action is Action.FREE:
         others = tuple(Need(rank, (number, index)) for rank in peers.tensor if rank != peers.rank)
-        verb = "runs" if action is Action.RUN else "frees"
-        return f"{verb} {op or message} {count}", "", (), others
+        verb = {Action.RUN: "runs", Action.REDUCE: "starts"}.get(action, "frees")
+        return f"{verb} {op or message or collective} {count}", "", (), others
     if action is Action.SEND:
         return f"sends {_cargo(message)} to rank {peers.pipeline[message.target]} {count}", "", (), (
             Need(peers.pipeline[message.target], (number, _find(lowered, Action.RECV, message) + 1)),

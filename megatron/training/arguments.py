@@ -1,6 +1,7 @@
 """Megatron-LM's command line: from `argv` to one validated, immutable `Config`. Imports no torch.
 
 config = parse_args()          # raises UserError, one sentence, for anything wrong
+config, plans = parse_and_plan()
 print_arguments(config)        # on rank 0: warnings, then Megatron-LM's dump of all values
 """
 
@@ -14,9 +15,11 @@ from typing import Any
 
 from helixpipe.common.errors import CheckpointError, UserError
 from helixpipe.common.flags import FlagParser, add_dataclass_arguments, dataclass_from_namespace, whole_number
+from helixpipe.planning.plan import Plans
+from helixpipe.program.files import is_file
 from megatron.training.config import CheckpointConfig, Config, LaunchConfig, compat
 from megatron.training.config.container import GROUPS
-from megatron.training.plan.programs import check_program
+from megatron.training.plan.programs import check_program, make_planner
 from megatron.training.process.output import complain, say
 from megatron.training.validation import validate
 from schedules import CATALOGUE, find, foreign_options
@@ -73,6 +76,16 @@ def parse_args(
 
     Raises UserError (one sentence) for unknown flags, wrong values and combinations. --help prints and exits.
     """
+    return parse_and_plan(argv, environ=environ, load_checkpoint_args=load_checkpoint_args)[0]
+
+
+def parse_and_plan(
+    argv: Sequence[str] | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    load_checkpoint_args: CheckpointArgs | None = None,
+) -> tuple[Config, Plans[int]]:
+    """`parse_args`, and the planner that has planned a step of the full batch to check the schedule."""
     arguments, warnings = split_unavailable(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
     namespace = parser.parse(arguments, also_known=[*compat.IGNORED, *compat.LATER, *compat.REFUSED])
@@ -84,13 +97,14 @@ def parse_args(
         config = overlay_checkpoint_args(config, saved)
     config = validate(config)
     schedule = config.parallel.pipeline_schedule or ""
-    chosen = [] if schedule.endswith(".csv") else [find(schedule)]
+    chosen = [] if is_file(schedule) else [find(schedule)]
     for found in chosen:
         config = dataclasses.replace(config, schedule_options=dataclass_from_namespace(found.options, namespace))
     for sentence in foreign_options(parser.given(arguments), chosen):
         config = config.warn(sentence)
-    check_program(config)
-    return config
+    plans = make_planner(config)
+    check_program(config, plans)
+    return config, plans
 
 
 def build_parser() -> FlagParser:

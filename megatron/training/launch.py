@@ -3,6 +3,7 @@ else."""
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -30,10 +31,11 @@ def run(started: float, argv: Sequence[str] | None = None) -> int:
     if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank that no launcher watches would train on, against its successor
         end_with_parent()
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # torch's profiler tells of every start and stop
-    from megatron.training.arguments import parse_args
+    gc.disable()  # while much is imported and all of it stays; `pretrain` turns it on again
+    from megatron.training.arguments import parse_and_plan
 
     try:
-        config = parse_args(argv, load_checkpoint_args=_saved_arguments)
+        config, plans = parse_and_plan(argv, load_checkpoint_args=_saved_arguments)
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":
             complain(f"pretrain_gpt.py: {error}")
@@ -45,7 +47,7 @@ def run(started: float, argv: Sequence[str] | None = None) -> int:
     from megatron.training.pretrain import pretrain
 
     try:
-        pretrain(config, started)
+        pretrain(config, plans, started)
     except UserError as error:
         _tell(str(error))
         _leave(2)

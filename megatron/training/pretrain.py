@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -13,18 +14,22 @@ import torch.distributed as dist
 from helixpipe.draw.text import stage_count, stage_lines
 from helixpipe.model import Microbatch
 from helixpipe.model.device import prepare
+from helixpipe.planning.plan import Plans
 from helixpipe.watch.position import Patience, Position
 from megatron.training.arguments import print_arguments
 from megatron.training.config import Config, core
 from megatron.training.data.datasets import batch_iterator, build_datasets
 from megatron.training.data.options import DataOptions
 from megatron.training.data.samplers import MicrobatchSampler, consumed_valid_samples, samples_needed
+from megatron.training.plan.programs import replanned
 from megatron.training.process.output import say
 from megatron.training.validation import check_device
 
 
-def pretrain(config: Config, started: float) -> None:
-    """Run what the configuration asks for. started: `time.monotonic()` when the program began.
+def pretrain(config: Config, plans: Plans[int], started: float) -> None:
+    """Run what the configuration asks for.
+
+    plans: those made of it already. started: `time.monotonic()` when the program began.
 
     Raises UserError (alike on all ranks) for what flags, data or checkpoints get wrong.
     """
@@ -41,12 +46,12 @@ def pretrain(config: Config, started: float) -> None:
         torch.use_deterministic_algorithms(True)
     parallel = initialize(config)
     with watched(config, parallel) as position:
-        _run(config, parallel, position, started)
+        _run(config, plans, parallel, position, started)
         dist.barrier()
     dist.destroy_process_group()
 
 
-def _run(config: Config, parallel: Any, position: Position, started: float) -> None:
+def _run(config: Config, plans: Plans[int], parallel: Any, position: Position, started: float) -> None:
     # These import megatron-core, which `prepare` has to see first.
     from megatron.training.checkpoint.checkpointing import Checkpointer, CheckpointOptions, Progress, read_arguments
     from megatron.training.data.tokenizer import build_tokenizer
@@ -57,21 +62,24 @@ def _run(config: Config, parallel: Any, position: Position, started: float) -> N
     from megatron.training.process.signals import SignalFlag, StopCheck, all_ranks_max
     from megatron.training.step.lr_schedule import build_param_scheduler
     from megatron.training.step.microbatches import BatchSchedule, run_length
-    from megatron.training.step.model import build_model, count_parameters, say_kernels
+    from megatron.training.step.model import build_model, say_kernels
     from megatron.training.train import Batches, Trainer
 
+    gc.freeze()  # no collection, nor the end of the process, need search what was imported
+    gc.enable()
     schedule = BatchSchedule.from_config(config)
     length = run_length(config, schedule)
     evaluation_size = schedule.final().num_microbatches
     tokenizer = build_tokenizer(**_tokenizer_flags(config))
-    config = _fix_vocabulary(config, tokenizer.vocab_size, read_arguments)
+    flags, config = config, _fix_vocabulary(config, tokenizer.vocab_size, read_arguments)
+    plans = replanned(plans, flags, config)
     position.enter("connecting the pipeline", Patience.LONG)
-    pipeline = Pipeline(config, parallel, schedule.step_sizes(), position)
+    pipeline = Pipeline(config, plans, parallel, schedule.step_sizes(), position)
     position.enter("set-up", Patience.ENDLESS)
     state = build_model(config, parallel, pipeline.pieces, tokenizer.vocab_size, pipeline.copies)
-    pipeline.attach(state.model)
+    pipeline.attach(state.model, state.weights)
     scheduler = build_param_scheduler(state.optimizer, config, schedule)
-    own, total = count_parameters(state.model, parallel)
+    own, total = state.weights.count()
     if parallel.dp_rank == 0:
         say(parameters_line(parallel.tp_rank, parallel.pp_rank, own))
     if parallel.is_first:

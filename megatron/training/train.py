@@ -71,9 +71,8 @@ class Trainer:
     position: Position = field(default_factory=Position)
 
     def __post_init__(self) -> None:
-        optimizer, clip = self.state.optimizer, self.config.training.clip_grad
-        self._immediate = ImmediateUpdate(optimizer)
-        self._unconfirmed = UnconfirmedUpdate(optimizer, self.state.model, clip)
+        self._immediate = ImmediateUpdate(self.state.weights)
+        self._unconfirmed = UnconfirmedUpdate(self.state.weights, self.config.training.clip_grad)
         self._unfinished: _Unfinished | None = None
         self._wait = True  # the first norm is unlike any other
         self._asked_to_stop = False
@@ -153,7 +152,7 @@ class Trainer:
 
         late = self._unfinished is not None
         if not late:
-            self._forget_gradients()
+            self.state.weights.zero_gradients()
         with self._timed("forward-backward"):
             loss_sum, times = self.pipeline.run(
                 iteration,
@@ -161,24 +160,19 @@ class Trainer:
                 root_gradient,
                 record=record,
                 confirm=self._confirm if late else None,
-                complete=self.state.reducer.complete,
             )
         with self._timed("grads-reduce"):
             if work is not None:
                 work.wait()
-            self.state.reducer.reduce(all_tokens)
+            self.state.weights.reduce(all_tokens)
         asked = torch.full_like(loss_sum, float(self.stop.wish(iteration) is not None))
         return torch.stack([loss_sum * part, counted * part, asked]), times
-
-    def _forget_gradients(self) -> None:
-        self.state.ddp.zero_grad_buffer()
-        self.state.optimizer.zero_grad()
 
     def _confirm(self) -> bool:
         """In the next step, between its opening and its first backward."""
         with self._timed("confirmation"):
             right = self._finish_step()
-            self._forget_gradients()
+            self.state.weights.zero_gradients()
         self.position.enter("forward-backward")
         return right
 
@@ -214,7 +208,7 @@ class Trainer:
             loss_scale=float(self.state.optimizer.get_loss_scale()),
             grad_norm=outcome.grad_norm,
             num_zeros=outcome.num_zeros if logging.log_num_zeros_in_grad else None,
-            params_norm=self._params_norm() if logging.log_params_norm else None,
+            params_norm=self.state.weights.norm() if logging.log_params_norm else None,
             skipped=not outcome.updated,
         )
         self.log.step(step.iteration, step.consumed_samples, result)
@@ -270,18 +264,6 @@ class Trainer:
         """(loss sum, tokens) over all microbatches of all data-parallel ranks, on every rank."""
         own = tokens[self.pipeline.counted(len(tokens))].sum()
         return self.parallel.sum_over_pipeline_and_data(torch.stack([loss_sum, own]))
-
-    def _params_norm(self) -> float:
-        """L2 norm of the whole model's weights, each counted once."""
-        parallel = self.parallel
-        square = torch.zeros((), dtype=torch.float64, device=parallel.device)
-        for parameter in self.state.model.parameters():
-            split = getattr(parameter, "tensor_model_parallel", False)
-            if not getattr(parameter, "shared", False) and (split or parallel.tp_rank == 0):
-                square += parameter.detach().double().pow(2).sum()
-        torch.distributed.all_reduce(square, group=parallel.tp_group)
-        torch.distributed.all_reduce(square, group=parallel.pp_group)
-        return math.sqrt(float(square))
 
     def _save_is_due(self) -> bool:
         interval = self.config.checkpoint.save_interval

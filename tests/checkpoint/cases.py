@@ -39,21 +39,18 @@ WEIPIPE, WZB2 = Layout(pp=2, schedule="weipipe"), Layout(pp=2, schedule="wzb2")
 WEIPIPE_BF16, WZB2_UNTIED = replace(WEIPIPE, bf16=True), replace(WZB2, tied=False)
 RESUMED: dict[str, tuple[Layout, dict[str, Layout]]] = {
     "pp2": (PP, {"same": PP, "dp2": DP, "tp2": TP, "zero": ZERO, "spread head": SPREAD, "weipipe": WEIPIPE}),
-    "weipipe": (WEIPIPE, {"same": WEIPIPE, "wzb2": WZB2, "pp2": PP, "zero": ZERO}),
+    "weipipe": (WEIPIPE, {"same": WEIPIPE, "pp2": PP, "zero": ZERO}),
     "untied wzb2": (WZB2_UNTIED, {"same": WZB2_UNTIED, "pp2": UNTIED}),
-    "spread head": (SPREAD, {"same": SPREAD, "pp2": PP, "tp2": TP, "zero": ZERO}),
+    "spread head": (SPREAD, {"same": SPREAD, "pp2": PP}),
     "tp2": (TP, {"same": TP, "pp2": PP}),
     "zero": (ZERO, {"same": ZERO, "pp2 zero": Layout(pp=2, distributed_optimizer=True), "tp2": TP}),
     "spread head zero": (SPREAD_ZERO, {"same": SPREAD_ZERO, "pp2": PP, "zero": ZERO}),
-    "bf16 pp2": (
-        BF16,
-        {"same": BF16, "zero": ZERO_BF16, "spread head": replace(SPREAD, bf16=True), "weipipe": WEIPIPE_BF16},
-    ),
+    "bf16 pp2": (BF16, {"same": BF16, "zero": ZERO_BF16, "spread head": SPREAD_BF16, "weipipe": WEIPIPE_BF16}),
     "bf16 zero": (ZERO_BF16, {"same": ZERO_BF16, "tp2": Layout(tp=2, bf16=True)}),
     "positions": (LEARNED, {"same": LEARNED, "tp2": LEARNED_TP}),
     "positions tp2": (LEARNED_TP, {"same": LEARNED_TP, "tp1": LEARNED, "zero": LEARNED_ZERO}),
     "untied zero": (UNTIED_ZERO, {"same": UNTIED_ZERO, "pp2": UNTIED, "spread head": SPREAD_UNTIED}),
-    "untied spread head": (SPREAD_UNTIED, {"same": SPREAD_UNTIED, "pp2": UNTIED, "zero": UNTIED_ZERO}),
+    "untied spread head": (SPREAD_UNTIED, {"same": SPREAD_UNTIED, "pp2": UNTIED}),
 }
 """Layout that saves -> layouts that resume; `zero` is data parallelism with the distributed optimizer."""
 

@@ -17,7 +17,10 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 
 from helixpipe.model import GPTOptions, PipelineModel
-from helixpipe.program.program import Piece, Program, Stage, model_pieces, parse_rows
+from helixpipe.program.program import Program
+from helixpipe.program.stages import Piece, Stage, model_pieces
+from helixpipe.program.text import parse_rows
+from helixpipe.program.workload import uniform
 from megatron.training.checkpoint.checkpointing import Checkpointer, CheckpointOptions, Progress
 from megatron.training.checkpoint.tensors import quiet
 from schedules import Shape, build
@@ -56,7 +59,7 @@ def replicated_layers(num_layers: int) -> Program:
     chain = model_pieces(num_layers)
     stages = (Stage(chain[:3]), Stage(chain[3:-1], "replicated"), Stage(chain[-1:]))
     rows = ["0F0,0F1,1F0,1B0,0B0,0B1", "1F1,2F0,2B0,2F1,2B1,1B1"]
-    return Program(REPLICATED_LAYERS, stages, parse_rows([row.split(",") for row in rows]), 2)
+    return Program(REPLICATED_LAYERS, stages, parse_rows([row.split(",") for row in rows]), uniform(2))
 
 
 def sizes() -> tuple[int, int] | None:

@@ -81,7 +81,8 @@ def test_schedules_with_and_without_chunks_beside_each_other(
 def test_a_file_takes_lengths_from_the_flags(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     size = "-L 4 --chunk-lengths 5,3,2"
-    original = run_json(capsys, f"simulate seq1f1b -p 2 -m 4 {size} --csv {path}")
+    original = run_json(capsys, f"simulate seq1f1b -p 2 -m 4 {size}")
+    run(capsys, f"simulate seq1f1b -p 2 -m 4 -k 3 --save-program {path}")
     assert {**run_json(capsys, f"simulate {path} {size}"), "schedule": "seq1f1b"} == original
     # beside a schedule that runs whole sequences, they are the file's
     beside = run_json(capsys, f"draw 1f1b {path} {size} -o {tmp_path / 'both.json'}")["simulations"]
@@ -97,7 +98,7 @@ def test_a_file_takes_lengths_from_the_flags(capsys: pytest.CaptureFixture[str],
 
 def test_lengths_that_nothing_takes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     whole, output = tmp_path / "whole.csv", tmp_path / "x.json"
-    run(capsys, f"simulate 1f1b -p 2 -m 4 --csv {whole}")
+    run(capsys, f"simulate 1f1b -p 2 -m 4 --save-program {whole}")
     for names, uncut in ((f"1f1b {whole}", "schedule 1f1b"), ("1f1b gpipe", "schedules 1f1b, gpipe")):
         assert cli.main(f"draw {names} -k 3 -o {output}".split()) == 2
         assert f"--chunks 3 {UNCUT.format(uncut)}" in capsys.readouterr().err

@@ -76,7 +76,7 @@ def test_overrides(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_file_and_drawing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     program, picture = tmp_path / "mine.csv", tmp_path / "both.json"
-    first = run_json(capsys, f"simulate 1f1b --model llama3-8b -p 4 -m 3 --csv {program}")
+    first = run_json(capsys, f"simulate 1f1b --model llama3-8b -p 4 -m 3 --save-program {program}")
     again = run_json(capsys, f"simulate {program} --model llama3-8b")
     assert again["step"]["step_time"] == first["step"]["step_time"]
     run(capsys, f"draw 1f1b gpipe --model llama3-8b -p 4 -o {picture}")

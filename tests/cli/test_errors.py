@@ -46,7 +46,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("draw 1f1b -o picture.bmp", ".png, .svg, .pdf, .html, .json"),
         ("draw 1f1b -o nowhere/picture.html", "cannot write nowhere/picture.html: No such file or directory"),
         ("draw 1f1b -o folder.json", "cannot write folder.json: it is a directory"),
-        ("simulate 1f1b --csv nowhere/p.csv", "cannot write nowhere/p.csv"),
+        ("simulate 1f1b --save-program nowhere/p.csv", "cannot write nowhere/p.csv"),
         ("draw 1f1b --measured absent.json", "cannot read the timeline absent.json"),
         ("check absent.csv", "cannot read the schedule file absent.csv: No such file or directory"),
     ],
@@ -83,7 +83,7 @@ def test_check_refuses(capsys: pytest.CaptureFixture[str], tmp_path: Path, text:
 
 def test_flags_that_disagree_with_the_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
-    assert cli.main(["simulate", "1f1b", "-p", "2", "-m", "3", "--csv", str(path)]) == 0
+    assert cli.main(["simulate", "1f1b", "-p", "2", "-m", "3", "--save-program", str(path)]) == 0
     capsys.readouterr()
     for flags, says in (
         ("-p 3", "--ranks 3 does not fit"),
@@ -150,7 +150,7 @@ def test_options_of_another_schedule(capsys: pytest.CaptureFixture[str], words: 
 
 def test_options_that_nothing_drawn_or_no_file_takes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path, output = str(tmp_path / "mine.csv"), ["-o", str(tmp_path / "x.json")]
-    assert cli.main(["simulate", "1f1b", "-p", "2", "-m", "3", "--csv", path]) == 0
+    assert cli.main(["simulate", "1f1b", "-p", "2", "-m", "3", "--save-program", path]) == 0
     capsys.readouterr()
     flag = ["--helix-folds", "3"]
     assert "--helix-folds is an option of helix, not of a file." in refused(capsys, "simulate", path, *flag)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from helixpipe.program.program import from_csv
+from helixpipe.program.text import from_csv
 from schedules import CATALOGUE
 from schedules import command as cli
 
@@ -91,9 +91,10 @@ def test_summary_for_people(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
 
 
 def test_csv_round_trip(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """What `simulate --csv` writes is checked, and simulates the same; size comes from the file."""
+    """What `simulate --save-program` writes is checked, and simulates the same; size comes from the file."""
     path = tmp_path / "mine.csv"
-    original = simulate(capsys, "interleaved-1f1b", "-p", "2", "-m", "4", "-L", "8", "--order", "--csv", str(path))
+    words = ["interleaved-1f1b", "-p", "2", "-m", "4", "-L", "8", "--order"]
+    original = simulate(capsys, *words, "--save-program", str(path))
     assert os.listdir(tmp_path) == ["mine.csv"]
     again = simulate(capsys, str(path), "-L", "8", "--order")
     assert {**again, "schedule": original["schedule"]} == original
@@ -146,7 +147,7 @@ def test_a_process_of_its_own(tmp_path: Path) -> None:
 
 def test_written_program_is_the_schedule(tmp_path: Path) -> None:
     path = tmp_path / "p.csv"
-    assert cli.main(["simulate", "gpipe", "-p", "2", "-m", "1", "--csv", str(path)]) == 0
+    assert cli.main(["simulate", "gpipe", "-p", "2", "-m", "1", "--save-program", str(path)]) == 0
     assert [[str(op) for op in ops] for ops in from_csv(path).ranks] == [["0F0", "0B0"], ["1F0", "1B0"]]
 
 

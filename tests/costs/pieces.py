@@ -14,16 +14,17 @@ from torch.utils.flop_counter import FlopCounterMode
 from helixpipe.costs.models import Chunk, Layout, ModelShape
 from helixpipe.costs.piece_bytes import PieceBytes
 from helixpipe.costs.piece_work import work
-from helixpipe.lowering.lower import LoweredProgram, lower
 from helixpipe.model import GPTOptions, Microbatch, PipelineModel, UnitContext
 from helixpipe.model.kv_store import KeyValueStore
 from helixpipe.planning.recompute import RecomputeOptions
 from helixpipe.profile.accounting import SavedBytes
-from helixpipe.program.program import Op, Piece, Program, Segment, Stage, Unit, model_pieces
-from helixpipe.runtime.executor import Executor, Step
-from helixpipe.runtime.transport import Alone
+from helixpipe.program.program import Op, Program, Unit
+from helixpipe.program.stages import Piece, Segment, Stage, model_pieces
+from helixpipe.program.workload import uniform
+from helixpipe.runtime.executor import Step
 from schedules import Shape, build
 from schedules.helix import HelixOptions
+from tests.costs.watched import watched
 from tests.model.common import make_config, set_parallel
 
 TOKENS, BATCH, VOCABULARY, LAYERS = 24, 2, 512, 2
@@ -41,34 +42,37 @@ RUNS = [CHAIN[a:b] for a in range(len(CHAIN)) for b in {a + 1, a + 2, a + 6, len
 CHUNKS = (12, 8, 4)
 """Their lengths."""
 
-LAYOUTS = ((1, False, 0), (2, False, 0), (2, True, 0), (1, False, 9), (2, False, 9), (2, True, 9))
-"""Tensor-parallel size, sequence parallelism, tokens of a slice of the MLP."""
-CASES = [
-    *(f"{name}-{layout}" for name in ("gpt", "llama") for layout in ("tp1", "tp2", "tp2-sp")),
-    *("gpt-gqa-tp1", "gpt-gqa-tp2", "llama-mha-tp1", "llama-mha-tp2-sp"),
-    *(f"{name}-{layout}-slices" for name in ("gpt", "llama") for layout in ("tp1", "tp2", "tp2-sp")),
-]
+CASES = {
+    "gpt-tp1": ("gpt", 1, False, 0),
+    "gpt-tp2-sp": ("gpt", 2, True, 0),
+    "gpt-gqa-tp2": ("gpt-gqa", 2, False, 0),
+    "llama-tp1": ("llama", 1, False, 0),
+    "llama-tp2": ("llama", 2, False, 0),
+    "llama-tp2-sp": ("llama", 2, True, 0),
+    "llama-mha-tp1": ("llama-mha", 1, False, 0),
+    "gpt-tp2-sp-slices": ("gpt", 2, True, 9),
+    "llama-tp1-slices": ("llama", 1, False, 9),
+    "llama-tp2-slices": ("llama", 2, False, 9),
+}
+"""Model, tensor-parallel size, sequence parallelism, tokens of a slice of the MLP (0: whole)."""
 
 
 def compare(rank: int, world_size: int) -> dict[str, list[tuple[str, float, float]]]:
     """For each model and layout, (what, torch's count, ours) of FLOPs, of bytes kept and sent, and of weights."""
     results = {}
-    for name, shape in SHAPES.items():
-        for tp, split, mlp_chunk in LAYOUTS:
-            case = f"{name}-tp{tp}{'-sp' if split else ''}{'-slices' if mlp_chunk else ''}"
-            if case not in CASES:
-                continue
-            set_parallel(tp=tp)
-            layout = Layout(tp, split, BATCH, element_bytes=4, fused_kernels=False, mlp_chunk=mlp_chunk)
-            results[case] = [
-                *_flops(shape, layout),
-                *_saved(shape, layout),
-                *_recomputed(shape, layout),
-                *_helix(shape, layout),
-                *_inside_mlp(shape, layout),
-                *_saved_of_chunks(shape, layout),
-                *_parameters(shape, layout),
-            ]
+    for case, (name, tp, split, mlp_chunk) in CASES.items():
+        set_parallel(tp=tp)
+        shape = SHAPES[name]
+        layout = Layout(tp, split, BATCH, element_bytes=4, fused_kernels=False, mlp_chunk=mlp_chunk)
+        results[case] = [
+            *_flops(shape, layout),
+            *_saved(shape, layout),
+            *_recomputed(shape, layout),
+            *_helix(shape, layout),
+            *_inside_mlp(shape, layout),
+            *_saved_of_chunks(shape, layout),
+            *_parameters(shape, layout),
+        ]
     return results
 
 
@@ -234,8 +238,7 @@ def _recomputed(shape: ModelShape, layout: Layout) -> list[tuple[str, float, flo
         stages = options.stages((Stage(CHAIN),))
         step = Step(0, int, lambda index: data, lambda index: torch.tensor(1.0), BATCH, TOKENS)
         with SavedBytes([*model.parameters(), *tables, data.tokens, data.labels, data.loss_mask]) as account:
-            executor = _Watched(lower(Program("one", stages, rows, 1)), model, account)
-            executor.run(step)
+            executor = watched(Program("one", stages, rows, uniform(1)), model, account, step)
         what = f"{options.granularity} {options.recompute_method} {options.recompute_num_layers}"
         for kind, held in (("F", executor.after_forward), ("B", executor.most)):
             ours = own.segments_stash(stages[0].segments, Chunk(TOKENS), kind)
@@ -255,38 +258,11 @@ def _helix(shape: ModelShape, layout: Layout) -> list[tuple[str, float, float]]:
         program = build("helix", Shape(1, 1, LAYERS, recompute=asked), options)
         step = Step(0, int, lambda index: data, lambda index: torch.tensor(1.0), BATCH, TOKENS)
         with SavedBytes([*model.parameters(), *tables, data.tokens, data.labels, data.loss_mask]) as account:
-            executor = _Watched(lower(program), model, account)
-            executor.run(step)
+            executor = watched(program, model, account, step)
         for last in range(len(program.stages) - 1):
             ours = sum(own.segments_stash(stage.segments, Chunk(TOKENS), "F") for stage in program.stages[: last + 1])
             found.append((f"helix {ship} {recompute} to stage {last}", executor.totals[last], ours))
     return found
-
-
-class _Watched(Executor):
-    """Looks at what is held after F and whenever a segment of the backward is complete. totals: of all units, after the
-    F of each stage. No unit shares memory with the next, as if they were on other ranks."""
-
-    def __init__(self, lowered: LoweredProgram, model: PipelineModel, account: SavedBytes):
-        super().__init__(lowered, 0, model, Alone())
-        self._account = account
-        self.after_forward = self.most = 0
-        self.totals: list[int] = []
-
-    def _forward(self, op: Op) -> None:
-        super()._forward(op)
-        self.after_forward = self._held(self._stash[op.unit])
-        self.totals.append(self._held([graph for graphs in self._stash.values() for graph in graphs]))
-
-    def _deliver(self, op: Op, tensors: tuple[torch.Tensor, ...]) -> None:
-        super()._deliver(op, tuple(tensor.clone() for tensor in tensors))
-
-    def _through(self, op: Op, graph: Any, gradients: Any) -> Any:
-        self.most = max(self.most, self._held([*self._stash[op.unit], graph]))
-        return super()._through(op, graph, gradients)
-
-    def _held(self, graphs: Sequence[Any]) -> int:
-        return self._account.with_others(tensor for graph in graphs for tensor in graph.inputs)
 
 
 def _saved_of_chunks(shape: ModelShape, layout: Layout) -> list[tuple[str, float, float]]:

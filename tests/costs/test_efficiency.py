@@ -17,7 +17,8 @@ from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import MODELS, Chunk, Layout
 from helixpipe.costs.piece_work import flops
 from helixpipe.costs.profile_costs import ChunkTimes, MessageTimes, Profile
-from helixpipe.program.program import OP_KINDS, PIECE_KINDS
+from helixpipe.program.program import OP_KINDS
+from helixpipe.program.stages import PIECE_KINDS
 from schedules import command as cli
 
 H100 = HARDWARE["h100"]

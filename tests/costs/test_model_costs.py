@@ -11,13 +11,19 @@ from helixpipe.costs.hardware import GIB, HARDWARE, Efficiency, find_hardware
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import MODELS, Chunk, Layout, find_model
 from helixpipe.costs.piece_bytes import PieceBytes
+from helixpipe.costs.piece_kinds import num_parameters
 from helixpipe.costs.piece_work import flops, work
+from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.lower import lower
+from helixpipe.planning.early import peak_memory
 from helixpipe.planning.recompute import RecomputeOptions
-from helixpipe.program.program import PIECE_KINDS, Op, Piece, Program, even_stages
+from helixpipe.program.program import Op, Program
+from helixpipe.program.stages import PIECE_KINDS, Piece, even_stages
+from helixpipe.program.workload import uniform
 from helixpipe.simulate.memory import rank_memory
 from helixpipe.simulate.simulator import simulate
 from schedules import Shape, build
+from tests.costs.asking import message_bytes, op_time
 
 SEVEN, H20 = MODELS["llama2-7b"], HARDWARE["h20"]
 COSTS = ModelCosts(SEVEN, HARDWARE["a100-80"], Layout(), seq_length=4096)
@@ -33,7 +39,7 @@ COSTS = ModelCosts(SEVEN, HARDWARE["a100-80"], Layout(), seq_length=4096)
     ],
 )
 def test_number_of_weights_is_the_published_one(name: str, published: int) -> None:
-    assert MODELS[name].num_parameters() == published
+    assert num_parameters(MODELS[name]) == published
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -42,7 +48,7 @@ def test_models_are_consistent(name: str) -> None:
     assert model.name == name
     assert model.hidden % model.heads == model.heads % model.groups == 0
     # the size in the name is that of the layers and the vocabulary, within a fifth
-    layers = replace(model, positions="rope").num_parameters()
+    layers = num_parameters(replace(model, positions="rope"))
     size = name.split("-")[-1]
     if size.endswith("b"):
         assert layers == pytest.approx(float(size[:-1]) * 1e9, rel=0.2)
@@ -150,11 +156,11 @@ def test_time_of_an_op_is_its_pieces_kernels() -> None:
     program = build("1f1b", Shape(4, 8, 32, recompute=RecomputeOptions("selective", recompute_modules=("mlp",))))
     stage, chunk = program.stages[1], Chunk(4096)
     mlp = sum(COSTS.piece_time(piece.kind, "F", chunk) for piece in stage.pieces if piece.kind == "mlp")
-    assert COSTS.op_time(program, Op("R", 1, 0)) == pytest.approx(mlp)
+    assert op_time(COSTS, program, Op("R", 1, 0)) == pytest.approx(mlp)
     for kind in "FBIW":
         expected = sum(COSTS.piece_time(piece.kind, kind, chunk) for piece in stage.pieces)
-        assert COSTS.op_time(program, Op(kind, 1, 0)) == pytest.approx(expected)
-    times = {kind: COSTS.op_time(program, Op(kind, 1, 0)) for kind in "FBIWR"}
+        assert op_time(COSTS, program, Op(kind, 1, 0)) == pytest.approx(expected)
+    times = {kind: op_time(COSTS, program, Op(kind, 1, 0)) for kind in "FBIWR"}
     assert times["B"] == pytest.approx(times["I"] + times["W"]) and times["F"] > times["W"] > times["R"] > 0
     # A large linear layer is bound by arithmetic, a norm by memory.
     (product,) = [kernel for kernel in work(SEVEN, Layout(), "proj", "F", chunk) if kernel.kind == "matmul"]
@@ -165,16 +171,16 @@ def test_time_of_an_op_is_its_pieces_kernels() -> None:
 def test_higher_efficiency_is_faster() -> None:
     program = build("1f1b", Shape(2, 4, 32))
     fast = replace(COSTS, hardware=replace(COSTS.hardware, efficiency=Efficiency(1, 1, 1, 1)))
-    assert fast.op_time(program, Op("B", 0, 0)) < 0.8 * COSTS.op_time(program, Op("B", 0, 0))
+    assert op_time(fast, program, Op("B", 0, 0)) < 0.8 * op_time(COSTS, program, Op("B", 0, 0))
 
 
 def test_messages_weigh_what_crosses_the_cut() -> None:
     costs = ModelCosts(SEVEN, H20, Layout(8, True), seq_length=131072)
     lowered = lower(build("1f1b", Shape(8, 2, 32)), costs)
     hidden = 131072 * 4096 * 2 / 8
-    assert {costs.message_bytes(lowered.program, message) for message in lowered.messages} == {hidden}
+    assert {message_bytes(costs, lowered.program, message) for message in lowered.messages} == {hidden}
     share = 100e9 / 8 * H20.efficiency.network  # eight GPUs of a node send at once
-    assert costs.message_time(lowered.program, lowered.messages[0]) == pytest.approx(10e-6 + hidden / share)
+    assert BoundCosts(lowered.program, costs).message_time(lowered.messages[0]) == pytest.approx(10e-6 + hidden / share)
     near = replace(costs, layout=Layout(2, True))
     assert near._node(3) == 0 and near._node(4) == 1
 
@@ -206,7 +212,7 @@ def one_rank(order: str, microbatches: int = 1) -> Program:
     """A program of one rank and stage: `F0 R0 I0 W0`."""
     ops = tuple(Op(cell[0], 0, int(cell[1:])) for cell in order.split())
     stages = tuple(replace(stage, recompute=(stage.pieces,) if "R" in order else ()) for stage in even_stages(32, 1))
-    return Program("test", stages, (ops,), microbatches)
+    return Program("test", stages, (ops,), uniform(microbatches))
 
 
 def test_activations_follow_the_program() -> None:
@@ -230,13 +236,17 @@ def test_weights_gradients_and_optimizer() -> None:
     lowered = lower(build("1f1b", Shape(2, 4, 32)), costs)
     ranks = [rank_memory(lowered, costs, rank) for rank in range(2)]
     weights = sum(memory.weights for memory in ranks) / 2
-    assert weights == SEVEN.num_parameters()
+    assert weights == num_parameters(SEVEN)
     assert sum(memory.gradients for memory in ranks) == 4 * weights
     assert sum(memory.optimizer for memory in ranks) == 12 * weights / 4
     whole = replace(costs, distributed_optimizer=False)
     assert rank_memory(lowered, whole, 0).optimizer == 4 * ranks[0].optimizer
     assert ranks[0].activations > ranks[1].activations > 0
     assert all(memory.messages > 0 and memory.workspace >= 0 for memory in ranks)
+    for rank, memory in enumerate(ranks):
+        static = costs.static_memory(lowered.program.pieces_of_rank(rank))
+        assert static == pytest.approx(memory.weights + memory.gradients + memory.optimizer)
+        assert peak_memory(lowered.program, costs)[rank] == pytest.approx(memory.total)
 
 
 def test_what_is_received_is_let_go() -> None:

@@ -18,7 +18,8 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from helixpipe.common.errors import DataError, UserError
 from tests.data.conftest import story, write_lines
-from tools.preprocess_data import cut, main, parse_arguments, preprocess
+from tools.preprocess_data import main, parse_arguments, preprocess
+from tools.slices import cut
 from tools.stdlib_corpus import unigram_entropy, write_corpus
 
 TEXTS = ["héllo wörld\n", "b", story(2, 5000), "日本語", "", *(story(i, 7 * i) for i in range(3, 60))]

@@ -23,9 +23,10 @@ from megatron.core.transformer.module import Float16Module
 from helixpipe.common.errors import UserError
 from helixpipe.drop_in.checks import unwrapped
 from helixpipe.model import Microbatch, PipelineModel
-from helixpipe.program.program import model_pieces
+from helixpipe.program.stages import model_pieces
 from schedules.drop_in import ForwardBackward, get_forward_backward_func
-from tests.drop_in.loop import start, worst
+from tests.drop_in.comparing import worst
+from tests.drop_in.loop import start
 from tests.model.common import (
     BATCH,
     SEQUENCE,

@@ -13,7 +13,11 @@ import torch
 
 from helixpipe.common.errors import UserError
 from helixpipe.drop_in.checks import check_chunks, check_config, check_deferral, check_program
-from helixpipe.program.program import Op, Piece, Program, Stage, forward_only, model_pieces, to_csv
+from helixpipe.program.files import save_program
+from helixpipe.program.program import Op, Program, forward_only
+from helixpipe.program.stages import Piece, Stage, model_pieces
+from helixpipe.program.text import to_csv
+from helixpipe.program.workload import uniform
 from schedules import Shape, build
 from schedules.drop_in import ForwardBackward, get_forward_backward_func
 
@@ -76,7 +80,7 @@ def cut_inside_a_layer() -> Program:
 
 def out_of_order() -> Program:
     ops = tuple(Op(kind, 0, microbatch) for kind in "FB" for microbatch in (1, 0))
-    return Program("mine", (Stage(model_pieces(1)),), (ops,), 2)
+    return Program("mine", (Stage(model_pieces(1)),), (ops,), uniform(2))
 
 
 def recomputed() -> Program:
@@ -186,8 +190,10 @@ def test_programs_and_files_of_ones_own(tmp_path: Path) -> None:
     to_csv(given, tmp_path / "mine.csv")
     assert get_forward_backward_func(given).program(2, 4, 1) is given
     assert (
-        get_forward_backward_func(lambda m: replace(given, num_microbatches=m)).program(2, 7, 1).num_microbatches == 7
+        get_forward_backward_func(lambda m: replace(given, workload=uniform(m))).program(2, 7, 1).num_microbatches == 7
     )
     assert get_forward_backward_func(str(tmp_path / "mine.csv")).program(2, 4, 1).ranks == given.ranks
+    save_program(given, tmp_path / "mine.json")
+    assert get_forward_backward_func(str(tmp_path / "mine.json")).program(2, 4, 1) == given
     with pytest.raises(UserError, match="is for 4 microbatches, but num_microbatches is 5"):
         get_forward_backward_func(given).program(2, 5, 1)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +34,11 @@ class Launch:
 
     def start(self, **paths: Path | str) -> Job:
         """Start it; `{name}` in the flags stands for a path given here."""
-        return Job(self, self.flags.format(**paths))
+        return Job(self.filled_in(**paths))
+
+    def filled_in(self, **paths: Path | str) -> Launch:
+        """Itself, with the paths that stand for `{name}` in its flags."""
+        return replace(self, flags=self.flags.format(**paths))
 
     def run(self, **paths: Path | str) -> Result:
         return self.start(**paths).wait()
@@ -74,14 +78,14 @@ class Result:
 class Job:
     """A launch that is running."""
 
-    def __init__(self, launch: Launch, flags: str):
+    def __init__(self, launch: Launch):
         self._mark = uuid.uuid4().hex
         self._started = time.monotonic()
         self._launch = launch
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(launch.ranks)]
         environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
         self.process = subprocess.Popen(
-            [sys.executable, *(torchrun if launch.ranks else []), launch.script, *flags.split()],
+            [sys.executable, *(torchrun if launch.ranks else []), launch.script, *launch.flags.split()],
             cwd=ROOT,
             env={**environment, _MARK: self._mark, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
             stdout=subprocess.PIPE,

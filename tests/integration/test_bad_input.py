@@ -10,6 +10,7 @@ import pytest
 
 from helixpipe.common.errors import UserError
 from megatron.training.arguments import parse_args
+from tests.integration.forked import run_forked
 from tests.integration.launching import MOCK, MODEL, Launch
 
 P2 = "--pipeline-model-parallel-size 2"
@@ -81,7 +82,7 @@ def test_a_job_whose_flags_are_wrong_says_so_once() -> None:
     ids=["NCCL on CPU", "missing data"],
 )
 def test_what_only_the_run_can_find_out(flags: str, words: str, tmp_path: Path) -> None:
-    result = Launch(words, f"{flags} --save {tmp_path / 'save'}", ranks=0).run()
+    result = run_forked(Launch(words, f"{flags} --save {tmp_path / 'save'}", ranks=1))
     assert words in result.sentence()
     assert not (tmp_path / "save").exists()
 
@@ -92,20 +93,20 @@ def test_corrupt_data_ends_every_rank(corpus: Path, tmp_path: Path) -> None:
     index = tmp_path / "bad.idx"
     index.write_bytes(index.read_bytes()[:40])
     flags = f"{MODEL} {P2} --train-iters 4 --tokenizer-type ByteLevelTokenizer --data-path {tmp_path}/bad"
-    result = Launch("corrupt .idx", f"{flags} --save {tmp_path / 'save'}").run()
+    result = run_forked(Launch("corrupt .idx", f"{flags} --save {tmp_path / 'save'}"))
     assert "bad.idx" in result.sentence()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.bin", "bad.idx"]
 
 
 def test_unusable_checkpoints_and_a_diverging_run_end_every_rank(tmp_path: Path) -> None:
     flags = f"{MOCK} {P2} --train-iters 100 --save {tmp_path} --save-interval 1"
-    diverging = Launch("lr too high", f"{flags} --lr 1e30").run()
+    diverging = run_forked(Launch("lr too high", f"{flags} --lr 1e30"))
     assert "the loss is " in diverging.sentence() and "lower --lr" in diverging.sentence()
     folders = sorted(tmp_path.glob("iter_*"))
     assert folders and not list(tmp_path.glob(".iter_*")), "what was saved before is whole"
     for folder in folders:
         (folder / ".metadata").write_bytes(b"garbage")
-    corrupt = Launch("all checkpoints corrupt", f"{flags} --load {tmp_path}").run()
+    corrupt = run_forked(Launch("all checkpoints corrupt", f"{flags} --load {tmp_path}"))
     said = corrupt.sentence()
     assert said.startswith(f"no checkpoint in --load {tmp_path} is usable") and "iter_0000001: " in said
     assert sorted(tmp_path.glob("iter_*")) == folders

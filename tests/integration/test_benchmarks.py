@@ -12,24 +12,17 @@ import pytest
 
 from benchmarks import network
 from benchmarks.network_costs import Case, Link
+from tests.integration.forked import run_forked
+from tests.integration.launching import Launch
 
 ROOT = Path(__file__).parents[2]
-TINY = "4 32 4 2 48 256 1 2"  # layers, hidden, heads, groups, ffn, tokens, micro batch, microbatches
+TINY = "4 32 4 2 48 64 1 2"  # layers, hidden, heads, groups, ffn, tokens, micro batch, microbatches
 
 
 def test_every_row_on_a_tiny_model(tmp_path: Path) -> None:
     output = tmp_path / "result.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [
-        str(ROOT / "benchmarks/measure.py"),
-        str(output),
-        "2",
-        "empty,1f1b,zero-bubble,memory,seq1f1b,helix",
-        *TINY.split(),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stderr[-3000:]
+    rows = "empty,1f1b,zero-bubble,memory,seq1f1b,helix"
+    run_forked(Launch("benchmark", f"{output} 2 {rows} {TINY}", script="benchmarks/measure.py")).done()
     result = json.loads(output.read_text(encoding="utf-8"))
     assert list(result) == ["empty", "1f1b", "zero-bubble", "memory", "seq1f1b", "helix"]
     for rows in ("empty", "1f1b", "zero-bubble", "seq1f1b", "helix"):
@@ -67,14 +60,8 @@ def test_engines_over_a_link_and_their_report(tmp_path: Path, capsys: pytest.Cap
     """Here over loopback; tests of the lab itself are in test_netlab.py."""
     output, engines = tmp_path / "result.json", ["1f1b", "gpipe", "weipipe", "fsdp2", "fsdp2-once"]
     cases = [Case(sequence=16, micro=1), Case(sequence=64, micro=2)]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(ROOT / "benchmarks/network_ranks.py"), str(output), "2", ",".join(engines)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*command, *(case.argument for case in cases)],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    flags = " ".join([str(output), "2", ",".join(engines), *(case.argument for case in cases)])
+    run_forked(Launch("network", flags, script="benchmarks/network_ranks.py")).done()
     results = json.loads(output.read_text(encoding="utf-8"))
     link = Link(1e6, 1e-3)
     rows = [network.Row(case, "8mbit", link, result) for case, result in zip(cases, results, strict=True)]

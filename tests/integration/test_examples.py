@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from helixpipe.program.program import model_pieces
+from helixpipe.program.stages import model_pieces
 from megatron.training.arguments import parse_args
 from megatron.training.config import Config
 from megatron.training.plan.costs import model_shape, training_costs

@@ -15,9 +15,11 @@ import torch.distributed as dist
 
 from helixpipe.common.errors import UserError
 from tests.distributed import run_ranks
-from tests.integration.launching import MOCK, ROOT
+from tests.integration.forked import Forked
+from tests.integration.launching import MOCK, ROOT, Launch
 from tools.hosts import Lab, unavailable
-from tools.links import Check, GlooPair, Link, Place, limited, on_all_pipelines, report, rounds, slow_links
+from tools.link_report import report, slow_links
+from tools.links import Check, GlooPair, Link, Place, limited, on_all_pipelines, rounds
 from tools.netlab import Job
 from tools.preflight import PreflightOptions, main
 
@@ -163,30 +165,13 @@ def test_a_lost_rank_is_named_and_the_others_are_tried(gone: bool) -> None:
 
 
 def test_a_rank_that_never_comes() -> None:
-    """All others end with 1, and rank 0 says why. The test is the launcher, and starts three of four."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    environment = {**os.environ, **place, "OMP_NUM_THREADS": "1"}
-    flags = f"{FLAGS} --pipeline-model-parallel-size 4 --preflight-seconds 0.4 --preflight-timeout 12"
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "tools/preflight.py", *flags.split()],
-            cwd=ROOT,
-            env={**environment, "WORLD_SIZE": "4", "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(3)
-    ]
-    try:
-        outputs = [process.communicate(timeout=120)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [1, 1, 1], outputs
-    assert "not here within 12 s: rank 3" in outputs[0] and "6 links, 2 dead" in outputs[0]
-    assert "not tried, since rank 3 is out" in outputs[0]
+    """All others end with 1, and rank 0 says why."""
+    flags = f"{FLAGS} --pipeline-model-parallel-size 4 --preflight-seconds 0.4 --preflight-timeout 6"
+    job = Forked(Launch("preflight", flags, ranks=4, script="tools/preflight.py"), absent=3)
+    assert [job.wait_for_rank(rank) for rank in range(3)] == [1, 1, 1]
+    output = job.wait().output
+    assert "not here within 6 s: rank 3" in output and "6 links, 2 dead" in output
+    assert "not tried, since rank 3 is out" in output
 
 
 def test_under_torchrun() -> None:

@@ -6,11 +6,10 @@ import os
 import re
 import signal
 
-import pytest
-
 from helixpipe.lowering.lower import lower
 from helixpipe.planning.catalogue import Shape
 from schedules import build
+from tests.integration.forked import Forked
 from tests.integration.launching import MOCK, Launch, Result
 
 FAULTY = "tests/integration/faulty.py"
@@ -27,12 +26,12 @@ def report(result: Result) -> list[str]:
     return text.splitlines()
 
 
-def test_a_lost_message_is_named_and_the_job_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_message_is_named_and_the_job_ends() -> None:
     lowered = lower(build("1f1b", Shape(4, 8, 4)), receive_ahead=1)
     lost = next(each for each in lowered.messages if str(each) == "gradient 2B5 -> 1B5 (rank 2 -> rank 1)")
-    monkeypatch.setenv("FAULT", f"lose {lost.source} 3 {lost.number}")
     flags = f"{MOCK} --train-iters 100000 --stall-timeout-seconds 5 --pipeline-model-parallel-size 4"
-    result = Launch("lost message", flags, ranks=4, script=FAULTY).run()
+    launch = Launch("lost message", flags, ranks=4, script=FAULTY)
+    result = Forked(launch, FAULT=f"lose {lost.source} 3 {lost.number}").wait()
     assert set(result.losses()) == {1, 2}
     _, first, second, third, fourth, *rest = report(result)
     place = "forward-backward, iteration 3: waits"
@@ -47,21 +46,22 @@ def test_a_lost_message_is_named_and_the_job_ends(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_stopped_rank_is_silent() -> None:
-    """It is ended by torchrun, like everything that does not end by itself."""
+    """The others end by themselves; such a rank is ended by torchrun."""
     flags = f"{MOCK} --train-iters 100000 --stall-timeout-seconds 5 --pipeline-model-parallel-size 2"
-    job = Launch("stopped", flags).start()
+    job = Forked(Launch("stopped", flags))
     job.wait_for("iteration        3/")
     os.kill(job.rank(1), signal.SIGSTOP)
+    assert job.wait_for_rank(0)
+    os.kill(job.rank(1), signal.SIGKILL)
     lines = report(job.wait())
     assert lines[1].startswith("  rank 0, ")
     assert lines[2].startswith("  rank 1: silent")
     assert lines[3:5] == ["First cause:", f"{lines[2]}."]
 
 
-def test_a_rank_that_is_slow_is_no_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_is_slow_is_no_stall() -> None:
     """In each step rank 0 waits for longer than the limit, for a rank that gets on; then both evaluate."""
-    monkeypatch.setenv("FAULT", "slow 1 1.0")
     flags = f"{MOCK} --global-batch-size 5 --train-iters 2 --eval-iters 1 --eval-interval 2 --pipeline-schedule gpipe"
-    flags += " --pipeline-model-parallel-size 2 --stall-timeout-seconds 3"
-    result = Launch("slow", flags, script=FAULTY).run().done()
+    flags += " --pipeline-model-parallel-size 2 --stall-timeout-seconds 2"
+    result = Forked(Launch("slow", flags, script=FAULTY), FAULT="slow 1 0.6").wait().done()
     assert len(result.losses()) == 2

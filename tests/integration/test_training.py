@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from helixpipe.program.timeline import Timeline
+from tests.integration.forked import run_forked
 from tests.integration.launching import MOCK, MODEL, Launch, Result
 
 ITERATIONS = 8
@@ -92,12 +93,12 @@ def whole(folder: Path, corpus: Path) -> Result:
 
 @pytest.fixture(scope="module")
 def stopped(folder: Path, corpus: Path) -> Result:
-    return STOPPED.run(data=corpus, cache=folder / "cache", save=folder / "stopped").done()
+    return run_forked(STOPPED, data=corpus, cache=folder / "cache", save=folder / "stopped").done()
 
 
 @pytest.fixture(scope="module")
 def interleaved(folder: Path) -> Result:
-    return INTERLEAVED.run(save=folder / "interleaved").done()
+    return run_forked(INTERLEAVED, save=folder / "interleaved").done()
 
 
 # -------------------------------------------------------------------------------------------------- what a run prints
@@ -177,7 +178,8 @@ def test_exit_interval_saves_and_exits(stopped: Result, whole: Result) -> None:
 def test_a_resumed_run_goes_on_as_if_nothing_had_happened(
     launch: Launch, whole: Result, stopped: Result, folder: Path, corpus: Path
 ) -> None:
-    result = launch.run(data=corpus, cache=folder / "cache", save=folder / "stopped", again=folder / "again").done()
+    run = run_forked if launch.ranks else Launch.run
+    result = run(launch, data=corpus, cache=folder / "cache", save=folder / "stopped", again=folder / "again").done()
     expected = {i: whole.losses()[i] for i in range(6, ITERATIONS + 1)}
     if launch.ranks:
         assert result.losses() == expected
@@ -198,14 +200,14 @@ def test_a_run_may_resume_in_another_way(launch: Launch, interleaved: Result, fo
     flags = f"{PLAIN} --load {saved} {launch.flags}"
     again = tmp_path / "again"
     flags += " --save-interval 2" * ("{again}" in flags)
-    result = Launch(launch.name, flags, launch.ranks).run(csv=tmp_path / "mine.csv", again=again).done()
+    result = run_forked(Launch(launch.name, flags), csv=tmp_path / "mine.csv", again=again).done()
     expected = {i: loss for i, loss in interleaved.loss_values().items() if i > 4}
     assert result.loss_values() == pytest.approx(expected, rel=2e-5)
     assert ("iter_0000008 is not usable: " in result.output) == truncated
     assert f"successfully loaded checkpoint from {saved}" in result.output
     if again.exists():
         back = f"{PLAIN} --load {again} {P2} --pipeline-schedule 1f1b --ckpt-step 6"
-        losses = Launch("back", back).run().done().loss_values()
+        losses = run_forked(Launch("back", back)).done().loss_values()
         assert losses == pytest.approx({i: loss for i, loss in expected.items() if i > 6}, rel=2e-5)
 
 
@@ -219,7 +221,9 @@ def test_sigterm_saves_then_a_time_limit_stops_the_next_run(tmp_path: Path) -> N
     assert "[Rank" not in re.sub(r"\[Rank \d\] \(after", "", result.output), result.output
     saved = int((tmp_path / "latest_checkpointed_iteration.txt").read_text())
     assert saved == max(result.losses())
-    after = Launch("stopped by its duration", f"{flags} --exit-duration-in-mins 0.001").run().done()
+    after = run_forked(
+        Launch("stopped by its duration", f"{flags} --num-workers 0 --exit-duration-in-mins 0.001")
+    ).done()
     assert list(after.losses()) == [saved + 1]
     assert "exiting program after 0." in after.output
     assert int((tmp_path / "latest_checkpointed_iteration.txt").read_text()) == saved + 1
@@ -235,7 +239,7 @@ def test_sigterm_saves_then_a_time_limit_stops_the_next_run(tmp_path: Path) -> N
 )
 def test_four_ranks_with_a_growing_batch(flags: str, tmp_path: Path) -> None:
     launch = Launch("growing", f"{PLAIN} {flags} --rampup-batch-size 2 2 12 --save {tmp_path}", ranks=4)
-    result = launch.run().done()
+    result = run_forked(launch).done()
     sizes = [int(size) for size in re.findall(r"global batch size: +(\d+)", result.output)]
     assert sizes[0] == 2 and sizes[-1] == 8 and sizes == sorted(sizes)
     losses = result.loss_values()
@@ -252,7 +256,7 @@ def test_a_killed_rank_ends_the_job_and_the_next_launch_resumes(
     os.kill(job.rank(1), signal.SIGKILL)
     result = job.wait()
     assert result.status != 0 and time.monotonic() - killed < 30
-    again = Launch("relaunched", flags).run(data=corpus, cache=folder / "cache").done()
+    again = run_forked(Launch("relaunched", f"{flags} --num-workers 0"), data=corpus, cache=folder / "cache").done()
     assert "successfully loaded checkpoint" in again.output
     assert {**result.losses(), **again.losses()} == whole.losses()
     assert_same_tensors(tmp_path, folder / "whole")

@@ -14,19 +14,9 @@ from random import Random
 from hypothesis import HealthCheck, settings
 
 from helixpipe.costs.by_hand import PieceTimes
-from helixpipe.program.program import (
-    OP_KINDS,
-    OWNED,
-    PIECE_KINDS,
-    PLACEMENTS,
-    Op,
-    Piece,
-    Program,
-    RingOptions,
-    Stage,
-    Unit,
-    model_pieces,
-)
+from helixpipe.program.program import OP_KINDS, Op, Program, Unit
+from helixpipe.program.stages import OWNED, PIECE_KINDS, PLACEMENTS, Piece, RingOptions, Stage, model_pieces
+from helixpipe.program.workload import Chunk, Slice, Workload, uniform
 
 DETERMINISTIC = settings(
     derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow], print_blob=False
@@ -37,7 +27,7 @@ DETERMINISTIC = settings(
 def random_program(rng: Random, placements: Sequence[str] = PLACEMENTS) -> Program:
     """A valid program: random cuts, placements (half of them resident, the rest these), splits and recomputation, in a
     random order that respects the needs."""
-    num_ranks, num_microbatches, num_chunks = rng.randint(1, 4), rng.randint(1, 4), rng.choice((1, 1, 2, 3))
+    num_ranks, workload = rng.randint(1, 4), random_workload(rng)
     pieces = model_pieces(rng.randint(1, 2))
     num_stages = rng.randint(1, 6)
     cuts = [0, *sorted(rng.sample(range(1, len(pieces)), num_stages - 1)), len(pieces)]
@@ -52,17 +42,20 @@ def random_program(rng: Random, placements: Sequence[str] = PLACEMENTS) -> Progr
     )
     ops: dict[Op, int] = {}
     homes: dict[tuple[int, ...], int] = {}
-    for unit in every_unit(stages, num_microbatches, num_chunks):
+    for unit in every_unit(stages, workload):
         stage = stages[unit.stage]
-        key = unit[:1] if stage.placement == "resident" else unit[:2] if stage.has_attention else unit
+        key: tuple[int, ...] = unit
+        if stage.placement == "resident":
+            key = unit[:1]
+        elif stage.has_attention:
+            key = (unit.stage, -1 - min(linked(workload, unit.microbatch, unit.chunk)))
         rank = homes.setdefault(key, rng.randrange(num_ranks))
         kinds = "F" if forward_only else "FIW" if rng.random() < split else "FB"
         if not forward_only and stage.recompute and rng.random() < 0.7:
             kinds += "R"
         ops.update((Op(kind, *unit), rank) for kind in kinds)
-    lengths = None if rng.random() < 0.5 else tuple(rng.randint(1, 9) for _ in range(num_chunks))
     ring = RingOptions(rng.choice((1, 1, 2, 3)), eager=rng.random() < 0.5)
-    empty = Program("random", stages, ((),) * num_ranks, num_microbatches, num_chunks, lengths, forward_only, ring)
+    empty = Program("random", stages, ((),) * num_ranks, workload, forward_only, ring)
     ranks: list[list[Op]] = [[] for _ in range(num_ranks)]
     pending, done = sorted(ops), set[Op]()
     eager = rng.choice((1, 3, len(pending)))  # of how many ready ops to choose the next from: few gives deep orders
@@ -81,15 +74,75 @@ def random_runs(pieces: tuple[Piece, ...], probability: float, rng: Random) -> t
     return tuple(pieces[a:b] for a, b in pairwise(cuts) if rng.random() < probability)
 
 
-def every_unit(stages: tuple[Stage, ...], num_microbatches: int, num_chunks: int) -> list[Unit]:
-    return [Unit(s, m, c) for s in range(len(stages)) for m in range(num_microbatches) for c in range(num_chunks)]
+def random_workload(rng: Random) -> Workload:
+    """Microbatches all cut alike; or each into chunks of its own, some with short documents beside the long one, which
+    may go on in the next microbatch."""
+    num_microbatches, num_chunks = rng.randint(1, 4), rng.choice((1, 1, 2, 3))
+    if rng.random() < 0.6:
+        lengths = None if rng.random() < 0.5 else tuple(rng.randint(1, 9) for _ in range(num_chunks))
+        return uniform(num_microbatches, num_chunks, lengths)
+    microbatches, document, start, documents = [], 0, 0, 1
+    for _ in range(num_microbatches):
+        chunks = []
+        for _ in range(rng.randint(1, 3)):
+            slices = [Slice(document, start, rng.randint(1, 9))]
+            start += slices[0].length
+            for _ in range(rng.choice((0, 0, 1, 2))):
+                slices.append(Slice(documents, 0, rng.randint(1, 3)))
+                documents += 1
+            chunks.append(tuple(slices))
+        microbatches.append(tuple(chunks))
+        if rng.random() < 0.7:
+            document, start, documents = documents, 0, documents + 1
+    return Workload(_renumbered(microbatches))
+
+
+def _renumbered(microbatches: list[tuple[Chunk, ...]]) -> tuple[tuple[Chunk, ...], ...]:
+    """Documents numbered as they come: one may have been numbered and got no slice."""
+    numbers: dict[int, int] = {}
+    return tuple(
+        tuple(tuple(s._replace(document=numbers.setdefault(s.document, len(numbers))) for s in c) for c in chunks)
+        for chunks in microbatches
+    )
+
+
+def linked(workload: Workload, microbatch: int, chunk: int) -> set[int]:
+    """The documents whose keys and values lie where this chunk runs: its own, and those of chunks they are in."""
+    documents = {part.document for part in workload.microbatches[microbatch][chunk]}
+    while True:
+        more = {
+            part.document
+            for chunks in workload.microbatches
+            for other in chunks
+            if documents & {part.document for part in other}
+            for part in other
+        }
+        if more <= documents:
+            return documents
+        documents |= more
+
+
+def earlier(workload: Workload, microbatch: int, chunk: int) -> list[tuple[int, int]]:
+    """Where earlier slices of the chunk's documents are."""
+    starts = {part.document: part.start for part in workload.microbatches[microbatch][chunk]}
+    return [
+        (m, c)
+        for m, chunks in enumerate(workload.microbatches)
+        for c, other in enumerate(chunks)
+        if any(part.document in starts and part.start < starts[part.document] for part in other)
+    ]
+
+
+def every_unit(stages: tuple[Stage, ...], workload: Workload) -> list[Unit]:
+    sizes = [len(chunks) for chunks in workload.microbatches]
+    return [Unit(s, m, c) for s in range(len(stages)) for m, size in enumerate(sizes) for c in range(size)]
 
 
 def needs(program: Program, op: Op, present: set[Op]) -> set[Op]:
     """The ops that `op` waits for; `present`: all ops of the program."""
     kind, stage, microbatch, chunk = op
 
-    def backward(stage: int, chunk: int) -> Op:
+    def backward(stage: int, microbatch: int, chunk: int) -> Op:
         split = Op("I", stage, microbatch, chunk)
         return split if split in present else Op("B", stage, microbatch, chunk)
 
@@ -98,8 +151,8 @@ def needs(program: Program, op: Op, present: set[Op]) -> set[Op]:
     if kind == "F":
         if stage > 0:
             needed.add(Op("F", stage - 1, microbatch, chunk))
-        if attention and chunk > 0:
-            needed.add(Op("F", stage, microbatch, chunk - 1))
+        if attention:
+            needed |= {Op("F", stage, *place) for place in earlier(program.workload, microbatch, chunk)}
     elif kind == "R":
         needed.add(Op("F", stage, microbatch, chunk))
     elif kind == "W":
@@ -108,9 +161,10 @@ def needs(program: Program, op: Op, present: set[Op]) -> set[Op]:
         recompute = Op("R", stage, microbatch, chunk)
         needed.add(recompute if recompute in present else Op("F", stage, microbatch, chunk))
         if stage + 1 < len(program.stages):
-            needed.add(backward(stage + 1, chunk))
-        if attention and chunk + 1 < program.num_chunks:
-            needed.add(backward(stage, chunk + 1))
+            needed.add(backward(stage + 1, microbatch, chunk))
+        if attention:
+            later = [p for p in program.workload.units() if (microbatch, chunk) in earlier(program.workload, *p)]
+            needed |= {backward(stage, *place) for place in later}
     return needed
 
 
@@ -118,7 +172,7 @@ def can_run(program: Program) -> bool:
     """Brute force: units complete and at home, then run ops one by one until nothing moves."""
     where = [(op, rank) for rank, ops in enumerate(program.ranks) for op in ops]
     count = Counter(op for op, _ in where)
-    units = every_unit(program.stages, program.num_microbatches, program.num_chunks)
+    units = every_unit(program.stages, program.workload)
     if any(number > 1 for number in count.values()) or not {op.unit for op in count} <= set(units):
         return False
     for unit in units:
@@ -134,7 +188,8 @@ def can_run(program: Program) -> bool:
         if stage.placement == "resident" and any(piece.kind != "attn" for piece in stage.pieces):
             rules.append(op.unit[:1])
         if stage.has_attention:
-            rules.append(op.unit[:2])
+            workload = program.workload
+            rules += [(op.stage, -1 - each) for each in linked(workload, op.microbatch, op.chunk)]
         if any(homes.setdefault(rule, rank) != rank for rule in rules):
             return False
     left, done, moved = [list(ops) for ops in program.ranks], set[Op](), True

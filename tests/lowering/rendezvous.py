@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from random import Random
 
-from helixpipe.lowering.lower import Action, LoweredProgram
-from helixpipe.program.message import Message
+from helixpipe.lowering.project import Action, Instruction, LoweredProgram
+from helixpipe.program.message import Collective, Message
 from helixpipe.program.program import Op
 from tests.lowering.random_programs import needs
 
@@ -85,7 +85,7 @@ class Machine:
     `channels` True: a channel for each directed pair of ranks; a message completes when both ends have come to it in
     that channel. Weights that are passed on leave when they have come. With `one_queue` moreover a rank's streams share
     a queue, as CUDA's may: what has to wait before it can start, such as a receive for the one before it in its
-    channel, holds up all that was issued after it.
+    channel, or a collective for its other members, holds up all that was issued after it.
     """
 
     def __init__(
@@ -99,8 +99,8 @@ class Machine:
         self.lowered, self.rng, self.blocking = lowered, rng, blocking
         self.channels, self.one_queue = channels, one_queue
         self.position = [0] * len(lowered.streams)
-        self.posted: dict[object, deque[tuple[Action, Message]]] = defaultdict(deque)
-        self.complete: set[Message] = set()
+        self.posted: dict[object, deque[tuple[Action, Message | Collective]]] = defaultdict(deque)
+        self.complete: set[Message | Collective] = set()
         self.sent: set[Message] = set()
         self.ran: list[list[Op]] = [[] for _ in lowered.streams]
         self.waited: list[set[Message]] = [set() for _ in lowered.streams]
@@ -113,7 +113,8 @@ class Machine:
         moves = [(self.host, rank) for rank in range(len(self.position))] + [
             (self.transfer, link) for link in set(links)
         ]
-        moves.sort(key=lambda move: str(move[1]))
+        moves += [(self.collect, group) for group in {c.ranks for c in self.lowered.graph.collectives}]
+        moves.sort(key=lambda move: str(move))
         stuck = False
         while not stuck:
             self.rng.shuffle(moves)
@@ -124,6 +125,7 @@ class Machine:
                         break
                     stuck = False
         ended = all(at == len(stream) for at, stream in zip(self.position, self.lowered.streams, strict=True))
+        ended = ended and set(self.lowered.graph.collectives) <= self.complete
         if ended:
             self.travel.finish()
         return ended
@@ -135,11 +137,9 @@ class Machine:
         stream, at = self.lowered.streams[rank], self.position[rank]
         if at == len(stream):
             return False
-        action, op, message = stream[at]
-        if at and self.blocking:
-            before = stream[at - 1]
-            if before.action in (Action.SEND, Action.RECV) and before.message not in self.complete:
-                return False
+        action, op, message, collective, _ = stream[at]
+        if at and not self.passed(stream[at - 1]):
+            return False
         if action is Action.WAIT and message not in self.complete:
             return False
         if self.one_queue and action in (Action.SEND, Action.RECV) and not self.can_start(rank, action, message):
@@ -148,6 +148,10 @@ class Machine:
         if action is Action.RUN:
             self.check_run(rank, op)
             self.ran[rank].append(op)
+        elif action is Action.REDUCE:
+            own = {op for op in self.lowered.program.ranks[rank] if op.stage == collective.stage}
+            assert own <= set(self.ran[rank]) and rank in collective.ranks
+            self.posted[(collective.ranks, rank) if self.channels else rank].append((action, collective))
         elif action is Action.WAIT:
             assert message.target == rank and message not in self.waited[rank]
             self.waited[rank].add(message)
@@ -169,6 +173,16 @@ class Machine:
             assert self.channels or self.travel.bounded(rank)
             self.queue(rank, message, action).append((action, message))
         return True
+
+    def passed(self, before: Instruction) -> bool:
+        """Whether a host that waits there can go on after an instruction."""
+        if before.action is Action.REDUCE:
+            return before.collective in self.complete or not (self.blocking or self.one_queue)
+        return (
+            before.message in self.complete
+            or not self.blocking
+            or before.action in (Action.WAIT, Action.FREE, Action.RUN)
+        )
 
     def can_start(self, rank: int, action: Action, message: Message) -> bool:
         passes_on = action is Action.SEND and message.kind == "weights" and message.follows >= 0
@@ -200,4 +214,18 @@ class Machine:
         sends.popleft()
         receives.popleft()
         self.complete.add(sent)
+        return True
+
+    def collect(self, group: tuple[int, ...]) -> bool:
+        """All members of a group have the same collective at their head: it happens."""
+        queues = [self.posted[(group, rank) if self.channels else rank] for rank in group]
+        if not all(queue and queue[0][0] is Action.REDUCE for queue in queues):
+            return False
+        heads = {queue[0][1] for queue in queues}
+        if not self.channels and len(heads) > 1:
+            return False
+        assert len(heads) == 1, "all members of a group must agree on the order of its collectives"
+        for queue in queues:
+            queue.popleft()
+        self.complete |= heads
         return True

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helixpipe.common.errors import ProgramError
-from helixpipe.lowering.lower import Action, LoweredProgram, lower
+from helixpipe.lowering.lower import lower
+from helixpipe.lowering.project import Action, LoweredProgram
 from helixpipe.lowering.validate import validate
 from helixpipe.program.program import forward_only
 from schedules import Shape, build
@@ -58,14 +59,14 @@ def check_opening(lowered: LoweredProgram) -> None:
     """No backward is in it, the first one comes next on its rank, and both ends of a message are in it or neither."""
     sent, received, next_kinds = set(), set(), set()
     for stream, length in zip(lowered.streams, lowered.openings, strict=True):
-        for action, op, message in stream[:length]:
+        for action, op, message, _, _ in stream[:length]:
             if action is Action.RUN:
                 assert op is not None and op.kind in "FR"
             if action is Action.SEND:
                 sent.add(message)
             if action is Action.RECV:
                 received.add(message)
-        runs = (op.kind for action, op, _ in stream[length:] if action is Action.RUN and op is not None)
+        runs = (op.kind for action, op, *_ in stream[length:] if action is Action.RUN and op is not None)
         next_kinds.add(next(runs, ""))
     assert sent == received
     assert next_kinds & {"B", "I"} or not any(op.kind in "BI" for ops in lowered.program.ranks for op in ops)

@@ -10,9 +10,11 @@ from helixpipe.costs.hardware import HARDWARE
 from helixpipe.costs.model_costs import GRADIENT_BYTES, ModelCosts
 from helixpipe.costs.models import MODELS, Layout
 from helixpipe.lowering.lower import lower
-from helixpipe.planning.recompute import peak_memory
+from helixpipe.planning.early import peak_memory
 from helixpipe.program.message import Message
-from helixpipe.program.program import Op, Piece, Program, Stage, even_stages, forward_only, model_pieces
+from helixpipe.program.program import Op, Program, forward_only
+from helixpipe.program.stages import Piece, Stage, even_stages, model_pieces
+from helixpipe.program.workload import uniform
 from helixpipe.simulate.memory import rank_memory
 
 COSTS = ModelCosts(MODELS["llama2-7b"], HARDWARE["a100-80"], Layout(), seq_length=4096)
@@ -27,7 +29,7 @@ def shared_ends() -> Program:
         "1F0 1F1 1F2 1F3 2F2 2B2 2F3 2B3 1B0 1B1 1B2 1B3",
     )
     ranks = tuple(tuple(Op(cell[1], int(cell[0]), int(cell[2])) for cell in order.split()) for order in orders)
-    return Program("shared", stages, ranks, 4)
+    return Program("shared", stages, ranks, uniform(4))
 
 
 def crossing(program: Program) -> list[Message]:
@@ -46,7 +48,7 @@ def test_a_stage_that_one_rank_runs_has_no_copies() -> None:
     program = shared_ends()
     alone = replace(program, stages=(replace(program.stages[0], placement="replicated"), *program.stages[1:]))
     assert set(alone.copies(0)) == {Piece("head")}
-    resident = Program("alone", even_stages(1, 1), ((Op("F", 0, 0), Op("B", 0, 0)),), 1)
+    resident = Program("alone", even_stages(1, 1), ((Op("F", 0, 0), Op("B", 0, 0)),), uniform(1))
     assert resident.copies(0) == {}
 
 
@@ -66,7 +68,7 @@ def test_every_copy_has_weights_gradients_and_optimizer_state(data_parallel: int
         memory = rank_memory(lower(program, costs), costs, rank)
         assert (memory.weights, memory.gradients) == (2 * own, GRADIENT_BYTES * own)
         assert memory.optimizer == 12 * own / data_parallel
-        assert peak_memory(program, costs, rank) >= memory.weights + memory.gradients + memory.optimizer
+        assert peak_memory(program, costs)[rank] >= memory.weights + memory.gradients + memory.optimizer
 
 
 def test_the_sum_of_gradients_takes_time() -> None:

@@ -11,15 +11,19 @@ from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.costs.hardware import HARDWARE
 from helixpipe.costs.model_costs import GRADIENT_BYTES, ModelCosts
 from helixpipe.costs.models import MODELS, Layout
-from helixpipe.lowering.borrowed import WEIGHTS_AHEAD
-from helixpipe.lowering.lower import Action, lower
-from helixpipe.planning.recompute import peak_memory
+from helixpipe.lowering.lower import lower
+from helixpipe.lowering.passes.transfers import WEIGHTS_AHEAD
+from helixpipe.lowering.project import Action
+from helixpipe.planning.early import peak_memory
 from helixpipe.program.message import Message
-from helixpipe.program.program import Op, Program, Stage, even_stages, forward_only, model_pieces
+from helixpipe.program.program import Op, Program, forward_only
+from helixpipe.program.stages import Stage, even_stages, model_pieces
+from helixpipe.program.workload import uniform
 from helixpipe.simulate.memory import rank_memory
 from helixpipe.simulate.simulator import simulate
 from schedules import Shape, build
 from schedules.helix import HelixOptions
+from tests.costs.asking import borrowed, message_bytes
 
 COSTS = ModelCosts(MODELS["llama2-7b"], HARDWARE["a100-80"], Layout(), seq_length=4096)
 
@@ -31,7 +35,7 @@ def shared_middle(owner: int = 0) -> Program:
     first = "0F0 0F1 0F2 0F3 1F0 1F1 2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3 1B0 1B1 0B0 0B1 0B2 0B3"
     orders = [first.split(), ["1F2", "1F3", "1B2", "1B3"]]
     ranks = tuple(tuple(Op(cell[1], int(cell[0]), int(cell[2])) for cell in order) for order in orders)
-    return Program("shared", stages, ranks, 4)
+    return Program("shared", stages, ranks, uniform(4))
 
 
 def shipped(program: Program) -> list[Message]:
@@ -85,7 +89,7 @@ def test_streams() -> None:
     runs = {each.op: i for i, each in enumerate(copy) if each.action is Action.RUN}
     assert places[0] < runs[Op("F", 1, 2)] and places[1] > runs[Op("B", 1, 3)]
     assert [each.action for each in copy if each.message == weights] == [Action.RECV, Action.WAIT, Action.FREE]
-    freed = next(i for i, each in enumerate(copy) if each == (Action.FREE, None, weights))
+    freed = next(i for i, each in enumerate(copy) if each[:3] == (Action.FREE, None, weights))
     assert freed > runs[Op("B", 1, 3)]
 
 
@@ -129,23 +133,23 @@ def test_memory_and_bytes() -> None:
     program = shared_middle()
     layer = COSTS.bytes.parameters(program.stages[1].pieces)
     assert layer == 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096
-    assert COSTS.copy_memory(program, 1) == (2 * layer, GRADIENT_BYTES * layer)
+    assert borrowed(COSTS, program, 1) == (2 * layer, GRADIENT_BYTES * layer)
     weights, gradients = shipped(program)
-    assert COSTS.message_bytes(program, weights) == 2 * layer
-    assert COSTS.message_bytes(program, gradients) == 4 * layer
+    assert message_bytes(COSTS, program, weights) == 2 * layer
+    assert message_bytes(COSTS, program, gradients) == 4 * layer
     lowered = lower(program, COSTS)
     copy = rank_memory(lowered, COSTS, 1)
     assert (copy.weights, copy.gradients, copy.optimizer) == (2 * layer, 4 * layer, 0)
     whole = rank_memory(lowered, COSTS, 0)
     total = COSTS.bytes.parameters(model_pieces(3))
     assert (whole.weights, whole.gradients) == (2 * total, 4 * total)
-    assert PieceTimes().copy_memory(program, 1) == (0.0, 0.0)
+    assert borrowed(PieceTimes(), program, 1) == (0.0, 0.0)
 
 
 def test_a_copy_is_part_of_the_peak() -> None:
     program = shared_middle()
     layer = COSTS.bytes.parameters(program.stages[1].pieces)
     resident = replace(program, stages=even_stages(3, 3))  # of the same sizes, were rank 1 to keep them
-    kept = peak_memory(program, COSTS, 1) - COSTS.static_memory(program.pieces_of_rank(1))
-    alone = peak_memory(resident, COSTS, 1) - COSTS.static_memory(resident.pieces_of_rank(1))
+    kept = peak_memory(program, COSTS)[1] - COSTS.static_memory(program.pieces_of_rank(1))
+    alone = peak_memory(resident, COSTS)[1] - COSTS.static_memory(resident.pieces_of_rank(1))
     assert kept - alone == 6 * layer

@@ -10,20 +10,11 @@ from typing import Any
 import pytest
 
 from helixpipe.common.errors import ProgramError
-from helixpipe.lowering.validate import all_units, untrainable, validate
-from helixpipe.program.program import (
-    OWNED,
-    Op,
-    Piece,
-    Program,
-    RingOptions,
-    Stage,
-    even_stages,
-    format_rows,
-    forward_only,
-    model_pieces,
-    parse_rows,
-)
+from helixpipe.lowering.validate import untrainable, validate
+from helixpipe.program.program import Op, Program, forward_only
+from helixpipe.program.stages import OWNED, Piece, RingOptions, Stage, even_stages, model_pieces
+from helixpipe.program.text import format_rows, parse_rows
+from helixpipe.program.workload import uniform
 from schedules import Shape, build
 
 
@@ -32,8 +23,7 @@ def program(rows: Sequence[str], stages: tuple[Stage, ...] | None = None, **fiel
     ranks = parse_rows([row.split() for row in rows])
     ops = [op for rank in ranks for op in rank]
     sizes = {
-        "num_microbatches": 1 + max(op.microbatch for op in ops),
-        "num_chunks": 1 + max(op.chunk for op in ops),
+        "workload": uniform(1 + max(op.microbatch for op in ops), 1 + max(op.chunk for op in ops)),
     }
     num_stages = 1 + max(op.stage for op in ops)
     recomputed = {op.stage for op in ops if op.kind == "R"}
@@ -166,7 +156,7 @@ def test_a_long_cycle_is_told_by_its_corners() -> None:
 
 def test_ranges() -> None:
     ops = (Op("F", 0, 0), Op("B", 0, 0))
-    good = Program("test", even_stages(1, 1), (ops,), 1)
+    good = Program("test", even_stages(1, 1), (ops,), uniform(1))
     validate(good)
     for op, message in [
         (Op("F", 1, 0), "rank 0: 1F0 names stage 1, but the last stage is 0."),
@@ -180,10 +170,6 @@ def test_ranges() -> None:
 
 
 CHANGES: list[tuple[Callable[[Program], Program], str]] = [
-    (lambda p: replace(p, num_microbatches=0), "the number of microbatches must be at least 1, not 0."),
-    (lambda p: replace(p, num_chunks=0), "the number of chunks must be at least 1, not 0."),
-    (lambda p: replace(p, chunk_lengths=(3, 4)), "chunk lengths (3, 4) do not fit 1 chunks."),
-    (lambda p: replace(p, chunk_lengths=(0,)), "chunk lengths (0,) do not fit 1 chunks."),
     (
         lambda p: replace(p, stages=p.stages[::-1]),
         "the stages are not the model in order: piece 0 is norm[1] where embed was expected.",
@@ -255,7 +241,7 @@ def test_validation_leaves_the_program_alone() -> None:
     before = repr(good)
     validate(good)
     assert repr(good) == before
-    assert len(list(all_units(good))) == len(good.stages) * good.num_microbatches
+    assert len(list(good.units())) == len(good.stages) * good.num_microbatches
 
 
 def test_what_training_cannot_run() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from helixpipe.model import Microbatch, PipelineModel, UnitContext
 from helixpipe.model.kv_store import KeyValueStore
-from helixpipe.program.program import Piece
+from helixpipe.program.stages import Piece
 from tests.model.common import BATCH, CHAIN, LAYERS, SEQUENCE, gradients_of, make_batch, make_model, set_parallel, worst
 from tests.model.equality import whole
 

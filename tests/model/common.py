@@ -15,7 +15,7 @@ from megatron.core.transformer import TransformerConfig
 
 from helixpipe.model import GPTOptions, Microbatch, PipelineModel, UnitContext
 from helixpipe.model.device import device
-from helixpipe.program.program import Piece, model_pieces
+from helixpipe.program.stages import Piece, model_pieces
 
 LAYERS, VOCABULARY, SEQUENCE, BATCH = 2, 48, 12, 2
 CHAIN = model_pieces(LAYERS)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from helixpipe.model import GPTOptions, Microbatch, PipelineModel
-from helixpipe.program.program import Piece
+from helixpipe.program.stages import Piece
 from tests.model.common import BATCH, CHAIN, CONTEXT, SEQUENCE, VOCABULARY, make_batch, make_config, set_parallel, worst
 from tests.model.equality import whole
 from tests.model.slices import counted

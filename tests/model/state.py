@@ -15,7 +15,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from helixpipe.model import PipelineModel, UnitContext
-from helixpipe.program.program import Piece
+from helixpipe.program.stages import Piece
 from tests.model.common import (
     BATCH,
     CHAIN,

@@ -15,9 +15,11 @@ def ranks() -> list[dict[str, Any]]:
     return run_ranks(slices.compare, 2)
 
 
-@pytest.mark.parametrize("size", [*slices.SIZES, "split"])
 @pytest.mark.parametrize("style", slices.STYLES)
-@pytest.mark.parametrize("layout", slices.PARALLEL)
+@pytest.mark.parametrize(
+    ("layout", "size"),
+    [(layout, size) for layout, (tp, _) in slices.PARALLEL.items() for size in (*slices.SIZES[tp], "split")],
+)
 def test_gradients_equal_those_of_megatron_core(
     ranks: list[dict[str, Any]], layout: str, style: str, size: int | str
 ) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from helixpipe.program.program import model_pieces
+from helixpipe.program.stages import model_pieces
 from tests.distributed import run_ranks
 from tests.model import equality
 

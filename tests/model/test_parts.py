@@ -16,7 +16,7 @@ from helixpipe.model.attention import CoreAttention, Rotary
 from helixpipe.model.boundaries import payload_shapes
 from helixpipe.model.options import check_supported
 from helixpipe.model.randomness import derive_seed, initial_weights
-from helixpipe.program.program import Piece
+from helixpipe.program.stages import Piece
 from tests.model.common import make_config, make_options
 
 NO_GROUP = SimpleNamespace(size=lambda: 1, rank=lambda: 0)

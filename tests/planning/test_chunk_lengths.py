@@ -27,7 +27,9 @@ from helixpipe.planning.chunk_lengths import (
     short_chunks,
 )
 from helixpipe.planning.chunk_options import ChunkOptions
-from helixpipe.program.program import Op, Program, even_stages
+from helixpipe.program.costs import Work
+from helixpipe.program.program import Program
+from helixpipe.program.stages import even_stages
 from helixpipe.simulate.simulator import simulate
 from schedules import Shape, build
 from tests.lowering.random_programs import DETERMINISTIC
@@ -103,11 +105,12 @@ class Flops(PieceTimes):
     layers: int = 32
     hidden: int = 2560
 
-    def op_time(self, program: Program, op: Op) -> float:
-        assert program.chunk_lengths is not None
-        tokens, prefix = program.chunk_lengths[op.chunk], sum(program.chunk_lengths[: op.chunk + 1])
-        flops = 2 * tokens * self.parameters + 2 * self.layers * tokens * prefix * self.hidden
-        return flops / len(program.stages)
+    stages: int = 4
+
+    def op_time(self, work: Work) -> float:
+        ((tokens, earlier),) = work.extents
+        flops = 2 * tokens * self.parameters + 2 * self.layers * tokens * (earlier + tokens) * self.hidden
+        return flops / self.stages
 
 
 @pytest.mark.parametrize("k", [2, 4, 8])

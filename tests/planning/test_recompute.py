@@ -10,11 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helixpipe.common.errors import ProgramError, ScheduleError
-from helixpipe.costs.by_hand import PieceTimes, stage_stash
+from helixpipe.costs.by_hand import PieceTimes, segments_stash
 from helixpipe.lowering.lower import lower
-from helixpipe.lowering.validate import all_units, validate
-from helixpipe.planning.recompute import RecomputeOptions, peak_memory, place_early
-from helixpipe.program.program import Op, Piece, Program, Segment, Stage, Unit, even_stages, model_pieces
+from helixpipe.lowering.validate import validate
+from helixpipe.planning.early import peak_memory, place_early
+from helixpipe.planning.recompute import RecomputeOptions
+from helixpipe.program.program import Op, Program, Unit
+from helixpipe.program.stages import Piece, Segment, Stage, even_stages, model_pieces
+from helixpipe.program.workload import uniform
 from helixpipe.simulate.simulator import simulate
 from schedules import Shape, build
 from tests.lowering.random_programs import DETERMINISTIC, random_costs, random_program
@@ -105,13 +108,13 @@ def test_segments_cover_the_stage() -> None:
 def test_runs_that_are_not_the_stages(runs: tuple[tuple[int, ...], ...]) -> None:
     pieces = model_pieces(1)
     chosen = tuple(tuple(pieces[i] if i < len(pieces) else Piece("mlp", 7) for i in run) for run in runs)
-    program = Program("bad", (Stage(pieces, recompute=chosen),), ((Op("F", 0, 0), Op("B", 0, 0)),), 1)
+    program = Program("bad", (Stage(pieces, recompute=chosen),), ((Op("F", 0, 0), Op("B", 0, 0)),), uniform(1))
     with pytest.raises(ProgramError, match="stage 0 cannot recompute"):
         validate(program)
 
 
 def test_r_needs_something_to_recompute() -> None:
-    program = Program("bad", even_stages(1, 1), ((Op("F", 0, 0), Op("R", 0, 0), Op("B", 0, 0)),), 1)
+    program = Program("bad", even_stages(1, 1), ((Op("F", 0, 0), Op("R", 0, 0), Op("B", 0, 0)),), uniform(1))
     with pytest.raises(ProgramError, match="0R0 has nothing to do: stage 0 recomputes none of its pieces"):
         validate(program)
 
@@ -129,9 +132,9 @@ def test_r_needs_something_to_recompute() -> None:
 )
 def test_stash(options: RecomputeOptions, after_forward: float, during_backward: float) -> None:
     (stage,) = options.stages((Stage(model_pieces(2)[1:-1]),))
-    assert stage_stash(stage, "F") == after_forward
-    assert stage_stash(stage, "B") == during_backward
-    assert stage_stash(stage, "R") == 2
+    assert segments_stash(stage.segments, "F") == after_forward
+    assert segments_stash(stage.segments, "B") == during_backward
+    assert segments_stash(stage.segments, "R") == 2
 
 
 def own_gradients(program: Program) -> set[Unit]:
@@ -147,7 +150,7 @@ def test_every_schedule_recomputes(schedule: str, options: RecomputeOptions) -> 
     validate(program)
     assert all(stage.recompute for stage in program.stages)
     explicit = {op.unit for ops in program.ranks for op in ops if op.kind == "R"}
-    units = set(all_units(program))
+    units = set(program.units())
     assert units - own_gradients(program) <= explicit <= units if options.recompute_early else not explicit
 
 
@@ -170,7 +173,10 @@ def test_early_recomputation_moves_into_gaps() -> None:
     rows = tuple(tuple(Op(kind, rank, i) for kind in "FB" for i in range(2)) for rank in range(2))
 
     def placed(limit: float | None, *stages: Stage) -> list[str]:
-        return [" ".join(map(str, ops)) for ops in place_early(Program("test", stages, rows, 2), COSTS, limit).ranks]
+        return [
+            " ".join(map(str, ops))
+            for ops in place_early(Program("test", stages, rows, uniform(2)), COSTS, limit).ranks
+        ]
 
     assert placed(2.0, first, stages[1]) == ["0F0 0F1 0R0 0R1 0B0 0B1", "1F0 1F1 1B0 1B1"]
     assert placed(2.0, first, second)[0] == "0F0 0F1 0R0 0B0 0R1 0B1"  # rank 1 is slower: no need
@@ -202,6 +208,6 @@ def test_early_is_never_later(seed: int) -> None:
     bounded = place_early(program, costs, limit)
     validate(bounded)
     for rank in range(program.num_ranks):
-        own = peak_memory(program, costs, rank)
+        own = peak_memory(program, costs)[rank]
         assert own == pytest.approx(before.peak_activation[rank])
-        assert peak_memory(bounded, costs, rank) <= max(limit, own) * (1 + 1e-9)
+        assert peak_memory(bounded, costs)[rank] <= max(limit, own) * (1 + 1e-9)

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from helixpipe.cli import profile as cli_profile
 from helixpipe.common.errors import UserError
 from helixpipe.costs.models import Chunk, Layout, ModelShape
 from helixpipe.costs.piece_bytes import PieceBytes
 from helixpipe.costs.profile_costs import ChunkTimes, MessageTimes, Profile, ProfileCosts
+from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.lower import lower
 from helixpipe.planning.recompute import RecomputeOptions
 from helixpipe.profile.message_times import fit_line
 from helixpipe.profile.profiler import scale_to_whole_units
-from helixpipe.program.program import PIECE_KINDS, Op, Program, Stage, even_stages, model_pieces
+from helixpipe.program.program import Op, Program
+from helixpipe.program.stages import PIECE_KINDS, Stage, even_stages, model_pieces
+from helixpipe.program.workload import uniform
 from helixpipe.simulate.simulator import simulate
 from schedules import Shape, build
-from schedules import command as cli
+from tests.costs.asking import message_bytes, op_time, sizes
 
 MODEL = ModelShape("own", 4, 32, 4, 2, 40, True, 200, False, "RMSNorm", "rope", False, 16)
 LAYOUT = Layout(micro_batch_size=2, element_bytes=4, fused_kernels=False)
@@ -49,13 +50,6 @@ def make_profile(**changes: Any) -> Profile:
     return Profile(**{**content, **changes})
 
 
-@pytest.fixture
-def saved(tmp_path: Path) -> str:
-    path = tmp_path / "profile.json"
-    make_profile().save(path)
-    return str(path)
-
-
 def one_stage_each(microbatches: int = 2) -> Program:
     return build("1f1b", Shape(2, microbatches, layers=4))
 
@@ -73,17 +67,17 @@ def test_an_op_takes_its_pieces_and_the_overhead() -> None:
     costs, program = ProfileCosts(make_profile()), one_stage_each()
     layer = 1 + 2 + 4 + 8 + 16
     recomputed = replace(program, stages=RecomputeOptions("full").stages(program.stages))
-    assert costs.op_time(recomputed, Op("R", 0, 0)) == 2 * layer + OVERHEAD["R"]
+    assert op_time(costs, recomputed, Op("R", 0, 0)) == 2 * layer + OVERHEAD["R"]
     for kind, factor in (("F", 1.0), ("I", 1.0), ("W", 0.5), ("B", 2.0)):
-        assert costs.op_time(program, Op(kind, 0, 0)) == factor * (0.5 + 2 * layer) + OVERHEAD[kind]
-        assert costs.op_time(program, Op(kind, 1, 1)) == factor * (2 * layer + 32) + OVERHEAD[kind]
+        assert op_time(costs, program, Op(kind, 0, 0)) == factor * (0.5 + 2 * layer) + OVERHEAD[kind]
+        assert op_time(costs, program, Op(kind, 1, 1)) == factor * (2 * layer + 32) + OVERHEAD[kind]
 
 
 def test_a_message_takes_latency_and_its_bytes() -> None:
     costs, program = ProfileCosts(make_profile()), one_stage_each()
     for message in lower(program).messages:  # one hidden state of 16 tokens, 2 sequences, 32 channels, 4 bytes
-        assert costs.message_bytes(program, message) == 4096
-        assert costs.message_time(program, message) == 0.5 + 4.096
+        assert message_bytes(costs, program, message) == 4096
+        assert BoundCosts(program, costs).message_time(message) == 0.5 + 4.096
 
 
 def test_messages_take_time_of_their_ranks() -> None:
@@ -93,7 +87,7 @@ def test_messages_take_time_of_their_ranks() -> None:
     send, receive = 1.0 + 4.096, 2.0 + 8.192
 
     def extra(program: Program, op: Op) -> float:
-        return costs.op_time(program, op) - plain.op_time(program, op)
+        return op_time(costs, program, op) - op_time(plain, program, op)
 
     program = one_stage_each()
     first = [extra(program, Op(kind, 0, 0)) for kind in "FBIWR"]
@@ -111,11 +105,11 @@ def test_memory_is_counted_in_bytes() -> None:
     costs, program = ProfileCosts(make_profile()), one_stage_each()
     counted, chunk, pieces = PieceBytes(MODEL, LAYOUT), Chunk(16), program.stages[1].pieces
     assert costs.memory_unit == "bytes"
-    assert costs.stash(program, Op("F", 1, 0)) == counted.stash(pieces, chunk)
+    assert sizes(costs, program, Op("F", 1, 0), "saved") == counted.stash(pieces, chunk)
     recomputed = replace(program, stages=RecomputeOptions("full", recompute_num_layers=2).stages(program.stages))
     head = counted.stash(pieces[-1:], chunk)
-    assert costs.stash(recomputed, Op("F", 1, 0)) == 4096 + head
-    assert costs.deferred_stash(program, Op("I", 1, 0)) == counted.deferred_stash(pieces, chunk)
+    assert sizes(costs, recomputed, Op("F", 1, 0), "saved") == 4096 + head
+    assert sizes(costs, program, Op("I", 1, 0), "deferred") == counted.deferred_stash(pieces, chunk)
     assert costs.static_memory(pieces) == counted.parameters(pieces) * (4 + 4 + 8)
     half = ProfileCosts(make_profile(layout=replace(LAYOUT, element_bytes=2)))
     assert half.static_memory(pieces) == counted.parameters(pieces) * (2 + 4 + 12)
@@ -128,21 +122,20 @@ def test_a_chunk_that_was_not_measured_takes_its_share() -> None:
     profile = make_profile()
     pieces = profile.chunks[0].pieces
     stages = tuple(Stage((piece,)) for piece in model_pieces(1))
-    program = Program("chunked", stages, ((),), 1, num_chunks=2, chunk_lengths=(12, 4))
+    program = Program("chunked", stages, ((),), uniform(1, 2, (12, 4)))
     costs = ProfileCosts(profile)
     for stage, (piece,) in enumerate(each.pieces for each in stages):
         share = 56 / 128 if piece.kind == "attn" else 1 / 4
         expected = pieces[piece.kind]["F"] * share + OVERHEAD["F"]
-        crossing = costs.op_time(program, Op("F", stage, 0, 1)) - expected
-        assert crossing == pytest.approx(costs._exchange_time(program, Op("F", stage, 0, 1)))
+        assert op_time(costs, program, Op("F", stage, 0, 1)) == pytest.approx(expected)
 
 
 def test_chunks_are_found_by_their_place() -> None:
     (whole,) = make_profile().chunks
     late = ChunkTimes(4, 12, whole.pieces, {**OVERHEAD, "F": 100.0})
     costs = ProfileCosts(make_profile(chunks=(whole, late)))
-    program = Program("chunked", even_stages(1, 1), ((),), 1, num_chunks=2, chunk_lengths=(12, 4))
-    assert costs.op_time(program, Op("F", 0, 0, 1)) == sum(SECONDS.values()) + 100.0
+    program = Program("chunked", even_stages(1, 1), ((),), uniform(1, 2, (12, 4)))
+    assert op_time(costs, program, Op("F", 0, 0, 1)) == sum(SECONDS.values()) + 100.0
 
 
 def _without_attention(content: dict[str, Any]) -> None:
@@ -193,163 +186,6 @@ def test_no_file_and_no_json_are_refused(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("pieces", encoding="utf-8")
     with pytest.raises(UserError, match=r"text is not JSON; `helixpipe profile` writes such files\."):
         Profile.load(tmp_path / "text")
-
-
-# ------------------------------------------------------------------------------------------------------- command line
-
-
-def refused(capsys: pytest.CaptureFixture[str], command: str) -> str:
-    assert cli.main(command.split()) == cli.USER_ERROR
-    output = capsys.readouterr()
-    assert output.out == ""
-    return output.err
-
-
-def test_simulate_takes_the_file(capsys: pytest.CaptureFixture[str], saved: str) -> None:
-    assert cli.main(f"simulate gpipe -p 2 -m 2 --profile {saved} --json".split()) == 0
-    result = json.loads(capsys.readouterr().out)
-    first, last, message = 62.5, 94.0, 4.596  # forward of rank 0 and 1 without overhead
-    assert result["layers"] == 4
-    # rank 1 starts after rank 0's first forward, runs 2 F and 2 B, and rank 0 ends with the second B
-    expected = first + 0.25 + message + 2 * (last + 0.25) + 2 * (2 * last + 0.75) + message + 2 * first + 0.75
-    assert result["makespan"] == pytest.approx(expected)
-    assert (result["unit"], result["peak_activation_unit"]) == ("s", "bytes")
-    assert result["profile"] == {
-        "file": saved, "model": "own", "seq_length": 16, "micro_batch_size": 2, "dtype": "float32"
-    }  # fmt: skip
-    assert cli.main(f"simulate gpipe -p 2 -m 2 -L 8 --profile {saved} --json".split()) == 0
-    assert json.loads(capsys.readouterr().out)["layers"] == 8
-
-
-def test_chunks_share_the_sequence_of_the_file(capsys: pytest.CaptureFixture[str], saved: str) -> None:
-    flags = f"simulate seq1f1b -p 2 -m 2 -k 2 --chunk-alignment 1 --profile {saved} --json"
-    assert cli.main(flags.split()) == 0
-    assert json.loads(capsys.readouterr().out)["chunk_lengths"] == [8, 8]  # attention is too little to matter
-
-
-def test_simulate_prints_seconds_bytes_and_where_they_come_from(capsys: pytest.CaptureFixture[str], saved: str) -> None:
-    assert cli.main(f"simulate zb1p -p 2 -m 4 --profile {saved}".split()) == 0
-    text = capsys.readouterr().out
-    for part in (
-        "measured on a processor, processes at once 2, threads 1, torch 2.0",
-        "Simulated from measured pieces:",
-        "tokens a second",
-        "kept for backward   weights, gradients, Adam   (MiB)",
-    ):
-        assert part in text
-    assert re.search(r"step time +\S+ ms  forward and backward", text)
-
-
-def test_draw_takes_the_file(capsys: pytest.CaptureFixture[str], saved: str, tmp_path: Path) -> None:
-    output = tmp_path / "steps.json"
-    assert cli.main(f"draw 1f1b gpipe -p 2 -m 2 --profile {saved} -o {output}".split()) == 0
-    assert output.exists()
-
-
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        ("--model llama2-7b", "--model"),
-        ("--seq-length 32", "--seq-length"),
-        ("--piece-times mlp=1", "--piece-times"),
-        ("--backward-ratio 3", "--backward-ratio"),
-        ("--message-time 1", "--message-time"),
-        ("--disable-sequence-parallel", "--disable-sequence-parallel"),
-    ],
-)
-@pytest.mark.parametrize("command", ["simulate", "draw"])
-def test_other_costs_beside_a_profile_are_refused(
-    capsys: pytest.CaptureFixture[str], saved: str, command: str, flags: str, named: str
-) -> None:
-    sentence = f"helixpipe: {named} cannot be given beside --profile, whose file has a model and its costs.\n"
-    assert refused(capsys, f"{command} 1f1b --profile {saved} {flags}") == sentence
-
-
-@pytest.mark.parametrize("beside", ["", "--model llama2-7b"])
-def test_memory_takes_no_profile(capsys: pytest.CaptureFixture[str], saved: str, beside: str) -> None:
-    assert "memory takes --model and not --profile; simulate" in refused(
-        capsys, f"memory 1f1b --profile {saved} {beside}"
-    )
-
-
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        ("", "profile needs --model, or else --num-layers, --hidden-size, .*; --num-layers is missing"),
-        (OWN.replace("--seq-length 16", ""), "; --seq-length is missing"),
-        ("--model llama", "--model llama is unknown: did you mean llama"),
-        (f"{OWN} --num-query-groups 3", "--num-query-groups 3 must divide --num-attention-heads 4"),
-        ("--model llama2-7b --hidden-size 100", "--hidden-size 100 must be a multiple of --num-attention-heads 32"),
-        (f"{OWN} --hidden-size 36 --position-embedding-type rope", "rope needs an even .*, not 9"),
-        (f"{OWN} --repeats 0", "--repeats must be at least 1, not 0"),
-        (f"{OWN} --dtype float64", "--dtype: .*'float64'"),
-        (f"{OWN} --hidden 8", "unknown flag --hidden; did you mean --"),
-    ],
-)
-def test_wrong_flags_of_profile(capsys: pytest.CaptureFixture[str], flags: str, sentence: str) -> None:
-    assert re.search(sentence, refused(capsys, f"profile {flags}"))
-
-
-def test_flags_change_a_preset() -> None:
-    shape = cli_profile.model_shape(
-        cli_profile.ProfileOptions(
-            model="llama2-7b",
-            num_query_groups=8,
-            swiglu=False,
-            untie_embeddings_and_output_weights=False,
-            disable_bias_linear=True,
-            seq_length=128,
-        )
-    )
-    assert (shape.name, shape.hidden, shape.groups, shape.gated) == ("llama2-7b", 4096, 8, False)
-    assert (shape.tied, shape.bias, shape.seq_length) == (True, False, 128)
-
-
-def test_a_process_that_fails_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli_profile.sys, "executable", "/bin/false")
-    assert "a process that measures failed: exit code 1" in refused(capsys, f"profile {OWN}")
-
-
-@pytest.mark.parametrize(
-    ("style", "processes"),
-    [
-        ("", 2),
-        (
-            "--swiglu --normalization RMSNorm --position-embedding-type rope --dtype bfloat16 --processes 3 "
-            "--chunk-size 5",
-            3,
-        ),
-    ],
-)
-def test_a_tiny_model_from_end_to_end(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, style: str, processes: int
-) -> None:
-    path = tmp_path / "measured.json"
-    assert cli.main(f"profile {OWN} {style} --repeats 2 --output {path}".split()) == 0
-    output = capsys.readouterr()
-    assert output.err == ""
-    assert f"wrote {path}; next: helixpipe simulate 1f1b" in output.out
-    measured = Profile.load(path)
-    assert measured.layout == Layout(element_bytes=2 if style else 4, fused_kernels=False, mlp_chunk=5 if style else 0)
-    (times,) = measured.chunks
-    assert (times.tokens, times.earlier) == (16, 0)
-    for piece in PIECE_KINDS:
-        assert all(times.pieces[piece][kind] > 0 for kind in "FBI")
-        assert times.pieces[piece]["R"] == times.pieces[piece]["F"]
-    assert all(times.pieces[piece]["W"] > 0 for piece in ("qkv", "proj", "head"))
-    assert style or times.pieces["mlp"]["W"] > 0  # slices compute it in I
-    assert measured.messages.backend == "gloo" and measured.messages.bandwidth > 0
-    assert (measured.assumed["processes"], measured.assumed["threads"], measured.assumed["repeats"]) == (
-        processes,
-        1,
-        2,
-    )
-    assert measured.assumed["kernels"] == (
-        f"attention torch CPU, norm torch {measured.model.norm}, linear megatron-core, activation not fused, "
-        "transport gloo, gradients float32"
-    )
-    assert cli.main(f"simulate interleaved-1f1b -p 2 -m 4 -v 2 --profile {path} --json".split()) == 0
-    assert json.loads(capsys.readouterr().out)["makespan"] > 0
 
 
 def test_the_line_through_message_times() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 import threading
 import time
-from dataclasses import dataclass, field, replace
-from functools import cache
-from typing import Any, cast
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,21 +18,19 @@ prepare()  # before megatron-core is imported, whose notices it silences
 
 from megatron.core import parallel_state
 
-from helixpipe.costs.by_hand import PieceTimes, parse_piece_times, unit_costs
 from helixpipe.lowering.lower import lower
-from helixpipe.model import Microbatch, PipelineModel
-from helixpipe.planning.recompute import RecomputeOptions, place_early
-from helixpipe.program.program import Op, Piece, Program, Stage, forward_only, model_pieces, parse_rows
-from helixpipe.runtime.executor import Executor, Step
+from helixpipe.lowering.project import LoweredProgram
+from helixpipe.model import PipelineModel
+from helixpipe.model.layers import piece_of
+from helixpipe.program.program import Op, Program, forward_only
+from helixpipe.program.stages import Piece
+from helixpipe.runtime.executor import Executor, Step, StepRun
 from helixpipe.runtime.gloo import GlooTransport
 from helixpipe.runtime.transport import Alone, Transport, make_transport
-from schedules import Shape, build
-from schedules.helix import HelixOptions
-from schedules.weipipe import WeipipeOptions
+from helixpipe.runtime.weights import WholeWeights
 from tests.model.common import (
     BATCH,
     SEQUENCE,
-    VOCABULARY,
     gradients_of,
     make_config,
     make_options,
@@ -43,140 +41,10 @@ from tests.model.common import (
     worst,
 )
 from tests.model.equality import whole
+from tests.runtime.case import Case, microbatches
 
 Reference = tuple[dict[str, Tensor], dict[int, float]]
 """Gradients by name and the loss sum of each microbatch."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """One run. `layers` of the model; v: virtual stages; tied: whether head and embedding share their weight."""
-
-    schedule: str
-    pp: int
-    m: int
-    style: str
-    tp: int = 1
-    v: int | None = None
-    tied: bool = False
-    sequence_parallel: bool = False
-    layers: int = 4
-    dropout: float = 0.0
-    split: bool = False
-    """B as I and W, every W as late as the rank's order allows."""
-    recompute: RecomputeOptions = field(default_factory=RecomputeOptions)
-    lengths: tuple[int, ...] = ()
-    """Tokens of each chunk of a sequence; () for one chunk."""
-    cut_after: str = ""
-    """Cut the model over two ranks inside layer 2, after the piece of this kind."""
-    memory_limit: float | None = None
-    """In microbatch-layers, for schedules that choose by it what to recompute."""
-    folds: int = 0
-    """Of helix: microbatches of a slot."""
-    ship: str = "none"
-    """Of helix: the weights that travel with attention."""
-    spread: bool = True
-    """Of helix: heads on all ranks."""
-    mlp_chunk: int = 0
-    """Tokens of a slice of the MLP; 0: whole."""
-    weipipe: WeipipeOptions | None = None
-    """Of the WeiPipe family."""
-    late: bool = False
-    """Every message held back for a random time, so that they overtake each other."""
-    dtype: torch.dtype = torch.float64
-    """Of weights, hidden states and the reference."""
-
-    def __str__(self) -> str:
-        marks = (
-            [f"v{self.v}"] * (self.v is not None)
-            + ["sp"] * self.sequence_parallel
-            + ["dropout"] * (self.dropout > 0)
-            + ["split"] * self.split
-            + _recompute_marks(self.recompute)
-            + [f"cut-after-{self.cut_after}"] * bool(self.cut_after)
-            + [f"folds{self.folds}-L{self.layers}-ship-{self.ship}"] * bool(self.folds)
-            + ["one-head"] * (not self.spread)
-            + (["tied"] if self.tied else ["untied"]) * (self.tied != (self.style == "gpt"))
-            + ["chunks-" + "-".join(map(str, self.lengths))] * bool(self.lengths)
-            + [f"mlp-slices-{self.mlp_chunk}"] * bool(self.mlp_chunk)
-            + [f"L{self.layers}-limit-{self.memory_limit}"] * (self.memory_limit is not None)
-            + _weipipe_marks(self.schedule, self.layers, self.weipipe or WeipipeOptions())
-            + ["late"] * self.late
-            + [str(self.dtype).removeprefix("torch.")] * (self.dtype is not torch.float64)
-        )
-        return "-".join([self.schedule, self.style, f"p{self.pp}", f"tp{self.tp}", f"m{self.m}", *marks])
-
-    def alone(self) -> Case:
-        """The run on one rank that this one is compared with, of all that the comparison depends on."""
-        alone = Case("none", 1, self.m, self.style, tied=self.tied, layers=self.layers, dtype=self.dtype)
-        if not self.dropout:
-            return alone
-        schedule = "seq1f1b" if self.lengths else "none"
-        return replace(alone, schedule=schedule, dropout=self.dropout, lengths=self.lengths)
-
-    @cache  # noqa: B019 (cases are as old as the process)
-    def program(self) -> Program:
-        costs = PieceTimes(parse_piece_times("qkv=1,attn=3,mlp=2")) if self.memory_limit is not None else None
-        chunks, lengths = max(len(self.lengths), 1), self.lengths or None
-        shape = Shape(self.pp, self.m, self.layers, chunks, self.v, lengths, costs, memory_limit=self.memory_limit)
-        if self.schedule == "shared middle":
-            return shared_middle()
-        options: Any = self.weipipe
-        if self.schedule == "helix":
-            options = HelixOptions(self.folds, cast(Any, self.ship), False, helix_spread_head=self.spread)
-        program = build(self.schedule, shape, options)
-        if self.cut_after:
-            chain = model_pieces(self.layers)
-            cut = chain.index(Piece(self.cut_after, 2)) + 1
-            program = replace(program, stages=(Stage(chain[:cut]), Stage(chain[cut:])))
-        if self.split:
-            program = replace(program, ranks=tuple(_split(ops) for ops in program.ranks))
-        if self.recompute.granularity is not None:
-            program = replace(program, stages=self.recompute.stages(program.stages))
-        return place_early(program, unit_costs()) if self.recompute.recompute_early else program
-
-
-def shared_middle() -> Program:
-    """Rank 0 runs the ends; the middle stage of two microbatches on rank 0, of two on rank 1."""
-    chain = model_pieces(3)
-    stages = (Stage(chain[:6]), Stage(chain[6:11], "replicated"), Stage(chain[11:]))
-    first = "0F0,0F1,0F2,0F3,1F0,1F1,2F0,2B0,2F1,2B1,2F2,2B2,2F3,2B3,1B0,1B1,0B0,0B1,0B2,0B3"
-    return Program("shared middle", stages, parse_rows([first.split(","), ["1F2", "1F3", "1B2", "1B3"]]), 4)
-
-
-def _recompute_marks(options: RecomputeOptions) -> list[str]:
-    marks = (options.granularity, options.recompute_method, options.recompute_num_layers, options.recompute_modules)
-    return [str(mark) for mark in marks if mark] + ["inside"] * (not options.recompute_early)
-
-
-def _weipipe_marks(schedule: str, layers: int, options: WeipipeOptions) -> list[str]:
-    if not schedule.startswith(("weipipe", "wzb")):
-        return []
-    turns = ["turn-by-turn"] * (not options.weipipe_eager)
-    slots = [f"slots{options.weipipe_slots}"] * (options.weipipe_slots != WeipipeOptions().weipipe_slots)
-    return [f"L{layers}", *turns, *slots, *["bf16-gradients"] * (options.weipipe_grad_dtype == "bf16")]
-
-
-def _split(ops: tuple[Op, ...]) -> tuple[Op, ...]:
-    """I where B was; the W of all but every third unit at the end, in another order than their I's."""
-    now, late = [], []
-    for op in ops:
-        now.append(op._replace(kind="I") if op.kind == "B" else op)
-        if op.kind == "B":
-            (now if op.microbatch % 3 == 2 else late).append(op._replace(kind="W"))
-    return (*now, *reversed(late))
-
-
-def microbatches(count: int) -> list[Microbatch]:
-    generator = torch.Generator().manual_seed(11)
-    return [
-        Microbatch(
-            torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=generator).to(device()),
-            torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=generator).to(device()),
-            torch.randint(0, 2, (BATCH, SEQUENCE), generator=generator).float().to(device()),
-        )
-        for _ in range(count)
-    ]
 
 
 class LateTransport(GlooTransport):
@@ -214,6 +82,19 @@ def run_cases(rank: int, world_size: int, cases: list[Case]) -> list[dict[str, A
     return [results[index] for index in range(len(cases))]
 
 
+class Told(WholeWeights):
+    """The gradients of replicated weights when the sum over their replicas may start: they are whole here."""
+
+    def __init__(self, case: Case, model: Any):
+        self.case, self.model = case, model
+        self.gradients: dict[str, Tensor] = {}
+
+    def sum_replicas(self, pieces: Sequence[Piece]) -> None:
+        whole = {name: w for name, w in replicas(self.case, self.model).items() if piece_of(name) in pieces}
+        have = {name: weight.grad for name, weight in whole.items() if weight.grad is not None}  # none ran here
+        self.gradients.update((name, gradient.clone()) for name, gradient in have.items())
+
+
 def run_case(case: Case, expected: dict[str, Tensor], losses: dict[int, float], transport: Transport) -> dict[str, Any]:
     if case.late:
         late = LateTransport(parallel_state.get_pipeline_model_parallel_group(), device())
@@ -221,25 +102,36 @@ def run_case(case: Case, expected: dict[str, Tensor], losses: dict[int, float], 
         late.close()
         return result
     model, executor = make_executor(case, transport)
-    found = executor.run(make_step(case))[0]
+    told = Told(case, model)
+    executor.weights = told
+    found = executor.run(lowered(case, transport), make_step(case))[0]
+    now = {name: weight.grad for name, weight in replicas(case, model).items() if name in told.gradients}
+    changed = [name for name, gradient in told.gradients.items() if not torch.equal(gradient, now[name])]
     left = executor.keys_values.bytes_alive() + sum(left_in_tables(executor))
     if not case.program().ranks[executor.rank]:
         for parameter in model.replicated_parameters().values():  # run by the other ranks that hold it
             assert parameter.grad is None
             parameter.grad = torch.zeros_like(parameter)
     error = worst(gather(model, gradients_of(model)), expected)
-    evaluator = Executor(lower(forward_only(case.program())), executor.rank, model, transport)
-    evaluated = evaluator.run(make_step(case, training=False))[0]
-    left += evaluator.keys_values.bytes_alive() + sum(left_in_tables(evaluator))
-    assert list(_by_microbatch(evaluated)) == heads_of_rank(case.program(), executor.rank)
+    keys_values = executor.keys_values.peak_bytes()
+    evaluated = executor.run(lower(forward_only(case.program())), make_step(case, training=False))[0]
+    left += executor.keys_values.bytes_alive() + sum(left_in_tables(executor))
+    assert list(by_microbatch(evaluated)) == heads_of_rank(case.program(), executor.rank)
     return {
         "gradient": error,
         "losses": len(found),
         "loss": _loss_error(found, losses),
         "evaluation": 0.0 if case.dropout else _loss_error(evaluated, losses),
         "left": left,
-        "keys and values": executor.keys_values.peak_bytes(),
+        "changed": changed,
+        "keys and values": keys_values,
     }
+
+
+def replicas(case: Case, model: PipelineModel) -> dict[str, Any]:
+    """The parameters of replicated stages by name; without a tied embedding, which the head adds to as well."""
+    own = model.replicated_parameters()
+    return {name: weight for name, weight in own.items() if not (case.tied and "word_embeddings" in name)}
 
 
 GRADIENT_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2}
@@ -267,6 +159,7 @@ def check(case: Case, results: list[dict[str, Any]]) -> None:
     assert sum(losses) == case.m * chunks
     assert sorted(result["losses"] for result in results) == sorted(losses * reporting)
     assert all(result["left"] == 0 for result in results)
+    assert not any(result["changed"] for result in results), "gradients that were said to be complete have changed"
     assert any(result["keys and values"] > 0 for result in results) == bool(case.lengths)
 
 
@@ -276,7 +169,7 @@ def heads_of_rank(program: Program, rank: int) -> list[int]:
     return sorted({op.microbatch for op in program.ranks[rank] if op.stage == head})
 
 
-def _by_microbatch(found: list[Any]) -> dict[int, float]:
+def by_microbatch(found: list[Any]) -> dict[int, float]:
     losses: dict[int, float] = {}
     for each in found:
         losses[each.microbatch] = losses.get(each.microbatch, 0.0) + each.value.item()
@@ -284,7 +177,7 @@ def _by_microbatch(found: list[Any]) -> dict[int, float]:
 
 
 def _loss_error(found: list[Any], expected: dict[int, float]) -> float:
-    errors = (abs(value / expected[index] - 1) for index, value in _by_microbatch(found).items())
+    errors = (abs(value / expected[index] - 1) for index, value in by_microbatch(found).items())
     return max((number_or_infinity(error) for error in errors), default=0.0)
 
 
@@ -293,8 +186,8 @@ def reference(case: Case) -> Reference:
     microbatch, since the random states differ."""
     if case.dropout:
         ours, executor = make_executor(case)
-        found = executor.run(make_step(case))[0]
-        return gradients_of(ours), _by_microbatch(found)
+        found = executor.run(lowered(case), make_step(case))[0]
+        return gradients_of(ours), by_microbatch(found)
     model = make_reference(case.style, case.tied, num_layers=case.layers, **_types(case))
     model.load_state_dict(make_model(case).state_dict())
     losses = {}
@@ -330,8 +223,12 @@ def make_executor(case: Case, transport: Transport | None = None) -> tuple[Any, 
     model = make_model(case)
     rank = parallel_state.get_pipeline_model_parallel_rank() if case.pp > 1 else 0
     transport = transport or Alone()
-    ahead = 1 if transport.independent_channels else 0
-    return model, Executor(lower(case.program(), receive_ahead=ahead), rank, model, transport)
+    return model, Executor(rank, model, transport)
+
+
+def lowered(case: Case, transport: Transport | None = None) -> LoweredProgram:
+    """What its executor runs."""
+    return lower(case.program(), receive_ahead=1 if (transport or Alone()).independent_channels else 0)
 
 
 def make_step(case: Case, training: bool = True) -> Step:
@@ -384,7 +281,7 @@ def fail_in_the_middle(rank: int, world_size: int) -> str:
 
     model.run = broken
     try:
-        executor.run(make_step(case))
+        executor.run(lowered(case, transport), make_step(case))
     except Exception as error:
         if rank == 1:  # as a program does: its exit closes the connections
             torch.distributed.destroy_process_group()
@@ -399,23 +296,27 @@ def peaks_of_stash(rank: int, world_size: int, schedules: list[str], m: int) -> 
     return {schedule: peak_of_stash(Case(schedule, world_size, m, "llama"), transport) for schedule in schedules}
 
 
+class _Counting(StepRun):
+    """Counts the units whose saved tensors are there at once."""
+
+    peak = 0
+
+    def _forward(self, op: Op, task: int) -> None:
+        super()._forward(op, task)
+        saved = {self.graph.saved[each] for each in self.graph.rank_tasks[self.executor.rank]}
+        self.peak = max(self.peak, len(saved & set(self.buffers)))
+
+
 def peak_of_stash(case: Case, transport: Transport) -> tuple[int, list[int]]:
     _, executor = make_executor(case, transport)
-    peak = 0
-    forward = executor._ops["F"]
-
-    def counted(op: Op) -> None:
-        nonlocal peak
-        forward(op)
-        peak = max(peak, len(executor._stash))
-
-    executor._ops["F"] = counted
-    executor.run(make_step(case))
-    return peak, left_in_tables(executor)
+    executor.step_run = _Counting
+    executor.run(lowered(case, transport), make_step(case))
+    assert isinstance(executor.last, _Counting)
+    return executor.last.peak, left_in_tables(executor)
 
 
 def left_in_tables(executor: Executor) -> list[int]:
     """How much is in each of the executor's tables."""
-    copies = executor._copies
-    own = (executor._stash, executor._inbox, executor._outbox, executor._receipts)
-    return [len(table) for table in (*own, copies._copies, copies._sums, copies._bound, copies._packed)]
+    borrowed, last = executor.borrowed, executor.last
+    tables = (borrowed._copies, borrowed._sums, borrowed._bound, borrowed._packed)
+    return [len(table) for table in (last.buffers, last.receipts, *tables)]

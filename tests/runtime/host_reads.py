@@ -18,7 +18,7 @@ from megatron.core import parallel_state
 
 from helixpipe.runtime.transport import make_transport
 from tests.model.common import set_parallel
-from tests.runtime.equality import Case, make_executor, make_step
+from tests.runtime.equality import Case, lowered, make_executor, make_step
 
 _READS = frozenset({"_local_scalar_dense", "equal", "masked_select", "nonzero", "repeat_interleave", "unique_dim"})
 """Ops of ATen whose result, or its size, is a number that the host must wait for."""
@@ -73,12 +73,13 @@ def run_without_reads(rank: int, world_size: int, cases: list[Case]) -> list[str
             set_parallel(*sizes)
             transport = make_transport(parallel_state.get_pipeline_model_parallel_group(), device())
         _, executor = make_executor(case, transport)
+        plan = lowered(case, transport)
         step = make_step(case)
         if torch.cuda.is_available():
-            executor.run(step)  # the first step makes tables, of positions for example
+            executor.run(plan, step)  # the first step makes tables, of positions for example
         with _NoCopies(), _NoReads(), _no_waits():
             try:
-                executor.run(step)
+                executor.run(plan, step)
                 found.append("")
             except Exception as error:
                 found.append(f"{type(error).__name__}: {error}")

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
+import pytest
 import torch
 
-from helixpipe.lowering.graph import Graph, build_graph
+from helixpipe.lowering.build import build_graph
+from helixpipe.lowering.graph import Graph
 from helixpipe.model.linear import WeightGradients
 from helixpipe.program.message import Message
-from helixpipe.program.program import Op, Piece, ring_stages
-from helixpipe.runtime.borrowed_weights import WeightCopies
+from helixpipe.program.program import Op
+from helixpipe.program.stages import Piece, ring_stages
+from helixpipe.runtime.borrowed_weights import BorrowedWeights
+from helixpipe.runtime.weights import WholeWeights
 from schedules import Shape, build
 from schedules.weipipe import WeipipeOptions
 
@@ -36,16 +41,17 @@ class Model:
         return WeightGradients()
 
 
-def on_rank_0() -> tuple[Graph, WeightCopies, Model]:
+def on_rank_0() -> tuple[Graph, BorrowedWeights, Model]:
     """Of three ranks; it owns the first ring stage and runs the other two on copies."""
     graph = build_graph(build("weipipe-naive", Shape(3, 6, 3), WeipipeOptions(weipipe_slots=1)))
     assert graph.program.stages == ring_stages(3, 3)
-    copies = WeightCopies(graph, 0, Model())
+    copies = BorrowedWeights(0, Model(), WholeWeights())
+    copies.begin(graph)
     assert isinstance(copies.shell, Model)
     return graph, copies, copies.shell
 
 
-def run(graph: Graph, copies: WeightCopies, shell: Model, op: Op) -> tuple[Message, Message]:
+def run(graph: Graph, copies: BorrowedWeights, shell: Model, op: Op) -> tuple[Message, Message]:
     """An op of a loss whose gradient of every weight is its number in the stage. Returns its two messages."""
     brought, taken = graph.weights_of[op], graph.sum_of[op]
     weights = shell.weights_of(graph.program.stages[op.stage].pieces)
@@ -77,3 +83,22 @@ def test_two_sums_of_a_stage_stay_apart() -> None:
     (5.0 * weight).sum().backward()
     assert sent[2:4].tolist() == [1.0, 1.0]
     assert copies.take_sum(second)[2:4].tolist() == [6.0, 6.0]
+
+
+@pytest.mark.parametrize(
+    ("weights", "asked", "gradients"),
+    [
+        (torch.bfloat16, "fp32", torch.float32),
+        (torch.float64, "fp32", torch.float64),
+        (torch.bfloat16, "bf16", torch.bfloat16),
+    ],
+)
+def test_sums_are_of_float32_unless_asked_otherwise(
+    weights: torch.dtype, asked: Literal["fp32", "bf16"], gradients: torch.dtype
+) -> None:
+    graph = build_graph(build("weipipe-naive", Shape(3, 6, 3), WeipipeOptions(weipipe_grad_dtype=asked)))
+    copies = BorrowedWeights(0, Model(payload_dtype=weights), WholeWeights())
+    copies.begin(graph)
+    brought, taken = graph.weights_of[Op("B", 3, 0)], graph.sum_of[Op("B", 3, 0)]
+    assert copies.payload(brought) == (torch.Size([10]), weights)
+    assert copies.payload(taken) == (torch.Size([10]), gradients)

@@ -28,13 +28,14 @@ class Toy:
 
 def test_ops_are_ranges_while_a_profiler_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = Toy()
-    executor = Executor(lower(build("1f1b", Shape(1, 2, layers=1))), 0, model, Alone())
+    lowered = lower(build("1f1b", Shape(1, 2, layers=1)))
+    executor = Executor(0, model, Alone())
     batch: Any = None
     step = Step(0, lambda index: index, lambda index: batch, lambda index: torch.tensor(0.5), 1, 4)
     with torch.profiler.profile() as profile:
-        executor.run(step)
+        executor.run(lowered, step)
     ranges = [event.key for event in profile.key_averages() if event.key.startswith("PP:")]
     assert sorted(ranges) == ["PP:0B0", "PP:0B1", "PP:0F0", "PP:0F1"]
     monkeypatch.setattr(torch.autograd.profiler, "record_function", None)
-    executor.run(step)
+    executor.run(lowered, step)
     assert torch.equal(model.weight.grad, torch.full((3,), 2.0))  # of two runs with two microbatches

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from helixpipe.runtime import nccl as transport
 from helixpipe.runtime.gloo import HELD_BYTES, GlooReceipt, GlooTransport
-from helixpipe.runtime.transport import make_transport
+from helixpipe.runtime.transport import Transport, make_transport
 from tests.distributed import run_ranks
 
 SIZE = 1 << 16
@@ -19,26 +22,44 @@ SIZE = 1 << 16
 
 def pass_on(rank: int, world_size: int, steps: int, messages: int) -> list[list[float]]:
     """Rank 0 sends, the others pass on before they have waited; what each has then received, step by step."""
-    transport = make_transport(dist.group.WORLD, torch.device("cpu"))
+    own = make_transport(dist.group.WORLD, torch.device("cpu"))
     shapes, found = [torch.Size([SIZE]), torch.Size([3])], []
     for step in range(steps):
         values = [float(10 * step + number) for number in range(messages)]
         numbers = [number * world_size + rank for number in range(messages)]  # those that this rank sends
         if rank == 0:
             for number, value in zip(numbers, values, strict=True):
-                transport.send((torch.full((SIZE,), value), torch.full((3,), -value)), 1, number)
+                own.send((torch.full((SIZE,), value), torch.full((3,), -value)), 1, number)
             found.append(values)
         else:
-            receipts = [transport.receive(shapes, torch.float32, rank - 1, number - 1) for number in numbers]
+            receipts = [own.receive(shapes, torch.float32, rank - 1, number - 1) for number in numbers]
             for receipt, number in zip(reversed(receipts), reversed(numbers), strict=True):
                 if rank + 1 < world_size:
-                    transport.pass_on(receipt, rank + 1, number)
+                    own.pass_on(receipt, rank + 1, number)
             received = [receipt.wait() for receipt in receipts]
             assert all((first == -second[0]).all() for first, second in received)
             found.append([second[0].item() * -1 for _, second in received])
-        transport.finish()
-    transport.close()
+        own.finish()
+    assert finish_waits(rank, own), "the step ended before what was sent had left"
+    own.close()
     return found
+
+
+def finish_waits(rank: int, own: Transport) -> bool:
+    """Whether rank 0 does not come to the end of a step while rank 1 has not asked for what it has sent."""
+    waits = True
+    if rank == 0:
+        own.send((torch.ones(SIZE),), 1, 1000)
+        ending = threading.Thread(target=own.finish, daemon=True)
+        ending.start()
+        ending.join(0.2)
+        waits = ending.is_alive()
+    dist.barrier()
+    if rank == 1:
+        assert own.receive([torch.Size([SIZE])], torch.float32, 0, 1000).wait()[0].sum() == SIZE
+    if rank == 0:
+        ending.join()
+    return waits
 
 
 def test_what_arrives_goes_on_without_being_waited_for() -> None:
@@ -139,3 +160,42 @@ def test_what_was_lost_is_lost_for_who_waits_second() -> None:
     for _ in range(2):
         with pytest.raises(ConnectionError, match="closed by peer"):
             receipt.wait()
+
+
+def test_over_nccl_a_message_leaves_once_made_and_lives_until_it_has_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log: list[str] = []
+
+    class Stream:
+        def wait_event(self, event: str) -> None:
+            log.append(f"after {event}")
+
+        def record_event(self) -> str:
+            return "all so far"
+
+    class Work:
+        def is_completed(self) -> bool:
+            return False
+
+        def wait(self) -> None:
+            log.append("has left")
+
+    def leave(tensor: torch.Tensor, group: None, group_dst: int) -> Work:
+        log.append(f"leaves for {group_dst}")
+        return Work()
+
+    monkeypatch.setattr(transport.dist, "isend", leave)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    nccl: Any = object.__new__(transport.NcclTransport)
+    nccl._rank, nccl._sent, nccl._sending, nccl._up, nccl._down = 1, [], Stream(), None, None
+    message = torch.ones(3)
+    memory = weakref.ref(message.untyped_storage())
+    nccl.send((message,), 2, 0, "a mark")
+    nccl.send((torch.ones(3),), 0, 1)
+    assert log == ["after a mark", "leaves for 2", "after all so far", "leaves for 0"]
+    del message
+    assert memory() is not None
+    nccl.finish()
+    assert memory() is None and log[4:] == ["has left"] * 2

@@ -17,16 +17,24 @@ from hypothesis import strategies as st
 from helixpipe.cli.model import ModelOptions, make_plan
 from helixpipe.common.errors import ScheduleError
 from helixpipe.costs.by_hand import PieceTimes
+from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.lower import lower
 from helixpipe.lowering.validate import validate
-from helixpipe.planning.recompute import RecomputeOptions, peak_memory
+from helixpipe.planning.adapipe import Search, Stages
+from helixpipe.planning.early import peak_memory
+from helixpipe.planning.recompute import RecomputeOptions
 from helixpipe.planning.recompute_choice import LayerChoices, make_stage
+from helixpipe.planning.splits import splits_by_time
 from helixpipe.program.costs import Costs
-from helixpipe.program.program import LAYER_PIECES, PIECE_KINDS, Op, Piece, Program, Stage
+from helixpipe.program.program import Op, Program
+from helixpipe.program.stages import LAYER_PIECES, PIECE_KINDS, Piece, Stage
+from helixpipe.program.tasks import Buffer
+from helixpipe.program.workload import uniform
 from helixpipe.simulate.simulator import simulate
 from schedules import Shape, build
 from schedules import command as cli
-from schedules.adapipe import Search, Stages, splits_by_time
+from schedules.one_f_one_b import one_f_one_b_order
+from tests.costs.asking import op_time
 from tests.lowering.random_programs import DETERMINISTIC
 
 TIMES = PieceTimes({"qkv": 1, "attn": 3, "mlp": 2})
@@ -61,6 +69,10 @@ def model_costs(**options: object) -> Costs:
     return plan.costs
 
 
+def search_of(shape: Shape, costs: Costs) -> Search:
+    return Search(shape, costs, one_f_one_b_order(shape.ranks, shape.microbatches))
+
+
 def sizes(program: Program) -> list[int]:
     return [len({piece.layer for piece in stage.pieces if piece.layer >= 0}) for stage in program.stages]
 
@@ -70,13 +82,13 @@ def makespan(program: Program, costs: Costs) -> float:
 
 
 def most_memory(program: Program, costs: Costs) -> float:
-    return max(peak_memory(program, costs, rank) for rank in range(program.num_ranks))
+    return max(peak_memory(program, costs))
 
 
 def objective(program: Program, costs: Costs) -> float:
     """Warm-up and cool-down, once through all stages, and m-1 times the slowest stage."""
     times = [
-        sum(costs.op_time(program, Op(kind, index, 0)) for kind in ("FBR" if stage.recompute else "FB"))
+        sum(op_time(costs, program, Op(kind, index, 0)) for kind in ("FBR" if stage.recompute else "FB"))
         for index, stage in enumerate(program.stages)
     ]
     return sum(times) + (program.num_microbatches - 1) * max(times)
@@ -85,7 +97,7 @@ def objective(program: Program, costs: Costs) -> float:
 def best_objective(shape: Shape) -> float:
     """Of what the dynamic programs find; infinite where nothing fits."""
     assert shape.costs is not None
-    search = Search(shape, shape.costs)
+    search = search_of(shape, shape.costs)
     programs = [search.program(layout) for layout in search.uneven(search.stages())]
     return min((objective(program, shape.costs) for program in programs), default=inf)
 
@@ -113,9 +125,9 @@ def best_of_all(shape: Shape) -> float:
             pieces = [Piece("embed")] * (rank == 0) + layers + [Piece("head")] * (rank == p - 1)
             runs = [tuple(Piece(kind, at) for kind in run) for at, option in enumerate(chosen) for run in option]
             stage = Stage(tuple(pieces), recompute=tuple(runs))
-            program = Program("one stage", (stage,) * p, rows, shape.microbatches)
-            time = sum(costs.op_time(program, Op(kind, rank, 0)) for kind in ("FBR" if runs else "FB"))
-            if time < best and peak_memory(program, costs, rank) <= limit * (1 + 1e-9):
+            program = Program("one stage", (stage,) * p, rows, uniform(shape.microbatches))
+            time = sum(op_time(costs, program, Op(kind, rank, 0)) for kind in ("FBR" if runs else "FB"))
+            if time < best and peak_memory(program, costs)[rank] <= limit * (1 + 1e-9):
                 best = time
         return best
 
@@ -162,7 +174,7 @@ def test_the_best_split_of_all(seed: int) -> None:
         if max(times) < inf:
             again = sum(every.again[rank][count] for rank, count in enumerate(split))
             best = min(best, again + (microbatches - 1) * max(times))
-    found = splits_by_time(Search(shape, costs).stages(), layers, microbatches)
+    found = splits_by_time(search_of(shape, costs).stages(), layers, microbatches)
     first = found[0].again + (microbatches - 1) * found[0].slowest if found else inf
     assert first == pytest.approx(best, rel=1e-7, abs=1e-7)
 
@@ -173,16 +185,17 @@ def test_memory_is_that_of_the_real_stage(costs: Costs, embed: bool, head: bool)
     choices = LayerChoices(costs, 4, embed, head)
     seen = set()
     for count, units in product((1, 2, 3, 4), (1, 2, 4)):
-        static = choices.static(count)
+        static = costs.static_memory(make_stage([()] * count, 0, embed, head).pieces)
         limits = {choices.memory(choice, units) for choice in choices.worthwhile(count)}
         for limit in limits:
             choice = choices.cheapest(count, units, limit)
             assert choice is not None
             stage = make_stage(choices.kinds(choice), 0, embed, head)
             ops = tuple(Op(kind, 0, unit) for kind in "FB" for unit in range(units))
-            program = Program("one stage", (stage,), (ops,), units)
-            real = peak_memory(program, costs, 0) - static
-            assert real == pytest.approx(choices.memory(choice, units))
+            program = Program("one stage", (stage,), (ops,), uniform(units))
+            workspace = BoundCosts(program, costs).size(Buffer("workspace", 0, 0, 0, 0))
+            real = peak_memory(program, costs)[0] - static
+            assert real == pytest.approx(choices.memory(choice, units) + workspace)
             seen.add(stage.recompute)
         assert choices.smallest(count, units) == min(limits)
         assert choices.cheapest(count, units, min(limits) * 0.999) is None
@@ -277,58 +290,6 @@ def test_the_first_ranks_recompute_more_and_have_fewer_layers() -> None:
     assert sizes(program)[0] < sizes(program)[-1]
     even = build("1f1b", Shape(8, 32, 64, costs=TIMES, memory_limit=16, recompute=RecomputeOptions("full")))
     assert makespan(program, TIMES) < 0.95 * makespan(even, TIMES)
-
-
-# ------------------------------------------------------------------------------------------------------------- refusals
-
-
-@pytest.mark.parametrize(
-    ("shape", "sentence"),
-    [
-        (
-            Shape(4, 8, 3),
-            "--num-layers 3 is too few for adapipe on 4 pipeline ranks, which each have at least one whole layer; "
-            "valid are 4 and more.",
-        ),
-        (
-            Shape(4, 8, 8, recompute=RecomputeOptions("full")),
-            "adapipe chooses itself what each stage recomputes, by --memory-limit or the GPU's memory: leave "
-            "--recompute-granularity out.",
-        ),
-        (
-            Shape(4, 8, 8, recompute=RecomputeOptions(recompute_activations=True)),
-            "adapipe chooses itself what each stage recomputes, by --memory-limit or the GPU's memory: leave "
-            "--recompute-activations out.",
-        ),
-        (
-            Shape(4, 8, 10, memory_limit=1.0),
-            "adapipe: no split of 10 layers over 4 ranks fits: with the best choice of what to recompute a rank needs "
-            "1.1875 microbatch-layers, but the memory limit is 1 microbatch-layers.",
-        ),
-    ],
-)
-def test_what_it_refuses(shape: Shape, sentence: str) -> None:
-    with pytest.raises(ScheduleError, match=f"^{re.escape(sentence)}$"):
-        build("adapipe", shape)
-
-
-@settings(DETERMINISTIC, max_examples=30)
-@given(seed=st.integers(0, 2**32))
-def test_what_is_needed_is_enough(seed: int) -> None:
-    """With the memory that the refusal names it fits; with a little less it does not."""
-    rng = Random(seed)
-    shape = replace(random_shape(rng, random_times(rng)), memory_limit=0.0)
-    with pytest.raises(ScheduleError) as caught:
-        build("adapipe", shape)
-    needed = float(re.findall(r"needs ([0-9.]+) microbatch-layers", str(caught.value))[0])
-    build("adapipe", replace(shape, memory_limit=needed * (1 + 1e-5)))
-    with pytest.raises(ScheduleError):
-        build("adapipe", replace(shape, memory_limit=needed * (1 - 1e-5)))
-
-
-def test_bytes_are_named_in_gibibytes() -> None:
-    with pytest.raises(ScheduleError, match=r"a rank needs [0-9.]+ GiB, but the memory limit is 10 GiB\.$"):
-        build("adapipe", Shape(4, 8, 32, costs=model_costs(), memory_limit=10 * 2**30))
 
 
 # --------------------------------------------------------------------------------------------------------- command line

@@ -13,14 +13,15 @@ from helixpipe.common.errors import ProgramError, ScheduleError, UserError
 from helixpipe.draw.text import stage_count
 from helixpipe.lowering.lower import lower
 from helixpipe.lowering.validate import validate
-from helixpipe.program.program import Program, forward_only, from_csv, to_csv
+from helixpipe.program.program import Program, forward_only
+from helixpipe.program.text import to_csv
 from schedules import CATALOGUE, Shape, build, find, foreign_options
 
 
 def grid() -> Iterator[Shape]:
-    for p in range(1, 9):
-        for m in sorted({1, 2, 3, p, p + 1, 2 * p, 3 * p}):
-            for v in (None, 1, 2, 3):
+    for p in (1, 2, 3, 4, 5, 8):
+        for m in sorted({1, 2, p, p + 1, 2 * p, 3 * p}):
+            for v in (None, 1, 3):  # where there are several, the default is 2
                 for k in (1, 2):
                     yield Shape(p, m, 6 * p, chunks=k, virtual_stages=v)
 
@@ -160,7 +161,7 @@ def test_unknown_names_name_the_nearest(name: str, near: str) -> None:
 
 def test_a_name_like_nothing_lists_what_is_known() -> None:
     for name in ("", "zzzzzz", "???"):
-        with pytest.raises(ScheduleError, match=r"known are none, gpipe, 1f1b, .*path of a \.csv file\.$") as caught:
+        with pytest.raises(ScheduleError, match=r"known are none, gpipe, 1f1b, .* a \.json or \.csv file\.$") as caught:
             build(name, Shape(1, 1, 1))
         assert "did you mean" not in str(caught.value)
 
@@ -204,9 +205,8 @@ def test_a_file_for_other_sizes_is_refused(tmp_path: Path) -> None:
 def test_a_file_with_a_huge_number_is_refused_before_anything_is_built(tmp_path: Path) -> None:
     path = tmp_path / "huge.csv"
     path.write_text("0F0,0B0,0F999999999\n")
-    with pytest.raises(UserError, match="1 ranks and 1000000000 microbatches"):
+    with pytest.raises(UserError, match="names microbatch 999999999 but has no op of microbatch 1"):
         build(str(path), Shape(1, 1, 1))
-    assert from_csv(path).num_microbatches == 10**9
 
 
 def test_flags_of_other_schedules_are_named() -> None:

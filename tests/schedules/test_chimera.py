@@ -9,7 +9,7 @@ import pytest
 from helixpipe.common.errors import ScheduleError
 from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.lowering.lower import lower
-from helixpipe.program.program import model_pieces
+from helixpipe.program.stages import model_pieces
 from helixpipe.simulate.simulator import Simulation, simulate
 from schedules import Shape, build
 
@@ -94,7 +94,7 @@ def test_never_slower_than_1f1b(message: float) -> None:
             "--num-layers 6 cannot be divided evenly over 4 pipeline stages; the nearest valid values are 4 and 8.",
         ),
     ],
-    ids=str,
+    ids=["odd ranks", "one rank", "odd microbatches", "layers"],
 )
 def test_what_cannot_be_is_refused(shape: Shape, sentence: str) -> None:
     with pytest.raises(ScheduleError, match=f"^{re.escape(sentence)}$"):

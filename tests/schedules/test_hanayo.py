@@ -87,7 +87,7 @@ def test_never_slower_than_1f1b(waves: int) -> None:
             "--num-layers 6 cannot be divided evenly over 4 pipeline stages; the nearest valid values are 4 and 8.",
         ),
     ],
-    ids=str,
+    ids=["odd", "one", "layers"],
 )
 def test_what_cannot_be_is_refused(shape: Shape, sentence: str) -> None:
     with pytest.raises(ScheduleError, match=f"^{re.escape(sentence)}$"):

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from itertools import pairwise, product
-from typing import Literal
+from itertools import product
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from helixpipe.common.errors import ScheduleError
-from helixpipe.costs.by_hand import PieceTimes, stage_stash
+from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.costs.hardware import HARDWARE
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import MODELS, Layout
 from helixpipe.lowering.lower import lower
 from helixpipe.lowering.validate import validate
-from helixpipe.planning.recompute import RecomputeOptions, peak_memory
-from helixpipe.program.program import LAYER_PIECES, Op, Piece, Program
-from helixpipe.simulate.memory import rank_memory
+from helixpipe.planning.recompute import RecomputeOptions
+from helixpipe.program.program import Op, Program
 from helixpipe.simulate.simulator import Simulation, simulate
 from schedules import Shape, build
-from schedules.helix import SHIPPED, HelixOptions
-from tests.lowering.random_programs import DETERMINISTIC
+from schedules.helix import HelixOptions
+from tests.costs.asking import message_bytes
 
 PAPER = {"qkv": 1.0, "attn": 3.0, "mlp": 2.0}
 INSIDE = RecomputeOptions(recompute_early=False)
@@ -165,7 +161,9 @@ def test_figures(folds: int, recompute: bool, message: int, bubble: int) -> None
     assert result.bubble_time == bubble
 
 
-@pytest.mark.parametrize(("p", "rounds", "loops"), [*product((2, 3, 4, 8), (1, 2), (1, 2, 3))])
+@pytest.mark.parametrize(
+    ("p", "rounds", "loops"), [(2, 1, 1), (2, 2, 3), (3, 1, 2), (3, 2, 1), (4, 1, 3), (4, 2, 2), (8, 1, 2), (8, 2, 1)]
+)
 @pytest.mark.parametrize("times", [PAPER, {"qkv": 2, "attn": 9, "proj": 1, "mlp": 3}], ids=["132", "294"])
 def test_closed_forms(p: int, rounds: int, loops: int, times: dict[str, float]) -> None:
     """3(p-1) combined stages and (p-1) times what is recomputed of one, all but its projection. Neither what attention
@@ -241,7 +239,7 @@ def test_three_cuts_of_the_same_chain() -> None:
     assert {stage.placement for stage in alone.stages} == {"resident"}
 
 
-@pytest.mark.parametrize(("p", "rounds", "loops"), [*product((2, 3, 4, 8), (1, 2), (1, 2))])
+@pytest.mark.parametrize(("p", "rounds", "loops"), [(2, 1, 1), (2, 2, 2), (3, 1, 2), (4, 1, 2), (4, 2, 1), (8, 1, 1)])
 def test_closed_forms_of_what_is_shipped(p: int, rounds: int, loops: int) -> None:
     """What is shipped leaves the bubble."""
     times = {"norm": 0.5, "qkv": 1.0, "attn": 3.0, "proj": 0.25, "mlp": 2.0}
@@ -275,157 +273,5 @@ def test_messages_a_layer() -> None:
             program = build("helix", Shape(4, m, 8), options)
             messages = lower(program).messages
             of = [[x for x in messages if x.kind == kind] for kind in ("activation", "weights", "weight_gradients")]
-            assert sum(costs.message_bytes(program, message) for message in of[0]) == crossing * hidden * 8 * m * 3 / 4
+            assert sum(message_bytes(costs, program, message) for message in of[0]) == crossing * hidden * 8 * m * 3 / 4
             assert len(of[1]) == len(of[2]) == (8 * 3 if ship != "none" else 0)
-
-
-# --------------------------------------------------------------------------------------------------------------- heads
-
-
-@settings(DETERMINISTIC, max_examples=60)
-@given(
-    shape=st.tuples(st.integers(2, 5), st.integers(1, 2), st.integers(1, 3)),
-    times=st.fixed_dictionaries({kind: st.integers(0, 20) for kind in (*LAYER_PIECES, "head")}),
-    recompute=st.booleans(),
-    ship=st.sampled_from(["none", "qkv", "attention"]),
-)
-def test_heads_that_are_spread_lengthen_no_bubble(
-    shape: tuple[int, int, int], times: dict[str, float], recompute: bool, ship: Literal["none", "qkv", "attention"]
-) -> None:
-    """However long: with one fold the bubble stays 3(p-1) combined stages and (p-1) times what is recomputed of one.
-    On one rank each head keeps all others waiting, but for what may overlap the bubble."""
-    p, rounds, loops = shape
-    m = p * loops
-    combined = [time for kind, time in times.items() if kind not in SHIPPED[ship] | {"head"}]
-    again = sum(combined) - (times["proj"] if "proj" not in SHIPPED[ship] else 0)
-    bubble = (p - 1) * (3 * sum(combined) + recompute * again)
-    spread, alone = (
-        run(p, m, p * rounds, HelixOptions(1, ship, recompute, helix_spread_head=each), times=times).bubble_time
-        for each in (True, False)
-    )
-    assert spread == bubble
-    heads = m * (p - 1) / p * 3 * times["head"]
-    assert heads - bubble <= alone - spread <= heads + 1e-9
-
-
-@pytest.mark.parametrize(("p", "folds"), [(3, 2), (4, 2), (8, 2), (4, 3), (8, 3)])
-def test_rank_0_gives_heads_away_where_that_is_faster(p: int, folds: int) -> None:
-    """It does so, all but the very last, where the MLPs that it alone runs between forwards and backwards take longer
-    than rank 1's heads, and not where heads take much longer than layers."""
-    m = p * folds
-    for head, gives in ((1.0, True), (100.0, False)):
-        costs = PieceTimes({"attn": 3.0, "mlp": 2.0, "head": head})
-        program = build("helix", Shape(p, m, p, costs=costs, recompute=INSIDE), HelixOptions(folds))
-        own = [[op.microbatch for op in ops if op.stage == 2 * p + 1 and op.kind == "F"] for ops in program.ranks]
-        assert own[0] == ([m - 1] if gives else list(range(m - 1, m - folds - 1, -1)))
-        assert len(own[1]) == (2 * folds - 1 if gives else folds)
-        assert all(len(microbatches) == folds for microbatches in own[2:])
-
-
-def test_heads_of_a_large_model() -> None:
-    """7B at 128k tokens on 64 H20: fifteen of sixteen heads no longer keep the other ranks waiting."""
-    costs = ModelCosts(MODELS["helix-7b"], HARDWARE["h20"], Layout(8, True), 131072)
-    shape = Shape(8, 16, 32, costs=costs)
-    alone, spread = (
-        simulate(lower(program, costs), costs)
-        for program in (build("helix", shape, HelixOptions(2, "attention", helix_spread_head=s)) for s in (False, True))
-    )
-    last = len(spread.lowered.program.stages) - 1
-    head = costs.op_time(spread.lowered.program, Op("F", last, 0)) + costs.op_time(
-        spread.lowered.program, Op("B", last, 0)
-    )
-    assert alone.makespan - spread.makespan == pytest.approx(15 * head, rel=0.01)
-    assert alone.makespan / spread.makespan > 1.05
-
-
-def test_every_rank_has_a_head() -> None:
-    """Its weights, gradients and optimizer state, and the logits of the one microbatch it works on."""
-    costs = ModelCosts(MODELS["llama2-7b"], HARDWARE["h20"], Layout(8, True), 32768)
-    for spread in (False, True):
-        program = build("helix", Shape(4, 8, 32, costs=costs), HelixOptions(2, "none", helix_spread_head=spread))
-        held = [Piece("head") in program.pieces_of_rank(rank) for rank in range(4)]
-        assert held == ([True] * 4 if spread else [True, False, False, False])
-        assert [program.copies(rank) for rank in range(4)] == [
-            {Piece("head"): rank} if spread else {} for rank in range(4)
-        ]
-        ranks = [rank_memory(lower(program, costs), costs, rank) for rank in range(4)]
-        layers = costs.bytes.parameters([piece for piece in program.pieces_of_rank(2) if piece.kind != "head"])
-        head = costs.bytes.parameters([Piece("head")])
-        own = layers + head * spread
-        assert (ranks[2].weights, ranks[2].gradients, ranks[2].optimizer) == (2 * own, 4 * own, 12 * own)
-    assert build("helix", Shape(1, 2, 2)).stages[-1].placement == "resident"
-
-
-# -------------------------------------------------------------------------------------------------------------- memory
-
-
-def test_stash_of_a_layer_and_microbatch() -> None:
-    """16 elements of b·s·h without recomputation. With it the inputs of both stages: attention's output and the
-    residual in the combined stage, queries, keys and values in attention."""
-    shape = Shape(4, 8, 8)
-    plain = build("helix", shape, HelixOptions(2, "none", helix_recompute=False)).stages
-    recomputed = build("helix", shape, HelixOptions(2, "none")).stages
-    assert [16 * stage_stash(stage, "F") for stage in plain[2:4]] == [13, 3]
-    assert [16 * stage_stash(stage, "F") for stage in recomputed[2:4]] == [2, 3]
-    assert [stage.recompute for stage in recomputed[:3]] == [
-        ((Piece("norm", 0), Piece("qkv", 0)),),
-        (),
-        (recomputed[2].pieces[1:],),
-    ]
-    assert recomputed[-1].recompute == ()
-
-
-@pytest.mark.parametrize(("ship", "elements"), [("none", (2, 3)), ("qkv", (2, 1)), ("attention", (1, 2))])
-def test_stash_of_what_is_shipped(ship: Literal["none", "qkv", "attention"], elements: tuple[int, int]) -> None:
-    """Combined stage and attention, with recomputation: attention's own output is the next stage's input, or the
-    projection's, and counts there. Queries, keys and values are made again where the QKV layer is beside attention."""
-    stages = build("helix", Shape(4, 8, 8), HelixOptions(2, ship)).stages
-    assert tuple(16 * stage_stash(stage, "F") for stage in (stages[2], stages[1])) == elements
-    plain = build("helix", Shape(4, 8, 8), HelixOptions(2, ship, helix_recompute=False)).stages
-    assert sum(16 * stage_stash(stage, "F") for stage in plain[1:3]) == 16
-
-
-@pytest.mark.parametrize(("p", "rounds", "loops", "folds"), [*product((2, 4, 8), (1, 2), (1, 2), (1, 2))])
-def test_every_rank_keeps_the_same(p: int, rounds: int, loops: int, folds: int) -> None:
-    """m microbatches of L/p layers without recomputation; with it 5/16 of that and a combined stage at work."""
-    m = p * folds * loops
-    result = run(p, m, p * rounds, HelixOptions(folds, "none", helix_recompute=False))
-    assert result.peak_activation == pytest.approx([m * rounds] * p)
-    result = run(p, m, p * rounds, HelixOptions(folds, "none"))
-    assert max(result.peak_activation) <= 5 / 16 * m * rounds + 1 + 2 / 16 * m
-
-
-@pytest.mark.parametrize("ship", ["none", "qkv", "attention"])
-def test_recomputes_as_little_as_fits(ship: Literal["none", "qkv", "attention"]) -> None:
-    """Less memory, more recomputation, from none to all but attention; what is chosen fits, and less would not."""
-    costs = ModelCosts(MODELS["llama2-7b"], HARDWARE["h20"], Layout(8, True), 65536)
-    options = HelixOptions(2, ship)
-
-    def peak(program: Program) -> float:
-        return max(peak_memory(program, costs, rank) for rank in range(4))
-
-    def chosen(limit: float | None, recompute: RecomputeOptions = INSIDE) -> Program:
-        return build("helix", Shape(4, 8, 16, costs=costs, memory_limit=limit, recompute=recompute), options)
-
-    everything = build("helix", Shape(4, 8, 16, costs=costs), replace(options, helix_recompute=False))
-    most, least = peak(everything), peak(chosen(None))
-    assert chosen(None).stages == chosen(least).stages == chosen(least / 2).stages
-    assert chosen(None).stages == chosen(most, replace(INSIDE, recompute_granularity="without-attention")).stages
-    assert chosen(most).stages == everything.stages
-    found = [chosen(least + (most - least) * part / 20) for part in range(21)]
-    work = [simulate(lower(program, costs), costs).ideal for program in found]
-    assert work == sorted(work, reverse=True) and len(set(work)) >= 6
-    for program, following in pairwise(found):
-        assert peak(program) <= peak(following) <= most
-    for part, program in enumerate(found):
-        assert peak(program) <= least + (most - least) * part / 20
-
-
-def test_recomputation_asked_for_is_the_schedules() -> None:
-    selective = RecomputeOptions("selective", recompute_early=False)
-    program = build("helix", Shape(2, 4, 2, recompute=selective))
-    assert [stage.recompute for stage in program.stages] == [
-        ((Piece("attn", stage // 2),),) if stage in (1, 3) else () for stage in range(6)
-    ]
-    program = build("helix", Shape(2, 4, 2), HelixOptions(2, "none", helix_recompute=False))
-    assert not any(stage.recompute for stage in program.stages)

@@ -17,14 +17,18 @@ from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import MODELS, Layout
 from helixpipe.lowering.lower import lower
 from helixpipe.lowering.validate import untrainable, validate
-from helixpipe.planning.recompute import RecomputeOptions, peak_memory
-from helixpipe.program.program import Op, Piece, Program, format_rows, from_csv, to_csv
+from helixpipe.planning.early import peak_memory
+from helixpipe.planning.recompute import RecomputeOptions
+from helixpipe.program.program import Op, Program
+from helixpipe.program.stages import Piece
+from helixpipe.program.text import format_rows, from_csv, to_csv
 from helixpipe.simulate.memory import rank_memory
 from helixpipe.simulate.simulator import Simulation, simulate
 from schedules import Shape, build
 from schedules.weipipe import WeipipeOptions
 from tests.cli.commands import run as run_command
 from tests.cli.commands import run_json
+from tests.costs.asking import message_bytes
 from tests.lowering.rendezvous import Machine
 
 NAMES = ("weipipe-naive", "weipipe", "wzb1", "wzb2")
@@ -149,9 +153,7 @@ def test_as_many_slots_as_help_and_fit() -> None:
     hardware = replace(HARDWARE["a800"], gpus_per_node=1, efficiency=Efficiency(network=0.1))
     costs = ModelCosts(MODELS["llama2-7b"], hardware, Layout(), 4096)
     shape = Shape(8, 32, 32, costs=costs, recompute=RecomputeOptions("full"))
-    enough = max(
-        peak_memory(build("weipipe", shape, WeipipeOptions(weipipe_slots=7)), costs, rank) for rank in range(8)
-    )
+    enough = max(peak_memory(build("weipipe", shape, WeipipeOptions(weipipe_slots=7)), costs))
     for limit, slots in ((None, 3), (1.0, 3), (enough * 0.99, 6), (enough, 7)):
         assert build("weipipe", replace(shape, memory_limit=limit)).ring.slots == slots
     alike = replace(shape, costs=PieceTimes({"mlp": 1.0}), memory_limit=1e9)
@@ -241,7 +243,7 @@ def test_half_the_bytes() -> None:
     for dtype in ("fp32", "bf16"):
         program = build("weipipe", Shape(8, 8, 32), WeipipeOptions(weipipe_grad_dtype=dtype))  # type: ignore[arg-type]
         messages = lower(program).messages
-        sizes.append({message.kind: costs.message_bytes(program, message) for message in messages})
+        sizes.append({message.kind: message_bytes(costs, program, message) for message in messages})
     assert sizes[0]["weight_gradients"] == 2 * sizes[1]["weight_gradients"] == 2 * sizes[0]["weights"]
 
 
@@ -269,11 +271,11 @@ def test_memory_is_balanced(name: str, recompute: str | None) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_commands(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file, size = tmp_path / "ring.csv", "-p 3 -m 7 -L 5"
+    file, size = tmp_path / "ring.json", "-p 3 -m 7 -L 5"
     options = "--no-weipipe-eager --weipipe-grad-dtype bf16 --weipipe-slots 2"
-    made = run_json(capsys, f"simulate {name} {size} {options} --csv {file}")
+    made = run_json(capsys, f"simulate {name} {size} {options} --save-program {file}")
     assert made["schedule"] == name and made["layers"] == 5
-    checked = run_json(capsys, f"check {file} -L 5")
+    checked = run_json(capsys, f"check {file}")
     assert (checked["stages"], checked["ranks"], checked["trainable"]) == (5, 3, True)
     assert name in run_command(capsys, "list")
     run_command(capsys, f"draw {name} {size} --output {tmp_path / 'ring.png'}")

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from random import Random
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -17,12 +15,15 @@ from hypothesis import strategies as st
 
 from helixpipe.common.errors import UserError
 from helixpipe.costs.by_hand import PieceTimes, parse_piece_times
-from helixpipe.lowering import graph as graph_module
 from helixpipe.lowering.lower import lower
-from helixpipe.program.program import Op, Program, Stage, Unit, even_stages, forward_only, model_pieces, parse_rows
+from helixpipe.program.program import Op, Program, Unit, forward_only
+from helixpipe.program.stages import Stage, even_stages, model_pieces
+from helixpipe.program.text import parse_rows
 from helixpipe.program.timeline import Timeline
+from helixpipe.program.workload import uniform
 from helixpipe.simulate.simulator import Simulation, simulate
 from schedules import Shape, build
+from tests.costs.asking import op_time, sizes
 from tests.lowering.random_programs import DETERMINISTIC, needs, random_costs, random_program
 
 EXAMPLE = PieceTimes({"qkv": 1, "attn": 3, "mlp": 2})
@@ -125,8 +126,10 @@ def check_laws(result: Simulation, costs: PieceTimes) -> None:
     assert len(timeline.ops) == sum(map(len, program.ranks)) == len(start)
     for rank, ops in enumerate(program.ranks):
         assert all(end[before] <= start[after] + near for before, after in pairwise(ops))
-        work = sum(costs.op_time(program, op) for op in ops)
-        work += sum(costs.op_time(program, op._replace(kind="R")) for op in ops if recomputes_inside(program, rank, op))
+        work = sum(op_time(costs, program, op) for op in ops)
+        work += sum(
+            op_time(costs, program, op._replace(kind="R")) for op in ops if recomputes_inside(program, rank, op)
+        )
         assert result.busy[rank] == pytest.approx(work)
         assert work <= result.makespan + near
     links: dict[tuple[int, int], list[Any]] = {}
@@ -150,7 +153,7 @@ def check_laws(result: Simulation, costs: PieceTimes) -> None:
             travel = costs.message if home[needed] != home[op] else 0.0
             crossing.update([(needed, op)] if home[needed] != home[op] else [])
             earliest = max(earliest, longest[needed] + travel)
-        longest[op] = earliest + costs.op_time(program, op)
+        longest[op] = earliest + op_time(costs, program, op)
     assert arrivals == crossing
     assert max(longest.values()) <= result.makespan + near
     assert result.makespan == max((*end.values(), *(event.end for event in shipped)))
@@ -172,9 +175,10 @@ def test_laws(seed: int) -> None:
         for op in ops if not program.forward_only else ():
             if recomputes_inside(program, rank, op):
                 others = sum(kept for unit, kept in alive.items() if unit != op.unit)
-                peak = max(peak, others + costs.stash(program, op))
+                peak = max(peak, others + sizes(costs, program, op, "saved", "recomputed"))
             if op.kind in "FRI":
-                alive[op.unit] = costs.deferred_stash(program, op) if op.kind == "I" else costs.stash(program, op)
+                kinds = {"F": ("saved",), "R": ("saved", "recomputed"), "I": ("deferred",)}[op.kind]
+                alive[op.unit] = sizes(costs, program, op, *kinds)
             peak = max(peak, sum(alive.values()))
             if op.kind in "BW":
                 del alive[op.unit]
@@ -205,8 +209,8 @@ def test_weight_gradients_cost_what_they_cost() -> None:
     costs = PieceTimes({"qkv": 1, "attn": 10, "mlp": 2})
     (stage,) = even_stages(1, 1)
     stages = (replace(stage, recompute=(stage.pieces,)),)
-    program = Program("split", stages, parse_rows([["0F0", "0I0", "0W0", "0F1", "0R1", "0B1"]]), 2)
-    assert [costs.op_time(program, op) for op in program.ranks[0]] == [13, 1 + 20 + 2, 1 + 0 + 2, 13, 13, 26]
+    program = Program("split", stages, parse_rows([["0F0", "0I0", "0W0", "0F1", "0R1", "0B1"]]), uniform(2))
+    assert [op_time(costs, program, op) for op in program.ranks[0]] == [13, 1 + 20 + 2, 1 + 0 + 2, 13, 13, 26]
     result = simulate(lower(program), costs)
     assert result.makespan == 13 + (23 + 13) + 3 + 13 + 13 + 26  # without R its time is the backward's
     assert {str(e.op): e.end - e.start for e in result.timeline.ops}["0W0"] == 3
@@ -216,10 +220,10 @@ def test_weight_gradients_cost_what_they_cost() -> None:
 def test_input_and_weight_gradients_are_the_backward(ratio: float) -> None:
     pieces = model_pieces(1)
     stages = tuple(Stage((piece,)) for piece in pieces)
-    program = Program("pieces", stages, ((),), 1)
+    program = Program("pieces", stages, ((),), uniform(1))
     costs = PieceTimes({piece.kind: 3.0 for piece in pieces}, ratio)
     for stage in range(len(stages)):
-        full, inputs, weights = (costs.op_time(program, Op(kind, stage, 0)) for kind in "BIW")
+        full, inputs, weights = (op_time(costs, program, Op(kind, stage, 0)) for kind in "BIW")
         assert inputs + weights == full == 3 * ratio
         assert inputs >= 0 and weights >= 0
 
@@ -227,11 +231,11 @@ def test_input_and_weight_gradients_are_the_backward(ratio: float) -> None:
 def test_uneven_chunks_share_the_work() -> None:
     stages = even_stages(1, 1)
     rows = parse_rows([["0F0", "0F0.1", "0F0.2", "0B0.2", "0B0.1", "0B0"]])
-    program = Program("chunks", stages, rows, 1, 3, (1, 2, 5))
+    program = Program("chunks", stages, rows, uniform(1, 3, (1, 2, 5)))
     linear, attention = PieceTimes({"mlp": 8.0}), PieceTimes({"attn": 64.0})
-    assert [linear.op_time(program, op) for op in rows[0][:3]] == [1, 2, 5]
+    assert [op_time(linear, program, op) for op in rows[0][:3]] == [1, 2, 5]
     # n tokens after c earlier ones cost n(c + n/2) of total²/2 = 32
-    assert [attention.op_time(program, op) for op in rows[0][:3]] == [2 * 0.5, 2 * 2 * 2, 2 * 5 * 5.5]
+    assert [op_time(attention, program, op) for op in rows[0][:3]] == [2 * 0.5, 2 * 2 * 2, 2 * 5 * 5.5]
     assert simulate(lower(program), linear).peak_activation == [1]
 
 
@@ -242,7 +246,7 @@ def test_uneven_chunks_share_the_work() -> None:
 def test_stash_of_a_stage(first: int, last: int, stash: float) -> None:
     pieces = model_pieces(2)
     stages = (Stage(pieces[first:last]),)
-    assert EXAMPLE.stash(Program("part", stages, ((),), 1), Op("F", 0, 0)) == stash
+    assert sizes(EXAMPLE, Program("part", stages, ((),), uniform(1)), Op("F", 0, 0), "saved") == stash
 
 
 def test_piece_times_text() -> None:
@@ -294,55 +298,3 @@ def test_what_is_no_timeline(content: bytes, tmp_path: Path) -> None:
         Timeline.load(tmp_path / "bad.json")
     with pytest.raises(UserError, match="cannot read the timeline"):
         Timeline.load(tmp_path / "none.json")
-
-
-# ------------------------------------------------------------------------------------------------------- counted work
-
-
-def count_calls(m: int) -> int:
-    """Calls of Python and C functions to build, lower and simulate 1F1B on 8 ranks."""
-    calls = 0
-
-    def count(frame: FrameType, event: str, argument: Any) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    before = sys.getprofile()
-    sys.setprofile(count)
-    try:
-        run("1f1b", Shape(8, m, 8))
-    finally:
-        sys.setprofile(before)
-    return calls
-
-
-def test_work_grows_linearly_with_ops() -> None:
-    calls = [count_calls(m) for m in (32, 64, 128, 256)]
-    first, *growth = (b - a for a, b in pairwise(calls))
-    for step in growth:  # steps double with the sizes; a little more is the rounding of caches
-        assert step == pytest.approx(2 * first, rel=0.02)
-        first = step
-
-
-def test_each_task_enters_the_queue_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    pushes: list[Any] = []
-    push = graph_module.heappush
-    monkeypatch.setattr(graph_module, "heappush", lambda heap, item: (pushes.append(item), push(heap, item)))
-    lowered = lower(build("1f1b", Shape(8, 32, 8)))
-    tasks = 8 * 32 * 2 + 7 * 32 * 2
-    assert len(pushes) == len(lowered.order) == tasks
-    simulate(lowered, EXAMPLE)
-    assert len(pushes) == 2 * tasks
-
-
-def test_costs_are_asked_once_for_all_microbatches() -> None:
-    asked: list[tuple[str, int, int]] = []
-
-    class Counting(PieceTimes):
-        def op_time(self, program: Program, op: Op) -> float:
-            asked.append((op.kind, op.stage, op.chunk))
-            return super().op_time(program, op)
-
-    program = build("1f1b", Shape(4, 32, 4))
-    simulate(lower(program), Counting({"attn": 1.0}))
-    assert sorted(asked) == sorted((kind, stage, 0) for kind in "FB" for stage in range(4))

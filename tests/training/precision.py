@@ -64,7 +64,7 @@ def iterate(trainer: Trainer, number: int, spoils: bool) -> None:
         with mock.patch.object(state.optimizer, "step", lambda: (False, None, None)):
             trainer._iteration(record=False)
     else:
-        reduce = state.reducer.reduce
+        reduce = state.weights.reduce
 
         def spoil_and_reduce(*arguments: Any) -> None:
             if spoils:
@@ -72,7 +72,7 @@ def iterate(trainer: Trainer, number: int, spoils: bool) -> None:
                 weight.main_grad[0, 0] = float("inf")  # type: ignore[attr-defined]
             reduce(*arguments)
 
-        with mock.patch.object(state.reducer, "reduce", spoil_and_reduce):
+        with mock.patch.object(state.weights, "reduce", spoil_and_reduce):
             trainer._iteration(record=False)
 
 

@@ -20,21 +20,22 @@ from megatron.core.optimizer import get_megatron_optimizer
 
 from helixpipe.common.errors import UserError
 from helixpipe.model import Microbatch, PipelineModel
-from helixpipe.program.program import model_pieces
+from helixpipe.program.stages import model_pieces
 from megatron.training.arguments import parse_args
 from megatron.training.checkpoint.checkpointing import Progress
 from megatron.training.config import Config, core
 from megatron.training.log.log import StepResult, build_timers
 from megatron.training.plan.pipeline import Pipeline
+from megatron.training.plan.programs import make_planner
 from megatron.training.process.parallel import Parallel
 from megatron.training.process.signals import SignalFlag, StopCheck
 from megatron.training.step.microbatches import BatchSchedule, run_length
-from megatron.training.step.model import build_model, count_parameters
+from megatron.training.step.model import build_model
 from megatron.training.step.update import Outcome
 from megatron.training.train import Batches, Trainer
 from tests.model.common import set_parallel
 
-STEPS, SEQUENCE, VOCABULARY, GLOBAL_BATCH = 20, 16, 128, 8
+STEPS, SEQUENCE, VOCABULARY = 20, 16, 128
 
 GPT = "--position-embedding-type learned_absolute"
 LLAMA = (
@@ -43,7 +44,7 @@ LLAMA = (
 )
 COMMON = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
-    "--attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1 --global-batch-size 8 --train-iters 20 --lr 1e-2 "
+    "--attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1 --train-iters 20 --lr 1e-2 "
     "--lr-decay-style constant --clip-grad 0.7 --weight-decay 0.1 --mock-data --tokenizer-type NullTokenizer "
     "--vocab-size 127 --make-vocab-size-divisible-by 64 --init-method-std 0.1 --eval-iters 0"
 )
@@ -53,19 +54,21 @@ COUNTED = "--log-num-zeros-in-grad --log-params-norm"
 
 @dataclass(frozen=True)
 class Run:
-    """One training run on four ranks. flags: besides `COMMON` and the style's."""
+    """One training run on four ranks. flags: besides `COMMON` and the style's. batch: samples a step."""
 
     style: str
     flags: str
     tp: int = 1
     pp: int = 1
+    batch: int = 8
 
     def __str__(self) -> str:
-        return f"{self.style} tp{self.tp} pp{self.pp} {self.flags}"
+        return f"{self.style} tp{self.tp} pp{self.pp} batch{self.batch} {self.flags}"
 
     def config(self, rank: int, world_size: int) -> Config:
         style = GPT if self.style == "gpt" else LLAMA
         sizes = f"--tensor-model-parallel-size {self.tp} --pipeline-model-parallel-size {self.pp}"
+        sizes += f" --global-batch-size {self.batch}"
         environment = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
         return parse_args(f"{COMMON} {style} {sizes} {self.flags}".split(), environ=environment)
 
@@ -117,7 +120,7 @@ class _NoSchedule:
 
 def figures_of(config: Config) -> Figures:
     trainer = make_trainer(config)
-    trainer.log = figures = Figures(count_parameters(trainer.state.model, trainer.parallel)[1])  # type: ignore[assignment]
+    trainer.log = figures = Figures(trainer.state.weights.count()[1])  # type: ignore[assignment]
     finish = trainer._unconfirmed.finish
 
     def counted() -> Outcome:
@@ -147,9 +150,9 @@ def make_trainer(config: Config) -> Trainer:
     """A trainer on `stream`, whose log is still to be given."""
     parallel = Parallel.current()
     schedule = BatchSchedule.from_config(config)
-    pipeline = Pipeline(config, parallel, schedule.step_sizes())
+    pipeline = Pipeline(config, make_planner(config), parallel, schedule.step_sizes())
     state = build_model(config, parallel, pipeline.pieces, VOCABULARY - 1, pipeline.copies)
-    pipeline.attach(state.model)
+    pipeline.attach(state.model, state.weights)
     unused: Any = None
     with SignalFlag(active=False) as flag:
         stop = StopCheck(config, flag, agree=lambda reason: reason)
@@ -204,17 +207,17 @@ def reference_losses(config: Config) -> list[float]:
     optimizer = get_megatron_optimizer(core.optimizer_config(config), [ddp], use_gloo_process_groups=False)
     positions = torch.arange(SEQUENCE)[None]
     attention_mask = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)[None, None]
-    losses, index = [], 0
+    losses, index, size = [], 0, config.training.global_batch_size or 0
     for _ in range(STEPS):
         ddp.zero_grad_buffer()
         optimizer.zero_grad()
-        batches = [batch(index + offset) for offset in range(GLOBAL_BATCH)]
-        index += GLOBAL_BATCH
+        batches = [batch(index + offset) for offset in range(size)]
+        index += size
         sums = []
         for each in batches:
             token_losses = model(each.tokens, positions, attention_mask, labels=each.labels)
             total = torch.sum(token_losses.float() * each.loss_mask)
-            divisor = each.loss_mask.sum() * GLOBAL_BATCH
+            divisor = each.loss_mask.sum() * size
             if config.training.calculate_per_token_loss:
                 divisor = sum(other.loss_mask.sum() for other in batches)
             (total / divisor).backward()

@@ -135,8 +135,10 @@ def test_evaluation_alone_needs_no_learning_rate() -> None:
 
 
 def test_weight_decay_may_grow() -> None:
-    _, decay = rates("--weight-decay-incr-style linear --start-weight-decay 0.0 --end-weight-decay 1.0")
-    assert decay == pytest.approx([0.1 * step for step in range(11)])
+    """To the end of training, whenever the learning rate has reached its own."""
+    for until in ("", "--lr-decay-iters 5"):
+        _, decay = rates(f"--weight-decay-incr-style linear --start-weight-decay 0.0 --end-weight-decay 1.0 {until}")
+        assert decay == pytest.approx([0.1 * step for step in range(11)])
     assert set(rates("--weight-decay 0.3")[1]) == {0.3}
 
 

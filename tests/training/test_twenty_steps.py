@@ -6,43 +6,35 @@ import re
 
 import pytest
 
-from tests.distributed import chosen, run_ranks
+from tests.distributed import run_ranks
+from tests.selection import selected
 from tests.training.steps import COUNTED, STEPS, Figures, Run, figures_of_runs, reference, words_of_failures
 
 PER_TOKEN = "--calculate-per-token-loss"
 DISTRIBUTED = "--use-distributed-optimizer"
-REFERENCES = [Run("gpt", ""), Run("llama", ""), Run("llama", PER_TOKEN), Run("llama", "--bf16")]
-INTERLEAVED = "interleaved-1f1b --num-virtual-stages-per-pipeline-rank"
 RUNS = [
-    *(
-        Run(("llama", "gpt")[j % 2], f"--pipeline-schedule {schedule}", pp=4)
-        for j, schedule in enumerate(("gpipe", f"1f1b {COUNTED}", f"{INTERLEAVED} 1"))
-    ),
-    Run("llama", f"--pipeline-schedule 1f1b {COUNTED}", tp=2, pp=2),
-    Run("gpt", f"--pipeline-schedule {INTERLEAVED} 2 {DISTRIBUTED}", pp=2),
-    Run("llama", f"--pipeline-schedule gpipe {DISTRIBUTED}", pp=2),
-    Run("llama", "--sequence-parallel", tp=2),
+    Run("llama", "--pipeline-schedule gpipe", pp=4),
+    Run("gpt", f"--pipeline-schedule 1f1b {COUNTED}", pp=4),
+    Run("llama", f"--pipeline-schedule 1f1b {COUNTED}", tp=2, pp=2, batch=4),
+    Run("gpt", f"--pipeline-schedule interleaved-1f1b --num-virtual-stages-per-pipeline-rank 2 {DISTRIBUTED}", pp=2),
+    Run("llama", "--sequence-parallel", tp=2, batch=4),
     Run("gpt", DISTRIBUTED),
-    Run("llama", "--pipeline-schedule zb1p --sequence-parallel", tp=2, pp=2),
     Run("gpt", "--pipeline-schedule 1f1b --recompute-granularity full", pp=2),
     Run("llama", f"--pipeline-schedule zb1p --recompute-granularity without-attention {DISTRIBUTED}", pp=2),
     Run("llama", f"--pipeline-schedule seq1f1b --pipe-sp-splits 3 --chunk-alignment 1 {DISTRIBUTED}", pp=2),
     Run("gpt", "--pipeline-schedule seq1f1b --pipe-sp-splits auto --pipe-sp-strategy average", pp=2),
-    Run("gpt", "--pipeline-schedule seq1f1b-zb --chunk-lengths 6,8,2 --sequence-parallel", tp=2, pp=2),
+    Run("gpt", "--pipeline-schedule seq1f1b-zb --chunk-lengths 10,6 --sequence-parallel", tp=2, pp=2, batch=4),
     Run("llama", f"{PER_TOKEN} --pipeline-schedule 1f1b {DISTRIBUTED} {COUNTED}", pp=2),
     Run("llama", f"--bf16 --pipeline-schedule 1f1b {DISTRIBUTED} {COUNTED}", pp=2),
-    Run("llama", "--bf16 --pipeline-schedule interleaved-1f1b --num-layers-per-virtual-pipeline-stage 1", tp=2, pp=2),
-    Run("gpt", f"--pipeline-schedule helix {DISTRIBUTED} {COUNTED}", pp=2),
-    Run(
-        "llama", f"--pipeline-schedule helix --helix-ship qkv --helix-folds 1 --sequence-parallel {COUNTED}", tp=2, pp=2
-    ),
+    Run("llama", "--bf16 --pipeline-schedule interleaved-1f1b --num-layers-per-virtual-pipeline-stage 1", 2, 2, 4),
+    Run("llama", f"--pipeline-schedule helix --helix-ship qkv --helix-folds 1 --sequence-parallel {COUNTED}", 2, 2, 4),
     Run("llama", f"{PER_TOKEN} --pipeline-schedule helix --helix-ship none {COUNTED}", pp=4),
     Run("llama", f"--bf16 --pipeline-schedule helix {DISTRIBUTED} {COUNTED}", pp=2),
     Run("gpt", f"--pipeline-schedule chimera {DISTRIBUTED} {COUNTED}", pp=2),
-    Run("llama", f"--pipeline-schedule chimera --sequence-parallel {COUNTED}", tp=2, pp=2),
+    Run("llama", f"--pipeline-schedule chimera --sequence-parallel {COUNTED}", tp=2, pp=2, batch=4),
     Run("llama", f"--pipeline-schedule hanayo {DISTRIBUTED}", pp=2),
     Run("gpt", f"--pipeline-schedule weipipe {DISTRIBUTED} {COUNTED}", pp=2),
-    Run("llama", f"--pipeline-schedule wzb2 --sequence-parallel {COUNTED}", tp=2, pp=2),
+    Run("llama", f"--pipeline-schedule wzb2 --sequence-parallel {COUNTED}", tp=2, pp=2, batch=4),
     Run("llama", f"--bf16 --pipeline-schedule weipipe --weipipe-grad-dtype bf16 {COUNTED}", pp=4),
 ]
 LATE = "--enable-optimizer-post-validation"
@@ -50,8 +42,9 @@ LATE_RUNS = [
     Run("gpt", f"--pipeline-schedule zb2p {LATE}", pp=4),
     Run("llama", f"--pipeline-schedule zbv {LATE} {DISTRIBUTED}", pp=2),
     Run("llama", f"--pipeline-schedule wzb2 {LATE}", pp=4),
-    Run("gpt", f"--pipeline-schedule helix {LATE} {DISTRIBUTED}", pp=2),
-    Run("llama", f"{PER_TOKEN} --pipeline-schedule seq1f1b --pipe-sp-splits 2 --sequence-parallel {LATE}", tp=2, pp=2),
+    Run("gpt", f"--pipeline-schedule helix {LATE}", pp=2),
+    Run("llama", f"{PER_TOKEN} --pipeline-schedule seq1f1b --pipe-sp-splits 2 {LATE} {DISTRIBUTED}", pp=2),
+    Run("llama", f"--pipeline-schedule zb1p --sequence-parallel {LATE}", tp=2, pp=2),
     Run("llama", f"--bf16 --pipeline-schedule zb1p {LATE} {DISTRIBUTED}", pp=2),
 ]
 # The loss scale grows until gradients overflow; such a step is left out, and the scale halved.
@@ -69,21 +62,27 @@ def numerics(run: Run) -> str:
     return next((flag for flag in (PER_TOKEN, "--bf16") if flag in run.flags), "")
 
 
-def counted_alike(run: Run) -> Run:
-    """The first run whose counts are to be those of this one."""
-    return next(each for each in COUNTING if (each.style, numerics(each)) == (run.style, numerics(run)))
+def alone(run: Run) -> Run:
+    """The run of one process whose losses it must have."""
+    return Run(run.style, numerics(run), batch=run.batch)
+
+
+def counted_beside(run: Run) -> Run:
+    """The run whose counts of weights another must have."""
+    return next(each for each in COUNTING if alone(each) == alone(run))
 
 
 @pytest.fixture(scope="module")
 def figures(request: pytest.FixtureRequest) -> dict[Run, list[Figures]]:
-    """By rank the figures of each run that was chosen, and of those that they are compared with."""
-    runs = chosen(request, "run", RUNS)
-    return by_run(list(dict.fromkeys([*runs, *(counted_alike(run) for run in runs if run in COUNTING)])))
+    """Figures of each run by rank; with a run that counts, those of the one it is compared with."""
+    chosen = selected(request, "run", RUNS)
+    return by_run(list(dict.fromkeys([*chosen, *(counted_beside(run) for run in chosen if run in COUNTING)])))
 
 
 @pytest.fixture(scope="module")
 def late_figures(request: pytest.FixtureRequest) -> dict[Run, list[Figures]]:
-    return by_run(list(dict.fromkeys([*chosen(request, "run", LATE_RUNS + OVERFLOWING), OVERFLOWING[0]])))
+    chosen = selected(request, "run", LATE_RUNS + OVERFLOWING)
+    return by_run(list(dict.fromkeys([*chosen, *OVERFLOWING[: any(run in OVERFLOWING for run in chosen)]])))
 
 
 def by_run(runs: list[Run]) -> dict[Run, list[Figures]]:
@@ -92,9 +91,10 @@ def by_run(runs: list[Run]) -> dict[Run, list[Figures]]:
 
 
 @pytest.fixture(scope="module")
-def references() -> dict[Run, list[float]]:
-    (alone,) = run_ranks(reference, 1, REFERENCES)
-    return dict(zip(REFERENCES, alone, strict=True))
+def references(request: pytest.FixtureRequest) -> dict[Run, list[float]]:
+    runs = list(dict.fromkeys(alone(run) for run in selected(request, "run", RUNS + LATE_RUNS)))
+    (losses,) = run_ranks(reference, 1, runs)
+    return dict(zip(runs, losses, strict=True))
 
 
 def test_every_rank_reports_the_same(figures: dict[Run, list[Figures]]) -> None:
@@ -104,7 +104,7 @@ def test_every_rank_reports_the_same(figures: dict[Run, list[Figures]]) -> None:
 
 @pytest.mark.parametrize("run", COUNTING, ids=str)
 def test_weights_that_several_ranks_hold_count_once(run: Run, figures: dict[Run, list[Figures]]) -> None:
-    found, expected = figures[run][0], figures[counted_alike(run)][0]
+    found, expected = figures[run][0], figures[counted_beside(run)][0]
     assert found.parameters == expected.parameters
     assert len(found.counted or ()) == 3
     assert found.counted == pytest.approx(expected.counted, rel=2e-2 if numerics(run) == "--bf16" else 1e-4)
@@ -131,7 +131,7 @@ def test_losses_of_steps_without_a_flush_are_the_same(
 
 
 def check_losses(run: Run, found: list[Figures], references: dict[Run, list[float]]) -> None:
-    expected = references[Run(run.style, numerics(run))]
+    expected = references[alone(run)]
     assert len(expected) == STEPS
     assert expected[-1] < 0.8 * expected[0], "the model learns, so steps matter"
     tolerance = 2e-2 if numerics(run) == "--bf16" else 1e-4

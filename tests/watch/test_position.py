@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from helixpipe.lowering.lower import LoweredProgram, lower
+from helixpipe.lowering.lower import lower
+from helixpipe.lowering.project import Action, LoweredProgram
 from helixpipe.planning.catalogue import Shape
 from helixpipe.watch.position import Patience, Peers, Position, describe
 from schedules import build
@@ -146,6 +147,20 @@ def test_tensor_parallel_ranks_wait_for_each_other_inside_an_op() -> None:
     state = describe(position.look(), Peers(2, (0, 2), (2, 3)), 31, 30)
     assert [need.rank for need in state.needs] == [3]
     assert state.needs[0].place == state.place
+
+
+def test_a_sender_waits_until_the_receive_is_posted() -> None:
+    """The receiver is past its RECV then, and past that of the last message when all that was sent is to be gone."""
+    send = next(index for index, each in enumerate(STREAM) if each.action is Action.SEND)
+    position = Position()
+    position.begin(LOWERED, 1)
+    position.at(send)
+    first = describe(position.look(), Peers(1, (0, 1), (1,)), 31, 30)
+    position.at(len(STREAM))
+    last = describe(position.look(), Peers(1, (0, 1), (1,)), 31, 30)
+    receives = [index for index, each in enumerate(LOWERED.streams[0]) if each.action is Action.RECV]
+    places = [(need.rank, need.place[1]) for state in (first, last) for need in state.needs]
+    assert places == [(0, receives[0] + 1), (0, receives[-1] + 1)]
 
 
 def test_every_instruction_can_be_described() -> None:

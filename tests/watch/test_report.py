@@ -8,7 +8,8 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helixpipe.lowering.lower import Action, LoweredProgram, lower
+from helixpipe.lowering.lower import lower
+from helixpipe.lowering.project import Action, LoweredProgram
 from helixpipe.planning.catalogue import Shape
 from helixpipe.program.message import Message
 from helixpipe.watch.position import Part, Patience, Peers, View, describe

@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from helixpipe.watch import watchdog
 from helixpipe.watch.position import Patience, Peers, Position
 from helixpipe.watch.watchdog import Watchdog
 
-LIMITS = {Patience.STEP: 0.5, Patience.LONG: 3.0, Patience.ENDLESS: math.inf}
+LIMITS = {Patience.STEP: 0.5, Patience.LONG: 2.0, Patience.ENDLESS: math.inf}
 DEADLINE = 60.0
 
 
@@ -102,7 +103,7 @@ def test_nothing_is_said_while_somebody_gets_on() -> None:
     job = Job(2)
     with job.run():
         job.positions[0].enter("reduce")
-        until = time.monotonic() + 5 * LIMITS[Patience.STEP]
+        until = time.monotonic() + 3 * LIMITS[Patience.STEP]
         while time.monotonic() < until:
             job.positions[1].enter("alone", together=False)
             time.sleep(0.02)
@@ -111,12 +112,33 @@ def test_nothing_is_said_while_somebody_gets_on() -> None:
     assert "  rank 1, alone: busy alone. It waits for nobody." in job.printed[0]
 
 
+def test_waiting_is_counted_anew_after_each_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock of its own: six polls, and a move before the fourth."""
+    job = Job(1)
+    (dog,), (position,) = job.dogs, job.positions
+    clock, waited = [0.0], []
+
+    class Polls:
+        def wait(self, seconds: float) -> bool:
+            clock[0] += seconds
+            waited.append(dog._seen[1])
+            if len(waited) == 4:
+                position.enter("reduce")
+            return len(waited) == 7
+
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    dog._closing = Polls()  # type: ignore[assignment]
+    dog._watch()
+    poll = LIMITS[Patience.STEP] / 10
+    assert waited == pytest.approx([0.0, 0.0, poll, 2 * poll, 0.0, poll, 2 * poll])
+
+
 def test_what_may_take_long_is_given_longer() -> None:
     job = Job(2)
     with job.run():
         for position in job.positions:
             position.enter("index", Patience.ENDLESS)
-        time.sleep(5 * LIMITS[Patience.STEP])
+        time.sleep(3 * LIMITS[Patience.STEP])
         assert job.printed == []
         job.positions[0].enter("reduce")
         job.positions[1].enter("load", Patience.LONG, together=False)
@@ -131,7 +153,7 @@ def test_all_are_busy_and_nobody_waits() -> None:
     with job.run():
         for position in job.positions:
             position.enter("alone", together=False)
-        time.sleep(5 * LIMITS[Patience.STEP])
+        time.sleep(3 * LIMITS[Patience.STEP])
     assert job.printed == [] and job.left == {}
 
 

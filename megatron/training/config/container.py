@@ -33,7 +33,7 @@ GROUPS: Mapping[str, tuple[str, type]] = {
 class Config:
     """Everything a run was asked to do. Immutable; `megatron.training.arguments.parse_args` returns a validated one.
 
-    schedule_options: the chosen schedule's own options dataclass, None for a .csv file.
+    schedule_options: the chosen schedule's own options dataclass, None for a file.
     warnings: sentences to print once, on rank 0.
     """
 

@@ -13,7 +13,7 @@ from helixpipe.common.errors import UserError
 from helixpipe.model import GPTOptions
 from helixpipe.model.backends import Machine, fuses_weight_gradients
 from megatron.training.config.container import Config
-from megatron.training.config.vocabulary import padded_vocab_size
+from megatron.training.config.vocabulary import padded_vocabulary
 
 
 def params_dtype(config: Config) -> torch.dtype:
@@ -121,16 +121,10 @@ def ddp_config(config: Config) -> DistributedDataParallelConfig:
 def gpt_options(config: Config, vocab_size: int | None = None) -> GPTOptions:
     """Embedding, positions and output layer. Raises UserError when nothing gives the size of the vocabulary."""
     model, data = config.model, config.data
-    padded = data.padded_vocab_size
-    if padded is None:
-        size = data.vocab_size if data.vocab_size is not None else vocab_size
-        if data.vocab_size is not None and data.tokenizer_type == "NullTokenizer":
-            size = data.vocab_size + 1  # the end of a document comes after the numbers that the flag counts
-        if size is None:
-            raise UserError("--vocab-size is needed, because no tokenizer gives the size of the vocabulary.")
-        padded = padded_vocab_size(size, model.make_vocab_size_divisible_by, config.parallel.tensor_model_parallel_size)
+    if vocab_size is None and data.padded_vocab_size is None and data.vocab_size is None:
+        raise UserError("--vocab-size is needed, because no tokenizer gives the size of the vocabulary.")
     return GPTOptions(
-        vocab_size=padded,
+        vocab_size=padded_vocabulary(config, vocab_size or 0),
         max_sequence_length=_given(model.max_position_embeddings),
         position_embedding_type=model.position_embedding_type,
         rotary_percent=model.rotary_percent,

@@ -20,9 +20,9 @@ class ParallelConfig:
     pipeline_model_parallel_size: int = option(1, "Pipeline ranks.")
     pipeline_schedule: str | None = option(
         None,
-        "Pipeline schedule: a name from `helixpipe list`, or the path of a .csv file with a schedule of one's own; "
-        "by default none with one pipeline rank, interleaved-1f1b with virtual stages, else 1f1b.",
-        metavar="NAME|FILE.csv",
+        "Pipeline schedule: a name from `helixpipe list`, or the path of a .json or .csv file with a schedule of one's "
+        "own; by default none with one pipeline rank, interleaved-1f1b with virtual stages, else 1f1b.",
+        metavar="NAME|FILE",
     )
     hardware: str | None = option(
         None,

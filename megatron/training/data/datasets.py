@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -30,14 +29,14 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-from helixpipe.common.errors import DataError, UserError
+from helixpipe.common.errors import DataError
 from megatron.training.data.indexed_files import IndexedFile, check_vocabulary, read_indexed_file
 from megatron.training.data.options import DEFAULT_SPLIT, SPLITS, Blend, DataOptions, parse_blend, parse_split
+from megatron.training.data.together import on_rank_0, together, waiting_group
 from megatron.training.process.lifetime import end_with_parent
 
 logger = logging.getLogger(__name__)
 
-_INDEX_TIMEOUT = timedelta(hours=2)  # building an index may outlast the job's distributed timeout many times
 
 T = TypeVar("T")
 
@@ -67,10 +66,10 @@ def build_datasets(
         DataError: on every rank, when files are missing or corrupt, do not fit the tokenizer, hold too little, or the
             index cannot be written.
     """
-    with _waiting_group() as group:
-        source = _on_rank_0(group, lambda: _prepare(options, tokenizer, samples))
+    with waiting_group() as group:
+        source = on_rank_0(group, lambda: _prepare(options, tokenizer, samples))
         nothing = Datasets(None, None, None)
-        return _together(group, lambda: _load(options, tokenizer, source) if needed_here else nothing)
+        return together(group, lambda: _load(options, tokenizer, source) if needed_here else nothing)
 
 
 def batch_iterator(
@@ -319,54 +318,3 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         core.setLevel(level)
-
-
-# ------------------------------------------------------------------------------------------------------ between ranks
-
-
-def _together(group: dist.ProcessGroup | None, work: Callable[[], T]) -> T:
-    """Do `work` on every rank at once; when it fails on any, raise on all."""
-    if group is None:
-        return work()
-    failure: Exception | None = None
-    try:
-        result = work()
-    except Exception as error:
-        failure = error
-    failures: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(failures, _sentence(failure), group=group)
-    if failure is not None:
-        raise failure
-    first = next(((rank, text) for rank, text in enumerate(failures) if text is not None), None)
-    if first is not None:
-        raise DataError(first[1] if first[0] == 0 else f"rank {first[0]}: {first[1]}")
-    return result
-
-
-def _on_rank_0(group: dist.ProcessGroup | None, work: Callable[[], T]) -> T:
-    """Do `work` on rank 0 and give its result, or its failure, to all."""
-    result = _together(group, lambda: work() if group is None or dist.get_rank(group) == 0 else None)
-    box = [result]
-    if group is not None:
-        dist.broadcast_object_list(box, src=0, group=group)
-    assert box[0] is not None
-    return box[0]
-
-
-def _sentence(error: Exception | None) -> str | None:
-    if error is None or isinstance(error, UserError):
-        return None if error is None else str(error)
-    return f"{type(error).__name__}: {error}"
-
-
-@contextmanager
-def _waiting_group() -> Iterator[dist.ProcessGroup | None]:
-    """A group of all ranks for waiting on rank 0's index, with a timeout of its own."""
-    if not dist.is_initialized():
-        yield None
-        return
-    group = dist.new_group(backend="gloo", timeout=_INDEX_TIMEOUT)
-    try:
-        yield group
-    finally:
-        dist.destroy_process_group(group)

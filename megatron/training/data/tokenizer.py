@@ -87,6 +87,9 @@ def _existing(flag: str, path: str | None, tokenizer_type: str) -> str:
 
 
 def _load(tokenizer_type: str, library: str, path: str | None, **options: Any) -> MegatronTokenizerText:
+    from helixpipe.model.device import prepare
+
+    prepare()  # imports megatron-core quickly
     with warnings.catch_warnings():  # megatron-core warns a dozen times that optional GPU packages are absent
         warnings.simplefilter("ignore")
         from megatron.core.tokenizers.text.models.gpt_tokenizer import GPTTokenizer

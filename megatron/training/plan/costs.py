@@ -10,6 +10,7 @@ from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import Layout, ModelShape
 from helixpipe.costs.profile_costs import Profile, ProfileCosts
 from megatron.training.config import Config
+from megatron.training.config.vocabulary import padded_vocabulary
 
 
 def training_costs(config: Config) -> ModelCosts | ProfileCosts:
@@ -75,8 +76,9 @@ def memory_limit(config: Config) -> float | None:
 
 
 def model_shape(config: Config) -> ModelShape:
-    """The configured model. Its vocabulary is the padded one once that is known."""
-    model, data = config.model, config.data
+    """The configured model. Where the flags do not say the vocabulary, it is taken to be GPT-2's until the tokenizer
+    is read."""
+    model = config.model
     heads, hidden = model.num_attention_heads or 1, model.hidden_size or 1
     return ModelShape(
         name="the model",
@@ -86,7 +88,7 @@ def model_shape(config: Config) -> ModelShape:
         groups=model.num_query_groups if model.group_query_attention else heads,
         ffn=model.ffn_hidden_size or 4 * hidden,
         gated=model.swiglu,
-        vocab=data.padded_vocab_size or data.vocab_size or 50257,
+        vocab=padded_vocabulary(config, tokenizer=50257),
         tied=not model.untie_embeddings_and_output_weights,
         norm=model.normalization,
         positions=model.position_embedding_type,

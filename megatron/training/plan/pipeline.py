@@ -1,4 +1,4 @@
-"""The chosen schedule, as something that runs a step: programs for each number of microbatches, made when first
+"""The chosen schedule, as something that runs a step: by a plan for each number of microbatches, made when first
 needed."""
 
 from __future__ import annotations
@@ -14,53 +14,67 @@ from helixpipe.common.errors import ScheduleError
 from helixpipe.costs.by_hand import OpTimes, PieceTimes
 from helixpipe.costs.hardware import find_hardware
 from helixpipe.draw.text import chunk_times
-from helixpipe.lowering.lower import LoweredProgram, lower
-from helixpipe.lowering.validate import validate
 from helixpipe.model import Microbatch, PipelineModel
 from helixpipe.planning.chunk_lengths import short_chunks
-from helixpipe.program.program import Piece, Program, chunk_lengths, forward_only
+from helixpipe.planning.plan import Plan, Plans
+from helixpipe.program.program import Program
+from helixpipe.program.stages import Piece
 from helixpipe.program.timeline import Timeline
 from helixpipe.runtime.executor import Executor, Step
 from helixpipe.runtime.recording import Record, merge_records
 from helixpipe.runtime.transport import make_transport
+from helixpipe.runtime.weights import StageWeights
 from helixpipe.simulate.simulator import simulate
 from helixpipe.watch.position import Position
 from megatron.training.config import Config
-from megatron.training.plan.costs import training_costs
-from megatron.training.plan.programs import make_program
 from megatron.training.process.parallel import Parallel
 
 
 class Pipeline:
     """Runs steps on this rank.
 
-    step_sizes: every number of microbatches that may be asked for; each is checked at once, so that a bad one shows
-    before training starts. position: where this rank publishes what it does. Raises ScheduleError when programs of
-    different sizes would place the model differently.
+    plans: by number of microbatches. step_sizes: every one that may be asked for; each is checked at once, so that a
+    bad one shows before training starts. position: where this rank publishes what it does. Raises ScheduleError when
+    programs of different sizes would place the model differently.
     """
 
-    def __init__(self, config: Config, parallel: Parallel, step_sizes: Sequence[int], position: Position | None = None):
+    def __init__(
+        self,
+        config: Config,
+        plans: Plans[int],
+        parallel: Parallel,
+        step_sizes: Sequence[int],
+        position: Position | None = None,
+    ):
         self._config = config
+        self._plans = plans
         self._parallel = parallel
         self._position = position or Position()
-        self._programs: dict[int, Program] = {}
-        self._executors: dict[tuple[int, bool], Executor] = {}
-        placement = self._placement(step_sizes[-1])
+        self._here: dict[int, Plan] = {}
+        self.program = plans.program
+        largest = plans.plan(step_sizes[-1])
+        placement = _placement(largest.program)
         self.pieces = placement[parallel.pp_rank]
-        self.copies = self.program(step_sizes[-1]).copies(parallel.pp_rank)
+        self.copies = largest.program.copies(parallel.pp_rank)
         for size in step_sizes:
-            if self._placement(size) != placement:  # alike on all ranks
+            if _placement(plans.program(size)) != placement:  # alike on all ranks
                 raise ScheduleError(
                     f"schedule {config.parallel.pipeline_schedule} places the model differently for {size} "
                     f"microbatches than for {step_sizes[-1]}, so the batch cannot change size under it."
                 )
-        messages = validate(self.program(step_sizes[-1])).messages
-        channels = {(message.source, message.target) for message in messages}
+        channels = {(message.source, message.target) for message in largest.graph.messages}
         self._transport = make_transport(parallel.pp_group, parallel.device, channels)
 
-    def attach(self, model: PipelineModel) -> None:
-        """The model to run: it must hold the weights of `pieces`."""
-        self._model = model
+    def attach(self, model: PipelineModel, weights: StageWeights) -> None:
+        """The model to run, which must be made of `pieces`, and who keeps its weights."""
+        self._executor = Executor(
+            self._parallel.pp_rank,
+            model,
+            self._transport,
+            self._config.parallel.kv_grad_fp32,
+            self._position,
+            weights,
+        )
 
     @property
     def reads_data(self) -> bool:
@@ -87,14 +101,12 @@ class Pipeline:
         training: bool = True,
         record: bool = False,
         confirm: Callable[[], bool] | None = None,
-        complete: Callable[[tuple[Piece, ...]], None] = lambda pieces: None,
     ) -> tuple[torch.Tensor, Record]:
         """Run one step (evaluation: forwards only, no dropout) over all `batches` of this pipeline.
 
-        root_gradient, confirm, complete: see `helixpipe.runtime.executor.Step`.
+        root_gradient, confirm: see `helixpipe.runtime.executor.Step`.
         Returns the sum of the loss sums whose head is here (a float64 scalar) and the step's record.
         """
-        executor = self._executor(len(batches), training)
         step = Step(
             iteration=iteration,
             # as the sampler deals them out, so that dropout does not depend on the data-parallel size
@@ -105,12 +117,11 @@ class Pipeline:
             seq_length=self._config.model.seq_length or 0,
             training=training,
             confirm=confirm,
-            # A collective is no event of the one order of messages: it must not hold any up, as on NCCL's streams.
-            complete=complete if self._transport.independent_channels else lambda pieces: None,
         )
         if record:
             dist.barrier(group=self._parallel.pp_group)  # the clocks of several machines are taken to agree here
-        losses, times = executor.run(step, record)
+        plan = self._plan(len(batches))
+        losses, times = self._executor.run((plan if training else plan.evaluation).lowered, step, record)
         total = torch.zeros((), dtype=torch.float64, device=self._parallel.device)
         # In the order of microbatches, not of the schedule, and in float64, since heads may be on several ranks: the
         # reported loss is then the same under all schedules.
@@ -124,7 +135,7 @@ class Pipeline:
         The simulation uses the step's own median time of each kind of op in each stage, so it shows what the order of
         ops costs, not what ops cost; messages take no time in it.
         """
-        lowered = self._executor(num_microbatches, training=True).lowered
+        lowered = self._plan(num_microbatches).lowered
         records: list[Record] = [record] * self._parallel.pp_size
         dist.all_gather_object(records, record, group=self._parallel.pp_group)
         name = lowered.program.schedule
@@ -132,28 +143,21 @@ class Pipeline:
         samples: dict[tuple[str, int, int], list[float]] = {}
         for event in measured.ops:
             samples.setdefault((event.op.kind, event.op.stage, event.op.chunk), []).append(event.end - event.start)
-        costs = OpTimes({key: median(times) for key, times in samples.items()})
+        costs = OpTimes(lowered.program, {key: median(times) for key, times in samples.items()})
         simulated = simulate(lowered, costs, unit="s").timeline
         return replace(simulated, title=f"{name}, simulated from the median op times"), measured
 
-    def program(self, num_microbatches: int) -> Program:
-        """The program of a training step."""
-        if num_microbatches not in self._programs:  # some schedules search for theirs
-            self._programs[num_microbatches] = make_program(self._config, num_microbatches)
-        return self._programs[num_microbatches]
-
     def bubble(self, num_microbatches: int) -> float:
         """Simulated share of idle time with equal layers, backward twice forward, and no message time."""
-        lowered = lower(self.program(num_microbatches))
-        return simulate(lowered, PieceTimes({"mlp": 1.0})).bubble_ratio
+        return simulate(self._plans.plan(num_microbatches).lowered, PieceTimes({"mlp": 1.0})).bubble_ratio
 
     def chunks(self, num_microbatches: int) -> str:
         """A line about the chunks of a sequence and their simulated times, empty where sequences are not cut."""
-        program, costs = self.program(num_microbatches), training_costs(self._config)
-        if program.num_chunks == 1:
+        plan = self._plans.plan(num_microbatches)
+        if plan.program.num_chunks == 1:
             return ""
-        lengths = chunk_lengths(program, self._config.model.seq_length or 1)
-        times = chunk_times(simulate(lower(program, costs), costs))
+        lengths = plan.program.workload.in_tokens(self._config.model.seq_length or 1).tokens(0)
+        times = chunk_times(plan.simulation)
         shares = ", ".join(f"{length} ({time / sum(times):.1%})" for length, time in zip(lengths, times, strict=True))
         line = f" > tokens of each chunk (share of a microbatch's simulated time): {shares}\n"
         name, micro = self._config.parallel.hardware, self._config.training.micro_batch_size or 1
@@ -163,23 +167,14 @@ class Pipeline:
     def close(self) -> None:
         self._transport.close()
 
-    def _placement(self, num_microbatches: int) -> list[tuple[Piece, ...]]:
-        """The pieces of every rank."""
-        program = self.program(num_microbatches)
-        return [program.pieces_of_rank(rank) for rank in range(program.num_ranks)]
+    def _plan(self, num_microbatches: int) -> Plan:
+        """As this transport runs it."""
+        if num_microbatches not in self._here:
+            ahead = 1 if self._transport.independent_channels else 0
+            self._here[num_microbatches] = self._plans.plan(num_microbatches).receiving_ahead(ahead)
+        return self._here[num_microbatches]
 
-    def _executor(self, num_microbatches: int, training: bool) -> Executor:
-        key = (num_microbatches, training)
-        if key not in self._executors:
-            lowered = self._lower(num_microbatches, training)
-            in_fp32 = self._config.parallel.kv_grad_fp32
-            self._executors[key] = Executor(
-                lowered, self._parallel.pp_rank, self._model, self._transport, in_fp32, self._position
-            )
-        return self._executors[key]
 
-    def _lower(self, num_microbatches: int, training: bool) -> LoweredProgram:
-        program = self.program(num_microbatches)
-        ahead = 1 if self._transport.independent_channels else 0
-        costs = training_costs(self._config)
-        return lower(program if training else forward_only(program), costs, receive_ahead=ahead)
+def _placement(program: Program) -> list[tuple[Piece, ...]]:
+    """The pieces of every rank."""
+    return [program.pieces_of_rank(rank) for rank in range(program.num_ranks)]

@@ -1,4 +1,4 @@
-"""From the flags to the schedule's program. No torch: a bad schedule is refused before anything starts."""
+"""From the flags to the schedule's plans. No torch: a bad schedule is refused before anything starts."""
 
 from __future__ import annotations
 
@@ -6,20 +6,33 @@ from dataclasses import replace
 
 from helixpipe.common.errors import ProgramError
 from helixpipe.costs.hardware import find_hardware
-from helixpipe.lowering.validate import untrainable, validate
+from helixpipe.costs.model_costs import ModelCosts
+from helixpipe.costs.profile_costs import ProfileCosts
+from helixpipe.lowering.validate import untrainable
 from helixpipe.planning.chunk_lengths import CHUNK_COUNTS, best_chunks, chunk_counts
-from helixpipe.planning.recompute import peak_memory
+from helixpipe.planning.plan import Plans
 from helixpipe.program.program import Program
 from helixpipe.simulate.simulator import Simulation
 from megatron.training.config import Config
-from megatron.training.plan.costs import memory_limit, training_costs
+from megatron.training.plan.costs import memory_limit, model_shape, training_costs
 from schedules import Shape, build
 
 
-def make_program(config: Config, num_microbatches: int) -> Program:
-    """The schedule's program for a training step. Raises ScheduleError, ProgramError or UserError, in the words of the
-    flags."""
-    name, costs = config.parallel.pipeline_schedule or "none", training_costs(config)
+def make_planner(config: Config) -> Plans[int]:
+    """The plans of training steps, by their number of microbatches on each data-parallel rank."""
+    costs = training_costs(config)
+    return Plans(lambda num_microbatches: make_program(config, num_microbatches, costs), costs)
+
+
+def replanned(plans: Plans[int], before: Config, config: Config) -> Plans[int]:
+    """The same plans, if all that they follow from is as it was before the vocabulary was known."""
+    return plans if model_shape(config) == model_shape(before) else make_planner(config)
+
+
+def make_program(config: Config, num_microbatches: int, costs: ModelCosts | ProfileCosts | None = None) -> Program:
+    """The schedule's program for a training step. costs: the configured ones, if they are at hand. Raises
+    ScheduleError, ProgramError or UserError, in the words of the flags."""
+    name, costs = config.parallel.pipeline_schedule or "none", costs or training_costs(config)
     limit = memory_limit(config)
     shape = Shape(
         ranks=config.parallel.pipeline_model_parallel_size,
@@ -39,8 +52,9 @@ def make_program(config: Config, num_microbatches: int) -> Program:
         return build(name, replace(shape, chunks=chunks, chunk_lengths=lengths), config.schedule_options)
 
     def fits(simulation: Simulation) -> bool:
-        program = simulation.lowered.program
-        return limit is None or all(peak_memory(program, costs, r) <= limit for r in range(program.num_ranks))
+        pieces = map(simulation.lowered.program.pieces_of_rank, range(shape.ranks))
+        peaks = (peak.total + costs.static_memory(own) for peak, own in zip(simulation.peaks, pieces, strict=True))
+        return limit is None or max(peaks) <= limit
 
     count = config.chunks.count()
     if not config.chunks.auto:
@@ -52,11 +66,15 @@ def make_program(config: Config, num_microbatches: int) -> Program:
     return best_chunks(cut, costs, fits, counts)
 
 
-def check_program(config: Config) -> None:
-    """Build and validate the program of a full batch, and that it can be run. Raises ScheduleError, ProgramError."""
-    training = config.training
-    samples = (training.micro_batch_size or 1) * config.parallel.data_parallel_size
-    program = make_program(config, (training.global_batch_size or 1) // samples)
-    validate(program)
+def full_batch(config: Config) -> int:
+    """Microbatches on each data-parallel rank of a step of the full batch."""
+    samples = (config.training.micro_batch_size or 1) * config.parallel.data_parallel_size
+    return (config.training.global_batch_size or 1) // samples
+
+
+def check_program(config: Config, plans: Plans[int]) -> None:
+    """Plan a step of a full batch, and see that it can be run. Raises ScheduleError, ProgramError."""
+    program = plans.plan(full_batch(config)).program
     if (reason := untrainable(program)) is not None:
         raise ProgramError(reason)
+    program.workload.in_tokens(config.model.seq_length or 1)  # refuses chunks that are not the sequence

@@ -90,7 +90,7 @@ def initialize(config: Config) -> Parallel:
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         distributed_timeout_minutes=max(1, round(parallel.distributed_timeout_minutes)),
         create_gloo_process_groups=False,
-        # Gradients of tied copies are summed by GradientReducer, whichever ranks hold them.
+        # Gradients of tied copies are summed by ReplicaSums, whichever ranks hold them.
         get_embedding_ranks=lambda ranks, *_: ranks[:1],
         get_position_embedding_ranks=lambda ranks, *_: ranks[:1],
     )

@@ -1,15 +1,13 @@
-"""From the gradients each rank has summed over its microbatches to those the optimizer needs.
+"""Sums of gradients over the ranks that hold parts of them, once a step.
 
-Everything happens once a step, in an order that any placement allows: sums over copies of a weight first, while every
-rank still holds whole gradients, then the data-parallel reduction, which may leave each rank a shard only. A sum over
-copies starts when a rank has run its last backward of them, and is on its way while the rank runs the others; over NCCL
-after the last backward of all, since it could hold up messages that other ranks wait for.
+A sum over the replicas of a stage has its place in the one order of tasks, after their last backwards, and is on its
+way while ranks run what is left of the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -17,74 +15,69 @@ import torch
 import torch.distributed as dist
 
 from helixpipe.model import PipelineModel
-from helixpipe.model.layers import piece_of
-from helixpipe.program.program import Piece
+from helixpipe.program.stages import Piece
+from helixpipe.runtime.replicas import Held, ReplicatedWeight, holders, replica_groups, replicated_weights
 from megatron.training.process.parallel import Parallel
 
 
-class GradientReducer:
-    """Finishes a step's gradients. `ddp`: the model in megatron-core's DistributedDataParallel, gradients in
-    `main_grad`.
+class ReplicaSums:
+    """The sums of a rank's gradients over the pipeline ranks that hold replicas of the same weights.
 
-    Collective over all ranks when made: they tell each other which weights they hold copies of.
+    held: the pieces of each pipeline rank. partial: weights, by id, whose gradients tensor-parallel ranks have to sum
+    before. Collective over all ranks when made: they make process groups.
     """
 
-    def __init__(self, ddp: Any, model: PipelineModel, parallel: Parallel, per_token: bool):
-        self._ddp = ddp
-        self._parallel = parallel
-        self._per_token = per_token
-        self._sequence_parallel = [
-            parameter for parameter in model.parameters() if getattr(parameter, "sequence_parallel", False)
-        ]
-        partial = {id(parameter) for parameter in self._sequence_parallel} if parallel.tp_size > 1 else set()
-        self._sums = _sums_over_copies(model, parallel, partial)
+    def __init__(self, model: PipelineModel, held: Held, parallel: Parallel, partial: Collection[int]):
+        groups = _make_groups(replica_groups(held, model.share_embeddings_and_output_weights), parallel)
+        weights = replicated_weights(model, held)
+        # A weight of two stages, embedding and head, is summed on all its ranks with the later one, or at the end.
+        apart = {
+            id(each.parameter) for each in weights for piece in each.pieces if holders(held, {piece}) != each.ranks
+        }
+        self._batches = _batches(weights, groups, apart.union(partial))
+        self._begin()
+
+    def _begin(self) -> None:
+        self._pending = list(self._batches)
+        self._started: list[Sum] = []
         self._complete: set[Piece] = set()
-        self._started = 0
 
-    def complete(self, pieces: Collection[Piece]) -> None:
-        """This rank has run its last backward of these pieces: start the sums that wait for no other, in the order of
-        all ranks."""
+    def start(self, pieces: Sequence[Piece]) -> None:
+        """This rank has run its last backward of these pieces, and all ranks that hold replicas of their weights come
+        here in one order: start what waits for no other pieces."""
         self._complete.update(pieces)
-        for each in self._sums[self._started :]:
-            if each.pieces is None or not each.pieces <= self._complete:
-                break
-            each.start()
-            self._started += 1
+        pending = []
+        for batch in self._pending:
+            waiting = batch.waiting(self._complete)
+            names = {weight.name for weight in waiting}
+            ready = [weight for weight in batch.weights if weight.name not in names]
+            if ready:
+                self._start(replace(batch, weights=ready))
+            if waiting:
+                pending.append(replace(batch, weights=waiting))
+        self._pending = pending
 
-    def reduce(self, tokens: torch.Tensor | None) -> None:
-        """Sum and scale; collective over all ranks.
-
-        tokens: with per-token loss, the unmasked tokens of the whole batch over all data-parallel ranks, by which the
-        summed gradients are divided; else unused, since every microbatch's gradient was divided by its own tokens.
-        """
-        if self._parallel.tp_size > 1:
-            partial = _Sum(self._sequence_parallel, self._parallel.tp_group)
-            partial.start()
-            partial.finish()
-        for each in self._sums[self._started :]:
-            each.start()
-        for each in self._sums:
+    def finish(self) -> None:
+        """Start what is left, and wait for all."""
+        for batch in self._pending:
+            self._start(batch)
+        for each in self._started:
             each.finish()
-        self._complete, self._started = set(), 0
-        self._ddp.finish_grad_sync()
-        if self._per_token and tokens is not None:
-            self._ddp.scale_gradients(1.0 / tokens.clamp(min=1.0).reshape(()))
+        self._begin()
+
+    def _start(self, batch: _Batch) -> None:
+        self._started.append(Sum([weight.parameter for weight in batch.weights], batch.group))
 
 
-@dataclass
-class _Sum:
-    """Of the gradients of some parameters over the ranks of a group: of matrices as they are, of several vectors in one
-    collective for each type. pieces: those whose backwards add to the gradients; None: something else does, too."""
+class Sum:
+    """On its way: of the gradients of some parameters over the ranks of a group. Matrices are summed as they are,
+    several vectors in one collective for each type."""
 
-    parameters: list[torch.nn.Parameter]
-    group: dist.ProcessGroup
-    pieces: frozenset[Piece] | None = None
-
-    def start(self) -> None:
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], group: dist.ProcessGroup):
         vectors: dict[torch.dtype, list[torch.Tensor]] = {}
         tensors = []
         self._gathered: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
-        for parameter in self.parameters:
+        for parameter in parameters:
             gradient = parameter.main_grad  # type: ignore[attr-defined]  # DDP's
             if gradient.dim() > 1:
                 tensors.append(gradient)
@@ -94,7 +87,7 @@ class _Sum:
             if len(alike) > 1:
                 self._gathered.append((torch.cat([vector.reshape(-1) for vector in alike]), alike))
             tensors.append(self._gathered[-1][0] if len(alike) > 1 else alike[0])
-        self._works = [dist.all_reduce(tensor, group=self.group, async_op=True) for tensor in tensors]
+        self._works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
 
     def finish(self) -> None:
         for work in self._works:
@@ -104,43 +97,50 @@ class _Sum:
                 vector.copy_(piece.view_as(vector))
 
 
-def _sums_over_copies(model: PipelineModel, parallel: Parallel, partial: Collection[int]) -> list[_Sum]:
-    """For the parameters of which several pipeline ranks hold copies, in an order alike on all ranks: the head's, which
-    are complete first, the embedding's, and those that tensor-parallel ranks have to sum before (`partial`, by id)."""
-    own = model.replicated_parameters()
-    tied = model.share_embeddings_and_output_weights
+_LAYERS, _EMBEDDING, _LATE = range(3)
+"""Kinds of batches, in the order in which they start at the end of a step: gradients of the head and of layers, the
+embedding's, and those that are never summed before."""
 
-    def phase(name: str) -> int:
-        return 2 if id(own[name]) in partial else int(piece_of(name).kind == "embed")
+
+@dataclass(frozen=True)
+class _Batch:
+    """What is summed in one go."""
+
+    weights: list[ReplicatedWeight]
+    group: dist.ProcessGroup
+    kind: int
+
+    def waiting(self, complete: Collection[Piece]) -> list[ReplicatedWeight]:
+        """Those whose gradients are not there yet, with the last backwards of these pieces."""
+        return [each for each in self.weights if self.kind == _LATE or not each.pieces.issubset(complete)]
+
+
+def _batches(
+    weights: Sequence[ReplicatedWeight], groups: Mapping[tuple[int, ...], dist.ProcessGroup], late: Collection[int]
+) -> list[_Batch]:
+    """In an order alike on all ranks. late: by id."""
+
+    def kind(weight: ReplicatedWeight) -> int:
+        return _LATE if id(weight.parameter) in late else (_LAYERS, _EMBEDDING)[Piece("embed") in weight.pieces]
 
     result = []
-    for names, group in _copy_groups(sorted(own), parallel):
-        for number, alike in groupby(sorted(names, key=phase), key=phase):
-            parameters = [(name, own[name]) for name in alike]
-            pieces = frozenset(piece_of(name) for name, _ in parameters)
-            if number == 1 and tied:
-                pieces |= {Piece("head")}
-            known = pieces if number < 2 else None
-            result.append((number, _Sum([parameter for _, parameter in parameters], group, known)))
-    return [each for _, each in sorted(result, key=lambda pair: pair[0])]
+    for ranks, group in groups.items():
+        alike = sorted((weight for weight in weights if weight.ranks == ranks), key=kind)
+        result += [_Batch(list(several), group, number) for number, several in groupby(alike, key=kind)]
+    return sorted(result, key=lambda batch: batch.kind)
 
 
-def _copy_groups(own: list[str], parallel: Parallel) -> list[tuple[list[str], dist.ProcessGroup]]:
-    """Names of parameters of which several pipeline ranks hold copies, with the group of those ranks, in one order."""
-    keys: list[Any] = [None] * parallel.pp_size
-    dist.all_gather_object(keys, own, group=parallel.pp_group)
-    holders: dict[str, tuple[int, ...]] = {}
-    for key in sorted({key for each in keys for key in each}):
-        holders[key] = tuple(rank for rank, each in enumerate(keys) if key in each)
-    if all(len(ranks) == 1 for ranks in holders.values()):
-        return []
+def _make_groups(several: Sequence[tuple[int, ...]], parallel: Parallel) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """The process groups of this rank's own pipeline among these sets of its ranks, in their order."""
+    if not several:  # on all ranks alike
+        return {}
     # Every rank of the job makes every pipeline's groups, in one order, as new_group asks. Pipelines are alike.
     pipelines: list[Any] = [None] * parallel.world_size
     dist.all_gather_object(pipelines, tuple(dist.get_process_group_ranks(parallel.pp_group)))
-    result = []
+    result = {}
     for pipeline in sorted(set(pipelines)):
-        for ranks in sorted(set(holders.values())):
-            group = dist.new_group([pipeline[rank] for rank in ranks]) if len(ranks) > 1 else None
+        for ranks in several:
+            group = dist.new_group([pipeline[rank] for rank in ranks])
             if group is not None and parallel.rank in pipeline and parallel.pp_rank in ranks:
-                result.append(([key for key in own if holders[key] == ranks], group))
+                result[ranks] = group
     return result

@@ -14,22 +14,23 @@ from megatron.core.optimizer import get_megatron_optimizer
 
 from helixpipe.model import PipelineModel
 from helixpipe.model.backends import transport_name
-from helixpipe.program.program import Piece
+from helixpipe.program.stages import Piece
 from megatron.training.config import Config, core
 from megatron.training.process.output import complain, say
 from megatron.training.process.parallel import Parallel
-from megatron.training.step.gradients import GradientReducer
+from megatron.training.step.update import TrainedWeights
+from megatron.training.step.weights import MegatronWeights
 
 
 @dataclass(frozen=True)
 class TrainingModel:
-    """What the optimizer's step needs. `ddp` wraps `model` and holds the gradient buffers; `reducer` finishes
-    gradients."""
+    """`weights` keeps those of `model`, with their gradients and their update; `ddp`, which wraps the model, and the
+    optimizer are what it is made of, for checkpoints and the learning rate."""
 
     model: PipelineModel
     ddp: DistributedDataParallel
     optimizer: Any
-    reducer: GradientReducer
+    weights: TrainedWeights
 
 
 def build_model(
@@ -49,24 +50,8 @@ def build_model(
     model = PipelineModel(transformer_config, gpt, pieces, seed=seed, copies=copies)
     ddp = DistributedDataParallel(transformer_config, core.ddp_config(config), model)
     optimizer = get_megatron_optimizer(core.optimizer_config(config), [ddp], use_gloo_process_groups=False)
-    reducer = GradientReducer(ddp, model, parallel, per_token=config.training.calculate_per_token_loss)
-    return TrainingModel(model, ddp, optimizer, reducer)
-
-
-def count_parameters(model: PipelineModel, parallel: Parallel) -> tuple[int, int]:
-    """(parameters on this rank, parameters of the whole model counting copies once); collective over a model copy."""
-    own = sum(parameter.numel() for parameter in model.parameters())
-    # Weights split over tensor-parallel ranks count on each; the others, and copies on several pipeline ranks, once.
-    counted = sum(
-        parameter.numel()
-        for parameter in model.parameters()
-        if not getattr(parameter, "shared", False)
-        and (getattr(parameter, "tensor_model_parallel", False) or parallel.tp_rank == 0)
-    )
-    total = torch.tensor(counted, dtype=torch.int64, device=parallel.device)
-    dist.all_reduce(total, group=parallel.tp_group)
-    dist.all_reduce(total, group=parallel.pp_group)
-    return own, int(total)
+    weights = MegatronWeights(ddp, model, optimizer, parallel, config.training.calculate_per_token_loss)
+    return TrainingModel(model, ddp, optimizer, weights)
 
 
 def say_kernels(state: TrainingModel, *, chunked: bool) -> None:

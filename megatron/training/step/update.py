@@ -15,16 +15,14 @@ is likely to be, and its norm is waited for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
-from helixpipe.model.device import redirect
+from helixpipe.runtime.weights import WeightStore
 
 
 @dataclass(frozen=True)
@@ -42,16 +40,61 @@ class Outcome:
     sums: Tensor
 
 
-class ImmediateUpdate:
-    """megatron-core's own step: the norm first."""
+class Kept(Protocol):
+    """Weights and the optimizer's state as they were."""
 
-    def __init__(self, optimizer: Any):
-        self._optimizer = optimizer
+    def restore(self) -> None: ...
+
+
+class Updatable(Protocol):
+    """What an update asks of weights, once their gradients are complete."""
+
+    def step(self) -> tuple[bool, float | None, float | None]:
+        """Clip by the norm over all ranks and change the weights. Collective. Returns whether it did (not after an
+        overflow), the norm, and the zeros in gradients where they are asked for."""
+        ...
+
+    def prepare(self) -> Tensor:
+        """Take gradients to where the optimizer looks for them, without the loss scale. Returns a float32 tensor of
+        one element, above 0 where a gradient overflowed here."""
+        ...
+
+    def square_norm(self) -> Tensor:
+        """This rank's share of the norm's square, of the prepared gradients: summed over all ranks of the job, each
+        weight counts once."""
+        ...
+
+    def keep(self) -> Kept:
+        """What `update` is about to change."""
+        ...
+
+    def update(self) -> None:
+        """Change the weights by the prepared gradients. Waits for no rank but those with shards of the same weights."""
+        ...
+
+    def clip(self, largest: float, norm: float) -> None:
+        """Scale the prepared gradients, whose norm over all ranks this is, down to the largest."""
+        ...
+
+    def settle_loss_scale(self, overflow: bool) -> None:
+        """Once a step: whether any rank's gradients overflowed."""
+        ...
+
+
+class TrainedWeights(WeightStore, Updatable, Protocol):
+    """All that the training program asks of weights."""
+
+
+class ImmediateUpdate:
+    """The norm first, then the weights."""
+
+    def __init__(self, weights: Updatable):
+        self._weights = weights
 
     def start(self, numbers: Tensor) -> None:
         """Change the weights, and sum `numbers` (one dimension, float64) over all ranks. Collective."""
         dist.all_reduce(numbers)
-        updated, norm, num_zeros = self._optimizer.step()
+        updated, norm, num_zeros = self._weights.step()
         self._outcome = Outcome(True, updated, norm, num_zeros, numbers)
 
     def finish(self) -> Outcome:
@@ -61,36 +104,29 @@ class ImmediateUpdate:
 class UnconfirmedUpdate:
     """An update before the norm is known, which `finish` puts right. One is under way at a time.
 
-    clip: the largest norm; 0: any. Gradients must stay in their buffers until `finish`.
+    largest: norm that is not clipped; 0: any. Gradients must stay in their buffers until `finish`.
     """
 
-    def __init__(self, optimizer: Any, model: torch.nn.Module, clip: float):
-        self._optimizer = optimizer
-        self._each = [each for each in optimizer.chained_optimizers if not each.is_stub_optimizer]
-        self._scaler = next((each.grad_scaler for each in self._each if getattr(each, "grad_scaler", None)), None)
-        # An overflow is not followed by another update, which would write them anew.
-        self._copied = list(model.parameters()) if self._scaler is not None else []
-        self._clip = clip
+    def __init__(self, weights: Updatable, largest: float):
+        self._weights = weights
+        self._largest = largest
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
 
     @torch.no_grad()
     def start(self, numbers: Tensor) -> None:
         """Change the weights, and start to sum `numbers` (one dimension, float64) over all ranks. Does not wait for
         other ranks, but for those with shards of the same weights."""
-        overflow = self._prepare(numbers)
-        # Of ranks that hold the same gradients all but one have to be left out, or all to count for a part.
-        group = self._optimizer.get_grad_stats_parallel_group()
-        square = self._square().to(numbers) * dist.get_world_size(group) / dist.get_world_size()
-        self._sums = torch.cat([square.reshape(1), overflow.to(numbers).reshape(1), numbers])
+        overflow = self._weights.prepare()
+        square = self._weights.square_norm()
+        self._sums = torch.cat([square.to(numbers).reshape(1), overflow.to(numbers).reshape(1), numbers])
         self._work = dist.all_reduce(self._sums, async_op=True)
         if self._stream is not None:  # where the host can look at them without waiting for the opening's forwards
             with torch.cuda.stream(self._stream):
                 self._work.wait()
                 self._on_host = torch.empty_like(self._sums, device="cpu", pin_memory=True)
                 self._on_host.copy_(self._sums, non_blocking=True)
-        self._before = _Kept([each.optimizer for each in self._each], self._copied)
-        with redirect():
-            self._optimizer.step_with_ready_grads()
+        self._before = self._weights.keep()
+        self._weights.update()
 
     @torch.no_grad()
     def finish(self) -> Outcome:
@@ -102,71 +138,12 @@ class UnconfirmedUpdate:
             self._work.wait()
         square, overflows, *_ = self._sums.tolist()
         norm, overflow = square**0.5, overflows > 0
-        if self._scaler is not None:
-            self._scaler.update(overflow)
-        wrong = overflow or 0 < self._clip < norm + 1e-6  # as megatron-core decides to clip
+        self._weights.settle_loss_scale(overflow)
+        wrong = overflow or 0 < self._largest < norm + 1e-6  # as megatron-core decides to clip
         if wrong:
             self._before.restore()
             if not overflow:
-                self._update_clipped(norm)
+                self._weights.clip(self._largest, norm)
+                self._weights.update()
         del self._before
         return Outcome(not wrong, not overflow, None if overflow else norm, None, self._sums[2:])
-
-    def _prepare(self, numbers: Tensor) -> Tensor:
-        """Gradients to where the optimizer looks for them, without the loss scale. Whether one overflowed here."""
-        overflow = numbers.new_zeros(1, dtype=torch.float32)
-        with redirect():
-            for each in self._each:
-                if self._scaler is None:
-                    each.prepare_grads()
-                else:  # its prepare_grads would ask all ranks for overflows
-                    each._copy_model_grads_to_main_grads()
-                    gradients = each._collect_main_grad_data_for_unscaling()
-                    torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflow, self._scaler.inv_scale)
-        return overflow
-
-    def _square(self) -> Tensor:
-        """Of this rank's share in the norm of all gradients."""
-        gradients = [gradient for each in self._each for gradient in each.get_main_grads_for_grad_norm()]
-        if not gradients:
-            return torch.zeros(())
-        norms = torch.stack(torch._foreach_norm(gradients))
-        return norms.double().square().sum()
-
-    def _update_clipped(self, norm: float) -> None:
-        with redirect():
-            for each in self._each:
-                clip_grad_by_total_norm_fp32(each.get_parameters(), self._clip, norm)
-            self._optimizer.step_with_ready_grads()
-
-
-class _Kept:
-    """What an update changes, as it was before: the weights, `copied` among them, and the optimizers' state."""
-
-    def __init__(self, optimizers: list[torch.optim.Optimizer], copied: Sequence[Tensor]):
-        self._groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._states: list[tuple[torch.optim.Optimizer, Tensor, dict[str, Any]]] = []
-        weights = {id(weight): weight for weight in copied}
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                self._groups.append((group, {key: _copy(value) for key, value in group.items() if key != "params"}))
-                for weight in group["params"]:
-                    weights[id(weight)] = weight
-                    state = {key: _copy(value) for key, value in optimizer.state.get(weight, {}).items()}
-                    self._states.append((optimizer, weight, state))
-        self._weights = [(weight, weight.detach().clone()) for weight in weights.values()]
-
-    def restore(self) -> None:
-        for group, values in self._groups:
-            group.update(values)
-        for weight, value in self._weights:
-            weight.detach().copy_(value)
-        for optimizer, weight, state in self._states:
-            if state:
-                optimizer.state[weight] = state
-            else:
-                optimizer.state.pop(weight, None)
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value

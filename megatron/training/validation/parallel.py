@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from helixpipe.common.errors import UserError
+from helixpipe.program.files import is_file
 from megatron.training.config import Config
 from megatron.training.validation.wording import checked, nearest
 from schedules import CATALOGUE
@@ -57,7 +58,7 @@ def pipeline_schedule(config: Config) -> Config:
     config = config.replace("parallel", pipeline_schedule=name)
     chunks = config.chunks
     CATALOGUE.check_chunks(chunks.cutting_flag(), [name])
-    if not name.endswith(".csv") and CATALOGUE.find(name).chunks and not chunks.auto and chunks.count() is None:
+    if not is_file(name) and CATALOGUE.find(name).chunks and not chunks.auto and chunks.count() is None:
         return config.warn(
             f"{name} runs whole sequences unless --pipe-sp-splits says into how many chunks they are cut."
         )

@@ -98,23 +98,26 @@ def _shipped(program: Program) -> list[Transfer]:
     of their owner, `WEIGHTS_AHEAD` ops before the last one there that the copy's first F depends on anyway; where there
     is none, for none. Whatever order respects all else thus respects this, too. Nothing waits for gradients but the end
     of the step."""
-    found: list[Transfer] = []
+    transfers: list[Transfer] = []
+    shipped = {index for index, stage in enumerate(program.stages) if stage.placement == "shipped"}
+    places = [{op: place for place, op in enumerate(order)} for order in program.ranks] if shipped else []
     for rank, order in enumerate(program.ranks):
-        for index in sorted({op.stage for op in order}):
-            stage = program.stages[index]
-            owner = stage.owner
-            if stage.placement != "shipped" or owner is None or owner == rank:
+        own: dict[int, list[Op]] = {}
+        for op in order:
+            if op.stage in shipped:
+                own.setdefault(op.stage, []).append(op)
+        for index, ops in sorted(own.items()):
+            owner = program.stages[index].owner
+            if owner is None or owner == rank:
                 continue
-            ops = [op for op in order if op.stage == index]
             uses = tuple(op for op in ops if op.kind in USES_WEIGHTS)
-            places = {op: place for place, op in enumerate(program.ranks[owner])}
             earlier = (uses[0]._replace(stage=before) for before in reversed(range(index)))
-            at = next((places[op] for op in earlier if op in places), -1) - WEIGHTS_AHEAD
+            at = next((places[owner][op] for op in earlier if op in places[owner]), -1) - WEIGHTS_AHEAD
             paced = (program.ranks[owner][at],) if at >= 0 else ()
-            found.append(Transfer("weights", uses, owner, rank, -1, paced, uses[:1]))
+            transfers.append(Transfer("weights", uses, owner, rank, -1, paced, uses[:1]))
             if sums := tuple(op for op in ops if op.kind in MAKES_GRADIENTS):
-                found.append(Transfer("weight_gradients", sums, rank, owner, -1, sums[-1:], ()))
-    return found
+                transfers.append(Transfer("weight_gradients", sums, rank, owner, -1, sums[-1:], ()))
+    return transfers
 
 
 def _ring_weights(program: Program, turns: Sequence[Turn], number: int) -> list[Transfer]:

@@ -1,0 +1,22 @@
+"""`helixpipe profile`: measure a model's costs on this machine. No torch here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from helixpipe.cli.profile import ProfileOptions, efficiency_table, hardware_measured, measure, profile_table
+from helixpipe.common.flags import dataclass_from_namespace
+
+
+def run(namespace: argparse.Namespace) -> None:
+    options = dataclass_from_namespace(ProfileOptions, namespace)
+    measured = measure(options)
+    if namespace.json:
+        print(json.dumps(measured.to_json()))
+        return
+    print(profile_table(measured))
+    hardware = hardware_measured(options, measured)
+    if hardware is not None:
+        print(f"\n{efficiency_table(measured, hardware)}")
+    print(f"\nwrote {options.output}; next: helixpipe simulate 1f1b -p 2 -m 8 --profile {options.output}")

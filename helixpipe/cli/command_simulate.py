@@ -1,0 +1,109 @@
+"""`helixpipe simulate`: time, bubble and memory of a schedule. No torch here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from dataclasses import replace
+from typing import Any
+
+from helixpipe.cli.chunks import chunk_warning
+from helixpipe.cli.model import Plan
+from helixpipe.cli.model_report import report, step_text
+from helixpipe.cli.options import SimulateOptions
+from helixpipe.cli.profile import profile_costs, simulation_json, simulation_text
+from helixpipe.cli.programs import make_simulations, plan_of
+from helixpipe.common.flags import dataclass_from_namespace
+from helixpipe.costs.profile_costs import ProfileCosts
+from helixpipe.draw.text import chunk_times, chunks_text, summary, text_timeline
+from helixpipe.lowering.build import build_graph
+from helixpipe.lowering.lower import lower_graph
+from helixpipe.planning.chunk_options import ChunkOptions
+from helixpipe.program.files import is_file, save_program
+from helixpipe.program.text import format_rows
+from helixpipe.simulate.simulator import Simulation, simulate
+
+
+def run(namespace: argparse.Namespace) -> None:
+    options = dataclass_from_namespace(SimulateOptions, namespace)
+    measured = profile_costs(namespace)
+    plan = plan_of([namespace.schedule], namespace)
+    (simulation,) = make_simulations([namespace.schedule], namespace, plan or measured)
+    late = _without_early_recomputation(namespace, plan or measured, simulation)
+    if options.save_program is not None:
+        save_program(simulation.lowered.program, options.save_program)
+    if namespace.json:
+        print(json.dumps(_json(simulation, plan, measured, late, options, namespace.profile)))
+    else:
+        _print(simulation, plan, measured, late, options)
+
+
+def _json(
+    simulation: Simulation,
+    plan: Plan | None,
+    measured: ProfileCosts | None,
+    late: float | None,
+    options: SimulateOptions,
+    profile: str,
+) -> dict[str, Any]:
+    """late: see `_without_early_recomputation`. profile: the name of the file with what was measured."""
+    result: dict[str, Any] = simulation.to_json(order=options.order)
+    program = simulation.lowered.program
+    if late is not None:
+        result["makespan_recomputing_late"] = late
+    if program.chunk_lengths is not None:
+        result |= {"chunk_lengths": program.chunk_lengths, "chunk_times": chunk_times(simulation)}
+    if plan is not None:
+        result |= {"unit": "s", "step": report(simulation, plan).to_json()}
+    if measured is not None:
+        result |= simulation_json(measured, profile)
+    return result
+
+
+def _print(
+    simulation: Simulation,
+    plan: Plan | None,
+    measured: ProfileCosts | None,
+    late: float | None,
+    options: SimulateOptions,
+) -> None:
+    program = simulation.lowered.program
+    if measured is not None:
+        print(simulation_text(simulation, measured))
+    else:
+        print(summary(simulation) if plan is None else step_text(report(simulation, plan)))
+    if (lengths := chunks_text(simulation)) is not None:
+        print(f"\n{lengths}")
+    if plan is not None and (warning := chunk_warning(plan, program)) is not None:
+        print(warning)
+    if late is not None:
+        saved = 1 - simulation.makespan / late if late else 0.0
+        print(f"Recomputing in idle time saves {100 * saved:.1f} % (--no-recompute-early: {late:.6g}).")
+    drawing = text_timeline(simulation.timeline, shutil.get_terminal_size((100, 24)).columns)
+    if drawing is not None:
+        print(f"\n{drawing}")
+    if options.order:
+        print()
+        for row in format_rows(program):
+            print(",".join(row))
+
+
+def _without_early_recomputation(
+    namespace: argparse.Namespace, given: Plan | ProfileCosts | None, simulation: Simulation
+) -> float | None:
+    """The makespan if everything were recomputed inside the backwards; None where that is so, or nothing is.
+
+    R ops are all that --no-recompute-early leaves out, and no schedule of the catalogue places any itself; but it may
+    choose another number of chunks, where that is left to it.
+    """
+    program, costs = simulation.lowered.program, simulation.costs
+    late = tuple(tuple(op for op in ops if op.kind != "R") for ops in program.ranks)
+    if late == program.ranks or is_file(namespace.schedule):
+        return None
+    if dataclass_from_namespace(ChunkOptions, namespace).auto:
+        without = argparse.Namespace(**{**vars(namespace), "recompute_early": False})
+        (simulation,) = make_simulations([namespace.schedule], without, given)
+        return simulation.makespan
+    graph = build_graph(replace(program, ranks=late))
+    return simulate(lower_graph(graph, costs), costs).makespan

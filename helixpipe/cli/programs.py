@@ -1,0 +1,178 @@
+"""From the flags of the `helixpipe` command to programs and their simulations. No torch here."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from helixpipe.cli.chunks import Chunking, Lengths
+from helixpipe.cli.model import ModelOptions, Plan, make_plan
+from helixpipe.cli.options import CostOptions, ShapeOptions
+from helixpipe.common.errors import ScheduleError, UserError
+from helixpipe.common.flags import dataclass_from_namespace
+from helixpipe.costs.by_hand import PieceTimes, parse_piece_times
+from helixpipe.costs.hardware import GIB
+from helixpipe.costs.profile_costs import ProfileCosts
+from helixpipe.lowering.lower import lower
+from helixpipe.planning.catalogue import Catalogue, Schedule, Shape
+from helixpipe.planning.chunk_options import ChunkOptions
+from helixpipe.planning.early import recomputed
+from helixpipe.planning.recompute import RecomputeOptions, check_recomputes
+from helixpipe.program.costs import Costs
+from helixpipe.program.files import is_file, load_program, says_all
+from helixpipe.program.program import Program, forward_only
+from helixpipe.simulate.simulator import Simulation, simulate
+
+MAX_UNITS = 5_000_000  # some minutes and gigabytes: more is a slip of the finger
+
+
+def plan_of(names: Sequence[str], namespace: argparse.Namespace) -> Plan | None:
+    """The model and cluster of --model; a file's ranks, microbatches and, if it says them, layers are the plan's."""
+    size = dataclass_from_namespace(ShapeOptions, namespace)
+    options = dataclass_from_namespace(ModelOptions, namespace)
+    if options.model is not None:
+        _refuse_times(namespace)
+        for name in names:
+            if is_file(name):
+                program = program_of_file(name, dataclasses.replace(size, chunks=None, virtual_stages=None), None)
+                size = dataclasses.replace(size, ranks=program.num_ranks, microbatches=program.num_microbatches)
+                if says_all(name):
+                    size = dataclasses.replace(size, layers=program.num_layers)
+    one_rank = all(not is_file(name) and namespace.catalogue.find(name).one_rank for name in names)
+    return make_plan(options, size.ranks, size.microbatches, size.layers, one_rank)
+
+
+def _refuse_times(namespace: argparse.Namespace) -> None:
+    for name in ("piece_times", "backward_ratio", "message_time"):
+        if getattr(namespace, name) != getattr(CostOptions, name):
+            raise UserError(f"--{name.replace('_', '-')} cannot be given beside --model, which has costs of its own.")
+
+
+def make_simulations(
+    names: Sequence[str], namespace: argparse.Namespace, given: Plan | ProfileCosts | None
+) -> list[Simulation]:
+    """Simulate each schedule or file, all of one size. given: in place of times by hand."""
+    size = dataclass_from_namespace(ShapeOptions, namespace)
+    options = dataclass_from_namespace(CostOptions, namespace)
+    if options.backward_ratio < 1:
+        raise UserError(
+            f"--backward-ratio {options.backward_ratio:g} must be at least 1: "
+            "the input gradient alone takes as long as the forward."
+        )
+    costs: Costs = PieceTimes(parse_piece_times(options.piece_times), options.backward_ratio, options.message_time)
+    limit = options.memory_limit
+    if isinstance(given, Plan):
+        if limit is not None:
+            raise UserError("--memory-limit is for times given by hand; with --model the limit is the GPU's memory.")
+        size = dataclasses.replace(size, ranks=given.ranks, microbatches=given.microbatches, layers=given.layers)
+        costs, limit = given.costs, given.limit
+    elif given is not None:
+        if not any(map(says_all, names)):
+            size = dataclasses.replace(size, layers=size.layers or given.profile.model.layers)
+        costs, limit = given, limit * GIB if limit is not None else None
+    recompute = dataclass_from_namespace(RecomputeOptions, namespace)
+    plan = given if isinstance(given, Plan) else None
+    programs = _programs(names, size, _Given(costs, limit, recompute), plan, namespace)
+    simulations = [simulate(lower(program, costs), costs, "" if given is None else "s") for program in programs]
+    if not all(math.isfinite(simulation.makespan + sum(simulation.busy)) for simulation in simulations):
+        raise UserError(f"--piece-times {options.piece_times} are too large to add up.")
+    return simulations
+
+
+@dataclasses.dataclass(frozen=True)
+class _Given:
+    """What a schedule is given beside its size; see `schedules.Shape`."""
+
+    costs: Costs
+    memory_limit: float | None
+    recompute: RecomputeOptions
+
+
+def _programs(
+    names: Sequence[str], size: ShapeOptions, given: _Given, plan: Plan | None, namespace: argparse.Namespace
+) -> list[Program]:
+    """The program of each name; a file gives ranks, microbatches and, if it says them, layers to the schedules it is
+    compared with."""
+    schedules = {name: namespace.catalogue.find(name) for name in names if not is_file(name)}
+    chunking = Chunking(dataclass_from_namespace(ChunkOptions, namespace), given.costs, plan)
+    cutting = chunking.options.cutting_flag(size.chunks)
+    size = dataclasses.replace(size, chunks=chunking.options.count(size.chunks))
+    # Beside schedules of the catalogue, chunks and virtual stages are for those.
+    own = dataclasses.replace(size, chunks=None, virtual_stages=None) if schedules else size
+    files = {name: program_of_file(name, own, None) for name in names if is_file(name)}
+    if chunking.options.auto or all(program.num_chunks == 1 for program in files.values()):
+        namespace.catalogue.check_chunks(cutting, names)
+    if foreign := namespace.catalogue.foreign_options(namespace.given, list(schedules.values())):
+        raise ScheduleError(foreign[0])
+    if files:
+        first = next(iter(files.values()))
+        size = dataclasses.replace(size, ranks=first.num_ranks, microbatches=first.num_microbatches)
+    said = [program.num_layers for name, program in files.items() if says_all(name)]
+    if said and size.layers is None:
+        size = dataclasses.replace(size, layers=said[0])
+    interleaving = any(schedule.virtual_stages for schedule in schedules.values())
+    shapes = {name: _shape(schedule, size, given, interleaving) for name, schedule in schedules.items()}
+    layers = size.layers
+    if layers is None:
+        layers = math.lcm(*(shape.layers for shape in shapes.values()), *(len(f.stages) for f in files.values()))
+    programs = []
+    for name in names:
+        if name in schedules:
+            shape = dataclasses.replace(shapes[name], layers=layers)
+            program = _scheduled(schedules[name], shape, chunking, namespace)
+        elif says_all(name):
+            check_recomputes(name, files[name], given.recompute)
+            program = chunking.of_file(name, files[name])
+        else:
+            program = chunking.of_file(name, program_of_file(name, own, layers))
+            program = recomputed(program, given.recompute, given.costs, given.memory_limit)
+        programs.append(forward_only(program) if namespace.forward_only else program)
+    return programs
+
+
+def _scheduled(schedule: Schedule, shape: Shape, chunking: Chunking, namespace: argparse.Namespace) -> Program:
+    """The program of a schedule of the catalogue."""
+    catalogue: Catalogue = namespace.catalogue
+    options = dataclass_from_namespace(schedule.options, namespace)
+
+    def make(chunks: int, lengths: Lengths) -> Program:
+        return catalogue.build(schedule.name, dataclasses.replace(shape, chunks=chunks, chunk_lengths=lengths), options)
+
+    auto = chunking.options.auto and schedule.chunks
+    return chunking.program(make, None if auto else shape.chunks, shape.layers)
+
+
+def _shape(schedule: Schedule, size: ShapeOptions, given: _Given, interleaving: bool) -> Shape:
+    """The size for one schedule. Compared with others, it takes only flags it knows: the rest are for the others.
+
+    interleaving: one of them takes virtual stages; where none does, `Catalogue.build` refuses them.
+    """
+    ranks = size.ranks if size.ranks is not None else 1 if schedule.one_rank else 4
+    microbatches = size.microbatches if size.microbatches is not None else 2 * max(ranks, 1)
+    chunks = size.chunks if size.chunks is not None and (schedule.chunks or size.chunks < 1) else 1
+    virtual = size.virtual_stages if schedule.virtual_stages or not interleaving else None
+    layers = size.layers if size.layers is not None else max(ranks, 1) * max(virtual or 2, 2)
+    if ranks * microbatches * chunks * (virtual or 1) > MAX_UNITS:
+        raise ScheduleError(
+            f"{schedule.name} with {ranks} ranks, {microbatches} microbatches and {chunks} chunks is too large to "
+            f"simulate; the product may be {MAX_UNITS} at most."
+        )
+    return Shape(ranks, microbatches, layers, chunks, virtual, **vars(given))
+
+
+def program_of_file(path: str, size: ShapeOptions, layers: int | None) -> Program:
+    """The program of a file. layers: of one that does not say. Raises ScheduleError when flags that were given say
+    otherwise."""
+    program = load_program(path, layers)
+    for flag, given, own in (
+        ("--ranks", size.ranks, program.num_ranks),
+        ("--microbatches", size.microbatches, program.num_microbatches),
+        ("--layers", size.layers if says_all(path) else None, program.num_layers),
+        ("--chunks", size.chunks, program.num_chunks),
+        ("--virtual-stages", size.virtual_stages, len(program.stages) / program.num_ranks),
+    ):
+        if given is not None and given != own:
+            raise ScheduleError(f"{flag} {given} does not fit {path}, whose {flag[2:].replace('-', ' ')} are {own:g}.")
+    return program

@@ -1,0 +1,349 @@
+"""Everything that is known of each kind of piece, in one place: all tables elsewhere come from here. No torch here.
+
+A kind says what crosses the cut before it, what autograd saves, which linear layers it has (their weights' gradients
+may wait from I to W), its kernels and collectives, its weights, and what recomputation calls it. A layer is a sequence
+of kinds (`stages.LAYER_PIECES`).
+
+Kernels, for F (also a recomputation R), I (gradient of the input) and W (of the weights); B is I and W:
+
+- a linear layer of N tokens, i to o: 2 N i o FLOPs in each of F, I and W;
+- causal attention of n tokens after c earlier ones: 4 n (c + n/2) h FLOPs in F (two products over half the square), and
+  10 n (c + n/2) h in I, because flash attention computes the scores again (8 when only the mathematics is counted);
+- all else (norms, RoPE, activation functions, residual sums, cross entropy, embedding) moves bytes; its arithmetic is
+  not counted, as in torch's FLOP counter.
+
+Gradients of norms and biases are part of I. Weight gradients are added to float32 sums.
+
+What is saved follows what `helixpipe.model` makes autograd keep, tensor by tensor, which is more than the textbook's
+16 b s h a layer (with GELU; flash attention):
+
+- norms keep their input and float32 statistics of every token (LayerNorm two, RMSNorm one); without the GPU's fused
+  RMSNorm the normalized input as well;
+- with RoPE, queries and keys are new tensors, while values stay a view of the QKV layer's whole output, which is
+  therefore kept too; without RoPE all three are views of it (queries are copied if several share each of several keys);
+- attention keeps queries, keys, values, output and a float32 log-sum of every row; keys are not expanded;
+- keys and values of a sequence that runs in chunks lie in buffers of the whole sequence, as do their gradients, and
+  belong to no unit; queries are then copied, and the QKV layer's output goes;
+- a gated MLP keeps three times its inner size fused and five times unfused (SiLU, product, and a copy of the linear
+  half), an ungated one twice;
+- an MLP over slices keeps its input alone; its inner tensors are alive for one slice at a time, in the backward, which
+  computes the first linear layer again; from I to W nothing is kept, since I computes the weights' gradients too;
+- the head keeps float32 probabilities of the whole vocabulary, a mask and an index of every token;
+- residual sums and the embedding keep nothing (but a token's index, where tensor parallelism or learned positions make
+  a new one). Dropout is taken to be 0. Weights, the batch, and RoPE's table of cosines are kept anyway, not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from itertools import groupby
+from types import MappingProxyType
+from typing import ClassVar
+
+from helixpipe.costs.models import ModelShape
+from helixpipe.costs.sizes import GRADIENT_BYTES, Kernels, Linear, Sizes
+from helixpipe.program.stages import LAYER_PIECES, model_pieces
+
+Tensors = dict[str, float]
+"""Bytes of tensors by name. Pieces of one layer share tensors (the norm's output is the QKV layer's input): a name
+appears once however many keep it."""
+
+
+class PieceKind:
+    """A kind of piece.
+
+    inputs: what crosses the cut before it, by name, each with its shape (`Sizes.bytes`); the last is the residual.
+    in_store: those of them that lie in the document's buffers where its sequence runs in chunks.
+    textbook: what it keeps from F to backward, in elements of b·s·h, with flash attention and no dropout (HelixPipe;
+    Korthikanti et al., 2022). module: its name in `--recompute-modules`. kept_for_attention: whether recomputation
+    `without-attention` keeps it.
+    """
+
+    name: ClassVar[str]
+    inputs: ClassVar[Mapping[str, str]]
+    in_store: ClassVar[tuple[str, ...]] = ()
+    textbook: ClassVar[Mapping[str, int]] = MappingProxyType({})
+    module: ClassVar[str] = ""
+    kept_for_attention: ClassVar[bool] = False
+
+    def linears(self, sizes: Sizes) -> tuple[Linear, ...]:
+        return ()
+
+    def saved(self, sizes: Sizes, inside: Collection[str]) -> Tensors:
+        """What autograd saves in the forward. inside: the kinds of its layer that have one graph with it."""
+        return {}
+
+    def deferred(self, sizes: Sizes) -> float:
+        """Bytes from I to W: input and output gradient of every linear layer, whole sequences of both."""
+        return sum(sizes.tokens * (inputs + outputs) * sizes.element for inputs, outputs in self.linears(sizes))
+
+    def work(self, kernels: Kernels) -> None:
+        """Add the kernels of `kernels.op`."""
+        raise NotImplementedError
+
+    def workspace(self, sizes: Sizes) -> float:
+        """An estimate, in bytes, of what its largest kernel needs beside what is kept."""
+        raise NotImplementedError
+
+    def weights(self, model: ModelShape, tp: int, rows: int) -> int:
+        """Of a tensor-parallel rank with that many rows of the vocabulary. A tied head counts its copy."""
+        return 0
+
+
+class Embed(PieceKind):
+    name, inputs, kept_for_attention = "embed", {}, True
+
+    def saved(self, sizes: Sizes, inside: Collection[str]) -> Tensors:
+        model = sizes.model
+        split = 0 < model.position_rows(sizes.tp) < model.seq_length
+        positions = sizes.chunk.tokens * (8 + split) if model.positions == "learned_absolute" else 0
+        return {"indices": positions + (sizes.tokens * (8 + 1) if sizes.tp > 1 else 0)}
+
+    def work(self, kernels: Kernels) -> None:
+        sizes, model = kernels.sizes, kernels.sizes.model
+        hidden = sizes.tokens * model.hidden
+        if kernels.op == "F":
+            kernels.move_elements(2 * hidden + (3 * hidden if model.positions == "learned_absolute" else 0))
+        elif kernels.op == "I":  # a dense gradient is made and added, for the words and for the positions
+            weights = (sizes.vocab + model.position_rows(sizes.tp)) * model.hidden
+            kernels.move_elements(2 * hidden + 2 * weights)
+            kernels.move(weights * 2 * GRADIENT_BYTES)
+        kernels.exchange(forward="scatter", backward="gather")
+
+    def workspace(self, sizes: Sizes) -> float:
+        return 2 * sizes.tokens * sizes.model.hidden * sizes.element
+
+    def weights(self, model: ModelShape, tp: int, rows: int) -> int:
+        return (rows + model.position_rows(tp)) * model.hidden
+
+
+def _norm(sizes: Sizes, kind: PieceKind) -> Tensors:
+    """What a norm at the start of a piece saves."""
+    (own,) = kind.inputs
+    statistics = (2 if sizes.model.norm == "LayerNorm" else 1) * 4
+    tensors = {own: sizes.bytes("hidden"), f"statistics of {kind.name}": sizes.rows * statistics}
+    if sizes.model.norm == "RMSNorm" and not sizes.layout.fused_kernels:
+        tensors[f"normalized for {kind.name}"] = sizes.bytes("hidden")
+    return tensors
+
+
+class Norm(PieceKind):
+    name, inputs, textbook = "norm", {"into": "hidden"}, {"into": 1}
+
+    def saved(self, sizes: Sizes, inside: Collection[str]) -> Tensors:
+        return _norm(sizes, self)
+
+    def work(self, kernels: Kernels) -> None:
+        kernels.normalize()
+
+    def workspace(self, sizes: Sizes) -> float:
+        return 2 * sizes.bytes("hidden")
+
+    def weights(self, model: ModelShape, tp: int, rows: int) -> int:
+        return model.norm_parameters
+
+
+class Qkv(PieceKind):
+    name, inputs, textbook = "qkv", {"normed": "hidden", "into": "hidden"}, {"normed": 1}
+
+    def linears(self, sizes: Sizes) -> tuple[Linear, ...]:
+        return ((sizes.model.hidden, sizes.mixed),)
+
+    def saved(self, sizes: Sizes, inside: Collection[str]) -> Tensors:
+        return {"normed": sizes.bytes("hidden")}
+
+    def work(self, kernels: Kernels) -> None:
+        sizes, model = kernels.sizes, kernels.sizes.model
+        kernels.exchange(forward="gather", backward="scatter", again=True)
+        kernels.multiply(self.linears(sizes))
+        rotated = sizes.tokens * (sizes.query + sizes.kv)
+        rope = 9 * rotated if model.positions == "rope" else 0  # four products, two sums, one concatenation
+        if kernels.op == "F":
+            kernels.move_elements(rope + (2 * sizes.tokens * sizes.mixed if model.bias else 0))
+        elif kernels.op == "I":
+            kernels.move_elements(rope + 2 * sizes.tokens * sizes.mixed)  # gradients of q, k and v joined
+
+    def workspace(self, sizes: Sizes) -> float:
+        return sizes.tokens * (sizes.model.hidden + 2 * sizes.mixed) * sizes.element
+
+    def weights(self, model: ModelShape, tp: int, rows: int) -> int:
+        return (model.hidden + model.bias) * (model.hidden + 2 * model.kv_hidden) // tp
+
+
+class Attention(PieceKind):
+    name, module, kept_for_attention = "attn", "core_attn", True
+    inputs, in_store = {"q": "query", "k": "key", "v": "key", "into": "hidden"}, ("k", "v")
+    textbook: ClassVar[Mapping[str, int]] = {"q": 1, "k": 1, "v": 1}
+
+    def saved(self, sizes: Sizes, inside: Collection[str]) -> Tensors:
+        tensors = {"attention output": sizes.bytes("query"), "log-sum": sizes.tokens * sizes.model.heads / sizes.tp * 4}
+        model, whole = sizes.model, sizes.chunk.whole
+        if not whole or "qkv" not in inside:
+            names = ("q", "k", "v") if whole else ("q",)
+            return tensors | {name: sizes.bytes(self.inputs[name]) for name in names}
+        tensors["qkv"] = sizes.tokens * sizes.mixed * sizes.element  # as the QKV layer leaves them
+        rope = model.positions == "rope"
+        if rope or sizes.tp < model.groups < model.heads:  # with one group here, or one a head, queries stay a view
+            tensors["q"] = sizes.bytes("query")
+        if rope:
+            tensors["k"] = sizes.bytes("key")
+        return tensors
+
+    def work(self, kernels: Kernels) -> None:
+        sizes, chunk, op = kernels.sizes, kernels.sizes.chunk, kernels.op
+        if op == "W":
+            return
+        flops = (4 if op == "F" else 10) * chunk.pairs * sizes.layout.micro_batch_size * sizes.query
+        queries, keys = sizes.tokens * sizes.query, chunk.seen * sizes.layout.micro_batch_size * sizes.kv
+        # F reads q, k, v and writes the output; I reads those four and a gradient and writes three.
+        kernels.add("attention", flops, (2 if op == "F" else 4) * (queries + keys) * sizes.element)
+
+    def workspace(self, sizes: Sizes) -> float:
+        """Gradients of q, k, v, and a float32 sum."""
+        return sizes.tokens * (2 * (sizes.query + sizes.kv) * sizes.element + 4 * sizes.query)
+
+
+class Proj(PieceKind):
+    name, inputs = "proj", {"attention output": "attention", "into": "hidden"}
+    textbook, kept_for_attention = {"attention output": 1}, True  # its output is as large as the residual kept instead
+
+    def linears(self, sizes: Sizes) -> tuple[Linear, ...]:
+        return ((sizes.query, sizes.model.hidden),)
+
+    def saved(self, sizes: Sizes, inside: Collection[str]) -> Tensors:
+        copied = sizes.layout.fused_kernels and sizes.layout.micro_batch_size > 1  # flash-attn's is [b, s]
+        return {"projected" if copied and "attn" in inside else "attention output": sizes.bytes("query")}
+
+    def work(self, kernels: Kernels) -> None:
+        kernels.multiply(self.linears(kernels.sizes))
+        _leave(kernels)
+
+    def workspace(self, sizes: Sizes) -> float:
+        return 2 * sizes.tokens * sizes.model.hidden * sizes.element
+
+    def weights(self, model: ModelShape, tp: int, rows: int) -> int:
+        return model.hidden * model.hidden // tp + model.bias * model.hidden
+
+
+def _leave(kernels: Kernels) -> None:
+    """After a row-parallel layer: its sum over ranks, bias and residual."""
+    kernels.exchange(forward="scatter", backward="gather")
+    if kernels.op == "F":
+        kernels.move_elements((5 if kernels.sizes.model.bias else 3) * kernels.sizes.rows * kernels.sizes.model.hidden)
+
+
+class Mlp(PieceKind):
+    name, inputs, module = "mlp", {"after attention": "hidden"}, "mlp"
+    textbook: ClassVar[Mapping[str, int]] = {"after attention": 1, "mlp input": 1, "mlp inner": 4, "mlp product": 4}
+
+    def linears(self, sizes: Sizes) -> tuple[Linear, ...]:
+        return (sizes.model.hidden, sizes.first * sizes.ffn), (sizes.ffn, sizes.model.hidden)
+
+    def saved(self, sizes: Sizes, inside: Collection[str]) -> Tensors:
+        whole = {} if sizes.layout.mlp_chunk else self.inner(sizes, sizes.chunk.tokens)
+        return _norm(sizes, self) | {"mlp input": sizes.bytes("hidden")} | whole
+
+    def inner(self, sizes: Sizes, tokens: float) -> Tensors:
+        """What so many tokens of each sequence keep between the linear layers."""
+        inner = tokens * sizes.layout.micro_batch_size * sizes.ffn * sizes.element
+        copies = (2 if sizes.layout.fused_kernels else 4) if sizes.model.gated else 1
+        return {"mlp product": inner, "mlp inner": copies * inner}
+
+    def slice(self, sizes: Sizes) -> Tensors:
+        """What is kept during the backward of the largest slice; nothing if it is not sliced."""
+        return self.inner(sizes, max(sizes.layout.mlp_slices(sizes.chunk.tokens)) if sizes.layout.mlp_chunk else 0.0)
+
+    def deferred(self, sizes: Sizes) -> float:
+        return 0.0 if sizes.layout.mlp_chunk else super().deferred(sizes)
+
+    def work(self, kernels: Kernels) -> None:
+        sizes, op, (_, second) = kernels.sizes, kernels.op, self.linears(kernels.sizes)
+        if sizes.layout.mlp_chunk and op == "W":
+            return
+        kernels.normalize()
+        kernels.exchange(forward="gather", backward="scatter", again=True)
+        for tokens in sizes.layout.mlp_slices(sizes.chunk.tokens):
+            tokens *= sizes.layout.micro_batch_size
+            if sizes.layout.mlp_chunk and op == "I":
+                self._first_half(kernels, tokens, "F")
+                self._first_half(kernels, tokens, "W")
+                kernels.multiply((second,), tokens, "W")
+            self._first_half(kernels, tokens, op)
+            kernels.multiply((second,), tokens)
+        _leave(kernels)
+
+    def _first_half(self, kernels: Kernels, tokens: float, op: str) -> None:
+        """First linear layer and activation function."""
+        sizes, model, fused = kernels.sizes, kernels.sizes.model, kernels.sizes.layout.fused_kernels
+        kernels.multiply(self.linears(sizes)[:1], tokens, op)
+        inner = tokens * sizes.ffn
+        if op == "F":  # reads the first layer's output, writes the second's input; unfused: a pass a function
+            kernels.move_elements(inner * ((sizes.first + 1) if fused else (7 if model.gated else 2 + 2 * model.bias)))
+        elif op == "I":
+            kernels.move_elements(inner * (2 * sizes.first + 1) * (1 if fused else 2))
+
+    def workspace(self, sizes: Sizes) -> float:
+        """Gradients of its inner tensors; of a slice these tensors too."""
+        layout, inner = sizes.layout, sizes.tokens
+        if layout.mlp_chunk:
+            inner = max(layout.mlp_slices(sizes.chunk.tokens)) * layout.micro_batch_size
+        elements = 2 * sizes.tokens * sizes.model.hidden + inner * (sizes.first + 1) * sizes.ffn
+        return elements * sizes.element + sum(self.slice(sizes).values())
+
+    def weights(self, model: ModelShape, tp: int, rows: int) -> int:
+        first = (model.hidden + model.bias) * model.ffn * (2 if model.gated else 1) // tp
+        return model.norm_parameters + first + model.ffn * model.hidden // tp + model.bias * model.hidden
+
+
+class Head(PieceKind):
+    name, inputs, kept_for_attention = "head", {"last": "hidden"}, True
+
+    def linears(self, sizes: Sizes) -> tuple[Linear, ...]:
+        return ((sizes.model.hidden, sizes.vocab),)
+
+    def saved(self, sizes: Sizes, inside: Collection[str]) -> Tensors:
+        own = {"head input": sizes.bytes("hidden"), "targets": sizes.tokens * (1 + 8)}
+        return _norm(sizes, self) | own | {"probabilities": sizes.tokens * sizes.vocab * 4}
+
+    def work(self, kernels: Kernels) -> None:
+        sizes = kernels.sizes
+        kernels.normalize()
+        kernels.exchange(forward="gather", backward="scatter", again=True)
+        kernels.multiply(self.linears(sizes))
+        if kernels.op == "F":  # cast to float32; then maximum, difference, exponential, sum, quotient
+            kernels.move(sizes.tokens * sizes.vocab * (sizes.element + 4 + 4 + 8 + 8 + 4 + 8))
+        elif kernels.op == "I":  # softmax times the loss's gradient, cast back
+            kernels.move(sizes.tokens * sizes.vocab * (8 + 4 + sizes.element))
+
+    def workspace(self, sizes: Sizes) -> float:
+        """The logits and their gradients."""
+        return sizes.tokens * sizes.vocab * (4 + 2 * sizes.element)
+
+    def weights(self, model: ModelShape, tp: int, rows: int) -> int:
+        return model.norm_parameters + rows * model.hidden
+
+
+KINDS: Mapping[str, PieceKind] = MappingProxyType(
+    {kind.name: kind for kind in (Embed(), Norm(), Qkv(), Attention(), Proj(), Mlp(), Head())}
+)
+"""Every kind by its name in a `Piece`."""
+
+MODULES = {kind.module: kind.name for kind in KINDS.values() if kind.module}
+"""Values of `--recompute-modules` and the piece each means."""
+
+WITHOUT_CORE_ATTENTION = tuple(
+    tuple(run) for core, run in groupby(LAYER_PIECES, key=lambda name: name == MODULES["core_attn"]) if not core
+)
+"""The runs of a layer that are not core attention."""
+
+
+def inputs_after(kind: str) -> tuple[str, ...]:
+    """Shapes of what crosses the cut after a piece that is not the last, in the order of the tensors."""
+    chain = [piece.kind for piece in model_pieces(1)]
+    return tuple(KINDS[chain[chain.index(kind) + 1]].inputs.values())
+
+
+def num_parameters(model: ModelShape) -> int:
+    """All weights, unpadded, a tied one once."""
+    total = sum(KINDS[piece.kind].weights(model, 1, model.vocab) for piece in model_pieces(model.layers))
+    return total - (model.vocab * model.hidden if model.tied else 0)

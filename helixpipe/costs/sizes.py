@@ -1,0 +1,101 @@
+"""Sizes of one chunk's tensors on one tensor-parallel rank, and the kernels that work on them. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from helixpipe.costs.models import Chunk, Layout, ModelShape
+
+GRADIENT_BYTES = 4
+"""A weight's gradient is summed in float32."""
+
+Linear = tuple[float, float]
+"""Input and output channels of a linear layer on one tensor-parallel rank."""
+
+
+class Sizes:
+    """A chunk of a microbatch of a model in a layout.
+
+    tokens: of all its sequences; rows: those of them that this rank holds outside attention and MLP. query, kv, mixed,
+    ffn, vocab: channels on this rank. first: halves of the MLP's first layer.
+    """
+
+    def __init__(self, model: ModelShape, layout: Layout, chunk: Chunk):
+        self.model, self.layout, self.chunk = model, layout, chunk
+        self.tp, self.element = layout.tensor_parallel, layout.element_bytes
+        self.tokens = chunk.tokens * layout.micro_batch_size
+        self.rows = self.tokens / (self.tp if layout.sequence_parallel else 1)
+        self.query, self.kv = model.hidden / self.tp, model.kv_hidden / self.tp
+        self.mixed = (model.hidden + 2 * model.kv_hidden) / self.tp
+        self.ffn, self.first = model.ffn / self.tp, 2 if model.gated else 1
+        self.vocab = model.padded_vocab(self.tp) // self.tp
+
+    def bytes(self, shape: str) -> float:
+        """Of a tensor of a shape that crosses cuts: `hidden`, `query`, `key` or `attention` (the heads joined)."""
+        elements = {
+            "hidden": self.rows * self.model.hidden,
+            "query": self.tokens * self.query,
+            "key": self.tokens * self.kv,
+            "attention": self.tokens * self.query,
+        }
+        return elements[shape] * self.element
+
+
+class Kernel(NamedTuple):
+    """Work of one kind: `matmul`, `attention`, `memory`, or `network` between tensor-parallel ranks. bytes: of device
+    memory read and written; for `network`, those that one rank sends."""
+
+    kind: str
+    flops: float
+    bytes: float
+
+
+class Kernels:
+    """Collects the kernels of an op, F, I or W, on a chunk."""
+
+    def __init__(self, sizes: Sizes, op: str):
+        self.sizes, self.op = sizes, op
+        self.list: list[Kernel] = []
+
+    def add(self, kind: str, flops: float, moved: float) -> None:
+        self.list.append(Kernel(kind, flops, moved))
+
+    def move(self, count: float) -> None:
+        """Read or write that many bytes of device memory."""
+        if count:
+            self.add("memory", 0.0, count)
+
+    def move_elements(self, count: float) -> None:
+        self.move(count * self.sizes.element)
+
+    def normalize(self) -> None:
+        """A norm; in I it reads its input and the output's gradient and writes its own, to which the residual's is
+        added."""
+        self.move_elements({"F": 2, "I": 3 + 3, "W": 0}[self.op] * self.sizes.rows * self.sizes.model.hidden)
+
+    def multiply(self, linears: Iterable[Linear], tokens: float | None = None, op: str | None = None) -> None:
+        """Linear layers. tokens, op: all of the chunk and the one asked for, if not given."""
+        tokens = self.sizes.tokens if tokens is None else tokens
+        for inputs, outputs in linears:
+            weight_bytes = 2 * GRADIENT_BYTES if (op or self.op) == "W" else self.sizes.element
+            moved = tokens * (inputs + outputs) * self.sizes.element + inputs * outputs * weight_bytes
+            self.add("matmul", 2 * tokens * inputs * outputs, moved)
+
+    def exchange(self, forward: str, backward: str, again: bool = False) -> None:
+        """Collectives of a hidden state over the tensor-parallel ranks, at a linear layer or the embedding.
+
+        With sequence parallelism parts are gathered or sums scattered; I gathers a column-parallel layer's input
+        `again`, for W, which has no collective of its own. Without, `scatter` is an all-reduce (twice the bytes) and
+        what would be gathered is there already.
+        """
+        sizes = self.sizes
+        if sizes.tp == 1 or self.op == "W":
+            return
+        split = sizes.layout.sequence_parallel
+        part = sizes.tokens * sizes.model.hidden * sizes.element * (sizes.tp - 1) / sizes.tp
+        for which in (forward,) if self.op == "F" else (backward, "gather" if again else ""):
+            if which == "scatter":
+                self.add("network", 0.0, part if split else 2 * part)
+            elif which == "gather" and split:
+                self.add("network", 0.0, part)

@@ -1,0 +1,170 @@
+"""Costs bound to a program: what its ops and messages take and its buffers weigh. No torch here.
+
+Costs are asked for by work, not by number: equal work (of the same kind and stage, of equal extents, with equal
+activations) is asked for once, for there are far more ops than kinds of work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+from helixpipe.program.costs import Contents, Costs, Payload, Work
+from helixpipe.program.message import Message
+from helixpipe.program.program import Op, Program
+from helixpipe.program.stages import Activations, Piece, Segment, Stage, segments
+from helixpipe.program.tasks import Buffer
+from helixpipe.program.workload import Extents
+
+_NOTHING: tuple[Extents, Extents] = ((), ())
+
+
+def stage_work(
+    kind: str,
+    stages: Sequence[Stage],
+    stage: int,
+    extents: Extents,
+    whole: float,
+    crosses: Callable[[int], bool] = lambda cut: True,
+    recomputed: Sequence[Sequence[Piece]] | None = None,
+) -> Work:
+    """What an op of a stage does. crosses: whether the two sides of a cut are on different ranks; the cut before a
+    stage has its number. recomputed: runs that R makes again, those of the stage if not given."""
+    own = stages[stage]
+    if kind in "WR":
+        runs = own.recompute if recomputed is None else recomputed
+        pieces = own.pieces if kind == "W" else tuple(piece for run in runs for piece in run)
+        return Work(kind, pieces, extents, whole)
+    before, after = (
+        stages[cut].pieces[0] if 0 < cut < len(stages) and crosses(cut) else None for cut in (stage, stage + 1)
+    )
+    receives, sends = (before, after) if kind == "F" else (after, before)
+    return Work(kind, own.pieces, extents, whole, receives, sends)
+
+
+class BoundCosts:
+    """`costs` of a program's ops, messages and buffers. Where the program has no ops yet, as of a schedule that is
+    being made, every cut between stages is taken to lie between ranks."""
+
+    def __init__(self, program: Program, costs: Costs):
+        self.program, self.costs = program, costs
+        self.whole = program.workload.mean_tokens
+        self._extents = program.workload.extents
+        self._documents = program.workload.document_extents
+        # Of equal activations one stands for all, so that they can be told apart by their identity.
+        shared: dict[Activations, Activations] = {}
+        usual = [stage.activations for stage in program.stages]
+        self._usual = [shared.setdefault(each, each) for each in usual]
+        self._own = {tuple(unit): shared.setdefault(each, each) for unit, each in program.activations.items()}
+        self._recomputes = any(each.recompute for each in shared.values())
+        self._op_times: dict[tuple[str, int, int], float] = {}
+        self._recompute_times: dict[tuple[int, int, int], float] = {}
+        self._message_times: dict[tuple[str, int, int, int, int], float] = {}
+        self._sizes: dict[tuple[str, int, int, int, bool], float] = {}
+
+    @property
+    def timers(self) -> tuple[Callable[[Op], float], Callable[[Message], float]]:
+        """What `list_schedule` asks for."""
+        return self.op_time, self.message_time
+
+    def op_time(self, op: Op) -> float:
+        """Of an op alone; a backward whose unit is recomputed and has no R op takes the time of R as well."""
+        kind, stage, microbatch, chunk = op
+        if kind == "R":
+            return self.recompute_time(op)
+        key = (kind, stage, id(self._extents[microbatch][chunk]))
+        time = self._op_times.get(key)
+        if time is None:
+            time = self._op_times[key] = self.costs.op_time(self.work(op))
+        return time + self.recompute_time(op) if self._recomputes and self.recomputes_inside(op) else time
+
+    def recompute_time(self, op: Op) -> float:
+        """Of recomputing what the op's unit recomputes."""
+        _, stage, microbatch, chunk = op
+        key = (stage, id(self._extents[microbatch][chunk]), id(self._activations(op[1:])))
+        time = self._recompute_times.get(key)
+        if time is None:
+            time = self._recompute_times[key] = self.costs.op_time(self.work(op._replace(kind="R")))
+        return time
+
+    def recomputes_inside(self, op: Op) -> bool:
+        """Whether the op is a backward that recomputes, because its unit has no R op."""
+        unit = op[1:]
+        return op[0] in "BI" and bool(self._activations(unit).recompute) and unit not in self._explicit
+
+    def message_time(self, message: Message) -> float:
+        _, kind, producer, consumer, source, target, _ = message
+        _, stage, microbatch, chunk = consumer if kind == "activation" else producer
+        extents = () if message.ships else self._extents[microbatch][chunk]
+        key = (kind, stage, id(extents), source, target)
+        time = self._message_times.get(key)
+        if time is None:
+            time = self._message_times[key] = self.costs.message_time(self.payload(message))
+        return time
+
+    def size(self, buffer: Buffer) -> float:
+        """Of a buffer, wherever it is."""
+        kind, _, stage, microbatch, chunk, _ = buffer
+        unit = (stage, microbatch, chunk)
+        if kind in ("weights", "weight_gradients"):
+            key = (kind, stage, 0, 0, False)
+        elif kind in ("keys_values", "kv_gradients"):
+            key = (kind, stage, id(self._documents.get(microbatch, _NOTHING)), 0, False)
+        else:
+            inside = kind == "recomputed" and unit not in self._explicit
+            key = (kind, stage, id(self._extents[microbatch][chunk]), id(self._activations(unit)), inside)
+        size = self._sizes.get(key)
+        if size is None:
+            contents = self.contents(buffer)
+            size = self._sizes[key] = self.costs.size(contents) if contents is not None else 0.0
+        return size
+
+    def work(self, op: Op) -> Work:
+        """What an op does."""
+        kind, stage, microbatch, chunk = op
+        extents, runs = self._extents[microbatch][chunk], self._activations(op[1:]).recompute
+        return stage_work(kind, self.program.stages, stage, extents, self.whole, self._crosses_ranks, runs)
+
+    def payload(self, message: Message) -> Payload:
+        """What a message carries."""
+        _, kind, producer, consumer, source, target, _ = message
+        stage = (consumer if kind == "activation" else producer).stage
+        pieces, gradient_bytes = self.program.stages[stage].pieces, self._gradient_bytes(stage)
+        if message.ships:
+            return Payload(kind, pieces, (), self.whole, source, target, gradient_bytes)
+        extents = self._extents[producer.microbatch][producer.chunk]
+        return Payload(kind, pieces[:1], extents, self.whole, source, target)
+
+    def contents(self, buffer: Buffer) -> Contents | None:
+        """What a buffer holds; None for nothing: keys and values of a document that is not cut."""
+        kind, _, stage, microbatch, chunk, _ = buffer
+        own, unit = self.program.stages[stage], (stage, microbatch, chunk)
+        if kind in ("weights", "weight_gradients"):
+            return Contents(kind, own.segments, (), self.whole, gradient_bytes=self._gradient_bytes(stage))
+        if kind in ("keys_values", "kv_gradients"):
+            extents = self._documents.get(microbatch, _NOTHING)[kind == "kv_gradients"]
+            return Contents(kind, own.segments, extents, self.whole) if extents else None
+        extents = self._extents[microbatch][chunk]
+        if kind in ("activation", "gradient"):
+            after = self.program.stages[stage + (kind == "gradient")].pieces[:1]
+            return Contents(kind, (Segment(after, False),), extents, self.whole)
+        inside = kind == "recomputed" and unit not in self._explicit
+        return Contents(kind, segments(own.pieces, self._activations(unit)), extents, self.whole, inside)
+
+    def _activations(self, unit: tuple[int, ...]) -> Activations:
+        return (self._own.get(unit) if self._own else None) or self._usual[unit[0]]
+
+    def _gradient_bytes(self, stage: int) -> int:
+        return self.program.ring.gradient_bytes if self.program.stages[stage].placement == "ring" else 4
+
+    def _crosses_ranks(self, cut: int) -> bool:
+        return not any({cut - 1, cut} <= stages for stages in self._stages_of_ranks)
+
+    @cached_property
+    def _stages_of_ranks(self) -> tuple[frozenset[int], ...]:
+        return tuple(frozenset(op.stage for op in ops) for ops in self.program.ranks)
+
+    @cached_property
+    def _explicit(self) -> frozenset[tuple[int, ...]]:
+        """Units with an R op."""
+        return frozenset(op[1:] for ops in self.program.ranks for op in ops if op[0] == "R")

@@ -1,0 +1,21 @@
+"""From a program to its graph: the passes, one after the other. No torch here."""
+
+from __future__ import annotations
+
+from helixpipe.lowering.graph import Draft, Graph
+from helixpipe.lowering.passes.activations import activations
+from helixpipe.lowering.passes.borrowed import borrowed_weights
+from helixpipe.lowering.passes.keys_values import keys_values
+from helixpipe.lowering.passes.replicas import replica_sums
+from helixpipe.program.program import Program
+
+PASSES = (activations, keys_values, borrowed_weights, replica_sums)
+"""Each adds its buffers and transfers to the draft; one that a program does not need adds nothing."""
+
+
+def build_graph(program: Program) -> Graph:
+    """Tasks, buffers and edges of a complete program (one that has every op its ops wait for; see `validate`)."""
+    draft = Draft(program)
+    for add in PASSES:
+        add(draft)
+    return draft.graph

@@ -1,0 +1,67 @@
+"""Activations and gradients across cuts, and what a unit keeps between its own ops. No torch here.
+
+F(s, m, c) gives what crosses the cut after stage s to F(s+1, m, c); B or I(s+1, m, c) gives its gradient back to
+B or I(s, m, c); F -> (R ->) B or I -> W pass on what the unit saved, recomputed and deferred.
+"""
+
+from __future__ import annotations
+
+from helixpipe.lowering.graph import Draft
+from helixpipe.program.message import Message
+from helixpipe.program.tasks import Buffer
+
+
+def activations(draft: Draft) -> None:
+    """Add the buffers of every unit, and a message for each that crosses ranks."""
+    program, graph = draft.program, draft.graph
+    last, per_stage = len(program.stages) - 1, draft.per_stage
+    forward, backward = draft.forward, draft.backward
+    for task, (kind, stage, _, _) in enumerate(graph.ops):
+        unit = draft.units[task]
+        if kind == "F":
+            if stage > 0:
+                _cross(draft, "activation", forward[unit - per_stage], task)
+        elif kind == "R":
+            draft.wait(task, forward[unit])
+        elif kind == "W":
+            _defer(draft, backward[unit], task)
+        else:
+            _save(draft, unit, task)
+            if stage < last:
+                _cross(draft, "gradient", backward[unit + per_stage], task)
+
+
+def _cross(draft: Draft, kind: str, producer: int, consumer: int) -> None:
+    """What `producer` makes for `consumer`, in one buffer where both are on a rank, else by a message into another."""
+    graph, ranks = draft.graph, draft.graph.ranks
+    source, target = ranks[producer], ranks[consumer]
+    op = graph.ops[consumer]
+    there = Buffer(kind, target, *op[1:])
+    if source == target:
+        graph.gives[producer] = graph.takes[consumer] = draft.buffer(there, producer, (consumer,), consumer)
+        return
+    number = len(graph.messages)
+    message = draft.transfer(Message(number, kind, graph.ops[producer], op, source, target))
+    here = Buffer(kind, source, *op[1:])
+    graph.gives[producer] = graph.sources[number] = draft.buffer(here, producer, (message,), message)
+    graph.takes[consumer] = graph.targets[number] = draft.buffer(there, message, (consumer,), consumer)
+
+
+def _save(draft: Draft, unit: int, task: int) -> None:
+    """What F saved for a B or I, and what an R, or the op itself, recomputes."""
+    graph = draft.graph
+    op, rank, recompute = graph.ops[task], graph.ranks[task], draft.recompute[unit]
+    forward = draft.forward[unit]
+    number = draft.buffer(Buffer("saved", rank, *op[1:]), forward, (task,) if recompute < 0 else (), task)
+    graph.saved[forward] = graph.saved[task] = number
+    if recompute >= 0:
+        graph.saved[recompute] = number
+        draft.buffer(Buffer("recomputed", rank, *op.unit), recompute, (task,), task)
+    elif draft.program.activations_of(op.unit).recompute:
+        graph.recomputes.add(task)
+        draft.buffer(Buffer("recomputed", rank, *op.unit), task, (), task)
+
+
+def _defer(draft: Draft, backward: int, task: int) -> None:
+    graph = draft.graph
+    draft.buffer(Buffer("deferred", graph.ranks[task], *graph.ops[task].unit), backward, (task,), task)

@@ -1,0 +1,225 @@
+"""The search for AdaPipe's stages: how many layers each has, and what they recompute, under a memory limit.
+
+The dynamic programs count memory op by op, with an estimate of the room beside what units keep; what is chosen in the
+end is measured by the memory sweep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import permutations
+from math import inf
+
+from helixpipe.common.errors import ScheduleError
+from helixpipe.costs.by_hand import unit_costs
+from helixpipe.lowering.bound import BoundCosts
+from helixpipe.lowering.build import build_graph
+from helixpipe.lowering.order import list_schedule
+from helixpipe.planning.catalogue import Shape
+from helixpipe.planning.early import peak_memory, place_early
+from helixpipe.planning.recompute_choice import CHOICES, TOLERANCE, Choice, LayerChoices, Runs, make_stage
+from helixpipe.planning.splits import Table, cheapest_split, least_bottleneck, rounded, splits_by_time
+from helixpipe.program.costs import Costs
+from helixpipe.program.program import Op, Program
+
+Layout = tuple[tuple[Runs, ...], ...]
+"""For each stage, for each of its layers, what it recomputes."""
+
+CANDIDATES, STARTS, FINALISTS = 8, 2, 3
+"""Layouts that are simulated, of those how many are bettered step by step, and how many of all these are simulated with
+what is recomputed in idle time."""
+
+BUDGET = 25_000
+"""Forwards that are simulated to better one layout: half a second."""
+
+
+class Stages:
+    """What each stage could be: up to `most` layers, with the cheapest choice of what they recompute.
+
+    free: recomputation is taken to cost no time, and the choices are those that need the least memory.
+    """
+
+    def __init__(self, shape: Shape, costs: Costs, limit: float, most: int, free: bool = False):
+        p = shape.ranks
+        places = {
+            (rank == 0, rank == p - 1): LayerChoices(costs, most, embed=rank == 0, head=rank == p - 1, free=free)
+            for rank in range(p)
+        }
+        self.most = most
+        self.places = [places[rank == 0, rank == p - 1] for rank in range(p)]
+        self.units = [min(p - rank, shape.microbatches) for rank in range(p)]
+        always = {key: [0.0, *(place.always(count) for count in range(1, most + 1))] for key, place in places.items()}
+        self._always = [always[rank == 0, rank == p - 1] for rank in range(p)]
+        self.choices: list[list[Choice | None]] = [
+            [None, *(self._choice(rank, count, limit) for count in range(1, most + 1))] for rank in range(p)
+        ]
+        self.again: Table = [[inf if each is None else each.time for each in row] for row in self.choices]
+        self.times: Table = [
+            [count * place.forward_and_backward + place.ends + again for count, again in enumerate(row)]
+            for place, row in zip(self.places, self.again, strict=True)
+        ]
+
+    def _choice(self, rank: int, count: int, limit: float) -> Choice | None:
+        return self.places[rank].cheapest(count, self.units[rank], limit - self._always[rank][count])
+
+    def memory(self) -> Table:
+        """The least that a rank needs."""
+        return [
+            [inf, *(place.smallest(n, units) + always[n] for n in range(1, self.most + 1))]
+            for place, units, always in zip(self.places, self.units, self._always, strict=True)
+        ]
+
+    def layout(self, layers: Sequence[int]) -> Layout | None:
+        """None where one of the stages does not fit."""
+        chosen = []
+        for rank, count in enumerate(layers):
+            choice = self.choices[rank][count]
+            if choice is None:
+                return None
+            chosen.append(tuple(self.places[rank].kinds(choice)))
+        return tuple(chosen)
+
+
+class Search:
+    """Layouts that may be the best for a shape, and which is. order: 1F1B's, of a stage a rank."""
+
+    def __init__(self, shape: Shape, costs: Costs, order: tuple[tuple[Op, ...], ...]):
+        self.shape, self.costs = shape, costs
+        self.limit = inf if shape.memory_limit is None else shape.memory_limit
+        self._order = order
+        self._most = shape.layers - shape.ranks + 1
+        # The same ops and messages whatever the stages: which layers they have is not looked at.
+        anything = (((),) * self._most, *(((),),) * (shape.ranks - 1))
+        self._graph = build_graph(self.program(anything))
+
+    def program(self, layout: Layout) -> Program:
+        stages, first, p = [], 0, self.shape.ranks
+        for rank, layers in enumerate(layout):
+            stages.append(make_stage(layers, first, embed=rank == 0, head=rank == p - 1))
+            first += len(layers)
+        return Program("adapipe", tuple(stages), self._order, self.shape.workload)
+
+    def fits(self, program: Program) -> bool:
+        bound = self.limit + TOLERANCE * abs(self.limit)
+        return self.limit == inf or max(peak_memory(program, self.costs)) <= bound
+
+    # ------------------------------------------------------------------------------------------------ what may be best
+
+    def even(self) -> list[Layout]:
+        """Even stages that recompute nothing or, where that does not fit, everything: what 1f1b would be given."""
+        p, layers = self.shape.ranks, self.shape.layers
+        if layers % p:
+            return []
+        layouts = [((runs,) * (layers // p),) * p for runs in (CHOICES[0], CHOICES[-1])]
+        return [layout for layout in layouts if self.fits(self.program(layout))][:1]
+
+    def uneven(self, stages: Stages) -> list[Layout]:
+        """By the time of a step as the paper counts it, best first; before them even stages, if they fit somehow."""
+        p, m, layers = self.shape.ranks, self.shape.microbatches, self.shape.layers
+        even = [(layers // p,) * p] if layers % p == 0 else []
+        splits = [split.layers for split in splits_by_time(stages, layers, m)[: CANDIDATES - 1]]
+        return [layout for layout in map(stages.layout, (*even, *splits)) if layout is not None]
+
+    def stages(self) -> Stages:
+        """First only stages of few layers are looked at; the best split says how many a stage may have at most."""
+        m, layers = self.shape.microbatches, self.shape.layers
+        most = min(self._most, 2 * -(-layers // self.shape.ranks))
+        while True:
+            stages = Stages(self.shape, self.costs, self.limit, most)
+            layer_time = stages.places[0].forward_and_backward
+            splits = splits_by_time(stages, layers, m)
+            if not splits:
+                enough = 2 * most
+            elif m == 1 and splits[0].again == 0:
+                return stages  # all splits that recompute nothing take the same time
+            elif m == 1 or layer_time == 0:
+                enough = self._most
+            else:
+                slowest = splits[0].slowest + splits[0].again / (m - 1)  # a slower stage could not be made up for
+                enough = int(slowest * (1 + TOLERANCE) / layer_time)
+            enough = min(enough, self._most)
+            if enough <= most:
+                return stages
+            most = enough
+
+    def least_memory(self) -> Program:
+        """Of all splits and choices the one whose largest rank needs the least, as far as can be estimated. Raises
+        ScheduleError if that does not fit."""
+        layers = self.shape.layers
+        needed = least_bottleneck(self._free_stages(inf).memory(), layers)
+        stages = self._free_stages(needed)
+        split = cheapest_split(stages, layers, inf)
+        layout = stages.layout(split.layers) if split is not None else None
+        assert layout is not None, "what needs the least memory keeps to it"
+        program = self.program(layout)
+        if not self.fits(program):
+            raise self._too_little_memory(max(peak_memory(program, self.costs)))
+        return program
+
+    def _free_stages(self, limit: float) -> Stages:
+        return Stages(self.shape, self.costs, limit, self._most, free=True)
+
+    def _too_little_memory(self, needed: float) -> ScheduleError:
+        return ScheduleError(
+            f"adapipe: no split of {self.shape.layers} layers over {self.shape.ranks} ranks fits: with the best choice "
+            f"of what to recompute a rank needs {_amount(needed, self.costs.memory_unit)}, but the memory limit is "
+            f"{_amount(self.limit, self.costs.memory_unit)}."
+        )
+
+    # ---------------------------------------------------------------------------------------------------- which is best
+
+    def best(self) -> Program:
+        """The fastest as simulated, with what it recomputes moved into idle time as `schedules.build` will do.
+
+        Of the paper's candidates the best are bettered by moving single layers. Even stages are always compared.
+        """
+        even, stages = self.even(), self.stages()
+        rated = {layout: self._time(layout) for layout in (*even, *self.uneven(stages))}
+        for layout in sorted(rated, key=rated.__getitem__)[:STARTS]:
+            rated |= self._climb(stages, layout, rated[layout])
+        fitting = [layout for layout in sorted(rated, key=rated.__getitem__) if self.fits(self.program(layout))]
+        if not fitting:
+            return self.least_memory()
+        if not self.shape.recompute.recompute_early:
+            return self.program(fitting[0])
+        finalists = dict.fromkeys((*fitting[:FINALISTS], *even))
+        return self.program(min(finalists, key=lambda layout: self._time_placed(self.program(layout))))
+
+    def _climb(self, stages: Stages, start: Layout, time: float) -> dict[Layout, float]:
+        """The layouts, with their times, that moving one layer at a time from one stage to another leads to, each
+        faster than the one before."""
+        found: dict[Layout, float] = {}
+        p = self.shape.ranks
+        moves = sorted(permutations(range(p), 2), key=lambda pair: abs(pair[0] - pair[1]))
+        trials = BUDGET // (p * self.shape.microbatches)
+        layers = [len(stage) for stage in start]
+        better = True
+        while better:
+            better = False
+            for source, target in moves:
+                if layers[source] == 1 or layers[target] == stages.most:
+                    continue
+                moved = [count - (rank == source) + (rank == target) for rank, count in enumerate(layers)]
+                layout = stages.layout(moved)
+                if layout is None:
+                    continue
+                if trials == 0:
+                    return found
+                trials -= 1
+                now = self._time(layout)
+                if now < time:
+                    found[layout] = time = now
+                    layers, better = moved, True
+        return found
+
+    def _time(self, layout: Layout) -> float:
+        """Of a step that recomputes inside its backwards."""
+        return rounded(list_schedule(self._graph, *BoundCosts(self.program(layout), self.costs).timers).makespan)
+
+    def _time_placed(self, program: Program) -> float:
+        placed = place_early(program, self.shape.costs or unit_costs(), self.shape.memory_limit)
+        return rounded(list_schedule(build_graph(placed), *BoundCosts(placed, self.costs).timers).makespan)
+
+
+def _amount(memory: float, unit: str) -> str:
+    return f"{memory / 2**30:.4g} GiB" if unit == "bytes" else f"{memory:.6g} {unit}"

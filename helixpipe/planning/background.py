@@ -1,0 +1,128 @@
+"""Plans made in a process of their own, while this one trains. No torch here, and none there.
+
+    python -m helixpipe.planning.background FD     (by `BackgroundPlanner` alone)
+
+The child is a fresh interpreter, not a fork: a process with threads, CUDA and open connections cannot be forked safely.
+It takes what makes plans first, then sizes of steps, and answers each with a plan, all pickled, until its end of the
+pipe closes.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Generic
+
+from helixpipe.planning.plan import Plan, Size
+
+PATIENCE = 10.0
+"""Seconds that a plan which is not there yet is waited for, before it is made here instead."""
+
+
+def complain(sentence: str) -> None:
+    sys.stderr.write(f"{sentence}\n")
+
+
+class BackgroundPlanner(Generic[Size]):
+    """A planner that may be told early what will be asked for.
+
+    make: from the size of a step to its plan; a function of a module, or a `functools.partial` of one, so that it can
+    be pickled. Plans that were not announced, that the child could not make, or that it did not make within `patience`
+    seconds, are made here. say: told once that the child is gone, and each time that it is late.
+    """
+
+    def __init__(self, make: Callable[[Size], Plan], patience: float = PATIENCE, say: Callable[[str], None] = complain):
+        self._make, self._patience, self._say = make, patience, say
+        self._answers: dict[Size, Plan | None] = {}
+        self._announced: set[Size] = set()
+        ours, theirs = Pipe()
+        self._pipe: Connection | None = ours
+        root = str(Path(__file__).resolve().parents[2])
+        paths = [root, *filter(None, sys.path)]
+        command = [sys.executable, "-m", "helixpipe.planning.background", str(theirs.fileno())]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+        self.process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), env=environment)
+        theirs.close()
+        self._send(make)
+
+    def announce(self, size: Size) -> None:
+        """Have the child make the plan of a step of this size, which will be asked for."""
+        if self._pipe is not None and size not in self._announced:
+            self._announced.add(size)
+            self._send(size)
+
+    def plan(self, size: Size) -> Plan:
+        """The announced plan, or one made here. An announcement is good for one plan."""
+        if size not in self._announced:
+            return self._make(size)
+        end = time.monotonic() + self._patience
+        while size not in self._answers and self._receive(max(end - time.monotonic(), 0.0)):
+            pass
+        self._announced.discard(size)
+        plan = self._answers.pop(size, None)
+        return plan if plan is not None else self._make(size)
+
+    def close(self) -> None:
+        """End the child."""
+        if self._pipe is not None:
+            self._pipe.close()
+            self._pipe = None
+        self.process.terminate()
+        self.process.wait()
+
+    def _send(self, value: Any) -> None:
+        try:
+            if self._pipe is not None:
+                self._pipe.send_bytes(pickle.dumps(value))
+        except OSError:
+            self._lose()
+
+    def _receive(self, seconds: float) -> bool:
+        """Take one answer in; False when none came in time, or none can come any more."""
+        if self._pipe is None:
+            return False
+        try:
+            if not self._pipe.poll(seconds):
+                self._say(f"the planner was not done within {self._patience:g} s, so its plan is made here.")
+                return False
+            size, plan = pickle.loads(self._pipe.recv_bytes())
+        except (EOFError, OSError):
+            self._lose()
+            return False
+        if size in self._announced:  # else it is late
+            self._answers[size] = plan
+        return True
+
+    def _lose(self) -> None:
+        self.close()
+        status = self.process.returncode
+        self._say(f"the planner's process has ended (status {status}): plans are made here from now on.")
+
+
+def serve(descriptor: int) -> None:
+    """The child: answer until the other end of the pipe closes. A plan that cannot be made is answered with None; who
+    asked makes it again and sees why."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other end's matter
+    pipe = Connection(descriptor)
+    with suppress(EOFError, OSError):
+        make = pickle.loads(pipe.recv_bytes())
+        while True:
+            size = pickle.loads(pipe.recv_bytes())
+            try:
+                plan = make(size)
+            except Exception:
+                plan = None
+            pipe.send_bytes(pickle.dumps((size, plan), pickle.HIGHEST_PROTOCOL))
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]))

@@ -1,0 +1,156 @@
+"""When pieces are recomputed: R ops placed in idle time, within what memory allows. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from math import inf
+
+from helixpipe.costs.by_hand import unit_costs
+from helixpipe.lowering.bound import BoundCosts
+from helixpipe.lowering.build import build_graph
+from helixpipe.lowering.graph import Graph
+from helixpipe.lowering.lower import lower_graph
+from helixpipe.lowering.order import Times, list_schedule
+from helixpipe.lowering.validate import validate
+from helixpipe.planning.recompute import RecomputeOptions
+from helixpipe.program.costs import Costs
+from helixpipe.program.program import Op, Program, Unit
+from helixpipe.simulate.sweep import sweep
+
+SWEEPS = 8
+"""How often `place_early` looks for idle time again, at most; what it finds is nearly always there in two."""
+
+
+def recomputed(
+    program: Program, options: RecomputeOptions, costs: Costs | None = None, limit: float | None = None
+) -> Program:
+    """The program with what the options recompute, unless its schedule has chosen that itself, and R ops in idle time
+    unless they say otherwise. Raises ProgramError when R ops are to be placed in a program that is not valid."""
+    own = any(stage.recompute for stage in program.stages)
+    if options.granularity is not None and not own:
+        program = replace(program, stages=options.stages(program.stages))
+    if options.recompute_early and any(stage.recompute for stage in program.stages):
+        validate(program)
+        program = place_early(program, costs or unit_costs(), limit)
+    return program
+
+
+def place_early(program: Program, costs: Costs, limit: float | None = None) -> Program:
+    """Add an R op for every unit that is recomputed, each where its rank would otherwise wait.
+
+    An R goes right before its backward, so that it may run before the gradient has come; where it would still keep the
+    backward waiting, into an earlier gap of its rank that is long enough. So no op starts later than before. What an R
+    makes is kept until its backward: a rank that would then keep more than `limit` (in the costs' unit, weights and
+    optimizer included) keeps its R inside the backward, or in its place before it. Without a limit every R goes before
+    its backward, and into earlier gaps as long as its rank keeps no more for it. One that is still right before
+    its backward, on a rank that makes the gradient itself, is left to the backward.
+    """
+    if program.forward_only or not any(stage.recompute for stage in program.stages):
+        return program
+    explicit = {op.unit for ops in program.ranks for op in ops if op.kind == "R"}
+    placed = replace(program, ranks=tuple(tuple(_with_r(program, ops, explicit)) for ops in program.ranks))
+    program = _what_fits(program, placed, costs, inf if limit is None else limit)
+    for _ in range(SWEEPS):
+        moved = _fill_gaps(program, costs, limit)
+        if moved.ranks == program.ranks:
+            break
+        program = moved
+    return replace(program, ranks=tuple(_without_vain(ops, explicit) for ops in program.ranks))
+
+
+def _with_r(program: Program, ops: Sequence[Op], explicit: Container[Unit]) -> Iterator[Op]:
+    """A rank's ops with an R right before every backward that recomputes and has none."""
+    for op in ops:
+        if op.kind in "BI" and op.unit not in explicit and program.activations_of(op.unit).recompute:
+            yield op._replace(kind="R")
+        yield op
+
+
+def _without_vain(ops: Sequence[Op], given: Container[Unit]) -> tuple[Op, ...]:
+    """A rank's ops without every R right before its backward whose gradient the rank makes itself: the backward could
+    start as soon, and run by run keeps less. given: units whose R was there before."""
+    own = {op.unit for op in ops if op.kind in "BI"}
+    vain = {
+        op
+        for op, after in pairwise(ops)
+        if op.kind == "R" and op.unit == after.unit and op.unit not in given
+        if op.unit._replace(stage=op.stage + 1) in own
+    }
+    return tuple(op for op in ops if op not in vain)
+
+
+def peak_memory(program: Program, costs: Costs) -> list[float]:
+    """The most that each rank has at a time in all, in the costs' unit: weights, gradients, optimizer, and whatever
+    buffers the one order lets live together. The program must be valid."""
+    lowered = lower_graph(build_graph(program), costs)
+    bound = BoundCosts(program, costs)
+    return [
+        sweep(lowered, bound, rank).total + costs.static_memory(program.pieces_of_rank(rank))
+        for rank in range(program.num_ranks)
+    ]
+
+
+def _what_fits(old: Program, new: Program, costs: Costs, limit: float | None) -> Program:
+    """Of each rank the new order, unless it then has more than the limit, and more than before, at a time."""
+    if new.ranks == old.ranks or limit == inf:
+        return new
+    before, after = peak_memory(old, costs), peak_memory(new, costs)
+    bound = -inf if limit is None else limit
+    chosen = zip(old.ranks, new.ranks, before, after, strict=True)
+    return replace(new, ranks=tuple(n if now <= max(bound, was) else o for o, n, was, now in chosen))
+
+
+def _fill_gaps(program: Program, costs: Costs, limit: float | None) -> Program:
+    """One sweep over all ranks' idle times; the same order when no R has moved."""
+    graph = build_graph(program)
+    times = list_schedule(graph, *BoundCosts(program, costs).timers)
+    ready = _gradient_arrivals(graph, times)
+    ranks = tuple(_fill_rank(program, graph, times, rank, ready) for rank in range(program.num_ranks))
+    return _what_fits(program, replace(program, ranks=ranks), costs, limit)
+
+
+def _fill_rank(program: Program, graph: Graph, times: Times, rank: int, ready: Mapping[int, float]) -> tuple[Op, ...]:
+    """The rank's ops with every R moved, in turn, into the first gap before it that is long enough, if its own place
+    keeps its backward waiting. ready: see `_gradient_arrivals`."""
+    tasks = graph.rank_tasks[rank]
+    left: dict[int, float] = {}  # place in the order -> idle time before it that is not taken yet
+    end = 0.0
+    for place, task in enumerate(tasks):
+        if times.start[task] > end:
+            left[place] = times.start[task] - end
+        end = times.end[task]
+    own, position = program.ranks[rank], {op: place for place, op in enumerate(program.ranks[rank])}
+    moves: dict[int, list[Op]] = {}
+    for place, op in enumerate(own):
+        if op.kind != "R":
+            continue
+        backward = tasks[place] + 1 if place + 1 < len(own) and own[place + 1].unit == op.unit else None
+        if backward is None or times.end[tasks[place]] <= ready.get(backward, 0.0):
+            continue  # moved already, or its backward waits for the gradient anyway
+        length = times.end[tasks[place]] - times.start[tasks[place]]
+        first = position[op._replace(kind="F")]
+        gap = next((at for at, idle in left.items() if first < at < place and idle >= length > 0), None)
+        if gap is not None:
+            left[gap] -= length
+            moves.setdefault(gap, []).append(op)
+    if not moves:
+        return own
+    moved = {op for group in moves.values() for op in group}
+    return tuple(
+        each
+        for place, op in enumerate(own)
+        for each in (*moves.get(place, ()), *(() if op in moved else (op,)))
+    )  # fmt: skip
+
+
+def _gradient_arrivals(graph: Graph, times: Times) -> dict[int, float]:
+    """For each backward, when the last of what it waits for has come, its own R apart."""
+    arrivals: dict[int, float] = {}
+    for task, successors in enumerate(graph.successors):
+        if task >= graph.num_ops or graph.ops[task].kind in "BI":
+            for successor in successors:
+                if successor < graph.num_ops:
+                    arrivals[successor] = max(arrivals.get(successor, 0.0), times.end[task])
+    return arrivals

@@ -1,0 +1,92 @@
+"""A plan: a program with all that was made from it, for one step size or one step. No torch here.
+
+It is made once and handed on. `Plans` keeps one for each step size; `background.BackgroundPlanner` makes the next
+step's in a process of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Generic, Protocol, TypeVar
+
+from helixpipe.lowering.build import build_graph
+from helixpipe.lowering.graph import Graph
+from helixpipe.lowering.lower import lower, lower_graph
+from helixpipe.lowering.project import LoweredProgram, receive_early
+from helixpipe.program.costs import Costs
+from helixpipe.program.program import Program, forward_only
+from helixpipe.simulate.simulator import Simulation, simulate
+
+Size = TypeVar("Size", bound=Hashable)
+SizeIn = TypeVar("SizeIn", bound=Hashable, contravariant=True)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A valid program, lowered, and the costs it was lowered with.
+
+    receive_ahead: how many ops earlier than in the one order the streams post receives; see `lowering.lower`.
+    """
+
+    lowered: LoweredProgram
+    costs: Costs
+    receive_ahead: int = 0
+
+    @property
+    def program(self) -> Program:
+        return self.lowered.program
+
+    @property
+    def graph(self) -> Graph:
+        return self.lowered.graph
+
+    @cached_property
+    def simulation(self) -> Simulation:
+        """The step on paper, with the plan's own costs."""
+        return simulate(self.lowered, self.costs)
+
+    @cached_property
+    def evaluation(self) -> Plan:
+        """The plan of the forwards alone, which need no check: what is left of an order that ends does so, too."""
+        graph = build_graph(forward_only(self.program))
+        return Plan(lower_graph(graph, self.costs, self.receive_ahead), self.costs, self.receive_ahead)
+
+    def receiving_ahead(self, ops: int) -> Plan:
+        """The same with receives posted so many ops early; for a plan that posts them in their places."""
+        return replace(self, lowered=receive_early(self.lowered, ops), receive_ahead=ops) if ops else self
+
+
+def make_plan(program: Program, costs: Costs) -> Plan:
+    """Validate and lower a program. Raises ProgramError when it is not valid."""
+    return Plan(lower(program, costs), costs)
+
+
+class Planner(Protocol[SizeIn]):
+    """Whoever has a plan for each step."""
+
+    def plan(self, size: SizeIn) -> Plan:
+        """The plan of a step of this size: how many microbatches it has, or whatever else tells one from another."""
+        ...
+
+
+class Plans(Generic[Size]):
+    """The planner of steps that are all of a few sizes: programs and plans are made when first asked for, and kept."""
+
+    def __init__(self, make: Callable[[Size], Program], costs: Costs):
+        self.costs = costs
+        self._make = make
+        self._programs: dict[Size, Program] = {}
+        self._plans: dict[Size, Plan] = {}
+
+    def program(self, size: Size) -> Program:
+        """The program alone, which may not have been validated yet."""
+        if size not in self._programs:  # some schedules search for theirs
+            self._programs[size] = self._make(size)
+        return self._programs[size]
+
+    def plan(self, size: Size) -> Plan:
+        if size not in self._plans:
+            self._plans[size] = make_plan(self.program(size), self.costs)
+        return self._plans[size]

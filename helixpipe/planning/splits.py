@@ -1,0 +1,119 @@
+"""How layers are divided over stages that differ: dynamic programs over tables of times and memory. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import Protocol
+
+from helixpipe.planning.recompute_choice import TOLERANCE
+
+Table = list[list[float]]
+"""A number for each stage and each number of layers it may have; infinite where it cannot have them."""
+
+
+class Times(Protocol):
+    """times: of each stage. again: what of that is recomputation."""
+
+    times: Table
+    again: Table
+
+
+@dataclass(frozen=True)
+class Split:
+    """layers: of each stage. slowest: longest time of a stage, a microbatch. again: time of all recomputation."""
+
+    layers: tuple[int, ...]
+    slowest: float
+    again: float
+
+
+def splits_by_time(stages: Times, layers: int, m: int) -> list[Split]:
+    """The best split and those that trade the slowest stage for more or less recomputation, best first."""
+    least = least_bottleneck(stages.times, layers)
+    if least == inf:
+        return []
+    found: dict[tuple[int, ...], Split] = {}
+    fastest = cheapest_split(stages, layers, least)
+    cheapest = cheapest_split(stages, layers, inf)
+    if fastest is None or cheapest is None:
+        raise AssertionError("a split with the least bottleneck exists")
+    best = _objective(fastest, m)
+    bound = inf if m == 1 else least + (fastest.again - cheapest.again) / (m - 1)
+    while True:
+        split = cheapest_split(stages, layers, bound)
+        if split is None:
+            break
+        found[split.layers] = split
+        best = min(best, _objective(split, m))
+        other = cheapest_split(stages, layers, bound, large_first=True)
+        if other is not None:
+            found[other.layers] = other
+        if split.again + (m - 1) * least >= best:
+            break
+        bound = split.slowest * (1 - 2 * TOLERANCE)
+    return sorted(found.values(), key=lambda each: rounded(_objective(each, m)))
+
+
+def _objective(split: Split, m: int) -> float:
+    """The time of a step, less once through all stages without recomputation, which is the same for all."""
+    return split.again + (m - 1) * split.slowest
+
+
+def cheapest_split(stages: Times, layers: int, slowest: float, large_first: bool = False) -> Split | None:
+    """The split whose stages take no longer than `slowest` and recompute the least; then the one whose stages' times
+    are most alike. large_first: of equals, the one whose later stages are smaller. None where there is none."""
+    bound = slowest + TOLERANCE * abs(slowest)
+    step = max((each for row in stages.again for each in row if each < inf), default=0.0) * TOLERANCE or 1.0
+    reached: dict[int, tuple[int, float]] = {0: (0, 0.0)}  # layers so far -> recomputation in steps, squared times
+    taken: list[dict[int, int]] = []
+    for rank, row in enumerate(stages.times):
+        allowed = [
+            (count, round(stages.again[rank][count] / step), time * time)
+            for count, time in enumerate(row)
+            if count and time <= bound and time < inf
+        ]
+        if large_first:
+            allowed.reverse()
+        remaining = len(stages.times) - rank - 1
+        found: dict[int, tuple[int, float]] = {}
+        last: dict[int, int] = {}
+        for before, (again, squares) in reached.items():
+            for count, more, square in allowed:
+                now = before + count
+                if now > layers - remaining or (not remaining and now != layers):
+                    continue
+                cost = (again + more, squares + square)
+                if now not in found or cost < found[now]:
+                    found[now], last[now] = cost, count
+        reached = found
+        taken.append(last)
+    if layers not in reached:
+        return None
+    split = []
+    left = layers
+    for last in reversed(taken):
+        split.append(last[left])
+        left -= last[left]
+    split.reverse()
+    times = [stages.times[rank][count] for rank, count in enumerate(split)]
+    return Split(tuple(split), max(times), sum(stages.again[rank][count] for rank, count in enumerate(split)))
+
+
+def least_bottleneck(values: Table, layers: int) -> float:
+    """The least that the largest value of a stage can be; infinite where no split is possible."""
+    reached = {0: -inf}
+    for row in values:
+        found: dict[int, float] = {}
+        for before, largest in reached.items():
+            for count in range(1, min(len(row) - 1, layers - before) + 1):
+                now = max(largest, row[count])
+                if now < found.get(before + count, inf):
+                    found[before + count] = now
+        reached = found
+    return reached.get(layers, inf)
+
+
+def rounded(time: float) -> float:
+    """Without the last digits' rounding noise."""
+    return float(f"{time:.9g}")

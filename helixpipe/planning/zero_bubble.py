@@ -1,0 +1,171 @@
+"""The search for zero bubble schedules: a few dozen greedy list schedules, and fixed orders, are compared.
+
+What is found keeps to the memory of its ranks: the list schedules count what units keep and leave an estimate of the
+room for all else; the memory sweep then says what a program really needs, and one that needs more than there is is
+searched for again with less room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import permutations, product
+from math import ceil, inf
+
+from helixpipe.lowering.order import collector_paused
+from helixpipe.planning.early import peak_memory
+from helixpipe.planning.list_scheduling import Found, Rules, greedy
+from helixpipe.planning.problem import Problem
+from helixpipe.program.costs import Costs
+from helixpipe.program.program import Op, Program
+
+Order = tuple[tuple[Op, ...], ...]
+"""F and I of every rank in a fixed order."""
+
+Orders = Callable[[Problem], list[Order]]
+"""Fixed orders that are worth a try."""
+
+Maker = Callable[[Problem], Rules]
+"""Rules for a problem; a fixed order depends on the number of microbatches."""
+
+Limits = Sequence[float] | None
+"""What each rank may use in all, in the costs' unit."""
+
+FINALISTS = 4
+"""Rules that are refined, and of which the best is chosen at full size."""
+
+BUDGET = 1_000_000
+"""Ops that are scheduled to compare rules: some seconds. Only pipelines of more than 16 ranks come to the end of it."""
+
+TRIES = 3
+"""Searches with an estimate of the room, before one with room for a single microbatch."""
+
+
+def within_memory(find: Callable[[Limits], Program], ranks: int, costs: Costs, limit: float | None) -> Program:
+    """The program that `find` finds, searched for again with less room on ranks that need more than the limit.
+
+    limit: of every rank, in the costs' unit. It is kept to if it can be with one microbatch at a time.
+    """
+    with collector_paused():
+        if limit is None:
+            return find(None)
+        allowed = [limit] * ranks
+        for _ in range(TRIES):
+            program = find(allowed)
+            excess = [max(0.0, most - limit * (1 + 1e-9)) for most in peak_memory(program, costs)]
+            if not any(excess):
+                return program
+            allowed = [room - more for room, more in zip(allowed, excess, strict=True)]
+        return find([-inf] * ranks)
+
+
+def search(given: Problem, orders: Orders) -> Found:
+    """The best schedule by makespan, then time between a rank's first op and its last, then memory.
+
+    Rules are compared on a few microbatches (three units a rank, but three microbatches at least), for what repeats
+    need not be scheduled again and again; the best few, and each of `orders` with W right after I, and after one more I
+    a rank, on all. The search ends early where nothing can be better.
+    """
+    ranks = len(given.own)
+    few = replace(given, microbatches=min(given.microbatches, max(3, ceil(3 * ranks / given.chunks))))
+    bounds = given.lower_bounds(), few.lower_bounds()
+    rated: list[tuple[tuple[float, float, float], int, Maker]] = []
+
+    def rate(makers: Iterable[Maker]) -> Found | None:
+        """Add the rules to `rated`; returns a schedule of the whole problem if it cannot be bettered."""
+        for make in makers:
+            if len(rated) * 3 * len(few.forward_units) * len(few.homes) > BUDGET:
+                break
+            found = greedy(few, make(few))
+            if found is None:
+                continue
+            rated.append((found.rating, len(rated), make))
+            if found.reaches(bounds[1]):
+                whole = found if few == given else greedy(given, make(given))
+                if whole is not None and whole.reaches(bounds[0]):
+                    return whole
+        rated.sort(key=lambda entry: entry[:2])
+        return None
+
+    perfect = rate(_coarse(given, orders)) or rate(_refined(given, [make for _, _, make in rated[:FINALISTS]]))
+    if perfect is not None:
+        return perfect
+    finalists = [make(given) for _, _, make in rated[:FINALISTS]]
+    kept = (0.0,) * ranks, tuple(map(float, range(ranks)))
+    fixed = [Rules(order=order, deferred=deferred) for order in orders(given) for deferred in kept]
+    return _best(given, [*finalists, *fixed, Rules(_kinds(given))])  # the last always finds a schedule
+
+
+def _best(given: Problem, rules: Iterable[Rules]) -> Found:
+    found = [one for one in (greedy(given, each) for each in rules) if one is not None]
+    return min(found, key=lambda one: one.rating)
+
+
+def _coarse(given: Problem, orders: Orders) -> Iterator[Maker]:
+    """Every order of preference and every fixed order, each with a few ways to place W."""
+    for index in range(len(orders(given))):
+        for deferred, patience in product((None, 1.0, 0.0), (inf, 0.5, 0.0)):
+            yield _ordered(orders, index, deferred, patience)
+    kinds = _kinds(given)
+    fills = list(product((True, False), (inf, 0.5)))
+    for order in _preferences(kinds):
+        for make_room, patience in fills:
+            yield _same(Rules(order, make_room=make_room, patience=patience))
+    for order in _preferences(kinds):
+        for make_room, patience in fills:
+            if order[0] == kinds[0]:  # a turn may begin anywhere
+                yield _same(Rules(order, in_turn=True, make_room=make_room, patience=patience))
+
+
+def _kinds(given: Problem) -> tuple[tuple[str, int], ...]:
+    """F and I of the stages of a rank, the later stage first."""
+    return tuple((kind, place) for place in reversed(range(max(map(len, given.own)))) for kind in "FI")
+
+
+def _preferences(kinds: tuple[tuple[str, int], ...]) -> Iterator[tuple[tuple[str, int], ...]]:
+    """All orders for one or two stages a rank; for more, F and I each from the first stage or the last, one kind before
+    the other or in turn."""
+    if len(kinds) <= 4:
+        yield from permutations(kinds)
+        return
+    forward, inputs = kinds[::2], kinds[1::2]
+    for first, second in product((forward, forward[::-1]), (inputs, inputs[::-1])):
+        yield first + second
+        yield second + first
+        yield tuple(kind for pair in zip(first, second, strict=True) for kind in pair)
+
+
+def _same(rules: Rules) -> Maker:
+    return lambda given: rules
+
+
+def _ordered(orders: Orders, index: int, deferred: float | None, patience: float) -> Maker:
+    def make(given: Problem) -> Rules:
+        pending = None if deferred is None else (deferred,) * len(given.own)
+        return Rules(order=orders(given)[index], deferred=pending, patience=patience)
+
+    return make
+
+
+def _refined(given: Problem, makers: list[Maker]) -> Iterator[Maker]:
+    """Each with shorter warm-ups, and with fewer W kept waiting."""
+    p, v = len(given.own), max(map(len, given.own))
+    ranks = range(p)
+    more = v * (given.chunks - 1)  # a microbatch's first I comes after all its F
+    warmups = [
+        tuple(float(v * (p - r) + more) for r in ranks),
+        tuple(float(2 * v * (p - r) - 1 + more) for r in ranks),
+        tuple(float(2 * p - r + more) for r in ranks),
+        (2.0 * p - 2 + more,) * p,
+    ]
+    kept = [tuple(float(v * r) for r in ranks), (1.0,) * p, (0.0,) * p]
+    for make in makers:
+        rules = make(given)
+        for deferred, warmup in product((None, *kept), (None, *warmups)):
+            if (rules.order and warmup is not None) or rules.deferred is not None:
+                continue
+            yield _changed(make, deferred, warmup)
+
+
+def _changed(make: Maker, deferred: tuple[float, ...] | None, warmup: tuple[float, ...] | None) -> Maker:
+    return lambda given: replace(make(given), deferred=deferred, warmup=warmup)

@@ -1,0 +1,183 @@
+"""The model as a chain of pieces, and stages: contiguous runs of them, and the placement of their weights. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from helixpipe.common.errors import ScheduleError
+
+LAYER_PIECES = ("norm", "qkv", "attn", "proj", "mlp")
+"""The pieces of one transformer layer, in order."""
+
+PIECE_KINDS = ("embed", *LAYER_PIECES, "head")
+
+PLACEMENTS = ("resident", "shipped", "replicated", "ring")
+
+OWNED = ("shipped", "ring")
+"""Placements whose weights one rank owns and others run with copies of."""
+
+
+class Piece(NamedTuple):
+    """The smallest part of the model that can sit on a rank alone. `layer` is the global layer index, -1 for embed and
+    head."""
+
+    kind: str
+    layer: int = -1
+
+    def __str__(self) -> str:
+        return self.kind if self.layer < 0 else f"{self.kind}[{self.layer}]"
+
+
+class Segment(NamedTuple):
+    """Consecutive pieces of a stage with one autograd graph.
+
+    recomputed: its activations, all but its inputs, are dropped after F and made again before the backward.
+    inputs_again: attention that is kept, after a recomputed run that makes its queries, keys and values: these are
+    dropped after F, too, and come back when that run is made again, which is then before attention's own backward.
+    """
+
+    pieces: tuple[Piece, ...]
+    recomputed: bool
+    inputs_again: bool = False
+
+    @property
+    def passes_residual(self) -> bool:
+        """Whether the segment starts inside a layer and needs nothing of the residual but its gradient."""
+        first = self.pieces[0]
+        inside = first.kind in ("qkv", "attn", "proj")
+        return inside and not (self.recomputed and Piece("proj", first.layer) in self.pieces)
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What becomes of a unit's activations between its F and its backward; what is named in neither is kept.
+
+    recompute: runs of the stage's pieces, in order, each recomputed from its inputs: by the unit's R op, or where the
+    program has none, run by run, in the unit's B or I as it comes to them.
+    offload: runs of pieces whose saved tensors go to the host's memory after F and come back before the backward, each
+    with the share of their bytes that goes, above 0 and at most 1.
+    """
+
+    recompute: tuple[tuple[Piece, ...], ...] = ()
+    offload: tuple[tuple[tuple[Piece, ...], float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A contiguous run of pieces run as one operation, and how its weights are placed.
+
+    `placement`: `resident` (all its units on one rank), `shipped`, `replicated` or `ring` (see docs/architecture.md).
+    `owner`: of a shipped or ring stage, the rank that holds its weights; every other rank that runs units of it gets
+    copies of them and returns their gradients (see `transfers`).
+    `recompute`: runs of its pieces, in order, each recomputed from its inputs: by the unit's R op, or where the
+    program has none, run by run, in the unit's B or I as it comes to them.
+    """
+
+    pieces: tuple[Piece, ...]
+    placement: str = "resident"
+    recompute: tuple[tuple[Piece, ...], ...] = ()
+    owner: int | None = None
+
+    @cached_property
+    def activations(self) -> Activations:
+        """What becomes of its units' activations, unless the program says otherwise of a unit."""
+        return Activations(self.recompute)
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The stage in order: the runs that are recomputed and what is kept between them."""
+        return segments(self.pieces, self.activations)
+
+    @property
+    def has_weights(self) -> bool:
+        """Core attention has none, so a stage of nothing else is placed nowhere: its microbatches may run anywhere."""
+        return any(piece.kind != "attn" for piece in self.pieces)
+
+    @property
+    def has_attention(self) -> bool:
+        return any(piece.kind == "attn" for piece in self.pieces)
+
+
+@dataclass(frozen=True)
+class RingOptions:
+    """How the weights of ring stages travel; see `transfers`.
+
+    slots: copies of weights, and sums of gradients, that a rank has room for. eager: weights are passed on when they
+    arrive, not when the op that uses them ends. gradient_bytes: of an element of the gradients, 4 (float32) or 2
+    (bfloat16).
+    """
+
+    slots: int = 3
+    eager: bool = True
+    gradient_bytes: int = 4
+
+
+def segments(pieces: tuple[Piece, ...], activations: Activations) -> tuple[Segment, ...]:
+    """A stage's pieces in order: the runs that are recomputed and what is kept between them."""
+    parts: list[Segment] = []
+    start = 0
+
+    def keep(end: int) -> None:
+        if end > start:  # attention that is kept, after a recomputed run, gets its inputs from that
+            parts.append(Segment(pieces[start:end], False, start > 0 and pieces[start].kind == "attn"))
+
+    for run in activations.recompute:
+        at = pieces.index(run[0])
+        keep(at)
+        parts.append(Segment(run, True))
+        start = at + len(run)
+    keep(len(pieces))
+    return tuple(parts)
+
+
+def model_pieces(num_layers: int) -> tuple[Piece, ...]:
+    """The whole model as a chain: embed, then norm, qkv, attn, proj, mlp of each layer, then head."""
+    layers = (Piece(kind, layer) for layer in range(num_layers) for kind in LAYER_PIECES)
+    return (Piece("embed"), *layers, Piece("head"))
+
+
+def even_stages(num_layers: int, num_stages: int) -> tuple[Stage, ...]:
+    """`num_stages` stages of equally many whole layers; embed in the first, head in the last.
+
+    Raises ScheduleError when the layers cannot be divided evenly.
+    """
+    if num_layers < num_stages or num_layers % num_stages:
+        below = num_layers - num_layers % num_stages
+        valid = f"values are {below} and {below + num_stages}" if below else f"value is {num_stages}"
+        raise ScheduleError(
+            f"--num-layers {num_layers} cannot be divided evenly over {num_stages} pipeline stages; "
+            f"the nearest valid {valid}."
+        )
+    per_stage = num_layers // num_stages
+    stages = []
+    for index in range(num_stages):
+        layers = range(index * per_stage, (index + 1) * per_stage)
+        pieces = [Piece(kind, layer) for layer in layers for kind in LAYER_PIECES]
+        if index == 0:
+            pieces.insert(0, Piece("embed"))
+        if index == num_stages - 1:
+            pieces.append(Piece("head"))
+        stages.append(Stage(tuple(pieces)))
+    return tuple(stages)
+
+
+def ring_stages(num_layers: int, num_ranks: int, direction: int = -1) -> tuple[Stage, ...]:
+    """embed, `num_ranks` ring stages of whole layers that differ by one at most, and head; embed and head replicated.
+
+    Stage c of the ring belongs to rank -c mod p, so that weights which travel from rank to rank + 1 come in the order
+    of their use (WeiPipe, Lin et al., PPoPP 2025); with direction 1 to rank c. Raises ScheduleError for fewer layers
+    than ranks.
+    """
+    if num_layers < num_ranks:
+        raise ScheduleError(
+            f"--num-layers {num_layers} cannot be divided over {num_ranks} pipeline ranks; "
+            f"the nearest valid value is {num_ranks}."
+        )
+    embed, *layers, head = model_pieces(num_layers)
+    cuts = [len(LAYER_PIECES) * (num_layers * c // num_ranks) for c in range(num_ranks + 1)]
+    ring = (
+        Stage(tuple(layers[cuts[c] : cuts[c + 1]]), "ring", owner=direction * c % num_ranks) for c in range(num_ranks)
+    )
+    return (Stage((embed,), "replicated"), *ring, Stage((head,), "replicated"))

@@ -1,0 +1,60 @@
+"""What a program becomes: tasks on resources over buffers. Plain data; `lowering` makes it. No torch here.
+
+A **resource** runs one task at a time: the compute stream of a rank, a link from one rank to another, a copy engine
+between a device and its host, a collective of a group of ranks. A **buffer** is memory that one task writes and others
+read. A **task** is an op or a transfer on one resource, with the buffers it reads, writes and frees. One task waits for
+another where it reads what that one writes, or writes where that one has to be done reading: nothing else makes an
+edge between resources.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Resource(NamedTuple):
+    """What runs one task at a time.
+
+    kind: `compute` (ranks: one), `link` (ranks: source, target), `copy_out` (device to host) and `copy_in` (ranks:
+    one), `collective` (ranks: all of the group).
+    """
+
+    kind: str
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.kind}({(' -> ' if self.kind == 'link' else ', ').join(map(str, self.ranks))})"
+
+
+BUFFER_KINDS = (
+    "activation",
+    "gradient",
+    "saved",
+    "recomputed",
+    "deferred",
+    "keys_values",
+    "kv_gradients",
+    "weights",
+    "weight_gradients",
+    "workspace",
+)
+"""activation: what crosses the cut before its unit's stage, on its way to the unit. gradient: the gradient of what
+crosses the cut after it. saved: what a unit's forward saves for its backward. recomputed: what recomputation adds to
+that. deferred: what waits between I and W. keys_values, kv_gradients: of a document in the layers of a stage. weights,
+weight_gradients: borrowed from another rank, and summed for it. workspace: what an op needs while it runs."""
+
+
+class Buffer(NamedTuple):
+    """Memory of one rank.
+
+    kind: one of `BUFFER_KINDS`. rank: where it is, on its device or, with `host`, in its host's memory. stage,
+    microbatch, chunk: of the unit it belongs to; microbatch and chunk are -1 for what belongs to the stage; of keys and
+    values `microbatch` is the number of the document.
+    """
+
+    kind: str
+    rank: int
+    stage: int
+    microbatch: int = -1
+    chunk: int = -1
+    host: bool = False

@@ -1,0 +1,67 @@
+"""Which weights several pipeline ranks hold, on which ranks, and whose backwards add to their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from helixpipe.model.layers import piece_of
+from helixpipe.program.stages import Piece
+
+_TIED = frozenset({Piece("embed"), Piece("head")})
+
+
+class ReplicatedModel(Protocol):
+    """What is asked of a model; `helixpipe.model.PipelineModel` is one."""
+
+    share_embeddings_and_output_weights: bool
+
+    def replicated_parameters(self) -> dict[str, torch.nn.Parameter]: ...
+
+
+class ReplicatedWeight(NamedTuple):
+    """A weight of this rank of which others hold replicas.
+
+    name: equal on all of them. pieces: whose backwards add to its gradient. ranks: the pipeline ranks, in order.
+    """
+
+    name: str
+    parameter: torch.nn.Parameter
+    pieces: frozenset[Piece]
+    ranks: tuple[int, ...]
+
+
+Held = Sequence[Collection[Piece]]
+"""The pieces of each pipeline rank."""
+
+
+def holders(held: Held, pieces: Collection[Piece]) -> tuple[int, ...]:
+    """The pipeline ranks with one of these pieces."""
+    return tuple(rank for rank, own in enumerate(held) if not set(pieces).isdisjoint(own))
+
+
+def used_by(weight: str, tied: bool) -> frozenset[Piece]:
+    """The pieces whose ops use a weight, by its name, and whose backwards add to its gradient. tied: whether the
+    embedding and the head share one."""
+    return _TIED if tied and weight.endswith("word_embeddings.weight") else frozenset({piece_of(weight)})
+
+
+def replicated_weights(model: ReplicatedModel, held: Held) -> list[ReplicatedWeight]:
+    """Of this rank's model, by name, which is one order on all ranks."""
+    own = model.replicated_parameters()
+    found = []
+    for name in sorted(own):
+        pieces = used_by(name, model.share_embeddings_and_output_weights)
+        found.append(ReplicatedWeight(name, own[name], pieces, holders(held, pieces)))
+    return found
+
+
+def replica_groups(held: Held, tied: bool) -> list[tuple[int, ...]]:
+    """Every set of ranks that may hold replicas of a weight, of the whole pipeline, in one order. tied: whether the
+    embedding and the head share a weight."""
+    pieces = {piece for own in held for piece in own if piece.kind != "attn"}  # which has no weights
+    shared = [frozenset({piece}) for piece in pieces] + ([_TIED] if tied else [])
+    found = {holders(held, each) for each in shared}
+    return sorted(ranks for ranks in found if len(ranks) > 1)

@@ -1,0 +1,68 @@
+"""What a unit keeps for its backward: one autograd graph a segment of its stage, from F to B or I."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from helixpipe.program.stages import Segment
+
+
+@dataclass
+class SegmentGraph:
+    """One segment of a unit, between its F and its backward: what autograd ends at and starts from.
+
+    roots: for each output the edge its gradient enters by, or the number of the input that it is (a residual passing
+    by); None while the segment is still to be recomputed.
+    """
+
+    segment: Segment
+    inputs: tuple[Tensor, ...]
+    roots: tuple[GradientEdge | int, ...] | None
+
+
+def leaves(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The inputs of a graph of their own. A view of something larger is copied, so that the rest of that can go."""
+    return tuple(
+        (tensor.detach().clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor.detach())
+        .requires_grad_()
+        for tensor in tensors
+    )  # fmt: skip
+
+
+def roots(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> tuple[GradientEdge | int, ...]:
+    """Edges, not tensors: a backward needs no output's data, which can go once it has been sent."""
+    numbers = {id(tensor): index for index, tensor in enumerate(inputs)}
+    return tuple(numbers[id(each)] if id(each) in numbers else get_gradient_edge(each) for each in outputs)
+
+
+def gradient(tensor: Tensor, passed: Tensor | None) -> Tensor:
+    """Of an input: what autograd has left at it, and what passed by it."""
+    own, tensor.grad = tensor.grad, None
+    if own is None:
+        return passed if passed is not None else tensor.new_zeros(tensor.shape)
+    return own if passed is None else own + passed
+
+
+def release_inputs(graph: SegmentGraph) -> None:
+    """After F, drop the inputs' data that the backward does not need, or gets again."""
+    segment = graph.segment
+    if segment.passes_residual:
+        residual = graph.inputs[-1]
+        residual.data = residual.new_empty(1).expand(residual.shape)  # autograd asks for the shape
+        residual.untyped_storage().resize_(0)
+    if segment.inputs_again:
+        for tensor in graph.inputs[:-1]:
+            if tensor.untyped_storage().nbytes() == tensor.nbytes:  # not a chunk's rows in the store
+                tensor.untyped_storage().resize_(0)  # what autograd saved of it are views of this storage
+
+
+def fill_inputs(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
+    """Give inputs their data back from the recomputed outputs before them, all but the residual's, which is not
+    needed."""
+    for tensor, output in zip(inputs[:-1], outputs[:-1], strict=True):
+        if tensor.untyped_storage().nbytes() == 0:
+            tensor.untyped_storage().resize_(tensor.nbytes)
+            tensor.data.copy_(output.detach())  # .data: autograd's version of what it saved stays

@@ -1,0 +1,143 @@
+"""What a step is given, what it returns, and what a plan means to one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from helixpipe.common.errors import ProgramError
+from helixpipe.lowering.project import LoweredProgram
+from helixpipe.model import Microbatch, UnitContext
+from helixpipe.model.linear import WeightGradients
+from helixpipe.program.message import Message
+from helixpipe.program.program import Op, Unit
+from helixpipe.program.stages import Activations, Piece, Segment, segments
+from helixpipe.program.workload import Slice, Workload
+
+
+class Model(Protocol):
+    """What the executor runs; `helixpipe.model.PipelineModel` is one."""
+
+    payload_dtype: torch.dtype
+
+    def run(
+        self, pieces: Sequence[Piece], inputs: tuple[Tensor, ...], batch: Microbatch, context: UnitContext
+    ) -> tuple[Tensor, ...]: ...
+
+    def weight_gradients(self) -> WeightGradients: ...
+
+    def payload_shapes(self, after: Piece, micro_batch_size: int, length: int) -> tuple[torch.Size, ...]: ...
+
+
+@dataclass(frozen=True)
+class Step:
+    """What differs from one run of a plan to the next.
+
+    iteration: for the random state. microbatch_number: of a microbatch of this pipeline among those of all
+    data-parallel ranks. batch: the data of a microbatch by its number in this pipeline; asked for only on ranks that
+    hold embed or head. root_gradient: for a microbatch, the gradient of the objective with respect to its loss sum: a
+    scalar tensor, such as loss_scale / (tokens of the microbatch * number of microbatches). micro_batch_size,
+    seq_length: of this step. confirm: asked once, between the step's opening (see `lowering.lower`) and its first
+    backward; where it says no, the weights have changed, and the opening is run again. It says the same on all ranks.
+    """
+
+    iteration: int
+    microbatch_number: Callable[[int], int]
+    batch: Callable[[int], Microbatch]
+    root_gradient: Callable[[int], Tensor]
+    micro_batch_size: int
+    seq_length: int
+    training: bool = True
+    confirm: Callable[[], bool] | None = None
+
+
+class LossSum(NamedTuple):
+    """The sum of a chunk's token losses times their loss mask; a float32 scalar, on the rank that ran its head only."""
+
+    microbatch: int
+    chunk: int
+    value: Tensor
+
+
+class PlanOnRank:
+    """A lowered program as one rank runs it, step after step: what follows from it and from a step's sizes.
+
+    stream: the rank's instructions. leaving: numbers of the buffers that ops fill and messages carry away. last: of
+    each stage whose weights are here, the op after which nothing adds to their gradients.
+    """
+
+    def __init__(self, lowered: LoweredProgram, rank: int):
+        self.lowered, self.program, self.graph, self.rank = lowered, lowered.program, lowered.graph, rank
+        self.stream = lowered.streams[rank]
+        self.leaving = frozenset(self.graph.sources)
+        own = [op for op in self.program.ranks[rank] if self.program.stages[op.stage].owner is None]
+        self.last = frozenset({op.stage: op for op in own if op.kind in "BW"}.values())
+        self.last_stage = len(self.program.stages) - 1
+        self._payloads: dict[tuple[int, int, int], tuple[tuple[torch.Size, ...], torch.dtype]] = {}
+        self._segments: dict[tuple[int, Activations], tuple[Segment, ...]] = {}
+        self._workloads: dict[int, Workload] = {}
+        self._documents: dict[int, dict[int, int]] = {}
+
+    @cached_property
+    def defers_weights(self) -> set[int]:
+        """The stages of this rank with a split backward."""
+        return {op.stage for op in self.program.ranks[self.rank] if op.kind == "W"}
+
+    def segments(self, unit: Unit) -> tuple[Segment, ...]:
+        """Those of the unit's stage, by what becomes of the unit's activations."""
+        activations = self.program.activations_of(unit)
+        key = unit.stage, activations
+        if key not in self._segments:
+            self._segments[key] = segments(self.program.stages[unit.stage].pieces, activations)
+        return self._segments[key]
+
+    def slice(self, op: Op, seq_length: int) -> Slice:
+        """What the op's chunk is of its document. Raises ProgramError for a chunk of several documents."""
+        chunk = self._workload(seq_length).microbatches[op.microbatch][op.chunk]
+        if len(chunk) != 1:
+            raise ProgramError(
+                f"chunk {op.chunk} of microbatch {op.microbatch} holds slices of {len(chunk)} documents; "
+                "the executor runs chunks of one."
+            )
+        return chunk[0]
+
+    def document_length(self, part: Slice, seq_length: int) -> int | None:
+        """Tokens of a slice's document; None where all of it is in one chunk."""
+        if seq_length not in self._documents:
+            lengths: dict[int, int] = {}
+            slices: dict[int, int] = {}
+            for chunks in self._workload(seq_length).microbatches:
+                for each in (each for chunk in chunks for each in chunk):
+                    lengths[each.document] = lengths.get(each.document, 0) + each.length
+                    slices[each.document] = slices.get(each.document, 0) + 1
+            self._documents[seq_length] = {document: lengths[document] for document in slices if slices[document] > 1}
+        return self._documents[seq_length].get(part.document)
+
+    def payload(self, message: Message, model: Model, step: Step) -> tuple[tuple[torch.Size, ...], torch.dtype]:
+        """Shapes and type of an activation or gradient. A gradient has the shapes of what it is the gradient of: what
+        crossed the cut after the consumer's stage."""
+        key = message.number, step.micro_batch_size, step.seq_length
+        if key not in self._payloads:
+            stage = message.producer.stage if message.kind == "activation" else message.consumer.stage
+            after = self.program.stages[stage].pieces[-1]
+            length = self._workload(step.seq_length).tokens(message.producer.microbatch)[message.producer.chunk]
+            shapes = model.payload_shapes(after, step.micro_batch_size, length)
+            self._payloads[key] = shapes, model.payload_dtype
+        return self._payloads[key]
+
+    def where(self, index: int) -> str:
+        """A failing instruction among its neighbours."""
+        lines = [f"in the stream of pipeline rank {self.rank} (schedule {self.program.schedule}):"]
+        for i in range(max(index - 3, 0), min(index + 4, len(self.stream))):
+            lines.append(f"  {'-->' if i == index else '   '} {i:5d}  {self.stream[i]}")
+        return "\n".join(lines)
+
+    def _workload(self, seq_length: int) -> Workload:
+        if seq_length not in self._workloads:
+            self._workloads[seq_length] = self.program.workload.in_tokens(seq_length)
+        return self._workloads[seq_length]

@@ -1,0 +1,299 @@
+"""One step of one plan on one rank: a table of buffers, and a handler for each kind of instruction and of op.
+
+Activations and gradients on their way to an op (with the transport's mark where a message takes them away), and what a
+unit saved for its backward, lie in one table by the buffer's number in the graph. Keys and values of documents that run
+in chunks lie in a store, borrowed weights and sums of their gradients with `BorrowedWeights`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from helixpipe.common.errors import UserError
+from helixpipe.lowering.project import Action, Instruction
+from helixpipe.model import UnitContext
+from helixpipe.model.device import device
+from helixpipe.model.kv_store import KeyValueStore, UnitKeyValues
+from helixpipe.program.program import Op
+from helixpipe.program.stages import Piece
+from helixpipe.runtime.borrowed_weights import BorrowedWeights
+from helixpipe.runtime.recording import Clock, Recorder
+from helixpipe.runtime.segments import SegmentGraph, fill_inputs, gradient, leaves, release_inputs, roots
+from helixpipe.runtime.step import LossSum, Model, PlanOnRank, Step
+from helixpipe.runtime.transport import Receipt, Transport
+from helixpipe.runtime.weights import StageWeights
+from helixpipe.watch.position import Position
+
+_run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
+"""As megatron-core calls it too: without the checks of torch.autograd.backward."""
+
+
+class ExecutionError(RuntimeError):
+    """An instruction failed; the message shows it among its neighbours in the rank's stream."""
+
+
+class OnRank(Protocol):
+    """What a step is given by the rank that runs it: what lasts longer than the step. See `Executor`."""
+
+    rank: int
+    model: Model
+    transport: Transport
+    weights: StageWeights
+    borrowed: BorrowedWeights
+    position: Position
+    keys_values: KeyValueStore
+
+
+class StepRun:
+    """One step of one plan. buffers: by number in the graph. receipts: of posted receives, by message."""
+
+    def __init__(self, executor: OnRank, plan: PlanOnRank, step: Step, record: bool):
+        self.executor, self.plan, self.step = executor, plan, step
+        self.transport, self.borrowed, self.graph = executor.transport, executor.borrowed, plan.graph
+        self.buffers: dict[int, Any] = {}
+        self.receipts: dict[int, Receipt] = {}
+        self.losses: list[LossSum] = []
+        self.recorder = Recorder(Clock(device())) if record else None
+        self._actions: dict[Action, Callable[[Instruction], None]] = {
+            Action.RECV: self._receive,
+            Action.WAIT: self._wait,
+            Action.RUN: self._run,
+            Action.SEND: self._send,
+            Action.REDUCE: self._reduce,
+            Action.FREE: self._free,
+        }
+        self._ops: dict[str, Callable[[Op, int], None]] = {
+            "F": self._forward,
+            "B": self._backward,
+            "I": self._input_backward,
+            "W": self._weight_backward,
+            "R": self._recompute,
+        }
+
+    def execute(self, places: range) -> None:
+        stream, actions, at = self.plan.stream, self._actions, self.executor.position.at
+        for index in places:
+            at(index)
+            instruction = stream[index]
+            try:
+                actions[instruction[0]](instruction)
+            except UserError:
+                raise
+            except Exception as error:
+                raise ExecutionError(f"{type(error).__name__}: {error}\n{self.plan.where(index)}") from error
+
+    def give_up(self) -> None:
+        """Forget a step after its opening, when all that was sent in it has come."""
+        for receipt in self.receipts.values():
+            receipt.wait()  # sent in the opening, for an op after it
+        self.transport.finish()
+
+    # ------------------------------------------------------------------------------------------------- instructions
+
+    def _receive(self, instruction: Instruction) -> None:
+        message = instruction.message
+        assert message is not None
+        if message.ships:
+            size, dtype = self.borrowed.payload(message)
+            shapes: tuple[torch.Size, ...] = (size,)
+        else:
+            shapes, dtype = self.plan.payload(message, self.executor.model, self.step)
+        self.receipts[message.number] = self.transport.receive(shapes, dtype, message.source, message.number)
+
+    def _wait(self, instruction: Instruction) -> None:
+        message = instruction.message
+        assert message is not None
+        if message.kind == "weights":  # its receipt stays: it may be passed on
+            self.borrowed.put(message, self.receipts[message.number].wait()[0])
+        else:
+            tensors = self.receipts.pop(message.number).wait()
+            if message.kind == "weight_gradients":
+                self.borrowed.add(message, tensors[0])
+            else:
+                self.buffers[self.graph.targets[message.number]] = tensors
+        if self.recorder is not None:
+            self.recorder.arrived(message)
+
+    def _send(self, instruction: Instruction) -> None:
+        message = instruction.message
+        assert message is not None
+        if self.recorder is not None:
+            self.recorder.sent(message)
+        if message.kind == "weights" and message.follows >= 0:
+            self.transport.pass_on(self.receipts[message.follows], message.target, message.number)
+            return
+        since = None
+        if message.kind == "weights":
+            tensors: tuple[Tensor, ...] = (self.borrowed.pack(message.producer.stage),)
+        elif message.kind == "weight_gradients":
+            tensors = (self.borrowed.take_sum(message),)
+        else:
+            tensors, since = self.buffers.pop(self.graph.sources[message.number])
+        self.transport.send(tensors, message.target, message.number, since)
+
+    def _reduce(self, instruction: Instruction) -> None:
+        collective = instruction.collective
+        assert collective is not None
+        self.executor.weights.sum_replicas(self.plan.program.stages[collective.stage].pieces)
+
+    def _free(self, instruction: Instruction) -> None:
+        if instruction.message is not None:
+            self.borrowed.drop(instruction.message)
+            del self.receipts[instruction.message.number]
+        else:
+            for number in self.graph.frees[instruction.task]:
+                self.buffers.pop(number, None)
+
+    def _run(self, instruction: Instruction) -> None:
+        op, recorder = instruction.op, self.recorder
+        assert op is not None
+        start = recorder.mark() if recorder is not None else None
+        weights, pieces = self.executor.weights, self.plan.program.stages[op.stage].pieces
+        borrowed = op.stage in self.borrowed.stages
+        if borrowed:
+            self.borrowed.prepare(op)
+        else:
+            weights.gather(pieces)
+        if torch._C._autograd._profiler_enabled():  # a range costs more than the rest of this
+            with torch.autograd.profiler.record_function(f"PP:{op}"):
+                self._ops[op.kind](op, instruction.task)
+        else:
+            self._ops[op.kind](op, instruction.task)
+        if not borrowed:
+            weights.release(pieces)
+        if recorder is not None:
+            recorder.ran(op, start)
+        if op in self.plan.last:
+            weights.complete(pieces)
+
+    # ---------------------------------------------------------------------------------------------------------- ops
+
+    def _forward(self, op: Op, task: int) -> None:
+        plan, graph = self.plan, self.graph
+        state = self.buffers.pop(graph.takes[task], ())
+        if plan.program.forward_only:
+            outputs = self._run_pieces(op, plan.program.stages[op.stage].pieces, state)
+            if (keys_values := self._keys_values(op)) is not None:
+                keys_values.release()
+            self._give(op, task, outputs)
+            return
+        graphs = []
+        for segment in plan.segments(op.unit):
+            inputs = leaves(state)
+            if segment.recomputed:
+                with torch.no_grad():
+                    outputs = self._run_pieces(op, segment.pieces, inputs)
+                graphs.append(SegmentGraph(segment, inputs, None))
+            else:
+                outputs = self._run_pieces(op, segment.pieces, inputs)
+                graphs.append(SegmentGraph(segment, inputs, roots(inputs, outputs)))
+            state = outputs
+        self._give(op, task, outputs)
+        for each in graphs:
+            release_inputs(each)
+        self.buffers[graph.saved[task]] = graphs
+
+    def _give(self, op: Op, task: int, outputs: tuple[Tensor, ...]) -> None:
+        """What F has made: the loss sum of the last stage, or what crosses the cut."""
+        if op.stage == self.plan.last_stage:
+            self.losses.append(LossSum(op.microbatch, op.chunk, outputs[0].detach()))
+        else:
+            self._deliver(task, tuple(tensor.detach() for tensor in outputs))
+
+    def _backward(self, op: Op, task: int) -> None:
+        """Segment by segment from the last; one that is recomputed and has had no R is recomputed first."""
+        graphs: list[SegmentGraph] = self.buffers[self.graph.saved[task]]
+        if op.stage == self.plan.last_stage:
+            gradients: tuple[Tensor, ...] = (self.step.root_gradient(op.microbatch),)
+        else:
+            gradients = self.buffers.pop(self.graph.takes[task])
+        while graphs:
+            graph = graphs.pop()
+            if graph.segment.inputs_again and graphs[-1].roots is None:
+                self._recompute_segment(op, graphs[-1], graph)
+            if graph.roots is None:
+                self._recompute_segment(op, graph)
+            gradients = self._through(op, graph, gradients)
+        if op.stage > 0:
+            self._deliver(task, gradients)
+
+    def _through(self, op: Op, graph: SegmentGraph, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """From the gradients of a segment's outputs to those of its inputs."""
+        assert graph.roots is not None
+        keys_values = self._keys_values(op)
+        layers = [p.layer for p in graph.segment.pieces if p.kind == "attn"] if keys_values is not None else []
+        own, later = keys_values.roots(layers) if keys_values is not None else ((), ())
+        edges: list[Any] = [*own]
+        given, passed = [*later], {}
+        for root, gradient_in in zip(graph.roots, gradients, strict=True):
+            if isinstance(root, int):
+                passed[root] = gradient_in
+            else:
+                edges.append(root)
+                given.append(gradient_in)
+        _run_backward(tuple(edges), tuple(given), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        if keys_values is not None:
+            keys_values.finish(layers)
+        return tuple(gradient(tensor, passed.get(index)) for index, tensor in enumerate(graph.inputs))
+
+    def _input_backward(self, op: Op, task: int) -> None:
+        """B without the weight gradients of linear layers, which wait for W with what they need."""
+        with self._model(op).weight_gradients().keep(op.unit):
+            self._backward(op, task)
+        del self.buffers[self.graph.saved[task]]
+
+    def _weight_backward(self, op: Op, task: int) -> None:
+        self._model(op).weight_gradients().compute(op.unit)
+
+    def _recompute(self, op: Op, task: int) -> None:
+        """What the unit recomputes, now with its graph; the random state depends on the unit, so dropout repeats."""
+        graphs: list[SegmentGraph] = self.buffers[self.graph.saved[task]]
+        for graph, following in zip(graphs, (*graphs[1:], None), strict=True):
+            if graph.roots is None:
+                self._recompute_segment(op, graph, following)
+
+    def _recompute_segment(self, op: Op, graph: SegmentGraph, following: SegmentGraph | None = None) -> None:
+        """Run a segment's forward again, now with its graph, and fill the inputs of the one after it, if that waits
+        for them."""
+        outputs = self._run_pieces(op, graph.segment.pieces, graph.inputs)
+        graph.roots = roots(graph.inputs, outputs)
+        if following is not None and following.segment.inputs_again:
+            fill_inputs(following.inputs, outputs)
+
+    # ------------------------------------------------------------------------------------------------------ details
+
+    def _run_pieces(self, op: Op, pieces: tuple[Piece, ...], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        step = self.step
+        part = self.plan.slice(op, step.seq_length)
+        context = UnitContext(
+            step=step.iteration,
+            microbatch=step.microbatch_number(op.microbatch),
+            chunk=op.chunk,
+            offset=part.start,
+            length=part.length,
+            training=step.training,
+            keys_values=self._keys_values(op),
+        )
+        return self._model(op).run(pieces, inputs, step.batch(op.microbatch), context)
+
+    def _deliver(self, task: int, tensors: tuple[Tensor, ...]) -> None:
+        number = self.graph.gives[task]
+        leaves_rank = number in self.plan.leaving
+        self.buffers[number] = (tensors, self.transport.mark()) if leaves_rank else tensors
+
+    def _model(self, op: Op) -> Model:
+        """What holds the weights of the op's stage here."""
+        return cast(Model, self.borrowed.shell) if op.stage in self.borrowed.stages else self.executor.model
+
+    def _keys_values(self, op: Op) -> UnitKeyValues | None:
+        """Of the op's document, where that runs in several chunks."""
+        seq_length = self.step.seq_length
+        part = self.plan.slice(op, seq_length)
+        length = self.plan.document_length(part, seq_length)
+        if length is None:
+            return None
+        return self.executor.keys_values.unit(part.document, part.start, part.length, length)

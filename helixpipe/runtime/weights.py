@@ -1,0 +1,99 @@
+"""Weights behind one interface: who holds them, brings them to an op, and sums their gradients.
+
+The executor, the weights that travel and the training loops talk to a `StageWeights` or a `WeightStore`, and know
+nothing of how weights are kept: whole on their rank, as megatron-core's DDP has them
+(`megatron.training.step.weights`), or in shards that are gathered around an op. A stage is named by its pieces, which
+mean the same under every program.
+
+During a step, on every rank, in the order of its instructions:
+
+    zero_gradients                    the loop, before the first backward
+      gather, op, release             the executor, around each op of a stage whose weights are here
+      complete                        the executor, after the last backward of a stage here
+      sum_replicas                    the executor, where the one order of tasks has the sum over a stage's replicas
+    reduce                            the loop, after the last op: what has not been started, and waits for all
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from helixpipe.program.stages import Piece
+
+
+class StageWeights(Protocol):
+    """What the executor asks of the weights of this rank's own stages; it never asks for borrowed ones."""
+
+    def gather(self, pieces: Sequence[Piece]) -> None:
+        """Before an op: have the weights of these pieces whole, and what their gradients are added to."""
+        ...
+
+    def release(self, pieces: Sequence[Piece]) -> None:
+        """After that op. What it saved for its backward must be right when the backward comes, which gathers again."""
+        ...
+
+    def complete(self, pieces: Sequence[Piece]) -> None:
+        """The last backward of a stage has run here: nothing of this step will add to its gradients any more.
+
+        A collective may start among ranks that run the same stream, as data-parallel ranks do; not among pipeline
+        ranks, which complete stages in different orders (`sum_replicas` is for those). Not told of stages whose
+        gradients other ranks send (shipped, ring), or that no op ran here.
+        """
+        ...
+
+    def sum_replicas(self, pieces: Sequence[Piece]) -> None:
+        """Start, and do not wait for, the sum of the gradients of a replicated stage's weights over the pipeline ranks
+        that hold it: all of them call this, at the same place of the one order, after the stage's last backward on any.
+
+        A weight that several stages use, as embedding and head may, is summed with the last of them.
+        """
+        ...
+
+
+class WeightStore(StageWeights, Protocol):
+    """What a training loop asks of weights, besides their update (`megatron.training.step.update`)."""
+
+    def holders(self, pieces: Sequence[Piece]) -> tuple[int, ...]:
+        """The pipeline ranks that hold weights of one of these pieces."""
+        ...
+
+    def counts_here(self, weight: torch.nn.Parameter) -> bool:
+        """Whether this rank is the one that counts a weight, or its part of it, where the whole model's are counted:
+        in the norm of gradients, that of weights, and their number."""
+        ...
+
+    def count(self) -> tuple[int, int]:
+        """(weights on this rank, weights of the whole model); collective over a model copy."""
+        ...
+
+    def norm(self) -> float:
+        """L2 norm of the whole model's weights; collective over a model copy."""
+        ...
+
+    def zero_gradients(self) -> None: ...
+
+    def reduce(self, tokens: Tensor | None) -> None:
+        """Finish the step's gradients, for the update: sum over tensor-parallel ranks where each has a part, over
+        replicas and over data-parallel ranks. Collective over all ranks.
+
+        tokens: with per-token loss, the unmasked tokens of the whole batch over all data-parallel ranks, by which the
+        summed gradients are divided; else unused, since every microbatch's gradient was divided by its own tokens.
+        """
+        ...
+
+
+class WholeWeights:
+    """The `StageWeights` of weights that are always whole on their rank, and whose gradients are not summed before the
+    step's end."""
+
+    def gather(self, pieces: Sequence[Piece]) -> None: ...
+
+    def release(self, pieces: Sequence[Piece]) -> None: ...
+
+    def complete(self, pieces: Sequence[Piece]) -> None: ...
+
+    def sum_replicas(self, pieces: Sequence[Piece]) -> None: ...

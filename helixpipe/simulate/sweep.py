@@ -1,0 +1,160 @@
+"""Memory of a rank, from the lifetimes of its buffers: the one derivation of who holds what when. No torch here.
+
+A buffer lives from the instruction that makes it to the one after which nobody needs it, in the order of the rank's
+stream. While an op runs:
+
+- the activation that F takes in is from then on part of what F saves;
+- what F saves, what is recomputed, keys and values and sums of weight gradients are there from its start, beside its
+  workspace;
+- what I leaves to W grows as what was saved for I goes;
+- the activation or gradient that an op gives is there when it has ended, and by then the gradient that it took in is
+  gone, and with it what was recomputed inside, and keys and values that have had their last op;
+- what B saved goes when the op has returned (FREE).
+
+A message is received into memory that is taken at its RECV, and what is sent is gone at its SEND.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from helixpipe.lowering.bound import BoundCosts
+from helixpipe.lowering.graph import Graph
+from helixpipe.lowering.project import Action, LoweredProgram
+from helixpipe.program.tasks import Buffer
+
+CATEGORIES = ("activations", "messages", "workspace", "weights", "gradients")
+ACTIVATIONS, MESSAGES, WORKSPACE, WEIGHTS, GRADIENTS = range(len(CATEGORIES))
+
+CATEGORY_OF = MappingProxyType(
+    {
+        "activation": MESSAGES,
+        "gradient": MESSAGES,
+        "saved": ACTIVATIONS,
+        "recomputed": ACTIVATIONS,
+        "deferred": ACTIVATIONS,
+        "keys_values": ACTIVATIONS,
+        "kv_gradients": ACTIVATIONS,
+        "weights": WEIGHTS,
+        "weight_gradients": GRADIENTS,
+    }
+)
+GIVEN = frozenset({"activation", "gradient", "deferred"})
+"""What an op makes and others take: there when it has ended."""
+TAKEN = frozenset({"gradient", "keys_values", "kv_gradients"})
+"""What is gone when the last op that takes it has ended."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most memory of a rank, in the costs' unit, weights and optimizer of its own not included.
+
+    activations: the most that units, keys and values keep at any time. most: what there is of each of `CATEGORIES` when
+    all together are most.
+    """
+
+    activations: float
+    most: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.most.values())
+
+
+def sweep(lowered: LoweredProgram, costs: BoundCosts, rank: int) -> Peak:
+    """Go through one rank's instructions."""
+    state, frees = _Sweep(lowered.graph, costs, rank), lowered.graph.frees
+    run, wait = Action.RUN, Action.WAIT
+    for action, op, message, _, task in lowered.streams[rank]:
+        if action is run:
+            state.run(task)
+        elif message is not None:
+            if action is not wait or message.ships:  # what is waited for has its place since its RECV
+                state.transfer(action, message.kind, message.number, task)
+        elif op is not None:
+            for number in frees[task]:
+                state.free(number)
+    return Peak(state.activations, dict(zip(CATEGORIES, state.most, strict=True)))
+
+
+class _Sweep:
+    """now: of each category. alive: category and size of each buffer that is there. activations, most: see `Peak`."""
+
+    def __init__(self, graph: Graph, costs: BoundCosts, rank: int):
+        self.graph, self.size, self.rank = graph, costs.size, rank
+        self.now = [0.0] * len(CATEGORIES)
+        self.alive: dict[int, tuple[int, float]] = {}
+        self.activations, self.most, self._total = 0.0, list(self.now), 0.0
+
+    def run(self, task: int) -> None:
+        graph, buffers = self.graph, self.graph.buffers
+        kind, stage, microbatch, chunk = graph.ops[task]
+        given, frees = [], graph.frees[task]
+        if kind == "F":
+            self.free(graph.takes[task])
+        for number in graph.writes[task]:
+            if buffers[number].kind in GIVEN:
+                given.append(number)
+            else:
+                self.take(number)
+        self.now[WORKSPACE] = self.size(Buffer("workspace", self.rank, stage, microbatch, chunk))
+        self.check()
+        if kind == "I":
+            self._leave_to_w(frees, given)
+        self.now[WORKSPACE] = 0.0
+        inside = task in graph.recomputes
+        for number in frees:
+            what = buffers[number].kind
+            if what in TAKEN or (inside and what == "recomputed"):
+                self.free(number)
+        for number in given:
+            self.take(number)
+        self.check()
+
+    def _leave_to_w(self, frees: Iterable[int], given: list[int]) -> None:
+        """What I leaves to W takes the place of what was saved."""
+        buffers = self.graph.buffers
+        for number in frees:
+            if buffers[number].kind in ("saved", "recomputed"):
+                self.free(number)
+        for number in [number for number in given if buffers[number].kind == "deferred"]:
+            given.remove(number)
+            self.take(number)
+        self.check()
+
+    def transfer(self, action: Action, kind: str, number: int, task: int) -> None:
+        graph = self.graph
+        if action is Action.RECV:
+            self.take(graph.targets[number], MESSAGES)
+        elif action is Action.SEND:
+            for each in graph.frees[task]:
+                self.free(each)
+        elif action is Action.FREE or (action is Action.WAIT and kind == "weight_gradients"):
+            self.free(graph.targets[number])
+        elif action is Action.WAIT and kind == "weights":
+            self.free(graph.targets[number])
+            self.take(graph.targets[number])
+
+    def take(self, number: int, category: int = -1) -> None:
+        buffer = self.graph.buffers[number]
+        if category < 0:
+            category = CATEGORY_OF[buffer.kind]
+        size = self.size(buffer)
+        self.alive[number] = category, size
+        self.now[category] += size
+
+    def free(self, number: int) -> None:
+        """Of a buffer that is there; nothing for any other."""
+        if number in self.alive:
+            category, size = self.alive.pop(number)
+            self.now[category] -= size
+
+    def check(self) -> None:
+        now = self.now
+        if now[ACTIVATIONS] > self.activations:
+            self.activations = now[ACTIVATIONS]
+        total = sum(now)
+        if total > self._total:
+            self._total, self.most = total, list(now)

@@ -1,0 +1,71 @@
+"""Costs bound to a program: work, payloads and contents of its ops, messages and buffers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from helixpipe.costs.by_hand import PieceTimes
+from helixpipe.costs.hardware import HARDWARE
+from helixpipe.costs.model_costs import ModelCosts
+from helixpipe.costs.models import MODELS, Layout
+from helixpipe.lowering.bound import BoundCosts
+from helixpipe.program.costs import Work
+from helixpipe.program.program import Op, Program, Unit
+from helixpipe.program.stages import Activations, Piece, even_stages
+from helixpipe.program.tasks import Buffer
+from helixpipe.program.workload import Extent, Slice, Workload, uniform
+from schedules import Shape, build
+
+MODEL = ModelCosts(MODELS["llama2-7b"], HARDWARE["h100"], Layout(), 4096, fp32_kv_gradients=True)
+
+
+def test_what_one_unit_recomputes() -> None:
+    """One unit alone recomputes its MLP, inside its backward or in an R before it."""
+    program = build("1f1b", Shape(2, 2, 2))
+    program = replace(program, activations={Unit(0, 1, 0): Activations(((Piece("mlp", 0),),))})
+    bound = BoundCosts(program, PieceTimes({"mlp": 5.0, "attn": 1.0}))
+    assert [bound.op_time(Op("B", 0, microbatch)) for microbatch in (0, 1)] == [12, 12 + 5]
+    assert [bound.recompute_time(Op("B", 0, microbatch)) for microbatch in (0, 1)] == [0, 5]
+    recomputed = Buffer("recomputed", 0, 0, 1, 0)
+    assert bound.size(recomputed) == 9 / 16 and bound.size(recomputed._replace(microbatch=0)) == 0
+    assert bound.size(Buffer("saved", 0, 0, 1, 0)) == bound.size(Buffer("saved", 0, 0, 0, 0)) - 9 / 16
+    rows = ((*program.ranks[0][:-1], Op("R", 0, 1), program.ranks[0][-1]), program.ranks[1])
+    explicit = BoundCosts(replace(program, ranks=rows), bound.costs)
+    assert explicit.op_time(Op("B", 0, 1)) == 12 and explicit.op_time(Op("R", 0, 1)) == 5
+    contents = explicit.contents(recomputed)
+    assert contents is not None and not contents.in_backward
+
+
+def test_where_an_op_receives_and_sends() -> None:
+    stages = even_stages(3, 3)
+    program = Program("three", stages, ((Op("F", 0, 0), Op("F", 1, 0)), (Op("F", 2, 0),)), uniform(1))
+    bound = BoundCosts(program, PieceTimes())
+    ends = {kind: [bound.work(Op(kind, stage, 0))[-2:] for stage in range(3)] for kind in "FBIW"}
+    after = stages[2].pieces[0]
+    assert ends["F"] == [(None, None), (None, after), (after, None)]
+    assert ends["B"] == ends["I"] == [(None, None), (after, None), (None, after)]
+    assert ends["W"] == [(None, None)] * 3
+
+
+@pytest.mark.parametrize(("cuts", "whole", "before_last"), [((3072, 1024), 4096, 3072), ((4096,), 0, 0)])
+def test_keys_and_values_of_a_document(cuts: tuple[int, ...], whole: int, before_last: int) -> None:
+    stages = even_stages(2, 1)
+    bound = BoundCosts(Program("one", stages, ((),), uniform(2, len(cuts), cuts)), MODEL)
+    token = 2 * 2 * 4096  # keys and values of two layers
+    assert bound.size(Buffer("keys_values", 0, 0, 1)) == token * whole * 2
+    assert bound.size(Buffer("kv_gradients", 0, 0, 1)) == token * before_last * 4
+
+
+def test_attention_does_not_look_at_other_documents() -> None:
+    """Of two documents side by side half the attention of one as long as both; all else is the same."""
+    chunks = (((Slice(0, 0, 2048), Slice(1, 0, 2048)),), ((Slice(2, 0, 4096),),))
+    bound = BoundCosts(Program("packed", even_stages(1, 1), ((),), Workload(chunks)), PieceTimes({"attn": 4.0}))
+    assert [bound.op_time(Op("F", 0, microbatch)) for microbatch in (0, 1)] == [2, 4]
+    attention = (Piece("attn", 0),)
+    halves, whole = ((Extent(2048, 0),) * 2, (Extent(4096, 0),))
+    times = [MODEL.op_time(Work("F", attention, extents, 4096)) for extents in (halves, whole)]
+    assert times[1] == pytest.approx(2 * times[0])
+    mlp = [MODEL.op_time(Work("F", (Piece("mlp", 0),), extents, 4096)) for extents in (halves, whole)]
+    assert mlp[0] == mlp[1] > 0

@@ -1,0 +1,172 @@
+"""`helixpipe profile`, and its file given to other commands."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from helixpipe.cli import profile as cli_profile
+from helixpipe.costs.models import Layout
+from helixpipe.costs.profile_costs import Profile
+from helixpipe.program.stages import PIECE_KINDS
+from schedules import command as cli
+from tests.profile.test_profile import OWN
+
+# ------------------------------------------------------------------------------------------------------- command line
+
+
+def refused(capsys: pytest.CaptureFixture[str], command: str) -> str:
+    assert cli.main(command.split()) == cli.USER_ERROR
+    output = capsys.readouterr()
+    assert output.out == ""
+    return output.err
+
+
+def test_simulate_takes_the_file(capsys: pytest.CaptureFixture[str], saved: str) -> None:
+    assert cli.main(f"simulate gpipe -p 2 -m 2 --profile {saved} --json".split()) == 0
+    result = json.loads(capsys.readouterr().out)
+    first, last, message = 62.5, 94.0, 4.596  # forward of rank 0 and 1 without overhead
+    assert result["layers"] == 4
+    # rank 1 starts after rank 0's first forward, runs 2 F and 2 B, and rank 0 ends with the second B
+    expected = first + 0.25 + message + 2 * (last + 0.25) + 2 * (2 * last + 0.75) + message + 2 * first + 0.75
+    assert result["makespan"] == pytest.approx(expected)
+    assert (result["unit"], result["peak_activation_unit"]) == ("s", "bytes")
+    assert result["profile"] == {
+        "file": saved, "model": "own", "seq_length": 16, "micro_batch_size": 2, "dtype": "float32"
+    }  # fmt: skip
+    assert cli.main(f"simulate gpipe -p 2 -m 2 -L 8 --profile {saved} --json".split()) == 0
+    assert json.loads(capsys.readouterr().out)["layers"] == 8
+
+
+def test_chunks_share_the_sequence_of_the_file(capsys: pytest.CaptureFixture[str], saved: str) -> None:
+    flags = f"simulate seq1f1b -p 2 -m 2 -k 2 --chunk-alignment 1 --profile {saved} --json"
+    assert cli.main(flags.split()) == 0
+    assert json.loads(capsys.readouterr().out)["chunk_lengths"] == [8, 8]  # attention is too little to matter
+
+
+def test_simulate_prints_seconds_bytes_and_where_they_come_from(capsys: pytest.CaptureFixture[str], saved: str) -> None:
+    assert cli.main(f"simulate zb1p -p 2 -m 4 --profile {saved}".split()) == 0
+    text = capsys.readouterr().out
+    for part in (
+        "measured on a processor, processes at once 2, threads 1, torch 2.0",
+        "Simulated from measured pieces:",
+        "tokens a second",
+        "kept for backward   weights, gradients, Adam   (MiB)",
+    ):
+        assert part in text
+    assert re.search(r"step time +\S+ ms  forward and backward", text)
+
+
+def test_draw_takes_the_file(capsys: pytest.CaptureFixture[str], saved: str, tmp_path: Path) -> None:
+    output = tmp_path / "steps.json"
+    assert cli.main(f"draw 1f1b gpipe -p 2 -m 2 --profile {saved} -o {output}".split()) == 0
+    assert output.exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--model llama2-7b", "--model"),
+        ("--seq-length 32", "--seq-length"),
+        ("--piece-times mlp=1", "--piece-times"),
+        ("--backward-ratio 3", "--backward-ratio"),
+        ("--message-time 1", "--message-time"),
+        ("--disable-sequence-parallel", "--disable-sequence-parallel"),
+    ],
+)
+@pytest.mark.parametrize("command", ["simulate", "draw"])
+def test_other_costs_beside_a_profile_are_refused(
+    capsys: pytest.CaptureFixture[str], saved: str, command: str, flags: str, named: str
+) -> None:
+    sentence = f"helixpipe: {named} cannot be given beside --profile, whose file has a model and its costs.\n"
+    assert refused(capsys, f"{command} 1f1b --profile {saved} {flags}") == sentence
+
+
+@pytest.mark.parametrize("beside", ["", "--model llama2-7b"])
+def test_memory_takes_no_profile(capsys: pytest.CaptureFixture[str], saved: str, beside: str) -> None:
+    assert "memory takes --model and not --profile; simulate" in refused(
+        capsys, f"memory 1f1b --profile {saved} {beside}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("", "profile needs --model, or else --num-layers, --hidden-size, .*; --num-layers is missing"),
+        (OWN.replace("--seq-length 16", ""), "; --seq-length is missing"),
+        ("--model llama", "--model llama is unknown: did you mean llama"),
+        (f"{OWN} --num-query-groups 3", "--num-query-groups 3 must divide --num-attention-heads 4"),
+        ("--model llama2-7b --hidden-size 100", "--hidden-size 100 must be a multiple of --num-attention-heads 32"),
+        (f"{OWN} --hidden-size 36 --position-embedding-type rope", "rope needs an even .*, not 9"),
+        (f"{OWN} --repeats 0", "--repeats must be at least 1, not 0"),
+        (f"{OWN} --dtype float64", "--dtype: .*'float64'"),
+        (f"{OWN} --hidden 8", "unknown flag --hidden; did you mean --"),
+    ],
+)
+def test_wrong_flags_of_profile(capsys: pytest.CaptureFixture[str], flags: str, sentence: str) -> None:
+    assert re.search(sentence, refused(capsys, f"profile {flags}"))
+
+
+def test_flags_change_a_preset() -> None:
+    shape = cli_profile.model_shape(
+        cli_profile.ProfileOptions(
+            model="llama2-7b",
+            num_query_groups=8,
+            swiglu=False,
+            untie_embeddings_and_output_weights=False,
+            disable_bias_linear=True,
+            seq_length=128,
+        )
+    )
+    assert (shape.name, shape.hidden, shape.groups, shape.gated) == ("llama2-7b", 4096, 8, False)
+    assert (shape.tied, shape.bias, shape.seq_length) == (True, False, 128)
+
+
+def test_a_process_that_fails_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli_profile.sys, "executable", "/bin/false")
+    assert "a process that measures failed: exit code 1" in refused(capsys, f"profile {OWN}")
+
+
+@pytest.mark.parametrize(
+    ("style", "processes"),
+    [
+        ("", 2),
+        (
+            "--swiglu --normalization RMSNorm --position-embedding-type rope --dtype bfloat16 --processes 1 "
+            "--chunk-size 5",
+            1,
+        ),
+    ],
+)
+def test_a_tiny_model_from_end_to_end(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, style: str, processes: int
+) -> None:
+    path = tmp_path / "measured.json"
+    assert cli.main(f"profile {OWN} {style} --repeats 2 --output {path}".split()) == 0
+    output = capsys.readouterr()
+    assert output.err == ""
+    assert f"wrote {path}; next: helixpipe simulate 1f1b" in output.out
+    measured = Profile.load(path)
+    assert measured.layout == Layout(element_bytes=2 if style else 4, fused_kernels=False, mlp_chunk=5 if style else 0)
+    (times,) = measured.chunks
+    assert (times.tokens, times.earlier) == (16, 0)
+    for piece in PIECE_KINDS:
+        assert all(times.pieces[piece][kind] > 0 for kind in "FBI")
+        assert times.pieces[piece]["R"] == times.pieces[piece]["F"]
+    assert all(times.pieces[piece]["W"] > 0 for piece in ("qkv", "proj", "head"))
+    assert style or times.pieces["mlp"]["W"] > 0  # slices compute it in I
+    assert measured.messages.backend == "gloo" and measured.messages.bandwidth > 0
+    assert (measured.assumed["processes"], measured.assumed["threads"], measured.assumed["repeats"]) == (
+        processes,
+        1,
+        2,
+    )
+    assert measured.assumed["kernels"] == (
+        f"attention torch CPU, norm torch {measured.model.norm}, linear megatron-core, activation not fused, "
+        "transport gloo, gradients float32"
+    )
+    assert cli.main(f"simulate interleaved-1f1b -p 2 -m 4 -v 2 --profile {path} --json".split()) == 0
+    assert json.loads(capsys.readouterr().out)["makespan"] > 0

@@ -1,0 +1,163 @@
+"""A case of test_equality.py: a schedule, a model and a layout, and its program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any, cast
+
+import torch
+
+from helixpipe.model.device import device, prepare
+from helixpipe.program.workload import uniform
+
+prepare()  # before megatron-core is imported, whose notices it silences
+
+
+from helixpipe.costs.by_hand import PieceTimes, parse_piece_times, unit_costs
+from helixpipe.model import Microbatch
+from helixpipe.planning.early import place_early
+from helixpipe.planning.recompute import RecomputeOptions
+from helixpipe.program.program import Op, Program
+from helixpipe.program.stages import Piece, Stage, model_pieces
+from helixpipe.program.text import parse_rows
+from schedules import Shape, build
+from schedules.helix import HelixOptions
+from schedules.weipipe import WeipipeOptions
+from tests.model.common import (
+    BATCH,
+    SEQUENCE,
+    VOCABULARY,
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run. `layers` of the model; v: virtual stages; tied: whether head and embedding share their weight."""
+
+    schedule: str
+    pp: int
+    m: int
+    style: str
+    tp: int = 1
+    v: int | None = None
+    tied: bool = False
+    sequence_parallel: bool = False
+    layers: int = 4
+    dropout: float = 0.0
+    split: bool = False
+    """B as I and W, every W as late as the rank's order allows."""
+    recompute: RecomputeOptions = field(default_factory=RecomputeOptions)
+    lengths: tuple[int, ...] = ()
+    """Tokens of each chunk of a sequence; () for one chunk."""
+    cut_after: str = ""
+    """Cut the model over two ranks inside layer 2, after the piece of this kind."""
+    memory_limit: float | None = None
+    """In microbatch-layers, for schedules that choose by it what to recompute."""
+    folds: int = 0
+    """Of helix: microbatches of a slot."""
+    ship: str = "none"
+    """Of helix: the weights that travel with attention."""
+    spread: bool = True
+    """Of helix: heads on all ranks."""
+    mlp_chunk: int = 0
+    """Tokens of a slice of the MLP; 0: whole."""
+    weipipe: WeipipeOptions | None = None
+    """Of the WeiPipe family."""
+    late: bool = False
+    """Every message held back for a random time, so that they overtake each other."""
+    dtype: torch.dtype = torch.float64
+    """Of weights, hidden states and the reference."""
+
+    def __str__(self) -> str:
+        marks = (
+            [f"v{self.v}"] * (self.v is not None)
+            + ["sp"] * self.sequence_parallel
+            + ["dropout"] * (self.dropout > 0)
+            + ["split"] * self.split
+            + _recompute_marks(self.recompute)
+            + [f"cut-after-{self.cut_after}"] * bool(self.cut_after)
+            + [f"folds{self.folds}-L{self.layers}-ship-{self.ship}"] * bool(self.folds)
+            + ["one-head"] * (not self.spread)
+            + (["tied"] if self.tied else ["untied"]) * (self.tied != (self.style == "gpt"))
+            + ["chunks-" + "-".join(map(str, self.lengths))] * bool(self.lengths)
+            + [f"mlp-slices-{self.mlp_chunk}"] * bool(self.mlp_chunk)
+            + [f"L{self.layers}-limit-{self.memory_limit}"] * (self.memory_limit is not None)
+            + _weipipe_marks(self.schedule, self.layers, self.weipipe or WeipipeOptions())
+            + ["late"] * self.late
+            + [str(self.dtype).removeprefix("torch.")] * (self.dtype is not torch.float64)
+        )
+        return "-".join([self.schedule, self.style, f"p{self.pp}", f"tp{self.tp}", f"m{self.m}", *marks])
+
+    def alone(self) -> Case:
+        """The run on one rank that this one is compared with, of all that the comparison depends on."""
+        alone = Case("none", 1, self.m, self.style, tied=self.tied, layers=self.layers, dtype=self.dtype)
+        if not self.dropout:
+            return alone
+        schedule = "seq1f1b" if self.lengths else "none"
+        return replace(alone, schedule=schedule, dropout=self.dropout, lengths=self.lengths)
+
+    @cache  # noqa: B019 (cases are as old as the process)
+    def program(self) -> Program:
+        costs = PieceTimes(parse_piece_times("qkv=1,attn=3,mlp=2")) if self.memory_limit is not None else None
+        chunks, lengths = max(len(self.lengths), 1), self.lengths or None
+        shape = Shape(self.pp, self.m, self.layers, chunks, self.v, lengths, costs, memory_limit=self.memory_limit)
+        if self.schedule == "shared middle":
+            return shared_middle(self.split)
+        options: Any = self.weipipe
+        if self.schedule == "helix":
+            options = HelixOptions(self.folds, cast(Any, self.ship), False, helix_spread_head=self.spread)
+        program = build(self.schedule, shape, options)
+        if self.cut_after:
+            chain = model_pieces(self.layers)
+            cut = chain.index(Piece(self.cut_after, 2)) + 1
+            program = replace(program, stages=(Stage(chain[:cut]), Stage(chain[cut:])))
+        if self.split:
+            program = replace(program, ranks=tuple(_split(ops) for ops in program.ranks))
+        if self.recompute.granularity is not None:
+            program = replace(program, stages=self.recompute.stages(program.stages))
+        return place_early(program, unit_costs()) if self.recompute.recompute_early else program
+
+
+def shared_middle(split: bool) -> Program:
+    """Rank 0 runs the ends; the middle stage of two microbatches on rank 0, of two on rank 1. split: as in `Case`."""
+    chain = model_pieces(3)
+    stages = (Stage(chain[:6]), Stage(chain[6:11], "replicated"), Stage(chain[11:]))
+    first = "0F0,0F1,0F2,0F3,1F0,1F1,2F0,2B0,2F1,2B1,2F2,2B2,2F3,2B3,1B0,1B1,0B0,0B1,0B2,0B3"
+    ranks = parse_rows([first.split(","), ["1F2", "1F3", "1B2", "1B3"]])
+    return Program("shared middle", stages, tuple(map(_split, ranks)) if split else ranks, uniform(4))
+
+
+def _recompute_marks(options: RecomputeOptions) -> list[str]:
+    marks = (options.granularity, options.recompute_method, options.recompute_num_layers, options.recompute_modules)
+    return [str(mark) for mark in marks if mark] + ["inside"] * (not options.recompute_early)
+
+
+def _weipipe_marks(schedule: str, layers: int, options: WeipipeOptions) -> list[str]:
+    if not schedule.startswith(("weipipe", "wzb")):
+        return []
+    turns = ["turn-by-turn"] * (not options.weipipe_eager)
+    slots = [f"slots{options.weipipe_slots}"] * (options.weipipe_slots != WeipipeOptions().weipipe_slots)
+    return [f"L{layers}", *turns, *slots, *["bf16-gradients"] * (options.weipipe_grad_dtype == "bf16")]
+
+
+def _split(ops: tuple[Op, ...]) -> tuple[Op, ...]:
+    """I where B was; the W of all but every third unit at the end, in another order than their I's."""
+    now, late = [], []
+    for op in ops:
+        now.append(op._replace(kind="I") if op.kind == "B" else op)
+        if op.kind == "B":
+            (now if op.microbatch % 3 == 2 else late).append(op._replace(kind="W"))
+    return (*now, *reversed(late))
+
+
+def microbatches(count: int) -> list[Microbatch]:
+    generator = torch.Generator().manual_seed(11)
+    return [
+        Microbatch(
+            torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=generator).to(device()),
+            torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=generator).to(device()),
+            torch.randint(0, 2, (BATCH, SEQUENCE), generator=generator).float().to(device()),
+        )
+        for _ in range(count)
+    ]

@@ -1,0 +1,77 @@
+"""Weights behind one interface: in shards they give the same gradients as whole. And which weights are replicas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from helixpipe.planning.recompute import RecomputeOptions
+from helixpipe.program.program import Piece
+from helixpipe.runtime.replicas import replica_groups, replicated_weights
+from tests.distributed import run_ranks
+from tests.runtime.equality import Case
+from tests.runtime.sharded import run_sharded
+
+CASES = [
+    Case("weipipe", 2, 4, "gpt", tied=True),
+    Case("zb1p", 2, 3, "llama", recompute=RecomputeOptions("without-attention")),
+    Case("helix", 2, 4, "llama", folds=1, ship="qkv"),
+]
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[Case, list[dict[str, Any]]]:
+    """By case, of every rank."""
+    by_rank = run_ranks(run_sharded, 4, CASES)
+    return {case: [found[index] for found in by_rank] for index, case in enumerate(CASES)}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_sharded_weights_give_the_same_gradients(case: Case, results: dict[Case, list[dict[str, Any]]]) -> None:
+    """To the bit, and after an update again: weights that travel leave their owner whole, and gradients come back to
+    it."""
+    for found in results[case]:
+        assert found["differing"] == []
+        assert all(whole == sharded for whole, sharded in found["losses"])
+    first, second, _ = zip(*(found["losses"] for found in results[case]), strict=True)
+    assert first != second, "the update matters"
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_stage_is_complete_once_after_its_last_backward(
+    case: Case, results: dict[Case, list[dict[str, Any]]]
+) -> None:
+    """But for those that travel. Nothing came after it, as the store has asserted."""
+    program = case.program()
+    for found in results[case]:
+        ops = [op for op in program.ranks[found["rank"]] if op.kind in "BW" and program.stages[op.stage].owner is None]
+        order = dict.fromkeys(op.stage for op in reversed(ops))
+        assert found["completed"] == [program.stages[stage].pieces for stage in reversed(order)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_replicated_stages_are_summed_once_in_one_order(case: Case, results: dict[Case, list[dict[str, Any]]]) -> None:
+    replicated = [stage.pieces for stage in case.program().stages if stage.placement == "replicated"]
+    assert sorted(results[case][0]["summed"]) == sorted(replicated)
+    assert all(found["summed"] == results[case][0]["summed"] for found in results[case])
+
+
+class Tied:
+    share_embeddings_and_output_weights = True
+
+    def replicated_parameters(self) -> dict[str, torch.nn.Parameter]:
+        names = ("embedding.word_embeddings.weight", "embedding.position_embeddings.weight")
+        return {name: torch.nn.Parameter(torch.zeros(1)) for name in names}
+
+
+def test_a_tied_weight_is_held_where_the_head_is() -> None:
+    """And no other weight of the embedding."""
+    embed, head, core = Piece("embed"), Piece("head"), Piece("attn", 0)
+    held = [{embed, core}, {embed, core}, {head, core}]
+    position, word = replicated_weights(Tied(), held)
+    assert (position.pieces, position.ranks) == ({embed}, (0, 1))
+    assert (word.pieces, word.ranks) == ({embed, head}, (0, 1, 2))
+    assert replica_groups(held, tied=True) == [(0, 1), (0, 1, 2)]
+    assert replica_groups(held, tied=False) == [(0, 1)]

@@ -1,0 +1,98 @@
+"""Flags of Megatron-LM and of papers' code that are read, ignored or refused; the dump of arguments."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+import pytest
+
+from helixpipe.common.errors import CheckpointError, UserError
+from megatron.training.arguments import (
+    build_parser,
+    format_arguments,
+    overlay_checkpoint_args,
+    parse_args,
+    print_arguments,
+)
+from megatron.training.config import compat, core
+from tests.training.helpers import config
+
+# --------------------------------------------------------------------------------------- flags of Megatron-LM, the dump
+
+
+def test_ignored_flags_are_named_in_one_warning() -> None:
+    chosen = config("--no-masked-softmax-fusion --manual-gc-interval 5 --lr 0.5 --tp-comm-overlap")
+    assert chosen.training.lr == 0.5
+    assert len(chosen.warnings) == 1
+    for flag in ("--no-masked-softmax-fusion", "--manual-gc-interval", "--tp-comm-overlap"):
+        assert flag in chosen.warnings[0]
+
+
+@pytest.mark.parametrize(("flag", "values"), compat.NEUTRAL.items())
+def test_refused_flags_are_accepted_where_they_ask_for_nothing(flag: str, values: tuple[str, ...]) -> None:
+    assert flag in compat.REFUSED or flag in compat.LATER
+    for value in values:
+        assert config(f"{flag} {value}").warnings == ()
+
+
+def test_no_flag_is_in_two_tables_or_also_real() -> None:
+    tables = [set(compat.IGNORED), set(compat.LATER), set(compat.REFUSED), set(build_parser().option_strings())]
+    assert sum(map(len, tables)) == len(set.union(*tables))
+    families = {*compat.IGNORED_FAMILIES, *compat.REFUSED_FAMILIES}
+    assert [flag for flag in tables[3] if any(flag.startswith(prefix) for prefix in families)] == []
+
+
+def test_flags_of_helix_authors_are_other_names() -> None:
+    theirs = ["--attention-pipeline", "--num-fold", "3", "--transfer-weight", "--checkpoint-without-attn"]
+    ours = ["--pipeline-schedule", "helix", "--helix-folds", "3", "--helix-ship", "qkv"]
+    ours += ["--recompute-granularity", "without-attention"]
+    assert build_parser().parse(theirs) == build_parser().parse(ours)
+    two_ranks = "--pipeline-model-parallel-size 2 --global-batch-size 4"
+    own = config(f"--attention-pipeline --helix-ship none --num-fold 1 {two_ranks}", world=2)
+    assert own.schedule_options.helix_folds == 1
+    with pytest.raises(UserError, match=r"^--num-fold: 'two' is not a whole number\.$"):
+        config("--num-fold two")
+
+
+def test_reasons_read_as_the_end_of_a_sentence() -> None:
+    for table in (compat.IGNORED, compat.LATER, compat.REFUSED, compat.IGNORED_FAMILIES, compat.REFUSED_FAMILIES):
+        for flag, reason in table.items():
+            assert re.fullmatch(r"--[A-Za-z0-9_-]+", flag) and reason and not reason.endswith("."), flag
+
+
+def test_the_dump_is_megatrons(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = format_arguments(config("--bf16")).splitlines()
+    assert lines[0] == "------------------------ arguments ------------------------"
+    assert lines[-1] == "-------------------- end of arguments ---------------------"
+    assert all(re.fullmatch(r"  [A-Za-z0-9_]+ \.* .*", line) and line[51] == " " for line in lines[1:-1])
+    assert "  bf16 ............................................ True" in lines
+    assert [line.lower() for line in lines[1:-1]] == sorted(line.lower() for line in lines[1:-1])
+    print_arguments(config(rank=1, world=2))
+    assert capsys.readouterr().out == ""
+
+
+def test_model_shape_from_a_checkpoint() -> None:
+    saved = {**config("--num-layers 2 --swiglu --normalization RMSNorm").flat(), "lr": 5.0}
+
+    def load(checkpoint: object) -> dict[str, object]:
+        return saved
+
+    words = "--use-checkpoint-args --load x --micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --num-layers 9"
+    chosen = parse_args(words.split(), environ={}, load_checkpoint_args=load)
+    assert (chosen.model.num_layers, chosen.model.hidden_size, chosen.model.swiglu) == (2, 64, True)
+    assert (chosen.training.lr, chosen.data.vocab_size) == (1e-3, 100)
+    assert "no checkpoint" in overlay_checkpoint_args(config(), None).warnings[0]
+    with pytest.raises(CheckpointError, match="mixture of experts"):
+        overlay_checkpoint_args(config(), argparse.Namespace(num_experts=8))
+
+
+def test_the_end_of_a_null_tokenizers_documents_has_a_row() -> None:
+    """It is the number after those that --vocab-size counts."""
+    null = "--tokenizer-type NullTokenizer --make-vocab-size-divisible-by 512 --vocab-size"
+    assert core.gpt_options(config(f"{null} 511")).vocab_size == 512
+    assert (
+        core.gpt_options(config(f"{null} 512")).vocab_size
+        == core.gpt_options(config(f"{null} 512"), 513).vocab_size
+        == 1024
+    )

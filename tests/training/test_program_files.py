@@ -1,0 +1,59 @@
+"""Training on a program in a JSON file is training under the schedule it was written from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from helixpipe.common.errors import UserError
+from helixpipe.program.files import save_program
+from helixpipe.program.program import Program, Unit
+from helixpipe.program.stages import Activations
+from megatron.training.plan.programs import make_program
+from tests.distributed import run_ranks
+from tests.training.steps import Run, figures_of_runs
+
+SCHEDULES = ["helix", "seq1f1b --chunk-lengths 6,8,2 --recompute-granularity selective"]
+
+
+def program(flags: str) -> Program:
+    config = Run("llama", f"--pipeline-schedule {flags}", pp=2).config(0, 2)
+    return make_program(config, config.training.global_batch_size or 1)
+
+
+def test_the_losses_are_those_of_the_schedule(tmp_path: Path) -> None:
+    runs = []
+    for number, flags in enumerate(SCHEDULES):
+        path = tmp_path / f"{number}.json"
+        save_program(program(flags), path)
+        runs += [Run("llama", f"--pipeline-schedule {each}", pp=2) for each in (flags, path)]
+    for found in run_ranks(figures_of_runs, 2, runs):
+        for by_name, by_file in zip(found[::2], found[1::2], strict=True):
+            assert by_file == by_name
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--pipe-sp-splits 3", "says itself how long its chunks are, and it is not"),
+        ("--num-layers 8", "layers, but the run has 8."),
+        ("--recompute-granularity full", "says itself what is recomputed"),
+        ("--seq-length 32 --max-position-embeddings 32", "do not add up to the sequence's 32 tokens"),
+    ],
+)
+def test_flags_that_disagree_with_the_file(tmp_path: Path, flags: str, says: str) -> None:
+    path = tmp_path / "x.json"
+    save_program(program(SCHEDULES[1]), path)
+    with pytest.raises(UserError, match=says):
+        Run("llama", f"--pipeline-schedule {path} {flags}", pp=2).config(0, 2)
+
+
+def test_what_is_not_executed_yet_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    first = program("1f1b")
+    offloaded = Activations((), ((first.stages[0].pieces[1:2], 0.5),))
+    save_program(replace(first, activations={Unit(0, 0): offloaded}), path)
+    with pytest.raises(UserError, match=r"offloads activations, of the unit of 0F0: not executed yet\.$"):
+        Run("llama", f"--pipeline-schedule {path}", pp=2).config(0, 2)
