@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from helixpipe.costs.by_hand import PieceTimes
-from helixpipe.lowering import graph as graph_module
+from helixpipe.lowering import order as order_module
 from helixpipe.lowering.lower import lower
 from helixpipe.program.costs import Contents, Payload, Work
 from helixpipe.simulate.simulator import simulate
@@ -48,8 +48,8 @@ def test_work_grows_linearly_with_ops() -> None:
 
 def test_each_task_enters_the_queue_once(monkeypatch: pytest.MonkeyPatch) -> None:
     pushes: list[Any] = []
-    push = graph_module.heappush
-    monkeypatch.setattr(graph_module, "heappush", lambda heap, item: (pushes.append(item), push(heap, item)))
+    push = order_module.heappush
+    monkeypatch.setattr(order_module, "heappush", lambda heap, item: (pushes.append(item), push(heap, item)))
     lowered = lower(build("1f1b", Shape(8, 32, 8)))
     tasks = 8 * 32 * 2 + 7 * 32 * 2
     assert len(pushes) == len(lowered.order) == tasks
