@@ -33,9 +33,9 @@ class Piece(NamedTuple):
 class Segment(NamedTuple):
     """Consecutive pieces of a stage with one autograd graph.
 
-    recomputed: its activations, all but its inputs, are dropped after F and made again before the backward.
+    recomputed: its activations, all but its inputs, are dropped after F and recomputed before the backward.
     inputs_again: attention that is kept, after a recomputed run that makes its queries, keys and values: these are
-    dropped after F, too, and come back when that run is made again, which is then before attention's own backward.
+    dropped after F, too, and come back when that run is recomputed, which is then before attention's own backward.
     """
 
     pieces: tuple[Piece, ...]

@@ -86,11 +86,11 @@ class _Copy:
 
 def transfers(program: Program, turns: Sequence[Turn]) -> list[Transfer]:
     """Every message with weights or their gradients. turns: see the module's text."""
-    found = _shipped(program)
+    moved = _shipped(program)
     if any(stage.placement == "ring" for stage in program.stages):
-        found += _ring_weights(program, turns, len(found))
-        found += _ring_gradients(program, turns, len(found))
-    return found
+        moved += _ring_weights(program, turns, len(moved))
+        moved += _ring_gradients(program, turns, len(moved))
+    return moved
 
 
 def _shipped(program: Program) -> list[Transfer]:
