@@ -32,7 +32,7 @@ from helixpipe.costs.models import Layout, ModelShape
 from helixpipe.lowering.lower import lower
 from helixpipe.model import KeyValueStore, linear
 from helixpipe.profile.accounting import SavedBytes
-from helixpipe.runtime import executor
+from helixpipe.runtime import step_run
 from helixpipe.runtime.segments import SegmentGraph
 from helixpipe.simulate.memory import rank_memory
 from helixpipe.simulate.simulator import simulate
@@ -239,7 +239,7 @@ def peak_saved(engine: Engine) -> int:
         return made
 
     deferred = mock.patch.object(linear, "_Deferred", put_off)
-    graphs = mock.patch.object(executor, "SegmentGraph", graph)
+    graphs = mock.patch.object(step_run, "SegmentGraph", graph)
     engine.clear()
     with account, deferred, graphs, mock.patch.object(KeyValueStore, "make_gradients", make_and_count):
         engine.step()
