@@ -172,4 +172,4 @@ def test_every_instruction_can_be_described() -> None:
             for index in range(len(stream) + 1):
                 position.at(index)
                 state = describe(position.look(), Peers(pp_rank, (0, 1, 2, 3), (pp_rank,)), 1, 2)
-                assert state.doing.split()[0] in ("runs", "frees", "sends", "posts", "waits")
+                assert state.doing.split()[0] in ("runs", "frees", "sends", "posts", "waits", "starts")

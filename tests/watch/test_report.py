@@ -42,7 +42,7 @@ class Network:
         stream, at = self._lowered.streams[rank], self.instructions[rank]
         if at == len(stream):
             return False
-        action, _, message = stream[at]
+        action, _, message, *_ = stream[at]
         if message is not None and action is Action.WAIT and not self.arrived(message):
             return False
         if message is not None and action is Action.SEND:
