@@ -22,7 +22,8 @@ RETURN_SLACK = 4
 """Ops that an owner still runs, after returned weight gradients came on paper, before it waits for them.
 
 Nothing needs them before the step ends, and a neighbour that is a little late must not hold up its owner's compute.
-With each op more a buffer is held longer; two folds of helix need four."""
+With each op more a buffer is held longer; two folds of helix need four. Only for shipped stages: the sums of a ring
+stage are as large as all that its owner holds."""
 
 
 class Action(str, Enum):
@@ -153,7 +154,9 @@ class _Projection:
         self.streams[message.target].append(_instruction((_RECV, None, message, None, task)))
         if message.kind == "weight_gradients" and message.number not in self.joined:
             wait = self._instruction(Action.WAIT, message)
-            self.returned[message.target].append(_Arrival(self.times.end[task], self.return_slack, wait))
+            stage = self.graph.program.stages[message.producer.stage]
+            slack = self.return_slack if stage.placement == "shipped" else 0
+            self.returned[message.target].append(_Arrival(self.times.end[task], slack, wait))
         if before is not None and message.kind == "weights":
             self._use(before)
 

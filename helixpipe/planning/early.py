@@ -45,11 +45,13 @@ def place_early(program: Program, costs: Costs, limit: float | None = None) -> P
     makes is kept until its backward: a rank that would then keep more than `limit` (in the costs' unit, weights and
     optimizer included) keeps its R inside the backward, or in its place before it. Without a limit every R goes before
     its backward, and into earlier gaps as long as its rank keeps no more for it. One that is still right before
-    its backward, on a rank that makes the gradient itself, is left to the backward.
+    its backward, on a rank that makes the gradient itself, is left to the backward. Beside ring stages an R is one more
+    turn, so other messages may bring the weights: there the order stays as it was where that is faster.
     """
     if program.forward_only or not any(stage.recompute for stage in program.stages):
         return program
     explicit = {op.unit for ops in program.ranks for op in ops if op.kind == "R"}
+    given = program
     placed = replace(program, ranks=tuple(tuple(_with_r(program, ops, explicit)) for ops in program.ranks))
     program = _what_fits(program, placed, costs, inf if limit is None else limit)
     for _ in range(SWEEPS):
@@ -57,7 +59,13 @@ def place_early(program: Program, costs: Costs, limit: float | None = None) -> P
         if moved.ranks == program.ranks:
             break
         program = moved
-    return replace(program, ranks=tuple(_without_vain(ops, explicit) for ops in program.ranks))
+    program = replace(program, ranks=tuple(_without_vain(ops, explicit) for ops in program.ranks))
+    travelling = any(stage.placement == "ring" for stage in program.stages)
+    return given if travelling and _makespan(given, costs) < _makespan(program, costs) else program
+
+
+def _makespan(program: Program, costs: Costs) -> float:
+    return list_schedule(build_graph(program), *BoundCosts(program, costs).timers).makespan
 
 
 def _with_r(program: Program, ops: Sequence[Op], explicit: Container[Unit]) -> Iterator[Op]:
