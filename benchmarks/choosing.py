@@ -20,10 +20,10 @@ from typing import Any
 
 from helixpipe.cli.model import ModelOptions, Plan, make_plan
 from helixpipe.cli.model_report import report
+from helixpipe.common.collector import collector_paused
 from helixpipe.common.errors import UserError
 from helixpipe.costs.hardware import GIB
 from helixpipe.lowering.lower import lower
-from helixpipe.lowering.order import collector_paused
 from helixpipe.planning.chunk_lengths import chunk_counts
 from helixpipe.planning.chunk_options import ChunkOptions
 from helixpipe.planning.recompute import RecomputeOptions

@@ -22,12 +22,12 @@ from pathlib import Path
 
 from benchmarks.setup_list import BASELINES, GPUS, MARKS, OURS, PAPER, SHIPPED, SLICED, SPREAD, Setting, Setup
 from helixpipe.cli.model_report import report
+from helixpipe.common.collector import collector_paused
 from helixpipe.common.errors import ScheduleError
 from helixpipe.costs.hardware import GIB, HARDWARE, RESERVED_MEMORY
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.lower import lower
-from helixpipe.lowering.order import collector_paused
 from helixpipe.program.program import Program
 from helixpipe.simulate.simulator import Simulation, simulate
 from schedules import Shape, build

@@ -6,9 +6,9 @@ first ranks of 1F1B keep the most microbatches and so recompute the most; they g
 
 from __future__ import annotations
 
+from helixpipe.common.collector import collector_paused
 from helixpipe.common.errors import ScheduleError
 from helixpipe.costs.by_hand import PieceTimes
-from helixpipe.lowering.order import collector_paused
 from helixpipe.planning.adapipe import Search
 from helixpipe.planning.catalogue import NoOptions, Shape
 from helixpipe.program.program import Program

@@ -21,9 +21,9 @@ from types import MappingProxyType
 
 from helixpipe.cli import command_check, command_draw, command_list, command_memory, command_profile, command_simulate
 from helixpipe.cli.parser import parsers
+from helixpipe.common.collector import collector_paused
 from helixpipe.common.errors import UserError
 from helixpipe.common.flags import nearest_name, unknown_argument
-from helixpipe.lowering.order import collector_paused
 from helixpipe.planning.catalogue import Catalogue
 
 USER_ERROR, INTERRUPTED, PIPE_CLOSED = 2, 130, 141  # exit codes; the last two as a shell gives them

@@ -38,10 +38,11 @@ the one before it holds up ops too, which those two may need.
 
 from __future__ import annotations
 
+from helixpipe.common.collector import collector_paused
 from helixpipe.costs.by_hand import unit_costs
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.graph import Graph
-from helixpipe.lowering.order import collector_paused, list_schedule
+from helixpipe.lowering.order import list_schedule
 from helixpipe.lowering.project import LoweredProgram, project, receive_early
 from helixpipe.lowering.validate import check_ends, validate
 from helixpipe.program.costs import Costs

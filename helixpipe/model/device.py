@@ -6,7 +6,7 @@ silenced, during these imports only, so later warnings are seen. On a machine wi
 
 Start-up without CUDA takes a third of the time because megatron-core's functions are not handed to `torch.compile`
 (`_uncompiled`), and everywhere because Python's garbage collector does not search half a million objects that are all
-in use, again and again, while they are imported (`_no_collections`).
+in use, again and again, while they are imported (`collector_paused`).
 
 Without CUDA, megatron-core 0.16 still names the device "cuda" in several places. Two remedies, by cost:
 
@@ -22,7 +22,6 @@ Without CUDA, megatron-core 0.16 still names the device "cuda" in several places
 from __future__ import annotations
 
 import functools
-import gc
 import importlib
 import logging
 import warnings
@@ -32,6 +31,8 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+from helixpipe.common.collector import collector_paused
 
 _IMPORTS = (
     "megatron.core",
@@ -90,7 +91,7 @@ def device() -> torch.device:
 
 def prepare() -> None:
     """Import megatron-core quietly and, without CUDA, make it run on the CPU. Calling it again does nothing."""
-    with warnings.catch_warnings(), _no_collections(), _uncompiled():
+    with warnings.catch_warnings(), collector_paused(), _uncompiled():
         warnings.simplefilter("ignore")
         for name in _IMPORTS:
             importlib.import_module(name)
@@ -102,18 +103,6 @@ def prepare() -> None:
         for module, methods in _ENTRY_POINTS.items():
             for method in methods:
                 _run_redirected(module, method)
-
-
-@contextmanager
-def _no_collections() -> Iterator[None]:
-    """Without the garbage collector, where it was on."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @contextmanager

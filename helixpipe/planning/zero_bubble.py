@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import permutations, product
 from math import ceil, inf
 
-from helixpipe.lowering.order import collector_paused
+from helixpipe.common.collector import collector_paused
 from helixpipe.planning.early import peak_memory
 from helixpipe.planning.list_scheduling import Found, Rules, greedy
 from helixpipe.planning.problem import Problem

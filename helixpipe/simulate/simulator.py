@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from helixpipe.common.collector import collector_paused
 from helixpipe.lowering.bound import BoundCosts
-from helixpipe.lowering.order import collector_paused, list_schedule
+from helixpipe.lowering.order import list_schedule
 from helixpipe.lowering.project import Action, LoweredProgram
 from helixpipe.program.costs import Costs
 from helixpipe.program.text import format_rows
