@@ -39,7 +39,7 @@ SIZES = {  # name: (layers, hidden, heads, groups, ffn, sequence, micro batch, m
     "wide": (4, 512, 8, 4, 1376, 128, 1, 8),
     "long": (4, 256, 8, 2, 688, 1024, 1, 4),
     "longer": (4, 256, 8, 2, 688, 3072, 1, 2),
-    "longest": (4, 256, 8, 2, 688, 3072, 1, 4),
+    "deep": (6, 192, 6, 2, 512, 2304, 1, 4),
 }
 ROWS = {  # name: sizes
     "empty": ("empty",),
@@ -47,7 +47,7 @@ ROWS = {  # name: sizes
     "zero-bubble": ("small", "wide", "long"),
     "memory": ("small", "wide", "long"),
     "seq1f1b": ("longer",),
-    "helix": ("longer", "longest"),
+    "helix": ("deep",),
 }
 
 
