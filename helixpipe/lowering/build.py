@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from helixpipe.lowering.graph import Draft, Graph
+from helixpipe.lowering.index import OpIndex
 from helixpipe.lowering.passes.activations import activations
 from helixpipe.lowering.passes.borrowed import borrowed_weights
 from helixpipe.lowering.passes.keys_values import keys_values
@@ -13,9 +14,10 @@ PASSES = (activations, keys_values, borrowed_weights, replica_sums)
 """Each adds its buffers and transfers to the draft; one that a program does not need adds nothing."""
 
 
-def build_graph(program: Program) -> Graph:
-    """Tasks, buffers and edges of a complete program (one that has every op its ops wait for; see `validate`)."""
-    draft = Draft(program)
+def build_graph(program: Program, index: OpIndex | None = None) -> Graph:
+    """Tasks, buffers and edges of a complete program (one that has every op its ops wait for; see `validate`).
+    index: of its ops, if it is at hand."""
+    draft = Draft(program, index or OpIndex(program))
     for add in PASSES:
         add(draft)
     return draft.graph

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from helixpipe.lowering.index import OpIndex
 from helixpipe.program.message import Collective, Message
 from helixpipe.program.program import Op, Program
 from helixpipe.program.tasks import Buffer, Resource
@@ -100,43 +101,24 @@ class Draft:
     """A graph being made, and where the ops of each unit are.
 
     forward, backward (B or I), weight (W), recompute (R): the task of each unit, -1 where there is none, by the unit's
-    number (`unit`). A unit of the stage before has the number `per_stage` lower.
+    number (see `OpIndex`). units: of each op task, its unit's number.
     """
 
-    def __init__(self, program: Program):
-        ops: list[Op] = []
-        ranks: list[int] = []
-        rank_tasks: list[range] = []
-        for rank, order in enumerate(program.ranks):
-            rank_tasks.append(range(len(ops), len(ops) + len(order)))
-            ops.extend(order)
-            ranks.extend([rank] * len(order))
-        self.program = program
-        self.graph = Graph(program, ops, ranks, rank_tasks)
-        self.per_stage = 0
-        self._offsets: list[int] = []
-        for chunks in program.workload.microbatches:
-            self._offsets.append(self.per_stage)
-            self.per_stage += len(chunks)
-        units = self.per_stage * len(program.stages)
-        self.forward, self.backward, self.weight, self.recompute = ([-1] * units for _ in range(4))
-        tables = {"F": self.forward, "B": self.backward, "I": self.backward, "W": self.weight, "R": self.recompute}
-        self.units: list[int] = []
-        for task, (kind, stage, microbatch, chunk) in enumerate(ops):
-            unit = stage * self.per_stage + self._offsets[microbatch] + chunk
-            self.units.append(unit)
-            tables[kind][unit] = task
-        graph = self.graph
-        graph.successors.extend([] for _ in ops)
-        graph.num_dependencies.extend([0] * len(ops))
-        graph.writes.extend([()] * len(ops))
-        graph.frees.extend([()] * len(ops))
-        graph.takes.extend([-1] * len(ops))
-        graph.gives.extend([-1] * len(ops))
-        graph.saved.extend([-1] * len(ops))
-
-    def unit(self, stage: int, microbatch: int, chunk: int) -> int:
-        return stage * self.per_stage + self._offsets[microbatch] + chunk
+    def __init__(self, program: Program, index: OpIndex):
+        self.program, self.units, self.per_stage, self.unit = program, index.units, index.per_stage, index.unit
+        graph = self.graph = Graph(program, index.ops, index.ranks, index.rank_tasks)
+        numbers = range(self.per_stage * len(program.stages))
+        tasks = index.tasks
+        self.forward, self.weight, self.recompute = ([tasks[kind].get(n, -1) for n in numbers] for kind in "FWR")
+        backward = {**tasks["B"], **tasks["I"]}
+        self.backward = [backward.get(n, -1) for n in numbers]
+        graph.successors.extend([] for _ in graph.ops)
+        graph.num_dependencies.extend([0] * graph.num_ops)
+        graph.writes.extend([()] * graph.num_ops)
+        graph.frees.extend([()] * graph.num_ops)
+        graph.takes.extend([-1] * graph.num_ops)
+        graph.gives.extend([-1] * graph.num_ops)
+        graph.saved.extend([-1] * graph.num_ops)
 
     def wait(self, task: int, before: int) -> None:
         """An edge: `task` waits for `before`. For the methods below."""

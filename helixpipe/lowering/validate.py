@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 
 from helixpipe.common.errors import ProgramError
 from helixpipe.lowering.build import build_graph
 from helixpipe.lowering.graph import Graph, op_dependencies
+from helixpipe.lowering.index import OpIndex
 from helixpipe.lowering.validate_workload import check_activations, check_workload, offloaded_unit
 from helixpipe.program.program import OP_KINDS, Op, Program, Unit
 from helixpipe.program.stages import OWNED, PLACEMENTS, Stage, model_pieces
@@ -29,10 +30,11 @@ def validate(program: Program, ends: bool = True) -> Graph:
     check_workload(program.workload)
     check_activations(program)
     _check_ranges(program)
-    ranks = _check_no_duplicates(program)
-    _check_units(program, ranks)
-    _check_placement(program, ranks)
-    graph = build_graph(program)
+    index = OpIndex(program)
+    _check_no_duplicates(index)
+    _check_units(program, index)
+    _check_placement(program, index)
+    graph = build_graph(program, index)
     _check_own_order(graph)
     if ends:
         check_ends(graph, _ended(graph))
@@ -104,77 +106,88 @@ def _check_owner(index: int, stage: Stage, num_ranks: int) -> None:
 
 
 def _check_ranges(program: Program) -> None:
+    stages, chunks = len(program.stages), [len(each) for each in program.workload.microbatches]
+    for rank, ops in enumerate(program.ranks):
+        for op in ops:
+            kind, stage, microbatch, chunk = op
+            inside = 0 <= stage < stages and 0 <= microbatch < len(chunks) and 0 <= chunk < chunks[microbatch]
+            if not inside or kind not in OP_KINDS:
+                _refuse_range(program, rank, op)
+
+
+def _refuse_range(program: Program, rank: int, op: Op) -> None:
+    if op.kind not in OP_KINDS:
+        raise ProgramError(f"rank {rank}: {op} has unknown kind {op.kind!r}; known are {', '.join(OP_KINDS)}.")
     limits = len(program.stages), program.num_microbatches, program.num_chunks
-    for rank, ops in enumerate(program.ranks):
-        for op in ops:
-            if op.kind not in OP_KINDS:
-                raise ProgramError(f"rank {rank}: {op} has unknown kind {op.kind!r}; known are {', '.join(OP_KINDS)}.")
-            for name, value, limit in zip(("stage", "microbatch", "chunk"), op[1:], limits, strict=True):
-                if not 0 <= value < limit:
-                    raise ProgramError(f"rank {rank}: {op} names {name} {value}, but the last {name} is {limit - 1}.")
-            last = len(program.workload.chunks(op.microbatch)) - 1
-            if op.chunk > last:
-                raise ProgramError(
-                    f"rank {rank}: {op} names chunk {op.chunk}, but the last of microbatch {op.microbatch} is {last}."
-                )
+    for name, value, limit in zip(("stage", "microbatch", "chunk"), op[1:], limits, strict=True):
+        if not 0 <= value < limit:
+            raise ProgramError(f"rank {rank}: {op} names {name} {value}, but the last {name} is {limit - 1}.")
+    last = len(program.workload.chunks(op.microbatch)) - 1
+    raise ProgramError(
+        f"rank {rank}: {op} names chunk {op.chunk}, but the last of microbatch {op.microbatch} is {last}."
+    )
 
 
-def _check_no_duplicates(program: Program) -> dict[Op, int]:
-    """The rank of every op."""
-    ranks: dict[Op, int] = {}
-    for rank, ops in enumerate(program.ranks):
-        for op in ops:
-            if op in ranks:
-                raise ProgramError(f"{op} appears twice: on rank {ranks[op]} and on rank {rank}.")
-            ranks[op] = rank
-    return ranks
+def _check_no_duplicates(index: OpIndex) -> None:
+    if index.twice is not None:
+        first, second = index.twice
+        ranks = index.ranks
+        raise ProgramError(f"{index.ops[second]} appears twice: on rank {ranks[first]} and on rank {ranks[second]}.")
 
 
-def _check_units(program: Program, ranks: dict[Op, int]) -> None:
-    for unit in program.units():
-        kinds = [kind for kind in "FBIWR" if (kind, *unit) in ranks]  # tuples equal to ops, which take longer to make
-        if kinds == ["F", "B"] and not program.forward_only:
+def _check_units(program: Program, index: OpIndex) -> None:
+    forward, backward = index.tasks["F"], index.tasks["B"]
+    plain = not program.forward_only and not any(index.tasks[kind] for kind in "IWR")
+    for number, unit in enumerate(program.units()):
+        if plain and number in forward and number in backward:
             continue
-        if "F" not in kinds:
-            raise ProgramError(f"{Op('F', *unit)} is missing: every unit needs exactly one forward.")
-        if program.forward_only:
-            if len(kinds) > 1:
-                raise ProgramError(f"{Op(kinds[1], *unit)} has no place in a forward-only program.")
-            continue
-        if "R" in kinds and not program.activations_of(unit).recompute:
-            whose = "its unit" if unit in program.activations else f"stage {unit.stage}"
-            raise ProgramError(f"{Op('R', *unit)} has nothing to do: {whose} recomputes none of its pieces.")
-        inputs, weights = "I" in kinds, "W" in kinds
-        if "B" not in kinds:
-            missing = "" if inputs and weights else "W" if inputs else "I" if weights else "B"
-            if missing:
-                raise ProgramError(f"{Op(missing, *unit)} is missing: every unit needs one B, or one I and one W.")
-        elif inputs or weights:
-            other = "I" if inputs else "W"
+        _check_unit(program, unit, [kind for kind, tasks in index.tasks.items() if number in tasks])
+
+
+def _check_unit(program: Program, unit: Unit, kinds: list[str]) -> None:
+    """kinds: of its ops."""
+    if "F" not in kinds:
+        raise ProgramError(f"{Op('F', *unit)} is missing: every unit needs exactly one forward.")
+    if program.forward_only:
+        if len(kinds) > 1:
+            raise ProgramError(f"{Op(kinds[1], *unit)} has no place in a forward-only program.")
+        return
+    if "R" in kinds and not program.activations_of(unit).recompute:
+        whose = "its unit" if unit in program.activations else f"stage {unit.stage}"
+        raise ProgramError(f"{Op('R', *unit)} has nothing to do: {whose} recomputes none of its pieces.")
+    inputs, weights = "I" in kinds, "W" in kinds
+    if "B" not in kinds:
+        missing = "" if inputs and weights else "W" if inputs else "I" if weights else "B"
+        if missing:
+            raise ProgramError(f"{Op(missing, *unit)} is missing: every unit needs one B, or one I and one W.")
+    elif inputs or weights:
+        other = "I" if inputs else "W"
+        raise ProgramError(
+            f"{Op('B', *unit)} and {Op(other, *unit)} exclude each other: a unit has one B, or one I and one W."
+        )
+
+
+def _check_placement(program: Program, index: OpIndex) -> None:
+    ranks, forward = index.ranks, index.tasks["F"]
+    for task, unit in enumerate(index.units):
+        home = ranks[forward[unit]]
+        if ranks[task] != home:
+            op = index.ops[task]
             raise ProgramError(
-                f"{Op('B', *unit)} and {Op(other, *unit)} exclude each other: a unit has one B, or one I and one W."
+                f"{op} is on rank {ranks[task]} but its forward is on rank {home}, where its activations are."
             )
-
-
-def _check_placement(program: Program, ranks: dict[Op, int]) -> None:
-    homes = {op[1:]: rank for op, rank in ranks.items() if op.kind == "F"}
-    for op, rank in ranks.items():
-        home = homes[op[1:]]
-        if rank != home:
-            raise ProgramError(f"{op} is on rank {rank} but its forward is on rank {home}, where its activations are.")
-    places = list(program.workload.units())
-    for index, stage in enumerate(program.stages):
+    for number, stage in enumerate(program.stages):
         if stage.placement == "resident" and stage.has_weights:
-            if len({homes[index, microbatch, chunk] for microbatch, chunk in places}) > 1:
-                units = [Unit(index, *place) for place in places]
-                _check_same_rank(units, ranks, f"stage {index} is resident, so all its ops belong on one rank")
+            first = number * index.per_stage
+            units = range(first, first + index.per_stage)
+            _check_same_rank(index, units, f"stage {number} is resident, so all its ops belong on one rank")
         elif stage.has_attention:
-            for place in places:
+            for place in program.workload.units():
                 for earlier in program.workload.earlier_chunks(*place):
                     _check_same_rank(
-                        [Unit(index, *earlier), Unit(index, *place)],
-                        ranks,
-                        f"the keys and values of {_shared(program, earlier, place)} in stage {index} stay on one rank",
+                        index,
+                        [index.unit(number, *earlier), index.unit(number, *place)],
+                        f"the keys and values of {_shared(program, earlier, place)} in stage {number} stay on one rank",
                     )
 
 
@@ -187,12 +200,13 @@ def _shared(program: Program, earlier: tuple[int, int], place: tuple[int, int]) 
     return f"document {min(documents)}, which is in microbatches {earlier[0]} and {place[0]},"
 
 
-def _check_same_rank(units: list[Unit], ranks: dict[Op, int], rule: str) -> None:
-    first = Op("F", *units[0])
-    for unit in units:
-        op = Op("F", *unit)
-        if ranks[op] != ranks[first]:
-            raise ProgramError(f"{rule}, but {first} is on rank {ranks[first]} and {op} on rank {ranks[op]}.")
+def _check_same_rank(index: OpIndex, units: Sequence[int], rule: str) -> None:
+    ranks, ops = index.ranks, index.ops
+    tasks = [index.tasks["F"][unit] for unit in units]
+    for task in tasks:
+        if ranks[task] != ranks[tasks[0]]:
+            first = f"{ops[tasks[0]]} is on rank {ranks[tasks[0]]}"
+            raise ProgramError(f"{rule}, but {first} and {ops[task]} on rank {ranks[task]}.")
 
 
 def _check_own_order(graph: Graph) -> None:

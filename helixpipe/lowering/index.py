@@ -1,0 +1,40 @@
+"""Where the ops of each unit are: what validation and the passes look things up in. No torch here."""
+
+from __future__ import annotations
+
+from helixpipe.program.program import Op, Program
+
+
+class OpIndex:
+    """The ops of a program as tasks, numbered rank by rank, and by unit.
+
+    ops, ranks: of each task. rank_tasks: of each rank. units: of each task, its unit's number (`unit`); a unit of the
+    stage before has the number `per_stage` lower. tasks: for each kind of op the task of each unit that has one.
+    twice: the tasks of the first op that is there twice; None where there is none.
+    """
+
+    def __init__(self, program: Program):
+        self.ops: list[Op] = []
+        self.ranks: list[int] = []
+        self.rank_tasks: list[range] = []
+        for rank, order in enumerate(program.ranks):
+            self.rank_tasks.append(range(len(self.ops), len(self.ops) + len(order)))
+            self.ops.extend(order)
+            self.ranks.extend([rank] * len(order))
+        self.per_stage = 0
+        self._offsets: list[int] = []
+        for chunks in program.workload.microbatches:
+            self._offsets.append(self.per_stage)
+            self.per_stage += len(chunks)
+        self.tasks: dict[str, dict[int, int]] = {kind: {} for kind in "FBIWR"}
+        self.units: list[int] = []
+        self.twice: tuple[int, int] | None = None
+        for task, (kind, stage, microbatch, chunk) in enumerate(self.ops):
+            unit = stage * self.per_stage + self._offsets[microbatch] + chunk
+            self.units.append(unit)
+            first = self.tasks[kind].setdefault(unit, task)
+            if first != task and self.twice is None:
+                self.twice = first, task
+
+    def unit(self, stage: int, microbatch: int, chunk: int) -> int:
+        return stage * self.per_stage + self._offsets[microbatch] + chunk
