@@ -11,9 +11,11 @@ from typing import cast
 import torch
 
 from helixpipe.lowering.project import LoweredProgram
+from helixpipe.model.device import device
 from helixpipe.model.kv_store import KeyValueStore
 from helixpipe.runtime.borrowed_weights import BorrowedWeights, ModelWithWeights
 from helixpipe.runtime.recording import Record
+from helixpipe.runtime.run_ahead import RunAhead
 from helixpipe.runtime.step import LossSum, Model, PlanOnRank, Step
 from helixpipe.runtime.step_run import ExecutionError, StepRun
 from helixpipe.runtime.transport import Transport
@@ -31,8 +33,9 @@ class Executor:
 
     rank: pipeline rank. model: holds the weights of this rank's pieces. fp32_kv_gradients: sum the gradients of keys
     and values over chunks in float32. position: where to publish which instruction comes next. weights: keeps those of
-    this rank's pieces; None: they are whole in the model, and the caller sums gradients. `keys_values` is the store of
-    the step that ran last, `last` the step itself.
+    this rank's pieces; None: they are whole in the model, and the caller sums gradients. run_ahead: keeps the host
+    close to the device; None: made where that is a GPU. `keys_values` is the store of the step that ran last, `last`
+    the step itself.
     """
 
     step_run: type[StepRun] = StepRun
@@ -40,12 +43,15 @@ class Executor:
 
     def __init__(
         self, rank: int, model: Model, transport: Transport, fp32_kv_gradients: bool = False,
-        position: Position | None = None, weights: StageWeights | None = None,
+        position: Position | None = None, weights: StageWeights | None = None, run_ahead: RunAhead | None = None,
     ):  # fmt: skip
         self.rank, self.model, self.transport = rank, model, transport
         self.weights = weights or WholeWeights()
         self.borrowed = BorrowedWeights(rank, cast(ModelWithWeights, model), self.weights)
         self.position = position or Position()
+        if run_ahead is None and device().type == "cuda":
+            run_ahead = RunAhead(lambda: torch.cuda.Event(blocking=True))
+        self.run_ahead = self.position.trail = run_ahead
         self._fp32_kv_gradients = fp32_kv_gradients
         self._plans: dict[int, PlanOnRank] = {}
 
@@ -65,10 +71,18 @@ class Executor:
                     run = self._begin(plan, step, record)
                     run.execute(range(opening))
             run.execute(range(opening, len(plan.stream)))
-        self.position.at(len(plan.stream))
-        self.transport.finish()
-        self.position.end()
+        self._finish(len(plan.stream))
         return run.losses, run.recorder.read() if run.recorder is not None else Record()
+
+    def _finish(self, end: int) -> None:
+        """Wait, or on CUDA have the stream wait, until all that was sent has left: the stream's last, at `end`."""
+        self.position.at(end)
+        if self.run_ahead is not None:
+            self.run_ahead.wait()
+        self.transport.finish()
+        if self.run_ahead is not None:
+            self.run_ahead.leave(self.position.run, end, is_op=True)
+        self.position.end()
 
     def _begin(self, plan: PlanOnRank, step: Step, record: bool) -> StepRun:
         self.keys_values = KeyValueStore(self._fp32_kv_gradients)

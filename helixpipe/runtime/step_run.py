@@ -22,6 +22,7 @@ from helixpipe.program.program import Op
 from helixpipe.program.stages import Piece
 from helixpipe.runtime.borrowed_weights import BorrowedWeights
 from helixpipe.runtime.recording import Clock, Recorder
+from helixpipe.runtime.run_ahead import RunAhead
 from helixpipe.runtime.segments import SegmentGraph, fill_inputs, gradient, leaves, release_inputs, roots
 from helixpipe.runtime.step import LossSum, Model, PlanOnRank, Step
 from helixpipe.runtime.transport import Receipt, Transport
@@ -45,6 +46,7 @@ class OnRank(Protocol):
     weights: StageWeights
     borrowed: BorrowedWeights
     position: Position
+    run_ahead: RunAhead | None
     keys_values: KeyValueStore
 
 
@@ -54,6 +56,7 @@ class StepRun:
     def __init__(self, executor: OnRank, plan: PlanOnRank, step: Step, record: bool):
         self.executor, self.plan, self.step = executor, plan, step
         self.transport, self.borrowed, self.graph = executor.transport, executor.borrowed, plan.graph
+        self.run_ahead = executor.run_ahead
         self.buffers: dict[int, Any] = {}
         self.receipts: dict[int, Receipt] = {}
         self.losses: list[LossSum] = []
@@ -75,12 +78,18 @@ class StepRun:
         }
 
     def execute(self, places: range) -> None:
-        stream, actions, at = self.plan.stream, self._actions, self.executor.position.at
+        stream, actions, position, ahead = self.plan.stream, self._actions, self.executor.position, self.run_ahead
+        at, part = position.at, position.run
         for index in places:
             at(index)
             instruction = stream[index]
+            action = instruction[0]
             try:
-                actions[instruction[0]](instruction)
+                if ahead is not None and action is Action.RUN:
+                    ahead.wait()
+                actions[action](instruction)
+                if ahead is not None and (action is Action.RUN or action is Action.WAIT):
+                    ahead.leave(part, index, is_op=action is Action.RUN)
             except UserError:
                 raise
             except Exception as error:

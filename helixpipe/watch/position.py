@@ -1,14 +1,20 @@
 """Where a rank is, published for the thread that watches it.
 
 The executor and the training loop store what they are about to do: an attribute, without a lock or a synchronisation.
-On CUDA the host only enqueues, so a mark (an event) is left in the stream before each instruction, and which marks have
-been passed tells where the GPU is.
+On CUDA the host only enqueues. So marks (events) are left in the stream, those by which the executor keeps the host
+close to the GPU (`helixpipe.runtime.run_ahead`), and the first that has not been passed tells where the GPU is.
+
+Nobody asks a mark whether it has been passed. torch.cuda.Event.query keeps Python's lock while it is in the driver
+(torch/csrc/cuda/Event.cpp, `THCPEvent_query`; `synchronize`, `record` and `wait` release it), and the driver may keep
+it there while another thread of the process frees memory or loads a kernel, which waits for the device: if that hangs,
+no thread of this rank could say so any more. A thread of its own waits for the marks instead, with `synchronize`
+(`Position.follow`); where the device hangs, it does, too, and what it has passed before says where.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -69,25 +75,43 @@ class Mark(Protocol):
 
     def record(self) -> None: ...
 
-    def query(self) -> bool: ...
+    def synchronize(self) -> None: ...
+
+
+class Left(NamedTuple):
+    """A mark that was left in the device's stream. number: of marks left before it and itself. instruction: of `part`,
+    which the device has done when it has passed the mark. is_op: whether it counts as an op."""
+
+    number: int
+    part: Part
+    instruction: int
+    is_op: bool
+    mark: Mark
+
+
+class Trail(Protocol):
+    """Who leaves marks."""
+
+    def unpassed(self) -> Sequence[Left]:
+        """Those that may not have been passed, oldest first. From any thread; never blocks."""
+        ...
 
 
 class Position:
-    """Where this rank is. The rank's main thread writes, one other thread calls `look`.
+    """Where this rank is. The rank's main thread writes, one other thread calls `look`, and a third `follow`.
 
-    peers: of this rank. new_mark: makes marks, torch.cuda.Event where the host runs ahead of a GPU. `iteration` is
-    named with each part. All ranks must go through the same parts in the same order: their numbers are compared.
+    peers: of this rank. `iteration` is named with each part. `trail`: who leaves marks, where the host runs ahead of a
+    GPU. All ranks must go through the same parts in the same order: their numbers are compared.
     """
 
-    def __init__(self, peers: Peers | None = None, new_mark: Callable[[], Mark] | None = None):
+    def __init__(self, peers: Peers | None = None):
         self.peers = peers or Peers()
         self.iteration = 0
+        self.trail: Trail | None = None
         self._part = self._run = Part("set-up", 0, Patience.ENDLESS, together=True)
         self._known: set[object] = set()
         self._index = 0
-        self._new_mark = new_mark
-        self._marks: list[Mark] = []
-        self._passed = (0, 0)  # number of the run looked at last, and the marks its GPU had passed
+        self._passed = 0  # number of the last mark that was seen to be passed
 
     # ------------------------------------------------------------------------------------------------ the main thread
 
@@ -98,8 +122,6 @@ class Position:
 
     def begin(self, lowered: LoweredProgram, pp_rank: int) -> None:
         """Begin to execute a program, as a part with the name of the one before."""
-        while self._new_mark is not None and len(self._marks) < len(lowered.streams[pp_rank]) + 2:
-            self._marks.append(self._new_mark())
         self._index = 0
         patience = self._at_first(id(lowered), Patience.STEP)
         self._part = self._run = Part(
@@ -108,13 +130,15 @@ class Position:
 
     def at(self, index: int) -> None:
         """The instruction that comes next; the stream's length: waiting until all that was sent has left."""
-        if self._marks:
-            self._marks[index].record()
         self._index = index
+
+    @property
+    def run(self) -> Part:
+        """The part in which the program is executed that was begun last."""
+        return self._run
 
     def end(self) -> None:
         """The program has been executed, or on CUDA, enqueued."""
-        self.at(len(self._run.stream) + 1)
         part = self._part
         self._part = Part(f"after {part.name}", part.number + 1, self._at_first("end", Patience.STEP), together=True)
 
@@ -123,21 +147,25 @@ class Position:
         self._known.add(what)
         return Patience.LONG if new and patience is Patience.STEP else patience
 
-    # --------------------------------------------------------------------------------------------- the other thread
+    # -------------------------------------------------------------------------------------------- the other threads
 
     def look(self) -> View:
-        """Where the rank is; where its GPU is, if that is behind. Never blocks."""
+        """Where the rank is; where its GPU is, as far as `follow` knows, if that is behind. Never blocks."""
         part, run, index = self._part, self._run, self._index
-        if not self._marks or run.lowered is None:
-            return View(part, index if part is run else 0)
-        number, passed = self._passed
-        passed = passed if number == run.number else 0
-        while passed < index and self._marks[passed + 1].query():
-            passed += 1
-        self._passed = run.number, passed
-        if passed == len(run.stream) + 1:
-            return View(part, 0)
-        return View(run, passed, gpu=part is not run or passed < index)
+        for left in self._unpassed():
+            return View(left.part, left.instruction, gpu=left.part is not part or left.instruction < index)
+        return View(part, index if part is run else 0)
+
+    def follow(self) -> None:
+        """Wait until the device has passed all marks that have been left. Blocks for as long as that takes; raises what
+        the device has to say if it fails."""
+        for left in self._unpassed():
+            left.mark.synchronize()  # if it has been left anew since, this takes longer, and no less is passed
+            self._passed = left.number
+
+    def _unpassed(self) -> list[Left]:
+        passed = self._passed
+        return [left for left in self.trail.unpassed() if left.number > passed] if self.trail is not None else []
 
 
 def describe(view: View, peers: Peers, waited: float, limit: float) -> State:

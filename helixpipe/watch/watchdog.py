@@ -1,10 +1,11 @@
 """Ends a job that hangs, and says before where each rank is and which is the first cause.
 
-Every rank has two threads. One looks at the rank's `Position` about every second and counts for how long it has not
-changed. The other talks to the job's key-value store, never to the process groups, which may be what hangs. A rank that
-has waited too long for another opens a round: it asks all ranks for their states, waits a few seconds for the answers,
-and if no rank that answered is getting on, prints the report and has all ranks end. Otherwise (somebody reads data,
-writes a checkpoint, or has just finished an op) nothing happens, and it asks again later.
+Every rank has three threads. One looks at the rank's `Position` about every second and counts for how long it has not
+changed. One follows the rank's GPU, and hangs where that does. The third talks to the job's key-value store, never to
+the process groups, which may be what hangs. A rank that has waited too long for another opens a round: it asks all
+ranks for their states, waits a few seconds for the answers, and if no rank that answered is getting on, prints the
+report and has all ranks end. Otherwise (somebody reads data, writes a checkpoint, or has just finished an op) nothing
+happens, and it asks again later.
 
 In the store: `watchdog/word`, the last round as `NUMBER RANK`, or `end`; `watchdog/state/RANK`, a rank's last answer;
 `watchdog/ended/RANK`, how it ended.
@@ -75,7 +76,11 @@ class Watchdog:
         self._end = "normally"
         self._threads = [
             threading.Thread(target=target, name=name, daemon=True)
-            for name, target in (("watchdog", self._watch), ("watchdog-store", self._talk))
+            for name, target in (
+                ("watchdog", self._watch),
+                ("watchdog-device", self._follow),
+                ("watchdog-store", self._talk),
+            )
         ]
 
     def __enter__(self) -> Watchdog:
@@ -106,6 +111,13 @@ class Watchdog:
             if now - self._heard > STORE_SECONDS and self._waits_too_long():
                 self._complain(f"[Rank {self._rank}] stalled, and the job's store does not answer: {self._state()}.")
                 self._leave(1)
+                return
+
+    def _follow(self) -> None:
+        while not self._closing.wait(self._poll):
+            try:
+                self._position.follow()
+            except RuntimeError:  # the device has failed: the main thread is told the same
                 return
 
     def _waits_too_long(self) -> bool:

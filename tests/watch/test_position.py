@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import suppress
+
 import pytest
 import torch
 
 from helixpipe.lowering.lower import lower
 from helixpipe.lowering.project import Action, LoweredProgram
 from helixpipe.planning.catalogue import Shape
-from helixpipe.watch.position import Patience, Peers, Position, describe
+from helixpipe.runtime.run_ahead import RunAhead
+from helixpipe.watch.position import Left, Patience, Peers, Position, describe
 from schedules import build
 
 LOWERED = lower(build("1f1b", Shape(2, 2, 2)))
@@ -17,29 +21,36 @@ STREAM = LOWERED.streams[1]
 
 
 class Gpu:
-    """Work in the order enqueued, done when the test says so; makes marks."""
+    """Work in the order enqueued, done when the test says so. A trail of marks, one for each piece of work."""
 
     def __init__(self) -> None:
-        self.enqueued = 0
         self.done = 0
+        self.left: list[Left] = []
 
-    def mark(self) -> Mark:
-        return Mark(self)
+    def leave(self, position: Position, instruction: int) -> None:
+        number = len(self.left) + 1
+        self.left.append(Left(number, position.run, instruction, False, Mark(self, number)))
+
+    def unpassed(self) -> list[Left]:
+        return self.left.copy()
+
+
+class Hangs(RuntimeError):
+    """Whoever waits for the device now would wait for ever."""
 
 
 class Mark:
-    """As torch.cuda.Event: what was never recorded has been passed."""
+    """As torch.cuda.Event."""
 
-    def __init__(self, gpu: Gpu) -> None:
+    def __init__(self, gpu: Gpu, place: int) -> None:
         self._gpu = gpu
-        self._place = 0
+        self._place = place
 
-    def record(self) -> None:
-        self._gpu.enqueued += 1
-        self._place = self._gpu.enqueued
+    def record(self) -> None: ...
 
-    def query(self) -> bool:
-        return self._gpu.done >= self._place
+    def synchronize(self) -> None:
+        if self._gpu.done < self._place:
+            raise Hangs
 
 
 def seen(position: Position) -> tuple[str, int, bool]:
@@ -80,45 +91,69 @@ def test_what_is_done_for_the_first_time_may_take_long() -> None:
     assert patience == [Patience.LONG] * 3 + [Patience.ENDLESS] + [Patience.STEP] * 3 + [Patience.ENDLESS]
 
 
-def run(position: Position, upto: int) -> None:
+def run(position: Position, upto: int, gpu: Gpu | None = None) -> None:
+    """The host has begun instruction `upto` - 1. A GPU has every one to do."""
+    position.trail = gpu
     position.enter("step")
     position.begin(LOWERED, 1)
     for index in range(upto):
         position.at(index)
+        if gpu is not None and index < upto - 1:
+            gpu.leave(position, index)
+
+
+def followed(position: Position) -> tuple[str, int, bool]:
+    """What is seen once the thread that follows the GPU has got as far as that."""
+    with suppress(Hangs):
+        position.follow()
+    return seen(position)
 
 
 def test_a_gpu_that_is_behind_is_where_the_rank_is() -> None:
-    gpu = Gpu()
-    position = Position(new_mark=gpu.mark)
-    run(position, 4)  # the host is at instruction 3
-    for done, instruction in ((0, 0), (1, 0), (2, 1), (3, 2)):
+    gpu, position = Gpu(), Position()
+    run(position, 4, gpu)  # the host is at instruction 3
+    for done in range(3):
         gpu.done = done
-        assert seen(position) == ("step", instruction, True)
-    gpu.done = 4
-    assert seen(position) == ("step", 3, False)
+        assert followed(position) == ("step", done, True)
+    gpu.done = 3
+    assert followed(position) == ("step", 3, False)
+    gpu.leave(position, 3)
+    assert followed(position) == ("step", 3, False)  # the host is still there
     for index in range(4, len(STREAM) + 1):
         position.at(index)
+        gpu.leave(position, index)
     position.end()
     position.enter("after step")
-    gpu.done = gpu.enqueued - 1
-    assert seen(position) == ("step", len(STREAM), True)  # its last sends
-    gpu.done = gpu.enqueued
-    assert seen(position) == ("after step", 0, False)
+    gpu.done = len(gpu.left) - 1
+    assert followed(position) == ("step", len(STREAM), True)  # its last sends
+    gpu.done = len(gpu.left)
+    assert followed(position) == ("after step", 0, False)
     state = describe(position.look(), Peers(1, (0, 1), (1,), "rank 1"), 31, 30)
     assert state.together and not state.way
 
 
-def test_marks_of_the_step_before_do_not_count() -> None:
-    gpu = Gpu()
-    position = Position(new_mark=gpu.mark)
-    run(position, len(STREAM) + 1)
-    position.end()
-    gpu.done = gpu.enqueued
-    assert seen(position) == ("after step", 0, False)
-    run(position, 3)
+def test_looking_waits_for_nothing() -> None:
+    """What nobody has followed yet may not have been passed."""
+    gpu, position = Gpu(), Position()
+    run(position, 4, gpu)
+    gpu.done = 2
     assert seen(position) == ("step", 0, True)
-    gpu.done += 2
-    assert seen(position) == ("step", 1, True)
+    assert followed(position) == seen(position) == ("step", 2, True)
+
+
+def test_a_step_that_the_gpu_has_not_ended_is_where_the_rank_is() -> None:
+    gpu, position = Gpu(), Position()
+    run(position, len(STREAM) + 1, gpu)
+    position.end()
+    gpu.done = len(gpu.left) - 1
+    run(position, 3, gpu)
+    first = position.look().part.number
+    assert followed(position) == ("step", len(STREAM) - 1, True)
+    gpu.done += 1
+    assert followed(position) == ("step", 0, True)
+    assert position.look().part.number > first
+    gpu.done += 1
+    assert followed(position) == ("step", 1, True)
     state = describe(position.look(), Peers(5, (4, 5), (5,), "rank 5"), 31, 30)
     assert (
         state.doing
@@ -128,15 +163,22 @@ def test_marks_of_the_step_before_do_not_count() -> None:
 
 
 @pytest.mark.gpu
-def test_cuda_events_are_marks() -> None:
-    position = Position(new_mark=torch.cuda.Event)
+def test_the_place_of_a_gpu_is_followed() -> None:
+    position = Position()
+    ahead = position.trail = RunAhead(lambda: torch.cuda.Event(blocking=True))
     for _ in range(2):
-        run(position, 1)
+        position.enter("step")
+        position.begin(LOWERED, 1)
+        position.at(0)
+        ahead.leave(position.run, 0, is_op=False)
         torch.cuda._sleep(1_000_000_000)  # clock cycles
         position.at(1)
+        ahead.leave(position.run, 1, is_op=True)
         position.at(2)
-        assert seen(position) == ("step", 0, True)
-        torch.cuda.synchronize()
+        following = threading.Thread(target=position.follow, daemon=True)
+        following.start()
+        assert seen(position)[2]
+        following.join()
         assert seen(position) == ("step", 2, False)
 
 

@@ -1,0 +1,137 @@
+"""The host is a few ops ahead of the device and no more; it waits for the one mark that says so."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from helixpipe.lowering.lower import lower
+from helixpipe.lowering.project import Action, Instruction
+from helixpipe.planning.catalogue import Shape
+from helixpipe.runtime.executor import Executor
+from helixpipe.runtime.run_ahead import OPS_AHEAD, RunAhead
+from helixpipe.runtime.step_run import StepRun
+from helixpipe.runtime.transport import Alone
+from helixpipe.watch.position import Position
+from schedules import build
+from tests.runtime.null_model import NullModel, null_step
+
+PART = Position().run
+
+
+@dataclass
+class Device:
+    """Does nothing before somebody waits for it, and then no more than that. issued, done: ops. waited: for each wait
+    the ops done by then. made: marks."""
+
+    issued: int = 0
+    done: int = 0
+    made: int = 0
+    waited: list[int] = field(default_factory=list)
+
+    def mark(self) -> Mark:
+        self.made += 1
+        return Mark(self)
+
+
+@dataclass
+class Mark:
+    device: Device
+    place: int = -1
+
+    def record(self) -> None:
+        self.place = self.device.issued
+
+    def synchronize(self) -> None:
+        self.device.done = max(self.device.done, self.place)
+        self.device.waited.append(self.place)
+
+
+@pytest.mark.parametrize("ops", [1, 2, OPS_AHEAD])
+def test_each_op_waits_for_the_one_so_many_before_it(ops: int) -> None:
+    device, draw = Device(), random.Random(ops)
+    ahead = RunAhead(device.mark, ops)
+    for op in range(50):
+        for _ in range(draw.randrange(3)):  # waits for messages, which do not count
+            ahead.leave(PART, 0, is_op=False)
+        ahead.wait()
+        assert device.done == max(op + 1 - ops, 0)
+        device.issued += 1
+        ahead.leave(PART, 0, is_op=True)
+        assert device.issued - device.done <= ops
+    assert device.waited == list(range(1, 51 - ops))
+    assert device.made <= 3 * (ops + 1)  # of 100: marks are left again once they are passed
+
+
+def test_marks_are_seen_until_they_are_passed() -> None:
+    device = Device()
+    ahead = RunAhead(device.mark, 2)
+    for op in range(3):
+        ahead.wait()
+        ahead.leave(PART, 2 * op, is_op=False)
+        ahead.leave(PART, 2 * op + 1, is_op=True)
+    assert [left.instruction for left in ahead.unpassed()] == [2, 3, 4, 5]
+    assert [left.number for left in ahead.unpassed()] == [3, 4, 5, 6]
+
+
+class _Issuing(StepRun):
+    """Counts the ops that are issued, and how many at most are not done."""
+
+    device: Device
+    most = 0
+
+    def _run(self, instruction: Instruction) -> None:
+        device = type(self).device
+        device.issued += 1
+        type(self).most = max(self.most, device.issued - device.done)
+        super()._run(instruction)
+
+
+@pytest.mark.parametrize("right", [None, True, False], ids=["one part", "opening confirmed", "opening run again"])
+def test_a_run_of_steps_is_bounded_as_a_whole(right: bool | None) -> None:
+    """Over the end of a step, which counts as an op, its opening and what comes after."""
+    device = Device()
+
+    class Issuing(_Issuing):
+        pass
+
+    Issuing.device = device
+    lowered = lower(build("none", Shape(1, 7, 2)))
+    model: Any = NullModel()
+    executor = Executor(0, model, Alone(), run_ahead=RunAhead(device.mark))
+    executor.step_run = Issuing
+    steps, forwards = 3, lowered.openings[0]
+    for _ in range(steps):
+        executor.run(lowered, null_step(None if right is None else lambda: right))
+    ops = sum(each.action is Action.RUN for each in lowered.streams[0])
+    again = sum(each.action is Action.RUN for each in lowered.streams[0][:forwards]) if right is False else 0
+    assert device.issued == steps * (ops + again)
+    assert Issuing.most == OPS_AHEAD
+    marks = steps * (ops + again + 1)
+    assert len(device.waited) == marks - OPS_AHEAD
+    assert device.waited == sorted(device.waited)
+
+
+def test_on_the_cpu_there_is_none() -> None:
+    model: Any = NullModel()
+    executor = Executor(0, model, Alone())
+    assert executor.run_ahead is None and executor.position.trail is None
+
+
+@pytest.mark.gpu
+def test_the_host_waits_for_the_gpu() -> None:
+    ahead = RunAhead(lambda: torch.cuda.Event(blocking=True), 1)
+    done = torch.zeros(1, device="cuda")
+    for number in range(3):
+        ahead.wait()
+        torch.cuda._sleep(100_000_000)  # clock cycles
+        done.fill_(number)
+        ahead.leave(PART, number, is_op=True)
+    event: Any = ahead.unpassed()[-1].mark
+    assert not event.query()
+    ahead.wait()
+    assert event.query() and done.item() == 2
