@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -36,11 +37,15 @@ _COPIES = (
 """Functions that on CUDA copy to the host, or from memory of it that is not pinned."""
 
 
+_FACTORIES = frozenset({torch.arange, torch.empty, torch.full, torch.linspace, torch.ones, torch.randperm, torch.zeros})
+"""Functions whose tensors lie on the host unless they are told the device."""
+
+
 class HostRead(RuntimeError):
     """Something that on CUDA would make the host wait for the device."""
 
 
-class _NoReads(TorchDispatchMode):
+class NoReads(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -54,13 +59,27 @@ class _NoReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _NoCopies(TorchFunctionMode):
+class NoCopies(TorchFunctionMode):
+    """Without CUDA what lies on the host cannot be told from what lies on the device: a tensor made in here without
+    saying where counts as the host's."""
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _COPIES:
             raise HostRead(func.__name__)
-        return func(*args, **(kwargs or {}))
+        if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__) and _lies_on_host(args[1]):
+            raise HostRead("an index on the host")
+        result = func(*args, **(kwargs or {}))
+        if func in _FACTORIES and (kwargs or {}).get("device") is None:
+            result.on_host = True
+        return result
+
+
+def _lies_on_host(index: Any) -> bool:
+    """Whether an index, or one of several, would be copied to the device first."""
+    each = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(one, (list, range, np.ndarray)) or getattr(one, "on_host", False) for one in each)
 
 
 def run_without_reads(rank: int, world_size: int, cases: list[Case]) -> list[str]:
@@ -77,7 +96,7 @@ def run_without_reads(rank: int, world_size: int, cases: list[Case]) -> list[str
         step = make_step(case)
         if torch.cuda.is_available():
             executor.run(plan, step)  # the first step makes tables, of positions for example
-        with _NoCopies(), _NoReads(), _no_waits():
+        with NoCopies(), NoReads(), _no_waits():
             try:
                 executor.run(plan, step)
                 found.append("")
@@ -101,7 +120,7 @@ def _no_waits() -> Iterator[None]:
 
 def reads(rank: int, world_size: int) -> list[str]:
     """What the guard says of some that are not allowed, and of some that are."""
-    tensor = torch.arange(4.0)
+    tensor, own = torch.arange(4.0), torch.arange(2)
     said = []
     attempts: tuple[Callable[[], Any], ...] = (
         lambda: tensor.sum().item(),
@@ -110,11 +129,18 @@ def reads(rank: int, world_size: int) -> list[str]:
         lambda: tensor[tensor > 1],
         lambda: tensor.cpu(),
         lambda: torch.tensor([1.0]),
+        lambda: tensor[[0, 2]],
+        lambda: tensor[None, [0, 2]],
+        lambda: tensor[torch.arange(2)],
+        lambda: tensor.__setitem__([0, 2], 1.0),
+        lambda: tensor[torch.arange(2, device=tensor.device)],
+        lambda: tensor[own],
+        lambda: tensor[1:3],
         lambda: tensor.masked_fill(tensor > 1, 0.0),
         lambda: tensor.index_select(0, torch.zeros(1, dtype=torch.int64)),
     )
     for attempt in attempts:
-        with _NoCopies(), _NoReads():
+        with NoCopies(), NoReads():
             try:
                 attempt()
                 said.append("")

@@ -51,4 +51,4 @@ def test_every_schedule_is_among_them() -> None:
 
 def test_the_guard_knows_a_read() -> None:
     (said,) = run_ranks(reads, 1)
-    assert said == ["read"] * 6 + [""] * 2
+    assert said == ["read"] * 10 + [""] * 5

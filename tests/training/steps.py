@@ -34,6 +34,7 @@ from megatron.training.step.model import build_model
 from megatron.training.step.update import Outcome
 from megatron.training.train import Batches, Trainer
 from tests.model.common import set_parallel
+from tests.runtime.host_reads import NoCopies, NoReads
 
 STEPS, SEQUENCE, VOCABULARY = 20, 16, 128
 
@@ -143,6 +144,25 @@ def words_of_failures(rank: int, world_size: int, runs: list[Run]) -> list[str]:
         with pytest.raises(UserError) as failure:
             figures_of(run.config(rank, world_size))
         found.append(str(failure.value))
+    return found
+
+
+def read_in_a_step(rank: int, world_size: int, runs: list[Run]) -> list[str]:
+    """For each run, what of a step's forward and backward, with all that the training loop does around the pipeline,
+    would make the host wait for the device. What every step of a size needs is there after the first."""
+    found = []
+    for run in runs:
+        set_parallel(tp=run.tp, pp=run.pp)
+        trainer = make_trainer(run.config(rank, world_size))
+        trainer.log = Figures(0)  # type: ignore[assignment]
+        trainer._iteration(record=False)
+        step = trainer.schedule.at(trainer.progress.consumed_train_samples)
+        batches = trainer._next(trainer.batches.train, step.num_microbatches)  # on the host that makes them
+        trainer._next = lambda iterator, count, batches=batches: batches  # type: ignore[method-assign,misc]
+        with NoCopies(), NoReads():
+            trainer._forward_backward(2, step, record=False)
+        trainer.pipeline.close()
+        found.append(str(run))
     return found
 
 

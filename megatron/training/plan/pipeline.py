@@ -27,6 +27,7 @@ from helixpipe.runtime.weights import StageWeights
 from helixpipe.simulate.simulator import simulate
 from helixpipe.watch.position import Position
 from megatron.training.config import Config
+from megatron.training.config.communicators import pipeline_settings
 from megatron.training.process.parallel import Parallel
 
 
@@ -51,6 +52,7 @@ class Pipeline:
         self._parallel = parallel
         self._position = position or Position()
         self._here: dict[int, Plan] = {}
+        self._counted: dict[int, torch.Tensor] = {}
         self.program = plans.program
         largest = plans.plan(step_sizes[-1])
         placement = _placement(largest.program)
@@ -63,7 +65,9 @@ class Pipeline:
                     f"microbatches than for {step_sizes[-1]}, so the batch cannot change size under it."
                 )
         channels = {(message.source, message.target) for message in largest.graph.messages}
-        self._transport = make_transport(parallel.pp_group, parallel.device, channels)
+        self._transport = make_transport(
+            parallel.pp_group, parallel.device, channels, pipeline_settings(config.parallel)
+        )
 
     def attach(self, model: PipelineModel, weights: StageWeights) -> None:
         """The model to run, which must be made of `pieces`, and who keeps its weights."""
@@ -85,13 +89,17 @@ class Pipeline:
     def has_head(self) -> bool:
         return any(piece.kind == "head" for piece in self.pieces)
 
-    def counted(self, num_microbatches: int) -> list[int]:
+    def counted(self, num_microbatches: int) -> torch.Tensor:
         """The microbatches of a step whose tokens this rank counts: it runs their head, that of their first chunk. Each
-        is counted on one rank."""
-        program = self.program(num_microbatches)
-        head = len(program.stages) - 1
-        own = program.ranks[self._parallel.pp_rank]
-        return [op.microbatch for op in own if op.kind == "F" and op.stage == head and op.chunk == 0]
+        is counted on one rank. An index (int64) on the device: a list would be copied there in each step, for which the
+        host waits."""
+        if num_microbatches not in self._counted:
+            program = self.program(num_microbatches)
+            head = len(program.stages) - 1
+            own = program.ranks[self._parallel.pp_rank]
+            numbers = [op.microbatch for op in own if op.kind == "F" and op.stage == head and op.chunk == 0]
+            self._counted[num_microbatches] = torch.tensor(numbers, dtype=torch.int64, device=self._parallel.device)
+        return self._counted[num_microbatches]
 
     def run(
         self,
