@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from helixpipe.costs.profile_costs import MessageTimes
 from helixpipe.model.device import device
+from helixpipe.runtime.communicators import backend_of
 from helixpipe.runtime.transport import Receipt, Transport, make_transport
 
 MESSAGES = 30
@@ -31,7 +32,7 @@ def measure_messages(rank: int, computing: int) -> MessageTimes:
     from megatron.core import parallel_state
 
     group = parallel_state.get_pipeline_model_parallel_group()
-    backend = str(dist.get_backend(group))
+    backend = backend_of(group, device())
     transport = make_transport(group, device())
     processor = time.process_time if computing >= (os.cpu_count() or 1) else time.thread_time
     whole, own = [], []

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import permutations
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from helixpipe.runtime.communicators import Settings, direction_groups, release, used_channels
 
 
 @dataclass
@@ -29,9 +30,9 @@ class NcclTransport:
     """NCCL. Two ranks have a communicator for each direction, and it a stream: what goes up the ranks never waits for
     what goes down, nor for anything computed but the tensors themselves. Nothing waits on the host.
 
-    Communicators of `channels` are made here, before the first step, in sorted order; of others when first used. torch
-    makes one for each two ranks of a group when they first meet, so a direction is a group of its own. (Where the job
-    has bound its groups to a device, a group has one communicator, whose messages go one after another.)
+    Communicators of `channels` are made here, before the first step, in sorted order; of others when first used; and
+    `close` destroys them (see `communicators`, which also says what `settings` are). Where the job has bound its groups
+    to a device, a direction has one communicator, whose messages go one after another.
 
     Messages of a channel are matched by their order alone, which is that of the lowered program on both ends. Receives
     are posted at their place in it, never ahead (`independent_channels` is False), and that keeps all of it free of
@@ -49,15 +50,16 @@ class NcclTransport:
     group: dist.ProcessGroup
     device: torch.device
     channels: Iterable[tuple[int, int]] | None = None
+    settings: Settings = field(default_factory=dict)
     independent_channels: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self._rank = self.group.rank()
         self._sent: list[tuple[Any, torch.Tensor]] = []
         self._receiving, self._sending, self._passing = (torch.cuda.Stream(self.device) for _ in range(3))
-        self._up, self._down = self.group, _twin(self.group, self.device)
+        self._up, self._down = direction_groups(self.group, self.device, self.settings)
         token = torch.zeros(1, device=self.device)
-        for source, target in sorted(self.channels or permutations(range(self.group.size()), 2)):
+        for source, target in used_channels(self.channels, self.group.size()):
             if self._rank == source:
                 dist.send(token, group=self._direction(source, target), group_dst=target)
             elif self._rank == target:
@@ -102,16 +104,5 @@ class NcclTransport:
         self._sent.clear()
 
     def close(self) -> None:
+        release((self._up, self._down))
         self._sent.clear()
-
-
-def _twin(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """Another group of the same ranks and with the same timeout. Every rank of the job makes every pipeline's, in one
-    order, as new_group asks."""
-    own = tuple(dist.get_process_group_ranks(group))
-    pipelines: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(pipelines, own)
-    timeout = group._get_backend(device).options._timeout
-    backend = dist.get_backend(group)
-    twins = {ranks: dist.new_group(ranks, timeout, backend) for ranks in sorted(set(pipelines))}
-    return twins[own]

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from helixpipe.runtime.communicators import Settings, backend_of
 from helixpipe.runtime.gloo import GlooTransport
 from helixpipe.runtime.nccl import NcclTransport
 
@@ -85,13 +86,17 @@ class Alone:
 
 
 def make_transport(
-    group: dist.ProcessGroup, device: torch.device, channels: Iterable[tuple[int, int]] | None = None
+    group: dist.ProcessGroup,
+    device: torch.device,
+    channels: Iterable[tuple[int, int]] | None = None,
+    settings: Settings | None = None,
 ) -> Transport:
     """The transport for a pipeline's process group and the device its tensors live on.
 
     channels: the (source, target) that messages will go between, pipeline ranks, the same on every rank; None: all.
-    With NCCL it is collective over all ranks of the job.
+    settings: NCCL's, instead of `communicators.PIPELINE`'s. With NCCL it is collective over all ranks of the
+    job, and so is `close`.
     """
-    if dist.get_backend(group) == "nccl":
-        return NcclTransport(group, device, channels)
+    if backend_of(group, device) == "nccl":
+        return NcclTransport(group, device, channels, settings or {})
     return GlooTransport(group, device)

@@ -128,8 +128,6 @@ IGNORED: Mapping[str, str] = MappingProxyType(
         "--disable-symmetric-registration": "NCCL's buffers are left at their defaults",
         "--use-sharp": "the network's settings are left at their defaults",
         "--sharp-enabled-group": "the network's settings are left at their defaults",
-        "--nccl-communicator-config-path": "NCCL's settings are left at their defaults",
-        "--high-priority-stream-groups": "streams have their default priority",
         "--pipeline-model-parallel-comm-backend": _P2P,
         "--no-overlap-p2p-communication": _P2P,
         "--overlap-p2p-communication-warmup-flush": _P2P,

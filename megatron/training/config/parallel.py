@@ -55,18 +55,34 @@ class ParallelConfig:
     distributed_backend: Literal["nccl", "gloo"] | None = option(
         None, "torch.distributed backend; by default nccl where there are GPUs, else gloo."
     )
-    distributed_timeout_minutes: float = option(
-        10.0,
-        "How long a collective may wait for a rank that is alive but stuck (fractions allowed). A rank that died is "
-        "noticed at once: its connections close and torchrun ends the other ranks.",
+    distributed_timeout_minutes: float | None = option(
+        None,
+        "How long a collective or a message may wait for a rank that is alive but stuck (fractions allowed; default: "
+        "10, or three times the step that --cost-profile or --hardware predicts, if that is longer). A rank that died "
+        "is noticed at once: its connections close and torchrun ends the other ranks.",
     )
     stall_timeout_seconds: float | None = option(
         None,
         "When no rank has got any further in a training step for so long, say which ranks wait for what from whom, and "
         "end the job; 0 never does (default: half of --distributed-timeout-minutes, which would end it without that).",
     )
+    nccl_communicator_config_path: str | None = option(
+        None,
+        "YAML file of NCCL's settings for process groups, as Megatron-LM reads it (docs/cluster.md); those of pp are "
+        "the pipeline's messages'.",
+        metavar="FILE",
+    )
+    high_priority_stream_groups: tuple[str, ...] | None = option(
+        None, "Process groups whose collectives run on streams of high priority, such as dp or tp.", nargs="*"
+    )
     virtual_pipeline_model_parallel_size: int | None = setting(None, "Stages a pipeline rank holds; None for one.")
     data_parallel_size: int = setting(1, "Model copies: world size / (tensor x pipeline).")
+
+    @property
+    def timeout_seconds(self) -> float:
+        """--distributed-timeout-minutes, which validation has settled."""
+        assert self.distributed_timeout_minutes is not None
+        return 60.0 * self.distributed_timeout_minutes
 
 
 @dataclass(frozen=True)

@@ -84,11 +84,14 @@ def initialize(config: Config) -> Parallel:
         torch.cuda.set_device(launch.local_rank % torch.cuda.device_count())
     if "MASTER_ADDR" not in os.environ:  # started without torchrun: one process
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()), RANK="0", WORLD_SIZE="1")
-    dist.init_process_group(backend, timeout=timedelta(minutes=parallel.distributed_timeout_minutes))
+    dist.init_process_group(backend, timeout=timedelta(seconds=parallel.timeout_seconds))
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-        distributed_timeout_minutes=max(1, round(parallel.distributed_timeout_minutes)),
+        distributed_timeout_minutes=max(1, round(parallel.timeout_seconds / 60)),
+        # With another backend megatron-core would look for NCCL's options all the same.
+        nccl_communicator_config_path=parallel.nccl_communicator_config_path if backend == "nccl" else None,
+        high_priority_stream_groups=list(parallel.high_priority_stream_groups or ()) if backend == "nccl" else None,
         create_gloo_process_groups=False,
         # Gradients of tied copies are summed by ReplicaSums, whichever ranks hold them.
         get_embedding_ranks=lambda ranks, *_: ranks[:1],

@@ -25,7 +25,6 @@ def validate(config: Config) -> Config:
 STEPS: tuple[Callable[[Config], Config], ...] = (
     values.required_flags,
     values.ranges,
-    values.stall_timeout,
     model.position_embeddings,
     model.attention_heads,
     model.query_groups,
@@ -34,6 +33,7 @@ STEPS: tuple[Callable[[Config], Config], ...] = (
     parallel.virtual_stages,
     parallel.pipeline_schedule,
     parallel.sequence_parallel,
+    parallel.communicators,
     training.batch_size,
     training.rampup,
     training.train_length,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from helixpipe.common.errors import UserError
 from helixpipe.program.files import is_file
 from megatron.training.config import Config
+from megatron.training.config.communicators import nccl_settings
 from megatron.training.validation.wording import checked, nearest
 from schedules import CATALOGUE
 
@@ -95,3 +96,10 @@ def check_device(config: Config, *, gpus: int) -> None:
         return
     if config.parallel.distributed_backend == "nccl":
         raise UserError("--distributed-backend nccl needs a GPU; use gloo, the default without one.")
+
+
+def communicators(config: Config) -> Config:
+    """The file of NCCL's settings can be read, and says what it can say."""
+    if config.parallel.nccl_communicator_config_path is not None:
+        nccl_settings(config.parallel.nccl_communicator_config_path)
+    return config
