@@ -19,9 +19,10 @@ from helixpipe.planning.plan import Plans
 from helixpipe.program.files import is_file
 from megatron.training.config import CheckpointConfig, Config, LaunchConfig, compat
 from megatron.training.config.container import GROUPS
-from megatron.training.plan.programs import check_program, make_planner
+from megatron.training.plan.programs import check_program, make_planner, predicted_step
 from megatron.training.process.output import complain, say
 from megatron.training.validation import validate
+from megatron.training.validation.values import timeouts
 from schedules import CATALOGUE, find, foreign_options
 
 MODEL_SHAPE = (
@@ -104,7 +105,7 @@ def parse_and_plan(
         config = config.warn(sentence)
     plans = make_planner(config)
     check_program(config, plans)
-    return config, plans
+    return timeouts(config, predicted_step(config, plans)), plans
 
 
 def build_parser() -> FlagParser:

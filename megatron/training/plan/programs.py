@@ -78,3 +78,12 @@ def check_program(config: Config, plans: Plans[int]) -> None:
     if (reason := untrainable(program)) is not None:
         raise ProgramError(reason)
     program.workload.in_tokens(config.model.seq_length or 1)  # refuses chunks that are not the sequence
+
+
+def predicted_step(config: Config, plans: Plans[int]) -> float | None:
+    """The seconds that a step of a full batch takes on paper; None where nothing is known of the GPUs, whose costs are
+    then those of a default that only the ratios of times matter of."""
+    parallel = config.parallel
+    if parallel.hardware is None and parallel.cost_profile is None:
+        return None
+    return plans.plan(full_batch(config)).simulation.makespan

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 import torch.distributed as dist
 
 from helixpipe.watch.position import Patience, Peers, Position
@@ -25,8 +24,8 @@ def watched(config: Config, parallel: Parallel) -> Iterator[Position]:
     if not seconds or parallel.world_size == 1:
         yield Position()
         return
-    position = Position(_peers(parallel), torch.cuda.Event if parallel.device.type == "cuda" else None)
-    torchs = 60.0 * config.parallel.distributed_timeout_minutes
+    position = Position(_peers(parallel))
+    torchs = config.parallel.timeout_seconds
     limits = {
         Patience.STEP: seconds,
         Patience.LONG: max(seconds, _SHARE_OF_TIMEOUT * torchs),

@@ -46,6 +46,13 @@ _AT_LEAST_0 = {
     "logging": ("eval_interval", "eval_iters"),
 }
 
+_TIMEOUT_MINUTES = 10.0
+"""torch's timeout at least, by default: Megatron-LM's. Ranks wait for each other in more than steps: while checkpoints
+are written, or kernels are compiled."""
+
+_STEPS_OF_TIMEOUT = 3.0
+"""torch's timeout at least, by default, in steps as they are predicted."""
+
 
 def required_flags(config: Config) -> Config:
     """What has no default."""
@@ -80,15 +87,25 @@ def ranges(config: Config) -> Config:
         raise UserError(f"--rotary-percent {config.model.rotary_percent:g} must be more than 0 and at most 1.")
     if config.parallel.memory_limit is not None and not config.parallel.memory_limit > 0:
         raise UserError(f"--memory-limit {config.parallel.memory_limit:g} must be more than 0 GiB.")
-    if not config.parallel.distributed_timeout_minutes > 0:
-        minutes = config.parallel.distributed_timeout_minutes
+    minutes = config.parallel.distributed_timeout_minutes
+    if minutes is not None and not minutes > 0:
         raise UserError(f"--distributed-timeout-minutes {minutes:g} must be more than 0.")
     return config
 
 
-def stall_timeout(config: Config) -> Config:
-    """Half of torch's own timeout, by default; less than that in any case, or it would never be heard of."""
-    torchs, given = 60 * config.parallel.distributed_timeout_minutes, config.parallel.stall_timeout_seconds
+def timeouts(config: Config, step: float | None) -> Config:
+    """torch's timeout and the watchdog's, once a step is planned. step: the seconds it takes on paper; None: not known.
+
+    torch's follows from the step where that is long: a rank may have to wait for one from end to end (the last in a
+    pipeline for the first gradients of a tied weight, for example), the first step is slower than the others, and
+    hardware's figures are a guess. A message waits no longer than that, since the host issues it a few ops before the
+    device comes to it (`helixpipe.runtime.run_ahead`). The watchdog's is half of torch's by default; less than that in
+    any case, or it would never be heard of.
+    """
+    if config.parallel.distributed_timeout_minutes is None:
+        minutes = max(_TIMEOUT_MINUTES, _STEPS_OF_TIMEOUT * (step or 0.0) / 60.0)
+        config = config.replace("parallel", distributed_timeout_minutes=minutes)
+    torchs, given = config.parallel.timeout_seconds, config.parallel.stall_timeout_seconds
     if given is None:
         return config.replace("parallel", stall_timeout_seconds=torchs / 2)
     if not 0 <= given < torchs:
