@@ -64,7 +64,7 @@ class ForwardBackward:
     """A `forward_backward_func`: same arguments, same results as megatron-core's, the order of ops from a program.
 
     Programs are lowered when a number of microbatches first occurs; communicators are made in the first call, in which
-    all ranks of a pipeline must therefore take part. `close` releases them.
+    all ranks of the job must therefore take part, as in `close`, which releases them.
 
     iteration: of a PipelineModel, the number of the next training step, which its dropout depends on; it counts up by
         itself, and is to be set where training resumes.

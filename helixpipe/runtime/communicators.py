@@ -79,8 +79,9 @@ def used_channels(channels: Iterable[tuple[int, int]] | None, size: int) -> list
 
 
 def release(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Destroy process groups with their communicators, in an order alike on all ranks. After torch.distributed has been
-    ended, which destroys all, there is nothing to do."""
+    """Destroy process groups with their communicators, on all of their ranks and in one order; messages on their way
+    arrive before (ProcessGroupNCCL::shutdown in torch/csrc/distributed/c10d). After torch.distributed has been ended,
+    which destroys all, there is nothing to do."""
     for group in groups:
         if dist.is_initialized():
             dist.destroy_process_group(group)

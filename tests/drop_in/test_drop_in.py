@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from schedules.drop_in import get_forward_backward_func
 from tests.distributed import run_ranks
 from tests.drop_in.comparing import compare, run_documented
 from tests.drop_in.loop import Case
@@ -96,6 +98,16 @@ def test_equals_megatron_core(group: str) -> None:
                 assert result[what] <= tolerance, where
             for what in ("gradients", "weights"):
                 assert result[what][0] <= tolerance, where
+
+
+def test_closing_releases_the_communicators_once() -> None:
+    """Those of the transport; a later call makes them anew."""
+    function, closed = get_forward_backward_func("1f1b"), []
+    function.close()
+    function._transport = SimpleNamespace(close=lambda: closed.append(True))  # type: ignore[assignment]
+    function.close()
+    function.close()
+    assert closed == [True] and function._transport is None
 
 
 def test_documented_code() -> None:
