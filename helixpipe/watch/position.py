@@ -152,20 +152,25 @@ class Position:
     def look(self) -> View:
         """Where the rank is; where its GPU is, as far as `follow` knows, if that is behind. Never blocks."""
         part, run, index = self._part, self._run, self._index
-        for left in self._unpassed():
-            return View(left.part, left.instruction, gpu=left.part is not part or left.instruction < index)
-        return View(part, index if part is run else 0)
+        left = self._first_unpassed()
+        if left is None:
+            return View(part, index if part is run else 0)
+        return View(left.part, left.instruction, gpu=left.part is not part or left.instruction < index)
 
     def follow(self) -> None:
-        """Wait until the device has passed all marks that have been left. Blocks for as long as that takes; raises what
-        the device has to say if it fails."""
-        for left in self._unpassed():
+        """Wait until the device has passed all marks that have been left by now. Blocks for as long as that takes;
+        raises what the device has to say if it fails."""
+        newest = max((left.number for left in self._left()), default=0)
+        while (left := self._first_unpassed()) is not None and left.number <= newest:
             left.mark.synchronize()  # if it has been left anew since, this takes longer, and no less is passed
             self._passed = left.number
 
-    def _unpassed(self) -> list[Left]:
-        passed = self._passed
-        return [left for left in self.trail.unpassed() if left.number > passed] if self.trail is not None else []
+    def _first_unpassed(self) -> Left | None:
+        """As far as is known: the main thread forgets what it has waited for."""
+        return next((left for left in self._left() if left.number > self._passed), None)
+
+    def _left(self) -> Sequence[Left]:
+        return () if self.trail is None else self.trail.unpassed()
 
 
 def describe(view: View, peers: Peers, waited: float, limit: float) -> State:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -120,6 +124,77 @@ def test_on_the_cpu_there_is_none() -> None:
     model: Any = NullModel()
     executor = Executor(0, model, Alone())
     assert executor.run_ahead is None and executor.position.trail is None
+
+
+class Hanging:
+    """A device that passes the marks it is allowed to, and then hangs; whoever waits for one hangs with it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._recorded = self._passed = 0
+        self._places: dict[int, int] = {}
+
+    def allow(self, marks: int) -> None:
+        with self._changed:
+            self._passed = marks
+            self._changed.notify_all()
+
+    def mark(self) -> Any:
+        key = len(self._places)
+        self._places[key] = 0
+        return SimpleNamespace(record=partial(self._record, key), synchronize=partial(self._wait, key))
+
+    def _record(self, key: int) -> None:
+        self._recorded += 1
+        self._places[key] = self._recorded
+
+    def _wait(self, key: int) -> None:
+        place = self._places[key]
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._passed >= place, 60.0)
+
+
+def seen(position: Position, ahead: RunAhead) -> tuple[int, bool, int]:
+    """The instruction the rank is said to be at, whether it is its device that is, and the ops issued and not done."""
+    view = position.look()
+    return view.instruction, view.gpu, sum(left.is_op for left in ahead.unpassed())
+
+
+@pytest.mark.parametrize("passed", range(0, 12, 3))
+def test_where_the_device_hangs_is_known_while_the_host_waits_for_it(passed: int) -> None:
+    """By a thread that follows the device, and hangs with it, too."""
+    lowered = lower(build("1f1b", Shape(2, 6, 2)))
+    stream, device, position = lowered.streams[1], Hanging(), Position()
+    ahead = position.trail = RunAhead(device.mark)
+    marked = [index for index, each in enumerate(stream) if each.action in (Action.WAIT, Action.RUN)]
+    position.begin(lowered, 1)
+    closing = threading.Event()
+
+    def host() -> None:
+        for index, each in enumerate(stream):
+            position.at(index)
+            if each.action is Action.RUN:
+                ahead.wait()
+            if index in marked:
+                ahead.leave(position.run, index, is_op=each.action is Action.RUN)
+
+    def follow() -> None:
+        while not closing.wait(0.001):
+            position.follow()
+
+    threads = [threading.Thread(target=each, daemon=True) for each in (host, follow)]
+    device.allow(passed)
+    for thread in threads:
+        thread.start()
+    expected = marked[passed], True, OPS_AHEAD
+    deadline = time.monotonic() + 60.0
+    while (found := seen(position, ahead)) != expected and time.monotonic() < deadline:
+        time.sleep(0.001)
+    device.allow(len(stream))
+    closing.set()
+    for thread in threads:
+        thread.join()
+    assert found == expected
 
 
 @pytest.mark.gpu
