@@ -33,7 +33,7 @@ def measure_messages(rank: int, computing: int) -> MessageTimes:
 
     group = parallel_state.get_pipeline_model_parallel_group()
     backend = backend_of(group, device())
-    transport = make_transport(group, device())
+    transport = make_transport(group, device(), [(0, 1), (1, 0)])
     processor = time.process_time if computing >= (os.cpu_count() or 1) else time.thread_time
     whole, own = [], []
     numbers = itertools.count()

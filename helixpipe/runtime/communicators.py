@@ -15,6 +15,7 @@ order of the one list like all else (see `lowering.lower`): that costs overlap a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from datetime import timedelta
 from itertools import permutations
 from types import MappingProxyType
 from typing import Any
@@ -39,13 +40,14 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     return backends.get(device.type, "")
 
 
-def nccl_options(settings: Settings) -> Any:
+def nccl_options(settings: Settings, timeout: timedelta) -> Any:
     """torch's options for a process group, a torch.distributed.ProcessGroupNCCL.Options."""
     chosen: dict[str, Any] = {**PIPELINE, **settings}
     chosen["max_ctas"] = max(chosen["max_ctas"], chosen.get("min_ctas", 0))
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=chosen.pop("is_high_priority_stream"))
     for name, value in chosen.items():
         setattr(options.config, name, value)
+    options._timeout = timeout  # new_group takes its own argument, and warns where this says otherwise
     return options
 
 
@@ -65,7 +67,7 @@ def direction_groups(
     made = {}
     for ranks in sorted(set(pipelines)):
         for direction in ("up", "down"):
-            options = nccl_options(settings) if backend == "nccl" else None  # each its own: torch writes into them
+            options = nccl_options(settings, timeout) if backend == "nccl" else None  # each its own: torch writes there
             made[ranks, direction] = dist.new_group(
                 ranks, timeout, backend, options, group_desc=f"PIPELINE_{direction.upper()}"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,6 +64,7 @@ class Options:
 
     def __init__(self, is_high_priority_stream: bool = False) -> None:
         self.is_high_priority_stream = is_high_priority_stream
+        self._timeout: Any = None
         self.config = SimpleNamespace(min_ctas=None, max_ctas=None, cga_cluster_size=None, net_name=None)
 
 
@@ -79,7 +81,8 @@ def test_settings_become_torchs_options(
     settings: Settings, high: bool, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
-    options = nccl_options(settings)
+    options = nccl_options(settings, timedelta(minutes=3))
+    assert options._timeout == timedelta(minutes=3)
     assert options.is_high_priority_stream is high
     assert {name: value for name, value in vars(options.config).items() if value is not None} == config
 
@@ -109,7 +112,8 @@ def test_each_group_of_nccl_has_options_of_its_own(monkeypatch: pytest.MonkeyPat
     assert [(ranks, timeout, backend, name) for ranks, timeout, backend, _, name in made] == [
         (ranks, 7, "nccl", name) for ranks in ((0, 1), (2, 3)) for name in ("PIPELINE_UP", "PIPELINE_DOWN")
     ]
-    assert {each[3].config.max_ctas for each in made} == {4} and len({id(each[3]) for each in made}) == 4
+    options = [each[3] for each in made]
+    assert {(each.config.max_ctas, each._timeout) for each in options} == {(4, 7)} and len(set(map(id, options))) == 4
 
 
 def test_communicators_are_those_of_the_channels() -> None:
