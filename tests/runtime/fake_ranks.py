@@ -4,9 +4,10 @@ torch's `fake` backend, whose messages are nothing, without streams."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,6 @@ from helixpipe.runtime.executor import Executor
 from helixpipe.runtime.nccl import NcclTransport
 from schedules import build
 from tests.runtime.null_model import NullModel, null_step
-from tests.runtime.poison import without_streams
 
 CPU = torch.device("cpu")
 TIMEOUT = timedelta(minutes=17)
@@ -113,6 +113,24 @@ class Network:
     def destroy(self, group: Any = None) -> None:
         self.played.destroyed += group is not None
         self.plain["destroy_process_group"](group)
+
+
+class Stream:
+    """As torch.cuda.Stream; nothing is ever enqueued."""
+
+    def __init__(self, device: Any = None) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def record_event(self) -> None: ...
+
+
+def without_streams() -> None:
+    """For the rest of this process."""
+    cuda, tensor = cast(Any, torch.cuda), cast(Any, torch.Tensor)
+    cuda.Stream, cuda.current_stream = Stream, Stream
+    cuda.stream = lambda stream: nullcontext()
+    tensor.record_stream = lambda self, stream: None
 
 
 def play(rank: int, world_size: int, cases: list[tuple[str, int, int, int]]) -> list[list[Played]]:

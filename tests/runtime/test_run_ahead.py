@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from helixpipe.lowering.lower import lower
-from helixpipe.lowering.project import Action, Instruction
+from helixpipe.lowering.project import Action
 from helixpipe.planning.catalogue import Shape
 from helixpipe.runtime.executor import Executor
 from helixpipe.runtime.run_ahead import OPS_AHEAD, RunAhead
@@ -88,11 +88,11 @@ class _Issuing(StepRun):
     device: Device
     most = 0
 
-    def _run(self, instruction: Instruction) -> None:
+    def _run(self, op: Any) -> None:
         device = type(self).device
         device.issued += 1
         type(self).most = max(self.most, device.issued - device.done)
-        super()._run(instruction)
+        super()._run(op)
 
 
 @pytest.mark.parametrize("right", [None, True, False], ids=["one part", "opening confirmed", "opening run again"])
