@@ -13,9 +13,8 @@ same memory, which autograd must not mistake for a change of what was saved.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -108,8 +107,7 @@ class _Sequence:
         self.gradients[which][: prefix.size(0)] += gradient
 
 
-@dataclass(frozen=True)
-class UnitKeyValues:
+class UnitKeyValues(NamedTuple):
     """Keys and values of a microbatch's sequences as one chunk sees them, in all layers of a pipeline rank.
 
     The order of calls: `join` in every layer's forward, again if it is recomputed; then, in the backward, `roots` of
