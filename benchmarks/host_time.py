@@ -109,6 +109,7 @@ def serve(case: str) -> None:
 
     from helixpipe.lowering.lower import lower
     from helixpipe.model import Microbatch
+    from helixpipe.model.device import device
     from helixpipe.planning.recompute import RecomputeOptions
     from helixpipe.runtime.executor import Executor, Step
     from schedules import Shape, build
@@ -119,10 +120,10 @@ def serve(case: str) -> None:
     stages = RecomputeOptions("full").stages(program.stages) if recompute else program.stages
     lowered = lower(dataclasses.replace(program, stages=stages))
     tokens = torch.zeros(1, TOKENS, dtype=torch.int64)
-    batch, root = Microbatch(tokens, tokens, torch.ones(1, TOKENS)), torch.ones(())
+    batch, root = Microbatch(tokens, tokens, torch.ones(1, TOKENS)), torch.ones((), device=device())
     step = Step(0, lambda index: index, lambda index: batch, lambda index: root, 1, TOKENS)
     marks = marking_position()
-    executor = Executor(RANK, null_model(), NullTransport(), position=marks)
+    executor = Executor(RANK, null_model(), NullTransport(device()), position=marks)
     gc.collect()
     gc.freeze()
     for line in sys.stdin:
@@ -168,6 +169,9 @@ class NullTransport:
 
     independent_channels = True
 
+    def __init__(self, device: Any):
+        self.device = device
+
     def mark(self) -> None: ...
 
     def send(self, tensors: Any, target: int, number: int, since: Any = None) -> None: ...
@@ -175,7 +179,7 @@ class NullTransport:
     def receive(self, shapes: Any, dtype: Any, source: int, number: int) -> NullReceipt:
         import torch
 
-        return NullReceipt(tuple(torch.empty(shape, dtype=dtype) for shape in shapes))
+        return NullReceipt(tuple([torch.empty(shape, dtype=dtype, device=self.device) for shape in shapes]))
 
     def pass_on(self, receipt: Any, target: int, number: int) -> None: ...
 
@@ -189,6 +193,7 @@ def null_model() -> Any:
     import torch
 
     from helixpipe.costs.piece_kinds import inputs_after
+    from helixpipe.model.device import device
     from helixpipe.model.linear import WeightGradients
     from helixpipe.program.stages import PIECE_KINDS
 
@@ -196,13 +201,13 @@ def null_model() -> Any:
         payload_dtype = torch.float32
 
         def __init__(self) -> None:
-            self.weight = torch.nn.Parameter(torch.ones(1))
+            self.weight = torch.nn.Parameter(torch.ones(1, device=device()))
             self.store = WeightGradients()
             self.tensors_after = {kind: len(inputs_after(kind)) for kind in PIECE_KINDS[:-1]}
 
         def run(self, pieces: Any, inputs: Any, batch: Any, context: Any) -> Any:
             last = pieces[-1].kind
-            hidden = self.weight * (inputs[0] if inputs else torch.ones(context.length, 1, 1, 1))
+            hidden = self.weight * (inputs[0] if inputs else torch.ones(context.length, 1, 1, 1, device=device()))
             if context.keys_values is not None:
                 for piece in pieces:
                     if piece.kind == "attn":
@@ -223,8 +228,11 @@ def floor(count: int = 2000) -> Times:
     import torch
     from torch.autograd.graph import get_gradient_edge
 
+    from helixpipe.model.device import device
+
     backward: Any = torch.autograd.Variable._execution_engine.run_backward
-    weight, given = torch.nn.Parameter(torch.ones(1)), torch.ones(TOKENS, 1, 1, 1)
+    where = device()
+    weight, given = torch.nn.Parameter(torch.ones(1, device=where)), torch.ones(TOKENS, 1, 1, 1, device=where)
     samples: dict[str, list[int]] = {"F": [], "B": [], "RECV": []}
     clock = time.perf_counter_ns
     for _ in range(count):
@@ -240,7 +248,7 @@ def floor(count: int = 2000) -> Times:
         leaf.grad = None
         samples["B"].append(clock() - start)
         start = clock()
-        torch.empty((TOKENS, 1, 1, 1), dtype=torch.float32)
+        torch.empty((TOKENS, 1, 1, 1), dtype=torch.float32, device=where)
         samples["RECV"].append(clock() - start)
     return {kind: statistics.median(each) / 1e3 for kind, each in samples.items()}
 

@@ -218,6 +218,7 @@ class StepRun:
     def _through(self, op: PlannedOp, graph: SegmentGraph, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """From the gradients of a segment's outputs to those of its inputs."""
         assert graph.roots is not None
+        edges: tuple[Any, ...]
         edges, given, passed = split(graph.roots, gradients)
         keys_values = self._keys_values(op)
         if keys_values is not None:
