@@ -83,7 +83,7 @@ def trained(schedule: str, sizes: str) -> Step:
     flags = (
         f"--pipeline-model-parallel-size 4 --pipeline-schedule {schedule} --num-layers 4 --num-attention-heads 8 "
         f"{sizes} --position-embedding-type rope --micro-batch-size 1 --global-batch-size 8 --train-iters 6 --lr 1e-4 "
-        "--mock-data --tokenizer-type NullTokenizer --vocab-size 511 --eval-iters 0 --log-interval 1 "
+        "--mock-data --tokenizer-type NullTokenizer --vocab-size 511 --eval-iters 0 --log-interval 1 --num-workers 0 "
         f"--record-timeline {{output}}/timeline-{schedule}.json"
     )
     return Step(
