@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart test pytest mutants lint format clean distclean
-.PHONY: bench bench-predict bench-steps bench-setups bench-choosing bench-network bench-planning
+.PHONY: bench bench-predict bench-steps bench-setups bench-choosing bench-network bench-planning bench-host bench-gpu
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -54,6 +54,12 @@ bench-choosing: install  ## the table of docs/choosing.md, simulated; make bench
 
 bench-network: install  ## pipelines and FSDP2 over slow links between two hosts (root); make bench-network ARGS="--delay 1ms"
 	.venv/bin/python benchmarks/network.py $(ARGS)
+
+bench-host: install  ## what the executor itself takes for each instruction; make bench-host ARGS="--beside ../other"
+	PYTHONPATH=. .venv/bin/python benchmarks/host_time.py $(ARGS)
+
+bench-gpu: install  ## tests, profiles, predictions and training on a GPU, into a folder; make bench-gpu ARGS="--output runs/gpu"
+	PYTHONPATH=. .venv/bin/python benchmarks/gpu.py $(ARGS)
 
 bench-planning: install  ## processor time of planning large steps; make bench-planning ARGS="--beside ../other"
 	PYTHONPATH=. .venv/bin/python benchmarks/planning.py $(ARGS)

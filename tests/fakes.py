@@ -88,14 +88,16 @@ class FlashAttention3:
 
 
 class TransformerEngine:
-    """megatron-core's `TEDotProductAttention` and `TENorm`, whose module has a state of its own beside torch's weights.
+    """megatron-core's `TEDotProductAttention`, its `TENorm`, whose module has a state of its own beside torch's
+    weights, and its `fused_apply_rotary_pos_emb`.
 
-    made: how each attention was made.
+    made: how each attention was made. rotated: the shape of what was rotated.
     """
 
     def __init__(self) -> None:
         self.made: list[dict[str, Any]] = []
         self.attended = self.normed = 0
+        self.rotated: list[tuple[int, ...]] = []
 
     def make_attention(self, config: Any, **options: Any) -> Callable[..., Tensor]:
         assert set(options) <= arguments_in_core("TEDotProductAttention", "__init__")
@@ -126,6 +128,18 @@ class TransformerEngine:
                 """Nothing to restore."""
 
         return Norm(hidden_size, eps=eps)
+
+    def rotate(
+        self, t: Tensor, freqs: Tensor, transpose_output_memory: bool = False, interleaved: bool = False
+    ) -> Tensor:
+        """The kernel takes the rows of `freqs`, float32 and dense, from the first one on, and any strides of `t`."""
+        assert freqs.dtype == torch.float32 and freqs.is_contiguous() and freqs.shape[1:3] == (1, 1)
+        assert freqs.size(0) >= t.size(0) and freqs.size(3) <= t.size(3) and not interleaved
+        self.rotated.append(tuple(t.shape))
+        cosine, sine = freqs[: t.size(0)].cos().to(t.dtype), freqs[: t.size(0)].sin().to(t.dtype)
+        turned, rest = t.tensor_split([freqs.size(3)], dim=-1)
+        left, right = turned.chunk(2, dim=-1)
+        return torch.cat((turned * cosine + torch.cat((-right, left), dim=-1) * sine, rest), dim=-1)
 
 
 class FusedNorms:
@@ -187,6 +201,7 @@ def engine_modules(engine: TransformerEngine) -> dict[str, Any]:
     """`transformer_engine`, which only has to be there, and megatron-core's extension for it."""
     extension: Any = ModuleType(ENGINE_IN_CORE)
     extension.TEDotProductAttention, extension.TENorm = engine.make_attention, engine.make_norm
+    extension.fused_apply_rotary_pos_emb = engine.rotate
     library, pytorch = ModuleType("transformer_engine"), ModuleType("transformer_engine.pytorch")
     return {
         "transformer_engine": library,

@@ -29,6 +29,8 @@ stage are as large as all that its owner holds."""
 class Action(str, Enum):
     """What one instruction does; the executor has one handler each."""
 
+    __hash__ = str.__hash__  # Enum's own is a function of Python's, called for every instruction that is looked up
+
     RECV = "RECV"
     """Post the receive of a message: take a buffer and start listening."""
     WAIT = "WAIT"

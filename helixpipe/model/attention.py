@@ -15,7 +15,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from helixpipe.model.attention_kernels import make_attend
-from helixpipe.model.backends import Kernels, Machine, choose
+from helixpipe.model.backends import ENGINE, TORCH, Kernels, Machine, choose, load_engine
 from helixpipe.model.device import device
 from helixpipe.model.options import GPTOptions
 
@@ -52,10 +52,18 @@ class CoreAttention(torch.nn.Module):
         return attend(query, key, value, self._scale, self._dropout if training else 0.0)
 
 
-class Rotary:
-    """RoPE at any offset in the sequence, from one table of cosines and sines that grows when it must."""
+FUSED_SPAN = 2**31
+"""Transformer Engine's kernel counts elements in 32 bits: what spans as many is rotated in plain torch."""
 
-    def __init__(self, config: TransformerConfig, gpt: GPTOptions):
+
+class Rotary:
+    """RoPE at any offset in the sequence, from one table of angles, or of cosines and sines, that grows when it must.
+
+    kernel: `backends.ENGINE` for Transformer Engine's, else plain torch, which rounds cosines and sines to the type of
+    what it rotates.
+    """
+
+    def __init__(self, config: TransformerConfig, gpt: GPTOptions, kernel: str = TORCH):
         self._embedding = RotaryEmbedding(
             kv_channels=config.kv_channels,
             rotary_percent=gpt.rotary_percent,
@@ -64,19 +72,35 @@ class Rotary:
         )
         self._length = gpt.max_sequence_length
         self._table: tuple[Tensor, Tensor] | None = None
+        self._angles: Tensor | None = None
+        self._fused = load_engine().fused_apply_rotary_pos_emb if kernel == ENGINE else None
 
     def table(self, offset: int, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines of positions offset to offset + length - 1, each [length, 1, 1, rotated channels / 2]."""
         if self._table is None or offset + length > self._length or self._table[0].dtype != dtype:
             self._length = max(self._length, offset + length)
-            self._embedding.inv_freq = self._embedding.inv_freq.to(device())
-            frequencies = self._embedding.get_freqs_non_repeated(self._length)[:, None, None, :]
-            self._table = frequencies.cos().to(dtype), frequencies.sin().to(dtype)
+            angles = self._first_angles(self._length)
+            self._table = angles.cos().to(dtype), angles.sin().to(dtype)
         cosine, sine = self._table
         return cosine[offset : offset + length], sine[offset : offset + length]
 
+    def angles(self, offset: int, length: int) -> Tensor:
+        """Of positions offset to offset + length - 1, float32 [length, 1, 1, rotated channels], both halves alike."""
+        if self._angles is None or offset + length > self._angles.size(0):
+            angles = self._first_angles(max(self._length, offset + length))
+            self._angles = torch.cat((angles, angles), dim=-1)
+        return self._angles[offset : offset + length]
+
+    def _first_angles(self, length: int) -> Tensor:
+        """Of positions 0 to length - 1, float32 [length, 1, 1, rotated channels / 2]."""
+        self._embedding.inv_freq = self._embedding.inv_freq.to(device())
+        return self._embedding.get_freqs_non_repeated(length)[:, None, None, :]
+
     def rotate(self, tensor: Tensor, offset: int) -> Tensor:
         """Rotate [s, b, heads, d] whose tokens begin at `offset`; channels of the first half pair with the second's."""
+        if self._fused is not None and tensor.size(0) * tensor.stride(0) < FUSED_SPAN:
+            rotated: Tensor = self._fused(tensor, self.angles(offset, tensor.size(0)))
+            return rotated
         cosine, sine = self.table(offset, tensor.size(0), tensor.dtype)
         half = cosine.size(-1)
         first, second, rest = tensor.split([half, half, tensor.size(-1) - 2 * half], dim=-1)

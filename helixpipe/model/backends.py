@@ -101,13 +101,14 @@ class Kernels:
     """What a model runs on.
 
     attention: of whole sequences; chunk_attention: of sequences that run chunk by chunk; each with why it is not what
-    one might expect, or nothing. norm: `torch`, `apex` or `transformer-engine`. machine: for which this was chosen.
-    warning: a sentence for whoever asked for something that is not there, or nothing.
+    one might expect, or nothing. norm: `torch`, `apex` or `transformer-engine`; rope: the first or the last of these.
+    machine: for which this was chosen. warning: a sentence for who asked for something that is not there, or nothing.
     """
 
     attention: str
     chunk_attention: str
     norm: str
+    rope: str = TORCH
     machine: Machine = field(default_factory=Machine)
     attention_note: str = ""
     chunk_attention_note: str = ""
@@ -127,10 +128,11 @@ class Kernels:
             "norm": f"{self._with_version(self.norm)} {config.normalization}",
             "linear": linear,
             "activation": "fused" if config.bias_activation_fusion else "not fused",
+            "rope": "" if self.rope == TORCH else self._with_version(self.rope),
             "transport": transport,
             "gradients": _name(gradients),
         }
-        return ", ".join(f"{part} {kernel}" for part, kernel in parts.items())
+        return ", ".join(f"{part} {kernel}" for part, kernel in parts.items() if kernel)
 
     def _with_version(self, kernel: str) -> str:
         return f"{kernel} {self.machine.libraries.get(kernel, '')}".strip()
@@ -144,12 +146,19 @@ def choose(config: TransformerConfig, machine: Machine) -> Kernels:
     if config.transformer_impl == "transformer_engine" and not _has_engine(machine):
         why = "is not installed" if machine.device == "cuda" else "needs a GPU"
         warning = f"--transformer-impl transformer_engine: Transformer Engine {why}; layers are those of local."
-    return Kernels(attention, chunk_attention, _norm(config, machine), machine, note, chunk_note, warning)
+    half_or_single = config.params_dtype != torch.float64
+    rope = ENGINE if config.apply_rope_fusion and half_or_single and fuses_rope(machine) else TORCH
+    return Kernels(attention, chunk_attention, _norm(config, machine), rope, machine, note, chunk_note, warning)
 
 
 def fuses_weight_gradients(machine: Machine) -> bool:
     """Whether linear layers can add a weight's gradient to its sum in the matrix product itself."""
     return machine.device == "cuda" and WEIGHT_GRADIENTS in machine.libraries
+
+
+def fuses_rope(machine: Machine) -> bool:
+    """Whether RoPE can be one kernel: Transformer Engine's, from 1.4 on as megatron-core asks."""
+    return _has_engine(machine) and _numbers(machine.libraries[ENGINE]) >= (1, 4)
 
 
 def transport_name(backend: str, on_gpu: bool, nccl: tuple[int, ...] = ()) -> str:

@@ -2,7 +2,8 @@
 
 `prepare()` is called once, before anything of `megatron.core` is imported (importing `helixpipe.model` calls it). It
 imports the parts of megatron-core used here with the notices about missing optional packages (Transformer Engine, apex)
-silenced, during these imports only, so later warnings are seen. On a machine with CUDA it does nothing else.
+silenced, during these imports only, so later warnings are seen. On a machine with CUDA it only raises a limit of
+torch's compiler besides (`_compile_every_variant`).
 
 Start-up without CUDA takes a third of the time because megatron-core's functions are not handed to `torch.compile`
 (`_uncompiled`), and everywhere because Python's garbage collector does not search half a million objects that are all
@@ -81,6 +82,9 @@ _NOISE = (
 
 _NOISE_WITHOUT_CUDA = ((UserWarning, r".* recommended to set the environment variable CUDA_DEVICE_MAX_CONNECTIONS"),)
 
+VARIANTS = 64
+"""Of one compiled function."""
+
 _CPU = torch.device("cpu")
 
 
@@ -96,6 +100,8 @@ def prepare() -> None:
         for name in _IMPORTS:
             importlib.import_module(name)
     _ignore(_NOISE)
+    if torch.cuda.is_available():
+        _compile_every_variant()
     current_device: Any = torch.cuda.current_device
     if not torch.cuda.is_available() and current_device is not _current_device:
         _ignore(_NOISE_WITHOUT_CUDA)
@@ -121,6 +127,18 @@ def _uncompiled() -> Iterator[None]:
         yield
     finally:
         torch.compile = compiler
+
+
+def _compile_every_variant() -> None:
+    """Let a compiled function have more variants than torch's 8; for those beyond, torch runs it op by op.
+
+    It is compiled anew for the second length of chunks (then for all but a length of one), with and without a graph,
+    and where its inputs need gradients in another combination: some three times as often as there are kinds of length.
+    Compiled and op by op it draws other dropout masks from the same seed. Were its F compiled and its R no more, the
+    gradients would be those of another model.
+    """
+    config: Any = importlib.import_module("torch._dynamo").config
+    config.recompile_limit = max(config.recompile_limit, VARIANTS)
 
 
 def _as_it_is(model: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:

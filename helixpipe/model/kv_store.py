@@ -13,9 +13,8 @@ same memory, which autograd must not mistake for a change of what was saved.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -108,8 +107,7 @@ class _Sequence:
         self.gradients[which][: prefix.size(0)] += gradient
 
 
-@dataclass(frozen=True)
-class UnitKeyValues:
+class UnitKeyValues(NamedTuple):
     """Keys and values of a microbatch's sequences as one chunk sees them, in all layers of a pipeline rank.
 
     The order of calls: `join` in every layer's forward, again if it is recomputed; then, in the backward, `roots` of
@@ -140,22 +138,23 @@ class UnitKeyValues:
             for buffer, tensor in zip(sequence.buffers, (key, value), strict=True):
                 buffer[self.offset : end].copy_(tensor.detach())
             sequence.filled = end
-        own = []
-        for buffer, tensor in zip(sequence.buffers, (key, value), strict=True):
+        keys, values = sequence.buffers
+        for buffer, tensor in ((keys, key), (values, value)):
             if tensor.is_leaf and tensor.requires_grad:
                 tensor.data = buffer[self.offset : end].data
-            own.append(_Stored.apply(tensor, buffer[self.offset : end]))
-        if not torch.is_grad_enabled() or not own[0].requires_grad:
-            return sequence.buffers[0][:end].data, sequence.buffers[1][:end].data
-        sequence.own[self.offset] = tuple(own)
+        if not torch.is_grad_enabled() or not (key.requires_grad or value.requires_grad):
+            return keys[:end].data, values[:end].data
+        own = _Stored.apply(key, value, keys[self.offset : end], values[self.offset : end])
+        sequence.own[self.offset] = own
         if self.offset == 0:
-            return own[0], own[1]
-        joined = []
+            return own
+        prefixes = []
         for which, buffer in enumerate(sequence.buffers):
             prefix = buffer[: self.offset].data.requires_grad_()
             prefix.register_post_accumulate_grad_hook(partial(sequence.add_gradient, which))
-            joined.append(_Join.apply(prefix, own[which], buffer[:end]))
-        return joined[0], joined[1]
+            prefixes.append(prefix)
+        joined: tuple[Tensor, Tensor] = _Join.apply(*prefixes, *own, keys[:end], values[:end])
+        return joined
 
     def roots(self, layers: Sequence[int]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """For the backward of a graph that holds these layers: more roots beside its outputs, and their gradients.
@@ -198,26 +197,31 @@ class UnitKeyValues:
 
 
 class _Stored(torch.autograd.Function):
-    """A chunk's own rows as they lie in the buffer, so that nothing needs the tensor they were copied from."""
+    """A chunk's own key and value as they lie in the buffers, so that nothing needs the tensors they were copied from.
+
+    Both at once: a function of Python's costs the host as much as several kernels.
+    """
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, rows: Tensor) -> Tensor:
-        return rows.data
+    def forward(ctx: Any, key: Tensor, value: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        return keys.data, values.data
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients[0], gradients[1], None, None
 
 
 class _Join(torch.autograd.Function):
-    """The rows before a chunk and its own, one after the other, as they lie in the buffer already."""
+    """The rows before a chunk and its own, one after the other, as they lie in the buffers already."""
 
     @staticmethod
-    def forward(ctx: Any, prefix: Tensor, own: Tensor, rows: Tensor) -> Tensor:
-        ctx.offset = prefix.size(0)
-        return rows.data
+    def forward(
+        ctx: Any, keys_before: Tensor, values_before: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.offset = keys_before.size(0)
+        return keys.data, values.data
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        (gradient,) = gradients
-        return gradient[: ctx.offset], gradient[ctx.offset :], None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        keys, values = gradients
+        return keys[: ctx.offset], values[: ctx.offset], keys[ctx.offset :], values[ctx.offset :], None, None

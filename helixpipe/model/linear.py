@@ -3,8 +3,12 @@
 megatron-core's own function computes both at once. This one is the same mathematics (forward, tensor-parallel
 communication and rounding alike), but while a unit's I runs it leaves the weight's part, with the tensors it needs, in
 a `WeightGradients` store, from which the unit's W takes it. Biases and norms stay with I: they cost next to nothing.
-With sequence parallelism I gathers the whole input as megatron-core's backward does; it is kept until W, so that there
-is no second all-gather.
+
+Collectives run beside a matrix product that does not need them, as in megatron-core: with sequence parallelism the
+input's all-gather beside the input gradient's, and the sum of input gradients over ranks beside the weight gradient's.
+In I there is no weight gradient to hide that sum. The gathered input is kept until W, which waits for no other rank:
+gathering in W would keep the part alone, but the first gather of each W would have nothing to run beside. What waits is
+counted as such (`PieceKind.deferred`).
 """
 
 from __future__ import annotations
@@ -171,31 +175,36 @@ class _Linear(torch.autograd.Function):
         ctx.with_bias = bias is not None
         ctx.allreduce_dgrad, ctx.sequence_parallel, ctx.tp_group = allreduce_dgrad, sequence_parallel, tp_group
         ctx.store, ctx.fused = store, fused
-        output = torch.matmul(_gather(input, tp_group) if sequence_parallel else input, weight.t())
+        output = torch.matmul(_gather(input, tp_group)[0] if sequence_parallel else input, weight.t())
         return output + bias if bias is not None else output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (output_gradient,) = gradients
         (input,) = ctx.saved_tensors
-        weight = ctx.weight
-        inputs = _gather(input, ctx.tp_group) if ctx.sequence_parallel else input
+        weight, group = ctx.weight, ctx.tp_group
+        inputs, gathering, summing = input, None, None
+        if ctx.sequence_parallel and ctx.needs_input_grad[1]:
+            inputs, gathering = _gather(input, group, async_op=True)
         input_gradient = output_gradient.matmul(weight)
+        if gathering is not None:
+            gathering.wait()
         if ctx.allreduce_dgrad:
-            dist.all_reduce(input_gradient, group=ctx.tp_group)
-        if ctx.sequence_parallel:
-            part = torch.empty_like(input)
-            dist.reduce_scatter_tensor(part, input_gradient, group=ctx.tp_group)
-            input_gradient = part
+            summing = dist.all_reduce(input_gradient, group=group, async_op=True)
+        elif ctx.sequence_parallel:
+            shares, input_gradient = input_gradient, input.new_empty(input.shape)
+            summing = dist.reduce_scatter_tensor(input_gradient, shares, group=group, async_op=True)
         now = ctx.needs_input_grad[1] and not ctx.store.put_off(weight, inputs, output_gradient, ctx.fused)
         weight_gradient = _weight_gradient(inputs, output_gradient) if now else None
         bias_gradient = output_gradient.flatten(0, -2).sum(dim=0) if ctx.with_bias else None
+        if summing is not None:
+            summing.wait()
         return input_gradient, weight_gradient, bias_gradient, None, None, None, None, None
 
 
-def _gather(part: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The whole sequence from the tensor-parallel ranks' parts."""
+def _gather(part: Tensor, group: dist.ProcessGroup | None, async_op: bool = False) -> tuple[Tensor, dist.Work | None]:
+    """The whole sequence from the tensor-parallel ranks' parts; with `async_op` once what is returned with it has been
+    waited for."""
     assert group is not None
     whole = part.new_empty((part.size(0) * group.size(), *part.shape[1:]))
-    dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
-    return whole
+    return whole, dist.all_gather_into_tensor(whole, part.contiguous(), group=group, async_op=async_op)

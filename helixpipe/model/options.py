@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -50,8 +50,7 @@ class Microbatch:
     """[b, s] int64 for learned positions; None means 0 to s - 1. RoPE, as in megatron-core, always counts from 0."""
 
 
-@dataclass(frozen=True)
-class UnitContext:
+class UnitContext(NamedTuple):
     """Which unit the model runs: what its random state and its place in the sequence depend on."""
 
     step: int
@@ -66,7 +65,7 @@ class UnitContext:
     """Tokens of the chunk; None means up to the end of the sequence."""
     training: bool = True
     """Whether dropout is applied."""
-    keys_values: UnitKeyValues | None = field(default=None, compare=False, repr=False)
+    keys_values: UnitKeyValues | None = None
     """The earlier chunks' keys and values; None when the chunk is the whole sequence."""
 
     @property

@@ -36,7 +36,7 @@ from helixpipe.costs.profile_costs import ChunkTimes, Profile
 from helixpipe.lowering.lower import lower
 from helixpipe.lowering.project import Action, Instruction, LoweredProgram
 from helixpipe.model import GPTOptions, Microbatch, PipelineModel, UnitContext
-from helixpipe.model.backends import Machine, fuses_weight_gradients, transport_name
+from helixpipe.model.backends import Machine, fuses_rope, fuses_weight_gradients, transport_name
 from helixpipe.model.device import device
 from helixpipe.profile.machine import clock_name, machine, needs_wall_clock
 from helixpipe.profile.message_times import measure_messages
@@ -166,6 +166,7 @@ def build_model(task: Task, num_layers: int, pieces: Sequence[Piece]) -> tuple[P
         deallocate_pipeline_outputs=True,
         transformer_impl="local",
     )
+    config.apply_rope_fusion = shape.positions == "rope" and fuses_rope(Machine.here())
     gpt = GPTOptions(
         vocab_size=shape.padded_vocab(1),
         max_sequence_length=task.seq_length,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -25,17 +26,29 @@ class SegmentGraph:
 
 def leaves(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The inputs of a graph of their own. A view of something larger is copied, so that the rest of that can go."""
-    return tuple(
+    return tuple([
         (tensor.detach().clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor.detach())
         .requires_grad_()
         for tensor in tensors
-    )  # fmt: skip
+    ])  # fmt: skip
 
 
 def roots(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> tuple[GradientEdge | int, ...]:
     """Edges, not tensors: a backward needs no output's data, which can go once it has been sent."""
     numbers = {id(tensor): index for index, tensor in enumerate(inputs)}
-    return tuple(numbers[id(each)] if id(each) in numbers else get_gradient_edge(each) for each in outputs)
+    return tuple([numbers[id(each)] if id(each) in numbers else get_gradient_edge(each) for each in outputs])
+
+
+def split(
+    roots: tuple[GradientEdge | int, ...], gradients: tuple[Tensor, ...]
+) -> tuple[tuple[GradientEdge, ...], tuple[Tensor, ...], dict[int, Tensor]]:
+    """(edges, the gradients that enter there, the gradients that pass by, by the number of the input)."""
+    if int not in map(type, roots):
+        return cast(tuple[GradientEdge, ...], roots), gradients, {}
+    pairs = list(zip(roots, gradients, strict=True))
+    passed = {root: given for root, given in pairs if isinstance(root, int)}
+    edges, given = zip(*[pair for pair in pairs if not isinstance(pair[0], int)], strict=True)
+    return edges, given, passed
 
 
 def gradient(tensor: Tensor, passed: Tensor | None) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from helixpipe.common.errors import ProgramError
-from helixpipe.lowering.project import LoweredProgram
+from helixpipe.lowering.project import Action, Instruction, LoweredProgram
 from helixpipe.model import Microbatch, UnitContext
 from helixpipe.model.linear import WeightGradients
 from helixpipe.program.message import Message
@@ -64,21 +64,60 @@ class LossSum(NamedTuple):
     value: Tensor
 
 
+class PlannedOp(NamedTuple):
+    """An op with all that is known of it before the step, looked up once.
+
+    pieces: of its stage. segments: its unit's. part: what its chunk is of its document, of which `document_length`
+    tokens run, None where all of it is in this chunk. takes, gives, saved: numbers of buffers (see `Graph`). leaves:
+    whether a message carries away what it gives. first, last: whether its stage is the model's first, its last.
+    borrowed: whether it runs with a copy of its stage's weights. completes: whether nothing adds to the gradients of
+    its stage's weights, which are here, after it.
+    """
+
+    op: Op
+    unit: Unit
+    pieces: tuple[Piece, ...]
+    segments: tuple[Segment, ...]
+    part: Slice
+    document_length: int | None
+    takes: int
+    gives: int
+    saved: int
+    leaves: bool
+    first: bool
+    last: bool
+    borrowed: bool
+    completes: bool
+
+
+class Incoming(NamedTuple):
+    """The receive of an activation or gradient: one tensor of each shape."""
+
+    message: Message
+    shapes: tuple[torch.Size, ...]
+    dtype: torch.dtype
+
+
+Subject = PlannedOp | Incoming | Instruction
+"""What the handler of an instruction is given: of RUN and of most RECVs what is known of them, else itself."""
+
+
 class PlanOnRank:
     """A lowered program as one rank runs it, step after step: what follows from it and from a step's sizes.
 
-    stream: the rank's instructions. leaving: numbers of the buffers that ops fill and messages carry away. last: of
-    each stage whose weights are here, the op after which nothing adds to their gradients.
+    stream: the rank's instructions. last: of each stage whose weights are here, the op after which nothing adds to
+    their gradients.
     """
 
     def __init__(self, lowered: LoweredProgram, rank: int):
         self.lowered, self.program, self.graph, self.rank = lowered, lowered.program, lowered.graph, rank
         self.stream = lowered.streams[rank]
-        self.leaving = frozenset(self.graph.sources)
+        self._leaving = frozenset(self.graph.sources)
         own = [op for op in self.program.ranks[rank] if self.program.stages[op.stage].owner is None]
         self.last = frozenset({op.stage: op for op in own if op.kind in "BW"}.values())
-        self.last_stage = len(self.program.stages) - 1
-        self._payloads: dict[tuple[int, int, int], tuple[tuple[torch.Size, ...], torch.dtype]] = {}
+        self._borrowed = frozenset(self.program.copied_stages(rank))
+        self._subjects: dict[tuple[int, int], list[tuple[Action, Subject]]] = {}
+        self._shapes: dict[tuple[Piece, int, int], tuple[torch.Size, ...]] = {}
         self._segments: dict[tuple[int, Activations], tuple[Segment, ...]] = {}
         self._workloads: dict[int, Workload] = {}
         self._documents: dict[int, dict[int, int]] = {}
@@ -88,6 +127,41 @@ class PlanOnRank:
         """The stages of this rank with a split backward."""
         return {op.stage for op in self.program.ranks[self.rank] if op.kind == "W"}
 
+    def subjects(self, model: Model, step: Step) -> list[tuple[Action, Subject]]:
+        """The stream in the sizes of a step: each instruction's action, and what the handler of that is given. Raises
+        ProgramError for a chunk of several documents."""
+        sizes = step.micro_batch_size, step.seq_length
+        if sizes not in self._subjects:
+            self._subjects[sizes] = [(each.action, self._subject(each, model, step)) for each in self.stream]
+        return self._subjects[sizes]
+
+    def _subject(self, instruction: Instruction, model: Model, step: Step) -> Subject:
+        action, op, message, _, task = instruction
+        if action is Action.RUN and op is not None:
+            return self._planned(op, task, step.seq_length)
+        if action is Action.RECV and message is not None and not message.ships:
+            return Incoming(message, *self._payload(message, model, step))
+        return instruction
+
+    def _planned(self, op: Op, task: int, seq_length: int) -> PlannedOp:
+        part, graph = self._slice(op, seq_length), self.graph
+        return PlannedOp(
+            op=op,
+            unit=op.unit,
+            pieces=self.program.stages[op.stage].pieces,
+            segments=self.segments(op.unit),
+            part=part,
+            document_length=self._document_length(part, seq_length),
+            takes=graph.takes[task],
+            gives=graph.gives[task],
+            saved=graph.saved[task],
+            leaves=graph.gives[task] in self._leaving,
+            first=op.stage == 0,
+            last=op.stage == len(self.program.stages) - 1,
+            borrowed=op.stage in self._borrowed,
+            completes=op in self.last,
+        )
+
     def segments(self, unit: Unit) -> tuple[Segment, ...]:
         """Those of the unit's stage, by what becomes of the unit's activations."""
         activations = self.program.activations_of(unit)
@@ -96,7 +170,7 @@ class PlanOnRank:
             self._segments[key] = segments(self.program.stages[unit.stage].pieces, activations)
         return self._segments[key]
 
-    def slice(self, op: Op, seq_length: int) -> Slice:
+    def _slice(self, op: Op, seq_length: int) -> Slice:
         """What the op's chunk is of its document. Raises ProgramError for a chunk of several documents."""
         chunk = self._workload(seq_length).microbatches[op.microbatch][op.chunk]
         if len(chunk) != 1:
@@ -106,7 +180,7 @@ class PlanOnRank:
             )
         return chunk[0]
 
-    def document_length(self, part: Slice, seq_length: int) -> int | None:
+    def _document_length(self, part: Slice, seq_length: int) -> int | None:
         """Tokens of a slice's document; None where all of it is in one chunk."""
         if seq_length not in self._documents:
             lengths: dict[int, int] = {}
@@ -118,17 +192,16 @@ class PlanOnRank:
             self._documents[seq_length] = {document: lengths[document] for document in slices if slices[document] > 1}
         return self._documents[seq_length].get(part.document)
 
-    def payload(self, message: Message, model: Model, step: Step) -> tuple[tuple[torch.Size, ...], torch.dtype]:
+    def _payload(self, message: Message, model: Model, step: Step) -> tuple[tuple[torch.Size, ...], torch.dtype]:
         """Shapes and type of an activation or gradient. A gradient has the shapes of what it is the gradient of: what
         crossed the cut after the consumer's stage."""
-        key = message.number, step.micro_batch_size, step.seq_length
-        if key not in self._payloads:
-            stage = message.producer.stage if message.kind == "activation" else message.consumer.stage
-            after = self.program.stages[stage].pieces[-1]
-            length = self._workload(step.seq_length).tokens(message.producer.microbatch)[message.producer.chunk]
-            shapes = model.payload_shapes(after, step.micro_batch_size, length)
-            self._payloads[key] = shapes, model.payload_dtype
-        return self._payloads[key]
+        stage = message.producer.stage if message.kind == "activation" else message.consumer.stage
+        after = self.program.stages[stage].pieces[-1]
+        length = self._workload(step.seq_length).tokens(message.producer.microbatch)[message.producer.chunk]
+        key = after, step.micro_batch_size, length
+        if key not in self._shapes:
+            self._shapes[key] = model.payload_shapes(*key)
+        return self._shapes[key], model.payload_dtype
 
     def where(self, index: int) -> str:
         """A failing instruction among its neighbours."""

@@ -18,13 +18,12 @@ from helixpipe.lowering.project import Action, Instruction
 from helixpipe.model import UnitContext
 from helixpipe.model.device import device
 from helixpipe.model.kv_store import KeyValueStore, UnitKeyValues
-from helixpipe.program.program import Op
 from helixpipe.program.stages import Piece
 from helixpipe.runtime.borrowed_weights import BorrowedWeights
 from helixpipe.runtime.recording import Clock, Recorder
 from helixpipe.runtime.run_ahead import RunAhead
-from helixpipe.runtime.segments import SegmentGraph, fill_inputs, gradient, leaves, release_inputs, roots
-from helixpipe.runtime.step import LossSum, Model, PlanOnRank, Step
+from helixpipe.runtime.segments import SegmentGraph, fill_inputs, gradient, leaves, release_inputs, roots, split
+from helixpipe.runtime.step import Incoming, LossSum, Model, PlannedOp, PlanOnRank, Step
 from helixpipe.runtime.transport import Receipt, Transport
 from helixpipe.runtime.weights import StageWeights
 from helixpipe.watch.position import Position
@@ -61,7 +60,7 @@ class StepRun:
         self.receipts: dict[int, Receipt] = {}
         self.losses: list[LossSum] = []
         self.recorder = Recorder(Clock(device())) if record else None
-        self._actions: dict[Action, Callable[[Instruction], None]] = {
+        self._actions: dict[Action, Callable[[Any], None]] = {
             Action.RECV: self._receive,
             Action.WAIT: self._wait,
             Action.RUN: self._run,
@@ -69,7 +68,7 @@ class StepRun:
             Action.REDUCE: self._reduce,
             Action.FREE: self._free,
         }
-        self._ops: dict[str, Callable[[Op, int], None]] = {
+        self._ops: dict[str, Callable[[PlannedOp], None]] = {
             "F": self._forward,
             "B": self._backward,
             "I": self._input_backward,
@@ -78,16 +77,16 @@ class StepRun:
         }
 
     def execute(self, places: range) -> None:
-        stream, actions, position, ahead = self.plan.stream, self._actions, self.executor.position, self.run_ahead
+        subjects, actions = self.plan.subjects(self.executor.model, self.step), self._actions
+        position, ahead = self.executor.position, self.run_ahead
         at, part = position.at, position.run
         for index in places:
             at(index)
-            instruction = stream[index]
-            action = instruction[0]
+            action, subject = subjects[index]
             try:
                 if ahead is not None and action is Action.RUN:
                     ahead.wait()
-                actions[action](instruction)
+                actions[action](subject)
                 if ahead is not None and (action is Action.RUN or action is Action.WAIT):
                     ahead.leave(part, index, is_op=action is Action.RUN)
             except UserError:
@@ -103,14 +102,14 @@ class StepRun:
 
     # ------------------------------------------------------------------------------------------------- instructions
 
-    def _receive(self, instruction: Instruction) -> None:
-        message = instruction.message
+    def _receive(self, subject: Incoming | Instruction) -> None:
+        message = subject.message
         assert message is not None
-        if message.ships:
-            size, dtype = self.borrowed.payload(message)
-            shapes: tuple[torch.Size, ...] = (size,)
+        if isinstance(subject, Incoming):
+            shapes, dtype = subject.shapes, subject.dtype
         else:
-            shapes, dtype = self.plan.payload(message, self.executor.model, self.step)
+            size, dtype = self.borrowed.payload(message)
+            shapes = (size,)
         self.receipts[message.number] = self.transport.receive(shapes, dtype, message.source, message.number)
 
     def _wait(self, instruction: Instruction) -> None:
@@ -157,41 +156,37 @@ class StepRun:
             for number in self.graph.frees[instruction.task]:
                 self.buffers.pop(number, None)
 
-    def _run(self, instruction: Instruction) -> None:
-        op, recorder = instruction.op, self.recorder
-        assert op is not None
+    def _run(self, op: PlannedOp) -> None:
+        recorder, weights = self.recorder, self.executor.weights
         start = recorder.mark() if recorder is not None else None
-        weights, pieces = self.executor.weights, self.plan.program.stages[op.stage].pieces
-        borrowed = op.stage in self.borrowed.stages
-        if borrowed:
-            self.borrowed.prepare(op)
+        if op.borrowed:
+            self.borrowed.prepare(op.op)
         else:
-            weights.gather(pieces)
+            weights.gather(op.pieces)
         if torch._C._autograd._profiler_enabled():  # a range costs more than the rest of this
-            with torch.autograd.profiler.record_function(f"PP:{op}"):
-                self._ops[op.kind](op, instruction.task)
+            with torch.autograd.profiler.record_function(f"PP:{op.op}"):
+                self._ops[op.op.kind](op)
         else:
-            self._ops[op.kind](op, instruction.task)
-        if not borrowed:
-            weights.release(pieces)
+            self._ops[op.op.kind](op)
+        if not op.borrowed:
+            weights.release(op.pieces)
         if recorder is not None:
-            recorder.ran(op, start)
-        if op in self.plan.last:
-            weights.complete(pieces)
+            recorder.ran(op.op, start)
+        if op.completes:
+            weights.complete(op.pieces)
 
     # ---------------------------------------------------------------------------------------------------------- ops
 
-    def _forward(self, op: Op, task: int) -> None:
-        plan, graph = self.plan, self.graph
-        state = self.buffers.pop(graph.takes[task], ())
-        if plan.program.forward_only:
-            outputs = self._run_pieces(op, plan.program.stages[op.stage].pieces, state)
+    def _forward(self, op: PlannedOp) -> None:
+        state = self.buffers.pop(op.takes, ())
+        if self.plan.program.forward_only:
+            outputs = self._run_pieces(op, op.pieces, state)
             if (keys_values := self._keys_values(op)) is not None:
                 keys_values.release()
-            self._give(op, task, outputs)
+            self._give(op, outputs)
             return
         graphs = []
-        for segment in plan.segments(op.unit):
+        for segment in op.segments:
             inputs = leaves(state)
             if segment.recomputed:
                 with torch.no_grad():
@@ -201,25 +196,23 @@ class StepRun:
                 outputs = self._run_pieces(op, segment.pieces, inputs)
                 graphs.append(SegmentGraph(segment, inputs, roots(inputs, outputs)))
             state = outputs
-        self._give(op, task, outputs)
+        self._give(op, outputs)
         for each in graphs:
             release_inputs(each)
-        self.buffers[graph.saved[task]] = graphs
+        self.buffers[op.saved] = graphs
 
-    def _give(self, op: Op, task: int, outputs: tuple[Tensor, ...]) -> None:
+    def _give(self, op: PlannedOp, outputs: tuple[Tensor, ...]) -> None:
         """What F has made: the loss sum of the last stage, or what crosses the cut."""
-        if op.stage == self.plan.last_stage:
-            self.losses.append(LossSum(op.microbatch, op.chunk, outputs[0].detach()))
+        if op.last:
+            self.losses.append(LossSum(op.op.microbatch, op.op.chunk, outputs[0].detach()))
         else:
-            self._deliver(task, tuple(tensor.detach() for tensor in outputs))
+            self._deliver(op, tuple([tensor.detach() for tensor in outputs]))
 
-    def _backward(self, op: Op, task: int) -> None:
+    def _backward(self, op: PlannedOp) -> None:
         """Segment by segment from the last; one that is recomputed and has had no R is recomputed first."""
-        graphs: list[SegmentGraph] = self.buffers[self.graph.saved[task]]
-        if op.stage == self.plan.last_stage:
-            gradients: tuple[Tensor, ...] = (self.step.root_gradient(op.microbatch),)
-        else:
-            gradients = self.buffers.pop(self.graph.takes[task])
+        graphs: list[SegmentGraph] = self.buffers[op.saved]
+        gradients: tuple[Tensor, ...]
+        gradients = (self.step.root_gradient(op.op.microbatch),) if op.last else self.buffers.pop(op.takes)
         while graphs:
             graph = graphs.pop()
             if graph.segment.inputs_again and graphs[-1].roots is None:
@@ -227,45 +220,41 @@ class StepRun:
             if graph.roots is None:
                 self._recompute_segment(op, graph)
             gradients = self._through(op, graph, gradients)
-        if op.stage > 0:
-            self._deliver(task, gradients)
+        if not op.first:
+            self._deliver(op, gradients)
 
-    def _through(self, op: Op, graph: SegmentGraph, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _through(self, op: PlannedOp, graph: SegmentGraph, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """From the gradients of a segment's outputs to those of its inputs."""
         assert graph.roots is not None
+        edges: tuple[Any, ...]
+        edges, given, passed = split(graph.roots, gradients)
         keys_values = self._keys_values(op)
-        layers = [p.layer for p in graph.segment.pieces if p.kind == "attn"] if keys_values is not None else []
-        own, later = keys_values.roots(layers) if keys_values is not None else ((), ())
-        edges: list[Any] = [*own]
-        given, passed = [*later], {}
-        for root, gradient_in in zip(graph.roots, gradients, strict=True):
-            if isinstance(root, int):
-                passed[root] = gradient_in
-            else:
-                edges.append(root)
-                given.append(gradient_in)
-        _run_backward(tuple(edges), tuple(given), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        if keys_values is not None:
+            layers = [piece.layer for piece in graph.segment.pieces if piece.kind == "attn"]
+            own, later = keys_values.roots(layers)
+            edges, given = (*own, *edges), (*later, *given)
+        _run_backward(edges, given, False, False, (), allow_unreachable=True, accumulate_grad=True)
         if keys_values is not None:
             keys_values.finish(layers)
-        return tuple(gradient(tensor, passed.get(index)) for index, tensor in enumerate(graph.inputs))
+        return tuple([gradient(tensor, passed.get(index)) for index, tensor in enumerate(graph.inputs)])
 
-    def _input_backward(self, op: Op, task: int) -> None:
+    def _input_backward(self, op: PlannedOp) -> None:
         """B without the weight gradients of linear layers, which wait for W with what they need."""
         with self._model(op).weight_gradients().keep(op.unit):
-            self._backward(op, task)
-        del self.buffers[self.graph.saved[task]]
+            self._backward(op)
+        del self.buffers[op.saved]
 
-    def _weight_backward(self, op: Op, task: int) -> None:
+    def _weight_backward(self, op: PlannedOp) -> None:
         self._model(op).weight_gradients().compute(op.unit)
 
-    def _recompute(self, op: Op, task: int) -> None:
+    def _recompute(self, op: PlannedOp) -> None:
         """What the unit recomputes, now with its graph; the random state depends on the unit, so dropout repeats."""
-        graphs: list[SegmentGraph] = self.buffers[self.graph.saved[task]]
+        graphs: list[SegmentGraph] = self.buffers[op.saved]
         for graph, following in zip(graphs, (*graphs[1:], None), strict=True):
             if graph.roots is None:
                 self._recompute_segment(op, graph, following)
 
-    def _recompute_segment(self, op: Op, graph: SegmentGraph, following: SegmentGraph | None = None) -> None:
+    def _recompute_segment(self, op: PlannedOp, graph: SegmentGraph, following: SegmentGraph | None = None) -> None:
         """Run a segment's forward again, now with its graph, and fill the inputs of the one after it, if that waits
         for them."""
         outputs = self._run_pieces(op, graph.segment.pieces, graph.inputs)
@@ -275,34 +264,21 @@ class StepRun:
 
     # ------------------------------------------------------------------------------------------------------ details
 
-    def _run_pieces(self, op: Op, pieces: tuple[Piece, ...], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        step = self.step
-        part = self.plan.slice(op, step.seq_length)
-        context = UnitContext(
-            step=step.iteration,
-            microbatch=step.microbatch_number(op.microbatch),
-            chunk=op.chunk,
-            offset=part.start,
-            length=part.length,
-            training=step.training,
-            keys_values=self._keys_values(op),
-        )
-        return self._model(op).run(pieces, inputs, step.batch(op.microbatch), context)
+    def _run_pieces(self, op: PlannedOp, pieces: tuple[Piece, ...], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        step, microbatch, (_, offset, length) = self.step, op.op.microbatch, op.part
+        number, keys_values = step.microbatch_number(microbatch), self._keys_values(op)
+        context = UnitContext(step.iteration, number, op.op.chunk, offset, length, step.training, keys_values)
+        return self._model(op).run(pieces, inputs, step.batch(microbatch), context)
 
-    def _deliver(self, task: int, tensors: tuple[Tensor, ...]) -> None:
-        number = self.graph.gives[task]
-        leaves_rank = number in self.plan.leaving
-        self.buffers[number] = (tensors, self.transport.mark()) if leaves_rank else tensors
+    def _deliver(self, op: PlannedOp, tensors: tuple[Tensor, ...]) -> None:
+        self.buffers[op.gives] = (tensors, self.transport.mark()) if op.leaves else tensors
 
-    def _model(self, op: Op) -> Model:
+    def _model(self, op: PlannedOp) -> Model:
         """What holds the weights of the op's stage here."""
-        return cast(Model, self.borrowed.shell) if op.stage in self.borrowed.stages else self.executor.model
+        return cast(Model, self.borrowed.shell) if op.borrowed else self.executor.model
 
-    def _keys_values(self, op: Op) -> UnitKeyValues | None:
+    def _keys_values(self, op: PlannedOp) -> UnitKeyValues | None:
         """Of the op's document, where that runs in several chunks."""
-        seq_length = self.step.seq_length
-        part = self.plan.slice(op, seq_length)
-        length = self.plan.document_length(part, seq_length)
-        if length is None:
+        if op.document_length is None:
             return None
-        return self.executor.keys_values.unit(part.document, part.start, part.length, length)
+        return self.executor.keys_values.unit(*op.part, op.document_length)

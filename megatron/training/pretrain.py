@@ -122,6 +122,7 @@ def _run(config: Config, plans: Plans[int], parallel: Any, position: Position, s
         finally:
             position.enter("the end", Patience.LONG)
             writer.close()
+            batches.close()
     pipeline.close()
 
 

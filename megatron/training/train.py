@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +38,13 @@ class Batches:
     test: Iterator[Microbatch] | None
     has_valid: bool
     has_test: bool
+
+    def close(self) -> None:
+        """End the processes that load data. They ignore SIGTERM, so the interpreter would wait for them for ever where
+        a circle of references keeps them until its end."""
+        for each in (self.train, self.valid, self.test):
+            if isinstance(each, Generator):
+                each.close()
 
 
 @dataclass(frozen=True)

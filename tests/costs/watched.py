@@ -10,8 +10,9 @@ import torch
 from helixpipe.lowering.lower import lower
 from helixpipe.model import PipelineModel
 from helixpipe.profile.accounting import SavedBytes
-from helixpipe.program.program import Op, Program
+from helixpipe.program.program import Program
 from helixpipe.runtime.executor import Executor, Step, StepRun
+from helixpipe.runtime.step import PlannedOp
 from helixpipe.runtime.transport import Alone
 
 
@@ -22,18 +23,17 @@ class _Watched(StepRun):
     account: SavedBytes
     after_forward = most = 0
 
-    def _forward(self, op: Op, task: int) -> None:
-        super()._forward(op, task)
-        self.after_forward = self._held(self.buffers[self.graph.saved[task]])
+    def _forward(self, op: PlannedOp) -> None:
+        super()._forward(op)
+        self.after_forward = self._held(self.buffers[op.saved])
         saved = [self.buffers[number] for number in set(self.graph.saved) & set(self.buffers)]
         self.totals = [*getattr(self, "totals", []), self._held([graph for graphs in saved for graph in graphs])]
 
-    def _deliver(self, task: int, tensors: tuple[torch.Tensor, ...]) -> None:
-        super()._deliver(task, tuple(tensor.clone() for tensor in tensors))
+    def _deliver(self, op: PlannedOp, tensors: tuple[torch.Tensor, ...]) -> None:
+        super()._deliver(op, tuple(tensor.clone() for tensor in tensors))
 
-    def _through(self, op: Op, graph: Any, gradients: Any) -> Any:
-        unit = self.plan.graph.saved[self.plan.graph.ops.index(op)]
-        self.most = max(self.most, self._held([*self.buffers[unit], graph]))
+    def _through(self, op: PlannedOp, graph: Any, gradients: Any) -> Any:
+        self.most = max(self.most, self._held([*self.buffers[op.saved], graph]))
         return super()._through(op, graph, gradients)
 
     def _held(self, graphs: Sequence[Any]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import shutil
 import struct
 from collections.abc import Callable, Iterable
@@ -21,6 +22,7 @@ from megatron.training.data.indexed_files import read_indexed_file
 from megatron.training.data.options import DataOptions, parse_blend, parse_split
 from megatron.training.data.samplers import MicrobatchSampler
 from megatron.training.data.tokenizer import build_tokenizer
+from megatron.training.train import Batches
 from tests.data.conftest import story
 
 MakePair = Callable[..., str]
@@ -164,6 +166,17 @@ def test_microbatches_and_resume(make_pair: MakePair, num_workers: int) -> None:
     assert rows(take(8, 0, 1, 4, 2)) == rows(whole[2:])
     spread = [rows(take(0, rank, 2, 2, 4)) for rank in range(2)]
     assert sorted(spread[0] + spread[1]) == sorted(rows(whole))
+
+
+def test_closing_ends_the_processes_that_load(make_pair: MakePair) -> None:
+    """Also where somebody still has the iterator."""
+    dataset = build(options(data_path=[make_pair("a", STORIES)])).train
+    before = set(multiprocessing.active_children())
+    train = batch_iterator(dataset, MicrobatchSampler(50, 0, 2), Microbatch, num_workers=1)  # type: ignore[arg-type]
+    next(train)
+    (loading,) = set(multiprocessing.active_children()) - before
+    Batches(train, None, None, has_valid=False, has_test=False).close()
+    assert not loading.is_alive()
 
 
 def test_running_out_of_data_is_told(make_pair: MakePair) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -274,7 +273,7 @@ def evaluate(name: str) -> dict[str, Any]:
                 0
             ].item()
             for chunk in range(3):
-                context = replace(run.context(microbatch, chunk), training=False)
+                context = run.context(microbatch, chunk)._replace(training=False)
                 ours += run.run(CHAIN, (), context)[0].item()
                 assert context.keys_values is not None
                 context.keys_values.release()

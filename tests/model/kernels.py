@@ -26,7 +26,7 @@ LIBRARIES = {
     "flash-attn": Kernels("flash-attn", "flash-attn", "torch"),
     "flash-attn-3": Kernels("flash-attn-3", "flash-attn-3", "torch"),
     "apex": Kernels("torch CPU", "torch CPU", "apex"),
-    "transformer-engine": Kernels("transformer-engine", "torch math", "transformer-engine"),
+    "transformer-engine": Kernels("transformer-engine", "torch math", "transformer-engine", "transformer-engine"),
 }
 LENGTHS = (5, 4, 3)
 
@@ -57,7 +57,7 @@ def compare(rank: int, world_size: int) -> dict[str, Any]:
                 "flash-attn": len(flash.calls),
                 "flash-attn-3": len(flash_3.calls),
                 "apex": apex.made,
-                "transformer-engine": (engine.attended, engine.normed),
+                "transformer-engine": (engine.attended, engine.normed, len(engine.rotated)),
             }[name]
     return results
 

@@ -34,7 +34,7 @@ def batches() -> dict[str, Microbatch]:
 
 
 def embed(model: PipelineModel, batch: Microbatch, offset: int = 0, length: int = SEQUENCE) -> torch.Tensor:
-    context = replace(CONTEXT, offset=offset, length=length)
+    context = CONTEXT._replace(offset=offset, length=length)
     (hidden,) = model.run((Piece("embed"),), (), batch, context)
     return hidden
 

@@ -55,9 +55,9 @@ def dropout(results: dict[str, Any]) -> None:
 
     base = UnitContext(step=3, microbatch=1)
     contexts = {
-        "step": replace(base, step=4),
-        "microbatch": replace(base, microbatch=2),
-        "chunk": replace(base, chunk=1),
+        "step": base._replace(step=4),
+        "microbatch": base._replace(microbatch=2),
+        "chunk": base._replace(chunk=1),
     }
     first = loss(base)
     changed = {name: loss(context) for name, context in contexts.items()}
@@ -67,14 +67,14 @@ def dropout(results: dict[str, Any]) -> None:
         changed[name] for name in reversed(contexts)
     ]
     results["all differ"] = len({first, *changed.values()}) == 4
-    results["evaluation has none"] = loss(replace(base, training=False)) == loss(
-        replace(contexts["step"], training=False)
+    results["evaluation has none"] = loss(base._replace(training=False)) == loss(
+        contexts["step"]._replace(training=False)
     )
     results["seed matters"] = make_model("gpt", True, seed=8, **DROPOUT).run(CHAIN, (), batch, base)[0].item() != first
 
     torch.manual_seed(5)
     state = torch.get_rng_state()
-    loss(replace(base, training=False))
+    loss(base._replace(training=False))
     make_model("gpt", True).run(CHAIN, (), batch, base)
     results["no seeding without dropout"] = torch.equal(torch.get_rng_state(), state)
 
@@ -83,7 +83,7 @@ def dropout(results: dict[str, Any]) -> None:
     for name, pieces in {"mlp": ("mlp",), "proj": ("norm", "qkv", "attn", "proj")}.items():
         outputs = {
             (layer, training): model.run(
-                [Piece(kind, layer) for kind in pieces], (hidden,), batch, replace(base, training=training)
+                [Piece(kind, layer) for kind in pieces], (hidden,), batch, base._replace(training=training)
             )[0]
             for layer in (0, 1)
             for training in (True, False)

@@ -167,7 +167,8 @@ def test_the_library_that_is_named_runs(differences: dict[str, Any]) -> None:
         assert differences[f"{style}-flash-attn-calls"] == layers * (1 + 2 * units)
         assert differences[f"{style}-flash-attn-3-calls"] == layers * (1 + 2 * units)
         assert differences[f"{style}-apex-calls"] == ["RMSNorm" if style == "llama" else "LayerNorm"] * norms
-        assert differences[f"{style}-transformer-engine-calls"] == (layers, norms * (1 + 2 * units))
+        rotated = 2 * layers * (1 + 2 * units) if style == "llama" else 0  # queries and keys
+        assert differences[f"{style}-transformer-engine-calls"] == (layers, norms * (1 + 2 * units), rotated)
 
 
 def test_transformer_engine_is_made_as_megatron_core_makes_it() -> None:

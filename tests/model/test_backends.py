@@ -174,6 +174,28 @@ def test_weight_gradients_are_fused_where_apex_has_the_kernel() -> None:
     assert not fuses_weight_gradients(Machine(libraries=APEX))
 
 
+@pytest.mark.parametrize(
+    ("machine", "fuse", "dtype", "rope"),
+    [
+        (gpu(libraries=ENGINE), True, torch.bfloat16, "transformer-engine"),
+        (gpu(libraries=ENGINE), True, torch.float32, "transformer-engine"),
+        (gpu(libraries=ENGINE), True, torch.float64, "torch"),
+        (gpu(libraries=ENGINE), False, torch.bfloat16, "torch"),
+        (gpu(libraries={"transformer-engine": "1.3.0"}), True, torch.bfloat16, "torch"),
+        (gpu(libraries={"transformer-engine": ""}), True, torch.bfloat16, "torch"),
+        (gpu(libraries=FLASH), True, torch.bfloat16, "torch"),
+        (Machine(), True, torch.bfloat16, "torch"),
+    ],
+)
+def test_rope_is_one_kernel_where_the_engine_is(machine: Machine, fuse: bool, dtype: torch.dtype, rope: str) -> None:
+    config = model(params_dtype=dtype)
+    config.apply_rope_fusion = fuse  # given, the class looks for the library
+    kernels = choose(config, machine)
+    assert kernels.rope == rope
+    said = kernels.line(config, chunked=False, transport="nccl", gradients=torch.float32)
+    assert ("rope transformer-engine 2.9.0" in said) == (rope != "torch")
+
+
 def line(config: TransformerConfig, machine: Machine, chunked: bool = False) -> str:
     transport = transport_name("nccl", True, (2, 27, 3))
     return choose(config, machine).line(config, chunked=chunked, transport=transport, gradients=torch.float32)

@@ -17,6 +17,7 @@ from helixpipe.model.boundaries import payload_shapes
 from helixpipe.model.options import check_supported
 from helixpipe.model.randomness import derive_seed, initial_weights
 from helixpipe.program.stages import Piece
+from tests import fakes
 from tests.model.common import make_config, make_options
 
 NO_GROUP = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
@@ -34,6 +35,24 @@ def test_rope_equals_megatron_core_at_any_offset(percent: float, base: int, dtyp
         angles = theirs.get_emb(5, offset)
         expected = apply_rotary_pos_emb(tensor, angles, config, cp_group=NO_GROUP)
         assert torch.equal(ours.rotate(tensor, offset), expected)
+
+
+@pytest.mark.parametrize("percent", [1.0, 0.5])
+def test_fused_rope_is_given_the_angles_of_its_tokens(percent: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformer Engine's kernel at any offset, on a key that is a view of what the linear layer gave; what spans more
+    elements than the kernel can count is rotated in plain torch."""
+    config, options = make_config("llama"), GPTOptions(48, 12, "rope", rotary_percent=percent)
+    engine, plain = fakes.TransformerEngine(), Rotary(config, options)
+    with fakes.installed(**fakes.engine_modules(engine)):
+        fused = Rotary(config, options, "transformer-engine")
+    key = torch.randn(5, 2, 4, 12)[..., 2:10]
+    for offset in (0, 3, 40, 7):  # the third is beyond the table made first
+        assert torch.equal(fused.rotate(key, offset), plain.rotate(key, offset))
+    assert engine.rotated == [(5, 2, 4, 8)] * 4
+    monkeypatch.setattr("helixpipe.model.attention.FUSED_SPAN", 5 * 2 * 4 * 12)
+    assert torch.equal(fused.rotate(key, 3), plain.rotate(key, 3))
+    fused.rotate(key.contiguous(), 3)
+    assert len(engine.rotated) == 5
 
 
 def test_attention_with_grouped_queries_equals_expanded_keys() -> None:

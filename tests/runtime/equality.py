@@ -22,10 +22,11 @@ from helixpipe.lowering.lower import lower
 from helixpipe.lowering.project import LoweredProgram
 from helixpipe.model import PipelineModel
 from helixpipe.model.layers import piece_of
-from helixpipe.program.program import Op, Program, forward_only
+from helixpipe.program.program import Program, forward_only
 from helixpipe.program.stages import Piece
 from helixpipe.runtime.executor import Executor, Step, StepRun
 from helixpipe.runtime.gloo import GlooTransport
+from helixpipe.runtime.step import PlannedOp
 from helixpipe.runtime.transport import Alone, Transport, make_transport
 from helixpipe.runtime.weights import WholeWeights
 from tests.model.common import (
@@ -301,8 +302,8 @@ class _Counting(StepRun):
 
     peak = 0
 
-    def _forward(self, op: Op, task: int) -> None:
-        super()._forward(op, task)
+    def _forward(self, op: PlannedOp) -> None:
+        super()._forward(op)
         saved = {self.graph.saved[each] for each in self.graph.rank_tasks[self.executor.rank]}
         self.peak = max(self.peak, len(saved & set(self.buffers)))
 

@@ -209,16 +209,19 @@ def test_megatron_core_configurations() -> None:
 
 
 def test_fusions_are_for_gpus_that_have_the_kernels() -> None:
-    def fusions(flags: str, machine: Machine) -> tuple[bool, bool, bool]:
+    def fusions(flags: str, machine: Machine) -> tuple[bool, bool, bool, bool]:
         made = transformer_config(config(flags), machine)
-        return made.bias_activation_fusion, made.bias_dropout_fusion, made.gradient_accumulation_fusion
+        rope = made.apply_rope_fusion
+        return made.bias_activation_fusion, made.bias_dropout_fusion, made.gradient_accumulation_fusion, rope
 
-    apex = {"fused_weight_gradient_mlp_cuda": "0.1"}
-    none = "--no-bias-gelu-fusion --no-bias-dropout-fusion --no-gradient-accumulation-fusion"
-    assert fusions("", Machine()) == (False, False, False)
-    assert fusions("", Machine("cuda", (9, 0))) == (True, True, False)
-    assert fusions("", Machine("cuda", (9, 0), apex)) == (True, True, True)
-    assert fusions(none, Machine("cuda", (9, 0), apex)) == (False, False, False)
+    libraries = {"fused_weight_gradient_mlp_cuda": "0.1", "transformer-engine": "2.9.0"}
+    rope = "--position-embedding-type rope "
+    none = "--no-bias-gelu-fusion --no-bias-dropout-fusion --no-gradient-accumulation-fusion --no-rope-fusion"
+    assert fusions(rope, Machine()) == (False, False, False, False)
+    assert fusions(rope, Machine("cuda", (9, 0))) == (True, True, False, False)
+    assert fusions(rope, Machine("cuda", (9, 0), libraries)) == (True, True, True, True)
+    assert fusions("", Machine("cuda", (9, 0), libraries)) == (True, True, True, False)
+    assert fusions(rope + none, Machine("cuda", (9, 0), libraries)) == (False, False, False, False)
     implementation = transformer_config(config("--transformer-impl transformer_engine"), Machine()).transformer_impl
     assert implementation == "transformer_engine"
 

@@ -94,7 +94,6 @@ _DEFAULT_HERE = "this is always so here"
 IGNORED: Mapping[str, str] = MappingProxyType(
     {
         "--no-masked-softmax-fusion": _FUSION,
-        "--no-rope-fusion": _FUSION,
         "--no-persist-layer-norm": _FUSION,
         "--cross-entropy-loss-fusion": _FUSION,
         "--cross-entropy-fusion-impl": _FUSION,

@@ -11,7 +11,7 @@ from megatron.core.transformer.enums import AttnBackend
 
 from helixpipe.common.errors import UserError
 from helixpipe.model import GPTOptions
-from helixpipe.model.backends import Machine, fuses_weight_gradients
+from helixpipe.model.backends import Machine, fuses_rope, fuses_weight_gradients
 from megatron.training.config.container import Config
 from megatron.training.config.vocabulary import padded_vocabulary
 
@@ -37,7 +37,7 @@ def transformer_config(config: Config, machine: Machine | None = None) -> Transf
         activation = squared_relu
     fuse_activation = model.bias_swiglu_fusion if model.swiglu else model.bias_gelu_fusion and model.add_bias_linear
     init = torch.nn.init.xavier_uniform_ if model.init_method_xavier_uniform else None
-    return TransformerConfig(
+    made = TransformerConfig(
         num_layers=_given(model.num_layers),
         hidden_size=_given(model.hidden_size),
         ffn_hidden_size=model.ffn_hidden_size,
@@ -76,6 +76,9 @@ def transformer_config(config: Config, machine: Machine | None = None) -> Transf
         cuda_graph_scope=[],  # no graphs; the default warns that it is deprecated
         transformer_impl=model.transformer_impl,
     )
+    # Set afterwards: the class would import Transformer Engine to see whether it is there, which `machine` says.
+    made.apply_rope_fusion = model.apply_rope_fusion and model.position_embedding_type == "rope" and fuses_rope(machine)
+    return made
 
 
 def optimizer_config(config: Config) -> OptimizerConfig:

@@ -72,6 +72,11 @@ class ModelConfig:
         "fused_weight_gradient_mlp_cuda is installed).",
         flags=["--no-gradient-accumulation-fusion"],
     )
+    apply_rope_fusion: bool = option(
+        True,
+        "Do not rotate queries and keys in one kernel (done on GPUs where Transformer Engine is installed).",
+        flags=["--no-rope-fusion"],
+    )
     init_method_std: float = option(0.02, "Standard deviation of the normal initialization of weights.")
     embedding_init_method_std: float | None = option(
         None, "Standard deviation for the embedding; by default that of the other weights."
