@@ -133,7 +133,7 @@ def run_rank(profile_path: str, output: str, microbatches: int, steps: int) -> N
     engines, rows = {}, {}
     for name, virtual in CATALOGUE.items():
         program = build(name, Shape(2, microbatches, model_shape.layers, virtual_stages=virtual, costs=costs))
-        lowered = lower(program, costs, receive_ahead=1)
+        lowered = lower(program, costs)
         simulation = simulate(lowered, costs)
         model, ddp = build_model(task, model_shape.layers, program.pieces_of_rank(rank))
         engines[name] = (Executor(rank, model, transport), lowered, ddp)

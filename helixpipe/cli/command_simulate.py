@@ -29,8 +29,8 @@ def run(namespace: argparse.Namespace) -> None:
     options = dataclass_from_namespace(SimulateOptions, namespace)
     measured = profile_costs(namespace)
     plan = plan_of([namespace.schedule], namespace)
-    (simulation,) = make_simulations([namespace.schedule], namespace, plan or measured)
-    late = _without_early_recomputation(namespace, plan or measured, simulation)
+    (simulation,) = make_simulations([namespace.schedule], namespace, plan or measured, options.one_queue)
+    late = _without_early_recomputation(namespace, plan or measured, simulation, options.one_queue)
     if options.save_program is not None:
         save_program(simulation.lowered.program, options.save_program)
     if namespace.json:
@@ -90,7 +90,7 @@ def _print(
 
 
 def _without_early_recomputation(
-    namespace: argparse.Namespace, given: Plan | ProfileCosts | None, simulation: Simulation
+    namespace: argparse.Namespace, given: Plan | ProfileCosts | None, simulation: Simulation, one_queue: bool
 ) -> float | None:
     """The makespan if everything were recomputed inside the backwards; None where that is so, or nothing is.
 
@@ -103,7 +103,7 @@ def _without_early_recomputation(
         return None
     if dataclass_from_namespace(ChunkOptions, namespace).auto:
         without = argparse.Namespace(**{**vars(namespace), "recompute_early": False})
-        (simulation,) = make_simulations([namespace.schedule], without, given)
+        (simulation,) = make_simulations([namespace.schedule], without, given, one_queue)
         return simulation.makespan
     graph = build_graph(replace(program, ranks=late))
-    return simulate(lower_graph(graph, costs), costs).makespan
+    return simulate(lower_graph(graph, costs), costs, one_queue=one_queue).makespan

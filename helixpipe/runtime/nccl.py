@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import permutations
 from typing import Any
 
@@ -34,8 +34,7 @@ class NcclTransport:
     has bound its groups to a device, a group has one communicator, whose messages go one after another.)
 
     Messages of a channel are matched by their order alone, which is that of the lowered program on both ends. Receives
-    are posted at their place in it, never ahead (`independent_channels` is False), and that keeps all of it free of
-    deadlock: by `lowering`'s theorem a single queue a rank would do for ops and messages alike. So no harm is done
+    are posted at their place in it, never ahead, and that keeps all of it free of deadlock: by `lowering`'s theorem a single queue a rank would do for ops and messages alike. So no harm is done
     where streams share a hardware queue (CUDA_DEVICE_MAX_CONNECTIONS) and one that waits holds up the others, where an
     allocation waits for the whole device, or where making a communicator waits for the other rank. A receive posted
     ahead of an op could then keep back the very op that its sender waits for. Nor is much lost: the host runs ahead of
@@ -49,7 +48,6 @@ class NcclTransport:
     group: dist.ProcessGroup
     device: torch.device
     channels: Iterable[tuple[int, int]] | None = None
-    independent_channels: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self._rank = self.group.rank()

@@ -205,8 +205,6 @@ def test_streams(slots: int, eager: bool) -> None:
                         assert stream[send - 1][:3] == (Action.WAIT, None, before)
         for seed in range(3):
             assert Machine(lowered, Random(seed), blocking=seed == 1).run()
-            ahead = lower(lowered.program, receive_ahead=1)
-            assert Machine(ahead, Random(seed), channels=True).run()
 
 
 @settings(DETERMINISTIC, max_examples=300)

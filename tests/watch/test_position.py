@@ -165,7 +165,7 @@ def test_a_sender_waits_until_the_receive_is_posted() -> None:
 
 def test_every_instruction_can_be_described() -> None:
     for schedule in ("1f1b", "seq1f1b", "helix", "weipipe", "wzb1"):
-        lowered: LoweredProgram = lower(build(schedule, Shape(4, 8, 8)), receive_ahead=1)
+        lowered: LoweredProgram = lower(build(schedule, Shape(4, 8, 8)))
         for pp_rank, stream in enumerate(lowered.streams):
             position = Position()
             position.begin(lowered, pp_rank)

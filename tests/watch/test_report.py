@@ -75,7 +75,7 @@ def causes(states: dict[int, State], world_size: int, ended: dict[int, str] | No
 @given(st.integers(0, 10**9))
 def test_a_lost_message_of_any_program_is_found(seed: int) -> None:
     rng = Random(seed)
-    lowered = lower(random_program(rng), random_costs(rng), receive_ahead=rng.choice((0, 1)))
+    lowered = lower(random_program(rng), random_costs(rng))
     if not lowered.messages:
         return
     message = rng.choice(lowered.messages)

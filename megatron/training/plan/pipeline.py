@@ -50,7 +50,6 @@ class Pipeline:
         self._plans = plans
         self._parallel = parallel
         self._position = position or Position()
-        self._here: dict[int, Plan] = {}
         self.program = plans.program
         largest = plans.plan(step_sizes[-1])
         placement = _placement(largest.program)
@@ -120,7 +119,7 @@ class Pipeline:
         )
         if record:
             dist.barrier(group=self._parallel.pp_group)  # the clocks of several machines are taken to agree here
-        plan = self._plan(len(batches))
+        plan = self._plans.plan(len(batches))
         losses, times = self._executor.run((plan if training else plan.evaluation).lowered, step, record)
         total = torch.zeros((), dtype=torch.float64, device=self._parallel.device)
         # In the order of microbatches, not of the schedule, and in float64, since heads may be on several ranks: the
@@ -166,13 +165,6 @@ class Pipeline:
 
     def close(self) -> None:
         self._transport.close()
-
-    def _plan(self, num_microbatches: int) -> Plan:
-        """As this transport runs it."""
-        if num_microbatches not in self._here:
-            ahead = 1 if self._transport.independent_channels else 0
-            self._here[num_microbatches] = self._plans.plan(num_microbatches).receiving_ahead(ahead)
-        return self._here[num_microbatches]
 
 
 def _placement(program: Program) -> list[tuple[Piece, ...]]:
