@@ -185,4 +185,3 @@ class _Projection:
         self.unused[message.number] -= 1
         if not self.unused[message.number]:
             self.streams[message.target].append(self._instruction(Action.FREE, message))
-

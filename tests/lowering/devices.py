@@ -92,7 +92,7 @@ class Devices:
         stream, at = self.lowered.streams[rank], self.position[rank]
         if at == len(stream):
             return False
-        action, op, message, _, task = stream[at]
+        action, _, message, _, task = stream[at]
         ahead = self.hardware.ahead
         if action is Action.RUN and ahead is not None and self.issued[rank] - self.ended[rank] >= ahead:
             return False

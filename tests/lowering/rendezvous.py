@@ -196,7 +196,7 @@ class Machine:
         if not all(queue and queue[0][0] is Action.REDUCE for queue in queues):
             return False
         heads = {queue[0][1] for queue in queues}
-        if len(heads) > 1:
+        if len(heads) > 1 or {head.ranks for head in heads} != {group}:
             return False
         for queue in queues:
             queue.popleft()

@@ -58,8 +58,8 @@ def test_receives_posted_for_the_whole_run_ahead_would_hang(name: str) -> None:
 
 
 def test_with_few_multiprocessors_and_many_queues_places_alone_do_not_save() -> None:
-    """78 multiprocessors have room for two channels of 32 blocks, and helix on 8 ranks has 14 channels a rank: they must
-    have fewer blocks, or the device one queue."""
+    """78 multiprocessors have room for two channels of 32 blocks, and helix on 8 ranks has 14 channels a rank: each
+    must have fewer blocks, or the device one queue."""
     lowered = lower(build("helix", Shape(8, 16, 8)))
     assert not Devices(lowered, Random(0), Hardware(sms=78, ctas=32)).run()
     assert Devices(lowered, Random(0), Hardware(sms=78, ctas=4)).run()

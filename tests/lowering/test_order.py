@@ -84,7 +84,7 @@ def test_a_transfer_that_can_wait_holds_up_no_op(name: str) -> None:
     chunks = 4 if name.startswith("seq") else 1
     program = build(name, Shape(4, 8, 8, chunks))
     lowered = lower(program, COSTS)
-    graph, times = timed(program, COSTS)
+    _, times = timed(program, COSTS)
     assert list(lowered.order) != times.order and sorted(lowered.order) == sorted(times.order)
     assert simulate(lowered, COSTS).makespan == pytest.approx(times.makespan)
     assert simulate(lowered, COSTS, one_queue=True).makespan < 1.006 * times.makespan

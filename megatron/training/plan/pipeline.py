@@ -16,7 +16,7 @@ from helixpipe.costs.hardware import find_hardware
 from helixpipe.draw.text import chunk_times
 from helixpipe.model import Microbatch, PipelineModel
 from helixpipe.planning.chunk_lengths import short_chunks
-from helixpipe.planning.plan import Plan, Plans
+from helixpipe.planning.plan import Plans
 from helixpipe.program.program import Program
 from helixpipe.program.stages import Piece
 from helixpipe.program.timeline import Timeline
