@@ -50,6 +50,8 @@ def _json(
     """late: see `_without_early_recomputation`. profile: the name of the file with what was measured."""
     result: dict[str, Any] = simulation.to_json(order=options.order)
     program = simulation.lowered.program
+    if options.one_queue:
+        result["makespan_many_queues"] = simulate(simulation.lowered, simulation.costs).makespan
     if late is not None:
         result["makespan_recomputing_late"] = late
     if program.chunk_lengths is not None:
@@ -73,6 +75,10 @@ def _print(
         print(simulation_text(simulation, measured))
     else:
         print(summary(simulation) if plan is None else step_text(report(simulation, plan)))
+    if options.one_queue:
+        many = simulate(simulation.lowered, simulation.costs).makespan
+        longer = simulation.makespan / many - 1 if many else 0.0
+        print(f"One hardware queue: {100 * longer:.1f} % longer than with one for each stream ({many:.6g}).")
     if (lengths := chunks_text(simulation)) is not None:
         print(f"\n{lengths}")
     if plan is not None and (warning := chunk_warning(plan, program)) is not None:

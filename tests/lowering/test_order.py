@@ -18,7 +18,7 @@ from helixpipe.lowering.order import Times, list_schedule
 from helixpipe.lowering.places import without_holds
 from helixpipe.lowering.project import Action, LoweredProgram
 from helixpipe.lowering.validate import validate
-from helixpipe.program.program import Program
+from helixpipe.program.program import Program, forward_only
 from helixpipe.simulate.simulator import simulate
 from schedules import Shape, build
 from tests.lowering.random_programs import DETERMINISTIC, random_costs, random_program
@@ -58,6 +58,15 @@ def test_ops_by_end_and_transfers_by_start(seed: int) -> None:
         links.setdefault(resource[task], []).append(task)
     for tasks in links.values():
         assert all(times.end[before] <= times.start[after] for before, after in pairwise(tasks))
+
+
+def test_of_tasks_with_one_time_transfers_come_first() -> None:
+    """The fourth message has come and the fifth leaves at 9, when rank 1 has run its second op."""
+    program = forward_only(build("gpipe", Shape(2, 5, 2)))
+    graph, times = timed(program, PieceTimes({"mlp": 1.0, "head": 2.0}, message=2.0))
+    op, fifth = graph.rank_tasks[1][1], graph.num_ops + 4
+    assert times.end[op] == times.start[fifth] == 9 and str(graph.message(fifth).consumer) == "1F4"
+    assert times.order.index(fifth) < times.order.index(op)
 
 
 def ops_before_receives(lowered: LoweredProgram, rank: int) -> list[int]:
