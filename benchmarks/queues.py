@@ -1,11 +1,11 @@
-"""`make bench-queues`: steps on GPUs with one hardware queue against steps with a queue a stream: docs/costs.md's table.
+"""`make bench-queues`: steps on GPUs with one hardware queue against steps with one a stream: docs/costs.md's table.
 
     python benchmarks/queues.py [--ranks 4 8] [--messages 2 10 20]
 
-For every schedule of the catalogue how many percent a simulated step takes longer where a GPU starts work in the order it
-was issued in (CUDA_DEVICE_MAX_CONNECTIONS=1). Every piece's forward takes 1, so a layer's 5, and a backward twice that; a
-message takes some percent of a layer's forward, also where it carries a chunk of a sequence. 16 microbatches, two layers
-a rank, four chunks where the schedule has chunks. No torch here.
+For every schedule of the catalogue how many percent a simulated step takes longer where a GPU starts work in the order
+it was issued in (CUDA_DEVICE_MAX_CONNECTIONS=1). Every piece's forward takes 1, so a layer's 5, and a backward twice
+that; a message takes some percent of a layer's forward, also where it carries a chunk of a sequence. 16 microbatches,
+two layers a rank, four chunks where the schedule has chunks. No torch here.
 """
 
 from __future__ import annotations

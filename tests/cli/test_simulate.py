@@ -191,7 +191,7 @@ def test_stages_are_shown_where_they_differ_or_recompute(
 
 def test_one_hardware_queue(capsys: pytest.CaptureFixture[str]) -> None:
     """Rings over slow links wait for it; what is recomputed early is compared on the same device."""
-    step = "weipipe -p 8 -m 16 -L 8 --piece-times mlp=1 --message-time 0.2".split()
+    step = ["weipipe", "-p", "8", "-m", "16", "-L", "8", "--piece-times", "mlp=1", "--message-time", "0.2"]
     many, one = simulate(capsys, *step), simulate(capsys, *step, "--device-queues", "one")
     assert one["makespan"] > one["makespan_many_queues"] == pytest.approx(many["makespan"])
     assert "makespan_many_queues" not in many and one["ideal"] == many["ideal"]

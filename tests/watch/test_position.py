@@ -13,7 +13,7 @@ from schedules import build
 
 LOWERED = lower(build("1f1b", Shape(2, 2, 2)))
 STREAM = LOWERED.streams[1]
-"""RECV, WAIT 1F0, RUN 1F0, RUN 1B0, SEND …"""
+"""RECV, RECV, WAIT 1F0, RUN 1F0, RUN 1B0, SEND …"""
 
 
 class Gpu:
@@ -115,14 +115,14 @@ def test_marks_of_the_step_before_do_not_count() -> None:
     position.end()
     gpu.done = gpu.enqueued
     assert seen(position) == ("after step", 0, False)
-    run(position, 3)
+    run(position, 4)
     assert seen(position) == ("step", 0, True)
-    gpu.done += 2
-    assert seen(position) == ("step", 1, True)
+    gpu.done += 3
+    assert seen(position) == ("step", 2, True)
     state = describe(position.look(), Peers(5, (4, 5), (5,), "rank 5"), 31, 30)
     assert (
         state.doing
-        == f"its GPU waits for the activation of 0F0 from rank 4, to run 1F0 (instruction 1 of {len(STREAM)})"
+        == f"its GPU waits for the activation of 0F0 from rank 4, to run 1F0 (instruction 2 of {len(STREAM)})"
     )
     assert [(hop.source, hop.target) for hop in state.way] == [(4, 5)]
 
@@ -142,7 +142,7 @@ def test_cuda_events_are_marks() -> None:
 
 def test_tensor_parallel_ranks_wait_for_each_other_inside_an_op() -> None:
     position = Position()
-    run(position, 3)
+    run(position, 4)
     assert not describe(position.look(), Peers(1, (0, 1), (1,)), 31, 30).waits
     state = describe(position.look(), Peers(2, (0, 2), (2, 3)), 31, 30)
     assert [need.rank for need in state.needs] == [3]
