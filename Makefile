@@ -7,7 +7,8 @@ export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart test pytest mutants lint format clean distclean
-.PHONY: bench bench-predict bench-steps bench-setups bench-choosing bench-network bench-planning bench-host bench-gpu
+.PHONY: bench bench-predict bench-steps bench-setups bench-choosing bench-network bench-planning bench-queues
+.PHONY: bench-host bench-gpu
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -63,6 +64,9 @@ bench-gpu: install  ## tests, profiles, predictions and training on a GPU, into 
 
 bench-planning: install  ## processor time of planning large steps; make bench-planning ARGS="--beside ../other"
 	PYTHONPATH=. .venv/bin/python benchmarks/planning.py $(ARGS)
+
+bench-queues: install  ## simulated steps on GPUs with one hardware queue; make bench-queues ARGS="--ranks 8"
+	.venv/bin/python benchmarks/queues.py $(ARGS)
 
 clean:  ## remove caches, builds and what the quick start wrote (its next run starts over)
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis runs/quickstart

@@ -143,7 +143,7 @@ class OurEngine(Engine):
         model = problem.model(program.pieces_of_rank(problem.rank), copies)
         transport = GlooTransport(problem.group, torch.device("cpu"))
         self.executor = Executor(problem.rank, model, transport)
-        self.lowered = lower(program, receive_ahead=1)
+        self.lowered = lower(program)
         self._data = Step(
             iteration=0,
             microbatch_number=lambda index: index,

@@ -262,7 +262,7 @@ def memory(problem: Problem) -> dict[str, Any]:
     programs["torch's ZBV order"] = torch_zbv(problem)[1]
     result = {}
     for name, program in programs.items():
-        lowered = lower(program, receive_ahead=1)
+        lowered = lower(program)
         simulated = [rank_memory(lowered, costs, rank).activations for rank in range(2)]
         result[name] = {"simulated": simulated, "measured": gathered(peak_saved(OurEngine(problem, program)))}
     return result

@@ -101,7 +101,7 @@ class LinkTimes(OpTimes):
 
 def lowered_schedule(case: Case, schedule: str) -> LoweredProgram:
     """As the ranks lower it."""
-    return lower(build(schedule, Shape(RANKS, case.microbatches, case.layers)), receive_ahead=1)
+    return lower(build(schedule, Shape(RANKS, case.microbatches, case.layers)))
 
 
 def is_fsdp(engine: str) -> bool:

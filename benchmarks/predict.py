@@ -179,7 +179,7 @@ def run_rank(name: str, profile_path: str, output: str, steps: int) -> None:
     engines, rows = {}, {}
     for name, virtual in case.schedules.items():
         program = build(name, Shape(ranks, microbatches, model_shape.layers, virtual_stages=virtual, costs=costs))
-        lowered = lower(program, costs, receive_ahead=1 if transport.independent_channels else 0)
+        lowered = lower(program, costs)
         simulation = simulate(lowered, costs)
         model, ddp = build_model(task, model_shape.layers, program.pieces_of_rank(rank))
         engines[name] = (Executor(rank, model, transport), lowered, ddp)

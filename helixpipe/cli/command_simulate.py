@@ -29,8 +29,8 @@ def run(namespace: argparse.Namespace) -> None:
     options = dataclass_from_namespace(SimulateOptions, namespace)
     measured = profile_costs(namespace)
     plan = plan_of([namespace.schedule], namespace)
-    (simulation,) = make_simulations([namespace.schedule], namespace, plan or measured)
-    late = _without_early_recomputation(namespace, plan or measured, simulation)
+    (simulation,) = make_simulations([namespace.schedule], namespace, plan or measured, options.one_queue)
+    late = _without_early_recomputation(namespace, plan or measured, simulation, options.one_queue)
     if options.save_program is not None:
         save_program(simulation.lowered.program, options.save_program)
     if namespace.json:
@@ -50,6 +50,8 @@ def _json(
     """late: see `_without_early_recomputation`. profile: the name of the file with what was measured."""
     result: dict[str, Any] = simulation.to_json(order=options.order)
     program = simulation.lowered.program
+    if options.one_queue:
+        result["makespan_many_queues"] = simulate(simulation.lowered, simulation.costs).makespan
     if late is not None:
         result["makespan_recomputing_late"] = late
     if program.chunk_lengths is not None:
@@ -73,6 +75,10 @@ def _print(
         print(simulation_text(simulation, measured))
     else:
         print(summary(simulation) if plan is None else step_text(report(simulation, plan)))
+    if options.one_queue:
+        many = simulate(simulation.lowered, simulation.costs).makespan
+        longer = simulation.makespan / many - 1 if many else 0.0
+        print(f"One hardware queue: {100 * longer:.1f} % longer than with one for each stream ({many:.6g}).")
     if (lengths := chunks_text(simulation)) is not None:
         print(f"\n{lengths}")
     if plan is not None and (warning := chunk_warning(plan, program)) is not None:
@@ -90,7 +96,7 @@ def _print(
 
 
 def _without_early_recomputation(
-    namespace: argparse.Namespace, given: Plan | ProfileCosts | None, simulation: Simulation
+    namespace: argparse.Namespace, given: Plan | ProfileCosts | None, simulation: Simulation, one_queue: bool
 ) -> float | None:
     """The makespan if everything were recomputed inside the backwards; None where that is so, or nothing is.
 
@@ -103,7 +109,7 @@ def _without_early_recomputation(
         return None
     if dataclass_from_namespace(ChunkOptions, namespace).auto:
         without = argparse.Namespace(**{**vars(namespace), "recompute_early": False})
-        (simulation,) = make_simulations([namespace.schedule], without, given)
+        (simulation,) = make_simulations([namespace.schedule], without, given, one_queue)
         return simulation.makespan
     graph = build_graph(replace(program, ranks=late))
-    return simulate(lower_graph(graph, costs), costs).makespan
+    return simulate(lower_graph(graph, costs), costs, one_queue=one_queue).makespan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from helixpipe.common.flags import option
 
@@ -65,9 +66,18 @@ class OutputOptions:
 class SimulateOptions:
     """What `simulate` adds."""
 
+    device_queues: Literal["many", "one"] = option(
+        "many",
+        "Hardware queues of a GPU: one, as with CUDA_DEVICE_MAX_CONNECTIONS=1, starts work in the order it was issued "
+        "in, so what has to wait holds up what follows; many, a queue for each stream.",
+    )
     order: bool = option(False, "Also print the program: a row a rank, a cell an op.", flags=("--order",))
     save_program: str | None = option(
         None,
         "Write the program to this file, to edit and to run: .json, with all there is to it, or .csv, its ops alone.",
         metavar="FILE",
     )
+
+    @property
+    def one_queue(self) -> bool:
+        return self.device_queues == "one"

@@ -51,9 +51,12 @@ def _refuse_times(namespace: argparse.Namespace) -> None:
 
 
 def make_simulations(
-    names: Sequence[str], namespace: argparse.Namespace, given: Plan | ProfileCosts | None
+    names: Sequence[str],
+    namespace: argparse.Namespace,
+    given: Plan | ProfileCosts | None,
+    one_queue: bool = False,
 ) -> list[Simulation]:
-    """Simulate each schedule or file, all of one size. given: in place of times by hand."""
+    """Simulate each schedule or file, all of one size. given: in place of times by hand. one_queue: see `simulate`."""
     size = dataclass_from_namespace(ShapeOptions, namespace)
     options = dataclass_from_namespace(CostOptions, namespace)
     if options.backward_ratio < 1:
@@ -75,7 +78,8 @@ def make_simulations(
     recompute = dataclass_from_namespace(RecomputeOptions, namespace)
     plan = given if isinstance(given, Plan) else None
     programs = _programs(names, size, _Given(costs, limit, recompute), plan, namespace)
-    simulations = [simulate(lower(program, costs), costs, "" if given is None else "s") for program in programs]
+    unit = "" if given is None else "s"
+    simulations = [simulate(lower(program, costs), costs, unit, one_queue=one_queue) for program in programs]
     if not all(math.isfinite(simulation.makespan + sum(simulation.busy)) for simulation in simulations):
         raise UserError(f"--piece-times {options.piece_times} are too large to add up.")
     return simulations

@@ -223,7 +223,7 @@ class ForwardBackward:
                 channels = {(message.source, message.target) for message in plan.graph.messages}
                 self._group, self._transport = group, make_transport(group, device(), channels)
             model = self._attach(chunks, own, config, program, group)
-            self._ready[num_microbatches] = plan.receiving_ahead(1 if self._transport.independent_channels else 0)
+            self._ready[num_microbatches] = plan
             if self._runner is None:
                 self._runner = Executor(group.rank(), model, self._transport, self._kv_grad_fp32, weights=self._weights)
         assert self._runner is not None

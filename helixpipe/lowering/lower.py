@@ -1,8 +1,9 @@
 """Lowering: a program with every receive, wait, send and free made explicit. No torch here.
 
-The program is list-scheduled once; ops and messages by start time form one linear order that extends the dependencies
-and every rank's own order. Each rank's stream is the projection of that one order: a message appears at its place in
-the streams of both its ends.
+The program is list-scheduled once; ops by the time they end, messages and collectives by the time they start, form one
+linear order that extends the dependencies and every rank's own order. Each rank's stream is the projection of that one
+order: a message appears at its place in the streams of both its ends. So a RECV stands before the op that runs while
+its message travels, and a stream that does everything at its place, a RECV too, still overlaps them.
 
 Theorem. Streams projected from one linear order cannot deadlock, even when messages are unbuffered rendezvous (a send
 ends only when its receive runs), when collectives end only when all their members have entered them, and when each rank
@@ -24,16 +25,15 @@ message (`Message.number`), so copies of one stage on a rank are never mixed up:
   of the message gives the place back. SEND sends the rank's own parameters, or, if it `follows` a message, what that
   message brings: its RECV is earlier in the stream, but its WAIT need not be, so the transport starts the transfer when
   that one is complete. A copy that is passed on may still be on its way out at its FREE; the transport keeps its memory
-  until then. A RECV posted ahead may come before the FREE of its place, and then needs a buffer more.
+  until then.
 - `weight_gradients`: right before a SEND that `follows` a message comes the WAIT for that message, whose payload is
   added to the sum; SEND sends the sum and drops it. A WAIT for one that nothing follows is the stage's owner's, which
   adds the payload to its own parameters' gradients.
 
-`receive_ahead` posts receives earlier than their place, by that many ops, so that the transfer overlaps the op before
-the one that needs it even where the receiver must have posted first (gloo). That is safe where a posted receive holds
-up nothing but later receives from the same rank, which `Transport.independent_channels` states; otherwise it must be 0.
-On a GPU it is not, whatever the communicators: streams share hardware queues, and there a receive that has to wait for
-the one before it holds up ops too, which those two may need.
+Receives keep their place, and none may be posted before the ops that stand before it. On a GPU a receive is a kernel
+that holds some of the device's multiprocessors until its message is there, and where streams share a hardware queue
+(`CUDA_DEVICE_MAX_CONNECTIONS`) one that has to wait for the receive before it holds up ops: posted early, receives can
+keep back what their own senders wait for.
 """
 
 from __future__ import annotations
@@ -43,27 +43,28 @@ from helixpipe.costs.by_hand import unit_costs
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.graph import Graph
 from helixpipe.lowering.order import list_schedule
-from helixpipe.lowering.project import LoweredProgram, project, receive_early
+from helixpipe.lowering.places import without_holds
+from helixpipe.lowering.project import LoweredProgram, project
 from helixpipe.lowering.validate import check_ends, validate
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Program
 
 
 @collector_paused()
-def lower(program: Program, costs: Costs | None = None, receive_ahead: int = 0) -> LoweredProgram:
+def lower(program: Program, costs: Costs | None = None) -> LoweredProgram:
     """Validate and lower a program. Every rank computes the same result from the same arguments.
 
     costs: decide the order of messages relative to ops; unit costs when None. Raises ProgramError when the program is
     not valid.
     """
-    return lower_graph(validate(program, ends=False), costs or unit_costs(), receive_ahead)
+    return lower_graph(validate(program, ends=False), costs or unit_costs())
 
 
-def lower_graph(graph: Graph, costs: Costs, receive_ahead: int = 0) -> LoweredProgram:
+def lower_graph(graph: Graph, costs: Costs) -> LoweredProgram:
     """Lower a program from its graph, which `validate` returned or which is known to have no fault. Raises ProgramError
     when its ops wait for each other in a circle."""
     times = list_schedule(graph, *BoundCosts(graph.program, costs).timers)
     check_ends(graph, times.order)
+    times = without_holds(graph, times)
     projected, openings = project(graph, times)
-    lowered = LoweredProgram(graph.program, graph, tuple(times.order), tuple(map(tuple, projected)), openings)
-    return receive_early(lowered, receive_ahead) if receive_ahead else lowered
+    return LoweredProgram(graph.program, graph, tuple(times.order), tuple(map(tuple, projected)), openings)

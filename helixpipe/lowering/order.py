@@ -1,4 +1,10 @@
-"""The one order: every task of every resource in one list, by start. No torch here."""
+"""The one order: every task of every resource in one list, ops by their end, all else by its start. No torch here.
+
+A message so stands before the op that its receiver runs while it travels: whoever goes through the list in turn has
+posted the receive when the message leaves, and the transfer overlaps that op. Of tasks with one time transfers come
+first, where nothing they wait for forces an op before them: an op that ends just when a message starts may as well end
+a little later.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from math import inf
 
 from helixpipe.lowering.graph import Graph
 from helixpipe.program.message import Message
@@ -14,12 +21,17 @@ from helixpipe.program.program import Op
 
 @dataclass(frozen=True)
 class Times:
-    """Start and end of every task, and `order`: the tasks by start time, always a linear extension of the
-    dependencies."""
+    """Start and end of every task, and `order`: ops by end and transfers by start, always a linear extension of the
+    dependencies, of each rank's order and of each link's.
+
+    crowded: transfers that start less than the longest op's time after their link or group was free, and when it was;
+    see `places`.
+    """
 
     start: list[float]
     end: list[float]
     order: list[int]
+    crowded: list[tuple[int, float]]
 
     @property
     def makespan(self) -> float:
@@ -32,7 +44,7 @@ class _Run:
     def __init__(
         self, graph: Graph, durations: list[float], link_orders: Mapping[tuple[int, ...], Sequence[int]] | None
     ):
-        self.graph, self.durations = graph, durations
+        self.graph, self.durations, self.num_ops = graph, durations, graph.num_ops
         self.resource, table = graph.resources()
         self.in_order = link_orders is not None  # else first ready, first sent
         self.queues: list[deque[int]] = [deque(tasks) for tasks in graph.rank_tasks]
@@ -41,13 +53,17 @@ class _Run:
             self.queues.append(deque(link_orders.get(each.ranks, ()) if link and link_orders is not None else ()))
         self.start, self.end = [0.0] * graph.num_tasks, [0.0] * graph.num_tasks
         self.order: list[int] = []
+        self.crowded: list[tuple[int, float]] = []
+        self.longest = max(durations[: graph.num_ops], default=0.0)
+        self.freed = [-inf] * len(self.queues)
         self.waiting = list(graph.num_dependencies)
         self.busy = [False] * len(self.queues)
-        self.completions: list[tuple[float, int, int]] = []  # (time, place in `order`, task)
+        self.completions: list[tuple[float, int, int]] = []  # (time, turn, task)
+        self._started = 0
 
     def queue(self, task: int) -> None:
         """A transfer is ready: where no order of its link is given, it takes the next place."""
-        if task >= self.graph.num_ops and not (self.in_order and self.graph.is_message(task)):
+        if task >= self.num_ops and not (self.in_order and self.graph.is_message(task)):
             self.queues[self.resource[task]].append(task)
 
     def try_start(self, resource: int, now: float) -> None:
@@ -57,8 +73,14 @@ class _Run:
             self.busy[resource] = True
             self.start[task], end = now, now + self.durations[task]
             self.end[task] = end
-            heappush(self.completions, (end, len(self.order), task))
-            self.order.append(task)
+            turn = self._started = self._started + 1
+            if task < self.num_ops:
+                turn += len(self.start)  # of tasks that end at one time all transfers come before the first op
+            else:
+                self.order.append(task)
+                if now - self.freed[resource] < self.longest:
+                    self.crowded.append((task, self.freed[resource]))
+            heappush(self.completions, (end, turn, task))
 
 
 def list_schedule(
@@ -78,7 +100,7 @@ def list_schedule(
     """
     durations = [op_time(op) for op in graph.ops] + [message_time(message) for message in graph.messages]
     run = _Run(graph, durations + [0.0] * len(graph.collectives), link_orders)
-    waiting, resource, busy, try_start = run.waiting, run.resource, run.busy, run.try_start
+    waiting, resource, busy, freed, try_start = run.waiting, run.resource, run.busy, run.freed, run.try_start
     successors = graph.successors
     if waits:
         successors = list(successors)
@@ -91,15 +113,18 @@ def list_schedule(
             run.queue(task)
     for number in range(len(run.queues)):
         try_start(number, 0.0)
-    completions, num_ops = run.completions, graph.num_ops
+    completions, num_ops, order = run.completions, graph.num_ops, run.order
     while completions:
         now, _, task = heappop(completions)
+        if task < num_ops:
+            order.append(task)
         for successor in successors[task]:
             waiting[successor] -= 1
             if not waiting[successor]:
                 if successor >= num_ops:
                     run.queue(successor)
                 try_start(resource[successor], now)
-        busy[resource[task]] = False
-        try_start(resource[task], now)
-    return Times(run.start, run.end, run.order)
+        number = resource[task]
+        busy[number], freed[number] = False, now
+        try_start(number, now)
+    return Times(run.start, run.end, order, run.crowded)

@@ -7,8 +7,7 @@ and so appears in both of their streams, at its place; a collective appears in t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import NamedTuple
@@ -188,31 +187,3 @@ class _Projection:
         self.unused[message.number] -= 1
         if not self.unused[message.number]:
             self.streams[message.target].append(self._instruction(Action.FREE, message))
-
-
-def receive_early(lowered: LoweredProgram, ahead: int) -> LoweredProgram:
-    """Move each RECV before the `ahead` ops that precede it, within the opening or within what follows that."""
-    streams = tuple(
-        (*_receive_early(stream[:opening], ahead), *_receive_early(stream[opening:], ahead))
-        for stream, opening in zip(lowered.streams, lowered.openings, strict=True)
-    )
-    return replace(lowered, streams=streams)
-
-
-def _receive_early(stream: Sequence[Instruction], ahead: int) -> list[Instruction]:
-    """All move alike, so receives keep their order."""
-    before_run: dict[int, list[Instruction]] = {}
-    runs = 0
-    for instruction in stream:
-        if instruction.action is Action.RECV:
-            before_run.setdefault(max(runs - ahead, 0), []).append(instruction)
-        runs += instruction.action is Action.RUN
-    moved: list[Instruction] = []
-    runs = 0
-    for instruction in stream:
-        if runs in before_run:  # the first instruction after the run before
-            moved.extend(before_run.pop(runs))
-        if instruction.action is not Action.RECV:
-            moved.append(instruction)
-        runs += instruction.action is Action.RUN
-    return moved

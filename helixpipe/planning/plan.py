@@ -7,14 +7,14 @@ step's in a process of its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Generic, Protocol, TypeVar
 
 from helixpipe.lowering.build import build_graph
 from helixpipe.lowering.graph import Graph
 from helixpipe.lowering.lower import lower, lower_graph
-from helixpipe.lowering.project import LoweredProgram, receive_early
+from helixpipe.lowering.project import LoweredProgram
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Program, forward_only
 from helixpipe.simulate.simulator import Simulation, simulate
@@ -25,14 +25,10 @@ SizeIn = TypeVar("SizeIn", bound=Hashable, contravariant=True)
 
 @dataclass(frozen=True)
 class Plan:
-    """A valid program, lowered, and the costs it was lowered with.
-
-    receive_ahead: how many ops earlier than in the one order the streams post receives; see `lowering.lower`.
-    """
+    """A valid program, lowered, and the costs it was lowered with."""
 
     lowered: LoweredProgram
     costs: Costs
-    receive_ahead: int = 0
 
     @property
     def program(self) -> Program:
@@ -51,11 +47,7 @@ class Plan:
     def evaluation(self) -> Plan:
         """The plan of the forwards alone, which need no check: what is left of an order that ends does so, too."""
         graph = build_graph(forward_only(self.program))
-        return Plan(lower_graph(graph, self.costs, self.receive_ahead), self.costs, self.receive_ahead)
-
-    def receiving_ahead(self, ops: int) -> Plan:
-        """The same with receives posted so many ops early; for a plan that posts them in their places."""
-        return replace(self, lowered=receive_early(self.lowered, ops), receive_ahead=ops) if ops else self
+        return Plan(lower_graph(graph, self.costs), self.costs)
 
 
 def make_plan(program: Program, costs: Costs) -> Plan:

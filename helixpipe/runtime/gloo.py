@@ -69,7 +69,6 @@ class GlooTransport:
 
     group: dist.ProcessGroup
     device: torch.device
-    independent_channels: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
         self._held: list[_Sent] = []

@@ -34,13 +34,13 @@ class NcclTransport:
     `close` destroys them (see `communicators`, which also says what `settings` are). Where the job has bound its groups
     to a device, a direction has one communicator, whose messages go one after another.
 
-    Messages of a channel are matched by their order alone, which is that of the lowered program on both ends. Receives
-    are posted at their place in it, never ahead (`independent_channels` is False), and that keeps all of it free of
-    deadlock: by `lowering`'s theorem a single queue a rank would do for ops and messages alike. So no harm is done
-    where streams share a hardware queue (CUDA_DEVICE_MAX_CONNECTIONS) and one that waits holds up the others, where an
-    allocation waits for the whole device, or where making a communicator waits for the other rank. A receive posted
-    ahead of an op could then keep back the very op that its sender waits for. Nor is much lost: the host runs ahead of
-    the device, so a receive is posted long before the op that precedes it has ended.
+    Messages of a channel are matched by their order alone, which is that of the lowered program on both ends.
+    Receives are posted at their place in it, never ahead, and that keeps all of it free of deadlock: by `lowering`'s
+    theorem a single queue a rank would do for ops and messages alike. So no harm is done where streams share a
+    hardware queue (CUDA_DEVICE_MAX_CONNECTIONS) and one that waits holds up the others, where an allocation waits for
+    the whole device, or where making a communicator waits for the other rank. A receive posted ahead of an op could
+    then keep back the very op that its sender waits for. Nor is much lost: the host runs ahead of the device, so a
+    receive is posted long before the op that precedes it has ended.
 
     Memory. What is sent is kept until its work is done. A receive into memory of the current stream would have to wait
     for that stream, which may still use it; so buffers come from a stream that has nothing to do, and are recorded on
@@ -51,7 +51,6 @@ class NcclTransport:
     device: torch.device
     channels: Iterable[tuple[int, int]] | None = None
     settings: Settings = field(default_factory=dict)
-    independent_channels: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self._rank = self.group.rank()

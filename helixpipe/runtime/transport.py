@@ -30,10 +30,6 @@ class Receipt(Protocol):
 class Transport(Protocol):
     """What the executor asks of a network. Ranks are pipeline ranks."""
 
-    independent_channels: bool
-    """Whether a receive that is posted but not yet matched leaves sends and other ranks' receives alone (see
-    `lowering`)."""
-
     def mark(self) -> Any:
         """What this rank has computed so far, for a `send` that comes later."""
         ...
@@ -66,8 +62,6 @@ class Transport(Protocol):
 
 class Alone:
     """The transport of a pipeline of one rank, which sends nothing."""
-
-    independent_channels = True
 
     def mark(self) -> None: ...
 

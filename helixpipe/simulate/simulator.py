@@ -1,8 +1,8 @@
 """Simulator: lowered program + costs -> timeline, bubble, memory. No torch here.
 
 Each rank runs its ops one at a time in stream order; each directed link carries its messages one at a time in stream
-order; an op starts when its rank is free and all it waits for is there. Edges within a rank are free. Nothing here is
-a schedule's formula.
+order; an op starts when its rank is free and all it waits for is there. Edges within a rank are free. What else a
+rank's stream makes it wait for is in `streams`. Nothing here is a schedule's formula.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from typing import Any
 from helixpipe.common.collector import collector_paused
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.order import list_schedule
-from helixpipe.lowering.project import Action, LoweredProgram
+from helixpipe.lowering.project import LoweredProgram
 from helixpipe.program.costs import Costs
 from helixpipe.program.text import format_rows
 from helixpipe.program.timeline import MessageEvent, OpEvent, Timeline
+from helixpipe.simulate.streams import link_orders, queue_waits, stream_waits
 from helixpipe.simulate.sweep import Peak, sweep
 
 
@@ -91,11 +92,19 @@ class Simulation:
 
 
 @collector_paused()
-def simulate(lowered: LoweredProgram, costs: Costs, unit: str = "", noise: float = 0.0, seed: int = 0) -> Simulation:
+def simulate(
+    lowered: LoweredProgram,
+    costs: Costs,
+    unit: str = "",
+    noise: float = 0.0,
+    seed: int = 0,
+    one_queue: bool = False,
+) -> Simulation:
     """Run a lowered program on paper.
 
     unit: that of the costs' times, for the timeline's axis. noise: every op takes up to this part longer or shorter
-    than it should, drawn evenly with that seed; the order of ops and messages stays.
+    than it should, drawn evenly with that seed; the order of ops and messages stays. one_queue: on devices that start
+    work in the order it was issued in; see `streams`.
     """
     program, graph = lowered.program, lowered.graph
     bound = BoundCosts(program, costs)
@@ -104,7 +113,8 @@ def simulate(lowered: LoweredProgram, costs: Costs, unit: str = "", noise: float
         rng = Random(seed)
         exact = op_time
         op_time = lambda op: exact(op) * (1 + noise * (2 * rng.random() - 1))  # noqa: E731
-    times = list_schedule(graph, op_time, message_time, *_in_stream_order(lowered))
+    waits = queue_waits(lowered) if one_queue else stream_waits(lowered)
+    times = list_schedule(graph, op_time, message_time, link_orders(lowered), waits)
     ops = [OpEvent(graph.ranks[i], op, times.start[i], times.end[i]) for i, op in enumerate(graph.ops)]
     messages = [
         MessageEvent(m.kind, m.source, m.target, m.producer, m.consumer, times.start[i], times.end[i])
@@ -113,28 +123,6 @@ def simulate(lowered: LoweredProgram, costs: Costs, unit: str = "", noise: float
     timeline = Timeline(program.schedule, program.num_ranks, ops, messages, unit)
     peaks = [sweep(lowered, bound, rank) for rank in range(program.num_ranks)]
     return Simulation(lowered, timeline, times.makespan, timeline.busy(), peaks, costs)
-
-
-def _in_stream_order(lowered: LoweredProgram) -> tuple[dict[tuple[int, ...], list[int]], dict[int, list[int]]]:
-    """What the streams add to the graph: the order of each link's messages, and that a rank which waits for weight
-    gradients runs nothing meanwhile: the op after such a WAIT waits for the message."""
-    first, messages = lowered.graph.num_ops, lowered.messages
-    link_orders: dict[tuple[int, ...], list[int]] = {}
-    for task in lowered.order:
-        if first <= task < first + len(messages):
-            message = messages[task - first]
-            link_orders.setdefault((message.source, message.target), []).append(task)
-    waits: dict[int, list[int]] = {}
-    for stream in lowered.streams if any(message.kind == "weight_gradients" for message in messages) else ():
-        waited: list[int] = []
-        for action, _, awaited, _, task in stream:
-            if action is Action.WAIT and awaited is not None and awaited.kind == "weight_gradients":
-                waited.append(task)
-            elif action is Action.RUN and waited:
-                for before in waited:
-                    waits.setdefault(before, []).append(task)
-                waited = []
-    return link_orders, waits
 
 
 def _plain(value: float) -> float | int:

@@ -187,3 +187,19 @@ def test_stages_are_shown_where_they_differ_or_recompute(
     assert cli.main(["simulate", *arguments.split()]) == 0
     second = capsys.readouterr().out.splitlines()[1]
     assert second == ("" if line is None else line)
+
+
+def test_one_hardware_queue(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rings over slow links wait for it; what is recomputed early is compared on the same device."""
+    step = ["weipipe", "-p", "8", "-m", "16", "-L", "8", "--piece-times", "mlp=1", "--message-time", "0.2"]
+    many, one = simulate(capsys, *step), simulate(capsys, *step, "--device-queues", "one")
+    assert one["makespan"] > one["makespan_many_queues"] == pytest.approx(many["makespan"])
+    assert "makespan_many_queues" not in many and one["ideal"] == many["ideal"]
+    assert cli.main(["simulate", *step, "--device-queues", "one"]) == 0
+    longer = 100 * (one["makespan"] / many["makespan"] - 1)
+    line = f"One hardware queue: {longer:.1f} % longer than with one for each stream ({many['makespan']:.6g})."
+    assert line in capsys.readouterr().out.splitlines()
+    times = ["--piece-times", "qkv=1,attn=3,mlp=2,head=1", "--message-time", "0.5", "--device-queues", "one"]
+    recomputed = ["helix", "-p", "4", "-m", "8", "-L", "8", "--recompute-granularity", "full", *times]
+    late = simulate(capsys, *recomputed, "--no-recompute-early")
+    assert simulate(capsys, *recomputed)["makespan_recomputing_late"] == late["makespan"] > late["makespan_many_queues"]

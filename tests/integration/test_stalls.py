@@ -27,7 +27,7 @@ def report(result: Result) -> list[str]:
 
 
 def test_a_lost_message_is_named_and_the_job_ends() -> None:
-    lowered = lower(build("1f1b", Shape(4, 8, 4)), receive_ahead=1)
+    lowered = lower(build("1f1b", Shape(4, 8, 4)))
     lost = next(each for each in lowered.messages if str(each) == "gradient 2B5 -> 1B5 (rank 2 -> rank 1)")
     flags = f"{MOCK} --train-iters 100000 --stall-timeout-seconds 5 --pipeline-model-parallel-size 4"
     launch = Launch("lost message", flags, ranks=4, script=FAULTY)

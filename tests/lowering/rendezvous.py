@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from random import Random
 
 from helixpipe.lowering.project import Action, Instruction, LoweredProgram
@@ -80,26 +80,14 @@ class Travel:
 class Machine:
     """Hosts issue their stream in order and stop at a WAIT whose message has not arrived; nothing is ever buffered.
 
-    `channels` False: each rank has one communication stream, in order, and a message completes only when it is at the
-    head of both its ends' streams. With `blocking`, hosts moreover stop at every SEND and RECV until it is complete.
-    `channels` True: a channel for each directed pair of ranks; a message completes when both ends have come to it in
-    that channel. Weights that are passed on leave when they have come. With `one_queue` moreover a rank's streams share
-    a queue, as CUDA's may: what has to wait before it can start, such as a receive for the one before it in its
-    channel, or a collective for its other members, holds up all that was issued after it.
+    Each rank has one communication stream, in order, and a message or collective completes only when it is at the head
+    of the streams of all its ranks. With `blocking`, hosts moreover stop at each of them until it is complete.
     """
 
-    def __init__(
-        self,
-        lowered: LoweredProgram,
-        rng: Random,
-        channels: bool = False,
-        blocking: bool = False,
-        one_queue: bool = False,
-    ) -> None:
+    def __init__(self, lowered: LoweredProgram, rng: Random, blocking: bool = False) -> None:
         self.lowered, self.rng, self.blocking = lowered, rng, blocking
-        self.channels, self.one_queue = channels, one_queue
         self.position = [0] * len(lowered.streams)
-        self.posted: dict[object, deque[tuple[Action, Message | Collective]]] = defaultdict(deque)
+        self.posted: list[deque[tuple[Action, Message | Collective]]] = [deque() for _ in lowered.streams]
         self.complete: set[Message | Collective] = set()
         self.sent: set[Message] = set()
         self.ran: list[list[Op]] = [[] for _ in lowered.streams]
@@ -130,9 +118,6 @@ class Machine:
             self.travel.finish()
         return ended
 
-    def queue(self, rank: int, message: Message, action: Action) -> deque[tuple[Action, Message]]:
-        return self.posted[(message.source, message.target, action) if self.channels else rank]
-
     def host(self, rank: int) -> bool:
         stream, at = self.lowered.streams[rank], self.position[rank]
         if at == len(stream):
@@ -142,8 +127,6 @@ class Machine:
             return False
         if action is Action.WAIT and message not in self.complete:
             return False
-        if self.one_queue and action in (Action.SEND, Action.RECV) and not self.can_start(rank, action, message):
-            return False
         self.position[rank] += 1
         if action is Action.RUN:
             self.check_run(rank, op)
@@ -151,7 +134,7 @@ class Machine:
         elif action is Action.REDUCE:
             own = {op for op in self.lowered.program.ranks[rank] if op.stage == collective.stage}
             assert own <= set(self.ran[rank]) and rank in collective.ranks
-            self.posted[(collective.ranks, rank) if self.channels else rank].append((action, collective))
+            self.posted[rank].append((action, collective))
         elif action is Action.WAIT:
             assert message.target == rank and message not in self.waited[rank]
             self.waited[rank].add(message)
@@ -170,24 +153,19 @@ class Machine:
                 self.sent.add(message)
             if message.ships:
                 (self.travel.send if action is Action.SEND else self.travel.receive)(rank, message)
-            assert self.channels or self.travel.bounded(rank)
-            self.queue(rank, message, action).append((action, message))
+            assert self.travel.bounded(rank)
+            self.posted[rank].append((action, message))
         return True
 
     def passed(self, before: Instruction) -> bool:
         """Whether a host that waits there can go on after an instruction."""
         if before.action is Action.REDUCE:
-            return before.collective in self.complete or not (self.blocking or self.one_queue)
+            return before.collective in self.complete or not self.blocking
         return (
             before.message in self.complete
             or not self.blocking
             or before.action in (Action.WAIT, Action.FREE, Action.RUN)
         )
-
-    def can_start(self, rank: int, action: Action, message: Message) -> bool:
-        passes_on = action is Action.SEND and message.kind == "weights" and message.follows >= 0
-        there = not passes_on or self.lowered.messages[message.follows] in self.complete
-        return there and not self.queue(rank, message, action)
 
     def check_run(self, rank: int, op: Op) -> None:
         """The op is the program's next on this rank, and all it needs is there."""
@@ -195,20 +173,16 @@ class Machine:
         arrived = {m.producer for m in self.waited[rank] if m.consumer == op}
         assert needs(self.lowered.program, op, self.present) <= arrived.union(self.ran[rank])
         self.travel.run(rank, op)
-        assert self.channels or self.travel.bounded(rank)
+        assert self.travel.bounded(rank)
 
     def transfer(self, link: tuple[int, int]) -> bool:
         source, target = link
-        if self.channels:
-            sends, receives = self.posted[(*link, Action.SEND)], self.posted[(*link, Action.RECV)]
-        else:
-            sends, receives = self.posted[source], self.posted[target]
+        sends, receives = self.posted[source], self.posted[target]
         if not sends or not receives or sends[0][0] is not Action.SEND or receives[0][0] is not Action.RECV:
             return False
-        sent, received = sends[0][1], receives[0][1]
-        if not self.channels and sent != received:
+        sent = sends[0][1]
+        if sent != receives[0][1]:
             return False
-        assert sent == received, "both ends of a channel must agree on the order of its messages"
         if sent.follows >= 0 and self.lowered.messages[sent.follows] not in self.complete:
             return False
         sends.popleft()
@@ -218,13 +192,12 @@ class Machine:
 
     def collect(self, group: tuple[int, ...]) -> bool:
         """All members of a group have the same collective at their head: it happens."""
-        queues = [self.posted[(group, rank) if self.channels else rank] for rank in group]
+        queues = [self.posted[rank] for rank in group]
         if not all(queue and queue[0][0] is Action.REDUCE for queue in queues):
             return False
         heads = {queue[0][1] for queue in queues}
-        if not self.channels and len(heads) > 1:
+        if len(heads) > 1 or {head.ranks for head in heads} != {group}:
             return False
-        assert len(heads) == 1, "all members of a group must agree on the order of its collectives"
         for queue in queues:
             queue.popleft()
         self.complete |= heads

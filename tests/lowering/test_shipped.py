@@ -105,12 +105,11 @@ def test_gradients_end_the_step(message: float) -> None:
 
 
 @pytest.mark.parametrize("ship", ["qkv", "attention"])
-@pytest.mark.parametrize("receive_ahead", [0, 1])
-def test_prefetched_and_bounded(ship: str, receive_ahead: int) -> None:
+def test_prefetched_and_bounded(ship: str) -> None:
     """In helix every copy's weights leave `WEIGHTS_AHEAD` ops before what it works on, or at the start."""
     program = build("helix", Shape(4, 16, 8), HelixOptions(2, ship, helix_recompute=False))
     costs = PieceTimes({"qkv": 1.0, "attn": 3.0, "mlp": 2.0}, message=1.0)
-    lowered = lower(program, costs, receive_ahead)
+    lowered = lower(program, costs)
     timeline = simulate(lowered, costs).timeline
     ends = {event.op: event.end for event in timeline.ops}
     starts = {event.op: event.start for event in timeline.ops}

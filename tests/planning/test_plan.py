@@ -107,13 +107,10 @@ def test_what_the_background_cannot_plan_fails_here(background: Callable[..., Ba
     assert planner.plan(2) == plan_1f1b(2)
 
 
-def test_receives_are_posted_ahead_without_lowering_again() -> None:
+def test_the_evaluation_of_a_plan_is_its_forwards_with_the_same_costs() -> None:
     program = build("zb1p", Shape(2, 4, 4))
     plan = make_plan(program, COSTS)
-    early = plan.receiving_ahead(1)
-    assert early.lowered == lower(program, COSTS, receive_ahead=1) != plan.lowered
-    assert early.evaluation.lowered == lower(forward_only(program), COSTS, receive_ahead=1)
-    assert plan.receiving_ahead(0) is plan
+    assert plan.evaluation.lowered == lower(forward_only(program), COSTS) and plan.evaluation.costs is COSTS
 
 
 class Counts(Counter[str]):
@@ -158,7 +155,7 @@ def test_a_plan_is_made_once(flags: str, search: dict[str, int], monkeypatch: py
     vocabulary = config.replace("data", padded_vocab_size=1024)  # as the tokenizer would have it
     assert replanned(plans, config, vocabulary) is plans
     plan = plans.plan(full_batch(config))
-    assert plan.receiving_ahead(1).graph is plan.graph and plans.program(full_batch(config)) is plan.program
+    assert plans.program(full_batch(config)) is plan.program
     assert not counts
     assert plan.evaluation is plan.evaluation and plan.simulation is plan.simulation
     assert counts["build"] == counts["validate"] == 0 and counts["build_graph"] == counts["simulate"] == 1

@@ -105,7 +105,7 @@ def run_case(case: Case, expected: dict[str, Tensor], losses: dict[int, float], 
     model, executor = make_executor(case, transport)
     told = Told(case, model)
     executor.weights = told
-    found = executor.run(lowered(case, transport), make_step(case))[0]
+    found = executor.run(lowered(case), make_step(case))[0]
     now = {name: weight.grad for name, weight in replicas(case, model).items() if name in told.gradients}
     changed = [name for name, gradient in told.gradients.items() if not torch.equal(gradient, now[name])]
     left = executor.keys_values.bytes_alive() + sum(left_in_tables(executor))
@@ -227,9 +227,9 @@ def make_executor(case: Case, transport: Transport | None = None) -> tuple[Any, 
     return model, Executor(rank, model, transport)
 
 
-def lowered(case: Case, transport: Transport | None = None) -> LoweredProgram:
+def lowered(case: Case) -> LoweredProgram:
     """What its executor runs."""
-    return lower(case.program(), receive_ahead=1 if (transport or Alone()).independent_channels else 0)
+    return lower(case.program())
 
 
 def make_step(case: Case, training: bool = True) -> Step:
@@ -282,7 +282,7 @@ def fail_in_the_middle(rank: int, world_size: int) -> str:
 
     model.run = broken
     try:
-        executor.run(lowered(case, transport), make_step(case))
+        executor.run(lowered(case), make_step(case))
     except Exception as error:
         if rank == 1:  # as a program does: its exit closes the connections
             torch.distributed.destroy_process_group()
@@ -311,7 +311,7 @@ class _Counting(StepRun):
 def peak_of_stash(case: Case, transport: Transport) -> tuple[int, list[int]]:
     _, executor = make_executor(case, transport)
     executor.step_run = _Counting
-    executor.run(lowered(case, transport), make_step(case))
+    executor.run(lowered(case), make_step(case))
     assert isinstance(executor.last, _Counting)
     return executor.last.peak, left_in_tables(executor)
 

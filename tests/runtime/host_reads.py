@@ -92,7 +92,7 @@ def run_without_reads(rank: int, world_size: int, cases: list[Case]) -> list[str
             set_parallel(*sizes)
             transport = make_transport(parallel_state.get_pipeline_model_parallel_group(), device())
         _, executor = make_executor(case, transport)
-        plan = lowered(case, transport)
+        plan = lowered(case)
         step = make_step(case)
         if torch.cuda.is_available():
             executor.run(plan, step)  # the first step makes tables, of positions for example

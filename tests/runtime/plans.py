@@ -62,7 +62,7 @@ def steps_of(style: str, rank: int, world_size: int) -> list[dict[str, Any]]:
     transport = make_transport(parallel_state.get_pipeline_model_parallel_group(), device())
     model = make_model(few)
     executor = Executor(rank, model, transport)
-    first, second = (make_plan(case.program(), unit_costs()).receiving_ahead(1) for case in (few, many))
+    first, second = (make_plan(case.program(), unit_costs()) for case in (few, many))
     third = make_plan(unlike_chunks(), unit_costs())
     steps = [(first, few), (second, many), (first.evaluation, few), (first, few), (third, few), (third.evaluation, few)]
     results = [one_step(executor, plan, case, *expected[case.m]) for plan, case in steps]

@@ -17,7 +17,7 @@ from schedules import build
 
 LOWERED = lower(build("1f1b", Shape(2, 2, 2)))
 STREAM = LOWERED.streams[1]
-"""RECV, WAIT 1F0, RUN 1F0, RUN 1B0, SEND …"""
+"""RECV, RECV, WAIT 1F0, RUN 1F0, RUN 1B0, SEND …"""
 
 
 class Gpu:
@@ -157,7 +157,7 @@ def test_a_step_that_the_gpu_has_not_ended_is_where_the_rank_is() -> None:
     state = describe(position.look(), Peers(5, (4, 5), (5,), "rank 5"), 31, 30)
     assert (
         state.doing
-        == f"its GPU waits for the activation of 0F0 from rank 4, to run 1F0 (instruction 1 of {len(STREAM)})"
+        == f"its GPU waits for the activation of 0F0 from rank 4, to run 1F0 (instruction 2 of {len(STREAM)})"
     )
     assert [(hop.source, hop.target) for hop in state.way] == [(4, 5)]
 
@@ -184,7 +184,7 @@ def test_the_place_of_a_gpu_is_followed() -> None:
 
 def test_tensor_parallel_ranks_wait_for_each_other_inside_an_op() -> None:
     position = Position()
-    run(position, 3)
+    run(position, 4)
     assert not describe(position.look(), Peers(1, (0, 1), (1,)), 31, 30).waits
     state = describe(position.look(), Peers(2, (0, 2), (2, 3)), 31, 30)
     assert [need.rank for need in state.needs] == [3]
@@ -207,7 +207,7 @@ def test_a_sender_waits_until_the_receive_is_posted() -> None:
 
 def test_every_instruction_can_be_described() -> None:
     for schedule in ("1f1b", "seq1f1b", "helix", "weipipe", "wzb1"):
-        lowered: LoweredProgram = lower(build(schedule, Shape(4, 8, 8)), receive_ahead=1)
+        lowered: LoweredProgram = lower(build(schedule, Shape(4, 8, 8)))
         for pp_rank, stream in enumerate(lowered.streams):
             position = Position()
             position.begin(lowered, pp_rank)

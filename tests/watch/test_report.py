@@ -75,7 +75,7 @@ def causes(states: dict[int, State], world_size: int, ended: dict[int, str] | No
 @given(st.integers(0, 10**9))
 def test_a_lost_message_of_any_program_is_found(seed: int) -> None:
     rng = Random(seed)
-    lowered = lower(random_program(rng), random_costs(rng), receive_ahead=rng.choice((0, 1)))
+    lowered = lower(random_program(rng), random_costs(rng))
     if not lowered.messages:
         return
     message = rng.choice(lowered.messages)
@@ -132,8 +132,8 @@ def test_pipeline_ranks_are_named_as_ranks_of_the_job() -> None:
 
 def test_one_that_computes_is_the_cause() -> None:
     lowered = lower(build("1f1b", Shape(3, 2, 3)))
-    states = states_in(lowered, [1, 1, 1])  # rank 0 runs 0F0
-    states[0] = states_in(lowered, [0, 1, 1])[0]
+    states = states_in(lowered, [1, 1, 2])  # rank 0 runs 0F0, the others wait
+    states[0] = states_in(lowered, [0, 1, 2])[0]
     assert causes(states, 3) == ["rank 0, step, iteration 3: runs 0F0 (instruction 0 of 12). It waits for nobody."]
 
 

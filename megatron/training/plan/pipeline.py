@@ -16,7 +16,7 @@ from helixpipe.costs.hardware import find_hardware
 from helixpipe.draw.text import chunk_times
 from helixpipe.model import Microbatch, PipelineModel
 from helixpipe.planning.chunk_lengths import short_chunks
-from helixpipe.planning.plan import Plan, Plans
+from helixpipe.planning.plan import Plans
 from helixpipe.program.program import Program
 from helixpipe.program.stages import Piece
 from helixpipe.program.timeline import Timeline
@@ -51,7 +51,6 @@ class Pipeline:
         self._plans = plans
         self._parallel = parallel
         self._position = position or Position()
-        self._here: dict[int, Plan] = {}
         self._counted: dict[int, torch.Tensor] = {}
         self.program = plans.program
         largest = plans.plan(step_sizes[-1])
@@ -128,7 +127,7 @@ class Pipeline:
         )
         if record:
             dist.barrier(group=self._parallel.pp_group)  # the clocks of several machines are taken to agree here
-        plan = self._plan(len(batches))
+        plan = self._plans.plan(len(batches))
         losses, times = self._executor.run((plan if training else plan.evaluation).lowered, step, record)
         total = torch.zeros((), dtype=torch.float64, device=self._parallel.device)
         # In the order of microbatches, not of the schedule, and in float64, since heads may be on several ranks: the
@@ -174,13 +173,6 @@ class Pipeline:
 
     def close(self) -> None:
         self._transport.close()
-
-    def _plan(self, num_microbatches: int) -> Plan:
-        """As this transport runs it."""
-        if num_microbatches not in self._here:
-            ahead = 1 if self._transport.independent_channels else 0
-            self._here[num_microbatches] = self._plans.plan(num_microbatches).receiving_ahead(ahead)
-        return self._here[num_microbatches]
 
 
 def _placement(program: Program) -> list[tuple[Piece, ...]]:

@@ -1,0 +1,75 @@
+"""What the streams of the ranks add to the graph where they run: which task waits for which because of its place.
+No torch here.
+
+By default every stream of a device (its compute, each direction to another rank, each group) has a hardware queue of
+its own. With one queue (`CUDA_DEVICE_MAX_CONNECTIONS=1`) a device starts work in the order it was issued in: what
+cannot start yet holds up all that follows.
+"""
+
+from __future__ import annotations
+
+from helixpipe.lowering.project import Action, LoweredProgram
+
+Waits = dict[int, list[int]]
+"""For a task those that wait for it, beside those of the graph."""
+
+
+def link_orders(lowered: LoweredProgram) -> dict[tuple[int, ...], list[int]]:
+    """The messages of each link, in order."""
+    first, messages = lowered.graph.num_ops, lowered.messages
+    orders: dict[tuple[int, ...], list[int]] = {}
+    for task in lowered.order:
+        if first <= task < first + len(messages):
+            message = messages[task - first]
+            orders.setdefault((message.source, message.target), []).append(task)
+    return orders
+
+
+def stream_waits(lowered: LoweredProgram) -> Waits:
+    """With a queue for each stream. A rank adds up weight gradients that it waits for before it computes on: the op
+    after such a WAIT waits for the message."""
+    waits: Waits = {}
+    if not any(message.kind == "weight_gradients" for message in lowered.messages):
+        return waits
+    for stream in lowered.streams:
+        waited: list[int] = []
+        for action, _, message, _, task in stream:
+            if action is Action.WAIT and message is not None and message.kind == "weight_gradients":
+                waited.append(task)
+            elif action is Action.RUN and waited:
+                for before in waited:
+                    waits.setdefault(before, []).append(task)
+                waited = []
+    return waits
+
+
+def queue_waits(lowered: LoweredProgram) -> Waits:
+    """With one queue a device.
+
+    An op cannot start before the one before it has ended and what is waited for is there; a SEND, a RECV or a REDUCE
+    not before the ops that stand before it have ended and its link or group is free, and weights that are passed on
+    must have come. Once started, a receive holds up nothing, however long its message takes; that starts when both
+    ends have come to it.
+    """
+    waits: Waits = {}
+    num_ops, (resource, _) = lowered.graph.num_ops, lowered.graph.resources()
+    for stream in lowered.streams:
+        ahead: list[int] = []  # what must have ended before the queue goes on
+        before: dict[int, int] = {}  # the last transfer of each link and group
+        for action, _, message, _, task in stream:
+            if action is Action.WAIT:
+                ahead.append(task)
+            elif action is Action.RUN:
+                for each in ahead:
+                    if each >= num_ops:  # the op before is waited for anyway
+                        waits.setdefault(each, []).append(task)
+                ahead = [task]
+            elif action is not Action.FREE:
+                if resource[task] in before:
+                    ahead.append(before[resource[task]])
+                before[resource[task]] = task
+                if action is Action.SEND and message is not None and message.kind == "weights" and message.follows >= 0:
+                    ahead.append(num_ops + message.follows)
+                for each in ahead:
+                    waits.setdefault(each, []).append(task)
+    return waits
