@@ -24,13 +24,14 @@ Results = dict[tuple[str, Case], list[Found]]
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest) -> Results:
-    """By rank, of each transport and case. One launch a transport: starting ranks costs more than running the cases."""
-    found: Results = {}
-    cases = selected(request, "case", CASES)
-    for transport in selected(request, "transport", TRANSPORTS):
-        by_rank = run_ranks(run_checked, 4, transport, cases)
-        found |= {(transport, case): [each[index] for each in by_rank] for index, case in enumerate(cases)}
-    return found
+    """By rank, of each transport and case. One launch for all: starting ranks costs more than running the cases."""
+    cases, transports = selected(request, "case", CASES), selected(request, "transport", TRANSPORTS)
+    by_rank = run_ranks(run_checked, 4, transports, cases, timeout=300.0)
+    return {
+        (transport, case): [each[i][j] for each in by_rank]
+        for i, transport in enumerate(transports)
+        for j, case in enumerate(cases)
+    }
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

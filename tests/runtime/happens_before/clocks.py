@@ -23,15 +23,19 @@ PROGRAM = ("helixpipe", "training", "happens_before")
 
 
 class Actor:
-    """A stream, a communicator or a thread of the host. known: what has happened before its next step."""
+    """A stream, a communicator or a thread of the host. known: what has happened before its next step. version: changes
+    whenever that does."""
 
     def __init__(self, number: int, name: str):
         self.number, self.name = number, name
         self.time = 0
         self.known: Clock = {}
+        self.version = 0
+        self._heard = (-1, -1)
 
     def step(self) -> None:
         self.time += 1
+        self.version += 1
         self.known[self.number] = self.time
 
     def learn(self, clock: Clock) -> None:
@@ -43,6 +47,12 @@ class Actor:
                 new = True
         if new:
             self.step()
+
+    def hear(self, thread: Actor) -> None:
+        """Learn what the thread that launches something knows."""
+        if self._heard != (thread.number, thread.version):
+            self._heard = thread.number, thread.version
+            self.learn(thread.known)
 
     def knows(self, number: int, time: int) -> bool:
         return number == self.number or self.known.get(number, 0) >= time
@@ -121,7 +131,7 @@ class World:
 
     def launch(self, stream: Actor) -> None:
         """A kernel starts in a stream, after all that the launching thread knows."""
-        stream.learn(self.thread.known)
+        stream.hear(self.thread)
         stream.step()
         self.turned()
         self.kernels += 1

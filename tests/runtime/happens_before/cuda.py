@@ -38,7 +38,7 @@ class Simulation:
 
             def record(self, stream: Any = None) -> None:
                 actor = world.stream if stream is None else stream.actor
-                actor.learn(world.thread.known)
+                actor.hear(world.thread)
                 self.seen = dict(actor.known)
                 world.turned()
 

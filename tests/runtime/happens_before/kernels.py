@@ -6,7 +6,7 @@ writes. An op on pinned memory alone is done by the thread itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +36,10 @@ class Kernels(TorchDispatchMode):
         self.world, self.memories = world, memories
         self._kinds: dict[Any, _Kind] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # no compiler is told to leave each op alone: that takes longer than the op
+
     def alike(self) -> Kernels:
         """One for another thread."""
         return Kernels(self.world, self.memories)
@@ -49,14 +53,15 @@ class Kernels(TorchDispatchMode):
         if kind is None:
             kind = self._kinds[func] = _kind(func)
         if kind.allocates:
-            for tensor in tensors(result):
+            for tensor in tensors((result,)):
                 self.memories.of(tensor.untyped_storage())
             return result
-        inputs = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors((args, kwargs))}
-        written = {tensor.untyped_storage()._cdata for tensor in tensors([args[at] for at in kind.places if at < len(args)])}
-        for name in kind.names & kwargs.keys():
-            written |= {tensor.untyped_storage()._cdata for tensor in tensors(kwargs[name])}
-        made = [tensor.untyped_storage() for tensor in tensors(result)]
+        given = tensors(args, kwargs.values())
+        inputs = {storage._cdata: storage for storage in [tensor.untyped_storage() for tensor in given]}
+        changed = [args[at] for at in kind.places if at < len(args)]
+        changed += [kwargs[name] for name in kind.names & kwargs.keys()]
+        written = {tensor.untyped_storage()._cdata for tensor in tensors(changed)} if changed else frozenset()
+        made = [tensor.untyped_storage() for tensor in tensors((result,))]
         made = [storage for storage in made if storage._cdata not in inputs]
         if written or made or kind.name in READS:
             waits = kind.name != "copy_" or not (kwargs.get("non_blocking") or args[2:3] == (True,))
@@ -64,7 +69,7 @@ class Kernels(TorchDispatchMode):
         return result
 
     def kernel(
-        self, name: str, inputs: dict[int, Any], written: set[int], made: list[Any], waits: bool, copies: bool = False
+        self, name: str, inputs: dict[int, Any], written: Set[int], made: list[Any], waits: bool, copies: bool = False
     ) -> None:
         """One kernel. waits: the host waits for it, should it copy from or to the host. copies: from the host to new
         memory of the device."""
@@ -104,12 +109,13 @@ def _kind(func: Any) -> _Kind:
     return _Kind(name, allocates, tuple(place for place, _ in written), frozenset(each for _, each in written))
 
 
-def tensors(tree: Any) -> Iterator[torch.Tensor]:
-    """All tensors in nested lists, tuples and dictionaries."""
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
+def tensors(*trees: Iterable[Any]) -> list[torch.Tensor]:
+    """All tensors in sequences, and in lists and tuples in them."""
+    found = []
+    for tree in trees:
         for each in tree:
-            yield from tensors(each)
-    elif isinstance(tree, dict):
-        yield from tensors(list(tree.values()))
+            if isinstance(each, torch.Tensor):
+                found.append(each)
+            elif isinstance(each, (list, tuple)):
+                found += tensors(each)
+    return found

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tests.runtime.happens_before.clocks import Actor, Clock, World, place
+from tests.runtime.happens_before.clocks import Actor, World, place
 
 Access = tuple[int, str]
 """(step of the actor, what it does)."""
@@ -66,7 +66,7 @@ class Memories:
             home = None if pinned else self.world.stream
             left: dict[int, Access] = {}
             if home is not None:
-                home.learn(self.world.thread.known)
+                home.hear(self.world.thread)
                 left = self._left.get(home.number, left)
                 if left:  # who knows this step of the home knows what the home knows
                     left = {other: each for other, each in left.items() if not home.knows(other, each[0])}
@@ -86,18 +86,21 @@ class Memories:
             self.freed += 1
             for flight in memory.flights:
                 world.report(f"memory {how} is still used: {flight.what}")
-            if memory.home is None:
+            home = memory.home
+            uses = [("read", *each) for each in memory.reads.items()] + [("write", *each) for each in memory.writes.items()]
+            uses = [each for each in uses if home is not None and each[1] != home.number]
+            if home is None or not uses:
                 return
-            safe: Clock = dict(world.thread.known)  # the allocator's lock tells it to who allocates next
-            for clock in (world.others, *(stream.known for stream in memory.recorded)):  # a thread may have let go before
-                for number, time in clock.items():
-                    safe[number] = max(safe.get(number, 0), time)
-            left = dict(self._left.get(memory.home.number, {}))
-            for word, table in (("read", memory.reads), ("write", memory.writes)):
-                for other, (time, what) in table.items():
-                    if other != memory.home.number and safe.get(other, 0) < time > left.get(other, (0, ""))[0]:
-                        left[other] = time, f"the {word} by {what} of memory of {memory.home.name} {how}"
-            self._left[memory.home.number] = left
+            left = dict(self._left.get(home.number, {}))
+            clocks = [
+                world.thread.known,  # the allocator's lock tells it to who allocates next
+                world.others,  # such a thread may have let go of it before
+                *(stream.known for stream in memory.recorded),
+            ]
+            for word, other, (time, what) in uses:
+                if all(clock.get(other, 0) < time for clock in clocks) and time > left.get(other, (0, ""))[0]:
+                    left[other] = time, f"the {word} by {what} of memory of {home.name} {how}"
+            self._left[home.number] = left
 
     def access(self, actor: Actor, memory: Memory, write: bool, what: str) -> None:
         """The actor's present step reads or writes."""

@@ -92,7 +92,7 @@ class Work:
         world = self._simulation.world
         if self._into is not None:
             self.arrive()
-        world.stream.learn(world.thread.known)
+        world.stream.hear(world.thread)
         world.stream.learn(self._end)
         return True
 
@@ -135,7 +135,7 @@ class Communicators:
         """One kernel of a communicator, after the current stream; what is known once it has ended."""
         world, memories = self._simulation.world, self._simulation.memories
         with world.lock:
-            world.stream.learn(world.thread.known)
+            world.stream.hear(world.thread)
             stream.learn(world.stream.known)
             world.launch(stream)
             memories.access(stream, memories.of(tensor.untyped_storage()), write, what)

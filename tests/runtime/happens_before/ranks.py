@@ -16,10 +16,12 @@ prepare()  # before megatron-core is imported, whose notices it silences
 
 from megatron.core import parallel_state
 
+from helixpipe.model import PipelineModel
+from helixpipe.runtime.executor import Executor
 from helixpipe.runtime.gloo import GlooReceipt, GlooTransport
 from helixpipe.runtime.nccl import NcclTransport
 from tests.model.common import set_parallel
-from tests.runtime.equality import Case, lowered, make_executor, make_step
+from tests.runtime.equality import Case, lowered, make_model, make_step
 from tests.runtime.happens_before import gloo, threads
 from tests.runtime.happens_before.cuda import Simulation
 from tests.runtime.happens_before.nccl import Communicators, OverGloo
@@ -61,35 +63,43 @@ def simulated(seed: int) -> Iterator[tuple[Simulation, Communicators]]:
         yield simulation, communicators
 
 
-def run_checked(rank: int, world_size: int, transport: str, cases: list[Case]) -> list[Found]:
-    """All cases, the transport ("nccl" or "gloo") and the device made anew for each number of pipeline ranks."""
-    found: dict[int, Found] = {}
+def run_checked(rank: int, world_size: int, transports: list[str], cases: list[Case]) -> list[list[Found]]:
+    """For each transport ("nccl" or "gloo") all cases. Both are made anew for each number of pipeline ranks."""
+    found: dict[tuple[str, Case], Found] = {}
     for pp in sorted({case.pp for case in cases}):
         set_parallel(tp=1, pp=pp)
-        group: Any = parallel_state.get_pipeline_model_parallel_group()
-        with simulated(rank) as (simulation, communicators):
-            own: Any
-            if transport == "nccl":
-                own = NcclTransport(group, CUDA)
-            else:
-                own = WatchedGloo(gloo.Group(simulation, group), CUDA)  # type: ignore[arg-type]
-            for name, value in vars(own).items():
-                if isinstance(value, torch.cuda.Stream):
-                    value.actor.name = f"stream {name.strip('_')}"  # type: ignore[attr-defined]
-            for index, case in enumerate(cases):
-                if case.pp == pp:
-                    found[index] = _run_case(case, own, simulation, communicators)
-            own.close()
-    return [found[index] for index in range(len(cases))]
+        models = {case: make_model(case) for case in cases if case.pp == pp}
+        for transport in transports:
+            with simulated(rank) as (simulation, communicators):
+                own = _make(transport, simulation)
+                for case, model in models.items():
+                    found[transport, case] = _run_case(case, model, own, simulation, communicators)
+                own.close()
+    return [[found[transport, case] for case in cases] for transport in transports]
 
 
-def _run_case(case: Case, own: Any, simulation: Simulation, communicators: Communicators) -> Found:
+def _make(transport: str, simulation: Simulation) -> Any:
+    group: Any = parallel_state.get_pipeline_model_parallel_group()
+    own: Any
+    if transport == "nccl":
+        own = NcclTransport(group, CUDA)
+    else:
+        own = WatchedGloo(gloo.Group(simulation, group), CUDA)  # type: ignore[arg-type]
+    for name, value in vars(own).items():
+        if isinstance(value, torch.cuda.Stream):
+            value.actor.name = f"stream {name.strip('_')}"  # type: ignore[attr-defined]
+    return own
+
+
+def _run_case(
+    case: Case, model: PipelineModel, own: Any, simulation: Simulation, communicators: Communicators
+) -> Found:  # fmt: skip
     world, memories = simulation.world, simulation.memories
     world.findings.clear()
     kernels, freed = world.kernels, memories.freed
-    model, executor = make_executor(case, own)
+    model.zero_grad()
     sent: list[bool] = []
-    executor.transport = _Counting(own, sent)
+    executor = Executor(parallel_state.get_pipeline_model_parallel_rank(), model, _Counting(own, sent))
     plan, step = lowered(case, own), make_step(case)
     for _ in range(STEPS):
         executor.run(plan, step)
