@@ -25,7 +25,7 @@ class NcclReceipt:
 @dataclass
 class NcclTransport:
     """NCCL. Two ranks have a communicator for each direction, and it a stream: what goes up the ranks never waits for
-    what goes down, nor for anything computed but the tensors themselves. Nothing waits on the host.
+    what goes down. A message leaves once its tensors are there, whatever is being computed. Nothing waits on the host.
 
     Communicators of `channels` are made here, before the first step, in sorted order; of others when first used. torch
     makes one for each two ranks of a group when they first meet, so a direction is a group of its own. (Where the job
@@ -36,8 +36,9 @@ class NcclTransport:
     deadlock: by `lowering`'s theorem a single queue a rank would do for ops and messages alike. So no harm is done
     where streams share a hardware queue (CUDA_DEVICE_MAX_CONNECTIONS) and one that waits holds up the others, where an
     allocation waits for the whole device, or where making a communicator waits for the other rank. A receive posted
-    ahead of an op could then keep back the very op that its sender waits for. Nor is much lost: the host runs ahead of
-    the device, so a receive is posted long before the op that precedes it has ended.
+    ahead of an op could then keep back the very op that its sender waits for. Where streams have queues of their own
+    the device keeps to the list as well: a receive waits for what the current stream has got to, so it occupies the
+    device no earlier than its place, however far ahead the host is.
 
     Memory. Buffers come from the stream that computes and go back to it. That is right because that stream is in the
     order of the list at both ends of their life. A receive begins where it stands: the communicator waits for what that

@@ -1,8 +1,8 @@
 """On a device where nothing happens in an order that nobody asked for, no step uses memory too early or too late.
 
 Two steps of every case run on the CPU, each kernel, copy and message with the vector clock of its stream
-(`happens_before/`). Whatever two of them do with the same memory must be ordered by waits that the code has; so must what
-is done with memory that the allocator may have given out again.
+(`happens_before/`). Whatever two of them do with the same memory must be ordered by waits that the code has; so must
+what is done with memory that the allocator may have given out again.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""An update before the norm is known, on a simulated device: the host learns of the norm no sooner than it is there, and
-what the sum is made of lives until then."""
+"""An update before the norm is known, on a simulated device: the host reads the norm no sooner than it has come, and
+what it is made of lives until then."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron.training.step.update import Outcome, UnconfirmedUpdate
 from tests.runtime.happens_before.cuda import Simulation

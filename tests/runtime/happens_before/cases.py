@@ -1,4 +1,4 @@
-"""What is run under the checker: every schedule whose ranks send something, and what else decides who uses which memory."""
+"""What is run under the checker: every schedule whose ranks send something, and what else decides who uses memory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Who knows what of whom: vector clocks of streams, communicators and threads of the host, and what was found wrong.
 
-Everything that does one thing after another is an actor. A step of an actor is known to another once that has waited for
-it, for an event recorded after it, or for somebody who knows it. Two accesses to the same memory are ordered if the
+Everything that does one thing after another is an actor. A step of an actor is known to another once that has waited
+for it, for an event recorded after it, or for somebody who knows it. Two accesses to the same memory are ordered if the
 later actor knows the step of the earlier; nothing else orders them, however they happened to run here.
 """
 
@@ -41,9 +41,9 @@ class Actor:
     def learn(self, clock: Clock) -> None:
         """Wait for what a clock says. It is a step of its own: who knew this actor before does not know it."""
         known, new = self.known, False
-        for number, time in clock.items():
-            if known.get(number, 0) < time:
-                known[number] = time
+        for number, step in clock.items():
+            if known.get(number, 0) < step:
+                known[number] = step
                 new = True
         if new:
             self.step()
@@ -54,8 +54,8 @@ class Actor:
             self._heard = thread.number, thread.version
             self.learn(thread.known)
 
-    def knows(self, number: int, time: int) -> bool:
-        return number == self.number or self.known.get(number, 0) >= time
+    def knows(self, number: int, step: int) -> bool:
+        return number == self.number or self.known.get(number, 0) >= step
 
 
 class World:

@@ -1,4 +1,4 @@
-"""Gloo beside a simulated CUDA: it reads and writes pinned memory of its own accord until somebody has waited for it."""
+"""Gloo beside a simulated CUDA: it reads and writes pinned memory by itself until somebody has waited for it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ class Group:
 
     def __init__(self, simulation: Simulation, real: Any):
         self._simulation, self._real = simulation, real
+        self._works: list[Work] = []
+        """Kept, so that the bytes come though nobody waits for them: that is reported, and nobody hangs."""
 
     def rank(self) -> int:
         return int(self._real.rank())
@@ -29,14 +31,18 @@ class Group:
         flight = self._take_off(tensor, Flight(f"gloo's send to {target}", write=False))
         with torch._C._DisableTorchDispatch():
             copy = tensor.detach().clone()
-        return Work(self._simulation, flight, self._real.send([copy], target, tag), copy, Place(tensor))
+        return self._start(flight, self._real.send([copy], target, tag), copy, tensor)
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Any:
         (tensor,) = tensors
         flight = self._take_off(tensor, Flight(f"gloo's receive from {source}", write=True))
         with torch._C._DisableTorchDispatch():
             copy = torch.empty_like(tensor)
-        return Work(self._simulation, flight, self._real.recv([copy], source, tag), copy, Place(tensor))
+        return self._start(flight, self._real.recv([copy], source, tag), copy, tensor)
+
+    def _start(self, flight: Flight, real: Any, copy: torch.Tensor, tensor: torch.Tensor) -> Work:
+        self._works.append(Work(self._simulation, flight, real, copy, Place(tensor)))
+        return self._works[-1]
 
     def _take_off(self, tensor: torch.Tensor, flight: Flight) -> Flight:
         world, memories = self._simulation.world, self._simulation.memories

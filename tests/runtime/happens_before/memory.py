@@ -86,9 +86,9 @@ class Memories:
             self.freed += 1
             for flight in memory.flights:
                 world.report(f"memory {how} is still used: {flight.what}")
-            home = memory.home
-            uses = [("read", *each) for each in memory.reads.items()] + [("write", *each) for each in memory.writes.items()]
-            uses = [each for each in uses if home is not None and each[1] != home.number]
+            home, uses = memory.home, []
+            for word, table in (("read", memory.reads), ("write", memory.writes)):
+                uses += [(word, *each) for each in table.items() if home is not None and each[0] != home.number]
             if home is None or not uses:
                 return
             left = dict(self._left.get(home.number, {}))
@@ -127,7 +127,7 @@ class Memories:
         """The first use by an actor: what was there before must be over."""
         home = memory.home
         if home is not None and not actor.knows(home.number, memory.born):
-            self.world.missing(actor, word, home.number, "what was there before, if the allocator gives it out again,")
+            self.world.missing(actor, word, home.number, "what was there before")
         self._check(actor, memory.left, f"{word} of memory given out again")
 
     def _check(self, actor: Actor, left: dict[int, Access], word: str) -> None:

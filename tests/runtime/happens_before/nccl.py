@@ -141,7 +141,7 @@ class Communicators:
             memories.access(stream, memories.of(tensor.untyped_storage()), write, what)
             return dict(stream.known)
 
-    def isend(self, tensor: torch.Tensor, dst: Any = None, group: Any = None, tag: int = 0, group_dst: int = -1) -> Work:
+    def isend(self, tensor: torch.Tensor, group: Any, group_dst: int) -> Work:
         if not tensor.is_contiguous():
             raise ValueError("NCCL sends contiguous tensors only")
         stream = self._stream(group, frozenset((group.rank(), group_dst)))
@@ -150,7 +150,7 @@ class Communicators:
             copy = tensor.detach().clone()
             return self._start(end, self._network.isend(copy, group, group_dst), copy, None)
 
-    def irecv(self, tensor: torch.Tensor, src: Any = None, group: Any = None, tag: int = 0, group_src: int = -1) -> Work:
+    def irecv(self, tensor: torch.Tensor, group: Any, group_src: int) -> Work:
         stream, world = self._stream(group, frozenset((group.rank(), group_src))), self._simulation.world
         what = f"the receive from {group_src}"
         end = self._issue(stream, tensor, True, what)
@@ -160,7 +160,9 @@ class Communicators:
             copy, into = torch.empty_like(tensor), Place(tensor)
             return self._start(end, self._network.irecv(copy, group, group_src), copy, into)
 
-    def all_reduce(self, tensor: torch.Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> Work | None:
+    def all_reduce(
+        self, tensor: torch.Tensor, op: Any = None, group: Any = None, async_op: bool = False
+    ) -> Work | None:
         end = self._issue(self._stream(group, frozenset()), tensor, True, "the all-reduce")
         with torch._C._DisableTorchDispatch():
             copy = tensor.detach().clone()
@@ -183,6 +185,7 @@ class Communicators:
     @contextmanager
     def replaced(self) -> Iterator[None]:
         """torch.distributed's functions are these."""
+
         def waiting(start: Callable[..., Work]) -> Callable[..., None]:
             def run(*args: Any, **kwargs: Any) -> None:
                 start(*args, **kwargs).wait()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from helixpipe.model.device import device, prepare
+from helixpipe.model.device import prepare
 
 prepare()  # before megatron-core is imported, whose notices it silences
 
