@@ -20,6 +20,12 @@ class Group:
         self._works: list[Work] = []
         """Kept, so that the bytes come though nobody waits for them: that is reported, and nobody hangs."""
 
+    def drain(self) -> None:
+        """Wait until all bytes have left and come."""
+        for work in self._works:
+            work.arrive()
+        self._works.clear()
+
     def rank(self) -> int:
         return int(self._real.rank())
 
@@ -66,11 +72,18 @@ class Work:
     real: Any
     copy: torch.Tensor
     place: Place
+    arrived: bool = False
+
+    def arrive(self) -> None:
+        """Wait, in truth; which gloo lets one do once."""
+        if not self.arrived:
+            self.real.wait()
+            self.arrived = True
 
     def wait(self, timeout: Any = None) -> bool:
         world, memories = self.simulation.world, self.simulation.memories
         world.turned()
-        self.real.wait()
+        self.arrive()
         with world.lock:
             storage = self.place.storage()
             if storage is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,8 +26,8 @@ from tests.runtime.happens_before import gloo, threads
 from tests.runtime.happens_before.cuda import Simulation
 from tests.runtime.happens_before.nccl import Communicators, OverGloo
 
-STEPS = 2
-"""Memory that one step lets go of the next one uses."""
+PUT_RIGHT = ("zb2p", "zbv", "wzb2")
+"""Schedules for which the opening of a step is run again, as after an update that was wrong."""
 
 CUDA = torch.device("cuda", 0)
 
@@ -71,20 +71,20 @@ def run_checked(rank: int, world_size: int, transports: list[str], cases: list[C
         models = {case: make_model(case) for case in cases if case.pp == pp}
         for transport in transports:
             with simulated(rank) as (simulation, communicators):
-                own = _make(transport, simulation)
+                group = gloo.Group(simulation, parallel_state.get_pipeline_model_parallel_group())
+                own = _make(transport, group)
                 for case, model in models.items():
-                    found[transport, case] = _run_case(case, model, own, simulation, communicators)
+                    found[transport, case] = _run_case(case, model, own, simulation, (communicators, group))
                 own.close()
     return [[found[transport, case] for case in cases] for transport in transports]
 
 
-def _make(transport: str, simulation: Simulation) -> Any:
-    group: Any = parallel_state.get_pipeline_model_parallel_group()
+def _make(transport: str, group: gloo.Group) -> Any:
     own: Any
     if transport == "nccl":
-        own = NcclTransport(group, CUDA)
+        own = NcclTransport(parallel_state.get_pipeline_model_parallel_group(), CUDA)
     else:
-        own = WatchedGloo(gloo.Group(simulation, group), CUDA)  # type: ignore[arg-type]
+        own = WatchedGloo(group, CUDA)  # type: ignore[arg-type]
     for name, value in vars(own).items():
         if isinstance(value, torch.cuda.Stream):
             value.actor.name = f"stream {name.strip('_')}"  # type: ignore[attr-defined]
@@ -92,7 +92,7 @@ def _make(transport: str, simulation: Simulation) -> Any:
 
 
 def _run_case(
-    case: Case, model: PipelineModel, own: Any, simulation: Simulation, communicators: Communicators
+    case: Case, model: PipelineModel, own: Any, simulation: Simulation, networks: Sequence[Communicators | gloo.Group]
 ) -> Found:  # fmt: skip
     world, memories = simulation.world, simulation.memories
     world.findings.clear()
@@ -101,9 +101,10 @@ def _run_case(
     sent: list[bool] = []
     executor = Executor(parallel_state.get_pipeline_model_parallel_rank(), model, _Counting(own, sent))
     plan, step = lowered(case, own), make_step(case)
-    for _ in range(STEPS):
-        executor.run(plan, step)
-    communicators.drain()
+    executor.run(plan, step)
+    executor.run(plan, replace(step, confirm=lambda: False) if case.schedule in PUT_RIGHT else step)  # takes its memory
+    for network in networks:
+        network.drain()
     gradients = sum(float(weight.grad.abs().sum()) for weight in model.parameters() if weight.grad is not None)
     del executor
     memories.settle()
