@@ -39,7 +39,7 @@ def results(request: pytest.FixtureRequest) -> Results:
 def test_all_that_is_done_with_memory_is_ordered(transport: str, case: Case, results: Results) -> None:
     for rank, found in enumerate(results[transport, case]):
         assert not found.findings, f"on rank {rank}: " + "\n".join(found.findings)
-        assert found.kernels > 100 and found.freed > 100 and found.sent > 0
+        assert found.kernels > 50 and found.freed > 50 and found.sent > 0, "a rank that ran nothing proves nothing"
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
