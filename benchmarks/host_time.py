@@ -167,8 +167,6 @@ class NullReceipt:
 class NullTransport:
     """Sends nothing, and receives what lies in new memory."""
 
-    independent_channels = True
-
     def __init__(self, device: Any):
         self.device = device
 

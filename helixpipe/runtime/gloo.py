@@ -97,13 +97,15 @@ class GlooTransport:
 
     def _to_host(self, tensors: Sequence[torch.Tensor], since: Any) -> Callable[[], list[torch.Tensor]]:
         """Start copying to pinned memory, beside what is computed. What is returned waits for the copies, which must be
-        done before gloo reads them and before the originals' memory may be used again."""
+        done before gloo reads them and before the originals' memory may be used again; it sleeps until then, since
+        there is a thread for each message."""
         assert self._copying is not None
         self._copying.wait_event(since)
         with torch.cuda.stream(self._copying):
-            originals = [tensor.detach().contiguous() for tensor in tensors]
-            copies = [_to_pinned(tensor) for tensor in originals]
-            copied = self._copying.record_event()
+            copies = [_to_pinned(tensor.detach()) for tensor in tensors]
+            copied = torch.cuda.Event(blocking=True)
+            copied.record()
+        originals = list(tensors)
 
         def wait() -> list[torch.Tensor]:
             with torch.cuda.device(self.device):  # a new thread's is the first

@@ -18,33 +18,35 @@ class NcclReceipt:
     works: list[Any]
 
     def wait(self) -> tuple[torch.Tensor, ...]:
-        stream = torch.cuda.current_stream()
-        for work, buffer in zip(self.works, self.buffers, strict=True):
+        for work in self.works:
             work.wait()  # the current stream waits; the host does not
-            buffer.record_stream(stream)  # whoever frees it: its memory is used again after what this stream does now
         return tuple(self.buffers)
 
 
 @dataclass
 class NcclTransport:
     """NCCL. Two ranks have a communicator for each direction, and it a stream: what goes up the ranks never waits for
-    what goes down, nor for anything computed but the tensors themselves. Nothing waits on the host.
+    what goes down. A message leaves once its tensors are there, whatever is being computed. Nothing waits on the host.
 
     Communicators of `channels` are made here, before the first step, in sorted order; of others when first used; and
     `close` destroys them (see `communicators`, which also says what `settings` are). Where the job has bound its groups
     to a device, a direction has one communicator, whose messages go one after another.
 
-    Messages of a channel are matched by their order alone, which is that of the lowered program on both ends.
-    Receives are posted at their place in it, never ahead, and that keeps all of it free of deadlock: by `lowering`'s
-    theorem a single queue a rank would do for ops and messages alike. So no harm is done where streams share a
-    hardware queue (CUDA_DEVICE_MAX_CONNECTIONS) and one that waits holds up the others, where an allocation waits for
-    the whole device, or where making a communicator waits for the other rank. A receive posted ahead of an op could
-    then keep back the very op that its sender waits for. Nor is much lost: the host runs ahead of the device, so a
-    receive is posted long before the op that precedes it has ended.
+    Messages of a channel are matched by their order alone, which is that of the lowered program on both ends. Receives
+    are posted at their place in it, never ahead, and that keeps all of it free of deadlock: by `lowering`'s theorem a
+    single queue a rank would do for ops and messages alike. So no harm is done where streams share a hardware queue
+    (CUDA_DEVICE_MAX_CONNECTIONS) and one that waits holds up the others, where an allocation waits for the whole
+    device, or where making a communicator waits for the other rank. A receive posted ahead of an op could then keep
+    back the very op that its sender waits for. Where streams have queues of their own the device keeps to the list as
+    well: a receive waits for what the current stream has got to, so it occupies the device no earlier than its place,
+    however far ahead the host is.
 
-    Memory. What is sent is kept until its work is done. A receive into memory of the current stream would have to wait
-    for that stream, which may still use it; so buffers come from a stream that has nothing to do, and are recorded on
-    the streams that use them: what the host frees is used again once these have got there.
+    Memory. Buffers come from the stream that computes and go back to it. That is right because that stream is in the
+    order of the list at both ends of their life. A receive begins where it stands: the communicator waits for what that
+    stream has got to, so for all that was in the memory before. Who frees a buffer has waited for the receive and used
+    it in that stream, whose next use comes after. What other streams read (a message, what it is a view of, and what is
+    passed on) is kept here until the host has seen its send done, or until `finish`, where that stream waits for it.
+    Nothing depends on what torch keeps of a message, and no memory is recorded on a stream.
     """
 
     group: dist.ProcessGroup
@@ -54,8 +56,8 @@ class NcclTransport:
 
     def __post_init__(self) -> None:
         self._rank = self.group.rank()
-        self._sent: list[tuple[Any, torch.Tensor]] = []
-        self._receiving, self._sending, self._passing = (torch.cuda.Stream(self.device) for _ in range(3))
+        self._sent: list[tuple[Any, tuple[torch.Tensor, ...]]] = []
+        self._sending, self._passing = (torch.cuda.Stream(self.device) for _ in range(2))
         self._up, self._down = direction_groups(self.group, self.device, self.settings)
         token = torch.zeros(1, device=self.device)
         for source, target in used_channels(self.channels, self.group.size()):
@@ -78,17 +80,17 @@ class NcclTransport:
 
     def _start(self, tensors: Sequence[torch.Tensor], target: int) -> None:
         """Send what the current stream has got to now."""
-        self._sent = [(work, tensor) for work, tensor in self._sent if not work.is_completed()]
+        self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
         group = self._direction(self._rank, target)
         for tensor in tensors:
-            tensor = tensor.detach().contiguous()
-            self._sent.append((dist.isend(tensor, group=group, group_dst=target), tensor))
+            whole = tensor.detach().contiguous()  # a copy reads what was given when this stream gets to it
+            self._sent.append((dist.isend(whole, group=group, group_dst=target), (tensor, whole)))
 
     def receive(self, shapes: Sequence[torch.Size], dtype: torch.dtype, source: int, number: int) -> NcclReceipt:
+        """At this place of the current stream: not before what it has been given so far."""
         group = self._direction(source, self._rank)
-        with torch.cuda.stream(self._receiving):
-            buffers = [self._buffer(shape, dtype) for shape in shapes]
-            return NcclReceipt(buffers, [dist.irecv(buffer, group=group, group_src=source) for buffer in buffers])
+        buffers = [self._buffer(shape, dtype) for shape in shapes]
+        return NcclReceipt(buffers, [dist.irecv(buffer, group=group, group_src=source) for buffer in buffers])
 
     def _buffer(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """To receive into."""

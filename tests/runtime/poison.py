@@ -19,7 +19,6 @@ prepare()  # before megatron-core is imported, whose notices it silences
 
 from megatron.core import parallel_state
 
-from helixpipe.runtime import gloo
 from helixpipe.runtime.gloo import GlooReceipt, GlooTransport
 from helixpipe.runtime.nccl import NcclTransport
 from tests.model.common import set_parallel
@@ -97,18 +96,7 @@ class PoisonedGloo(Poisoned, GlooTransport):
 
 
 class PoisonedNccl(Poisoned, NcclTransport):
-    """NCCL as it is; see `without_streams` for the CPU."""
-
-
-class Staged(PoisonedGloo):
-    """Gloo as it is with CUDA tensors; see `without_streams` for the CPU."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._copying = torch.cuda.Stream()
-
-    def _buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        return torch.full(shape, torch.nan, dtype=dtype)
+    """NCCL as it is; see `happens_before/` for the CPU."""
 
 
 class Hasty(PoisonedGloo):
@@ -155,44 +143,8 @@ def _borrowed(tensor: Tensor) -> Tensor:
     return torch.from_numpy(np.ctypeslib.as_array(raw)).view(tensor.dtype).view(tensor.shape)
 
 
-def without_streams() -> None:
-    """Let transports that need CUDA run on the CPU, for the rest of this process. Streams and events do nothing but
-    copy to the host: as late as may be, when somebody waits for it, from memory that nobody is asked to keep."""
-    late: list[tuple[Tensor, Tensor]] = []
-
-    class Event:
-        def __init__(self) -> None:
-            self.copies = list(late)
-            late.clear()
-
-        def synchronize(self) -> None:
-            time.sleep(0.002)
-            for copy, original in self.copies:
-                copy.copy_(original)
-
-    class Stream:
-        def __init__(self, device: Any = None) -> None: ...
-
-        def wait_event(self, event: Any) -> None: ...
-
-        def record_event(self) -> Event:
-            return Event()
-
-    def to_pinned(tensor: Tensor) -> Tensor:
-        late.append((torch.empty_like(tensor), _borrowed(tensor)))
-        return late[-1][0]
-
-    cuda: Any = torch.cuda
-    tensor: Any = torch.Tensor
-    cuda.Stream, cuda.current_stream = Stream, Stream
-    cuda.stream = cuda.device = lambda which: nullcontext()
-    tensor.record_stream = lambda self, stream: None
-    gloo._to_pinned = to_pinned
-
-
 TRANSPORTS: dict[str, Callable[..., Any]] = {
     "gloo": PoisonedGloo,
-    "staged": Staged,
     "nccl": PoisonedNccl,
     "hasty": Hasty,
     "hurried": Hurried,
@@ -201,8 +153,6 @@ TRANSPORTS: dict[str, Callable[..., Any]] = {
 
 def run_poisoned(rank: int, world_size: int, name: str, cases: list[Case]) -> list[tuple[float, float, int]]:
     """For each case the errors of gradients and losses, and how often memory was let go of."""
-    if not torch.cuda.is_available():
-        without_streams()
     set_parallel(tp=1)
     references = [reference(case.alone()) for case in cases]
     set_parallel(tp=1, pp=world_size)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from helixpipe.runtime import nccl as transport
 from helixpipe.runtime.gloo import HELD_BYTES, GlooReceipt, GlooTransport
 from helixpipe.runtime.transport import Transport, make_transport
 from tests.distributed import run_ranks
@@ -160,42 +158,3 @@ def test_what_was_lost_is_lost_for_who_waits_second() -> None:
     for _ in range(2):
         with pytest.raises(ConnectionError, match="closed by peer"):
             receipt.wait()
-
-
-def test_over_nccl_a_message_leaves_once_made_and_lives_until_it_has_left(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    log: list[str] = []
-
-    class Stream:
-        def wait_event(self, event: str) -> None:
-            log.append(f"after {event}")
-
-        def record_event(self) -> str:
-            return "all so far"
-
-    class Work:
-        def is_completed(self) -> bool:
-            return False
-
-        def wait(self) -> None:
-            log.append("has left")
-
-    def leave(tensor: torch.Tensor, group: None, group_dst: int) -> Work:
-        log.append(f"leaves for {group_dst}")
-        return Work()
-
-    monkeypatch.setattr(transport.dist, "isend", leave)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
-    nccl: Any = object.__new__(transport.NcclTransport)
-    nccl._rank, nccl._sent, nccl._sending, nccl._up, nccl._down = 1, [], Stream(), None, None
-    message = torch.ones(3)
-    memory = weakref.ref(message.untyped_storage())
-    nccl.send((message,), 2, 0, "a mark")
-    nccl.send((torch.ones(3),), 0, 1)
-    assert log == ["after a mark", "leaves for 2", "after all so far", "leaves for 0"]
-    del message
-    assert memory() is not None
-    nccl.finish()
-    assert memory() is None and log[4:] == ["has left"] * 2

@@ -1,0 +1,199 @@
+"""NCCL as torch uses it: a communicator has a stream of its own and does one thing after another in it.
+
+Two ranks of a group have one communicator, for both directions; all ranks of a group have one for its collectives. It
+starts after what the current stream has got to, and `wait` makes the current stream wait for its end. Nothing is kept
+alive, neither what is sent nor what is received into: torch keeps some of it, in ways that change.
+
+Bytes travel through `Network`, of copies, so that the memory a kernel uses may be gone before.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from tests.runtime.happens_before.clocks import Actor, Clock
+from tests.runtime.happens_before.cuda import Simulation
+
+
+class Network(Protocol):
+    """What carries the bytes; each returns something to wait for."""
+
+    def isend(self, tensor: torch.Tensor, group: Any, peer: int) -> Any: ...
+
+    def irecv(self, tensor: torch.Tensor, group: Any, peer: int) -> Any: ...
+
+    def all_reduce(self, tensor: torch.Tensor, group: Any) -> Any: ...
+
+
+class OverGloo:
+    """A `Network` between real ranks."""
+
+    def __init__(self) -> None:
+        self._isend, self._irecv, self._all_reduce = dist.isend, dist.irecv, dist.all_reduce
+
+    def isend(self, tensor: torch.Tensor, group: Any, peer: int) -> Any:
+        return self._isend(tensor, group=group, group_dst=peer)
+
+    def irecv(self, tensor: torch.Tensor, group: Any, peer: int) -> Any:
+        return self._irecv(tensor, group=group, group_src=peer)
+
+    def all_reduce(self, tensor: torch.Tensor, group: Any) -> Any:
+        return self._all_reduce(tensor, group=group, async_op=True)
+
+
+class Nowhere:
+    """A `Network` that brings nothing, for programs of one process. It stands for a work, too."""
+
+    def isend(self, tensor: torch.Tensor, group: Any, peer: int) -> Any:
+        return self
+
+    def irecv(self, tensor: torch.Tensor, group: Any, peer: int) -> Any:
+        return self
+
+    def all_reduce(self, tensor: torch.Tensor, group: Any) -> Any:
+        return self
+
+    def wait(self) -> None: ...
+
+
+class Place:
+    """Where a tensor lies, without a claim to the memory."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self._storage = weakref.ref(tensor.untyped_storage())
+        self._shape = tensor.storage_offset(), tensor.size(), tensor.stride()
+        self._empty = tensor.new_empty(0)
+
+    def storage(self) -> torch.UntypedStorage | None:
+        return self._storage()
+
+    def fill(self, source: torch.Tensor) -> None:
+        storage = self._storage()
+        if storage is not None and storage.nbytes():
+            self._empty.set_(storage, *self._shape).copy_(source)  # type: ignore[call-overload]
+
+
+class Work:
+    """Of one message or collective. end: what is known once it has ended."""
+
+    def __init__(self, simulation: Simulation, end: Clock, real: Any, copy: torch.Tensor, into: Place | None):
+        self._simulation, self._end = simulation, end
+        self._real, self._copy, self._into = real, copy, into
+
+    def wait(self, timeout: Any = None) -> bool:
+        """The current stream waits."""
+        world = self._simulation.world
+        if self._into is not None:
+            self.arrive()
+        world.stream.hear(world.thread)
+        world.stream.learn(self._end)
+        return True
+
+    def is_completed(self) -> bool:
+        world = self._simulation.world
+        if world.random.random() < 0.5:
+            return False
+        world.thread.learn(self._end)
+        return True
+
+    def arrive(self) -> None:
+        """Wait, in truth."""
+        if self._real is not None:
+            self._real.wait()
+            self._real = None
+            if self._into is not None:
+                with torch._C._DisableTorchDispatch():
+                    self._into.fill(self._copy)
+
+
+class Communicators:
+    """All of one process. rank: see `dist.Group`."""
+
+    def __init__(self, simulation: Simulation, network: Network):
+        self._simulation, self._network = simulation, network
+        self._streams: dict[tuple[int, frozenset[int]], Actor] = {}
+        self._groups: dict[int, Any] = {}
+        self._works: list[Work] = []
+
+    def _stream(self, group: Any, ranks: frozenset[int]) -> Actor:
+        self._groups.setdefault(id(group), group)
+        key = id(group), ranks
+        if key not in self._streams:
+            number = list(self._groups).index(id(group))
+            name = f"communicator of ranks {sorted(ranks)}" if ranks else "communicator"
+            self._streams[key] = self._simulation.world.actor(f"{name} of group {number}")
+        return self._streams[key]
+
+    def _issue(self, stream: Actor, tensor: torch.Tensor, write: bool, what: str) -> Clock:
+        """One kernel of a communicator, after the current stream; what is known once it has ended."""
+        world, memories = self._simulation.world, self._simulation.memories
+        with world.lock:
+            world.stream.hear(world.thread)
+            stream.learn(world.stream.known)
+            world.launch(stream)
+            memories.access(stream, memories.of(tensor.untyped_storage()), write, what)
+            return dict(stream.known)
+
+    def isend(self, tensor: torch.Tensor, group: Any, group_dst: int) -> Work:
+        if not tensor.is_contiguous():
+            raise ValueError("NCCL sends contiguous tensors only")
+        stream = self._stream(group, frozenset((group.rank(), group_dst)))
+        end = self._issue(stream, tensor, False, f"the send to {group_dst}")
+        with torch._C._DisableTorchDispatch():
+            copy = tensor.detach().clone()
+            return self._start(end, self._network.isend(copy, group, group_dst), copy, None)
+
+    def irecv(self, tensor: torch.Tensor, group: Any, group_src: int) -> Work:
+        stream, world = self._stream(group, frozenset((group.rank(), group_src))), self._simulation.world
+        what = f"the receive from {group_src}"
+        end = self._issue(stream, tensor, True, what)
+        if not stream.knows(world.compute.number, world.compute.time):
+            world.report(f"{what} in {stream.name} does not wait for its place: it may start before what precedes it")
+        with torch._C._DisableTorchDispatch():
+            copy, into = torch.empty_like(tensor), Place(tensor)
+            return self._start(end, self._network.irecv(copy, group, group_src), copy, into)
+
+    def all_reduce(
+        self, tensor: torch.Tensor, op: Any = None, group: Any = None, async_op: bool = False
+    ) -> Work | None:
+        end = self._issue(self._stream(group, frozenset()), tensor, True, "the all-reduce")
+        with torch._C._DisableTorchDispatch():
+            copy = tensor.detach().clone()
+            work = self._start(end, self._network.all_reduce(copy, group), copy, Place(tensor))
+        if not async_op:
+            work.wait()
+            return None
+        return work
+
+    def _start(self, end: Clock, real: Any, copy: torch.Tensor, into: Place | None) -> Work:
+        self._works.append(Work(self._simulation, end, real, copy, into))
+        return self._works[-1]
+
+    def drain(self) -> None:
+        """Wait until all bytes have left."""
+        for work in self._works:
+            work.arrive()
+        self._works.clear()
+
+    @contextmanager
+    def replaced(self) -> Iterator[None]:
+        """torch.distributed's functions are these."""
+
+        def waiting(start: Callable[..., Work]) -> Callable[..., None]:
+            def run(*args: Any, **kwargs: Any) -> None:
+                start(*args, **kwargs).wait()
+
+            return run
+
+        functions = {"isend": self.isend, "irecv": self.irecv, "all_reduce": self.all_reduce}
+        with ExitStack() as stack:
+            for name, function in (*functions.items(), ("send", waiting(self.isend)), ("recv", waiting(self.irecv))):
+                stack.enter_context(mock.patch.object(dist, name, function))
+            yield

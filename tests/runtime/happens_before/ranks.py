@@ -1,0 +1,127 @@
+"""What the ranks of test_happens_before.py run: two steps of every case, on a simulated device."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from helixpipe.model.device import prepare
+
+prepare()  # before megatron-core is imported, whose notices it silences
+
+from megatron.core import parallel_state
+
+from helixpipe.model import PipelineModel
+from helixpipe.runtime.executor import Executor
+from helixpipe.runtime.gloo import GlooReceipt, GlooTransport
+from helixpipe.runtime.nccl import NcclTransport
+from tests.model.common import set_parallel
+from tests.runtime.equality import Case, lowered, make_model, make_step
+from tests.runtime.happens_before import gloo, threads
+from tests.runtime.happens_before.cuda import Simulation
+from tests.runtime.happens_before.nccl import Communicators, OverGloo
+
+PUT_RIGHT = ("zb2p", "zbv", "wzb2")
+"""Schedules for which the opening of a step is run again, as after an update that was wrong."""
+
+CUDA = torch.device("cuda", 0)
+
+
+class WatchedGloo(GlooTransport):
+    """Gloo with tensors of a GPU; the locks that a class makes when it is imported are followed as well."""
+
+    def receive(self, shapes: Sequence[torch.Size], dtype: torch.dtype, source: int, number: int) -> GlooReceipt:
+        receipt = super().receive(shapes, dtype, source, number)
+        receipt.lock = threading.Lock()
+        return receipt
+
+
+@dataclass
+class Found:
+    """Of one case on one rank. gradients: a number that tells them from others. strided: tensors sent that are not
+    contiguous."""
+
+    findings: dict[str, int]
+    kernels: int
+    freed: int
+    sent: int
+    strided: int
+    gradients: float
+
+
+@contextmanager
+def simulated(seed: int) -> Iterator[tuple[Simulation, Communicators]]:
+    """A simulated device, its NCCL carried by the gloo of the real ranks."""
+    simulation = Simulation(seed)
+    communicators = Communicators(simulation, OverGloo())
+    with threads.replaced(simulation.world, simulation.kernels), communicators.replaced(), simulation.replaced():
+        yield simulation, communicators
+
+
+def run_checked(rank: int, world_size: int, transports: list[str], cases: list[Case]) -> list[list[Found]]:
+    """For each transport ("nccl" or "gloo") all cases. Both are made anew for each number of pipeline ranks."""
+    found: dict[tuple[str, Case], Found] = {}
+    for pp in sorted({case.pp for case in cases}):
+        set_parallel(tp=1, pp=pp)
+        models = {case: make_model(case) for case in cases if case.pp == pp}
+        for transport in transports:
+            with simulated(rank) as (simulation, communicators):
+                group = gloo.Group(simulation, parallel_state.get_pipeline_model_parallel_group())
+                own = _make(transport, group)
+                for case, model in models.items():
+                    found[transport, case] = _run_case(case, model, own, simulation, (communicators, group))
+                own.close()
+    return [[found[transport, case] for case in cases] for transport in transports]
+
+
+def _make(transport: str, group: gloo.Group) -> Any:
+    own: Any
+    if transport == "nccl":
+        own = NcclTransport(parallel_state.get_pipeline_model_parallel_group(), CUDA)
+    else:
+        own = WatchedGloo(group, CUDA)  # type: ignore[arg-type]
+    for name, value in vars(own).items():
+        if isinstance(value, torch.cuda.Stream):
+            value.actor.name = f"stream {name.strip('_')}"  # type: ignore[attr-defined]
+    return own
+
+
+def _run_case(
+    case: Case, model: PipelineModel, own: Any, simulation: Simulation, networks: Sequence[Communicators | gloo.Group]
+) -> Found:  # fmt: skip
+    world, memories = simulation.world, simulation.memories
+    world.findings.clear()
+    kernels, freed = world.kernels, memories.freed
+    model.zero_grad()
+    sent: list[bool] = []
+    executor = Executor(parallel_state.get_pipeline_model_parallel_rank(), model, _Counting(own, sent))
+    plan, step = lowered(case, own), make_step(case)
+    executor.run(plan, step)
+    executor.run(plan, replace(step, confirm=lambda: False) if case.schedule in PUT_RIGHT else step)  # takes its memory
+    for network in networks:
+        network.drain()
+    gradients = sum(float(weight.grad.abs().sum()) for weight in model.parameters() if weight.grad is not None)
+    del executor
+    memories.settle()
+    return Found(
+        dict(world.findings), world.kernels - kernels, memories.freed - freed, len(sent), sent.count(False), gradients
+    )
+
+
+class _Counting:
+    """A transport that notes for each tensor it sends whether it is contiguous."""
+
+    def __init__(self, own: Any, sent: list[bool]):
+        self._own, self._sent = own, sent
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def send(self, tensors: Sequence[torch.Tensor], target: int, number: int, since: Any = None) -> None:
+        self._sent.extend(tensor.is_contiguous() for tensor in tensors)
+        self._own.send(tensors, target, number, since)
