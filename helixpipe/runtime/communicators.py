@@ -14,7 +14,8 @@ order of the one list like all else (see `lowering.lower`): that costs overlap a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from itertools import permutations
 from types import MappingProxyType
@@ -27,10 +28,12 @@ Settings = Mapping[str, int | str | bool]
 """Of a process group: `is_high_priority_stream`, and fields of NCCL's ncclConfig_t such as `max_ctas`, the most thread
 blocks that a communicator uses."""
 
-PIPELINE: Settings = MappingProxyType({"is_high_priority_stream": True, "max_ctas": 8})
-"""What a pipeline's groups have where nothing else is asked for. Eight thread blocks are meant to carry what an adapter
-or a good part of what NVLink does, and to leave the other SMs to the op beside them; NCCL's own limit is 32, a quarter
-of an H100's SMs. Not measured yet."""
+MOST_BLOCKS = 8
+"""Thread blocks of a communicator at most where nothing else is asked for. Eight are meant to carry what an adapter or a
+good part of what NVLink does, and to leave the other SMs to the op beside them; NCCL's own limit is 32, a quarter of an
+H100's SMs. Not measured yet."""
+
+PIPELINE: Settings = MappingProxyType({"is_high_priority_stream": True, "max_ctas": MOST_BLOCKS})
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -51,11 +54,21 @@ def nccl_options(settings: Settings, timeout: timedelta) -> Any:
     return options
 
 
+def fitting_blocks(channels: Sequence[tuple[int, int]], processors: int) -> int:
+    """Thread blocks of a communicator at most, so that those of all channels of a rank are resident at once with an SM
+    left. Where streams have hardware queues of their own each may have a message that waits there, and the op that
+    they wait for, on some rank, must still be able to start. processors: SMs of a device."""
+    ends = Counter(rank for channel in channels for rank in channel)
+    busiest = max(ends.values(), default=1)
+    return max(1, (processors - 1) // busiest)
+
+
 def direction_groups(
-    group: dist.ProcessGroup, device: torch.device, settings: Settings
+    group: dist.ProcessGroup, device: torch.device, settings: Settings, channels: Sequence[tuple[int, int]]
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """(up, down): groups of a pipeline's ranks with its backend for the device and its timeout.
 
+    settings: in place of `PIPELINE`'s, whose thread blocks are cut to what fits (`fitting_blocks` of the channels).
     Collective over all ranks of the job: every rank makes every pipeline's groups, in one order, as torch's new_group
     asks.
     """
@@ -64,6 +77,9 @@ def direction_groups(
     dist.all_gather_object(pipelines, own)
     timeout = group._get_backend(device).options._timeout  # torch tells it nowhere else
     backend = backend_of(group, device)
+    if backend == "nccl":
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        settings = {"max_ctas": min(MOST_BLOCKS, fitting_blocks(channels, processors)), **settings}
     made = {}
     for ranks in sorted(set(pipelines)):
         for direction in ("up", "down"):

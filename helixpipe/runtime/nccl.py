@@ -58,9 +58,10 @@ class NcclTransport:
         self._rank = self.group.rank()
         self._sent: list[tuple[Any, tuple[torch.Tensor, ...]]] = []
         self._sending, self._passing = (torch.cuda.Stream(self.device) for _ in range(2))
-        self._up, self._down = direction_groups(self.group, self.device, self.settings)
+        channels = used_channels(self.channels, self.group.size())
+        self._up, self._down = direction_groups(self.group, self.device, self.settings, channels)
         token = torch.zeros(1, device=self.device)
-        for source, target in used_channels(self.channels, self.group.size()):
+        for source, target in channels:
             if self._rank == source:
                 dist.send(token, group=self._direction(source, target), group_dst=target)
             elif self._rank == target:

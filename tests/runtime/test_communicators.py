@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from itertools import permutations
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,15 @@ import torch
 import torch.distributed as dist
 
 from helixpipe.runtime import communicators, transport
-from helixpipe.runtime.communicators import Settings, backend_of, direction_groups, nccl_options, release, used_channels
+from helixpipe.runtime.communicators import (
+    Settings,
+    backend_of,
+    direction_groups,
+    fitting_blocks,
+    nccl_options,
+    release,
+    used_channels,
+)
 from helixpipe.runtime.gloo import GlooTransport
 from tests.distributed import run_ranks
 
@@ -87,7 +96,18 @@ def test_settings_become_torchs_options(
     assert {name: value for name, value in vars(options.config).items() if value is not None} == config
 
 
-def test_each_group_of_nccl_has_options_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("settings", "channels", "blocks"),
+    [
+        ({"max_ctas": 4}, [(0, 1)], 4),
+        ({}, [(0, 1), (1, 0)], 8),
+        ({}, list(permutations(range(8), 2)), 5),  # 14 channels of a rank, of 78 SMs
+        ({"max_ctas": 16}, list(permutations(range(8), 2)), 16),
+    ],
+)
+def test_each_group_of_nccl_has_options_of_its_own(
+    settings: Settings, channels: list[tuple[int, int]], blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """torch writes the ranks and the name of the group into them. Rank 2 of a job of two pipelines."""
     made: list[tuple[Any, ...]] = []
 
@@ -108,12 +128,22 @@ def test_each_group_of_nccl_has_options_of_its_own(monkeypatch: pytest.MonkeyPat
         ("new_group", new_group),
     ):
         monkeypatch.setattr(communicators.dist, name, stand_in, raising=False)
-    assert direction_groups(group, CUDA, {"max_ctas": 4}) == (3, 4)
+    h20 = SimpleNamespace(multi_processor_count=78)
+    monkeypatch.setattr(communicators.torch.cuda, "get_device_properties", lambda device: h20)
+    assert direction_groups(group, CUDA, settings, channels) == (3, 4)
     assert [(ranks, timeout, backend, name) for ranks, timeout, backend, _, name in made] == [
         (ranks, 7, "nccl", name) for ranks in ((0, 1), (2, 3)) for name in ("PIPELINE_UP", "PIPELINE_DOWN")
     ]
     options = [each[3] for each in made]
-    assert {(each.config.max_ctas, each._timeout) for each in options} == {(4, 7)} and len(set(map(id, options))) == 4
+    assert {(each.config.max_ctas, each._timeout) for each in options} == {(blocks, 7)}
+    assert len(set(map(id, options))) == 4
+
+
+@pytest.mark.parametrize(("ranks", "processors", "blocks"), [(2, 132, 65), (8, 78, 5), (16, 132, 4), (64, 78, 1)])
+def test_blocks_of_all_channels_leave_a_processor(ranks: int, processors: int, blocks: int) -> None:
+    """All of a rank's at once, but for pipelines that no device has room for."""
+    assert fitting_blocks(list(permutations(range(ranks), 2)), processors) == blocks
+    assert fitting_blocks([], processors) == processors - 1
 
 
 def test_communicators_are_those_of_the_channels() -> None:
