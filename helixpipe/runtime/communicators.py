@@ -29,9 +29,9 @@ Settings = Mapping[str, int | str | bool]
 blocks that a communicator uses."""
 
 MOST_BLOCKS = 8
-"""Thread blocks of a communicator at most where nothing else is asked for. Eight are meant to carry what an adapter or a
-good part of what NVLink does, and to leave the other SMs to the op beside them; NCCL's own limit is 32, a quarter of an
-H100's SMs. Not measured yet."""
+"""Thread blocks of a communicator at most, where nothing else is asked for. Eight are meant to carry what an adapter
+or a good part of what NVLink does, and to leave the other SMs to the op beside them; NCCL's own limit is 32, a quarter
+of an H100's SMs. Not measured yet."""
 
 PIPELINE: Settings = MappingProxyType({"is_high_priority_stream": True, "max_ctas": MOST_BLOCKS})
 
