@@ -23,8 +23,8 @@ test:  ## everything CI checks: install, the whole test suite, lint
 	@$(MAKE) --no-print-directory pytest
 	@$(MAKE) --no-print-directory lint
 
-pytest: install  ## the test suite alone; make pytest ARGS="tests/test_cli.py -x"
-	.venv/bin/python -m pytest $(ARGS)
+pytest: install  ## the test suite alone, in two processes; make pytest ARGS="tests/test_cli.py -x" runs in one
+	.venv/bin/python -m pytest $(or $(ARGS),--numprocesses 2 --dist loadfile)
 
 mutants: install  ## break the code on purpose, one line at a time: tests must notice; make mutants ARGS="--only w-before-i"
 	.venv/bin/python tools/mutants.py $(ARGS)
