@@ -1,4 +1,4 @@
-"""What the ranks of test_happens_before.py run: two steps of every case, on a simulated device."""
+"""What the ranks of test_happens_before.py run: two steps or more of every case, on a simulated device."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from helixpipe.model import PipelineModel
 from helixpipe.runtime.executor import Executor
 from helixpipe.runtime.gloo import GlooReceipt, GlooTransport
 from helixpipe.runtime.nccl import NcclTransport
+from helixpipe.runtime.run_ahead import RunAhead
 from tests.model.common import set_parallel
 from tests.runtime.equality import Case, lowered, make_model, make_step
 from tests.runtime.happens_before import gloo, threads
@@ -28,6 +29,10 @@ from tests.runtime.happens_before.nccl import Communicators, OverGloo
 
 PUT_RIGHT = ("zb2p", "zbv", "wzb2")
 """Schedules for which the opening of a step is run again, as after an update that was wrong."""
+
+CLOSE = ("1f1b", "weipipe")
+"""Schedules of which one more step is run as on a GPU, with the host a few ops ahead; in the others nothing keeps it
+from being a whole step ahead, which finds more."""
 
 CUDA = torch.device("cuda", 0)
 
@@ -100,9 +105,12 @@ def _run_case(
     model.zero_grad()
     sent: list[bool] = []
     executor = Executor(parallel_state.get_pipeline_model_parallel_rank(), model, _Counting(own, sent))
-    plan, step = lowered(case, own), make_step(case)
+    plan, step = lowered(case), make_step(case)
     executor.run(plan, step)
     executor.run(plan, replace(step, confirm=lambda: False) if case.schedule in PUT_RIGHT else step)  # takes its memory
+    if case.schedule in CLOSE:
+        executor.run_ahead = RunAhead(lambda: torch.cuda.Event(blocking=True))
+        executor.run(plan, step)
     for network in networks:
         network.drain()
     gradients = sum(float(weight.grad.abs().sum()) for weight in model.parameters() if weight.grad is not None)
