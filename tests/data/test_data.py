@@ -172,11 +172,14 @@ def test_closing_ends_the_processes_that_load(make_pair: MakePair) -> None:
     """Also where somebody still has the iterator."""
     dataset = build(options(data_path=[make_pair("a", STORIES)])).train
     before = set(multiprocessing.active_children())
-    train = batch_iterator(dataset, MicrobatchSampler(50, 0, 2), Microbatch, num_workers=1)  # type: ignore[arg-type]
+    train: Any = batch_iterator(dataset, MicrobatchSampler(50, 0, 2), Microbatch, num_workers=1)  # type: ignore[arg-type]
     next(train)
     (loading,) = set(multiprocessing.active_children()) - before
-    Batches(train, None, None, has_valid=False, has_test=False).close()
-    assert not loading.is_alive()
+    try:
+        Batches(train, None, None, has_valid=False, has_test=False).close()
+        assert not loading.is_alive()
+    finally:
+        train.close()  # or this process would not end
 
 
 def test_running_out_of_data_is_told(make_pair: MakePair) -> None:
