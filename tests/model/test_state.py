@@ -75,8 +75,12 @@ def test_checkpoints_interchange_with_gpt_model(ranks: list[dict[str, Any]], cas
 def test_distributed_optimizer_trains_as_the_plain_one(ranks: list[dict[str, Any]], dtype: str) -> None:
     for results in ranks:
         plain, distributed = results[f"{dtype} plain steps"], results[f"{dtype} distributed steps"]
-        for before, after in zip(plain, distributed, strict=True):
-            assert after == pytest.approx(before, rel=1e-5)
+        assert distributed[0] == pytest.approx(plain[0], rel=1e-5)
+        # The norm is summed in another order, so the factor of clipping may differ in its last bit, and then a weight may
+        # round to the other of two neighbours in bfloat16, which are 2**-8 apart.
+        later = 1e-5 if dtype == "torch.float32" else 1e-4
+        for before, after in zip(plain[1:], distributed[1:], strict=True):
+            assert after == pytest.approx(before, rel=later)
         norms = [norm for _, norm in plain]
         assert all(norm > 0.1 for norm in norms), "nothing was clipped, so clipping was not tested"
         assert norms == pytest.approx([norm for _, norm in ranks[0][f"{dtype} plain steps"]])
