@@ -76,7 +76,7 @@ def test_distributed_optimizer_trains_as_the_plain_one(ranks: list[dict[str, Any
     for results in ranks:
         plain, distributed = results[f"{dtype} plain steps"], results[f"{dtype} distributed steps"]
         assert distributed[0] == pytest.approx(plain[0], rel=1e-5)
-        # The norm is summed in another order, so the factor of clipping may differ in its last bit, and then a weight may
+        # The norm is summed in another order, so the factor of clipping may differ in its last bit, and a weight then
         # round to the other of two neighbours in bfloat16, which are 2**-8 apart.
         later = 1e-5 if dtype == "torch.float32" else 1e-4
         for before, after in zip(plain[1:], distributed[1:], strict=True):
