@@ -142,7 +142,7 @@ class Pipeline:
         The simulation uses the step's own median time of each kind of op in each stage, so it shows what the order of
         ops costs, not what ops cost; messages take no time in it.
         """
-        lowered = self._plan(num_microbatches).lowered
+        lowered = self._plans.plan(num_microbatches).lowered
         records: list[Record] = [record] * self._parallel.pp_size
         dist.all_gather_object(records, record, group=self._parallel.pp_group)
         name = lowered.program.schedule
