@@ -42,7 +42,7 @@ def _late_sums(graph: Graph, times: Times) -> list[tuple[int, int]]:
         if total.kind == "weight_gradients" and total.follows >= 0:
             start, came = times.start[task], times.end[graph.num_ops + total.follows]
             op = _begun(graph, times, total.source, start)
-            if op >= 0 and came - times.start[op] > times.end[op] - start > 0:
+            if op >= 0 and came - times.start[op] >= times.end[op] - start > 0:
                 late.append((op, task))
     return late
 

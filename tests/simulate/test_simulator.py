@@ -166,7 +166,7 @@ def check_laws(result: Simulation, costs: PieceTimes) -> None:
 def test_laws(seed: int) -> None:
     rng = Random(seed)
     program, costs = random_program(rng), random_costs(rng)
-    result = simulate(lower(program, rng.choice((None, costs, random_costs(rng))), rng.choice((0, 1))), costs)
+    result = simulate(lower(program, rng.choice((None, costs, random_costs(rng)))), costs)
     check_laws(result, costs)
     # Memory, again but naively: what is kept once each op has run; a split unit keeps what W needs from I on.
     for rank, ops in enumerate(program.ranks):
