@@ -146,14 +146,14 @@ def test_a_step_that_the_gpu_has_not_ended_is_where_the_rank_is() -> None:
     run(position, len(STREAM) + 1, gpu)
     position.end()
     gpu.done = len(gpu.left) - 1
-    run(position, 3, gpu)
+    run(position, 4, gpu)
     first = position.look().part.number
     assert followed(position) == ("step", len(STREAM) - 1, True)
     gpu.done += 1
     assert followed(position) == ("step", 0, True)
     assert position.look().part.number > first
-    gpu.done += 1
-    assert followed(position) == ("step", 1, True)
+    gpu.done += 2
+    assert followed(position) == ("step", 2, True)
     state = describe(position.look(), Peers(5, (4, 5), (5,), "rank 5"), 31, 30)
     assert (
         state.doing
