@@ -5,7 +5,7 @@
 Steps run one after the other, each by itself with a time limit, the quick and telling ones first; one that fails or
 takes too long stops none of the others. Of each there is a log, and where it measures, a JSON file; `summary.md` says
 after every step what has been done. Steps that have ended well are left out when the same folder is named again, so a
-session that is cut off goes on where it was. Without a GPU the same steps run at tiny sizes on the CPU.
+run that is cut off goes on where it was. Without a GPU the same steps run at tiny sizes on the CPU.
 """
 
 from __future__ import annotations
