@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -25,15 +24,12 @@ from benchmarks.attention import helix
 from benchmarks.chunks import seq1f1b
 from benchmarks.empty import empty
 from benchmarks.engines import Engine, OurEngine, Pairs, Problem, found, start
+from benchmarks.kept import peak_kept
 from benchmarks.other_engines import megatron_core, torch_1f1b, torch_interleaved, torch_zbv
 from helixpipe.costs.hardware import HARDWARE
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import Layout, ModelShape
 from helixpipe.lowering.lower import lower
-from helixpipe.model import KeyValueStore, linear
-from helixpipe.profile.accounting import SavedBytes
-from helixpipe.runtime import step_run
-from helixpipe.runtime.segments import SegmentGraph
 from helixpipe.simulate.memory import rank_memory
 from helixpipe.simulate.simulator import simulate
 
@@ -204,47 +200,11 @@ def peak_alive(engine: Engine) -> int:
     return alive.peak
 
 
-class _Counted(linear._Deferred):
-    """A weight gradient put off, and in `held` what keeps its tensors in the account for as long."""
-
-    held: tuple[object, object]
-
-
-class _CountedGraph(SegmentGraph):
-    """A segment of a unit, with its inputs in the account."""
-
-    held: list[object]
-
-
 def peak_saved(engine: Engine) -> int:
-    """Most bytes kept at once for a backward: by autograd, among them the keys and values of chunks; the inputs of
-    segments, which are all that is left of one that is recomputed; from I to W by the linear layers; and the gradients
-    of keys and values that later chunks leave to earlier ones."""
-    account = SavedBytes(ignore=engine.parameters.values())
-    gradients: weakref.WeakKeyDictionary[Any, list[object]] = weakref.WeakKeyDictionary()
-    make_gradients = KeyValueStore.make_gradients
-
-    def put_off(weight: torch.nn.Parameter, inputs: Tensor, output_gradient: Tensor, fused: bool) -> _Counted:
-        deferred = _Counted(weight, inputs, output_gradient, fused)
-        deferred.held = account.hold(inputs), account.hold(output_gradient)
-        return deferred
-
-    def make_and_count(store: KeyValueStore, sequence: Any, rows: int) -> None:
-        make_gradients(store, sequence, rows)
-        gradients[sequence] = [account.hold(gradient) for gradient in sequence.gradients]
-
-    def graph(segment: Any, inputs: tuple[Tensor, ...], roots: Any) -> _CountedGraph:
-        made = _CountedGraph(segment, inputs, roots)
-        made.held = [account.hold(tensor) for tensor in inputs]
-        return made
-
-    deferred = mock.patch.object(linear, "_Deferred", put_off)
-    graphs = mock.patch.object(step_run, "SegmentGraph", graph)
+    """Most bytes kept at once for a backward; see `peak_kept`."""
     engine.clear()
-    with account, deferred, graphs, mock.patch.object(KeyValueStore, "make_gradients", make_and_count):
-        engine.step()
-    assert account.now == 0, f"{account.now} bytes are still kept after the step"
-    return account.peak
+    copies = (lambda: engine.executor.borrowed.copies) if isinstance(engine, OurEngine) else list
+    return peak_kept(engine.step, engine.parameters.values(), copies)
 
 
 def memory(problem: Problem) -> dict[str, Any]:

@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,7 @@ def run_rank(name: str, profile_path: str, output: str, steps: int) -> None:
     import torch
     import torch.distributed as dist
 
+    from benchmarks.kept import peak_kept
     from helixpipe.costs.profile_costs import Profile, ProfileCosts
     from helixpipe.lowering.lower import lower
     from helixpipe.model import Microbatch
@@ -212,36 +214,15 @@ def run_rank(name: str, profile_path: str, output: str, steps: int) -> None:
                 rows[name]["busy"].append(busy)
     for name, (executor, lowered, _) in engines.items():
         every: list[Any] = [None] * ranks
-        dist.all_gather_object(every, peak_bytes(executor, lowered, step))
+        run = partial(executor.run, lowered, step)
+        kept = peak_kept(run, executor.model.parameters(), partial(getattr, executor.borrowed, "copies"))
+        dist.all_gather_object(every, kept)
         rows[name]["bytes"] = every
     if rank == 0:
         Path(output).write_text(json.dumps(rows), encoding="utf-8")
     dist.barrier()
     transport.close()
     dist.destroy_process_group()
-
-
-def peak_bytes(executor: Any, lowered: Any, step: Any) -> int:
-    """Most bytes kept at once, after any op, by autograd and for the Ws to come."""
-    from helixpipe.profile.accounting import SavedBytes
-    from helixpipe.runtime.executor import StepRun
-
-    peak = 0
-    kinds = {op.kind for op in lowered.program.ranks[executor.rank]}
-    store = executor.model.weight_gradients() if "W" in kinds else None
-    with SavedBytes(ignore=executor.model.parameters()) as account:
-
-        class Watched(StepRun):
-            def _run(self, op: Any) -> None:
-                nonlocal peak
-                super()._run(op)
-                peak = max(peak, account.with_others(store.tensors() if store is not None else ()))
-
-        executor.step_run = Watched
-        executor.run(lowered, step)
-        executor.step_run = StepRun
-    assert account.now == 0, f"{account.now} bytes are still kept after the step"
-    return peak
 
 
 if __name__ == "__main__":

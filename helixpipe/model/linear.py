@@ -129,7 +129,7 @@ def add_weight_gradient(
 
     fused: in the matrix product itself, by apex's kernel, where there is a buffer (`gradient_accumulation_fusion`).
     """
-    buffer = getattr(weight, "main_grad", None)
+    buffer = _buffer(weight)
     if not fused or buffer is None:
         add_gradient(weight, _weight_gradient(inputs, output_gradient))
         return
@@ -142,13 +142,19 @@ def add_weight_gradient(
 
 def add_gradient(weight: torch.nn.Parameter, gradient: Tensor) -> None:
     """Add to the weight's gradient, of the same shape."""
-    buffer = getattr(weight, "main_grad", None)  # DDP's, which its hook adds to when autograd delivers a gradient
+    buffer = _buffer(weight)
     if buffer is not None:
         buffer.add_(gradient)
     elif weight.grad is None:
         weight.grad = gradient.to(weight.dtype)
     else:
         weight.grad.add_(gradient)
+
+
+def _buffer(weight: torch.nn.Parameter) -> Tensor | None:
+    """DDP's, which its hook adds to when autograd delivers a gradient."""
+    buffer: Tensor | None = getattr(weight, "main_grad", None)
+    return buffer
 
 
 def _weight_gradient(inputs: Tensor, output_gradient: Tensor) -> Tensor:
@@ -194,8 +200,12 @@ class _Linear(torch.autograd.Function):
         elif ctx.sequence_parallel:
             shares, input_gradient = input_gradient, input.new_empty(input.shape)
             summing = dist.reduce_scatter_tensor(input_gradient, shares, group=group, async_op=True)
-        now = ctx.needs_input_grad[1] and not ctx.store.put_off(weight, inputs, output_gradient, ctx.fused)
-        weight_gradient = _weight_gradient(inputs, output_gradient) if now else None
+        weight_gradient = None
+        if ctx.needs_input_grad[1] and not ctx.store.put_off(weight, inputs, output_gradient, ctx.fused):
+            if ctx.fused and _buffer(weight) is not None:
+                add_weight_gradient(weight, inputs, output_gradient, ctx.fused)
+            else:
+                weight_gradient = _weight_gradient(inputs, output_gradient)
         bias_gradient = output_gradient.flatten(0, -2).sum(dim=0) if ctx.with_bias else None
         if summing is not None:
             summing.wait()

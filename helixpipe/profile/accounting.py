@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any
 
@@ -13,12 +13,14 @@ import torch
 class SavedBytes:
     """Context that counts what autograd saves for backward while it is active; `now` and `peak` are bytes.
 
-    Weights, and anything else in `ignore`, are kept anyway and do not count. A tensor saved twice, or two views of one
+    Weights, and anything else in `ignore`, are kept anyway and do not count; nor does what `passing` gives at the time,
+    such as weights that travel. A tensor saved twice, or two views of one
     storage, count once, with the bytes the storage has now: it may be emptied and filled again, or let go of.
     What was saved goes on counting until autograd lets go of it, also after the context.
     """
 
-    def __init__(self, ignore: Iterable[torch.Tensor] = ()):
+    def __init__(self, ignore: Iterable[torch.Tensor] = (), passing: Callable[[], Iterable[torch.Tensor]] = lambda: ()):
+        self._passing = passing
         self._ignored = {_key(tensor) for tensor in ignore}
         self._users: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self.peak = 0
@@ -49,7 +51,7 @@ class SavedBytes:
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         key = _key(tensor)
-        if key in self._ignored or tensor.untyped_storage().nbytes() == 0:
+        if key in self._ignored or key in map(_key, self._passing()) or tensor.untyped_storage().nbytes() == 0:
             return tensor
         users, _ = self._users.get(key, (0, None))
         self._users[key] = users + 1, weakref.ref(tensor.untyped_storage())  # another may have had this key

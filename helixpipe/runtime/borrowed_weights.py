@@ -91,6 +91,11 @@ class BorrowedWeights:
         """Weights have come."""
         self._copies[message.number] = flat
 
+    @property
+    def copies(self) -> list[Tensor]:
+        """Weights that have come and are here, a flat tensor for each stage and copy."""
+        return list(self._copies.values())
+
     def drop(self, message: Message) -> None:
         """Let go of weights that have come."""
         del self._copies[message.number]

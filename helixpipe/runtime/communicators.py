@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from itertools import permutations
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,8 +32,6 @@ MOST_BLOCKS = 8
 or a good part of what NVLink does, and to leave the other SMs to the op beside them; NCCL's own limit is 32, a quarter
 of an H100's SMs. Not measured yet."""
 
-PIPELINE: Settings = MappingProxyType({"is_high_priority_stream": True, "max_ctas": MOST_BLOCKS})
-
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """The backend by which a group carries tensors of a device; "" where it has none. A group may have one for each
@@ -43,9 +40,10 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     return backends.get(device.type, "")
 
 
-def nccl_options(settings: Settings, timeout: timedelta) -> Any:
-    """torch's options for a process group, a torch.distributed.ProcessGroupNCCL.Options."""
-    chosen: dict[str, Any] = {**PIPELINE, **settings}
+def nccl_options(settings: Settings, blocks: int, timeout: timedelta) -> Any:
+    """torch's options for a process group, a torch.distributed.ProcessGroupNCCL.Options. blocks: at most, and the
+    streams have high priority, where the settings do not say otherwise."""
+    chosen: dict[str, Any] = {"is_high_priority_stream": True, "max_ctas": blocks, **settings}
     chosen["max_ctas"] = max(chosen["max_ctas"], chosen.get("min_ctas", 0))
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=chosen.pop("is_high_priority_stream"))
     for name, value in chosen.items():
@@ -68,7 +66,7 @@ def direction_groups(
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """(up, down): groups of a pipeline's ranks with its backend for the device and its timeout.
 
-    settings: in place of `PIPELINE`'s, whose thread blocks are cut to what fits (`fitting_blocks` of the channels).
+    settings: in place of high priority and of `MOST_BLOCKS`, or fewer where those of all channels do not fit.
     Collective over all ranks of the job: every rank makes every pipeline's groups, in one order, as torch's new_group
     asks.
     """
@@ -79,11 +77,12 @@ def direction_groups(
     backend = backend_of(group, device)
     if backend == "nccl":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-        settings = {"max_ctas": min(MOST_BLOCKS, fitting_blocks(channels, processors)), **settings}
+        blocks = min(MOST_BLOCKS, fitting_blocks(channels, processors))
     made = {}
     for ranks in sorted(set(pipelines)):
         for direction in ("up", "down"):
-            options = nccl_options(settings, timeout) if backend == "nccl" else None  # each its own: torch writes there
+            # Each its own: torch writes there.
+            options = nccl_options(settings, blocks, timeout) if backend == "nccl" else None
             made[ranks, direction] = dist.new_group(
                 ranks, timeout, backend, options, group_desc=f"PIPELINE_{direction.upper()}"
             )

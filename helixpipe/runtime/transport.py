@@ -88,8 +88,8 @@ def make_transport(
     """The transport for a pipeline's process group and the device its tensors live on.
 
     channels: the (source, target) that messages will go between, pipeline ranks, the same on every rank; None: all.
-    settings: NCCL's, instead of `communicators.PIPELINE`'s. With NCCL it is collective over all ranks of the
-    job, and so is `close`.
+    settings: of NCCL's groups; see `communicators`. With NCCL it is collective over all ranks of the job, and so is
+    `close`.
     """
     if backend_of(group, device) == "nccl":
         return NcclTransport(group, device, channels, settings or {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from random import Random
 
 from helixpipe.lowering.project import Action, Instruction, LoweredProgram
@@ -202,3 +203,12 @@ class Machine:
             queue.popleft()
         self.complete |= heads
         return True
+
+
+def with_crossed_receives(lowered: LoweredProgram) -> LoweredProgram:
+    """Of two ranks and two messages: the second rank posts its receives in the other order."""
+    first, second = lowered.streams
+    one, two = (place for place, instruction in enumerate(second) if instruction.action is Action.RECV)
+    crossed = list(second)
+    crossed[one], crossed[two] = second[two], second[one]
+    return replace(lowered, streams=(first, tuple(crossed)))

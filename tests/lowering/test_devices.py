@@ -15,6 +15,7 @@ from helixpipe.lowering.project import Action, Instruction, LoweredProgram
 from schedules import CATALOGUE, Shape, build
 from tests.lowering.devices import Devices, Hardware, most_lanes
 from tests.lowering.random_programs import DETERMINISTIC, random_costs, random_program
+from tests.lowering.rendezvous import with_crossed_receives
 
 
 def any_device(lowered: LoweredProgram, rng: Random) -> Iterable[Hardware]:
@@ -97,8 +98,5 @@ def test_where_streams_share_a_queue_receives_must_keep_their_place(name: str) -
 
 def test_both_ends_must_agree_on_the_order_of_a_channel() -> None:
     lowered = lower(build("gpipe", Shape(2, 2, 2)))
-    first, second = lowered.streams
-    one, two = (i for i, instruction in enumerate(second) if instruction.action is Action.RECV)
-    crossed = list(second)
-    crossed[one], crossed[two] = second[two], second[one]
-    assert not Devices(replace(lowered, streams=(first, tuple(crossed))), Random(0), Hardware()).run()
+    assert Devices(lowered, Random(0), Hardware()).run()
+    assert not Devices(with_crossed_receives(lowered), Random(0), Hardware()).run()

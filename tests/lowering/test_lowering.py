@@ -20,7 +20,7 @@ from helixpipe.lowering.validate import validate
 from helixpipe.program.program import forward_only
 from schedules import Shape, build
 from tests.lowering.random_programs import DETERMINISTIC, can_run, mutate, random_costs, random_program
-from tests.lowering.rendezvous import Machine
+from tests.lowering.rendezvous import Machine, with_crossed_receives
 
 
 def test_random_programs() -> None:
@@ -72,12 +72,8 @@ def check_opening(lowered: LoweredProgram) -> None:
 def test_the_machine_is_adversarial() -> None:
     """Streams that only buffering could save are stuck on it."""
     lowered = lower(build("gpipe", Shape(2, 2, 2)))
-    first, second = lowered.streams
-    one, two = (i for i, instruction in enumerate(second) if instruction.action is Action.RECV)
-    crossed = list(second)
-    crossed[one], crossed[two] = second[two], second[one]
     assert Machine(lowered, Random(0)).run()
-    assert not Machine(replace(lowered, streams=(first, tuple(crossed))), Random(0)).run()
+    assert not Machine(with_crossed_receives(lowered), Random(0)).run()
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b"])

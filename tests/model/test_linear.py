@@ -6,6 +6,7 @@ That gradients equal those of one process is tested with real collectives, in te
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from helixpipe.model.linear import WeightGradients
+from tests.fakes import WeightGradientKernels, installed
 
 ROWS, BATCH, IN, OUT = 6, 2, 3, 5
 """Of the whole sequence; two tensor-parallel ranks have half the rows each with sequence parallelism."""
@@ -131,3 +133,37 @@ def test_collectives_run_beside_products(
         assert parameter.grad is None
     else:
         torch.testing.assert_close(parameter.grad, torch.einsum("sbo,sbi->oi", output_gradient, whole))
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("buffer", [False, True])
+def test_apex_adds_weight_gradients_in_b_and_in_w(deferred: bool, buffer: bool) -> None:
+    """Once, to the sum; where there is none, as of a copy that travels, autograd delivers the gradient."""
+    torch.manual_seed(0)
+    leaf = torch.randn(ROWS, BATCH, IN, requires_grad=True)
+    weight, output_gradient = torch.nn.Parameter(torch.randn(OUT, IN)), torch.randn(ROWS, BATCH, OUT)
+    before, expected = torch.ones(OUT, IN), torch.einsum("sbo,sbi->oi", output_gradient, leaf.detach())
+    if buffer:
+        weight.main_grad = before.clone()  # type: ignore[attr-defined]
+    store, kernels = WeightGradients(), WeightGradientKernels()
+    output = store.linear(
+        leaf,
+        weight,
+        None,
+        gradient_accumulation_fusion=True,
+        allreduce_dgrad=False,
+        sequence_parallel=False,
+        tp_group=None,
+    )
+    with installed(fused_weight_gradient_mlp_cuda=kernels):
+        with store.keep("unit") if deferred else nullcontext():
+            output.backward(output_gradient)
+        if deferred:
+            store.compute("unit")
+    assert kernels.calls == buffer
+    torch.testing.assert_close(leaf.grad, output_gradient @ weight.detach())
+    if buffer:
+        torch.testing.assert_close(weight.main_grad, before + expected)
+        assert weight.grad is None
+    else:
+        torch.testing.assert_close(weight.grad, expected)

@@ -35,3 +35,17 @@ def test_a_storage_that_was_let_go_of_counts_no_longer() -> None:
     assert account.now == 16
     del holders
     assert (account.now, account.peak) == (0, 48)
+
+
+def test_what_passes_by_does_not_count_while_it_does() -> None:
+    """As weights that travel: a tensor is one of them, or not, when it is saved."""
+    input, copy = torch.ones(4, requires_grad=True), torch.ones(4)
+    passing = [copy]
+    with SavedBytes(passing=lambda: passing) as account:
+        first = input * copy
+        assert account.now == 0
+        passing.clear()
+        second = input * copy
+        assert account.now == 16
+    del first, second
+    assert account.now == 0

@@ -90,7 +90,7 @@ def test_settings_become_torchs_options(
     settings: Settings, high: bool, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
-    options = nccl_options(settings, timedelta(minutes=3))
+    options = nccl_options(settings, 8, timedelta(minutes=3))
     assert options._timeout == timedelta(minutes=3)
     assert options.is_high_priority_stream is high
     assert {name: value for name, value in vars(options.config).items() if value is not None} == config
