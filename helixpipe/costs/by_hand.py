@@ -16,10 +16,10 @@ from typing import ClassVar
 
 from helixpipe.common.errors import UserError
 from helixpipe.costs.models import Chunk, Layout, ModelShape, attention_pairs
-from helixpipe.costs.piece_kinds import KINDS
-from helixpipe.costs.saved import kept
+from helixpipe.costs.piece_kinds import KINDS, staying
+from helixpipe.costs.saved import kept, offloaded
 from helixpipe.costs.sizes import Sizes
-from helixpipe.program.costs import Contents, Payload, Work
+from helixpipe.program.costs import Contents, Leaving, Payload, Work
 from helixpipe.program.program import Program
 from helixpipe.program.stages import LAYER_PIECES, PIECE_KINDS, Piece, Segment
 from helixpipe.program.workload import Extent, Extents
@@ -34,6 +34,9 @@ _SPLIT_BACKWARD = frozenset(name for name, kind in KINDS.items() if kind.linears
 
 LAYER_ELEMENTS = sum({name: size for kind in LAYER_PIECES for name, size in KINDS[kind].textbook.items()}.values())
 """Elements of b·s·h that a whole layer keeps: 16. From I to W it keeps as many again."""
+
+_Elements = dict[tuple[str, int], float]
+"""Elements of b·s·h of tensors, by name and layer."""
 
 PIECE_ALIASES = {"pre": "qkv", "post": "mlp"}
 
@@ -50,6 +53,8 @@ class _LayerMemory:
         if contents.kind == "recomputed":
             most = segments_stash(segments, "B" if contents.in_backward else "R")
             return (most - segments_stash(segments, "F")) * share
+        if contents.kind == "offloaded" and contents.leaving is not None:
+            return offloaded_stash(segments, contents.leaving) * share
         return deferred_stash(segments) * share if contents.kind == "deferred" else 0.0
 
     def static_memory(self, pieces: Sequence[Piece]) -> float:
@@ -141,17 +146,29 @@ def _in_whole_numbers(parts: Extents) -> tuple[Extents, int]:
 def segments_stash(segments: Sequence[Segment], kind: str) -> float:
     """Microbatch-layers that one whole microbatch keeps in a stage once its op of that kind has run (see `saved.kept`);
     a stage of n whole layers that keeps everything keeps exactly n."""
-    saved: list[dict[tuple[str, int], int]] = []
-    inputs: list[dict[tuple[str, int], int]] = []
+    saved: list[_Elements] = []
     for segment in segments:
-        first = segment.pieces[0]
-        crossing = [(name, first.layer) for name in KINDS[first.kind].inputs]
-        inputs.append(dict.fromkeys(crossing[:-1] if segment.passes_residual else crossing, 1))
-        tensors = (
-            (name, piece.layer, size) for piece in segment.pieces for name, size in KINDS[piece.kind].textbook.items()
-        )
-        saved.append({(name, layer): size for name, layer, size in tensors})
-    return kept(segments, saved, inputs, kind) / LAYER_ELEMENTS
+        saved.append({})
+        for piece in segment.pieces:
+            saved[-1] |= _saved(piece)
+    return kept(segments, saved, [_inputs(segment) for segment in segments], kind) / LAYER_ELEMENTS
+
+
+def offloaded_stash(segments: Sequence[Segment], leaving: Leaving) -> float:
+    """Microbatch-layers of that, after F, which leave the device of one whole microbatch."""
+    inputs, stays = [_inputs(segment) for segment in segments], staying(leaving.before, leaving.after)
+    anything = leaving._replace(min_bytes=0)  # nothing has a size in bytes here
+    return offloaded(segments, lambda piece, _: _saved(piece), inputs, anything, stays) / LAYER_ELEMENTS
+
+
+def _inputs(segment: Segment) -> _Elements:
+    first = segment.pieces[0]
+    crossing = [(name, first.layer) for name in KINDS[first.kind].inputs]
+    return dict.fromkeys(crossing[:-1] if segment.passes_residual else crossing, 1)
+
+
+def _saved(piece: Piece) -> _Elements:
+    return {(name, piece.layer): size for name, size in KINDS[piece.kind].textbook.items()}
 
 
 def deferred_stash(segments: Sequence[Segment]) -> float:

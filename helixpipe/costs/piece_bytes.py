@@ -7,10 +7,10 @@ from functools import cached_property
 from typing import ClassVar
 
 from helixpipe.costs.models import Chunk, Layout, ModelShape, chunk_of
-from helixpipe.costs.piece_kinds import KINDS, Mlp, Tensors
-from helixpipe.costs.saved import kept
+from helixpipe.costs.piece_kinds import KINDS, Mlp, Tensors, staying
+from helixpipe.costs.saved import kept, offloaded
 from helixpipe.costs.sizes import Sizes
-from helixpipe.program.costs import Contents, Payload
+from helixpipe.program.costs import Contents, Leaving, Payload
 from helixpipe.program.stages import Piece, Segment
 from helixpipe.program.workload import Extents
 
@@ -40,6 +40,12 @@ class PieceBytes:
         saved = [self.saved(segment.pieces, chunk) for segment in segments]
         return kept(segments, [own | more for own, more in zip(inputs, saved, strict=True)], inputs, kind)
 
+    def offloaded(self, segments: Sequence[Segment], chunk: Chunk, leaving: Leaving) -> float:
+        """Of that after F, what leaves the device."""
+        inputs = [self._kept_inputs(s.pieces[0], chunk, not s.passes_residual) for s in segments]
+        stays = staying(leaving.before, leaving.after)
+        return offloaded(segments, lambda piece, inside: self.saved([piece], chunk, inside), inputs, leaving, stays)
+
     def keys_values(self, pieces: Sequence[Piece], tokens: float) -> float:
         """Buffers of a document's keys and values in all layers whose attention is among the pieces. tokens: of the
         whole document."""
@@ -58,11 +64,11 @@ class PieceBytes:
         sizes = self.sizes(chunk)
         return sum(KINDS[piece.kind].deferred(sizes) for piece in pieces)
 
-    def saved(self, pieces: Sequence[Piece], chunk: Chunk) -> LayerTensors:
-        """What autograd saves in the forward of consecutive pieces."""
+    def saved(self, pieces: Sequence[Piece], chunk: Chunk, graph: Sequence[Piece] = ()) -> LayerTensors:
+        """What autograd saves in the forward of consecutive pieces. graph: all that have one graph with them."""
         sizes, tensors = self.sizes(chunk), LayerTensors()
         for piece in pieces:
-            inside = [other.kind for other in pieces if other.layer == piece.layer]
+            inside = [other.kind for other in graph or pieces if other.layer == piece.layer]
             own = KINDS[piece.kind].saved(sizes, inside)
             tensors |= {(name, piece.layer): size for name, size in own.items()}
         return tensors
@@ -126,7 +132,7 @@ class CountsBytes:
         return self._known_sizes[contents]
 
     def _size(self, contents: Contents) -> float:
-        kind, segments, extents, whole, in_backward, gradient_bytes = contents
+        kind, segments, extents, whole, in_backward, gradient_bytes, leaving = contents
         pieces = [piece for segment in segments for piece in segment.pieces]
         if kind in ("weights", "weight_gradients"):
             element = self.bytes.layout.element_bytes if kind == "weights" else gradient_bytes
@@ -135,6 +141,8 @@ class CountsBytes:
         match kind:
             case "activation" | "gradient":
                 return self.bytes.message(pieces[0], chunk)
+            case "offloaded" if leaving is not None:
+                return self.bytes.offloaded(segments, chunk, leaving)
             case "saved":
                 return self.bytes.segments_stash(segments, chunk, "F")
             case "recomputed":

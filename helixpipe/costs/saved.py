@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from helixpipe.program.stages import Segment
+from helixpipe.program.costs import Leaving
+from helixpipe.program.stages import Piece, Segment
 
 Name = TypeVar("Name", bound=Hashable)
 
@@ -37,3 +38,44 @@ def kept(
         started = [index - segment.inputs_again for index, segment in enumerate(segments)]
         moments = [[*after_forward[:first], *whole[first : index + 1]] for index, first in enumerate(started)]
     return max(sum({name: size for tensors in each for name, size in tensors.items()}.values()) for each in moments)
+
+
+def offloaded(
+    segments: Sequence[Segment],
+    saved: Callable[[Piece, Sequence[Piece]], Mapping[Name, float]],
+    inputs: Sequence[Mapping[Name, float]],
+    leaving: Leaving,
+    stays: Container[Name],
+) -> float:
+    """What of that leaves the device after F. saved: by a piece that has one graph with others. inputs: of each
+    segment, as for `kept`. stays: what does not leave, whatever is to. A tensor belongs to the first piece that saves
+    it; the inputs of a segment to its first piece."""
+    owners: dict[Name, tuple[Piece, float]] = {}
+    for segment, own in zip(segments, inputs, strict=True):
+        if not segment.inputs_again:
+            for name, size in own.items():
+                owners.setdefault(name, (segment.pieces[0], size))
+        for piece in () if segment.recomputed else segment.pieces:
+            for name, size in saved(piece, segment.pieces).items():
+                if not (segment.inputs_again and name in own):
+                    owners.setdefault(name, (piece, size))
+    total = 0.0
+    for run, share in leaving.runs:
+        sizes = [
+            size
+            for name, (piece, size) in owners.items()
+            if piece in run and name not in stays and size >= leaving.min_bytes
+        ]
+        total += within_share(sizes, share)
+    return total
+
+
+def within_share(sizes: Iterable[float], share: float) -> float:
+    """Of tensors of these sizes, what leaves of a run: whole ones, the largest first, while they are within a share of
+    all."""
+    ordered = sorted(sizes, reverse=True)
+    room, gone = sum(ordered) * share * (1 + 1e-9), 0.0
+    for size in ordered:
+        if gone + size <= room:
+            gone += size
+    return gone

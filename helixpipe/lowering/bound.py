@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
-from helixpipe.program.costs import Contents, Costs, Payload, Work
-from helixpipe.program.message import Message
+from helixpipe.program.costs import Contents, Costs, Leaving, Payload, Work
+from helixpipe.program.message import Copy, Message
 from helixpipe.program.program import Op, Program
 from helixpipe.program.stages import Activations, Piece, Segment, Stage, segments
 from helixpipe.program.tasks import Buffer
@@ -60,12 +60,13 @@ class BoundCosts:
         self._op_times: dict[tuple[str, int, int], float] = {}
         self._recompute_times: dict[tuple[int, int, int], float] = {}
         self._message_times: dict[tuple[str, int, int, int, int], float] = {}
+        self._copy_times: dict[tuple[bool, float], float] = {}
         self._sizes: dict[tuple[str, int, int, int, bool], float] = {}
 
     @property
-    def timers(self) -> tuple[Callable[[Op], float], Callable[[Message], float]]:
+    def timers(self) -> tuple[Callable[[Op], float], Callable[[Message], float], Callable[[Copy], float]]:
         """What `list_schedule` asks for."""
-        return self.op_time, self.message_time
+        return self.op_time, self.message_time, self.copy_time
 
     def op_time(self, op: Op) -> float:
         """Of an op alone; a backward whose unit is recomputed and has no R op takes the time of R as well."""
@@ -102,6 +103,13 @@ class BoundCosts:
             time = self._message_times[key] = self.costs.message_time(self.payload(message))
         return time
 
+    def copy_time(self, copy: Copy) -> float:
+        key = (copy.inward, size := self.size(Buffer("offloaded", copy.rank, *copy.unit)))
+        time = self._copy_times.get(key)
+        if time is None:
+            time = self._copy_times[key] = self.costs.copy_time(size, copy.inward)
+        return time
+
     def size(self, buffer: Buffer) -> float:
         """Of a buffer, wherever it is."""
         kind, _, stage, microbatch, chunk, _ = buffer
@@ -116,7 +124,10 @@ class BoundCosts:
         size = self._sizes.get(key)
         if size is None:
             contents = self.contents(buffer)
-            size = self._sizes[key] = self.costs.size(contents) if contents is not None else 0.0
+            size = self.costs.size(contents) if contents is not None else 0.0
+            if kind == "saved" and self._activations(unit).offload:
+                size -= self.size(buffer._replace(kind="offloaded"))
+            self._sizes[key] = size
         return size
 
     def work(self, op: Op) -> Work:
@@ -148,8 +159,17 @@ class BoundCosts:
         if kind in ("activation", "gradient"):
             after = self.program.stages[stage + (kind == "gradient")].pieces[:1]
             return Contents(kind, (Segment(after, False),), extents, self.whole)
+        activations = self._activations(unit)
         inside = kind == "recomputed" and unit not in self._explicit
-        return Contents(kind, segments(own.pieces, self._activations(unit)), extents, self.whole, inside)
+        if kind in ("offloaded", "fetched"):
+            stages = self.program.stages
+            neighbours = (
+                stages[stage - 1].pieces[-1] if stage else None,
+                stages[stage + 1].pieces[0] if stage + 1 < len(stages) else None,
+            )
+            leaving = Leaving(activations.offload, *neighbours, self.program.min_offloaded_bytes)
+            return Contents("offloaded", segments(own.pieces, activations), extents, self.whole, leaving=leaving)
+        return Contents(kind, segments(own.pieces, activations), extents, self.whole, inside)
 
     def _activations(self, unit: tuple[int, ...]) -> Activations:
         return (self._own.get(unit) if self._own else None) or self._usual[unit[0]]

@@ -7,10 +7,11 @@ from helixpipe.lowering.index import OpIndex
 from helixpipe.lowering.passes.activations import activations
 from helixpipe.lowering.passes.borrowed import borrowed_weights
 from helixpipe.lowering.passes.keys_values import keys_values
+from helixpipe.lowering.passes.offload import offloaded
 from helixpipe.lowering.passes.replicas import replica_sums
 from helixpipe.program.program import Program
 
-PASSES = (activations, keys_values, borrowed_weights, replica_sums)
+PASSES = (activations, keys_values, borrowed_weights, replica_sums, offloaded)
 """Each adds its buffers and transfers to the draft; one that a program does not need adds nothing."""
 
 

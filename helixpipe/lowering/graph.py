@@ -17,14 +17,15 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from helixpipe.lowering.index import OpIndex
-from helixpipe.program.message import Collective, Message
+from helixpipe.program.message import Collective, Copy, Message
 from helixpipe.program.program import Op, Program
 from helixpipe.program.tasks import Buffer, Resource
 
 
 @dataclass(frozen=True)
 class Graph:
-    """Tasks, buffers and edges of a program. Tasks are numbered: its ops first, then messages, then collectives.
+    """Tasks, buffers and edges of a program. Tasks are numbered: its ops first, then messages, collectives and
+    copies.
 
     rank_tasks: for each rank its op tasks in program order. ranks: of each op. successors: for each task the tasks that
     wait for it (rank order is not included). num_dependencies: for each task how many tasks it waits for.
@@ -46,6 +47,7 @@ class Graph:
     rank_tasks: list[range]
     messages: list[Message] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
     successors: list[list[int]] = field(default_factory=list)
     num_dependencies: list[int] = field(default_factory=list)
     buffers: list[Buffer] = field(default_factory=list)
@@ -74,26 +76,35 @@ class Graph:
     def collective(self, task: int) -> Collective:
         return self.collectives[task - len(self.ops) - len(self.messages)]
 
+    def copy(self, task: int) -> Copy:
+        return self.copies[task - self.first_copy]
+
+    @property
+    def first_copy(self) -> int:
+        """The number of the first task that is a copy."""
+        return len(self.ops) + len(self.messages) + len(self.collectives)
+
     def is_message(self, task: int) -> bool:
         return len(self.ops) <= task < len(self.ops) + len(self.messages)
 
     def resources(self) -> tuple[list[int], list[Resource]]:
         """For each task the number of what it runs on, and what these numbers mean; those of ranks' compute first."""
         table = [Resource("compute", (rank,)) for rank in range(len(self.rank_tasks))]
-        numbers: dict[tuple[int, ...], int] = {}
+        numbers: dict[tuple[str, tuple[int, ...]], int] = {}
         of_task = list(self.ranks)
+
+        def add(kind: str, ranks: tuple[int, ...]) -> None:
+            number = numbers.setdefault((kind, ranks), len(table))
+            if number == len(table):
+                table.append(Resource(kind, ranks))
+            of_task.append(number)
+
         for message in self.messages:
-            link = message.source, message.target
-            if link not in numbers:
-                numbers[link] = len(table)
-                table.append(Resource("link", link))
-            of_task.append(numbers[link])
-        groups: dict[tuple[int, ...], int] = {}
+            add("link", (message.source, message.target))
         for collective in self.collectives:
-            if collective.ranks not in groups:
-                groups[collective.ranks] = len(table)
-                table.append(Resource("collective", collective.ranks))
-            of_task.append(groups[collective.ranks])
+            add("collective", collective.ranks)
+        for copy in self.copies:
+            add("copy_in" if copy.inward else "copy_out", (copy.rank,))
         return of_task, table
 
 
@@ -157,6 +168,11 @@ class Draft:
         for before in after:
             self.wait(task, before)
         return task
+
+    def copy(self, copy: Copy) -> int:
+        """Add a copy's task, which makes no edge by itself."""
+        self.graph.copies.append(copy)
+        return self._task()
 
     def _task(self) -> int:
         graph = self.graph

@@ -13,10 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
+from types import MappingProxyType
 
 from helixpipe.lowering.graph import Graph
-from helixpipe.program.message import Message
+from helixpipe.program.message import Copy, Message
 from helixpipe.program.program import Op
+from helixpipe.program.tasks import Resource
 
 
 @dataclass(frozen=True)
@@ -41,16 +43,13 @@ class Times:
 class _Run:
     """Tasks that start as early as their dependencies and resources allow; `completions` holds those that run."""
 
-    def __init__(
-        self, graph: Graph, durations: list[float], link_orders: Mapping[tuple[int, ...], Sequence[int]] | None
-    ):
+    def __init__(self, graph: Graph, durations: list[float], given: Mapping[Resource, Sequence[int]]):
         self.graph, self.durations, self.num_ops = graph, durations, graph.num_ops
         self.resource, table = graph.resources()
-        self.in_order = link_orders is not None  # else first ready, first sent
+        ranks = len(graph.rank_tasks)
         self.queues: list[deque[int]] = [deque(tasks) for tasks in graph.rank_tasks]
-        for each in table[len(self.queues) :]:
-            link = each.kind == "link" and link_orders is not None
-            self.queues.append(deque(link_orders.get(each.ranks, ()) if link and link_orders is not None else ()))
+        self.queues += [deque(given.get(each, ())) for each in table[ranks:]]
+        self.in_order = [True] * ranks + [each in given for each in table[ranks:]]  # else first ready, first sent
         self.start, self.end = [0.0] * graph.num_tasks, [0.0] * graph.num_tasks
         self.order: list[int] = []
         self.crowded: list[tuple[int, float]] = []
@@ -63,7 +62,7 @@ class _Run:
 
     def queue(self, task: int) -> None:
         """A transfer is ready: where no order of its link is given, it takes the next place."""
-        if task >= self.num_ops and not (self.in_order and self.graph.is_message(task)):
+        if not self.in_order[self.resource[task]]:
             self.queues[self.resource[task]].append(task)
 
     def try_start(self, resource: int, now: float) -> None:
@@ -87,19 +86,22 @@ def list_schedule(
     graph: Graph,
     op_time: Callable[[Op], float],
     message_time: Callable[[Message], float],
-    link_orders: Mapping[tuple[int, ...], Sequence[int]] | None = None,
+    copy_time: Callable[[Copy], float] = lambda copy: 0.0,
+    transfer_orders: Mapping[Resource, Sequence[int]] = MappingProxyType({}),
     waits: Mapping[int, Sequence[int]] | None = None,
 ) -> Times:
     """Run the tasks as early as their dependencies and resources allow: each rank runs its ops in program order, one
-    at a time; each directed link (source, target) carries one message at a time, each group is in one collective at a
-    time. Collectives take no time here: nothing in the step waits for one.
+    at a time; each directed link (source, target) carries one message at a time, each copy engine makes one copy, each
+    group is in one collective at a time. Collectives take no time here: nothing in the step waits for one.
 
-    link_orders: for each link its message tasks in the order to send them; without it, first ready, first sent.
+    transfer_orders: of links and copy engines, their tasks in the order to run them; others run first what is ready.
     waits: for a task more tasks that wait for it, beside those of the graph.
     Tasks that can never start (a cyclic program) are absent from `order`. Time is O(n log n) in the number of tasks.
     """
     durations = [op_time(op) for op in graph.ops] + [message_time(message) for message in graph.messages]
-    run = _Run(graph, durations + [0.0] * len(graph.collectives), link_orders)
+    durations += [0.0] * len(graph.collectives)
+    durations += [copy_time(copy) for copy in graph.copies]
+    run = _Run(graph, durations, transfer_orders)
     waiting, resource, busy, freed, try_start = run.waiting, run.resource, run.busy, run.freed, run.try_start
     successors = graph.successors
     if waits:

@@ -43,14 +43,24 @@ class Action(str, Enum):
     they are, maybe before they have arrived, and stay in use."""
     REDUCE = "REDUCE"
     """Start a collective; what it sums up belongs to it until the step ends."""
+    OFFLOAD = "OFFLOAD"
+    """Start copying to the host what leaves of what the op, an F, has saved."""
+    GONE = "GONE"
+    """Wait until that copy has ended, and let go of the memory: right before the first op that starts, on paper, after
+    it has."""
+    FETCH = "FETCH"
+    """Take memory for what an op needs back, and start copying it in."""
+    BACK = "BACK"
+    """Wait until that is there, right before the op; its place in the host's memory is free."""
     FREE = "FREE"
     """Of a B or W: its unit stashes nothing any more. Of a message: the copy of weights it brought has had its last op
     and has been passed on."""
 
 
 class Instruction(NamedTuple):
-    """One step of a rank's stream. RUN names an op, FREE an op or a message, REDUCE a collective, the others a message.
-    task: the op's or transfer's number in the graph."""
+    """One step of a rank's stream. RUN names an op, OFFLOAD and GONE the F before, FETCH and BACK the op that needs
+    what was offloaded, FREE an op or a message, REDUCE a collective, the others a message. task: the op's or transfer's
+    number in the graph."""
 
     action: Action
     op: Op | None = None
@@ -100,8 +110,10 @@ def project(
             projection.op(task)
         elif graph.is_message(task):
             projection.message(task)
-        else:
+        elif task < graph.first_copy:
             projection.collective(task)
+        else:
+            projection.copy(task)
     for stream, arrivals in zip(projection.streams, projection.returned, strict=True):
         stream.extend(arrival.wait for arrival in arrivals)
     return projection.streams, openings or tuple(map(len, projection.streams))
@@ -109,7 +121,8 @@ def project(
 
 @dataclass
 class _Arrival:
-    """Weight gradients on their way to their owner. end: when they are there, on paper. slack: ops left until WAIT."""
+    """A transfer whose end no op waits for: weight gradients on their way to their owner, or a copy to the host.
+    end: of it, on paper. slack: ops left until WAIT or GONE."""
 
     end: float
     slack: int
@@ -117,8 +130,8 @@ class _Arrival:
 
 
 class _Projection:
-    """The streams so far. returned: by rank, gradients that came or will, oldest first. unused: of borrowed weights, by
-    message, the ops that still run with them and the messages that still pass them on."""
+    """The streams so far. returned: by rank, gradients and copies that have ended or will, oldest first. unused: of
+    borrowed weights, by message, the ops that still run with them and the messages that still pass them on."""
 
     def __init__(self, graph: Graph, times: Times, return_slack: int):
         self.graph, self.times, self.return_slack = graph, times, return_slack
@@ -128,6 +141,10 @@ class _Projection:
         for message in graph.messages:
             if message.kind != "weight_gradients":
                 self.waits.setdefault(message.consumer, []).append(self._instruction(Action.WAIT, message))
+        for task, copy in enumerate(graph.copies, start=graph.first_copy):
+            if copy.inward:
+                back = _instruction((Action.BACK, copy.op, None, None, task))
+                self.waits.setdefault(copy.op, []).append(back)
         self.unused = Counter(message.number for message in graph.weights_of.values())
         self.unused.update(m.follows for m in graph.messages if m.kind == "weights" and m.follows >= 0)
         self.joined = {m.follows for m in graph.messages if m.kind == "weight_gradients"}
@@ -165,6 +182,21 @@ class _Projection:
         collective = self.graph.collective(task)
         for rank in collective.ranks:
             self.streams[rank].append(Instruction(Action.REDUCE, None, None, collective, task))
+
+    def copy(self, task: int) -> None:
+        copy = self.graph.copy(task)
+        stream, returned = self.streams[copy.rank], self.returned[copy.rank]
+        if not copy.inward:
+            stream.append(_instruction((Action.OFFLOAD, copy.op, None, None, task)))
+            gone = _instruction((Action.GONE, copy.op, None, None, task))
+            returned.append(_Arrival(self.times.end[task], 0, gone))
+            return
+        for arrival in returned:  # its own copy out, which has ended
+            if arrival.wait.action is Action.GONE and arrival.wait.op is not None and arrival.wait.op.unit == copy.unit:
+                stream.append(arrival.wait)
+                returned.remove(arrival)
+                break
+        stream.append(_instruction((Action.FETCH, copy.op, None, None, task)))
 
     def _instruction(self, action: Action, message: Message) -> Instruction:
         return _instruction((action, None, message, None, self.graph.num_ops + message.number))

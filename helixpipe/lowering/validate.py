@@ -9,7 +9,7 @@ from helixpipe.common.errors import ProgramError
 from helixpipe.lowering.build import build_graph
 from helixpipe.lowering.graph import Graph, op_dependencies
 from helixpipe.lowering.index import OpIndex
-from helixpipe.lowering.validate_workload import check_activations, check_workload, offloaded_unit
+from helixpipe.lowering.validate_workload import check_activations, check_workload
 from helixpipe.program.program import OP_KINDS, Op, Program, Unit
 from helixpipe.program.stages import OWNED, PLACEMENTS, Stage, model_pieces
 
@@ -65,8 +65,6 @@ def untrainable(program: Program) -> str | None:
             return f"schedule {program.schedule} gives pipeline rank {rank} nothing to run."
     if program.workload.lengths is None:
         return f"schedule {program.schedule} does not cut all microbatches alike, each a document: not trained yet."
-    if (unit := offloaded_unit(program)) is not None:
-        return f"schedule {program.schedule} offloads activations, of the unit of {Op('F', *unit)}: not executed yet."
     return None
 
 

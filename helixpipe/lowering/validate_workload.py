@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from helixpipe.common.errors import ProgramError
-from helixpipe.program.program import Op, Program, Unit
+from helixpipe.program.program import Op, Program
 from helixpipe.program.stages import Activations, Piece
 from helixpipe.program.workload import Slice, Workload
 
@@ -84,6 +84,8 @@ def check_activations(program: Program) -> None:
     """Raise ProgramError for a stage or a unit that is to recompute or offload what is not there."""
     for index, stage in enumerate(program.stages):
         _check_runs(f"stage {index}", stage.pieces, stage.activations)
+    if program.min_offloaded_bytes < 0:
+        raise ProgramError(f"min_offloaded_bytes must not be negative, as {program.min_offloaded_bytes} is.")
     for unit, own in program.activations.items():
         op = Op("F", *unit)
         chunks = program.workload.microbatches
@@ -97,33 +99,26 @@ def check_activations(program: Program) -> None:
 
 
 def _check_runs(whose: str, pieces: tuple[Piece, ...], own: Activations) -> None:
-    recomputed = _check_order(whose, "recompute", pieces, own.recompute)
+    _check_order(whose, "recompute", pieces, own.recompute)
     for run, share in own.offload:
         if not 0 < share <= 1:
             raise ProgramError(
                 f"{whose} cannot offload a share of {share:g} of {_shown(run)}: a share is above 0 and at most 1."
             )
-    for at in _check_order(whose, "offload", pieces, (run for run, _ in own.offload)) & recomputed:
-        raise ProgramError(f"{whose} cannot offload {pieces[at]}, which it recomputes.")
+    _check_order(whose, "offload", pieces, (run for run, _ in own.offload))
+    if own.ahead < 0:
+        raise ProgramError(f"{whose} cannot be back {own.ahead} ops ahead: 0 is right before the op that needs it.")
 
 
-def _check_order(whose: str, verb: str, pieces: tuple[Piece, ...], runs: Iterable[tuple[Piece, ...]]) -> set[int]:
-    """The places of all pieces in these runs. Raises ProgramError for one that is no run of them, or out of order."""
-    places: set[int] = set()
+def _check_order(whose: str, verb: str, pieces: tuple[Piece, ...], runs: Iterable[tuple[Piece, ...]]) -> None:
+    """Raise ProgramError for one of these that is no run of the pieces, or out of order."""
     start = 0
     for run in runs:
         at = pieces.index(run[0], start) if run and run[0] in pieces[start:] else -1
         if at < 0 or pieces[at : at + len(run)] != run:
             raise ProgramError(f"{whose} cannot {verb} {_shown(run)}: not a run of its pieces, or out of order.")
         start = at + len(run)
-        places.update(range(at, start))
-    return places
 
 
 def _shown(run: tuple[Piece, ...]) -> str:
     return " ".join(map(str, run)) or "an empty run"
-
-
-def offloaded_unit(program: Program) -> Unit | None:
-    """The first unit with activations that go to the host's memory."""
-    return min((unit for unit, own in program.activations.items() if own.offload), default=None)

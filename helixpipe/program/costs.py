@@ -46,6 +46,20 @@ class Payload(NamedTuple):
     gradient_bytes: int = 4
 
 
+class Leaving(NamedTuple):
+    """What of a unit's saved tensors leaves the device.
+
+    runs: of pieces, with the share of each run's bytes; whole tensors go, the largest first, as long as they are within
+    the share. before, after: the pieces beside the unit's stage, None at the model's ends: what crosses the cut to
+    `after` may still be read by another, and stays; so does what `before` saves, too. min_bytes: of a tensor that goes.
+    """
+
+    runs: tuple[tuple[tuple[Piece, ...], float], ...]
+    before: Piece | None = None
+    after: Piece | None = None
+    min_bytes: int = 0
+
+
 class Contents(NamedTuple):
     """What a buffer holds.
 
@@ -53,7 +67,7 @@ class Contents(NamedTuple):
     piece after the cut). extents, whole: as of `Work`; of `keys_values` one extent, the document's tokens, and of
     `kv_gradients` one with the tokens that have gradients to sum. in_backward: of `recomputed`, whether it is made
     run by run inside the backward, where the most at a time counts, and not all of it by an R before. gradient_bytes:
-    as of `Payload`.
+    as of `Payload`. leaving: of `offloaded`, which part of what the segments save.
     """
 
     kind: str
@@ -62,6 +76,7 @@ class Contents(NamedTuple):
     whole: float
     in_backward: bool = False
     gradient_bytes: int = 4
+    leaving: Leaving | None = None
 
 
 class Costs(Protocol):

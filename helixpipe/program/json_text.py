@@ -16,16 +16,16 @@ A line a stage, a rank, a microbatch whose chunks are its own, and a set of unit
         "1F0 1R0 1B0 1F1 1B1"
       ],
       "activations": [
-        {"units": "1F1", "recompute": ["layer 3"], "offload": [{"pieces": "attn[2]", "share": 0.5}]}
+        {"units": "1F1", "recompute": ["layer 3"], "offload": [{"pieces": "attn[2]", "share": 0.5}], "ahead": 2}
       ]
     }
 
 Pieces are named as they print, whole layers by their numbers. Ops are the cells of the CSV form; in `activations` the
-cell of its forward stands for a unit. A stage may have a `placement` (else `resident`) and an `owner`; a program
-`forward_only` and a `ring` (`slots`, `eager`, `gradient_bytes`). A workload is cut alike in every microbatch, into
-`chunks` of equal length or into `lengths` in tokens; or it lists for each microbatch its chunks, each as slices:
-`0[0:512] 1[0:64]` is tokens 0 to 511 of document 0, then 0 to 63 of document 1; `proportional` says that these are
-not tokens but proportions.
+cell of its forward stands for a unit, and `ahead` is 1 if it is not there. A stage may have a `placement` (else
+`resident`) and an `owner`; a program `forward_only`, a `ring` (`slots`, `eager`, `gradient_bytes`) and
+`min_offloaded_bytes`. A workload is cut alike in every microbatch, into `chunks` of equal length or into `lengths` in
+tokens; or it lists for each microbatch its chunks, each as slices: `0[0:512] 1[0:64]` is tokens 0 to 511 of document 0,
+then 0 to 63 of document 1; `proportional` says that these are not tokens but proportions.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ FORMAT, VERSION = "helixpipe program", 1
 
 _KEYS = (
     *("format", "version", "schedule", "forward_only", "ring", "stages"),
-    *("workload", "ranks", "activations"),
+    *("workload", "ranks", "activations", "min_offloaded_bytes"),
 )
 
 # ------------------------------------------------------------------------------------------------------------- writing
@@ -74,6 +74,8 @@ def json_text(program: Program) -> str:
         entries["ring"] = _line(asdict(program.ring))
     if program.activations:
         entries["activations"] = _lines(_activation_entries(program.activations))
+    if program.min_offloaded_bytes:
+        entries["min_offloaded_bytes"] = _line(program.min_offloaded_bytes)
     body = ",\n".join(f"  {_line(key)}: {entries[key]}" for key in _KEYS if key in entries)
     return f"{{\n{body}\n}}\n"
 
@@ -148,6 +150,8 @@ def _activation_entries(activations: Mapping[Unit, Activations]) -> Iterator[dic
             entry["recompute"] = [pieces_text(run) for run in own.recompute]
         if own.offload:
             entry["offload"] = [{"pieces": pieces_text(run), "share": share} for run, share in own.offload]
+            if own.ahead != 1:
+                entry["ahead"] = own.ahead
         yield entry
 
 
@@ -181,6 +185,7 @@ def from_json(path: str | Path) -> Program:
         forward_only=top["forward_only"].truth() if "forward_only" in top else False,
         ring=_ring(top["ring"]) if "ring" in top else RingOptions(),
         activations=_activations(top["activations"]) if "activations" in top else {},
+        min_offloaded_bytes=top["min_offloaded_bytes"].whole() if "min_offloaded_bytes" in top else 0,
     )
 
 
@@ -249,9 +254,10 @@ def _workload(entry: Fields, num_ops: int) -> Workload:
 def _activations(listed: Fields) -> dict[Unit, Activations]:
     units: dict[Unit, Activations] = {}
     for entry in listed.each():
-        entry.only(("units", "recompute", "offload"))
+        entry.only(("units", "recompute", "offload", "ahead"))
         offload = entry["offload"].each() if "offload" in entry else ()
-        own = Activations(_runs(entry), tuple(_offloaded(each) for each in offload))
+        ahead = entry["ahead"].whole() if "ahead" in entry else 1
+        own = Activations(_runs(entry), tuple(_offloaded(each) for each in offload), ahead)
         for op in _ops(entry["units"]):
             if op.kind != "F":
                 raise ProgramError(f"{entry.place}.units: {op} is no forward, whose cell stands for its unit.")

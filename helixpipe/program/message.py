@@ -1,10 +1,10 @@
-"""Transfers between ranks: messages from one to another, collectives of a group. No torch here."""
+"""Transfers: messages from one rank to another, collectives of a group, copies to the host. No torch here."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from helixpipe.program.program import Op
+from helixpipe.program.program import Op, Unit
 
 
 class Message(NamedTuple):
@@ -49,3 +49,20 @@ class Collective(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.kind} of stage {self.stage} (ranks {', '.join(map(str, self.ranks))})"
+
+
+class Copy(NamedTuple):
+    """What a unit's offloaded activations make on their way out of the device, or in again.
+
+    number: its place among the program's copies. inward: whether it comes back. unit: whose activations. op: after
+    which it leaves, or before which it is back.
+    """
+
+    number: int
+    inward: bool
+    rank: int
+    unit: Unit
+    op: Op
+
+    def __str__(self) -> str:
+        return f"{'fetch' if self.inward else 'offload'} of {self.op} (rank {self.rank})"

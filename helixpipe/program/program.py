@@ -55,6 +55,7 @@ class Program:
     forward_only: an evaluation program, every unit has F and nothing else.
     ring: how weights of ring stages travel.
     activations: of the units whose activations are not treated as their stage says.
+    min_offloaded_bytes: saved tensors smaller than that stay on the device, whatever is to be offloaded.
     """
 
     schedule: str
@@ -64,6 +65,7 @@ class Program:
     forward_only: bool = False
     ring: RingOptions = field(default_factory=RingOptions)
     activations: Mapping[Unit, Activations] = field(default_factory=dict)
+    min_offloaded_bytes: int = 0
 
     @property
     def num_ranks(self) -> int:

@@ -57,11 +57,14 @@ class Activations:
     recompute: runs of the stage's pieces, in order, each recomputed from its inputs: by the unit's R op, or where the
     program has none, run by run, in the unit's B or I as it comes to them.
     offload: runs of pieces whose saved tensors go to the host's memory after F and come back before the backward, each
-    with the share of their bytes that goes, above 0 and at most 1.
+    with the share of their bytes that goes, above 0 and at most 1. Of a piece that is recomputed these are the inputs
+    of its run, if it is the run's first.
+    ahead: ops that its rank may run while they come back, before the first op that needs them.
     """
 
     recompute: tuple[tuple[Piece, ...], ...] = ()
     offload: tuple[tuple[tuple[Piece, ...], float], ...] = ()
+    ahead: int = 1
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,8 @@ BUFFER_KINDS = (
     "saved",
     "recomputed",
     "deferred",
+    "offloaded",
+    "fetched",
     "keys_values",
     "kv_gradients",
     "weights",
@@ -40,8 +42,10 @@ BUFFER_KINDS = (
 )
 """activation: what crosses the cut before its unit's stage, on its way to the unit. gradient: the gradient of what
 crosses the cut after it. saved: what a unit's forward saves for its backward. recomputed: what recomputation adds to
-that. deferred: what waits between I and W. keys_values, kv_gradients: of a document in the layers of a stage. weights,
-weight_gradients: borrowed from another rank, and summed for it. workspace: what an op needs while it runs."""
+that. deferred: what waits between I and W. offloaded: the part of what is saved that leaves the device, there and, with
+`host`, in the host's memory. fetched: the same when it is back. keys_values, kv_gradients: of a document in the layers
+of a stage. weights, weight_gradients: borrowed from another rank, and summed for it. workspace: what an op needs while
+it runs."""
 
 
 class Buffer(NamedTuple):

@@ -9,32 +9,33 @@ cannot start yet holds up all that follows.
 from __future__ import annotations
 
 from helixpipe.lowering.project import Action, LoweredProgram
+from helixpipe.program.tasks import Resource
 
 Waits = dict[int, list[int]]
 """For a task those that wait for it, beside those of the graph."""
 
 
-def link_orders(lowered: LoweredProgram) -> dict[tuple[int, ...], list[int]]:
-    """The messages of each link, in order."""
-    first, messages = lowered.graph.num_ops, lowered.messages
-    orders: dict[tuple[int, ...], list[int]] = {}
+def transfer_orders(lowered: LoweredProgram) -> dict[Resource, list[int]]:
+    """The messages of each link and the copies of each copy engine, in order."""
+    first, (resource, table) = lowered.graph.num_ops, lowered.graph.resources()
+    orders: list[list[int]] = [[] for _ in table]
     for task in lowered.order:
-        if first <= task < first + len(messages):
-            message = messages[task - first]
-            orders.setdefault((message.source, message.target), []).append(task)
-    return orders
+        if task >= first:
+            orders[resource[task]].append(task)
+    return {each: orders[number] for number, each in enumerate(table) if each.kind not in ("compute", "collective")}
 
 
 def stream_waits(lowered: LoweredProgram) -> Waits:
     """With a queue for each stream. A rank adds up weight gradients that it waits for before it computes on: the op
-    after such a WAIT waits for the message."""
+    after such a WAIT waits for the message. So does the op after a GONE for the copy: it may use the memory."""
     waits: Waits = {}
-    if not any(message.kind == "weight_gradients" for message in lowered.messages):
+    if not lowered.graph.copies and all(message.kind != "weight_gradients" for message in lowered.messages):
         return waits
     for stream in lowered.streams:
         waited: list[int] = []
         for action, _, message, _, task in stream:
-            if action is Action.WAIT and message is not None and message.kind == "weight_gradients":
+            added = action is Action.WAIT and message is not None and message.kind == "weight_gradients"
+            if added or action is Action.GONE:
                 waited.append(task)
             elif action is Action.RUN and waited:
                 for before in waited:
@@ -57,7 +58,7 @@ def queue_waits(lowered: LoweredProgram) -> Waits:
         ahead: list[int] = []  # what must have ended before the queue goes on
         before: dict[int, int] = {}  # the last transfer of each link and group
         for action, _, message, _, task in stream:
-            if action is Action.WAIT:
+            if action in (Action.WAIT, Action.GONE, Action.BACK):
                 ahead.append(task)
             elif action is Action.RUN:
                 for each in ahead:

@@ -11,7 +11,8 @@ stream. While an op runs:
   gone, and with it what was recomputed inside, and keys and values that have had their last op;
 - what B saved goes when the op has returned (FREE).
 
-A message is received into memory that is taken at its RECV, and what is sent is gone at its SEND.
+A message is received into memory that is taken at its RECV, and what is sent is gone at its SEND. What is offloaded is
+in the host's memory from its OFFLOAD to its BACK, on the device until GONE and from FETCH on.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ CATEGORY_OF = MappingProxyType(
         "saved": ACTIVATIONS,
         "recomputed": ACTIVATIONS,
         "deferred": ACTIVATIONS,
+        "offloaded": ACTIVATIONS,
+        "fetched": ACTIVATIONS,
         "keys_values": ACTIVATIONS,
         "kv_gradients": ACTIVATIONS,
         "weights": WEIGHTS,
@@ -52,11 +55,12 @@ class Peak:
     """The most memory of a rank, in the costs' unit, weights and optimizer of its own not included.
 
     activations: the most that units, keys and values keep at any time. most: what there is of each of `CATEGORIES` when
-    all together are most.
+    all together are most. host: the most there is in the host's memory.
     """
 
     activations: float
     most: dict[str, float]
+    host: float = 0.0
 
     @property
     def total(self) -> float:
@@ -66,27 +70,31 @@ class Peak:
 def sweep(lowered: LoweredProgram, costs: BoundCosts, rank: int) -> Peak:
     """Go through one rank's instructions."""
     state, frees = _Sweep(lowered.graph, costs, rank), lowered.graph.frees
-    run, wait = Action.RUN, Action.WAIT
+    run, wait, free = Action.RUN, Action.WAIT, Action.FREE
     for action, op, message, _, task in lowered.streams[rank]:
         if action is run:
             state.run(task)
         elif message is not None:
             if action is not wait or message.ships:  # what is waited for has its place since its RECV
                 state.transfer(action, message.kind, message.number, task)
-        elif op is not None:
+        elif action is free:
             for number in frees[task]:
                 state.free(number)
-    return Peak(state.activations, dict(zip(CATEGORIES, state.most, strict=True)))
+        elif op is not None:
+            state.copy(action, task)
+    return Peak(state.activations, dict(zip(CATEGORIES, state.most, strict=True)), state.host_peak)
 
 
 class _Sweep:
-    """now: of each category. alive: category and size of each buffer that is there. activations, most: see `Peak`."""
+    """now: of each category. host, host_peak: in the host's memory, now and the most. alive: category and size of each
+    buffer that is there. activations, most: see `Peak`."""
 
     def __init__(self, graph: Graph, costs: BoundCosts, rank: int):
         self.graph, self.size, self.rank = graph, costs.size, rank
         self.now = [0.0] * len(CATEGORIES)
         self.alive: dict[int, tuple[int, float]] = {}
         self.activations, self.most, self._total = 0.0, list(self.now), 0.0
+        self.host = self.host_peak = 0.0
 
     def run(self, task: int) -> None:
         graph, buffers = self.graph, self.graph.buffers
@@ -117,7 +125,7 @@ class _Sweep:
         """What I leaves to W takes the place of what was saved."""
         buffers = self.graph.buffers
         for number in frees:
-            if buffers[number].kind in ("saved", "recomputed"):
+            if buffers[number].kind in ("saved", "recomputed", "fetched"):
                 self.free(number)
         for number in [number for number in given if buffers[number].kind == "deferred"]:
             given.remove(number)
@@ -136,6 +144,21 @@ class _Sweep:
         elif action is Action.WAIT and kind == "weights":
             self.free(graph.targets[number])
             self.take(graph.targets[number])
+
+    def copy(self, action: Action, task: int) -> None:
+        graph = self.graph
+        if action is Action.OFFLOAD:
+            (there,) = graph.writes[task]
+            self.host += self.size(graph.buffers[there])
+            self.host_peak = max(self.host_peak, self.host)
+        elif action is Action.GONE:
+            self.free(*graph.frees[task])
+        elif action is Action.FETCH:
+            self.take(*graph.writes[task])
+            self.check()
+        else:
+            (there,) = graph.frees[task]
+            self.host -= self.size(graph.buffers[there])
 
     def take(self, number: int, category: int = -1) -> None:
         buffer = self.graph.buffers[number]

@@ -1,0 +1,44 @@
+"""Activations that leave the device after a unit's forward and are back before its backward. No torch here.
+
+Of what a unit saves, the part that `Activations.offload` names is copied to the host's memory once F has run, and its
+memory on the device is free when the copy has ended. It is copied in again before the first op that reads what F
+saved: the unit's R if there is one, else its B or I. Copies of a rank in one direction run one after the other.
+
+A copy out starts as soon as it can. A copy in could start when the copy out has ended, which would give back at once
+what was won; it waits for the op that lies `Activations.ahead` ops before the one that needs it.
+
+Every other op keeps its place and its dependencies, so no order that was possible becomes impossible: a copy waits for
+ops of its own rank alone, all of them before the op that waits for it.
+"""
+
+from __future__ import annotations
+
+from helixpipe.lowering.graph import Draft
+from helixpipe.program.message import Copy
+from helixpipe.program.tasks import Buffer
+
+
+def offloaded(draft: Draft) -> None:
+    """Add the two copies of every unit that offloads, with what they copy, in the host's memory too."""
+    program, graph = draft.program, draft.graph
+    if program.forward_only:
+        return
+    for forward, op in enumerate(graph.ops):
+        if op.kind == "F" and program.activations_of(op.unit).offload:
+            _copies(draft, forward)
+
+
+def _copies(draft: Draft, forward: int) -> None:
+    graph, number = draft.graph, draft.units[forward]
+    op, rank, unit = graph.ops[forward], graph.ranks[forward], graph.ops[forward].unit
+    backward, recompute = draft.backward[number], draft.recompute[number]
+    reader = recompute if recompute >= 0 else backward
+    leaves = Buffer("offloaded", rank, *unit)
+    out = draft.copy(Copy(len(graph.copies), False, rank, unit, op))
+    draft.buffer(leaves, forward, (out,), out)
+    back = draft.copy(Copy(len(graph.copies), True, rank, unit, graph.ops[reader]))
+    draft.buffer(leaves._replace(host=True), out, (back,), back)
+    draft.buffer(leaves._replace(kind="fetched"), back, (reader,), backward)
+    before = reader - draft.program.activations_of(unit).ahead - 1
+    if before > forward:  # a rank's ops are numbered in their order
+        draft.wait(back, before)
