@@ -52,6 +52,9 @@ class ModelOptions:
     network_efficiency: float | None = option(
         None, "Share of NVLink's and the network's bandwidth reached (default: the hardware's)."
     )
+    host_efficiency: float | None = option(
+        None, "Share of PCIe's bandwidth between device and host reached (default: the hardware's)."
+    )
     efficiency_from: str | None = option(
         None,
         "Take the shares of matrix products, attention and memory that are not given from this file of `helixpipe "
@@ -60,6 +63,9 @@ class ModelOptions:
     )
     reserved_memory: float | None = option(
         None, "GiB of each GPU for the driver, NCCL and fragmentation (default: 3).", metavar="GIB"
+    )
+    host_memory: float | None = option(
+        None, "GiB of host memory of a node, which its GPUs share evenly (default: the hardware's).", metavar="GIB"
     )
 
 
@@ -113,6 +119,7 @@ def make_plan(
         "attention": options.attention_efficiency,
         "memory": options.memory_efficiency,
         "network": options.network_efficiency,
+        "host": options.host_efficiency,
     }
     hardware = find_hardware(options.hardware or DEFAULT_HARDWARE, **shares)
     if options.efficiency_from is not None:
@@ -120,6 +127,8 @@ def make_plan(
         hardware = hardware_as_measured(options.efficiency_from, hardware, given)
     if options.gpus_per_node is not None:
         hardware = dataclasses.replace(hardware, gpus_per_node=options.gpus_per_node)
+    if options.host_memory is not None:
+        hardware = dataclasses.replace(hardware, host_memory=options.host_memory * GIB)
     tp = options.tensor_parallel or 1
     if ranks is None and one_rank:
         ranks = 1
@@ -155,9 +164,10 @@ def _require_positive(options: ModelOptions) -> None:
         value = getattr(options, name)
         if value is not None and value < least:
             raise UserError(f"--{name.replace('_', '-')} must be at least {least}, not {value}.")
-    reserved = options.reserved_memory
-    if reserved is not None and not 0 <= reserved < math.inf:
-        raise UserError(f"--reserved-memory must be a number of GiB, 0 or more, not {reserved:g}.")
+    for name in ("reserved_memory", "host_memory"):
+        size = getattr(options, name)
+        if size is not None and not 0 <= size < math.inf:
+            raise UserError(f"--{name.replace('_', '-')} must be a number of GiB, 0 or more, not {size:g}.")
 
 
 def _microbatches(

@@ -43,6 +43,9 @@ class CostOptions:
     )
     backward_ratio: float = option(2.0, "Time of a full backward over its forward, at least 1.")
     message_time: float = option(0.0, "Time of any message between ranks.")
+    copy_time: float = option(
+        0.0, "Time of copying what one layer keeps of one microbatch to host memory, or back (0: free)."
+    )
     memory_limit: float | None = option(
         None,
         "What a rank may keep, for schedules that choose by it: in microbatch-layers, or beside --profile in GiB "

@@ -45,7 +45,7 @@ def plan_of(names: Sequence[str], namespace: argparse.Namespace) -> Plan | None:
 
 
 def _refuse_times(namespace: argparse.Namespace) -> None:
-    for name in ("piece_times", "backward_ratio", "message_time"):
+    for name in ("piece_times", "backward_ratio", "message_time", "copy_time"):
         if getattr(namespace, name) != getattr(CostOptions, name):
             raise UserError(f"--{name.replace('_', '-')} cannot be given beside --model, which has costs of its own.")
 
@@ -64,7 +64,8 @@ def make_simulations(
             f"--backward-ratio {options.backward_ratio:g} must be at least 1: "
             "the input gradient alone takes as long as the forward."
         )
-    costs: Costs = PieceTimes(parse_piece_times(options.piece_times), options.backward_ratio, options.message_time)
+    pieces = parse_piece_times(options.piece_times)
+    costs: Costs = PieceTimes(pieces, options.backward_ratio, options.message_time, options.copy_time)
     limit = options.memory_limit
     if isinstance(given, Plan):
         if limit is not None:

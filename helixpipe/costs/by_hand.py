@@ -42,9 +42,13 @@ PIECE_ALIASES = {"pre": "qkv", "post": "mlp"}
 
 
 class _LayerMemory:
-    """Memory counted in microbatch-layers, and that of units alone."""
+    """Memory counted in microbatch-layers, and that of units alone. copy: time of copying one of them one way."""
 
     memory_unit: ClassVar[str] = "microbatch-layers"
+    copy: float
+
+    def copy_time(self, nbytes: float, inward: bool) -> float:
+        return nbytes * self.copy
 
     def size(self, contents: Contents) -> float:
         segments, share = contents.segments, sum(part.tokens for part in contents.extents) / contents.whole
@@ -65,15 +69,18 @@ class _LayerMemory:
 class PieceTimes(_LayerMemory):
     """Costs given by hand: the forward time of each piece for a whole microbatch; missing pieces take no time.
 
-    backward_ratio: full backward over forward, for every piece. message: time of any message between ranks.
+    backward_ratio: full backward over forward, for every piece. message: time of any message between ranks. copy: time
+    of copying to the host, or back, what one layer keeps of one microbatch.
     """
 
     forward: Mapping[str, float] = field(default_factory=lambda: {"mlp": 1.0})
     backward_ratio: float = 2.0
     message: float = 0.0
+    copy: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, value in (*self.forward.items(), ("backward ratio", self.backward_ratio), ("message", self.message)):
+        others = (("backward ratio", self.backward_ratio), ("message", self.message), ("copy", self.copy))
+        for name, value in (*self.forward.items(), *others):
             if value < 0 or value != value or value == float("inf"):
                 raise UserError(f"the time of {name} must be a finite number and not negative, not {value}.")
 
@@ -107,12 +114,13 @@ def unit_costs() -> PieceTimes:
 
 @dataclass(frozen=True)
 class OpTimes(_LayerMemory):
-    """Costs measured on a program: the time of each (kind, stage, chunk), and of any message between ranks. Where R was
-    part of the backward, its time is there, and R takes none."""
+    """Costs measured on a program: the time of each (kind, stage, chunk), of any message between ranks, and of copying
+    a microbatch-layer. Where R was part of the backward, its time is there, and R takes none."""
 
     program: Program
     times: Mapping[tuple[str, int, int], float]
     message: float = 0.0
+    copy: float = 0.0
 
     def op_time(self, work: Work) -> float:
         stage = next(index for index, stage in enumerate(self.program.stages) if work.pieces[0] in stage.pieces)

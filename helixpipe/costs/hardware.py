@@ -8,7 +8,13 @@ Sources: [A100] NVIDIA A100 datasheet (80 GB SXM); [H100] NVIDIA H100 datasheet 
 (SXM); [DGX] DGX A100, DGX H100 and DGX H200 user guides: adapters a node; [A800] the A100 with NVLink cut from 600 to
 400 GB/s (NVIDIA's statement of November 2022); [H20] vendors' tables: 148 TFLOP/s, 96 GB HBM3 at 4.0 TB/s, NVLink as
 H100; [Helix] network of the published setups of HelixPipe: A800 nodes with 4 x 100 Gb/s, H20 nodes with 4 x 200 Gb/s.
-Memory is in GiB: a stack called 16 GB holds 16 GiB.
+Memory is in GiB: a stack called 16 GB holds 16 GiB, and so do the host's modules: 2 TB are 32 x 64 GiB.
+
+Sources of the host's: [Rome] 2 x EPYC 7742 with 8 channels of DDR4-3200 each (DGX A100); [SPR] 2 x Xeon 8480C with 8
+channels of DDR5-4800 each (DGX H100 and H200); [SPPO] arXiv 2503.10377: A100 nodes with 2 TB, and 10.59 GB copied in
+821 ms on each GPU, 12.9 GB/s; [pairs] topology of an 8 x A100 node, where each two GPUs are behind the same switch
+(NVIDIA/nvbandwidth, issue 53); [each] each H100 with a PCIe 5 x16 link of its own (MLPerf Inference 4.1, description of
+NVIDIA's 8 x H200 node: 504 GB/s between its GPUs and PCIe).
 
 Efficiencies are assumptions, not data: what training usually reaches of the figures above, somewhat less than the best
 kernels alone (clocks fall under load, launches leave gaps). Each may be given by a flag.
@@ -34,13 +40,15 @@ RESERVED_MEMORY = 3 * GIB
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Share of the peak that is reached: by matrix products, by attention kernels, of the memory's bandwidth, and of
-    NVLink's and the network's."""
+    """Share of the peak that is reached: by matrix products, by attention kernels, of the memory's bandwidth, of
+    NVLink's and the network's, and of PCIe's between device and host."""
 
     matmul: float = 0.65
     attention: float = 0.5
     memory: float = 0.75
     network: float = 0.75
+    host: float = 0.8
+    """A GPU alone copies 25 to 26 GB/s over 32 (A100; NVIDIA/nvbandwidth, issue 11), 52.8 over 64 (H100; issue 24)."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -53,8 +61,9 @@ class Hardware:
     """One kind of node. flops: a second, of one GPU. Bandwidths: bytes a second, in one direction.
 
     nvlink: between one GPU and the others of its node. network: of a whole node, in all `adapters` together.
-    host_link: between one GPU and host memory. latency: seconds before a message's first byte arrives. device: what the
-    driver calls the GPU.
+    host_link: of the PCIe link between one GPU and its switch, and between a switch and the processor. gpus_per_uplink:
+    GPUs behind one switch. host_memory: bytes of a node. host_memory_bandwidth: of a node, reading and writing
+    together. latency: seconds before a message's or a copy's first byte arrives. device: what the driver calls the GPU.
     """
 
     name: str
@@ -65,6 +74,9 @@ class Hardware:
     network: float
     adapters: int
     host_link: float
+    gpus_per_uplink: int
+    host_memory: float
+    host_memory_bandwidth: float
     device: str = ""
     gpus_per_node: int = 8
     efficiency: Efficiency = Efficiency()
@@ -73,6 +85,9 @@ class Hardware:
     short_chunk: int = 2048
     """Tokens of a microbatch below which an op's kernels no longer keep the GPU busy. Seq1F1B measures 3655, 3449 and
     3262 tokens a second and GPU (2.7B, A100) with chunks of 8k, 4k and 2k tokens on average; nothing shorter."""
+    duplex: float = 0.7
+    """What of two directions' bandwidth is left to both together when both are in use: of an A100's 2 x 25.5 GB/s, 24
+    out of the device and 12.5 into it (NVIDIA/nvbandwidth, issue 11). Taken to be the same on other hosts."""
 
     def peer_bandwidth(self, gpus_sending: int, same_node: bool) -> float:
         """Bytes a second from one GPU to one on another (or the same) node while `gpus_sending` of its node send.
@@ -82,6 +97,17 @@ class Hardware:
         if same_node:
             return self.nvlink * self.efficiency.network
         return self.network / max(gpus_sending, self.adapters) * self.efficiency.network
+
+    def host_bandwidth(self, both: bool) -> float:
+        """Bytes a second in one direction between one GPU and host memory while all GPUs of the node copy.
+
+        both: they copy in both directions. The least of three shares: of a switch's link to the processor, which the
+        GPUs behind it share; of the GPU's own link; of the host's memory. Adapters take nothing of these: what they
+        send they read from a GPU behind the same switch.
+        """
+        link = self.host_link * self.efficiency.host / min(self.gpus_per_uplink, self.gpus_per_node)
+        memory = self.host_memory_bandwidth * self.efficiency.memory / self.gpus_per_node
+        return min(link * self.duplex, memory / 2) if both else min(link, memory)
 
 
 _HOPPER = Efficiency(matmul=0.6, attention=0.4)
@@ -103,6 +129,9 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
                 network=200 * GIGA,  # [DGX] 8 x 200 Gb/s
                 adapters=8,
                 host_link=32 * GIGA,  # [A100] PCIe 4 x16, 64 both ways
+                gpus_per_uplink=2,  # [pairs]
+                host_memory=2048 * GIB,  # [SPPO]
+                host_memory_bandwidth=409.6 * GIGA,  # [Rome]
                 device="NVIDIA A100-SXM4-80GB",
             ),
             Hardware(
@@ -114,6 +143,9 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
                 network=50 * GIGA,  # [Helix] 4 x 100 Gb/s
                 adapters=4,
                 host_link=32 * GIGA,  # [A100] PCIe 4 x16
+                gpus_per_uplink=2,  # [pairs] as A100
+                host_memory=2048 * GIB,  # as [SPPO]'s A100 nodes
+                host_memory_bandwidth=409.6 * GIGA,  # [Rome] as A100
                 device="NVIDIA A800-SXM4-80GB",
             ),
             Hardware(
@@ -125,6 +157,9 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
                 network=100 * GIGA,  # [Helix] 4 x 200 Gb/s
                 adapters=4,
                 host_link=64 * GIGA,  # [H100] PCIe 5 x16
+                gpus_per_uplink=1,  # [each] as H100
+                host_memory=2048 * GIB,  # as H100
+                host_memory_bandwidth=614.4 * GIGA,  # [SPR] as H100
                 device="NVIDIA H20",
                 efficiency=_H20,
             ),
@@ -137,6 +172,9 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
                 network=400 * GIGA,  # [DGX] 8 x 400 Gb/s
                 adapters=8,
                 host_link=64 * GIGA,  # [H100] PCIe 5 x16, 128 both ways
+                gpus_per_uplink=1,  # [each]
+                host_memory=2048 * GIB,  # [DGX]
+                host_memory_bandwidth=614.4 * GIGA,  # [SPR]
                 device="NVIDIA H100 80GB HBM3",
                 efficiency=_HOPPER,
             ),
@@ -149,6 +187,9 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
                 network=400 * GIGA,  # [DGX] 8 x 400 Gb/s
                 adapters=8,
                 host_link=64 * GIGA,  # [H200] PCIe 5 x16
+                gpus_per_uplink=1,  # [each]
+                host_memory=2048 * GIB,  # [DGX]
+                host_memory_bandwidth=614.4 * GIGA,  # [SPR]
                 device="NVIDIA H200",
                 efficiency=_HOPPER,
             ),

@@ -3,7 +3,8 @@
 An op takes the sum of its kernels' times; a kernel takes the longer of its arithmetic and its memory traffic, each at
 the share of the peak that `Efficiency` assumes. Collectives over tensor-parallel ranks go over NVLink and are not
 overlapped with anything; launching kernels from Python costs nothing. A message takes a latency and its bytes over
-NVLink within a node, or over this GPU's share of the node's network.
+NVLink within a node, or over this GPU's share of the node's network; a copy to the host takes one and its bytes over
+this GPU's share of the host link.
 
 Ranks lie on nodes as Megatron places them: tensor-parallel ranks side by side, then data-parallel, then pipeline.
 """
@@ -76,6 +77,15 @@ class ModelCosts(CountsBytes):
         same_node = self._node(payload.source) == self._node(payload.target)
         bandwidth = self.hardware.peer_bandwidth(self._senders, same_node)
         return self.hardware.latency + self.payload_bytes(payload) / bandwidth
+
+    def copy_time(self, nbytes: float, inward: bool) -> float:
+        """The same both ways."""
+        return self.hardware.latency + nbytes / self.hardware.host_bandwidth(both=True)
+
+    @property
+    def host_memory(self) -> float:
+        """Bytes of its node's host memory that are one GPU's."""
+        return self.hardware.host_memory / self.hardware.gpus_per_node
 
     def static_memory(self, pieces: Sequence[Piece]) -> float:
         """Bytes of weights, gradients and optimizer state of a rank that holds these pieces."""

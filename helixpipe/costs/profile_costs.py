@@ -18,6 +18,7 @@ from typing import Any
 
 from helixpipe.common.errors import UserError
 from helixpipe.common.files import whole_file
+from helixpipe.costs.hardware import find_device
 from helixpipe.costs.models import Chunk, Layout, ModelShape
 from helixpipe.costs.piece_bytes import CountsBytes, PieceBytes
 from helixpipe.costs.sizes import GRADIENT_BYTES
@@ -58,10 +59,23 @@ class MessageTimes:
 
 
 @dataclass(frozen=True)
+class CopyTimes:
+    """A copy of n bytes from the device to its host (out) or back (inward) takes latency + n / bandwidth seconds.
+
+    out, inward: bytes a second, as (alone, with the other direction in use).
+    """
+
+    latency: float
+    out: tuple[float, float]
+    inward: tuple[float, float]
+
+
+@dataclass(frozen=True)
 class Profile:
     """What `helixpipe profile` measured, and of what.
 
-    machine, assumed: for people; what was measured on and under which conditions. torch: its version.
+    machine, assumed: for people; what was measured on and under which conditions. torch: its version. copies: None in
+    files of before they were measured.
     """
 
     model: ModelShape
@@ -73,6 +87,7 @@ class Profile:
     torch: str = ""
     machine: Mapping[str, Any] = field(default_factory=dict)
     assumed: Mapping[str, Any] = field(default_factory=dict)
+    copies: CopyTimes | None = None
 
     def save(self, path: str | Path) -> None:
         """Write the file, whole or not at all. Raises UserError when it cannot be written."""
@@ -105,6 +120,7 @@ class Profile:
                 layout=Layout(**content["layout"]),
                 chunks=tuple(ChunkTimes(**chunk) for chunk in content["chunks"]),
                 messages=_message_times(**content["messages"]),
+                copies=_copy_times(content.get("copies")),
                 **{name: content[name] for name in ("dtype", "seq_length", "torch", "machine", "assumed")},
             )
             profile._check()
@@ -126,6 +142,12 @@ class Profile:
             _check_numbers({name: once, f"{name} a byte": per_byte})
         if messages.bandwidth == 0:
             raise ValueError(f"bandwidth is {messages.bandwidth}")
+        if self.copies is not None:
+            bandwidths = (*self.copies.out, *self.copies.inward)
+            numbers = {f"bandwidth {number} of copies": value for number, value in enumerate(bandwidths)}
+            _check_numbers({"latency of copies": self.copies.latency, **numbers})
+            if 0 in bandwidths:
+                raise ValueError("a bandwidth of copies is 0")
 
 
 _FORMAT = "helixpipe profile"
@@ -155,6 +177,26 @@ class ProfileCosts(CountsBytes):
     def message_time(self, payload: Payload) -> float:
         messages = self.profile.messages
         return messages.latency + self.payload_bytes(payload) / messages.bandwidth
+
+    def copy_time(self, nbytes: float, inward: bool) -> float:
+        """As measured; of a file that does not say, that of the hardware it was measured on. Raises UserError where
+        that is not known either."""
+        copies = self._copies
+        return copies.latency + nbytes / (copies.inward if inward else copies.out)[1]
+
+    @cached_property
+    def _copies(self) -> CopyTimes:
+        if self.profile.copies is not None:
+            return self.profile.copies
+        device = self.profile.machine.get("device")
+        hardware = find_device(str(device))
+        if hardware is None:
+            raise UserError(
+                "the file of `helixpipe profile` says nothing of copies between device and host, nor is anything known "
+                f"of {device}; measure again."
+            )
+        both_ways = (hardware.host_bandwidth(both=False), hardware.host_bandwidth(both=True))
+        return CopyTimes(hardware.latency, both_ways, both_ways)
 
     def static_memory(self, pieces: Sequence[Piece]) -> float:
         """Weights, their gradients and Adam's state on a rank of these pieces, without data parallelism."""
@@ -196,6 +238,13 @@ def _message_times(
 ) -> MessageTimes:
     (send_once, send_byte), (receive_once, receive_byte) = send, receive
     return MessageTimes(latency, bandwidth, backend, (send_once, send_byte), (receive_once, receive_byte))
+
+
+def _copy_times(content: Mapping[str, Any] | None) -> CopyTimes | None:
+    if content is None:
+        return None
+    (out_alone, out_both), (in_alone, in_both) = content["out"], content["inward"]
+    return CopyTimes(content["latency"], (out_alone, out_both), (in_alone, in_both))
 
 
 def _check_numbers(values: Mapping[str, Any]) -> None:

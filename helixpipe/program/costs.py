@@ -83,8 +83,10 @@ class Costs(Protocol):
     """Times in one unit, whatever it is, and memory in one unit.
 
     op_time: of an op alone; recomputation inside a backward is asked for as R. message_time: of a message on a link
-    that carries nothing else. size: of a buffer; 0 where the unit of memory does not count its kind. static_memory: all
-    that a rank that holds these pieces has at all times (weights, gradients, optimizer; 0 where unknown).
+    that carries nothing else. copy_time: of a copy of so much, in the unit of memory, from the device to its host or
+    (inward) back, with both directions in use. size: of a buffer; 0 where the unit of memory does not count its kind.
+    static_memory: all that a rank that holds these pieces has at all times (weights, gradients, optimizer; 0 where
+    unknown).
     """
 
     @property
@@ -93,6 +95,8 @@ class Costs(Protocol):
     def op_time(self, work: Work) -> float: ...
 
     def message_time(self, payload: Payload) -> float: ...
+
+    def copy_time(self, nbytes: float, inward: bool) -> float: ...
 
     def size(self, contents: Contents) -> float: ...
 

@@ -102,6 +102,13 @@ def test_file_and_drawing(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
         ("simulate 1f1b --model llama2-7b -p 8 -m 4 --global-batch-size 8", "--microbatches 4 does not fit"),
         ("simulate 1f1b --model llama2-7b --matmul-efficiency 75", "above 0 and at most 1"),
         ("simulate 1f1b --model llama2-7b --reserved-memory nan", "not a finite number"),
+        (
+            "simulate 1f1b --model llama2-7b --host-memory -1",
+            "--host-memory must be a number of GiB, 0 or more, not -1",
+        ),
+        ("simulate 1f1b --model llama2-7b --host-efficiency 2", "--host-efficiency 2 must be above 0 and at most 1"),
+        ("simulate 1f1b --host-memory 512", "--host-memory needs --model"),
+        ("simulate 1f1b --model llama2-7b --copy-time 1", "--copy-time cannot be given beside --model"),
         ("simulate 1f1b --model llama2-7b --message-time 1", "--message-time cannot be given beside --model"),
         ("simulate 1f1b --model llama2-7b --tensor-parallel 8 --nodes 8 --seq-length 1001", "multiple of"),
         ("simulate 1f1b --model llama2-7b --modl x", "did you mean --model?"),

@@ -42,6 +42,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("simulate 1f1b --piece-times attn=1e308", "too large"),
         ("simulate 1f1b --backward-ratio 0.5", "at least 1"),
         ("simulate 1f1b --message-time -1", "not negative"),
+        ("simulate 1f1b --copy-time -1", "the time of copy must be a finite number and not negative"),
         ("simulate 1f1b -p 1000000 -m 1000000", "too large to simulate"),
         ("draw 1f1b -o picture.bmp", ".png, .svg, .pdf, .html, .json"),
         ("draw 1f1b -o nowhere/picture.html", "cannot write nowhere/picture.html: No such file or directory"),

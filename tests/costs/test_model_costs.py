@@ -59,6 +59,7 @@ def test_hardware_has_no_slip_of_a_unit() -> None:
         assert hardware.name == name
         assert 1e14 < hardware.flops < 1e15 and 80 * GIB <= hardware.memory < 200 * GIB
         assert hardware.flops > hardware.memory_bandwidth > hardware.nvlink >= hardware.network > hardware.host_link / 2
+        assert 10e9 < hardware.host_bandwidth(both=False) < hardware.host_link < hardware.host_memory_bandwidth < 1e12
     assert (HARDWARE["a800"].network, H20.network) == (4 * 100e9 / 8, 4 * 200e9 / 8)
 
 
@@ -67,6 +68,30 @@ def test_bandwidth_is_shared() -> None:
     assert eight == pytest.approx(100e9 / 8 * H20.efficiency.network)
     assert alone == pytest.approx(100e9 / 4 * H20.efficiency.network)  # one adapter of the four
     assert H20.peer_bandwidth(8, same_node=True) > eight
+
+
+def test_the_gpus_of_a_node_share_its_host() -> None:
+    """An A100's 25.6 GB/s of PCIe are halved by the GPU beside it behind the same switch: the 12.9 that SPPO's figures
+    come to. Eight H100 have links of their own and share the host's memory."""
+    a100, h100 = HARDWARE["a100-80"], HARDWARE["h100"]
+    assert a100.host_bandwidth(both=False) == pytest.approx(32e9 * 0.8 / 2)
+    assert a100.host_bandwidth(both=False) == pytest.approx(10.59e9 / 0.821, rel=0.02)
+    assert a100.host_bandwidth(both=True) == pytest.approx(0.7 * 12.8e9)
+    assert replace(a100, gpus_per_node=1).host_bandwidth(both=False) == pytest.approx(25.6e9)
+    assert h100.host_bandwidth(both=False) == pytest.approx(51.2e9)
+    assert h100.host_bandwidth(both=True) == pytest.approx(614.4e9 * 0.75 / 8 / 2)
+    alone = replace(h100, gpus_per_node=1)
+    assert alone.host_bandwidth(both=True) == pytest.approx(0.7 * 51.2e9)
+    slow = replace(h100, efficiency=replace(h100.efficiency, memory=0.5))
+    assert slow.host_bandwidth(both=False) == pytest.approx(614.4e9 * 0.5 / 8)
+
+
+def test_a_copy_takes_a_latency_and_its_bytes() -> None:
+    for inward in (False, True):
+        assert COSTS.copy_time(8.96e9, inward) == pytest.approx(1 + 10e-6)
+        assert COSTS.copy_time(0, inward) == 10e-6
+    assert COSTS.host_memory == 256 * GIB
+    assert replace(COSTS, hardware=replace(COSTS.hardware, gpus_per_node=4)).host_memory == 512 * GIB
 
 
 def test_unknown_names_and_shares_are_refused() -> None:

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from helixpipe.common.errors import UserError
+from helixpipe.costs.hardware import HARDWARE
 from helixpipe.costs.models import Chunk, Layout, ModelShape
 from helixpipe.costs.piece_bytes import PieceBytes
-from helixpipe.costs.profile_costs import ChunkTimes, MessageTimes, Profile, ProfileCosts
+from helixpipe.costs.profile_costs import ChunkTimes, CopyTimes, MessageTimes, Profile, ProfileCosts
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.lower import lower
 from helixpipe.planning.recompute import RecomputeOptions
@@ -28,6 +29,7 @@ from tests.costs.asking import message_bytes, op_time, sizes
 MODEL = ModelShape("own", 4, 32, 4, 2, 40, True, 200, False, "RMSNorm", "rope", False, 16)
 LAYOUT = Layout(micro_batch_size=2, element_bytes=4, fused_kernels=False)
 SECONDS = {"embed": 0.5, "norm": 1.0, "qkv": 2.0, "attn": 4.0, "proj": 8.0, "mlp": 16.0, "head": 32.0}
+COPIES = CopyTimes(0.5, (2000.0, 1000.0), (4000.0, 500.0))
 OVERHEAD = {"F": 0.25, "I": 0.5, "W": 0.125, "B": 0.75, "R": 0.25}
 OWN = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --vocab-size 200 --seq-length 16"
 
@@ -46,6 +48,7 @@ def make_profile(**changes: Any) -> Profile:
         "torch": "2.0",
         "machine": {"device": "a processor"},
         "assumed": {"processes": 2, "threads": 1},
+        "copies": COPIES,
     }
     return Profile(**{**content, **changes})
 
@@ -78,6 +81,24 @@ def test_a_message_takes_latency_and_its_bytes() -> None:
     for message in lower(program).messages:  # one hidden state of 16 tokens, 2 sequences, 32 channels, 4 bytes
         assert message_bytes(costs, program, message) == 4096
         assert BoundCosts(program, costs).message_time(message) == 0.5 + 4.096
+
+
+def test_a_copy_takes_latency_and_its_bytes_with_both_directions_in_use(saved: str) -> None:
+    costs = ProfileCosts(Profile.load(saved))
+    assert (costs.copy_time(1000, inward=False), costs.copy_time(1000, inward=True)) == (1.5, 2.5)
+
+
+def test_a_file_from_before_copies_were_measured(saved: str) -> None:
+    """It has the copies of the hardware it was measured on, or none."""
+    content = json.loads(Path(saved).read_text(encoding="utf-8"))
+    del content["copies"]
+    Path(saved).write_text(json.dumps(content), encoding="utf-8")
+    costs = ProfileCosts(Profile.load(saved))
+    assert costs.op_time(BoundCosts(one_stage_each(), costs).work(Op("F", 0, 0))) > 0
+    with pytest.raises(UserError, match=r"nothing of copies .* nor is anything known of a processor; measure again\."):
+        costs.copy_time(1000, inward=False)
+    known = ProfileCosts(make_profile(copies=None, machine={"device": "NVIDIA A100-SXM4-80GB"}))
+    assert known.copy_time(1e9, True) == 10e-6 + 1e9 / HARDWARE["a100-80"].host_bandwidth(both=True)
 
 
 def test_messages_take_time_of_their_ranks() -> None:
@@ -154,6 +175,14 @@ def _no_bandwidth(content: dict[str, Any]) -> None:
     content["messages"]["bandwidth"] = 0.0
 
 
+def _no_copies(content: dict[str, Any]) -> None:
+    content["copies"]["inward"][1] = 0.0
+
+
+def _one_way(content: dict[str, Any]) -> None:
+    del content["copies"]["out"]
+
+
 def _more_of_a_model(content: dict[str, Any]) -> None:
     content["model"]["experts"] = 8
 
@@ -165,6 +194,8 @@ def _more_of_a_model(content: dict[str, Any]) -> None:
         (_negative, r"is damaged \(mlp B is -1.0\)"),
         (_text, r"is damaged \(overhead W is 'short'\)"),
         (_no_bandwidth, r"is damaged \(bandwidth is 0.0\)"),
+        (_no_copies, r"is damaged \(a bandwidth of copies is 0\)"),
+        (_one_way, r"is damaged \('out' is missing\)"),
         (_more_of_a_model, r"is damaged \(.*unexpected keyword argument 'experts'\)"),
         (lambda content: content.update(chunks=[]), r"is damaged \(it has no chunk\)"),
         (lambda content: content.update(version=0), "has version 0 of the format and this program reads version 1"),

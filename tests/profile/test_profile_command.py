@@ -74,6 +74,7 @@ def test_draw_takes_the_file(capsys: pytest.CaptureFixture[str], saved: str, tmp
         ("--piece-times mlp=1", "--piece-times"),
         ("--backward-ratio 3", "--backward-ratio"),
         ("--message-time 1", "--message-time"),
+        ("--copy-time 1", "--copy-time"),
         ("--disable-sequence-parallel", "--disable-sequence-parallel"),
     ],
 )
