@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from typing import TypeVar
 
 from helixpipe.program.costs import Leaving
@@ -66,16 +66,16 @@ def offloaded(
             for name, (piece, size) in owners.items()
             if piece in run and name not in stays and size >= leaving.min_bytes
         ]
-        total += within_share(sizes, share)
+        total += sum(sizes[place] for place in leaving_share(sizes, share))
     return total
 
 
-def within_share(sizes: Iterable[float], share: float) -> float:
-    """Of tensors of these sizes, what leaves of a run: whole ones, the largest first, while they are within a share of
-    all."""
-    ordered = sorted(sizes, reverse=True)
-    room, gone = sum(ordered) * share * (1 + 1e-9), 0.0
-    for size in ordered:
-        if gone + size <= room:
-            gone += size
-    return gone
+def leaving_share(sizes: Sequence[float], share: float) -> list[int]:
+    """Of tensors of these sizes, the places of those that leave of a run: whole ones, the largest first, while they are
+    within a share of all."""
+    room, places = sum(sizes) * share * (1 + 1e-9), []
+    for place in sorted(range(len(sizes)), key=lambda at: -sizes[at]):
+        if sizes[place] <= room:
+            room -= sizes[place]
+            places.append(place)
+    return places

@@ -8,6 +8,7 @@ in `backends.py`, how it is called in `attention_kernels.py`.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -74,6 +75,12 @@ class Rotary:
         self._table: tuple[Tensor, Tensor] | None = None
         self._angles: Tensor | None = None
         self._fused = load_engine().fused_apply_rotary_pos_emb if kernel == ENGINE else None
+
+    def constants(self) -> Iterator[Tensor]:
+        """Tables that are kept."""
+        yield from self._table or ()
+        if self._angles is not None:
+            yield self._angles
 
     def table(self, offset: int, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines of positions offset to offset + length - 1, each [length, 1, 1, rotated channels / 2]."""

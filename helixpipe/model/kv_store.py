@@ -12,7 +12,7 @@ same memory, which autograd must not mistake for a change of what was saved.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -44,6 +44,12 @@ class KeyValueStore:
     def peak_bytes(self) -> int:
         """The most that `bytes_alive` ever was."""
         return self._peak
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All buffers that are there now."""
+        for sequence in self._sequences.values():
+            yield from sequence.buffers
+            yield from sequence.gradients
 
     def get(self, microbatch: int, layer: int) -> _Sequence:
         """Raises RuntimeError when the layer has no keys and values of this microbatch."""

@@ -49,6 +49,10 @@ class Microbatch:
     position_ids: torch.Tensor | None = None
     """[b, s] int64 for learned positions; None means 0 to s - 1. RoPE, as in megatron-core, always counts from 0."""
 
+    def tensors(self) -> list[torch.Tensor]:
+        every = (self.tokens, self.labels, self.loss_mask, self.position_ids)
+        return [tensor for tensor in every if tensor is not None]
+
 
 class UnitContext(NamedTuple):
     """Which unit the model runs: what its random state and its place in the sequence depend on."""

@@ -126,6 +126,7 @@ class PipelineModel(MegatronModule):
         ends = kinds_of_layer.pop(-1, set())
         draw = partial(initial_weights, seed, tp_rank=group.rank())
         rotary = Rotary(config, gpt, self.kernels.rope) if gpt.position_embedding_type == "rope" else None
+        self._rotary = rotary
         self.decoder = Decoder(config, group)
         if "embed" in ends:
             with draw("embedding"):
@@ -219,6 +220,11 @@ class PipelineModel(MegatronModule):
         config.perform_initialization = False
         config.gradient_accumulation_fusion = False  # its kernel adds to the sum that was bound in the forward
         return PipelineModel(config, self.gpt, pieces, self.pg_collection, self._seed, empty=True, kernels=self.kernels)
+
+    def constants(self) -> Iterator[Tensor]:
+        """Tensors beside weights that stay on the device from step to step, and that units save."""
+        if self._rotary is not None:
+            yield from self._rotary.constants()
 
     def payload_shapes(self, after: Piece, micro_batch_size: int, length: int) -> tuple[torch.Size, ...]:
         """Shapes on this rank of the tensors that cross the cut after a piece, for a chunk of `length` tokens.

@@ -34,6 +34,17 @@ class MessageEvent(NamedTuple):
     end: float
 
 
+class CopyEvent(NamedTuple):
+    """Activations on their way to the host of a rank, or, inward, back. op: after which they left, or before which they
+    were to be back."""
+
+    rank: int
+    inward: bool
+    op: Op
+    start: float
+    end: float
+
+
 @dataclass(frozen=True)
 class Timeline:
     """One step of a schedule on `num_ranks` ranks. unit: `s` for seconds, or `` where piece times carry none."""
@@ -43,6 +54,7 @@ class Timeline:
     ops: Sequence[OpEvent]
     messages: Sequence[MessageEvent] = field(default_factory=tuple)
     unit: str = ""
+    copies: Sequence[CopyEvent] = field(default_factory=tuple)
 
     @property
     def makespan(self) -> float:
@@ -56,6 +68,7 @@ class Timeline:
         return busy
 
     def to_json(self) -> dict[str, Any]:
+        copies = [[e.rank, e.inward, str(e.op), e.start, e.end] for e in self.copies]
         return {
             "title": self.title,
             "ranks": self.num_ranks,
@@ -64,7 +77,7 @@ class Timeline:
             "messages": [
                 [e.kind, e.source, e.target, str(e.producer), str(e.consumer), e.start, e.end] for e in self.messages
             ],
-        }
+        } | ({"copies": copies} if copies else {})
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(json.dumps(self.to_json()) + "\n", encoding="utf-8")
@@ -79,7 +92,11 @@ class Timeline:
                 MessageEvent(str(kind), int(s), int(t), _op(p), _op(c), float(a), float(b))
                 for kind, s, t, p, c, a, b in data["messages"]
             ]
-            return cls(str(data["title"]), int(data["ranks"]), ops, messages, str(data["unit"]))
+            copies = [
+                CopyEvent(int(rank), bool(inward), _op(cell), float(start), float(end))
+                for rank, inward, cell, start, end in data.get("copies", ())
+            ]
+            return cls(str(data["title"]), int(data["ranks"]), ops, messages, str(data["unit"]), copies)
         except OSError as error:
             raise UserError(f"cannot read the timeline {path}: {error.strerror}.") from None
         except (ValueError, KeyError, TypeError) as error:

@@ -14,6 +14,8 @@ from helixpipe.lowering.project import LoweredProgram
 from helixpipe.model.device import device
 from helixpipe.model.kv_store import KeyValueStore
 from helixpipe.runtime.borrowed_weights import BorrowedWeights, ModelWithWeights
+from helixpipe.runtime.copies import make_engine
+from helixpipe.runtime.offload import Offloader
 from helixpipe.runtime.recording import Record
 from helixpipe.runtime.run_ahead import RunAhead
 from helixpipe.runtime.step import LossSum, Model, PlanOnRank, Step
@@ -34,7 +36,8 @@ class Executor:
     rank: pipeline rank. model: holds the weights of this rank's pieces. fp32_kv_gradients: sum the gradients of keys
     and values over chunks in float32. position: where to publish which instruction comes next. weights: keeps those of
     this rank's pieces; None: they are whole in the model, and the caller sums gradients. run_ahead: keeps the host
-    close to the device; None: made where that is a GPU. `keys_values` is the store of the step that ran last, `last`
+    close to the device; None: made where that is a GPU. offloader: copies activations to the host and back; None: made
+    for the device when a plan needs it. `keys_values` is the store of the step that ran last, `last`
     the step itself.
     """
 
@@ -44,6 +47,7 @@ class Executor:
     def __init__(
         self, rank: int, model: Model, transport: Transport, fp32_kv_gradients: bool = False,
         position: Position | None = None, weights: StageWeights | None = None, run_ahead: RunAhead | None = None,
+        offloader: Offloader | None = None,
     ):  # fmt: skip
         self.rank, self.model, self.transport = rank, model, transport
         self.weights = weights or WholeWeights()
@@ -52,6 +56,7 @@ class Executor:
         if run_ahead is None and device().type == "cuda":
             run_ahead = RunAhead(lambda: torch.cuda.Event(blocking=True))
         self.run_ahead = self.position.trail = run_ahead
+        self.offloader = offloader
         self._fp32_kv_gradients = fp32_kv_gradients
         self._plans: dict[int, PlanOnRank] = {}
 
@@ -72,7 +77,12 @@ class Executor:
                     run.execute(range(opening))
             run.execute(range(opening, len(plan.stream)))
         self._finish(len(plan.stream))
-        return run.losses, run.recorder.read() if run.recorder is not None else Record()
+        return run.losses, self._record(run)
+
+    def _record(self, run: StepRun) -> Record:
+        if run.recorder is None:
+            return Record()
+        return run.recorder.read(self.offloader.timed() if self.offloader is not None else ())
 
     def _finish(self, end: int) -> None:
         """Wait, or on CUDA have the stream wait, until all that was sent has left: the stream's last, at `end`."""
@@ -98,6 +108,8 @@ class Executor:
             while len(self._plans) >= PLANS_KEPT:
                 del self._plans[next(iter(self._plans))]
             self._plans[id(lowered)] = plan  # holds `lowered`, so its id stays its own
+            if plan.copies and self.offloader is None:
+                self.offloader = Offloader(make_engine(device()))
             self.borrowed.begin(plan.graph)
             for stage in plan.defers_weights:
                 holder = self.borrowed.shell if stage in self.borrowed.stages else self.model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,8 @@ import torch
 from helixpipe.lowering.project import LoweredProgram
 from helixpipe.program.message import Message
 from helixpipe.program.program import Op
-from helixpipe.program.timeline import MessageEvent, OpEvent, Timeline
+from helixpipe.program.timeline import CopyEvent, MessageEvent, OpEvent, Timeline
+from helixpipe.runtime.copies import Timed
 
 
 class Clock:
@@ -59,12 +60,15 @@ class Clock:
 class Record:
     """Times of one step on this rank, in seconds of the host's monotonic clock, which the ranks of one machine share.
 
-    begin: when the recording began, right after all ranks had met. machine: its name.
+    copies: start and end of each, by task. held_up: how long ops waited for copies. begin: when the recording began,
+    right after all ranks had met. machine: its name.
     """
 
     ops: list[tuple[Op, float, float]] = field(default_factory=list)
     sent: dict[int, float] = field(default_factory=dict)
     arrived: dict[int, float] = field(default_factory=dict)
+    copies: dict[int, tuple[float, float]] = field(default_factory=dict)
+    held_up: float = 0.0
     begin: float = 0.0
     machine: str = ""
 
@@ -78,6 +82,7 @@ class Recorder:
         self._ops: list[tuple[Op, Any, Any]] = []
         self._sent: list[tuple[int, Any]] = []
         self._arrived: list[tuple[int, Any]] = []
+        self._held_up: list[tuple[Any, Any]] = []
 
     def mark(self) -> Any:
         return self._clock.mark()
@@ -94,12 +99,18 @@ class Recorder:
         """A message has been waited for."""
         self._arrived.append((message.number, self.mark()))
 
-    def read(self) -> Record:
-        """After the step; waits for the device."""
+    def held_up(self, start: Any) -> None:
+        """A copy has been waited for; start: the mark before it."""
+        self._held_up.append((start, self.mark()))
+
+    def read(self, copies: Iterable[Timed] = ()) -> Record:
+        """After the step, and the copies in it; waits for the device."""
         return Record(
             [(op, self._time(start), self._time(end)) for op, start, end in self._ops],
             {number: self._time(mark) for number, mark in self._sent},
             {number: self._time(mark) for number, mark in self._arrived},
+            {task: (self._time(start), self._time(end)) for task, start, end in copies},
+            sum(self._time(end) - self._time(start) for start, end in self._held_up),
             self._begin,
             platform.node(),
         )
@@ -136,4 +147,9 @@ def merge_records(lowered: LoweredProgram, records: Sequence[Record], title: str
                     start, max(start, end),
                 )
             )  # fmt: skip
-    return Timeline(title, lowered.program.num_ranks, ops, messages, unit="s")
+    copies = []
+    for task, copy in enumerate(lowered.graph.copies, start=lowered.graph.first_copy):
+        if task in records[copy.rank].copies:
+            start, end = (time - zeros[copy.rank] for time in records[copy.rank].copies[task])
+            copies.append(CopyEvent(copy.rank, copy.inward, copy.op, start, end))
+    return Timeline(title, lowered.program.num_ranks, ops, messages, "s", copies)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from helixpipe.common.errors import ProgramError
+from helixpipe.costs.piece_kinds import KINDS, staying
 from helixpipe.lowering.project import Action, Instruction, LoweredProgram
 from helixpipe.model import Microbatch, UnitContext
 from helixpipe.model.linear import WeightGradients
@@ -18,6 +20,7 @@ from helixpipe.program.message import Message
 from helixpipe.program.program import Op, Unit
 from helixpipe.program.stages import Activations, Piece, Segment, segments
 from helixpipe.program.workload import Slice, Workload
+from helixpipe.runtime.offload import Offloading
 
 
 class Model(Protocol):
@@ -71,7 +74,7 @@ class PlannedOp(NamedTuple):
     tokens run, None where all of it is in this chunk. takes, gives, saved: numbers of buffers (see `Graph`). leaves:
     whether a message carries away what it gives. first, last: whether its stage is the model's first, its last.
     borrowed: whether it runs with a copy of its stage's weights. completes: whether nothing adds to the gradients of
-    its stage's weights, which are here, after it.
+    its stage's weights, which are here, after it. offloading: of an F, what of its unit leaves the device.
     """
 
     op: Op
@@ -88,6 +91,7 @@ class PlannedOp(NamedTuple):
     last: bool
     borrowed: bool
     completes: bool
+    offloading: Offloading | None = None
 
 
 class Incoming(NamedTuple):
@@ -160,7 +164,31 @@ class PlanOnRank:
             last=op.stage == len(self.program.stages) - 1,
             borrowed=op.stage in self._borrowed,
             completes=op in self.last,
+            offloading=self._offloading(op),
         )
+
+    def _offloading(self, op: Op) -> Offloading | None:
+        program, stage = self.program, self.program.stages[op.stage]
+        offload = program.activations_of(op.unit).offload
+        if op.kind != "F" or not offload or program.forward_only:
+            return None
+        run_of = {piece: number for number, (run, _) in enumerate(offload) for piece in run}
+        groups = []
+        for segment in self.segments(op.unit):
+            first = run_of.get(segment.pieces[0], -1)
+            alike = groupby(segment.pieces, lambda piece: run_of.get(piece, -1))
+            runs = ((first, segment.pieces),) if segment.recomputed else ((run, tuple(part)) for run, part in alike)
+            groups.append(tuple(runs))
+        before = program.stages[op.stage - 1].pieces[-1] if op.stage else None
+        first_piece, shared = stage.pieces[0], staying(before, None)
+        names = enumerate(KINDS[first_piece.kind].inputs)
+        stays = tuple(number for number, name in names if (name, first_piece.layer) in shared)
+        return Offloading(tuple(groups), tuple(share for _, share in offload), stays, program.min_offloaded_bytes)
+
+    @cached_property
+    def copies(self) -> bool:
+        """Whether this rank copies activations to its host."""
+        return any(copy.rank == self.rank for copy in self.graph.copies)
 
     def segments(self, unit: Unit) -> tuple[Segment, ...]:
         """Those of the unit's stage, by what becomes of the unit's activations."""

@@ -7,7 +7,7 @@ in chunks lie in a store, borrowed weights and sums of their gradients with `Bor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, cast
 
 import torch
@@ -15,11 +15,12 @@ from torch import Tensor
 
 from helixpipe.common.errors import UserError
 from helixpipe.lowering.project import Action, Instruction
-from helixpipe.model import UnitContext
+from helixpipe.model import Microbatch, UnitContext
 from helixpipe.model.device import device
 from helixpipe.model.kv_store import KeyValueStore, UnitKeyValues
 from helixpipe.program.stages import Piece
 from helixpipe.runtime.borrowed_weights import BorrowedWeights
+from helixpipe.runtime.offload import KeepsConstants, Offloader, StepCopies, UnitSaving
 from helixpipe.runtime.recording import Clock, Recorder
 from helixpipe.runtime.run_ahead import RunAhead
 from helixpipe.runtime.segments import SegmentGraph, fill_inputs, gradient, leaves, release_inputs, roots, split
@@ -46,6 +47,7 @@ class OnRank(Protocol):
     borrowed: BorrowedWeights
     position: Position
     run_ahead: RunAhead | None
+    offloader: Offloader | None
     keys_values: KeyValueStore
 
 
@@ -68,6 +70,9 @@ class StepRun:
             Action.REDUCE: self._reduce,
             Action.FREE: self._free,
         }
+        if plan.copies:
+            assert executor.offloader is not None
+            self._actions |= StepCopies(executor.offloader, self.graph, self.recorder).actions
         self._ops: dict[str, Callable[[PlannedOp], None]] = {
             "F": self._forward,
             "B": self._backward,
@@ -98,6 +103,8 @@ class StepRun:
         """Forget a step after its opening, when all that was sent in it has come."""
         for receipt in self.receipts.values():
             receipt.wait()  # sent in the opening, for an op after it
+        if self.executor.offloader is not None:
+            self.executor.offloader.give_up()
         self.transport.finish()
 
     # ------------------------------------------------------------------------------------------------- instructions
@@ -185,21 +192,50 @@ class StepRun:
                 keys_values.release()
             self._give(op, outputs)
             return
-        graphs = []
+        graphs: list[SegmentGraph] = []
+        saving = UnitSaving(op.offloading) if op.offloading is not None else None
         for segment in op.segments:
             inputs = leaves(state)
-            if segment.recomputed:
+            graph = SegmentGraph(segment, inputs, None)
+            if saving is not None:
+                outputs = self._run_saving(op, saving, graph, len(graphs))
+            elif segment.recomputed:
                 with torch.no_grad():
                     outputs = self._run_pieces(op, segment.pieces, inputs)
-                graphs.append(SegmentGraph(segment, inputs, None))
             else:
                 outputs = self._run_pieces(op, segment.pieces, inputs)
-                graphs.append(SegmentGraph(segment, inputs, roots(inputs, outputs)))
+            if not segment.recomputed:
+                graph.roots = roots(inputs, outputs)
+            graphs.append(graph)
             state = outputs
         self._give(op, outputs)
         for each in graphs:
             release_inputs(each)
         self.buffers[op.saved] = graphs
+        if saving is not None and self.executor.offloader is not None:
+            self.executor.offloader.leave(op.unit, saving, graphs, (*outputs, *self._kept(op)))
+
+    def _run_saving(self, op: PlannedOp, saving: UnitSaving, graph: SegmentGraph, number: int) -> tuple[Tensor, ...]:
+        """A segment's forward, with a look at what autograd saves in it."""
+        saving.take_inputs(number, graph)
+        state = graph.inputs
+        if graph.segment.recomputed:
+            with torch.no_grad():
+                return self._run_pieces(op, graph.segment.pieces, state)
+        for run, pieces in saving.offloading.groups[number]:
+            with saving.by(run):
+                state = self._run_pieces(op, pieces, state)
+        return state
+
+    def _kept(self, op: PlannedOp) -> Iterator[Tensor]:
+        """What is on the device anyway, whichever unit saves it."""
+        batch = self.step.batch(op.op.microbatch) if op.first or op.last else None
+        if isinstance(batch, Microbatch):
+            yield from batch.tensors()
+        yield from self.executor.keys_values.tensors()
+        model = self._model(op)
+        if isinstance(model, KeepsConstants):
+            yield from model.constants()
 
     def _give(self, op: PlannedOp, outputs: tuple[Tensor, ...]) -> None:
         """What F has made: the loss sum of the last stage, or what crosses the cut."""

@@ -17,7 +17,7 @@ from helixpipe.lowering.order import list_schedule
 from helixpipe.lowering.project import LoweredProgram
 from helixpipe.program.costs import Costs
 from helixpipe.program.text import format_rows
-from helixpipe.program.timeline import MessageEvent, OpEvent, Timeline
+from helixpipe.program.timeline import CopyEvent, MessageEvent, OpEvent, Timeline
 from helixpipe.simulate.streams import queue_waits, stream_waits, transfer_orders
 from helixpipe.simulate.sweep import Peak, sweep
 
@@ -120,7 +120,11 @@ def simulate(
         MessageEvent(m.kind, m.source, m.target, m.producer, m.consumer, times.start[i], times.end[i])
         for i, m in enumerate(graph.messages, start=graph.num_ops)
     ]
-    timeline = Timeline(program.schedule, program.num_ranks, ops, messages, unit)
+    copies = [
+        CopyEvent(copy.rank, copy.inward, copy.op, times.start[i], times.end[i])
+        for i, copy in enumerate(graph.copies, start=graph.first_copy)
+    ]
+    timeline = Timeline(program.schedule, program.num_ranks, ops, messages, unit, copies)
     peaks = [sweep(lowered, bound, rank) for rank in range(program.num_ranks)]
     return Simulation(lowered, timeline, times.makespan, timeline.busy(), peaks, costs)
 

@@ -29,6 +29,7 @@ from tests.model.common import (
     SEQUENCE,
     VOCABULARY,
 )
+from tests.runtime.offloading import offloading_program
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ class Case:
     """Of the WeiPipe family."""
     late: bool = False
     """Every message held back for a random time, so that they overtake each other."""
+    offload: int | None = None
+    """Seed of what is offloaded, at random, with copies that come late; None: nothing."""
     dtype: torch.dtype = torch.float64
     """Of weights, hidden states and the reference."""
 
@@ -85,6 +88,7 @@ class Case:
             + [f"L{self.layers}-limit-{self.memory_limit}"] * (self.memory_limit is not None)
             + _weipipe_marks(self.schedule, self.layers, self.weipipe or WeipipeOptions())
             + ["late"] * self.late
+            + [f"offload{self.offload}"] * (self.offload is not None)
             + [str(self.dtype).removeprefix("torch.")] * (self.dtype is not torch.float64)
         )
         return "-".join([self.schedule, self.style, f"p{self.pp}", f"tp{self.tp}", f"m{self.m}", *marks])
@@ -116,7 +120,8 @@ class Case:
             program = replace(program, ranks=tuple(_split(ops) for ops in program.ranks))
         if self.recompute.granularity is not None:
             program = replace(program, stages=self.recompute.stages(program.stages))
-        return place_early(program, unit_costs()) if self.recompute.recompute_early else program
+        program = place_early(program, unit_costs()) if self.recompute.recompute_early else program
+        return program if self.offload is None else offloading_program(program, self.offload)
 
 
 def shared_middle(split: bool) -> Program:

@@ -43,6 +43,7 @@ from tests.model.common import (
 )
 from tests.model.equality import whole
 from tests.runtime.case import Case, microbatches
+from tests.runtime.offloading import spoiling
 
 Reference = tuple[dict[str, Tensor], dict[int, float]]
 """Gradients by name and the loss sum of each microbatch."""
@@ -224,7 +225,8 @@ def make_executor(case: Case, transport: Transport | None = None) -> tuple[Any, 
     model = make_model(case)
     rank = parallel_state.get_pipeline_model_parallel_rank() if case.pp > 1 else 0
     transport = transport or Alone()
-    return model, Executor(rank, model, transport)
+    offloader = None if case.offload is None else spoiling(case.offload)
+    return model, Executor(rank, model, transport, offloader=offloader)
 
 
 def lowered(case: Case) -> LoweredProgram:
@@ -320,4 +322,5 @@ def left_in_tables(executor: Executor) -> list[int]:
     """How much is in each of the executor's tables."""
     borrowed, last = executor.borrowed, executor.last
     tables = (borrowed._copies, borrowed._sums, borrowed._bound, borrowed._packed)
-    return [len(table) for table in (last.buffers, last.receipts, *tables)]
+    away = (executor.offloader._away,) if executor.offloader is not None else ()
+    return [len(table) for table in (last.buffers, last.receipts, *tables, *away)]

@@ -1,0 +1,69 @@
+"""Memory of the host for what left the device: a block, page-locked where a device copies from it, given out in parts.
+
+torch's own page-locked memory comes in powers of two, and each new piece of it stops the device. So a block is taken
+once and parts of it are given out here. A step asks for the same parts in the same order as the one before, so the
+layout is the same in every step.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 512
+"""Bytes; as the allocators of devices align."""
+
+
+class Part:
+    """Memory that was given out: `tensor`, [bytes] of uint8."""
+
+    def __init__(self, block: int, offset: int, size: int, tensor: Tensor):
+        self.block, self.offset, self.size, self.tensor = block, offset, size, tensor
+
+
+class HostArena:
+    """Blocks of the host's memory.
+
+    capacity: bytes of the first block, taken when the first part is asked for; what is beyond it makes another, of
+    half that size or what is needed. pinned: page-locked. `reserved`: bytes of all blocks; `used`, `peak`: given out
+    now, and the most.
+    """
+
+    def __init__(self, capacity: int = 0, pinned: bool = False):
+        self._capacity, self._pinned = capacity, pinned
+        self._blocks: list[Tensor] = []
+        self._gaps: list[list[tuple[int, int]]] = []  # of each block (offset, end) of what is free, by offset
+        self.reserved = self.used = self.peak = 0
+
+    def take(self, nbytes: int) -> Part:
+        """The first gap that is large enough."""
+        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        while True:
+            for block, gaps in enumerate(self._gaps):
+                for place, (offset, end) in enumerate(gaps):
+                    if end - offset >= size:
+                        gaps[place : place + 1] = [(offset + size, end)] if offset + size < end else []
+                        self.used += size
+                        self.peak = max(self.peak, self.used)
+                        return Part(block, offset, size, self._blocks[block][offset : offset + nbytes])
+            self._grow(size)
+
+    def give_back(self, part: Part) -> None:
+        gaps = self._gaps[part.block]
+        gaps.append((part.offset, part.offset + part.size))
+        gaps.sort()
+        joined = gaps[:1]
+        for offset, end in gaps[1:]:
+            if offset == joined[-1][1]:
+                joined[-1] = joined[-1][0], end
+            else:
+                joined.append((offset, end))
+        gaps[:] = joined
+        self.used -= part.size
+
+    def _grow(self, least: int) -> None:
+        size = max(least, self._capacity if not self._blocks else max(self._capacity, self.reserved) // 2)
+        size = -(-size // ALIGNMENT) * ALIGNMENT
+        self._blocks.append(torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned))
+        self._gaps.append([(0, size)])
+        self.reserved += size

@@ -1,0 +1,265 @@
+"""Activations that leave the device after a unit's forward and are back before its backward (OFFLOAD to BACK).
+
+While an F runs whose unit offloads, every tensor that autograd saves is kept as a `SavedTensor`: where it lies in which
+storage. The storages that the unit is the first to save, and whose pieces are to leave, are copied to the host's
+memory; when the copy has ended (GONE) nothing here refers to them any more, and their memory is free unless somebody
+else uses it. Before the backward they come back in memory of their own, and autograd, when it asks, finds its tensors
+there. So whatever else may use a storage, no one ever sees it change: what is moved wrongly costs memory, never a wrong
+number.
+
+What does not leave: weights, borrowed or not; keys and values of chunks and their gradients, which other chunks use;
+the batch; what the model keeps anyway (`constants`: tables of rotary embeddings); what has crossed a cut and belongs to
+two units (see `costs.piece_kinds.staying`); storages that are empty, because their data will be recomputed; and tensors
+smaller than the program's `min_offloaded_bytes`. A storage that is saved twice moves once, and a view moves all of it.
+
+The inputs of a segment that is recomputed are data, not saved tensors: they leave and come back as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from helixpipe.costs.saved import leaving_share
+from helixpipe.lowering.graph import Graph
+from helixpipe.lowering.project import Action, Instruction
+from helixpipe.program.program import Unit
+from helixpipe.program.stages import Piece
+from helixpipe.runtime.arena import HostArena, Part
+from helixpipe.runtime.copies import CopyEngine, Copying, Timed
+from helixpipe.runtime.recording import Recorder
+from helixpipe.runtime.segments import SegmentGraph
+
+
+class Offloading(NamedTuple):
+    """What of a unit is offloaded.
+
+    groups: of each segment, its pieces in runs that are treated alike, each with the number of its run in `shares`, -1
+    for what stays. shares: of each run's bytes. stays: the numbers of the unit's inputs that are the unit's before,
+    too. min_bytes: of a storage that leaves.
+    """
+
+    groups: tuple[tuple[tuple[int, tuple[Piece, ...]], ...], ...]
+    shares: tuple[float, ...]
+    stays: tuple[int, ...]
+    min_bytes: int
+
+
+class _Storage:
+    """A storage that autograd saved something of. data: None while it is away. run: that may take it away; -1: none."""
+
+    def __init__(self, data: torch.UntypedStorage, run: int, device: torch.device):
+        self.data: torch.UntypedStorage | None = data
+        self.run, self.device, self.nbytes = run, device, data.nbytes()
+
+    def bytes(self) -> Tensor:
+        """All of it, [bytes] of uint8."""
+        assert self.data is not None, "the storage is not on the device"
+        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.data)
+
+
+class SavedTensor:
+    """What autograd holds in place of a tensor."""
+
+    def __init__(self, tensor: Tensor, storage: _Storage):
+        self.storage = storage
+        self._place = tensor.storage_offset(), tensor.size(), tensor.stride()
+        self._dtype = tensor.dtype
+
+    def tensor(self) -> Tensor:
+        data = self.storage.data
+        assert data is not None, "autograd asks for what is not on the device"
+        empty = torch.empty(0, dtype=self._dtype, device=self.storage.device)
+        return empty.set_(data, *self._place)
+
+
+@dataclass
+class _Away:
+    """What of a unit leaves.
+
+    inputs: of its segments, that lie in these storages, and whether a recomputation needs them again. parts: of the
+    host's memory. copy: the last that was started.
+    """
+
+    storages: list[_Storage]
+    inputs: list[tuple[Tensor, SavedTensor, bool]]
+    parts: list[Part] = field(default_factory=list)
+    copy: Copying | None = None
+
+
+class Offloader:
+    """Copies activations of this rank, step after step.
+
+    engine: what copies. host_bytes: of the host's memory to take at once, when the first copy needs it; more is taken
+    when that is used up. `moved`: bytes that left since the run began.
+    """
+
+    def __init__(self, engine: CopyEngine, host_bytes: int = 0):
+        self.engine = engine
+        self.arena = HostArena(host_bytes, engine.pinned)
+        self.moved = 0
+        self._away: dict[Unit, _Away] = {}
+
+    def leave(self, unit: Unit, saving: UnitSaving, graphs: Sequence[SegmentGraph], stays: Iterable[Tensor]) -> None:
+        """After the F: decide what leaves. stays: tensors that do not, whoever saves them."""
+        storages = saving.leaving({tensor.untyped_storage()._cdata for tensor in stays})
+        gone = {storage.key: storage.storage for storage in storages}
+        inputs = []
+        for graph in graphs:
+            for tensor in graph.inputs:
+                storage = gone.get(tensor.untyped_storage()._cdata)
+                if storage is not None:
+                    inputs.append((tensor, SavedTensor(tensor, storage), graph.segment.recomputed))
+        self._away[unit] = _Away([storage.storage for storage in storages], inputs)
+
+    def offload(self, unit: Unit, task: int, mark: Callable[[], Any] | None) -> None:
+        away = self._away[unit]
+        away.parts = [self.arena.take(storage.nbytes) for storage in away.storages]
+        pairs = [(part.tensor, storage.bytes()) for part, storage in zip(away.parts, away.storages, strict=True)]
+        self.moved += sum(storage.nbytes for storage in away.storages)
+        away.copy = self.engine.start(pairs, False, None, task, mark)
+
+    def gone(self, unit: Unit) -> None:
+        away = self._away[unit]
+        self._wait(away)
+        for storage in away.storages:
+            storage.data = None
+        for tensor, _, _ in away.inputs:
+            tensor.data = tensor.new_empty(1).expand(tensor.shape)  # autograd asks for the shape
+            tensor.untyped_storage().resize_(0)
+
+    def fetch(self, unit: Unit, task: int, mark: Callable[[], Any] | None) -> None:
+        away, pairs = self._away[unit], []
+        for part, storage in zip(away.parts, away.storages, strict=True):
+            storage.data = torch.empty(storage.nbytes, dtype=torch.uint8, device=storage.device).untyped_storage()
+            pairs.append((storage.bytes(), part.tensor))
+        away.copy = self.engine.start(pairs, True, away.copy, task, mark)
+
+    def back(self, unit: Unit) -> None:
+        away = self._away.pop(unit)
+        self._wait(away)
+        for part in away.parts:
+            self.arena.give_back(part)
+        for tensor, saved, recomputed in away.inputs:
+            if recomputed:
+                tensor.data = saved.tensor()
+
+    def timed(self) -> list[Timed]:
+        """The copies that were timed since the last call."""
+        timed, self.engine.timed = self.engine.timed, []
+        return timed
+
+    def give_up(self) -> None:
+        """Forget a step, when nothing is being copied."""
+        self.engine.finish()
+        for away in self._away.values():
+            for part in away.parts:
+                self.arena.give_back(part)
+        self._away.clear()
+
+    def _wait(self, away: _Away) -> None:
+        assert away.copy is not None
+        away.copy.wait()
+
+
+@runtime_checkable
+class KeepsConstants(Protocol):
+    """A model that keeps tensors of its own on the device, which its units save as well."""
+
+    def constants(self) -> Iterable[Tensor]: ...
+
+
+class StepCopies:
+    """The handlers of copies in one step: of each instruction, what it does with the unit of its copy."""
+
+    def __init__(self, offloader: Offloader, graph: Graph, recorder: Recorder | None):
+        self._graph, self._recorder = graph, recorder
+        mark = recorder.mark if recorder is not None else None
+        self.actions: dict[Action, Callable[[Instruction], None]] = {
+            Action.OFFLOAD: lambda each: offloader.offload(self._unit(each), each.task, mark),
+            Action.GONE: lambda each: self._held_up(offloader.gone, each),
+            Action.FETCH: lambda each: offloader.fetch(self._unit(each), each.task, mark),
+            Action.BACK: lambda each: self._held_up(offloader.back, each),
+        }
+
+    def _unit(self, instruction: Instruction) -> Unit:
+        return self._graph.copy(instruction.task).unit
+
+    def _held_up(self, wait: Callable[[Unit], None], instruction: Instruction) -> None:
+        """Wait for a copy; with a recorder, know for how long."""
+        recorder = self._recorder
+        start = recorder.mark() if recorder is not None else None
+        wait(self._unit(instruction))
+        if recorder is not None:
+            recorder.held_up(start)
+
+
+class _Found(NamedTuple):
+    key: int
+    storage: _Storage
+
+
+class UnitSaving:
+    """What the F of a unit saves, as it runs."""
+
+    def __init__(self, offloading: Offloading):
+        self.offloading = offloading
+        self._shared: set[int] = set()  # storages that belong to the unit before, too
+        self._run = -1
+        self._storages: dict[int, _Storage] = {}
+
+    def take_inputs(self, segment: int, graph: SegmentGraph) -> None:
+        """Before a segment runs: its inputs are kept with it, those of its first piece."""
+        run, _ = self.offloading.groups[segment][0]
+        tensors = list(graph.inputs)
+        if graph.segment.inputs_again:
+            return
+        if graph.segment.passes_residual:
+            tensors.pop()
+        for number, tensor in enumerate(tensors):
+            if segment == 0 and number in self.offloading.stays:
+                self._shared.add(tensor.untyped_storage()._cdata)
+            self._add(tensor, run)
+
+    @contextmanager
+    def by(self, run: int) -> Iterator[None]:
+        """While pieces of a run go forward."""
+        self._run = run
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+            yield
+
+    def leaving(self, stays: set[int]) -> list[_Found]:
+        """The storages that leave, but for these."""
+        found: list[list[_Found]] = [[] for _ in self.offloading.shares]
+        for key, storage in self._storages.items():
+            data = storage.data
+            if storage.run < 0 or key in stays or key in self._shared or data is None:
+                continue
+            if data.nbytes() == storage.nbytes and storage.nbytes >= max(self.offloading.min_bytes, 1):
+                found[storage.run].append(_Found(key, storage))
+        chosen: list[_Found] = []
+        for run, share in zip(found, self.offloading.shares, strict=True):
+            chosen += [run[place] for place in leaving_share([each.storage.nbytes for each in run], share)]
+        return chosen
+
+    def _pack(self, tensor: Tensor) -> Any:
+        base = tensor if tensor._base is None else tensor._base
+        if isinstance(base, torch.nn.Parameter):
+            return tensor
+        return SavedTensor(tensor, self._add(tensor, self._run))
+
+    def _add(self, tensor: Tensor, run: int) -> _Storage:
+        data = tensor.untyped_storage()
+        key = data._cdata
+        if key not in self._storages:
+            self._storages[key] = _Storage(data, run, tensor.device)
+        return self._storages[key]
+
+
+def _unpack(saved: Any) -> Tensor:
+    return saved.tensor() if isinstance(saved, SavedTensor) else saved
