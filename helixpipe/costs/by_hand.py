@@ -16,8 +16,8 @@ from typing import ClassVar
 
 from helixpipe.common.errors import UserError
 from helixpipe.costs.models import Chunk, Layout, ModelShape, attention_pairs
-from helixpipe.costs.piece_kinds import KINDS, staying
-from helixpipe.costs.saved import kept, offloaded
+from helixpipe.costs.piece_kinds import KINDS
+from helixpipe.costs.saved import kept, offloaded, staying
 from helixpipe.costs.sizes import Sizes
 from helixpipe.program.costs import Contents, Leaving, Payload, Work
 from helixpipe.program.program import Program

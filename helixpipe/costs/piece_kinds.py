@@ -42,7 +42,7 @@ from typing import ClassVar
 
 from helixpipe.costs.models import ModelShape
 from helixpipe.costs.sizes import GRADIENT_BYTES, Kernels, Linear, Sizes
-from helixpipe.program.stages import LAYER_PIECES, Piece, model_pieces
+from helixpipe.program.stages import LAYER_PIECES, model_pieces
 
 Tensors = dict[str, float]
 """Bytes of tensors by name. Pieces of one layer share tensors (the norm's output is the QKV layer's input): a name
@@ -56,7 +56,7 @@ class PieceKind:
     in_store: those of them that lie in the document's buffers where its sequence runs in chunks.
     textbook: what it keeps from F to backward, in elements of b·s·h, with flash attention and no dropout (HelixPipe;
     Korthikanti et al., 2022). module: its name in `--recompute-modules`. kept_for_attention: whether recomputation
-    `without-attention` keeps it. saved_outputs: what crosses the cut after it and is saved by it, too.
+    `without-attention` keeps it. saved_outputs: what of its output it saves.
     """
 
     name: ClassVar[str]
@@ -343,19 +343,6 @@ def inputs_after(kind: str) -> tuple[str, ...]:
     """Shapes of what crosses the cut after a piece that is not the last, in the order of the tensors."""
     chain = [piece.kind for piece in model_pieces(1)]
     return tuple(KINDS[chain[chain.index(kind) + 1]].inputs.values())
-
-
-def staying(before: Piece | None, after: Piece | None) -> set[tuple[str, int]]:
-    """Of the tensors of a stage between two pieces, by name and layer, those that pieces beyond its cuts hold as well:
-    what crosses the cut after it, and of what crosses the cut before it that which the piece there saves. Letting go of
-    them on one side would free nothing."""
-    names = set()
-    if before is not None:
-        kind = KINDS[before.kind]
-        names |= {(name, before.layer) for name in (*kind.inputs, *kind.saved_outputs)}
-    if after is not None:
-        names |= {(name, after.layer) for name in KINDS[after.kind].inputs}
-    return names
 
 
 def num_parameters(model: ModelShape) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from typing import TypeVar
 
+from helixpipe.costs.piece_kinds import KINDS
 from helixpipe.program.costs import Leaving
 from helixpipe.program.stages import Piece, Segment
 
@@ -79,3 +80,16 @@ def leaving_share(sizes: Sequence[float], share: float) -> list[int]:
             room -= sizes[place]
             places.append(place)
     return places
+
+
+def staying(before: Piece | None, after: Piece | None) -> set[tuple[str, int]]:
+    """Of the tensors of a stage between two pieces, by name and layer, those that pieces beyond its cuts hold as well:
+    what crosses the cut after it, and of what crosses the cut before it that which the piece there saves. Letting go of
+    them on one side would free nothing."""
+    names = set()
+    if before is not None:
+        kind = KINDS[before.kind]
+        names |= {(name, before.layer) for name in (*kind.inputs, *kind.saved_outputs)}
+    if after is not None:
+        names |= {(name, after.layer) for name in KINDS[after.kind].inputs}
+    return names

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from helixpipe.common.errors import ProgramError
-from helixpipe.costs.piece_kinds import KINDS, staying
+from helixpipe.costs.piece_kinds import KINDS
+from helixpipe.costs.saved import staying
 from helixpipe.lowering.project import Action, Instruction, LoweredProgram
 from helixpipe.model import Microbatch, UnitContext
 from helixpipe.model.linear import WeightGradients

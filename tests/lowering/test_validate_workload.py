@@ -153,8 +153,8 @@ ACTIVATIONS = [
     ),
     (
         Unit(0, 0),
-        Activations(((NORM, QKV),), (((QKV, ATTN), 1.0),)),
-        "the unit of 0F0 cannot offload qkv[0], which it recomputes.",
+        Activations(((NORM, QKV),), (((QKV, ATTN), 1.0),), -1),
+        "the unit of 0F0 cannot be back -1 ops ahead: 0 is right before the op that needs it.",
     ),
     *(
         (
@@ -192,7 +192,6 @@ def test_what_is_not_executed_yet() -> None:
     good = build("1f1b", Shape(2, 2, 2))
     assert untrainable(good) is None
     assert untrainable(replace(good, activations={Unit(0, 1): Activations(((MLP,),))})) is None
-    offloading = untrainable(replace(good, activations={Unit(0, 1): Activations((), (((MLP,), 0.5),))}))
-    assert offloading == "schedule 1f1b offloads activations, of the unit of 0F1: not executed yet."
+    assert untrainable(replace(good, activations={Unit(0, 1): Activations((), (((MLP,), 0.5),))})) is None
     packed = untrainable(replace(good, workload=placed("0:0+5 1:0+3", "2:0+8")))
     assert packed == "schedule 1f1b does not cut all microbatches alike, each a document: not trained yet."

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from helixpipe.common.errors import UserError
 from helixpipe.program.files import save_program
-from helixpipe.program.program import Program, Unit
-from helixpipe.program.stages import Activations
+from helixpipe.program.program import Program
 from megatron.training.plan.programs import make_program
 from tests.distributed import run_ranks
 from tests.training.steps import Run, figures_of_runs
@@ -48,12 +46,3 @@ def test_flags_that_disagree_with_the_file(tmp_path: Path, flags: str, says: str
     save_program(program(SCHEDULES[1]), path)
     with pytest.raises(UserError, match=says):
         Run("llama", f"--pipeline-schedule {path} {flags}", pp=2).config(0, 2)
-
-
-def test_what_is_not_executed_yet_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    first = program("1f1b")
-    offloaded = Activations((), ((first.stages[0].pieces[1:2], 0.5),))
-    save_program(replace(first, activations={Unit(0, 0): offloaded}), path)
-    with pytest.raises(UserError, match=r"offloads activations, of the unit of 0F0: not executed yet\.$"):
-        Run("llama", f"--pipeline-schedule {path}", pp=2).config(0, 2)
