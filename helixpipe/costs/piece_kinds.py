@@ -13,7 +13,6 @@ Kernels, for F (also a recomputation R), I (gradient of the input) and W (of the
   not counted, as in torch's FLOP counter.
 
 Gradients of norms and biases are part of I. Weight gradients are added to float32 sums.
-
 What is saved follows what `helixpipe.model` makes autograd keep, tensor by tensor, which is more than the textbook's
 16 b s h a layer (with GELU; flash attention):
 
