@@ -11,6 +11,7 @@ from helixpipe.cli.options import CostOptions, OutputOptions, ShapeOptions, Simu
 from helixpipe.cli.profile import ProfileOptions
 from helixpipe.common.flags import FlagParser, add_dataclass_arguments
 from helixpipe.planning.chunk_options import ChunkOptions
+from helixpipe.planning.offload import OffloadOptions
 from helixpipe.planning.recompute import RecomputeOptions
 
 _PROGRAM = "SCHEDULE|FILE"
@@ -85,6 +86,7 @@ def parsers(schedules: Mapping[str, type]) -> tuple[FlagParser, dict[str, FlagPa
         add_dataclass_arguments(command, CostOptions, title="costs")
         add_dataclass_arguments(command, ModelOptions, title="model and hardware")
         add_dataclass_arguments(command, RecomputeOptions, title="recomputation")
+        add_dataclass_arguments(command, OffloadOptions, title="offloading")
         for name, options in schedules.items():
             if dataclasses.fields(options):
                 add_dataclass_arguments(command, options, title=f"options of {name}")

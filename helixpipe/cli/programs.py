@@ -19,6 +19,7 @@ from helixpipe.lowering.lower import lower
 from helixpipe.planning.catalogue import Catalogue, Schedule, Shape
 from helixpipe.planning.chunk_options import ChunkOptions
 from helixpipe.planning.early import recomputed
+from helixpipe.planning.offload import OffloadOptions, check_offloads
 from helixpipe.planning.recompute import RecomputeOptions, check_recomputes
 from helixpipe.program.costs import Costs
 from helixpipe.program.files import is_file, load_program, says_all
@@ -77,8 +78,12 @@ def make_simulations(
             size = dataclasses.replace(size, layers=size.layers or given.profile.model.layers)
         costs, limit = given, limit * GIB if limit is not None else None
     recompute = dataclass_from_namespace(RecomputeOptions, namespace)
+    offload = dataclass_from_namespace(OffloadOptions, namespace)
+    if offload.auto and limit is None:
+        raise UserError("--offload-activations auto needs a limit: --memory-limit, or --model with its hardware.")
     plan = given if isinstance(given, Plan) else None
-    programs = _programs(names, size, _Given(costs, limit, recompute), plan, namespace)
+    host_limit = math.inf if plan is None else plan.costs.host_memory
+    programs = _programs(names, size, _Given(costs, limit, recompute, offload, host_limit), plan, namespace)
     unit = "" if given is None else "s"
     simulations = [simulate(lower(program, costs), costs, unit, one_queue=one_queue) for program in programs]
     if not all(math.isfinite(simulation.makespan + sum(simulation.busy)) for simulation in simulations):
@@ -93,6 +98,8 @@ class _Given:
     costs: Costs
     memory_limit: float | None
     recompute: RecomputeOptions
+    offload: OffloadOptions
+    host_limit: float
 
 
 def _programs(
@@ -127,12 +134,16 @@ def _programs(
         if name in schedules:
             shape = dataclasses.replace(shapes[name], layers=layers)
             program = _scheduled(schedules[name], shape, chunking, namespace)
-        elif says_all(name):
-            check_recomputes(name, files[name], given.recompute)
-            program = chunking.of_file(name, files[name])
         else:
-            program = chunking.of_file(name, program_of_file(name, own, layers))
-            program = recomputed(program, given.recompute, given.costs, given.memory_limit)
+            if says_all(name):
+                check_recomputes(name, files[name], given.recompute)
+                check_offloads(name, files[name], given.offload)
+                program = chunking.of_file(name, files[name])
+            else:
+                program = chunking.of_file(name, program_of_file(name, own, layers))
+                program = recomputed(program, given.recompute, given.costs, given.memory_limit)
+            shape = Shape(program.num_ranks, program.num_microbatches, program.num_layers, **vars(given))
+            program = namespace.catalogue.offloaded(name, program, shape)
         programs.append(forward_only(program) if namespace.forward_only else program)
     return programs
 

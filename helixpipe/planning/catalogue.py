@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from math import inf
 from typing import Any
 
 from helixpipe.common.errors import ScheduleError
 from helixpipe.common.flags import nearest_name
+from helixpipe.costs.by_hand import unit_costs
 from helixpipe.planning.early import recomputed
+from helixpipe.planning.offload import OffloadOptions, check_offloads, offloaded
+from helixpipe.planning.offload_choice import Limits, choose
 from helixpipe.planning.recompute import RecomputeOptions, check_recomputes
 from helixpipe.program.costs import Costs
 from helixpipe.program.files import is_file, load_program, says_all
@@ -24,7 +28,8 @@ class Shape:
     ranks: pipeline size p. microbatches: m a step. layers: L of the model. chunks: k slices of a microbatch's sequence.
     virtual_stages: v stages a rank, for schedules that interleave. chunk_lengths: tokens of each chunk, None = equal.
     costs: what ops take, for schedules found from costs; None = unknown. recompute: what every stage recomputes.
-    memory_limit: what a rank may use, in the costs' unit of memory; None = unknown.
+    memory_limit: what a rank may use, in the costs' unit of memory; None = unknown. offload: what waits in the host's
+    memory, of which a rank has host_limit.
     """
 
     ranks: int
@@ -36,6 +41,8 @@ class Shape:
     costs: Costs | None = None
     recompute: RecomputeOptions = field(default_factory=RecomputeOptions)
     memory_limit: float | None = None
+    offload: OffloadOptions = field(default_factory=OffloadOptions)
+    host_limit: float = inf
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -51,6 +58,7 @@ class Shape:
         if lengths is not None and (len(lengths) != self.chunks or min(lengths) < 1):
             raise ScheduleError(f"chunk lengths {lengths} do not fit the number of chunks, {self.chunks}.")
         self.recompute.check()
+        self.offload.check()
 
     @property
     def workload(self) -> Workload:
@@ -73,6 +81,7 @@ class Schedule:
 
     build: a pure function of the shape and the schedule's own options. options: a dataclass; its fields become flags.
     one_rank: runs on a single pipeline rank only. virtual_stages, chunks: whether it takes those of the shape.
+    offloads: whether it offloads activations unless flags say otherwise.
     paper, bubble, memory: what `helixpipe list` shows; formulas in p, m, k, v, F, B (times a rank) and
     microbatch-stages.
     """
@@ -86,6 +95,7 @@ class Schedule:
     one_rank: bool = False
     virtual_stages: bool = False
     chunks: bool = False
+    offloads: bool = False
 
 
 class Catalogue(Mapping[str, Schedule]):
@@ -156,8 +166,22 @@ class Catalogue(Mapping[str, Schedule]):
         program = self._of_file(name, shape) if is_file(name) else self._of_schedule(name, shape, options)
         if says_all(name):
             check_recomputes(name, program, shape.recompute)
+            check_offloads(name, program, shape.offload)
+        else:
+            program = recomputed(program, shape.recompute, shape.costs, shape.memory_limit)
+        return self.offloaded(name, program, shape)
+
+    def offloaded(self, name: str, program: Program, shape: Shape) -> Program:
+        """The program of a schedule or file with what its shape says is offloaded."""
+        costs, options = shape.costs or unit_costs(), shape.offload
+        if options.offload_activations is None and name in self and self[name].offloads:
+            options = replace(options, offload_activations="auto")
+        if not options.auto:
+            return offloaded(program, options, costs)
+        if shape.memory_limit is None:
             return program
-        return recomputed(program, shape.recompute, shape.costs, shape.memory_limit)
+        early = shape.recompute.recompute_early
+        return choose(program, options, costs, Limits(shape.memory_limit, shape.host_limit), not is_file(name), early)
 
     def _of_file(self, name: str, shape: Shape) -> Program:
         program = load_program(name, shape.layers)

@@ -64,6 +64,7 @@ READ_AS: Mapping[tuple[str, ...], Reading] = MappingProxyType(
         ("--checkpoint-activations",): Reading(_FULL, _OLDER),
         ("--activations-checkpoint-method", "uniform"): Reading(_FULL, _OLDER),
         ("--activations-checkpoint-method", "block"): Reading((*_FULL, "--recompute-method", "block"), _OLDER),
+        ("--fine-grained-activation-offloading",): Reading(("--offload-activations", "1"), "a share of 1 is all of it"),
     }
     | {
         ("--tokenizer-library", library): Reading(("--tokenizer-type", kind), "the type says the library")
@@ -216,7 +217,7 @@ LATER: Mapping[str, str] = MappingProxyType(
     {
         "--context-parallel-size": "context parallelism is not available yet",
         "--hierarchical-context-parallel-sizes": "context parallelism is not available yet",
-        "--cpu-offloading-num-layers": "offloading of activations is not available yet",
+        "--cpu-offloading-num-layers": "it offloads whole layers; --offload-activations takes a share, or auto",
         "--reset-position-ids": "packing documents apart from each other is not available yet",
         "--reset-attention-mask": "packing documents apart from each other is not available yet",
     }

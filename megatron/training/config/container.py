@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from helixpipe.planning.chunk_options import ChunkOptions
+from helixpipe.planning.offload import OffloadOptions
 from helixpipe.planning.recompute import RecomputeOptions
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.data import DataConfig
@@ -21,6 +22,7 @@ GROUPS: Mapping[str, tuple[str, type]] = {
     "parallel": ("parallelism", ParallelConfig),
     "chunks": ("sequence chunks", ChunkOptions),
     "recompute": ("recomputation", RecomputeOptions),
+    "offload": ("offloading of activations", OffloadOptions),
     "training": ("training", TrainingConfig),
     "data": ("data and tokenizer", DataConfig),
     "checkpoint": ("checkpoints", CheckpointConfig),
@@ -41,6 +43,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     chunks: ChunkOptions = field(default_factory=ChunkOptions)
     recompute: RecomputeOptions = field(default_factory=RecomputeOptions)
+    offload: OffloadOptions = field(default_factory=OffloadOptions)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

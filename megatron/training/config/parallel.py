@@ -38,6 +38,11 @@ class ParallelConfig:
     memory_limit: float | None = option(
         None, "GiB of each GPU that a schedule may plan with, instead of what --hardware has.", metavar="GIB"
     )
+    host_memory: float | None = option(
+        None,
+        "GiB of host memory of a node that offloaded activations may take, instead of what --hardware has.",
+        metavar="GIB",
+    )
     num_layers_per_virtual_pipeline_stage: int | None = option(
         None, "Layers of one stage when a rank holds several stages (interleaved-1f1b)."
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 from helixpipe.common.errors import UserError
 from helixpipe.costs.hardware import DEFAULT_HARDWARE, GIB, RESERVED_MEMORY, find_hardware
@@ -73,6 +74,18 @@ def memory_limit(config: Config) -> float | None:
     if parallel.memory_limit is not None:
         return parallel.memory_limit * GIB
     return None if parallel.hardware is None else find_hardware(parallel.hardware).memory - RESERVED_MEMORY
+
+
+def host_limit(config: Config) -> float:
+    """Bytes of its host's memory that a GPU may use: its part of --host-memory, or of what --hardware has; infinite
+    when neither is given."""
+    parallel = config.parallel
+    if parallel.host_memory is None and parallel.hardware is None:
+        return inf
+    hardware = find_hardware(parallel.hardware or DEFAULT_HARDWARE)
+    memory = hardware.host_memory if parallel.host_memory is None else parallel.host_memory * GIB
+    world = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.data_parallel_size
+    return memory / min(hardware.gpus_per_node, world)
 
 
 def model_shape(config: Config) -> ModelShape:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from helixpipe.common.errors import ProgramError
+from helixpipe.common.errors import ProgramError, UserError
 from helixpipe.costs.hardware import find_hardware
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.profile_costs import ProfileCosts
@@ -14,7 +14,7 @@ from helixpipe.planning.plan import Plans
 from helixpipe.program.program import Program
 from helixpipe.simulate.simulator import Simulation
 from megatron.training.config import Config
-from megatron.training.plan.costs import memory_limit, model_shape, training_costs
+from megatron.training.plan.costs import host_limit, memory_limit, model_shape, training_costs
 from schedules import Shape, build
 
 
@@ -34,6 +34,8 @@ def make_program(config: Config, num_microbatches: int, costs: ModelCosts | Prof
     ScheduleError, ProgramError or UserError, in the words of the flags."""
     name, costs = config.parallel.pipeline_schedule or "none", costs or training_costs(config)
     limit = memory_limit(config)
+    if config.offload.auto and limit is None:
+        raise UserError("--offload-activations auto needs --memory-limit or --hardware, which say what there is.")
     shape = Shape(
         ranks=config.parallel.pipeline_model_parallel_size,
         microbatches=num_microbatches,
@@ -42,6 +44,8 @@ def make_program(config: Config, num_microbatches: int, costs: ModelCosts | Prof
         costs=costs,
         recompute=config.recompute,
         memory_limit=limit,
+        offload=config.offload,
+        host_limit=host_limit(config),
     )
 
     def cut(chunks: int) -> Program:

@@ -87,6 +87,8 @@ def ranges(config: Config) -> Config:
         raise UserError(f"--rotary-percent {config.model.rotary_percent:g} must be more than 0 and at most 1.")
     if config.parallel.memory_limit is not None and not config.parallel.memory_limit > 0:
         raise UserError(f"--memory-limit {config.parallel.memory_limit:g} must be more than 0 GiB.")
+    if config.parallel.host_memory is not None and not config.parallel.host_memory > 0:
+        raise UserError(f"--host-memory {config.parallel.host_memory:g} must be more than 0 GiB.")
     minutes = config.parallel.distributed_timeout_minutes
     if minutes is not None and not minutes > 0:
         raise UserError(f"--distributed-timeout-minutes {minutes:g} must be more than 0.")

@@ -1,0 +1,153 @@
+"""Which activations leave the device: the flags, and what they make of a program. No torch here.
+
+What a unit offloads is part of the program (`Activations.offload`), and so is how early it comes back (`ahead`). With a
+share every unit offloads as much; with `auto` it is found what to keep, to offload and to recompute
+(`offload_choice.choose`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import groupby
+from types import MappingProxyType
+
+from helixpipe.common.errors import ScheduleError
+from helixpipe.common.flags import option
+from helixpipe.costs.piece_bytes import CountsBytes
+from helixpipe.lowering.bound import BoundCosts
+from helixpipe.lowering.build import build_graph
+from helixpipe.lowering.graph import Graph
+from helixpipe.lowering.order import Times, list_schedule
+from helixpipe.program.costs import Costs
+from helixpipe.program.program import Program, Unit
+from helixpipe.program.stages import PIECE_KINDS, Piece
+from helixpipe.program.tasks import Buffer
+
+MODULES: Mapping[str, str] = MappingProxyType(
+    {
+        "attn_norm": "norm",
+        "qkv_linear": "qkv",
+        "core_attn": "attn",
+        "attn_proj": "proj",
+        "mlp": "mlp",
+        "embedding": "embed",
+        "output_layer": "head",
+    }
+)
+"""Values of `--offload-modules`, Megatron-LM's where it has them, and the piece each means."""
+
+LATENESS = 1.25
+"""How much longer than predicted a copy in may take before its op has to wait."""
+
+
+@dataclass(frozen=True)
+class OffloadOptions:
+    """Flags about activations in the host's memory; names and defaults are Megatron-LM's where it has them."""
+
+    offload_activations: str | None = option(
+        None,
+        "Activations that wait in the host's memory from the forward to the backward: auto, as many as the memory "
+        "limit needs, beside recomputation, at the least predicted time (nothing where all fits); a share from 0 to 1, "
+        "of every unit alike; off (default: off; auto for sppo).",
+        metavar="auto|SHARE|off",
+    )
+    offload_modules: tuple[str, ...] | None = option(
+        None, "What may be offloaded (default: everything).", choices=tuple(MODULES), nargs="+"
+    )
+    min_offloaded_tensor_size: int = option(
+        1024 * 1024, "Saved tensors of fewer elements stay on the device.", metavar="ELEMENTS"
+    )
+
+    @property
+    def auto(self) -> bool:
+        return self.offload_activations == "auto"
+
+    @property
+    def share(self) -> float:
+        """Of every unit; 0 for off."""
+        text = self.offload_activations
+        if text in (None, "off", "auto"):
+            return 0.0
+        try:
+            share = float(text or "")
+        except ValueError:
+            share = -1.0
+        if not 0 <= share <= 1:
+            raise ScheduleError(f"--offload-activations must be auto, off or a share from 0 to 1, not {text}.")
+        return share
+
+    def check(self) -> None:
+        """Raise ScheduleError, naming the flag, for values that cannot be."""
+        if self.min_offloaded_tensor_size < 0:
+            raise ScheduleError(
+                f"--min-offloaded-tensor-size must not be negative, as {self.min_offloaded_tensor_size} is."
+            )
+        if not self.auto and not self.share and self.offload_modules is not None:
+            raise ScheduleError("--offload-modules needs --offload-activations auto or a share.")
+
+    def runs(self, pieces: Iterable[Piece]) -> tuple[tuple[Piece, ...], ...]:
+        """The runs of a stage's pieces that may leave."""
+        kinds = {MODULES[module] for module in self.offload_modules} if self.offload_modules else set(PIECE_KINDS)
+        return tuple(tuple(run) for may, run in groupby(pieces, key=lambda piece: piece.kind in kinds) if may)
+
+
+def with_shares(program: Program, options: OffloadOptions, shares: Mapping[Unit, float], costs: Costs) -> Program:
+    """The program with these units offloading these shares of what may leave, all above 0, and no other any. When what
+    leaves comes back `with_ahead` says."""
+    own = {unit: replace(each, offload=()) for unit, each in program.activations.items()}
+    runs = [options.runs(stage.pieces) for stage in program.stages]
+    for unit, share in shares.items():
+        offload = tuple((run, share) for run in runs[unit.stage])
+        own[unit] = replace(program.activations_of(unit), offload=offload)
+    element = costs.bytes.layout.element_bytes if isinstance(costs, CountsBytes) else 0
+    return replace(program, activations=own, min_offloaded_bytes=options.min_offloaded_tensor_size * element)
+
+
+def with_ahead(program: Program, costs: Costs, graph: Graph, times: Times) -> Program:
+    """The program with everything that is offloaded coming back just early enough, on paper.
+
+    graph, times: of the program, or of one with the same ops. Copies in of a rank follow each other, so the last one
+    has to have ended when its op starts, and the one before when both that one and its own op start.
+    """
+    bound, activations = BoundCosts(program, costs), dict(program.activations)
+    for tasks in graph.rank_tasks:
+        places = {graph.ops[task]: place for place, task in enumerate(tasks)}
+        next_start = float("inf")
+        for place in range(len(tasks) - 1, -1, -1):
+            op = graph.ops[tasks[place]]
+            own = program.activations_of(op.unit)
+            first = op.kind == "R" or (op.kind in "BI" and op._replace(kind="R") not in places)
+            if not own.offload or not first:
+                continue
+            size = bound.size(Buffer("offloaded", 0, *op.unit))
+            duration = costs.copy_time(size, True) * LATENESS
+            next_start = min(times.start[tasks[place]], next_start) - duration
+            ahead = 0  # ops that have to be waiting for the copy at most
+            while place - ahead - 1 >= 0 and times.end[tasks[place - ahead - 1]] > next_start:
+                ahead += 1
+            activations[op.unit] = replace(own, ahead=ahead)
+    return replace(program, activations=activations)
+
+
+def timed(program: Program, costs: Costs) -> tuple[Graph, Times]:
+    graph = build_graph(program)
+    return graph, list_schedule(graph, *BoundCosts(program, costs).timers)
+
+
+def offloaded(program: Program, options: OffloadOptions, costs: Costs) -> Program:
+    """The program with a share of every unit offloaded, as the options say; it is left as it is for `auto`, and where
+    nothing is to leave or there is no backward."""
+    options.check()
+    share = options.share
+    if not share or program.forward_only:
+        return program
+    program = with_shares(program, options, dict.fromkeys(program.units(), share), costs)
+    return with_ahead(program, costs, *timed(replace(program, activations={}), costs))
+
+
+def check_offloads(name: str, program: Program, options: OffloadOptions) -> None:
+    """Raise ScheduleError where flags ask a file, which says itself what is offloaded, for something else."""
+    options.check()
+    if options.offload_activations not in (None, "off") and any(each.offload for each in program.activations.values()):
+        raise ScheduleError(f"{name} says itself what is offloaded; leave --offload-activations out.")

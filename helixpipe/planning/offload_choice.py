@@ -1,0 +1,275 @@
+"""What to keep, to offload and to recompute under a memory limit, at the least predicted time. No torch here.
+
+Where all fits nothing is done. Else, for each level of recomputation (none, parts of some or all layers), every rank
+offloads as little as makes it fit. How much a unit offloads follows SPPO's rule (Chen et al., 2025, sec. 5): its share
+is proportional to what can be copied in the time that hides it. That time is here the shortest of three, because a copy
+in has to be hidden as well: to the end of the rank's next forward, from the end of the backward before, and half of
+what lies between the unit's own forward and backward. A rank's factor is found by bisection; at 1 or below no copy
+should hold up an op, above that copies do, and recomputation may be cheaper. The best level is then changed rank by
+rank, and in small programs the shares unit by unit, as long as the predicted step gets shorter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf
+
+from helixpipe.common.errors import ScheduleError
+from helixpipe.lowering.build import build_graph
+from helixpipe.lowering.lower import lower_graph
+from helixpipe.planning.early import place_early
+from helixpipe.planning.offload import OffloadOptions, timed, with_ahead, with_shares
+from helixpipe.planning.offload_hidden import Base, recomputing
+from helixpipe.planning.recompute_choice import CHOICES, TOLERANCE, Runs
+from helixpipe.program.costs import Costs
+from helixpipe.program.program import Program, Unit
+from helixpipe.simulate.simulator import Simulation, simulate
+
+Level = tuple[Runs, float]
+"""What layers recompute, and of which share of a stage's layers, the first ones."""
+
+LEVELS: tuple[Level, ...] = (((), 0.0), *((runs, share) for runs in CHOICES[1:] for share in (0.25, 0.5, 1.0)))
+
+BISECTIONS = 6
+NOTHING = 1e-4
+"""Part of a step's time that is not worth looking for."""
+SIMULATED_OPS = 400_000
+"""Ops in all the simulations of the search for improvements, at most; a million take a minute or so."""
+
+SMALL = 48
+"""Units of a program whose shares are looked at one by one."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a rank may use, in the costs' unit of memory: of its device, weights and optimizer included, and of its
+    host's memory."""
+
+    device: float
+    host: float = inf
+
+
+class Choice:
+    """A program with what it offloads, on paper. factors: of each rank; shares: of each unit that offloads."""
+
+    def __init__(self, program: Program, costs: Costs, limits: Limits, shares: Mapping[Unit, float]):
+        self.program, self.costs, self.limits, self.shares = program, costs, limits, shares
+
+    @cached_property
+    def simulation(self) -> Simulation:
+        return simulate(lower_graph(build_graph(self.program), self.costs), self.costs)
+
+    @property
+    def time(self) -> float:
+        return self.simulation.makespan
+
+    @cached_property
+    def needs(self) -> list[float]:
+        """Of each rank's device."""
+        pieces = map(self.program.pieces_of_rank, range(self.program.num_ranks))
+        peaks = zip(self.simulation.peaks, pieces, strict=True)
+        return [peak.total + self.costs.static_memory(own) for peak, own in peaks]
+
+    def fits_rank(self, rank: int) -> bool:
+        peak = self.simulation.peaks[rank]
+        return self.needs[rank] <= self.limits.device * (1 + TOLERANCE) and peak.host <= self.limits.host
+
+    @property
+    def excess(self) -> float:
+        """How much the fullest device has too much; 0 or below where all fit."""
+        return max(self.needs) - self.limits.device * (1 + TOLERANCE)
+
+    @property
+    def host_needs(self) -> float:
+        return max(peak.host for peak in self.simulation.peaks)
+
+    @property
+    def fits(self) -> bool:
+        return self.excess <= 0 and self.host_needs <= self.limits.host * (1 + TOLERANCE)
+
+
+def choose(
+    program: Program,
+    options: OffloadOptions,
+    costs: Costs,
+    limits: Limits,
+    recompute: bool = True,
+    early: bool = True,
+) -> Program:
+    """The program with what it offloads and recomputes to stay within the limits.
+
+    recompute: whether recomputation may be chosen; never where the program recomputes something already. early: place
+    it in idle time. Raises ScheduleError, with what would do, where nothing fits.
+    """
+    if program.forward_only:
+        return program
+    plain = Choice(program, costs, limits, {})
+    if plain.fits:
+        return program
+    search = _Search(program, options, costs, limits, early)
+    chosen = any(program.activations_of(unit).recompute for unit in program.units())
+    tried = []
+    for level in LEVELS if recompute and not chosen else LEVELS[:1]:
+        found = search.least((level,) * program.num_ranks)
+        if found is None:
+            continue
+        tried.append(found)
+        if found.choice.fits and found.choice.time <= plain.time * (1 + NOTHING):
+            return search.improved(found.choice).program  # nothing could be faster
+    if any(all(each.penalty(rank) == inf for each in tried) for rank in range(program.num_ranks)):
+        raise ScheduleError(_sentence(min((each.choice for each in tried), key=lambda each: each.excess), costs))
+    best = search.mixed(tried)
+    if not best.fits:
+        raise ScheduleError(_sentence(best, costs))
+    return search.improved(best).program
+
+
+def _sentence(closest: Choice, costs: Costs) -> str:
+    unit = 2.0**30 if costs.memory_unit == "bytes" else 1.0
+    name = "GiB" if costs.memory_unit == "bytes" else costs.memory_unit
+    if closest.excess > 0:
+        need = max(closest.needs)
+        return (
+            f"--offload-activations auto: even with all that can be offloaded and recomputed a rank needs "
+            f"{need / unit:.4g} {name}, {closest.excess / unit:.3g} more than it may use; more ranks, smaller "
+            "microbatches or more chunks would help."
+        )
+    return (
+        f"--offload-activations auto: the host's memory would have to hold {closest.host_needs / unit:.4g} {name} a "
+        f"rank, but --host-memory leaves it {closest.limits.host / unit:.4g}."
+    )
+
+
+class _Search:
+    def __init__(self, program: Program, options: OffloadOptions, costs: Costs, limits: Limits, early: bool):
+        self.given, self.options, self.costs, self.limits = program, options, costs, limits
+        self.early = early
+        self.left = SIMULATED_OPS
+        self._bases: dict[tuple[Level, ...], Base] = {}
+
+    def least(self, levels: tuple[Level, ...]) -> _Found | None:
+        """With these levels of recomputation, of each rank, the least offloaded that makes each rank fit; everything on
+        ranks where that does not do. None: no stage has what is to be recomputed."""
+        base = self._base(levels)
+        if base is None:
+            return None
+        ranks = range(self.given.num_ranks)
+        low, high = [0.0] * len(ranks), [1.0] * len(ranks)
+        best = most = self._choice(base, high)
+        nothing = self._choice(base, low)
+        for rank in ranks:
+            if nothing.fits_rank(rank):
+                high[rank] = 0.0
+            elif not most.fits_rank(rank):
+                low[rank] = 1.0
+        for _ in range(BISECTIONS):
+            if low >= high:
+                break
+            middle = [(a + b) / 2 for a, b in zip(low, high, strict=True)]
+            choice = self._choice(base, middle)
+            for rank in ranks:
+                if choice.fits_rank(rank):
+                    high[rank] = middle[rank]
+                else:
+                    low[rank] = middle[rank]
+        last = self._choice(base, high)
+        if not best.fits or (last.fits and last.time <= best.time):
+            best = last
+        return _Found(levels, base, high, best)
+
+    def mixed(self, tried: Sequence[_Found]) -> Choice:
+        """Each rank with the level of recomputation that costs it least, and then another as long as that helps."""
+        fitting = [each.choice for each in tried if each.choice.fits]
+        best = min(fitting, key=lambda choice: choice.time) if fitting else None
+        ranks = range(self.given.num_ranks)
+        orders = [sorted(tried, key=lambda each, at=rank: each.penalty(at))[:3] for rank in ranks]  # type: ignore[misc]
+        current = [order[0] for order in orders]
+        choice = self._mix(current)
+        if best is not None and (not choice.fits or best.time < choice.time):
+            uniform = next(each for each in tried if each.choice is best)
+            choice, current = best, [uniform] * len(current)
+        better = True
+        while better and self.left > 0:
+            better = False
+            for rank in ranks:
+                for other in orders[rank]:
+                    if self.left <= 0 or other is current[rank] or other.penalty(rank) == inf:
+                        continue
+                    changed = [*current[:rank], other, *current[rank + 1 :]]
+                    new = self._mix(changed)
+                    if new.fits and (not choice.fits or new.time < choice.time * (1 - NOTHING)):
+                        choice, current, better = new, changed, True
+        return choice
+
+    def _mix(self, chosen: Sequence[_Found]) -> Choice:
+        levels = tuple(each.levels[rank] for rank, each in enumerate(chosen))
+        base = self._base(levels)
+        if base is None:
+            return chosen[0].choice
+        choice = self._choice(base, [each.places[rank] for rank, each in enumerate(chosen)])
+        if choice.fits:
+            return choice
+        found = self.least(levels)  # times have changed, and with them what is there at once
+        return found.choice if found is not None else choice
+
+    def improved(self, best: Choice) -> Choice:
+        """Unit by unit in small programs: less or more of it offloaded, as long as the step gets shorter."""
+        units = sorted(best.program.units())
+        if len(units) > SMALL:
+            return best
+        better = True
+        while better and self.left > 0:
+            better = False
+            for unit in units:
+                for share in (0.0, 0.5, 1.0):
+                    if self.left <= 0 or share == best.shares.get(unit, 0.0):
+                        continue
+                    shares = {**best.shares, unit: share}
+                    choice = self._shared(best.program, {u: s for u, s in shares.items() if s > 0})
+                    if choice.fits and choice.time < best.time * (1 - NOTHING):
+                        best, better = choice, True
+        return best
+
+    def _base(self, levels: tuple[Level, ...]) -> Base | None:
+        if levels not in self._bases:
+            of_stage = {op.stage: levels[rank] for rank, ops in enumerate(self.given.ranks) for op in ops}
+            stages = tuple(recomputing(stage, *of_stage[n]) for n, stage in enumerate(self.given.stages))
+            program = replace(self.given, stages=stages)
+            if stages == self.given.stages and any(level[0] for level in levels):
+                return None
+            if self.early and any(stage.recompute for stage in stages):
+                program = place_early(program, self.costs, self.limits.device)
+            self._bases[levels] = Base(program, self.options, self.costs)
+        return self._bases[levels]
+
+    def _choice(self, base: Base, places: Sequence[float]) -> Choice:
+        return self._shared(base.program, base.shares(places), base)
+
+    def _shared(self, program: Program, shares: Mapping[Unit, float], base: Base | None = None) -> Choice:
+        plain = replace(program, activations={})
+        graph, times = (base.graph, base.times) if base is not None else timed(plain, self.costs)
+        made = with_shares(program, self.options, shares, self.costs)
+        self.left -= sum(map(len, program.ranks))
+        return Choice(with_ahead(made, self.costs, graph, times), self.costs, self.limits, shares)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What the least offloading comes to with some levels of recomputation.
+
+    places: of each rank, between nothing (0), all that is hidden (0.5) and everything (1). choice: with these.
+    """
+
+    levels: tuple[Level, ...]
+    base: Base
+    places: Sequence[float]
+    choice: Choice
+
+    def penalty(self, rank: int) -> float:
+        """The time that the rank spends on recomputation and, about, waiting for copies; infinite where it does not
+        fit."""
+        if not self.choice.fits_rank(rank):
+            return inf
+        return self.base.recomputing[rank] + self.base.exposed(rank, self.places[rank])
