@@ -51,6 +51,12 @@ class StepReport:
     def peak(self) -> float:
         return max(memory.total for memory in self.memory)
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """What is told of each rank's memory."""
+        host = any(memory.host_activations for memory in self.memory)
+        return (*KINDS, "total", *(["host_activations"] if host else []))
+
     def to_json(self) -> dict[str, Any]:
         costs = self.plan.costs
         return {
@@ -79,7 +85,7 @@ class StepReport:
         }
 
     def memory_json(self) -> dict[str, Any]:
-        ranks = [{kind: round(getattr(m, kind)) for kind in (*KINDS, "total")} for m in self.memory]
+        ranks = [{kind: round(getattr(m, kind)) for kind in self.columns} for m in self.memory]
         return {"memory": ranks, "memory_limit": round(self.limit), "fits": self.peak <= self.limit}
 
 
@@ -117,10 +123,8 @@ def memory_text(step: StepReport) -> str:
     if len(ranks) > MAX_RANK_LINES:
         ranks.sort(key=lambda rank: step.memory[rank].total)
         ranks = [ranks[0], ranks[-1]]
-    headers = ("rank", *KINDS, "total")
-    rows = [
-        (str(rank), *(f"{getattr(step.memory[rank], kind) / GIB:.2f}" for kind in (*KINDS, "total"))) for rank in ranks
-    ]
+    headers = ("rank", *(kind.replace("host_activations", "on host") for kind in step.columns))
+    rows = [(str(rank), *(f"{getattr(step.memory[rank], kind) / GIB:.2f}" for kind in step.columns)) for rank in ranks]
     lines = ["  ".join(cell.rjust(max(7, len(h))) for cell, h in zip(row, headers, strict=True)) for row in rows]
     what = "least and most of all ranks, " if len(ranks) < len(step.memory) else ""
     header = "  ".join(name.rjust(max(7, len(name))) for name in headers)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -12,8 +14,21 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from helixpipe.draw.style import IDLE_COLOUR, KIND_STYLES, heading, is_chunked, rank_bubbles, scale_note, time_scale
-from helixpipe.program.timeline import OpEvent, Timeline
+from helixpipe.draw.style import (
+    IDLE_COLOUR,
+    KIND_STYLES,
+    LANE_COLOUR,
+    LANE_STYLES,
+    LANES,
+    copying_ranks,
+    heading,
+    is_chunked,
+    lane_of,
+    rank_bubbles,
+    scale_note,
+    time_scale,
+)
+from helixpipe.program.timeline import CopyEvent, OpEvent, Timeline
 
 WIDTH, LEFT, RIGHT = 14.0, 0.8, 0.75  # inches: of the figure, and beside the axes
 LEGEND, TITLE, BELOW = 0.42, 0.32, 0.55  # inches: above all panels, above a panel, below a panel
@@ -23,22 +38,53 @@ MAX_TEXTS = 3000  # more numbers than that take seconds to draw and cannot be re
 MAX_ARROWS = 64
 MAX_VECTOR_BOXES = 5000  # more boxes are a bitmap inside an SVG or PDF
 POINTS = 72.0
+LANE, NAMED_LANE = 0.42, 7.0  # of a row: the height of a lane; points: of one whose name can be read
+
+Colour = tuple[float, float, float]
+
+
+class _Rows:
+    """Where the rows of a timeline are, from top to bottom, in heights of a rank's row, and where its lanes.
+
+    middle: of each rank's row. total: of all of them.
+    """
+
+    def __init__(self, timeline: Timeline):
+        self.copying = copying_ranks(timeline)
+        extra = [len(LANES) * LANE * (rank in self.copying) for rank in range(timeline.num_ranks)]
+        *self.middle, after = accumulate((1 + lanes for lanes in extra), initial=0.0)
+        self.total = after
+
+    def lane(self, rank: int, lane: str) -> float:
+        """The middle of a lane."""
+        return self.middle[rank] + 0.5 + (LANES.index(lane) + 0.5) * LANE - 0.04
+
+
+@dataclass(frozen=True)
+class _Boxes:
+    """Boxes of one height: what they show, where they lie, and their colours."""
+
+    events: Sequence[OpEvent | CopyEvent]
+    middles: Sequence[float]
+    half: float
+    colours: Sequence[Colour]
 
 
 def picture(timelines: Sequence[Timeline]) -> Figure:
     """A figure with one panel a timeline, from top to bottom; timelines of one unit share a time scale."""
-    ranks = [timeline.num_ranks for timeline in timelines]
-    row_height = min(ROW, max(ALL_ROWS / max(ranks), 0.05), TALLEST / sum(ranks))
-    heights = [t.num_ranks * row_height for t in timelines]
+    rows = [_Rows(timeline) for timeline in timelines]
+    totals = [each.total for each in rows]
+    row_height = min(ROW, max(ALL_ROWS / max(totals), 0.05), TALLEST / sum(totals))
+    heights = [each * row_height for each in totals]
     total = LEGEND + sum(TITLE + height + BELOW for height in heights)
     figure = Figure(figsize=(WIDTH, total))
     _legend(figure, timelines, total)
     longest = {t.unit: max(other.makespan for other in timelines if other.unit == t.unit) or 1.0 for t in timelines}
     top = total - LEGEND
-    for timeline, height in zip(timelines, heights, strict=True):
+    for timeline, own, height in zip(timelines, rows, heights, strict=True):
         top -= TITLE + height
         box = (LEFT / WIDTH, top / total, (WIDTH - LEFT - RIGHT) / WIDTH, height / total)
-        _panel(figure.add_axes(box), timeline, longest[timeline.unit], row_height * POINTS)
+        _panel(figure.add_axes(box), timeline, own, longest[timeline.unit], row_height * POINTS)
         top -= BELOW
     return figure
 
@@ -49,6 +95,10 @@ def _legend(figure: Figure, timelines: Sequence[Timeline], total: float) -> None
         Patch(color=style.colour, label=f"{kind} {style.name}")
         for kind, style in KIND_STYLES.items()
         if kind in present
+    ]
+    lanes = {lane_of(copy) for timeline in timelines for copy in timeline.copies}
+    handles += [
+        Patch(color=style.colour, label=f"{lane} {style.name}") for lane, style in LANE_STYLES.items() if lane in lanes
     ]
     handles.append(Patch(facecolor=IDLE_COLOUR, edgecolor="#b5b5b5", linewidth=0.6, label="idle"))
     place = (LEFT / WIDTH, 1 - 0.08 / total)
@@ -63,27 +113,32 @@ def _legend(figure: Figure, timelines: Sequence[Timeline], total: float) -> None
     figure.text(1 - RIGHT / WIDTH, place[1], text, ha="right", va="top", fontsize=9, color="#555555")
 
 
-def _panel(axes: Axes, timeline: Timeline, longest: float, row_points: float) -> None:
+def _panel(axes: Axes, timeline: Timeline, rows: _Rows, longest: float, row_points: float) -> None:
     factor, unit = time_scale(longest) if timeline.unit == "s" else (1.0, timeline.unit)
     points_per_time = (WIDTH - LEFT - RIGHT) * POINTS / (longest * factor)
     half = 0.41 if row_points >= 12 else 0.46
 
-    ranks = np.arange(timeline.num_ranks)
     span = timeline.makespan * factor
-    axes.barh(ranks, span, height=2 * half, color=IDLE_COLOUR, linewidth=0)
-    if timeline.ops:
-        _boxes(axes, timeline, factor, points_per_time, half)
-        _numbers(axes, timeline, factor, points_per_time, row_points * 2 * half)
+    axes.barh(rows.middle, span, height=2 * half, color=IDLE_COLOUR, linewidth=0)
+    if rows.copying:
+        middles = [rows.lane(rank, lane) for rank in rows.copying for lane in LANES]
+        axes.barh(middles, span, height=2 * LANE * half, color=LANE_COLOUR, linewidth=0)
+    for boxes in (_op_boxes(timeline, rows, half), _copy_boxes(timeline, rows, LANE * half)):
+        if boxes.events:
+            _draw(axes, boxes, factor, points_per_time)
+            _numbers(axes, boxes, is_chunked(timeline), factor, points_per_time, row_points * 2 * boxes.half)
     if len(timeline.messages) <= MAX_ARROWS and row_points >= 20:
-        _arrows(axes, timeline, factor, half)
+        _arrows(axes, timeline, rows, factor, half)
 
     axes.set_xlim(0, longest * factor)
-    axes.set_ylim(timeline.num_ranks - 0.5, -0.5)
+    axes.set_ylim(rows.total - 0.5, -0.5)
     axes.set_title(_shorten(heading(timeline)), loc="left", fontsize=11, pad=6, parse_math=False)
     axes.set_xlabel(f"time ({unit})" if unit else "time (in the unit of the piece times)", fontsize=9, color="#555555")
     step = next(step for step in (1, 2, 4, 8, 16, 32, 64, 128, 256, 1 << 30) if row_points * step >= 10)
-    shown = list(ranks[::step])
-    axes.set_yticks(shown, [f"rank {rank}" for rank in shown], fontsize=9)
+    shown = range(0, timeline.num_ranks, step)
+    axes.set_yticks([rows.middle[rank] for rank in shown], [f"rank {rank}" for rank in shown], fontsize=9)
+    if row_points * LANE >= NAMED_LANE:
+        _name_lanes(axes, rows, row_points * LANE)
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelsize=9, color="#999999", labelcolor="#555555")
     for side in ("top", "right", "left"):
@@ -93,32 +148,53 @@ def _panel(axes: Axes, timeline: Timeline, longest: float, row_points: float) ->
     right = 1 + (RIGHT - 0.12) / (WIDTH - LEFT - RIGHT)
     bubbles = rank_bubbles(timeline)
     for rank in shown:
-        axes.text(right, rank, f"{100 * bubbles[rank]:.1f} %", fontsize=9, color="#333333", **beside)
+        axes.text(right, rows.middle[rank], f"{100 * bubbles[rank]:.1f} %", fontsize=9, color="#333333", **beside)
     axes.annotate(
         "bubble", (right, 1), (0, 6), "axes fraction", "offset points", ha="right", fontsize=9, color="#555555"
     )
 
 
-def _boxes(axes: Axes, timeline: Timeline, factor: float, points_per_time: float, half: float) -> None:
-    start = np.array([event.start for event in timeline.ops]) * factor
-    end = np.array([event.end for event in timeline.ops]) * factor
-    rank = np.array([event.rank for event in timeline.ops], dtype=float)
+def _name_lanes(axes: Axes, rows: _Rows, height: float) -> None:
+    """height: of a lane, in points."""
+    for rank in rows.copying:
+        for lane in LANES:
+            axes.annotate(
+                lane, (0, rows.lane(rank, lane)), (-4, 0), axes.get_yaxis_transform(), "offset points",
+                ha="right", va="center", fontsize=min(8.0, height * 0.75), color="#777777",
+            )  # fmt: skip
+
+
+def _op_boxes(timeline: Timeline, rows: _Rows, half: float) -> _Boxes:
+    shades = _shades(timeline)
+    colours = [shades[event.rank, event.op.stage, event.op.kind] for event in timeline.ops]
+    return _Boxes(timeline.ops, [rows.middle[event.rank] for event in timeline.ops], half, colours)
+
+
+def _copy_boxes(timeline: Timeline, rows: _Rows, half: float) -> _Boxes:
+    colours = {lane: to_rgb(style.colour) for lane, style in LANE_STYLES.items()}
+    lanes = [lane_of(copy) for copy in timeline.copies]
+    middles = [rows.lane(copy.rank, lane) for copy, lane in zip(timeline.copies, lanes, strict=True)]
+    return _Boxes(timeline.copies, middles, half, [colours[lane] for lane in lanes])
+
+
+def _draw(axes: Axes, boxes: _Boxes, factor: float, points_per_time: float) -> None:
+    start = np.array([event.start for event in boxes.events]) * factor
+    end = np.array([event.end for event in boxes.events]) * factor
+    middle, half = np.array(boxes.middles, dtype=float), boxes.half
     corners = np.stack(
         [
-            np.stack([start, rank - half], axis=-1),
-            np.stack([end, rank - half], axis=-1),
-            np.stack([end, rank + half], axis=-1),
-            np.stack([start, rank + half], axis=-1),
+            np.stack([start, middle - half], axis=-1),
+            np.stack([end, middle - half], axis=-1),
+            np.stack([end, middle + half], axis=-1),
+            np.stack([start, middle + half], axis=-1),
         ],
         axis=1,
     )
-    shades = _shades(timeline)
-    colours = np.array([shades[event.rank, event.op.stage, event.op.kind] for event in timeline.ops])
     roomy = float(np.median(end - start)) * points_per_time > 4
-    dense = len(timeline.ops) > MAX_VECTOR_BOXES
+    dense = len(boxes.events) > MAX_VECTOR_BOXES
     collection = PolyCollection(
         list(corners),
-        facecolors=colours,
+        facecolors=np.array(boxes.colours),
         edgecolors="white" if roomy else "none",
         linewidths=0.7 if roomy else 0,
         antialiaseds=roomy or not dense,
@@ -127,39 +203,37 @@ def _boxes(axes: Axes, timeline: Timeline, factor: float, points_per_time: float
     axes.add_collection(collection, autolim=False)
 
 
-def _numbers(axes: Axes, timeline: Timeline, factor: float, points_per_time: float, height: float) -> None:
-    """The microbatch (with chunks `5.1`) in every box with room for it, all in one size."""
-    if len(timeline.ops) > MAX_TEXTS:
+def _numbers(axes: Axes, boxes: _Boxes, chunked: bool, factor: float, points_per_time: float, height: float) -> None:
+    """The microbatch (with chunks `5.1`) in every box with room for it, all in one size. height: of a box, in
+    points."""
+    if len(boxes.events) > MAX_TEXTS:
         return
-    chunked = is_chunked(timeline)
 
-    def label(event: OpEvent) -> str:
+    def label(event: OpEvent | CopyEvent) -> str:
         return f"{event.op.microbatch}.{event.op.chunk}" if chunked else str(event.op.microbatch)
 
     # A digit is 0.64 of the font size wide; each box says which size it has room for.
-    rooms = [(e.end - e.start) * factor * points_per_time / (0.64 * len(label(e)) + 0.25) for e in timeline.ops]
+    rooms = [(e.end - e.start) * factor * points_per_time / (0.64 * len(label(e)) + 0.25) for e in boxes.events]
     size = min(10.0, height * 0.7, max(5.5, float(np.quantile(rooms, 0.02))))
     if size < 5:
         return
-    shades = _shades(timeline)
-    for event, room in zip(timeline.ops, rooms, strict=True):
+    for event, room, shade, height_of in zip(boxes.events, rooms, boxes.colours, boxes.middles, strict=True):
         if room >= size:
-            shade = shades[event.rank, event.op.stage, event.op.kind]
             middle = (event.start + event.end) / 2 * factor
             ink = "#111111" if _lightness(shade) > 0.30 else "white"
-            axes.text(middle, event.rank, label(event), fontsize=size, color=ink, ha="center", va="center_baseline")
+            axes.text(middle, height_of, label(event), fontsize=size, color=ink, ha="center", va="center_baseline")
 
 
-def _arrows(axes: Axes, timeline: Timeline, factor: float, half: float) -> None:
+def _arrows(axes: Axes, timeline: Timeline, rows: _Rows, factor: float, half: float) -> None:
     style = {"arrowstyle": "-|>", "linewidth": 0.6, "color": "#444444", "shrinkA": 0, "shrinkB": 0, "mutation_scale": 5}
     for message in timeline.messages:
         down = 1 if message.target > message.source else -1
-        tail = (message.start * factor, message.source + down * half)
-        head = (message.end * factor, message.target - down * half)
+        tail = (message.start * factor, rows.middle[message.source] + down * half)
+        head = (message.end * factor, rows.middle[message.target] - down * half)
         axes.annotate("", head, tail, arrowprops=style)
 
 
-def _shades(timeline: Timeline) -> dict[tuple[int, int, str], tuple[float, float, float]]:
+def _shades(timeline: Timeline) -> dict[tuple[int, int, str], Colour]:
     """The colour of each rank, stage and kind: the kind's own for the rank's first stage, paler for its later ones."""
     shades = {}
     for rank, stages in enumerate(_stages_of_ranks(timeline)):
@@ -178,7 +252,7 @@ def _stages_of_ranks(timeline: Timeline) -> list[list[int]]:
     return [sorted(own) for own in stages]
 
 
-def _lightness(colour: tuple[float, float, float]) -> float:
+def _lightness(colour: Colour) -> float:
     """Relative luminance (WCAG), 0 black to 1 white."""
     red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from helixpipe.program.timeline import Timeline
+from helixpipe.program.timeline import CopyEvent, Timeline
 
 
 class KindStyle(NamedTuple):
@@ -26,6 +26,24 @@ KIND_STYLES: Mapping[str, KindStyle] = MappingProxyType(
     }
 )
 IDLE_COLOUR = "#ececec"
+
+LANES = ("out", "in")
+"""The lanes of a rank that copies, from top to bottom: to the host, and back."""
+
+LANE_STYLES: Mapping[str, KindStyle] = MappingProxyType(
+    {"out": KindStyle("copy to the host", "#c3b1e1"), "in": KindStyle("copy back", "#e4a9c4")}
+)
+LANE_COLOUR = "#f6f6f6"
+"""Where nothing is copied."""
+
+
+def lane_of(copy: CopyEvent) -> str:
+    return LANES[copy.inward]
+
+
+def copying_ranks(timeline: Timeline) -> list[int]:
+    """Those that have lanes."""
+    return sorted({copy.rank for copy in timeline.copies})
 
 
 def heading(timeline: Timeline) -> str:

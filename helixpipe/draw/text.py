@@ -8,7 +8,9 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 
-from helixpipe.draw.style import count
+from helixpipe.costs.hardware import GIB
+from helixpipe.draw.style import LANES, copying_ranks, count, duration_text, is_chunked, lane_of
+from helixpipe.program.program import Op
 from helixpipe.program.stages import LAYER_PIECES, Stage
 from helixpipe.program.timeline import Timeline
 from helixpipe.simulate.simulator import Simulation
@@ -151,17 +153,41 @@ def chunks_text(simulation: Simulation) -> str | None:
     return "\n".join([f"chunk    tokens  time in all stages together{unit}", *rows])
 
 
-def text_timeline(timeline: Timeline, width: int) -> str | None:
-    """The timeline in letters, a line a rank: `F0` then dashes while it runs, spaces while the rank is idle.
+def copies_text(simulation: Simulation) -> str | None:
+    """What copies to the host and back take, how much of it is hidden, and a line a rank; None when nothing leaves."""
+    if not simulation.copies:
+        return None
+    unit, total = simulation.timeline.unit, sum(simulation.copy_time)
+    said = "no time"
+    if total:
+        said = (
+            f"{duration_text(total, unit)} on all ranks together, {100 * simulation.hidden:.1f} % of it hidden; "
+            f"ops wait {duration_text(sum(simulation.held_up), unit)} for them"
+        )
+    bytes_known = simulation.costs.memory_unit == "bytes"
+    scale, memory = (GIB, "GiB") if bytes_known else (1.0, simulation.costs.memory_unit)
+    left, most = simulation.offloaded, simulation.peak_host
+    first = f"Copies to the host and back: {said}."
+    if len(left) > MAX_RANK_LINES:
+        return (
+            f"{first}\neach rank copies {min(left) / scale:.4g} to {max(left) / scale:.4g} {memory} out in a step, "
+            f"and has {min(most) / scale:.4g} to {max(most) / scale:.4g} at most on its host"
+        )
+    rows = [f"{rank:>4}  {left[rank] / scale:>10.4g}  {most[rank] / scale:>12.4g}" for rank in range(len(left))]
+    return "\n".join([first, f"rank  copied out  most on host  ({memory})", *rows])
 
-    The scale is the smallest that has room for every op's name. None when that is wider than `width`, or with too many
-    ops or ranks.
+
+def text_timeline(timeline: Timeline, width: int) -> str | None:
+    """The timeline in letters, a line a rank: `F0` then dashes while it runs, spaces while the rank is idle; of a rank
+    that copies two more, `out` with what leaves after which op, `F0>>`, and `in` with what comes back before, `B0<<`.
+
+    The scale is the smallest that has room for every op's name; copies have one where there is room. None when that is
+    wider than `width`, or with too many ops or ranks.
     """
     if not timeline.makespan or len(timeline.ops) > MAX_TEXT_OPS or timeline.num_ranks > MAX_RANK_LINES:
         return None
-    names = {event: f"{event.op.kind}{event.op.microbatch}" for event in timeline.ops}
-    if any(event.op.chunk for event in timeline.ops):
-        names = {event: f"{name}.{event.op.chunk}" for event, name in names.items()}
+    chunked = is_chunked(timeline)
+    names = {event: _name(event.op, chunked) for event in timeline.ops}
     drawn = [event for event in timeline.ops if event.end > event.start]
     prefix = len(f"rank {timeline.num_ranks - 1} ")
     room = width - prefix - 2
@@ -173,10 +199,26 @@ def text_timeline(timeline: Timeline, width: int) -> str | None:
             break
     else:
         return None
-    lines = [[" "] * columns for _ in range(timeline.num_ranks)]
+    lines = {(rank, ""): [" "] * columns for rank in range(timeline.num_ranks)}
     for event, (start, end) in zip(drawn, spans, strict=True):
-        lines[event.rank][start:end] = names[event].ljust(end - start, "-")
-    return "\n".join(f"{f'rank {rank}':<{prefix}}|{''.join(line)}|" for rank, line in enumerate(lines))
+        lines[event.rank, ""][start:end] = names[event].ljust(end - start, "-")
+    for rank in copying_ranks(timeline):
+        lines |= {(rank, lane): [" "] * columns for lane in LANES}
+    for copy in timeline.copies:
+        start = min(round(copy.start * scale), columns - 1)
+        end = min(max(round(copy.end * scale), start + 1), columns)
+        name, lane = _name(copy.op, chunked), lane_of(copy)
+        name = name if len(name) <= end - start else ""
+        lines[copy.rank, lane][start:end] = name.ljust(end - start, "<" if copy.inward else ">")
+    rows = sorted(lines, key=lambda row: (row[0], ("", *LANES).index(row[1])))
+    return "\n".join(
+        f"{lane.rjust(prefix - 1) if lane else f'rank {rank}':<{prefix}}|{''.join(lines[rank, lane])}|"
+        for rank, lane in rows
+    )
+
+
+def _name(op: Op, chunked: bool) -> str:
+    return f"{op.kind}{op.microbatch}.{op.chunk}" if chunked else f"{op.kind}{op.microbatch}"
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

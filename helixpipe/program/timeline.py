@@ -67,6 +67,13 @@ class Timeline:
             busy[event.rank] += event.end - event.start
         return busy
 
+    def copy_time(self) -> list[float]:
+        """Time that copies of each rank take, to the host and back together."""
+        times = [0.0] * self.num_ranks
+        for event in self.copies:
+            times[event.rank] += event.end - event.start
+        return times
+
     def to_json(self) -> dict[str, Any]:
         copies = [[e.rank, e.inward, str(e.op), e.start, e.end] for e in self.copies]
         return {

@@ -19,7 +19,8 @@ class RankMemory:
 
     weights, gradients: with copies of others' weights, and gradients summed for them. activations: what units keep for
     their backward. messages: received and not yet used (weights: not yet there), or made and not yet sent.
-    workspace: an estimate of what the op running then needs beside.
+    workspace: an estimate of what the op running then needs beside. host_activations: in the host's memory, the most
+    there is of activations at any time; not of the GPU, nor in the total.
     """
 
     weights: float
@@ -28,6 +29,7 @@ class RankMemory:
     activations: float
     messages: float
     workspace: float
+    host_activations: float = 0.0
 
     @property
     def total(self) -> float:
@@ -37,7 +39,8 @@ class RankMemory:
 def rank_memory(lowered: LoweredProgram, costs: ModelCosts, rank: int) -> RankMemory:
     """Of a rank at its peak. A program that only goes forward has neither gradients, optimizer nor activations."""
     program = lowered.program
-    peak = sweep(lowered, BoundCosts(program, costs), rank).most
+    swept = sweep(lowered, BoundCosts(program, costs), rank)
+    peak = swept.most
     parameters = costs.bytes.parameters(program.pieces_of_rank(rank))
     training = not program.forward_only
     share = costs.data_parallel if costs.distributed_optimizer else 1
@@ -48,4 +51,5 @@ def rank_memory(lowered: LoweredProgram, costs: ModelCosts, rank: int) -> RankMe
         activations=peak["activations"],
         messages=peak["messages"],
         workspace=peak["workspace"],
+        host_activations=swept.host,
     )

@@ -18,6 +18,7 @@ from helixpipe.lowering.project import LoweredProgram
 from helixpipe.program.costs import Costs
 from helixpipe.program.text import format_rows
 from helixpipe.program.timeline import CopyEvent, MessageEvent, OpEvent, Timeline
+from helixpipe.simulate.copying import held_up_by_copies, hidden_share, leaving
 from helixpipe.simulate.streams import queue_waits, stream_waits, transfer_orders
 from helixpipe.simulate.sweep import Peak, sweep
 
@@ -29,7 +30,8 @@ class Simulation:
     makespan, ideal, bubble_time: in the costs' unit; ideal = total work / ranks; bubble_time = makespan - ideal.
     busy: time in ops of each rank. peaks: of each rank's memory, in the costs' unit.
     costs: what it was simulated with. peak_activation: the most that units and keys and values keep at once on each
-    rank.
+    rank. offloaded: what leaves each rank for its host. held_up: how long ops of each rank wait for copies alone (see
+    `copying`). hidden: the share of all copy time for which none does.
     """
 
     lowered: LoweredProgram
@@ -38,6 +40,25 @@ class Simulation:
     busy: list[float]
     peaks: list[Peak]
     costs: Costs
+    offloaded: list[float]
+    held_up: list[float]
+
+    @property
+    def copies(self) -> bool:
+        """Whether anything leaves for the host."""
+        return bool(self.lowered.graph.copies)
+
+    @property
+    def copy_time(self) -> list[float]:
+        return self.timeline.copy_time()
+
+    @property
+    def hidden(self) -> float:
+        return hidden_share(self.copy_time, self.held_up)
+
+    @property
+    def peak_host(self) -> list[float]:
+        return [peak.host for peak in self.peaks]
 
     @property
     def peak_activation(self) -> list[float]:
@@ -86,6 +107,14 @@ class Simulation:
             "peak_activation_unit": self.costs.memory_unit,
             "messages": len(self.lowered.messages),
         }
+        if self.copies:
+            result |= {
+                "copy_time": [_plain(value) for value in self.copy_time],
+                "held_up_by_copies": [_plain(value) for value in self.held_up],
+                "copy_time_hidden": round(self.hidden, 9),
+                "offloaded": [_plain(value) for value in self.offloaded],
+                "peak_host": [_plain(value) for value in self.peak_host],
+            }
         if order:
             result["order"] = format_rows(program)
         return result
@@ -126,7 +155,8 @@ def simulate(
     ]
     timeline = Timeline(program.schedule, program.num_ranks, ops, messages, unit, copies)
     peaks = [sweep(lowered, bound, rank) for rank in range(program.num_ranks)]
-    return Simulation(lowered, timeline, times.makespan, timeline.busy(), peaks, costs)
+    offloaded, held_up = leaving(graph, bound), held_up_by_copies(graph, times, waits)
+    return Simulation(lowered, timeline, times.makespan, timeline.busy(), peaks, costs, offloaded, held_up)
 
 
 def _plain(value: float) -> float | int:
