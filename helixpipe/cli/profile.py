@@ -238,8 +238,22 @@ def profile_table(measured: Profile) -> str:
             f"message over {messages.backend}: {1e6 * messages.latency:.0f} µs and its bytes at "
             f"{messages.bandwidth / 1e9:.2f} GB/s; of its ranks' time {_exchange(messages.send)} to send, "
             f"{_exchange(messages.receive)} to receive",
+            *_copies_line(measured),
         ]
     )
+
+
+def _copies_line(measured: Profile) -> list[str]:
+    copies = measured.copies
+    if copies is None:
+        return []
+    (out, out_both), (inward, inward_both) = (
+        [f"{value / 1e9:.2f}" for value in way] for way in (copies.out, copies.inward)
+    )
+    return [
+        f"copy to the host: {1e6 * copies.latency:.0f} µs and its bytes at {out} GB/s, back at {inward}; both at once "
+        f"{out_both} and {inward_both}"
+    ]
 
 
 def _exchange(cost: tuple[float, float]) -> str:

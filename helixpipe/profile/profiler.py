@@ -1,4 +1,4 @@
-"""What each process of `helixpipe profile` runs: the times of pieces, of whole units and of messages.
+"""What each process of `helixpipe profile` runs: the times of pieces, of whole units, of copies and of messages.
 
     python -m helixpipe.profile.profiler TASK.json RESULT.json     (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set)
 
@@ -38,6 +38,7 @@ from helixpipe.lowering.project import Action, Instruction, LoweredProgram
 from helixpipe.model import GPTOptions, Microbatch, PipelineModel, UnitContext
 from helixpipe.model.backends import Machine, fuses_rope, fuses_weight_gradients, transport_name
 from helixpipe.model.device import device
+from helixpipe.profile.copy_times import measure_copies
 from helixpipe.profile.machine import clock_name, machine, needs_wall_clock
 from helixpipe.profile.message_times import measure_messages
 from helixpipe.program.program import Op, Program
@@ -89,11 +90,11 @@ def main() -> None:
     measuring = dist.new_group(list(range(processes)))
     measurement = Measurement(task, measuring) if rank < processes else None
     pieces, overhead = measurement.run() if measurement is not None else ({}, {})
+    copies = measure_copies(measuring) if measurement is not None else None
     dist.barrier()
     messages = measure_messages(rank, processes)
     if measurement is not None and rank == 0:
-        element_bytes = _DTYPES[task.dtype].itemsize
-        layout = Layout(1, False, task.micro_batch_size, element_bytes, bool(gpus), task.chunk_size)
+        layout = Layout(1, False, task.micro_batch_size, _DTYPES[task.dtype].itemsize, bool(gpus), task.chunk_size)
         Profile(
             model=task.model,
             layout=layout,
@@ -101,6 +102,7 @@ def main() -> None:
             seq_length=task.seq_length,
             chunks=(ChunkTimes(task.seq_length, 0, pieces, overhead),),
             messages=messages,
+            copies=copies,
             torch=torch.__version__,
             machine=machine(),
             assumed={
@@ -253,10 +255,8 @@ class Measurement:
     def _rounds(self, split: bool) -> Samples:
         if split:
             self._model.weight_gradients()
-        whole = {
-            "short": lower(self._program(SHORT, split)),
-            "long": lower(self._program(LONG, split)),
-        }
+        layers = {"short": SHORT, "long": LONG}
+        whole = {name: lower(self._program(number, split)) for name, number in layers.items()}
         marks = _Marks(self._clock)
         executor = Executor(0, self._model, Alone(), position=marks)
         samples: Samples = {}

@@ -160,6 +160,8 @@ def test_a_tiny_model_from_end_to_end(
     assert all(times.pieces[piece]["W"] > 0 for piece in ("qkv", "proj", "head"))
     assert style or times.pieces["mlp"]["W"] > 0  # slices compute it in I
     assert measured.messages.backend == "gloo" and measured.messages.bandwidth > 0
+    assert measured.copies is not None and min(*measured.copies.out, *measured.copies.inward) > 0
+    assert re.search(r"copy to the host: \d+ µs and its bytes at [\d.]+ GB/s, back at .*; both at once", output.out)
     assert (measured.assumed["processes"], measured.assumed["threads"], measured.assumed["repeats"]) == (
         processes,
         1,
