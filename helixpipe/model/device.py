@@ -28,6 +28,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -72,6 +73,10 @@ _ENTRY_POINTS = {
 """Methods of megatron-core that run under `redirect()` without CUDA; methods, so that it does not matter who imported
 their classes before."""
 
+_OFFLOADING = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer"
+_OFFLOADING_METHODS = ("_init_sub_optimizers", "_set_sub_optimizer_grads", "_move_new_state_to_right_device")
+"""Those of `HybridDeviceOptimizer` that ask where a tensor is, or put it there."""
+
 _NOISE = (
     (FutureWarning, r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"),
     (FutureWarning, r"`load_state_dict` is deprecated and will be removed"),
@@ -109,6 +114,10 @@ def prepare() -> None:
         for module, methods in _ENTRY_POINTS.items():
             for method in methods:
                 _run_redirected(module, method)
+        for name in _OFFLOADING_METHODS:
+            _run_redirected(_OFFLOADING, f"HybridDeviceOptimizer.{name}", _HostAside)
+        offloading: Any = importlib.import_module(_OFFLOADING)
+        offloading.torch = _TorchWithoutStreams()
 
 
 @contextmanager
@@ -169,21 +178,51 @@ class _Redirect(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class _HostAside(_Redirect):
+    """Besides tells apart what is on the device and what on its host: all that `.cpu()` gave, and is made of that."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        on_host = any(getattr(arg, "_on_host", False) for arg in args)
+        if func == torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
+            return not on_host
+        if func is torch.Tensor.pin_memory:
+            return args[0]
+        kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
+        result = super().__torch_function__(func, types, args, kwargs)
+        if isinstance(result, torch.Tensor) and (on_host or func is torch.Tensor.cpu):
+            result._on_host = True  # type: ignore[attr-defined]
+        return result
+
+
+class _TorchWithoutStreams:
+    """`torch` for code that copies on streams of its own: what is put on a stream is done at once."""
+
+    def __init__(self) -> None:
+        done = SimpleNamespace(wait=_nothing, synchronize=_nothing)
+        stream = SimpleNamespace(wait_stream=_nothing, record_event=lambda: done)
+        self.cuda = SimpleNamespace(current_stream=lambda: stream, Stream=lambda: stream, stream=nullcontext)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
 def _is_cuda(value: Any) -> bool:
     if isinstance(value, str):
         return value.startswith("cuda")
     return isinstance(value, torch.device) and value.type == "cuda"
 
 
-def _run_redirected(module: str, method: str) -> None:
-    """Wrap one method of megatron-core so that it runs under `redirect()`."""
+def _run_redirected(module: str, method: str, mode: type[_Redirect] = _Redirect) -> None:
+    """Wrap one method of megatron-core so that it runs under `redirect()`, or another mode."""
     class_name, name = method.split(".")
     owner = getattr(importlib.import_module(module), class_name)
     original = getattr(owner, name)
 
     @functools.wraps(original)
     def redirected(*args: Any, **kwargs: Any) -> Any:
-        with _Redirect():
+        with mode():
             return original(*args, **kwargs)
 
     setattr(owner, name, redirected)

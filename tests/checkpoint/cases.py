@@ -11,6 +11,7 @@ import signal
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,6 +31,7 @@ from tests.checkpoint.runs import Layout, Run, contents
 PP, TP, DP = Layout(pp=2), Layout(tp=2), Layout()
 ZERO = Layout(distributed_optimizer=True)
 BF16, ZERO_BF16 = Layout(pp=2, bf16=True), Layout(distributed_optimizer=True, bf16=True)
+OFFLOADED, HALF_OFFLOADED = replace(ZERO_BF16, offload=1.0), replace(ZERO_BF16, offload=0.5)
 UNTIED, UNTIED_ZERO = Layout(pp=2, tied=False), Layout(distributed_optimizer=True, tied=False)
 SPREAD, SPREAD_UNTIED = Layout(pp=2, spread_head=True), Layout(pp=2, spread_head=True, tied=False)
 SPREAD_ZERO, SPREAD_BF16 = replace(SPREAD, distributed_optimizer=True), replace(SPREAD, bf16=True)
@@ -46,7 +48,9 @@ RESUMED: dict[str, tuple[Layout, dict[str, Layout]]] = {
     "zero": (ZERO, {"same": ZERO, "pp2 zero": Layout(pp=2, distributed_optimizer=True), "tp2": TP}),
     "spread head zero": (SPREAD_ZERO, {"same": SPREAD_ZERO, "pp2": PP, "zero": ZERO}),
     "bf16 pp2": (BF16, {"same": BF16, "zero": ZERO_BF16, "spread head": SPREAD_BF16, "weipipe": WEIPIPE_BF16}),
-    "bf16 zero": (ZERO_BF16, {"same": ZERO_BF16, "tp2": Layout(tp=2, bf16=True)}),
+    "bf16 zero": (ZERO_BF16, {"same": ZERO_BF16, "tp2": Layout(tp=2, bf16=True), "offloaded": OFFLOADED}),
+    "offloaded": (OFFLOADED, {"same": OFFLOADED, "zero": ZERO_BF16, "pp2": BF16}),
+    "half offloaded": (HALF_OFFLOADED, {"same": HALF_OFFLOADED, "offloaded": OFFLOADED}),
     "positions": (LEARNED, {"same": LEARNED, "tp2": LEARNED_TP}),
     "positions tp2": (LEARNED_TP, {"same": LEARNED_TP, "tp1": LEARNED, "zero": LEARNED_ZERO}),
     "untied zero": (UNTIED_ZERO, {"same": UNTIED_ZERO, "pp2": UNTIED, "spread head": SPREAD_UNTIED}),
@@ -226,12 +230,18 @@ def mistakes(results: dict[str, Any], saved: Path, directory: Path) -> None:
     loaded = run.load(directory / "weights", no_load_optim=True)
     results["weights alone"] = loaded is not None and loaded[0].iteration
     args = {"num_layers": 4}
-    for name, layout in {"pp2": PP, "zero": ZERO}.items():
+    for name, layout in {"pp2": PP, "zero": ZERO, "offloaded": OFFLOADED}.items():
         expected = Run(layout).save(directory / f"start {name}").train(1).tensors()
         again = Run(layout, seed=2)
         again.load(directory / f"start {name}")
         actual = again.train(1).tensors()
         results[f"saved before the first step, {name}"] = all(map(torch.equal, actual, expected))
+    weights = Run(ZERO_BF16, seed=2).save(directory / "other weights", no_save_optim=True)
+    run = Run(OFFLOADED)
+    run.load(directory / "other weights", no_load_optim=True)
+    same = zip(run.train(1).tensors(), weights.train(1).tensors(), strict=False)  # weights, then state by another name
+    count = len(list(run.model.parameters()))
+    results["weights alone, offloaded"] = all(torch.allclose(a, b, atol=1e-7) for a, b in islice(same, count))
     run = Run(PP)
     with mock.patch.dict(run.arguments, args):  # what the arguments say may also be wrong: the tensors decide
         run.save(directory / "lying")

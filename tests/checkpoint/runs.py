@@ -23,6 +23,7 @@ from helixpipe.program.text import parse_rows
 from helixpipe.program.workload import uniform
 from megatron.training.checkpoint.checkpointing import Checkpointer, CheckpointOptions, Progress
 from megatron.training.checkpoint.tensors import quiet
+from megatron.training.config.core import keep_state_on_host
 from schedules import Shape, build
 from tests.model.common import set_parallel
 
@@ -46,6 +47,8 @@ class Layout:
     """Places the layers; `REPLICATED_LAYERS`, or one of the catalogue."""
     spread_head: bool = False
     """A copy of the head on every pipeline rank."""
+    offload: float = 0.0
+    """Share of the optimizer's state that is on the host."""
 
     def program(self) -> Program:
         """What says which rank holds which weights."""
@@ -114,6 +117,8 @@ class Run:
             use_distributed_optimizer=distributed,
             clip_grad=0.0,
         )
+        if layout.offload:
+            keep_state_on_host(optimizer_config, layout.offload)
         self.optimizer = get_megatron_optimizer(optimizer_config, [self.ddp], use_gloo_process_groups=False)
         self.scheduler = OptimizerParamScheduler(
             self.optimizer,

@@ -74,11 +74,12 @@ def test_parts_of_a_checkpoint(ranks: list[dict[str, Any]]) -> None:
     for results in ranks:
         assert results["finetune"] == (0, {})
         assert results["weights alone"] == 1
+        assert results["weights alone, offloaded"]
 
 
 def test_optimizer_saved_before_its_first_step(ranks: list[dict[str, Any]]) -> None:
     for results in ranks:
-        assert results["saved before the first step, pp2"] and results["saved before the first step, zero"]
+        assert all(results[f"saved before the first step, {name}"] for name in ("pp2", "zero", "offloaded"))
 
 
 def test_arguments(ranks: list[dict[str, Any]]) -> None:

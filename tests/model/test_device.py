@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from helixpipe.model import device
 
 device.prepare()
 
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
 SCRIPT = """
 import gc, sys, torch
@@ -63,3 +65,34 @@ def test_redirect_reads_cuda_as_cpu() -> None:
             torch.zeros(2).to(device=torch.device("cuda"), dtype=torch.bfloat16).type() == "torch.cuda.BFloat16Tensor"
         )
     assert torch.zeros(2).type() == "torch.FloatTensor"
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("fraction", "moved"), [(0.0, 0), (0.5, 12), (1.0, 20)])
+def test_an_optimizer_with_state_on_the_host(fraction: float, moved: int, overlap: bool) -> None:
+    """Whole weights go until the share is reached; updates are those of Adam on float32 copies of all."""
+    start = [torch.linspace(-1, 1, size).bfloat16() for size in (4, 8, 8)]
+    weights = [torch.nn.Parameter(value.clone()) for value in start]
+    copies = [torch.nn.Parameter(value.float()) for value in start]
+    settings: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.01, "fused": True}
+    optimizer = HybridDeviceOptimizer(
+        weights,
+        fraction,
+        torch.optim.AdamW,
+        torch.optim.AdamW,
+        param_update_in_fp32=True,
+        overlap_cpu_optimizer_d2h_h2d=overlap,
+        **settings,
+    )
+    plain = torch.optim.AdamW(copies, **settings)
+    assert sum(weight.numel() for weight in optimizer.gpu_params_map_cpu_copy) == moved
+    assert (optimizer.gpu_optimizer is None) == (moved == 20)
+    for _ in range(3):
+        for weight, copy in zip(weights, copies, strict=True):
+            weight.grad = torch.full_like(weight, 0.5)
+            copy.grad = weight.grad.float()
+        optimizer.step()
+        plain.step()
+    for weight, copy, before in zip(weights, copies, start, strict=True):
+        assert torch.equal(weight, copy.bfloat16()) and not torch.equal(weight, before)
+        assert torch.equal(optimizer.state[weight]["master_param"], copy)

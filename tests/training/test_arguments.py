@@ -212,6 +212,26 @@ WRONG = [
     ),
     ("--fp16 --bf16", 1, "--fp16 and --bf16 name two precisions; give one."),
     ("--loss-scale 8", 1, "--loss-scale 8 needs --fp16."),
+    (
+        "--optimizer-cpu-offload --optimizer-offload-fraction 1.5",
+        1,
+        "--optimizer-offload-fraction 1.5 must be at least 0 and at most 1.",
+    ),
+    ("--optimizer-cpu-offload --optimizer sgd", 1, "--optimizer-cpu-offload needs --optimizer adam."),
+    ("--optimizer-cpu-offload", 1, "--optimizer-cpu-offload needs --bf16 or --fp16."),
+    ("--optimizer-cpu-offload --bf16", 1, "--optimizer-cpu-offload needs --use-distributed-optimizer."),
+    (
+        "--optimizer-cpu-offload --bf16 --use-distributed-optimizer --enable-optimizer-post-validation",
+        1,
+        "--enable-optimizer-post-validation, which keeps state to go back to, cannot be combined with "
+        "--optimizer-cpu-offload; give one.",
+    ),
+    (
+        "--use-precision-aware-optimizer",
+        1,
+        "--use-precision-aware-optimizer needs --optimizer-cpu-offload: on the device the optimizer's state is kept in "
+        "float32.",
+    ),
     ("--use-checkpoint-args", 1, "--use-checkpoint-args needs --load."),
     (
         "--save x --save-interval 4 --save-retain-interval 6",

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
@@ -27,6 +28,8 @@ SHARDING = {
 """How megatron-core is told to lay tensors out: independent of p, TP and DP, one stacked tensor for all layers."""
 
 _STATE = "optimizer.state."
+_CLASSES = ("cpu_optimizer_cls", "gpu_optimizer_cls")  # in the groups of an optimizer with state on the host
+_KERNELS = ("bias_correction", "fused")  # there, too: settings of this program, not of what was saved
 _COPIES = ("param", "fp32_param")  # the float32 copy's name with the distributed optimizer, and without
 
 
@@ -39,9 +42,16 @@ def _parts(optimizer: Any) -> list[Any]:
 def _adam_states(optimizer: Any) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
     """(parameter, state) of torch's Adam; nothing for fused ones, which keep their steps elsewhere."""
     for part in _parts(optimizer):
-        if isinstance(part.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
-            for group in part.optimizer.param_groups:
-                yield from ((parameter, part.optimizer.state[parameter]) for parameter in group["params"])
+        inner = part.optimizer
+        for each in inner.sub_optimizers if isinstance(inner, HybridDeviceOptimizer) else [inner]:
+            if isinstance(each, (torch.optim.Adam, torch.optim.AdamW)):
+                for group in each.param_groups:
+                    yield from ((parameter, each.state[parameter]) for parameter in group["params"])
+
+
+def _hybrids(optimizer: Any) -> list[HybridDeviceOptimizer]:
+    """Those with state on the host."""
+    return [part.optimizer for part in _parts(optimizer) if isinstance(part.optimizer, HybridDeviceOptimizer)]
 
 
 def complete_state(optimizer: Any) -> None:
@@ -49,13 +59,20 @@ def complete_state(optimizer: Any) -> None:
 
     megatron-core's own initialisation leaves the number of steps out, without which its distributed optimizer can be
     neither saved nor loaded. Every parameter gets its own counter: the distributed optimizer loads one tensor shared by
-    all of them, which torch would then increment once a parameter.
+    all of them, which torch would then increment once a parameter. From groups of an optimizer with state on the host
+    it takes classes, which no checkpoint may hold.
     """
     for parameter, state in _adam_states(optimizer):
         for moment in ("exp_avg", "exp_avg_sq"):
             if moment not in state:
                 state[moment] = torch.zeros_like(parameter.data)
+            state[moment] = state[moment].to(parameter.device)  # megatron-core takes torch's Adam to be on the host
         state["step"] = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32).detach().clone()
+    for hybrid in _hybrids(optimizer):
+        hybrid._sync_sub_optimizers_state_to_hdo()
+        for group in hybrid.param_groups:
+            for name in _CLASSES:
+                group.pop(name, None)
 
 
 def request_saved_names(state: dict[str, Any], optimizer: Any, saved: Collection[str]) -> None:
@@ -114,6 +131,9 @@ def load(optimizer: Any, state: dict[str, Any]) -> None:
     is: the steps are put aside while it loads them. The others save no step when it is 0, which torch misses.
     """
     parts = _parts(optimizer)
+    for hybrid in _hybrids(optimizer):
+        for group in state["optimizer"]["param_groups"]:
+            group.update({name: hybrid.defaults[name] for name in _KERNELS})
     if len(parts) == 1 and next(_adam_states(optimizer), None) is not None:
         state.get("optimizer", state).get("state", {}).setdefault("common_step", torch.tensor(0.0))
     if len(parts) == 1 and isinstance(parts[0], DistributedOptimizer) and "param_state" in state:

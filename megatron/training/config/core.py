@@ -84,7 +84,7 @@ def transformer_config(config: Config, machine: Machine | None = None) -> Transf
 def optimizer_config(config: Config) -> OptimizerConfig:
     """The optimizer's hyperparameters."""
     training = config.training
-    return OptimizerConfig(
+    made = OptimizerConfig(
         optimizer=training.optimizer,
         lr=training.lr or 0.0,  # --skip-train needs none
         min_lr=training.min_lr,
@@ -107,7 +107,24 @@ def optimizer_config(config: Config) -> OptimizerConfig:
         loss_scale_window=training.loss_scale_window,
         hysteresis=training.hysteresis,
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+        use_torch_optimizer_for_cpu_offload=training.use_torch_optimizer_for_cpu_offload,
+        overlap_cpu_optimizer_d2h_h2d=training.overlap_cpu_optimizer_d2h_h2d,
+        pin_cpu_grads=training.pin_cpu_grads,
+        pin_cpu_params=training.pin_cpu_params,
     )
+    if training.optimizer_cpu_offload:
+        keep_state_on_host(made, training.optimizer_offload_fraction)
+    return made
+
+
+def keep_state_on_host(made: OptimizerConfig, fraction: float) -> None:
+    """Let megatron-core keep that share of Adam's state on the host, the float32 weights among it.
+
+    Those stay on the device without its "precision-aware" optimizer. That is said only now because the class would look
+    for Transformer Engine, whose Adam is not asked for what is on the host.
+    """
+    made.optimizer_cpu_offload, made.optimizer_offload_fraction = True, fraction
+    made.use_precision_aware_optimizer = made.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
 
 
 def ddp_config(config: Config) -> DistributedDataParallelConfig:

@@ -73,6 +73,29 @@ class TrainingConfig:
         "Start the next step before the norm of the gradients is known, and go back where it had to be clipped: the "
         "same results, without the wait for all ranks between steps (zb2p, zbv, wzb2).",
     )
+    optimizer_cpu_offload: bool = option(
+        False,
+        "Keep Adam's state, float32 weights among it, in host memory, and update there; needs "
+        "--use-distributed-optimizer and --bf16 or --fp16.",
+    )
+    optimizer_offload_fraction: float = option(
+        1.0, "--optimizer-cpu-offload: share of the weights, from 0 to 1, whose state is on the host."
+    )
+    use_precision_aware_optimizer: bool = option(
+        False, "What Megatron-LM wants beside --optimizer-cpu-offload, which implies it here; not offered without."
+    )
+    use_torch_optimizer_for_cpu_offload: bool = option(
+        False, "--optimizer-cpu-offload: torch's Adam for what stays on the device too."
+    )
+    overlap_cpu_optimizer_d2h_h2d: bool = option(
+        False, "--optimizer-cpu-offload: update one weight while gradients of others come and others go back."
+    )
+    pin_cpu_grads: bool = option(
+        True, "--optimizer-cpu-offload: gradients in pageable host memory.", flags=["--no-pin-cpu-grads"]
+    )
+    pin_cpu_params: bool = option(
+        True, "--optimizer-cpu-offload: weights in pageable host memory.", flags=["--no-pin-cpu-params"]
+    )
     # precision
     bf16: bool = option(False, "Compute in bfloat16, with float32 main weights.")
     fp16: bool = option(False, "Compute in float16 with loss scaling, with float32 main weights.")

@@ -41,6 +41,7 @@ STEPS: tuple[Callable[[Config], Config], ...] = (
     training.warmup_and_decay,
     training.weight_decay,
     training.precision,
+    training.optimizer_on_host,
     training.recomputation,
     inputs.data_source,
     inputs.tokenizer,

@@ -140,6 +140,34 @@ def precision(config: Config) -> Config:
     return config
 
 
+def optimizer_on_host(config: Config) -> Config:
+    """--optimizer-cpu-offload as megatron-core has it: of Adam's float32 weights and moments, where weights are in half
+    precision and the distributed optimizer, which then keeps none of these on the device, has them."""
+    training, fraction = config.training, config.training.optimizer_offload_fraction
+    if not training.optimizer_cpu_offload:
+        if training.use_precision_aware_optimizer:
+            raise UserError(
+                "--use-precision-aware-optimizer needs --optimizer-cpu-offload: on the device the optimizer's state is "
+                "kept in float32."
+            )
+        return config
+    if not 0 <= fraction <= 1:
+        raise UserError(f"--optimizer-offload-fraction {fraction:g} must be at least 0 and at most 1.")
+    for flag, fits in (
+        ("--optimizer adam", training.optimizer == "adam"),
+        ("--bf16 or --fp16", training.bf16 or training.fp16),
+        ("--use-distributed-optimizer", config.parallel.use_distributed_optimizer),
+    ):
+        if not fits:
+            raise UserError(f"--optimizer-cpu-offload needs {flag}.")
+    if training.enable_optimizer_post_validation:
+        raise UserError(
+            "--enable-optimizer-post-validation, which keeps state to go back to, cannot be combined with "
+            "--optimizer-cpu-offload; give one."
+        )
+    return config
+
+
 def recomputation(config: Config) -> Config:
     """--recompute-method and --recompute-num-layers say how, not whether: alone they do nothing, as in Megatron-LM."""
     options = config.recompute
