@@ -145,6 +145,8 @@ def add_gradient(weight: torch.nn.Parameter, gradient: Tensor) -> None:
     buffer = _buffer(weight)
     if buffer is not None:
         buffer.add_(gradient)
+    elif hasattr(weight, "main_grad"):  # borrowed, in an I: the sum is its W's, see `BorrowedWeights.leave_to_w`
+        weight.main_grad = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
     elif weight.grad is None:
         weight.grad = gradient.to(weight.dtype)
     else:

@@ -278,6 +278,8 @@ class StepRun:
         """B without the weight gradients of linear layers, which wait for W with what they need."""
         with self._model(op).weight_gradients().keep(op.unit):
             self._backward(op)
+            if op.borrowed:
+                self.borrowed.leave_to_w(op.op)
         del self.buffers[op.saved]
 
     def _weight_backward(self, op: PlannedOp) -> None:

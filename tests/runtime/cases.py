@@ -225,6 +225,7 @@ GROUPS = {
         Case("1f1b", 2, 3, "gpt", dropout=0.2, mlp_chunk=5),
         Case("seq1f1b", 2, 3, "llama", lengths=(5, 4, 3), dropout=0.2, mlp_chunk=2),
         Case("1f1b", 2, 3, "gpt", cut_after="proj", mlp_chunk=5),
+        Case("wzb1", 2, 4, "gpt", tied=True, mlp_chunk=5),
     ],
     "inner-cuts": [
         Case(
