@@ -22,7 +22,7 @@ from megatron.core.transformer import TransformerConfig
 from helixpipe.costs.by_hand import OpTimes
 from helixpipe.lowering.lower import lower
 from helixpipe.model import GPTOptions, Microbatch, PipelineModel, UnitContext
-from helixpipe.model.ends import loss_sum
+from helixpipe.model.ends import Targets, loss_sum
 from helixpipe.model.layers import piece_of
 from helixpipe.program.program import Program
 from helixpipe.program.stages import Piece
@@ -85,7 +85,7 @@ class Problem:
 
     def loss(self, output: Tensor, labels: Tensor) -> Tensor:
         """The loss sum from the last stage's output [s, b, v], where an engine takes it apart from the model."""
-        return loss_sum(output, Microbatch(labels, labels, self.mask), CONTEXT)
+        return loss_sum(output, Targets(labels.t(), self.mask.t()))
 
     def program(self, schedule: str, options: Any = None, **shape: Any) -> Program:
         """options: the schedule's own. shape: what else `Shape` has besides ranks, microbatches and layers."""

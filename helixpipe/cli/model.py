@@ -41,6 +41,10 @@ class ModelOptions:
         None,
         "Tokens of a slice of the MLP, whose inner activations are made again in the backward (default: 0, whole).",
     )
+    loss_chunk_size: int | None = option(
+        None,
+        "Tokens of a slice of head and loss, whose logits are made in the backward (default: 0, all at once).",
+    )
     distributed_optimizer: bool = option(
         True,
         "Keep the whole optimizer state on every data-parallel rank.",
@@ -148,7 +152,13 @@ def make_plan(
     costs = ModelCosts(
         model,
         hardware,
-        Layout(tp, options.sequence_parallel and tp > 1, micro, mlp_chunk=options.chunk_size or 0),
+        Layout(
+            tp,
+            options.sequence_parallel and tp > 1,
+            micro,
+            mlp_chunk=options.chunk_size or 0,
+            loss_chunk=options.loss_chunk_size or 0,
+        ),
         seq_length,
         data_parallel,
         options.distributed_optimizer,
@@ -160,7 +170,7 @@ def make_plan(
 
 def _require_positive(options: ModelOptions) -> None:
     names = ("seq_length", "micro_batch_size", "global_batch_size", "nodes", "gpus_per_node", "tensor_parallel")
-    for name, least in (*((name, 1) for name in names), ("chunk_size", 0)):
+    for name, least in (*((name, 1) for name in names), ("chunk_size", 0), ("loss_chunk_size", 0)):
         value = getattr(options, name)
         if value is not None and value < least:
             raise UserError(f"--{name.replace('_', '-')} must be at least {least}, not {value}.")

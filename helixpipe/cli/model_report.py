@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from helixpipe.cli.model import Plan
 from helixpipe.costs.hardware import GIB, TERA
+from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.piece_kinds import num_parameters
 from helixpipe.draw.style import count
 from helixpipe.draw.text import MAX_RANK_LINES, shape_line
+from helixpipe.lowering.project import LoweredProgram
 from helixpipe.simulate.memory import KINDS, RankMemory, rank_memory
 from helixpipe.simulate.simulator import Simulation
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """Figures of one step; times in seconds. reduction, optimizer: after the last backward."""
+    """Figures of one step; times in seconds. reduction, optimizer: after the last backward. with_loss_slices: the most
+    that a rank would need if head and loss ran over slices; None where the step fits, or has them."""
 
     simulation: Simulation
     plan: Plan
     reduction: float
     optimizer: float
     memory: list[RankMemory]
+    with_loss_slices: float | None = None
 
     @property
     def step_time(self) -> float:
@@ -72,6 +76,7 @@ class StepReport:
             "tensor_parallel": costs.layout.tensor_parallel,
             "sequence_parallel": costs.layout.sequence_parallel,
             "chunk_size": costs.layout.mlp_chunk,
+            "loss_chunk_size": costs.layout.loss_chunk,
             "data_parallel": costs.data_parallel,
             "efficiency": dict(vars(costs.hardware.efficiency)),
             "efficiency_from": self.plan.efficiency_from,
@@ -94,8 +99,15 @@ def report(simulation: Simulation, plan: Plan) -> StepReport:
     lowered, costs = simulation.lowered, plan.costs
     training = not lowered.program.forward_only
     reduction, optimizer = costs.after_time(lowered.program) if training else (0.0, 0.0)
-    memory = [rank_memory(lowered, costs, rank) for rank in range(lowered.program.num_ranks)]
-    return StepReport(simulation, plan, reduction, optimizer, memory)
+    step = StepReport(simulation, plan, reduction, optimizer, _memory(lowered, costs))
+    if step.peak <= step.limit or costs.layout.loss_chunk:
+        return step
+    sliced = _memory(lowered, replace(costs, layout=costs.layout.with_loss_slices()))
+    return replace(step, with_loss_slices=max(memory.total for memory in sliced))
+
+
+def _memory(lowered: LoweredProgram, costs: ModelCosts) -> list[RankMemory]:
+    return [rank_memory(lowered, costs, rank) for rank in range(lowered.program.num_ranks)]
 
 
 def step_text(step: StepReport) -> str:
@@ -131,13 +143,18 @@ def memory_text(step: StepReport) -> str:
     spare = (step.limit - step.peak) / GIB
     verdict = f"fits, with {spare:.1f} GiB to spare" if spare >= 0 else f"does NOT fit: {-spare:.1f} GiB too much"
     limit = f"{step.limit / GIB:.1f} GiB of {step.plan.costs.hardware.memory / GIB:.0f}"
-    return "\n".join([f"Memory of each GPU, GiB ({what}simulated):", header, *lines, f"{verdict} ({limit} are usable)"])
+    lines = [f"Memory of each GPU, GiB ({what}simulated):", header, *lines, f"{verdict} ({limit} are usable)"]
+    if step.with_loss_slices is not None and step.with_loss_slices < step.peak:
+        size = step.plan.costs.layout.with_loss_slices().loss_chunk
+        lines.append(f"with --loss-chunk-size {size} a rank needs {step.with_loss_slices / GIB:.1f} GiB at most")
+    return "\n".join(lines)
 
 
 def _setup(step: StepReport) -> str:
     plan, costs = step.plan, step.plan.costs
     split = ", sequence parallel" if costs.layout.sequence_parallel else ""
-    sliced = f"; MLP over slices of {costs.layout.mlp_chunk} tokens" if costs.layout.mlp_chunk else ""
+    sizes = {"MLP": costs.layout.mlp_chunk, "loss": costs.layout.loss_chunk}
+    sliced = "".join(f"; {what} over slices of {size} tokens" for what, size in sizes.items() if size)
     optimizer = "distributed " if costs.distributed_optimizer and costs.data_parallel > 1 else ""
     return "\n".join(
         [

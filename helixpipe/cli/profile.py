@@ -57,6 +57,7 @@ class ProfileOptions:
     seq_length: int | None = option(None, "Tokens of a sequence (default: the model's).")
     micro_batch_size: int = option(1, "Sequences in a microbatch.")
     chunk_size: int | None = option(None, "Tokens of a slice of the MLP (default: whole).")
+    loss_chunk_size: int | None = option(None, "Tokens of a slice of head and loss (default: whole).")
     dtype: Literal["float32", "bfloat16"] = option("float32", "Type of weights and activations.")
     processes: int | None = option(
         None,
@@ -139,6 +140,7 @@ def measure(options: ProfileOptions) -> Profile:
         **{name: getattr(options, name) for name in ("micro_batch_size", "dtype", "processes", "threads", "repeats")},
         "seq_length": model.seq_length,
         "chunk_size": options.chunk_size or 0,
+        "loss_chunk_size": options.loss_chunk_size or 0,
     }
     measured = _measure(task, max(options.processes or 0, 2), options.threads)
     measured.save(options.output)

@@ -71,7 +71,7 @@ class ModelCosts(CountsBytes):
     def op_time(self, work: Work) -> float:
         chunk = self.chunk(work.extents, work.whole)
         kinds = Counter(piece.kind for piece in work.pieces)
-        return sum(count * self.piece_time(kind, work.kind, chunk) for kind, count in kinds.items())
+        return sum(count * self.piece_time(kind, work.kind, chunk, work.alone) for kind, count in kinds.items())
 
     def message_time(self, payload: Payload) -> float:
         same_node = self._node(payload.source) == self._node(payload.target)
@@ -94,16 +94,16 @@ class ModelCosts(CountsBytes):
 
     # ------------------------------------------------------------------------------------------------------------ time
 
-    def piece_time(self, piece: str, op: str, chunk: Chunk) -> float:
-        """Seconds of one piece for an op kind on one chunk."""
-        key = (piece, op, chunk)
+    def piece_time(self, piece: str, op: str, chunk: Chunk, alone: bool = False) -> float:
+        """Seconds of one piece for an op kind on one chunk. alone: whether no backward follows an F."""
+        key = (piece, op, chunk, alone)
         if key not in self._piece_times:
-            kernels = work(self.model, self.layout, piece, op, chunk)
+            kernels = work(self.model, self.layout, piece, op, chunk, alone)
             self._piece_times[key] = sum(self._kernel_time(kernel) for kernel in kernels)
         return self._piece_times[key]
 
     @cached_property
-    def _piece_times(self) -> dict[tuple[str, str, Chunk], float]:
+    def _piece_times(self) -> dict[tuple[str, str, Chunk, bool], float]:
         return {}  # schedules that search ask again and again
 
     def after_time(self, program: Program) -> tuple[float, float]:

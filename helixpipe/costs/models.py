@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from helixpipe.common.errors import UserError
@@ -121,6 +121,11 @@ def find_model(name: str) -> ModelShape:
     raise UserError(f"--model {name} is unknown: {hint}known are {', '.join(MODELS)}.")
 
 
+LOSS_SLICE = 4096
+"""Tokens of a slice of head and loss, over all sequences of a microbatch, where no flag gives them: enough that reading
+the weight and adding to the sum of its gradients, once a slice, take little beside the products."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """How a model is cut and stored on a GPU.
@@ -128,6 +133,8 @@ class Layout:
     element_bytes: of weights and activations (2: bfloat16). fused_kernels: those of a GPU (one kernel for RMSNorm, bias
     and activation function, and flash-attn); without, what the same pieces do on the CPU. mlp_chunk: tokens of a slice
     of the MLP, whose inner activations are made again in the backward, slice by slice; 0: the whole MLP at once.
+    loss_chunk: tokens of a slice of head and loss, whose logits are made in the backward, slice by slice; 0: those of
+    all tokens at once.
     """
 
     tensor_parallel: int = 1
@@ -136,13 +143,26 @@ class Layout:
     element_bytes: int = 2
     fused_kernels: bool = True
     mlp_chunk: int = 0
+    loss_chunk: int = 0
 
     def mlp_slices(self, tokens: float) -> list[float]:
         """Tokens of each slice of a sequence's MLP; one, the sequence, if it is not sliced."""
-        if not self.mlp_chunk:
-            return [tokens]
-        count = max(math.ceil(tokens / self.mlp_chunk), 1)
-        return [self.mlp_chunk] * (count - 1) + [tokens - (count - 1) * self.mlp_chunk]
+        return _slices(tokens, self.mlp_chunk)
+
+    def loss_slices(self, tokens: float) -> list[float]:
+        """Tokens of each slice of a sequence's loss; one, the sequence, if it is not sliced."""
+        return _slices(tokens, self.loss_chunk)
+
+    def with_loss_slices(self) -> Layout:
+        """The same with slices of `LOSS_SLICE` tokens."""
+        return replace(self, loss_chunk=max(LOSS_SLICE // self.micro_batch_size, 1))
+
+
+def _slices(tokens: float, size: int) -> list[float]:
+    if not size:
+        return [tokens]
+    count = max(math.ceil(tokens / size), 1)
+    return [size] * (count - 1) + [tokens - (count - 1) * size]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from functools import cached_property
 from typing import ClassVar
 
 from helixpipe.costs.models import Chunk, Layout, ModelShape, chunk_of
-from helixpipe.costs.piece_kinds import KINDS, Mlp, Tensors
+from helixpipe.costs.piece_kind import Tensors
+from helixpipe.costs.piece_kinds import KINDS, Mlp
 from helixpipe.costs.saved import kept, offloaded, staying
 from helixpipe.costs.sizes import Sizes
 from helixpipe.program.costs import Contents, Leaving, Payload

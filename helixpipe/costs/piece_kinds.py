@@ -27,7 +27,9 @@ What is saved follows what `helixpipe.model` makes autograd keep, tensor by tens
   half), an ungated one twice;
 - an MLP over slices keeps its input alone; its inner tensors are alive for one slice at a time, in the backward, which
   computes the first linear layer again; from I to W nothing is kept, since I computes the weights' gradients too;
-- the head keeps float32 probabilities of the whole vocabulary, a mask and an index of every token;
+- the head keeps float32 probabilities of the whole vocabulary, a mask and an index of every token; over slices its
+  linear layer's input alone, since all but the norm is computed in the backward, in I with the weight's gradient (in F
+  where no backward follows);
 - residual sums and the embedding keep nothing (but a token's index, where tensor parallelism or learned positions make
   a new one). Dropout is taken to be 0. Weights, the batch, and RoPE's table of cosines are kept anyway, not counted.
 """
@@ -40,54 +42,9 @@ from types import MappingProxyType
 from typing import ClassVar
 
 from helixpipe.costs.models import ModelShape
+from helixpipe.costs.piece_kind import PieceKind, Tensors
 from helixpipe.costs.sizes import GRADIENT_BYTES, Kernels, Linear, Sizes
 from helixpipe.program.stages import LAYER_PIECES, model_pieces
-
-Tensors = dict[str, float]
-"""Bytes of tensors by name. Pieces of one layer share tensors (the norm's output is the QKV layer's input): a name
-appears once however many keep it."""
-
-
-class PieceKind:
-    """A kind of piece.
-
-    inputs: what crosses the cut before it, by name, each with its shape (`Sizes.bytes`); the last is the residual.
-    in_store: those of them that lie in the document's buffers where its sequence runs in chunks.
-    textbook: what it keeps from F to backward, in elements of b·s·h, with flash attention and no dropout (HelixPipe;
-    Korthikanti et al., 2022). module: its name in `--recompute-modules`. kept_for_attention: whether recomputation
-    `without-attention` keeps it. saved_outputs: what of its output it saves.
-    """
-
-    name: ClassVar[str]
-    inputs: ClassVar[Mapping[str, str]]
-    in_store: ClassVar[tuple[str, ...]] = ()
-    textbook: ClassVar[Mapping[str, int]] = MappingProxyType({})
-    module: ClassVar[str] = ""
-    kept_for_attention: ClassVar[bool] = False
-    saved_outputs: ClassVar[tuple[str, ...]] = ()
-
-    def linears(self, sizes: Sizes) -> tuple[Linear, ...]:
-        return ()
-
-    def saved(self, sizes: Sizes, inside: Collection[str]) -> Tensors:
-        """What autograd saves in the forward. inside: the kinds of its layer that have one graph with it."""
-        return {}
-
-    def deferred(self, sizes: Sizes) -> float:
-        """Bytes from I to W: input and output gradient of every linear layer, whole sequences of both."""
-        return sum(sizes.tokens * (inputs + outputs) * sizes.element for inputs, outputs in self.linears(sizes))
-
-    def work(self, kernels: Kernels) -> None:
-        """Add the kernels of `kernels.op`."""
-        raise NotImplementedError
-
-    def workspace(self, sizes: Sizes) -> float:
-        """An estimate, in bytes, of what its largest kernel needs beside what is kept."""
-        raise NotImplementedError
-
-    def weights(self, model: ModelShape, tp: int, rows: int) -> int:
-        """Of a tensor-parallel rank with that many rows of the vocabulary. A tied head counts its copy."""
-        return 0
 
 
 class Embed(PieceKind):
@@ -303,22 +260,44 @@ class Head(PieceKind):
         return ((sizes.model.hidden, sizes.vocab),)
 
     def saved(self, sizes: Sizes, inside: Collection[str]) -> Tensors:
-        own = {"head input": sizes.bytes("hidden"), "targets": sizes.tokens * (1 + 8)}
-        return _norm(sizes, self) | own | {"probabilities": sizes.tokens * sizes.vocab * 4}
+        own = _norm(sizes, self) | {"head input": sizes.bytes("hidden")}
+        if sizes.layout.loss_chunk:
+            return own
+        return own | {"targets": sizes.tokens * (1 + 8), "probabilities": sizes.tokens * sizes.vocab * 4}
+
+    def deferred(self, sizes: Sizes) -> float:
+        return 0.0 if sizes.layout.loss_chunk else super().deferred(sizes)
 
     def work(self, kernels: Kernels) -> None:
-        sizes = kernels.sizes
+        sizes, op, sliced = kernels.sizes, kernels.op, kernels.sizes.layout.loss_chunk > 0
+        if sliced and op == "W":
+            return
         kernels.normalize()
+        if sliced and op == "F" and not kernels.alone:
+            return
         kernels.exchange(forward="gather", backward="scatter", again=True)
-        kernels.multiply(self.linears(sizes))
-        if kernels.op == "F":  # cast to float32; then maximum, difference, exponential, sum, quotient
-            kernels.move(sizes.tokens * sizes.vocab * (sizes.element + 4 + 4 + 8 + 8 + 4 + 8))
-        elif kernels.op == "I":  # softmax times the loss's gradient, cast back
-            kernels.move(sizes.tokens * sizes.vocab * (8 + 4 + sizes.element))
+        for tokens in sizes.layout.loss_slices(sizes.chunk.tokens):
+            tokens *= sizes.layout.micro_batch_size
+            for part in "FIW" if sliced and op == "I" else op:
+                kernels.multiply(self.linears(sizes), tokens, part)
+                kernels.move(tokens * sizes.vocab * self._loss_bytes(sizes, part))
+
+    def _loss_bytes(self, sizes: Sizes, op: str) -> float:
+        """Of device memory, for each logit."""
+        if op == "F":  # cast to float32; then maximum, difference, exponential, sum, quotient
+            return sizes.element + 4 + 4 + 8 + 8 + 4 + 8
+        return 8 + 4 + sizes.element if op == "I" else 0.0  # softmax times the loss's gradient, cast back
 
     def workspace(self, sizes: Sizes) -> float:
-        """The logits and their gradients."""
-        return sizes.tokens * sizes.vocab * (4 + 2 * sizes.element)
+        """The logits and their gradients; over slices those of one, or of one the gradients and the weight's before it
+        is added to its sum, and the gradient of the whole input."""
+        if not sizes.layout.loss_chunk:
+            return sizes.tokens * sizes.vocab * (4 + 2 * sizes.element)
+        whole, norm = sizes.tokens * sizes.model.hidden * sizes.element, 2 * sizes.bytes("hidden")
+        logits = max(sizes.layout.loss_slices(sizes.chunk.tokens)) * sizes.layout.micro_batch_size * sizes.vocab
+        cast = sizes.element if sizes.element != 4 else 0  # float32 logits become probabilities where they are
+        weight = sizes.vocab * sizes.model.hidden * sizes.element
+        return max(whole + max(logits * (4 + cast), logits * sizes.element + weight), norm)
 
     def weights(self, model: ModelShape, tp: int, rows: int) -> int:
         return model.norm_parameters + rows * model.hidden

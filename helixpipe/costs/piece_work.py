@@ -10,11 +10,12 @@ from helixpipe.costs.piece_kinds import KINDS
 from helixpipe.costs.sizes import Kernel, Kernels, Sizes
 
 
-def work(model: ModelShape, layout: Layout, piece: str, op: str, chunk: Chunk) -> list[Kernel]:
-    """The kernels of one piece for an op of kind F, I, W, B or R (as F) on one chunk of a microbatch."""
+def work(model: ModelShape, layout: Layout, piece: str, op: str, chunk: Chunk, alone: bool = False) -> list[Kernel]:
+    """The kernels of one piece for an op of kind F, I, W, B or R (as F) on one chunk of a microbatch. alone: whether no
+    backward follows an F."""
     sizes, found = Sizes(model, layout, chunk), list[Kernel]()
     for part in {"B": "IW", "R": "F"}.get(op, op):
-        kernels = Kernels(sizes, part)
+        kernels = Kernels(sizes, part, alone)
         KINDS[piece].work(kernels)
         found += kernels.list
     return found
@@ -28,4 +29,4 @@ def flops(model: ModelShape, layout: Layout, piece: str, op: str, chunk: Chunk) 
 def model_flops(model: ModelShape, layout: Layout, piece: str, chunk: Chunk) -> float:
     """Those that the mathematics needs, forward and backward: what utilization (MFU) counts. Causal attention counts
     the half of the square that is computed; recomputation, flash attention's too, does not count."""
-    return 3 * flops(model, layout, piece, "F", chunk)
+    return 3 * sum(kernel.flops for kernel in work(model, layout, piece, "F", chunk, alone=True))

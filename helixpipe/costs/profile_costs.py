@@ -164,6 +164,8 @@ class ProfileCosts(CountsBytes):
         chunk = self.chunk(work.extents, work.whole)
         times = self._times(chunk)
         pieces = sum(times.pieces[piece.kind][work.kind] for piece in work.pieces)
+        if work.alone and self.profile.layout.loss_chunk and any(piece.kind == "head" for piece in work.pieces):
+            pieces += times.pieces["head"]["B"] / 3  # of its three products the one that a training step's F leaves out
         return pieces + times.overhead[work.kind] + self.exchange_time(work, chunk)
 
     def exchange_time(self, work: Work, chunk: Chunk) -> float:

@@ -52,10 +52,10 @@ class Kernel(NamedTuple):
 
 
 class Kernels:
-    """Collects the kernels of an op, F, I or W, on a chunk."""
+    """Collects the kernels of an op, F, I or W, on a chunk. alone: whether no backward follows an F."""
 
-    def __init__(self, sizes: Sizes, op: str):
-        self.sizes, self.op = sizes, op
+    def __init__(self, sizes: Sizes, op: str, alone: bool = False):
+        self.sizes, self.op, self.alone = sizes, op, alone
         self.list: list[Kernel] = []
 
     def add(self, kind: str, flops: float, moved: float) -> None:

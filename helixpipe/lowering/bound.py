@@ -134,7 +134,8 @@ class BoundCosts:
         """What an op does."""
         kind, stage, microbatch, chunk = op
         extents, runs = self._extents[microbatch][chunk], self._activations(op[1:]).recompute
-        return stage_work(kind, self.program.stages, stage, extents, self.whole, self._crosses_ranks, runs)
+        found = stage_work(kind, self.program.stages, stage, extents, self.whole, self._crosses_ranks, runs)
+        return found._replace(alone=True) if self.program.forward_only else found
 
     def payload(self, message: Message) -> Payload:
         """What a message carries."""

@@ -11,21 +11,20 @@ would keep the output's gradient until W, gather twice more, and make the inner 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from megatron.core.parallel_state import get_global_memory_buffer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from torch import Tensor
 
 from helixpipe.model.linear import add_weight_gradient
+from helixpipe.model.slices import Slices
 
-_INPUT, _OUTPUT = "mpu", "chunked mlp"
-"""Names of the two buffers: megatron-core's linear layers gather into the first as well."""
+_OUTPUT = "chunked mlp"
+"""Name of the second buffer; the first is where inputs are gathered."""
 
 
 def make_mlp(config: TransformerConfig, chunk_size: int, tp_group: dist.ProcessGroup) -> MLP:
@@ -44,8 +43,7 @@ class ChunkedMLP(MLP):
         self, config: TransformerConfig, submodules: MLPSubmodules, chunk_size: int, tp_group: dist.ProcessGroup
     ):
         super().__init__(config, submodules, ffn_hidden_size=config.ffn_hidden_size, tp_group=tp_group)
-        self._chunk_size = chunk_size
-        self.sequence_parallel: bool = self.linear_fc1.sequence_parallel
+        self.slices = Slices(chunk_size, self.linear_fc1.sequence_parallel, tp_group)
 
     def forward(
         self, hidden_states: Tensor, per_token_scale: None = None, **unused: Any
@@ -54,11 +52,6 @@ class ChunkedMLP(MLP):
         which the caller adds)."""
         output: Tensor = _Slices.apply(hidden_states, self)
         return output, self.linear_fc2.bias
-
-    def slices(self, tokens: int) -> Iterator[slice]:
-        """Rows of each slice of a sequence."""
-        for start in range(0, tokens, self._chunk_size):
-            yield slice(start, start + self._chunk_size)
 
     def inner(self, tokens: Tensor) -> Tensor:
         """First linear layer and activation function, as megatron-core computes them: [n, b, h] to [n, b, ffn / tp]."""
@@ -81,28 +74,6 @@ class ChunkedMLP(MLP):
         assert tokens.grad is not None
         return tokens.grad
 
-    def gathered(self, part: Tensor, name: str) -> Tensor:
-        """The whole sequence, in a buffer of that name if this rank holds a part of it."""
-        if not self.sequence_parallel:
-            return part
-        whole = self.buffer((part.size(0) * self.tp_group.size(), *part.shape[1:]), part.dtype, name)
-        dist.all_gather_into_tensor(whole, part.contiguous(), group=self.tp_group)
-        return whole
-
-    def summed(self, shares: Tensor) -> Tensor:
-        """Sums over the tensor-parallel ranks: with sequence parallelism this rank's part, else in place."""
-        if self.sequence_parallel:
-            part = shares.new_empty((shares.size(0) // self.tp_group.size(), *shares.shape[1:]))
-            dist.reduce_scatter_tensor(part, shares, group=self.tp_group)
-            return part
-        if self.tp_group.size() > 1:
-            dist.all_reduce(shares, group=self.tp_group)
-        return shares
-
-    def buffer(self, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> Tensor:
-        """Memory that every layer uses in turn: megatron-core's."""
-        return cast(Tensor, get_global_memory_buffer().get_tensor(shape, dtype, name))
-
 
 class _FirstHalf:
     """Stands for an MLP in megatron-core's `MLP.forward`: its first linear layer on this rank alone, no second one."""
@@ -124,23 +95,23 @@ class _Slices(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, mlp: ChunkedMLP) -> Tensor:
         ctx.save_for_backward(hidden)
-        ctx.mlp = mlp
-        whole = mlp.gathered(hidden, _INPUT)
-        if mlp.sequence_parallel:
-            output = mlp.buffer(tuple(whole.shape), whole.dtype, _OUTPUT)
+        ctx.mlp, slices = mlp, mlp.slices
+        whole = slices.gathered(hidden)
+        if slices.sequence_parallel:
+            output = slices.buffer(tuple(whole.shape), whole, _OUTPUT)
         else:
             output = torch.empty_like(whole)
-        for rows in mlp.slices(whole.size(0)):
+        for rows in slices.rows(whole.size(0)):
             mlp.output_into(output[rows], whole[rows])
-        return mlp.summed(output)
+        return slices.summed(output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        mlp, (hidden,) = ctx.mlp, ctx.saved_tensors
-        whole = mlp.gathered(hidden, _INPUT)
-        output_gradient = mlp.gathered(gradients[0], _OUTPUT)
+        mlp, slices, (hidden,) = ctx.mlp, ctx.mlp.slices, ctx.saved_tensors
+        whole = slices.gathered(hidden)
+        output_gradient = slices.gathered(gradients[0], _OUTPUT)
         # A slice of the gathered input is not needed once its gradient is there, which takes its place.
-        input_gradient = whole if mlp.sequence_parallel else torch.empty_like(whole)
-        for rows in mlp.slices(whole.size(0)):
+        input_gradient = whole if slices.sequence_parallel else torch.empty_like(whole)
+        for rows in slices.rows(whole.size(0)):
             input_gradient[rows] = mlp.backward_slice(whole[rows], output_gradient[rows])
-        return mlp.summed(input_gradient), None
+        return slices.summed(input_gradient), None

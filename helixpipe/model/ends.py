@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -128,11 +128,30 @@ def _own_rows(weight: Tensor, first: int, indices: Tensor, deterministic: bool) 
     return rows.masked_fill_(elsewhere[..., None], 0.0)
 
 
-def loss_sum(logits: Tensor, batch: Microbatch, context: UnitContext) -> Tensor:
-    """Sum over the chunk of token losses times loss mask, a float32 scalar; logits are [s, b, vocabulary / tp].
+class Targets(NamedTuple):
+    """Of a chunk's tokens, or a slice of them. labels: [s, b] int64. weights: [s, b] float32, of each token's loss in
+    the sum: the loss mask."""
+
+    labels: Tensor
+    weights: Tensor
+
+    @classmethod
+    def read(cls, batch: Microbatch, context: UnitContext) -> Targets:
+        return cls(batch.labels[:, context.tokens].t(), batch.loss_mask[:, context.tokens].t())
+
+    def of(self, rows: slice) -> Targets:
+        return Targets(self.labels[rows], self.weights[rows])
+
+
+def loss_sum(logits: Tensor, targets: Targets) -> Tensor:
+    """Sum of token losses times their weights, a float32 scalar; logits are [s, b, vocabulary / tp]."""
+    return torch.sum(token_losses(logits, targets) * targets.weights)
+
+
+def token_losses(logits: Tensor, targets: Targets) -> Tensor:
+    """[s, b] float32, of logits [s, b, vocabulary / tp].
 
     megatron-core's loss computes in float32. It may overwrite float32 logits.
     """
-    labels = batch.labels[:, context.tokens].t().contiguous()
-    token_losses = vocab_parallel_cross_entropy(logits, labels)
-    return torch.sum(token_losses * batch.loss_mask[:, context.tokens].t())
+    losses: Tensor = vocab_parallel_cross_entropy(logits, targets.labels.contiguous())
+    return losses

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GPTOptions:
-    """What TransformerConfig leaves to megatron-core's GPTModel, with its names; and how the MLP runs."""
+    """What TransformerConfig leaves to megatron-core's GPTModel, with its names; and how MLP and loss run."""
 
     vocab_size: int
     """Rows of the embedding, already padded to a multiple of the tensor-parallel size."""
@@ -34,6 +34,9 @@ class GPTOptions:
     """Whether the head uses the word embedding's weights."""
     chunk_size: int = 0
     """Tokens of a slice of the MLP, whose inner activations are made again slice by slice; 0: the whole MLP at once."""
+    loss_chunk_size: int = 0
+    """Tokens of a slice of output layer and loss, whose logits are made in the backward, slice by slice; 0: the logits
+    of the whole chunk at once."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,9 @@ def check_supported(config: TransformerConfig, gpt: GPTOptions) -> None:
             f"--position-embedding-type {gpt.position_embedding_type} is not supported; "
             f"valid values are {', '.join(_POSITIONS)}."
         )
+    for flag, size in (("--chunk-size", gpt.chunk_size), ("--loss-chunk-size", gpt.loss_chunk_size)):
+        if type(size) is not int or size < 0:
+            raise UserError(f"{flag} must be a number of tokens, or 0 for no slices, not {size!r}.")
     tp = config.tensor_model_parallel_size
     for flag, count in (
         ("--num-attention-heads", config.num_attention_heads),

@@ -22,13 +22,15 @@ from torch import Tensor
 from helixpipe.model import boundaries
 from helixpipe.model.attention import Rotary
 from helixpipe.model.backends import Kernels, Machine, choose
+from helixpipe.model.chunked_loss import ChunkedLoss
 from helixpipe.model.device import device
-from helixpipe.model.ends import Embedding, loss_sum
+from helixpipe.model.ends import Embedding, Targets, loss_sum
 from helixpipe.model.layers import Layer, piece_of
 from helixpipe.model.linear import WeightGradients, defer_weight_gradients
 from helixpipe.model.norms import make_norm
 from helixpipe.model.options import GPTOptions, Microbatch, UnitContext, check_supported
 from helixpipe.model.randomness import DropoutSeeds, initial_weights
+from helixpipe.model.slices import Slices
 from helixpipe.program.stages import Piece
 
 _WORD_EMBEDDING = "embedding.word_embeddings.weight"
@@ -162,7 +164,8 @@ class PipelineModel(MegatronModule):
 
         inputs: () when the first piece is embed, else what crosses the cut before pieces[0] (see `payload_shapes`).
         Returns what crosses the cut after pieces[-1]; after head (loss_sum,), a float32 scalar: the sum over the chunk
-        of token losses times loss mask. A residual may come back as the very tensor that was given.
+        of token losses times loss mask. Over slices (`GPTOptions.loss_chunk_size`) that has its value once its backward
+        has run. A residual may come back as the very tensor that was given.
         """
         state = inputs
         for piece in pieces:
@@ -179,7 +182,7 @@ class PipelineModel(MegatronModule):
             self._seed_dropout(piece, context, self.config.hidden_dropout, split=self.config.sequence_parallel)
             return (self.embedding(batch, context),)
         if piece.kind == "head":
-            return (loss_sum(self.logits(*state), batch, context),)
+            return (self._loss_sum(state[0], Targets.read(batch, context)),)
         layer = cast(Layer, self.decoder.layers[str(piece.layer)])
         if piece.kind == "norm":
             return layer.norm(*state)
@@ -197,8 +200,22 @@ class PipelineModel(MegatronModule):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The last layer's hidden states to logits, [s, b, vocabulary / tp]; needs the head."""
-        weight = self.embedding.word_embeddings.weight if self.output_layer.weight is None else None
-        return self.output_layer(self.decoder.final_layernorm(hidden), weight=weight)[0]
+        return self.output_layer(self.decoder.final_layernorm(hidden), weight=self._tied_weight)[0]
+
+    def _loss_sum(self, hidden: Tensor, targets: Targets) -> Tensor:
+        """Of the last layer's hidden states; over slices, where they are asked for, NaN until its backward has run."""
+        if not self.gpt.loss_chunk_size:
+            return loss_sum(self.logits(hidden), targets)
+        head = self.output_layer
+        slices = Slices(self.gpt.loss_chunk_size, head.sequence_parallel, self.tp_group)
+        weight = head.weight if self._tied_weight is None else self._tied_weight
+        loss = ChunkedLoss(slices, weight, head.gradient_accumulation_fusion)
+        return loss.sum(self.decoder.final_layernorm(hidden), targets)
+
+    @property
+    def _tied_weight(self) -> torch.nn.Parameter | None:
+        """The word embedding's, where the output layer has none of its own."""
+        return self.embedding.word_embeddings.weight if self.output_layer.weight is None else None
 
     def weight_gradients(self) -> WeightGradients:
         """Where linear layers leave weight gradients that are computed later; one store for all who run this model."""

@@ -59,7 +59,8 @@ WARM_UP = 2
 @dataclass(frozen=True)
 class Task:
     """What to measure. processes: how many measure at the same time; None: 2, or 1 where there is one GPU. repeats:
-    rounds that count. threads: a process. chunk_size: tokens of a slice of the MLP; 0: whole."""
+    rounds that count. threads: a process. chunk_size, loss_chunk_size: tokens of a slice of the MLP, of head and loss;
+    0: whole."""
 
     model: ModelShape
     seq_length: int
@@ -69,6 +70,7 @@ class Task:
     threads: int
     repeats: int
     chunk_size: int = 0
+    loss_chunk_size: int = 0
 
     @classmethod
     def load(cls, path: str) -> Task:
@@ -94,7 +96,9 @@ def main() -> None:
     dist.barrier()
     messages = measure_messages(rank, processes)
     if measurement is not None and rank == 0:
-        layout = Layout(1, False, task.micro_batch_size, _DTYPES[task.dtype].itemsize, bool(gpus), task.chunk_size)
+        element_bytes = _DTYPES[task.dtype].itemsize
+        micro, slices = task.micro_batch_size, (task.chunk_size, task.loss_chunk_size)
+        layout = Layout(1, False, micro, element_bytes, bool(gpus), *slices)
         Profile(
             model=task.model,
             layout=layout,
@@ -175,6 +179,7 @@ def build_model(task: Task, num_layers: int, pieces: Sequence[Piece]) -> tuple[P
         position_embedding_type=shape.positions,
         share_embeddings_and_output_weights=shape.tied,
         chunk_size=task.chunk_size,
+        loss_chunk_size=task.loss_chunk_size,
     )
     model = PipelineModel(config, gpt, pieces)
     ddp = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
@@ -228,14 +233,7 @@ class Measurement:
         self._batch = Microbatch(tokens, labels, torch.ones(shape, device=device()))
         self._context = UnitContext(step=0, microbatch=0, length=task.seq_length)
         self._root = torch.tensor(1.0 / (task.micro_batch_size * task.seq_length), device=device())
-        self._step = Step(
-            iteration=0,
-            microbatch_number=lambda index: index,
-            batch=lambda index: self._batch,
-            root_gradient=lambda index: self._root,
-            micro_batch_size=task.micro_batch_size,
-            seq_length=task.seq_length,
-        )
+        self._step = Step(0, int, lambda index: self._batch, lambda index: self._root, *shape)
 
     def kernels(self, transport: str) -> str:
         """What the model runs on, as the training program says it."""

@@ -18,7 +18,8 @@ class Work(NamedTuple):
     kind: F, B, I, W or R (a recomputation, whether it is an op of its own or part of a backward). pieces: those it
     works on; of R, those that are recomputed. extents: of its chunk. whole: tokens of a microbatch, on average over the
     step, in the unit of the extents. receives, sends: the first piece after the cut at which the op takes what another
-    rank sent, and after that at which it gives what another rank needs; None where there is no such cut.
+    rank sent, and after that at which it gives what another rank needs; None where there is no such cut. alone: whether
+    no backward follows an F, as in an evaluation.
     """
 
     kind: str
@@ -27,6 +28,7 @@ class Work(NamedTuple):
     whole: float
     receives: Piece | None = None
     sends: Piece | None = None
+    alone: bool = False
 
 
 class Payload(NamedTuple):

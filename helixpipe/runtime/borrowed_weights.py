@@ -126,9 +126,10 @@ class BorrowedWeights:
     def leave_to_w(self, op: Op) -> None:
         """After an I: gradients that layers over slices have computed already, for its W to add."""
         for weight in self._weights(op.stage):
-            if weight.main_grad is not None:
-                self._shell_gradients().put_off_sum(weight, weight.main_grad)
-                weight.main_grad = None  # type: ignore[assignment]
+            gradient: Tensor | None = weight.main_grad  # type: ignore[attr-defined]
+            if gradient is not None:
+                self._shell_gradients().put_off_sum(weight, gradient)
+                weight.main_grad = None  # type: ignore[attr-defined]
 
     def take_sum(self, message: Message) -> Tensor:
         """What the ops have added up, and what came to be added; it leaves in this message."""

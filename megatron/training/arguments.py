@@ -19,7 +19,8 @@ from helixpipe.planning.plan import Plans
 from helixpipe.program.files import is_file
 from megatron.training.config import CheckpointConfig, Config, LaunchConfig, compat
 from megatron.training.config.container import GROUPS
-from megatron.training.plan.programs import check_program, make_planner, predicted_step
+from megatron.training.plan.loss_slices import settle
+from megatron.training.plan.programs import check_program, predicted_step
 from megatron.training.process.output import complain, say
 from megatron.training.validation import validate
 from megatron.training.validation.values import timeouts
@@ -103,7 +104,7 @@ def parse_and_plan(
         config = dataclasses.replace(config, schedule_options=dataclass_from_namespace(found.options, namespace))
     for sentence in foreign_options(parser.given(arguments), chosen):
         config = config.warn(sentence)
-    plans = make_planner(config)
+    config, plans = settle(config)
     check_program(config, plans)
     return timeouts(config, predicted_step(config, plans)), plans
 

@@ -21,7 +21,7 @@ from megatron.training.config import Config, core
 from megatron.training.data.datasets import batch_iterator, build_datasets
 from megatron.training.data.options import DataOptions
 from megatron.training.data.samplers import MicrobatchSampler, consumed_valid_samples, samples_needed
-from megatron.training.plan.programs import replanned
+from megatron.training.plan.loss_slices import settled_again
 from megatron.training.process.output import say
 from megatron.training.validation import check_device
 
@@ -72,7 +72,7 @@ def _run(config: Config, plans: Plans[int], parallel: Any, position: Position, s
     evaluation_size = schedule.final().num_microbatches
     tokenizer = build_tokenizer(**_tokenizer_flags(config))
     flags, config = config, _fix_vocabulary(config, tokenizer.vocab_size, read_arguments)
-    plans = replanned(plans, flags, config)
+    config, plans = settled_again(plans, flags, config)
     position.enter("connecting the pipeline", Patience.LONG)
     pipeline = Pipeline(config, plans, parallel, schedule.step_sizes(), position)
     position.enter("set-up", Patience.ENDLESS)
@@ -195,7 +195,10 @@ def _summary(config: Config, pipeline: Any, num_microbatches: int, parameters: i
     """Two lines about what is about to run."""
     program = pipeline.program(num_microbatches)
     parallel = config.parallel
-    stages = "".join(f" > {line}\n" for line in stage_lines(program.stages))
+    lines, slices = list(stage_lines(program.stages)), config.model.loss_chunk_size
+    if slices and config.model.loss_slices_why:
+        lines.append(f"--loss-chunk-size {slices}: {config.model.loss_slices_why}")
+    stages = "".join(f" > {line}\n" for line in lines)
     return (
         f" > pipeline schedule {program.schedule}: {program.num_ranks} ranks, {num_microbatches} microbatches a step, "
         f"{stage_count(program.stages)}; simulated bubble "

@@ -54,16 +54,16 @@ CASES = {
     "llama-tp1-slices": ("llama", 1, False, 9),
     "llama-tp2-slices": ("llama", 2, False, 9),
 }
-"""Model, tensor-parallel size, sequence parallelism, tokens of a slice of the MLP (0: whole)."""
+"""Model, tensor-parallel size, sequence parallelism, tokens of a slice of MLP and loss (0: whole)."""
 
 
 def compare(rank: int, world_size: int) -> dict[str, list[tuple[str, float, float]]]:
     """For each model and layout, (what, torch's count, ours) of FLOPs, of bytes kept and sent, and of weights."""
     results = {}
-    for case, (name, tp, split, mlp_chunk) in CASES.items():
+    for case, (name, tp, split, chunk) in CASES.items():
         set_parallel(tp=tp)
         shape = SHAPES[name]
-        layout = Layout(tp, split, BATCH, element_bytes=4, fused_kernels=False, mlp_chunk=mlp_chunk)
+        layout = Layout(tp, split, BATCH, element_bytes=4, fused_kernels=False, mlp_chunk=chunk, loss_chunk=chunk)
         results[case] = [
             *_flops(shape, layout),
             *_saved(shape, layout),
@@ -94,6 +94,7 @@ def make(shape: ModelShape, layout: Layout, pieces: Sequence[Piece] = CHAIN) -> 
         position_embedding_type=shape.positions,
         share_embeddings_and_output_weights=shape.tied,
         chunk_size=layout.mlp_chunk,
+        loss_chunk_size=layout.loss_chunk,
     )
     return PipelineModel(config, options, pieces)
 
@@ -166,6 +167,10 @@ def _flops(shape: ModelShape, layout: Layout) -> list[tuple[str, float, float]]:
             ours = sum(kernel.flops for kernel in work(shape, layout, piece.kind, op, Chunk(TOKENS)))
             # torch counts the whole square of scores, ours is causal: exactly half.
             found.append((f"flops {op} {piece}", count, ours * (2 if piece.kind == "attn" else 1)))
+        with counted() as counter, torch.no_grad():
+            model.run((piece,), inputs, batch(), CONTEXT)
+        ours = sum(kernel.flops for kernel in work(shape, layout, piece.kind, "F", Chunk(TOKENS), alone=True))
+        found.append((f"flops alone {piece}", counter.get_total_flops(), ours * (2 if piece.kind == "attn" else 1)))
     return found
 
 

@@ -42,7 +42,7 @@ def test_where_an_op_receives_and_sends() -> None:
     stages = even_stages(3, 3)
     program = Program("three", stages, ((Op("F", 0, 0), Op("F", 1, 0)), (Op("F", 2, 0),)), uniform(1))
     bound = BoundCosts(program, PieceTimes())
-    ends = {kind: [bound.work(Op(kind, stage, 0))[-2:] for stage in range(3)] for kind in "FBIW"}
+    ends = {kind: [bound.work(Op(kind, stage, 0))[4:6] for stage in range(3)] for kind in "FBIW"}
     after = stages[2].pieces[0]
     assert ends["F"] == [(None, None), (None, after), (after, None)]
     assert ends["B"] == ends["I"] == [(None, None), (after, None), (None, after)]

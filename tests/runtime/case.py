@@ -63,6 +63,8 @@ class Case:
     """Of helix: heads on all ranks."""
     mlp_chunk: int = 0
     """Tokens of a slice of the MLP; 0: whole."""
+    loss_chunk: int = 0
+    """Tokens of a slice of the head and the loss; 0: whole."""
     weipipe: WeipipeOptions | None = None
     """Of the WeiPipe family."""
     late: bool = False
@@ -85,6 +87,7 @@ class Case:
             + (["tied"] if self.tied else ["untied"]) * (self.tied != (self.style == "gpt"))
             + ["chunks-" + "-".join(map(str, self.lengths))] * bool(self.lengths)
             + [f"mlp-slices-{self.mlp_chunk}"] * bool(self.mlp_chunk)
+            + [f"loss-slices-{self.loss_chunk}"] * bool(self.loss_chunk)
             + [f"L{self.layers}-limit-{self.memory_limit}"] * (self.memory_limit is not None)
             + _weipipe_marks(self.schedule, self.layers, self.weipipe or WeipipeOptions())
             + ["late"] * self.late

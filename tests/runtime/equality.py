@@ -211,7 +211,8 @@ def make_model(case: Case) -> PipelineModel:
         **_types(case),
     )
     rank = parallel_state.get_pipeline_model_parallel_rank() if case.pp > 1 else 0
-    options = replace(make_options(case.style, case.tied), chunk_size=case.mlp_chunk)
+    options = make_options(case.style, case.tied)
+    options = replace(options, chunk_size=case.mlp_chunk, loss_chunk_size=case.loss_chunk)
     program = case.program()
     return PipelineModel(config, options, program.pieces_of_rank(rank), seed=7, copies=program.copies(rank))
 

@@ -151,6 +151,7 @@ def gpt_options(config: Config, vocab_size: int | None = None) -> GPTOptions:
         rotary_base=model.rotary_base,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
         chunk_size=model.chunk_size,
+        loss_chunk_size=model.loss_chunk_size or 0,
     )
 
 

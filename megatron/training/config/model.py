@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from helixpipe.common.flags import option
+from helixpipe.common.flags import option, setting
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,13 @@ class ModelConfig:
         "Run every MLP over slices of this many tokens, whose inner activations are made again in the backward, slice "
         "by slice; 0: over the whole sequence.",
     )
+    loss_chunk_size: int | None = option(
+        None,
+        "Run output layer and loss over slices of this many tokens, whose logits are made in the backward, slice by "
+        "slice; 0: over the whole sequence. By default slices are taken where --memory-limit or --hardware says that a "
+        "step does not fit without.",
+    )
+    loss_slices_why: str | None = setting(None, "Why output layer and loss run over slices; None where flags say so.")
     num_attention_heads: int | None = option(None, "Number of attention (query) heads.")
     kv_channels: int | None = option(
         None, "Channels of one attention head; by default hidden-size / num-attention-heads."

@@ -31,6 +31,7 @@ def training_costs(config: Config) -> ModelCosts | ProfileCosts:
             training.micro_batch_size or 1,
             element_bytes=2 if training.bf16 or training.fp16 else 4,
             mlp_chunk=model.chunk_size,
+            loss_chunk=model.loss_chunk_size or 0,
         ),
         model.seq_length or 1,
         parallel.data_parallel_size,
@@ -62,6 +63,7 @@ def _measured(config: Config, path: str) -> ProfileCosts:
             profile.layout.tensor_parallel,
         ),
         ("--chunk-size", config.model.chunk_size, profile.layout.mlp_chunk),
+        ("--loss-chunk-size", config.model.loss_chunk_size or 0, profile.layout.loss_chunk),
     ):
         if here != there:
             raise UserError(f"--cost-profile {path} was measured with {flag} {there}, not {here}.")

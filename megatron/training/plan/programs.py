@@ -56,9 +56,7 @@ def make_program(config: Config, num_microbatches: int, costs: ModelCosts | Prof
         return build(name, replace(shape, chunks=chunks, chunk_lengths=lengths), config.schedule_options)
 
     def fits(simulation: Simulation) -> bool:
-        pieces = map(simulation.lowered.program.pieces_of_rank, range(shape.ranks))
-        peaks = (peak.total + costs.static_memory(own) for peak, own in zip(simulation.peaks, pieces, strict=True))
-        return limit is None or max(peaks) <= limit
+        return limit is None or most_memory(simulation, costs) <= limit
 
     count = config.chunks.count()
     if not config.chunks.auto:
@@ -68,6 +66,13 @@ def make_program(config: Config, num_microbatches: int, costs: ModelCosts | Prof
         hardware = find_hardware(config.parallel.hardware)
         counts = chunk_counts(config.model.seq_length or 1, config.training.micro_batch_size or 1, hardware)
     return best_chunks(cut, costs, fits, counts)
+
+
+def most_memory(simulation: Simulation, costs: ModelCosts | ProfileCosts) -> float:
+    """Bytes of the rank that needs most."""
+    program = simulation.lowered.program
+    pieces = map(program.pieces_of_rank, range(program.num_ranks))
+    return max(peak.total + costs.static_memory(own) for peak, own in zip(simulation.peaks, pieces, strict=True))
 
 
 def full_batch(config: Config) -> int:

@@ -40,7 +40,7 @@ _AT_LEAST_1 = {
     "logging": ("log_interval", "tensorboard_log_interval", "tensorboard_queue_size"),
 }
 _AT_LEAST_0 = {
-    "model": ("chunk_size",),
+    "model": ("chunk_size", "loss_chunk_size"),
     "training": ("clip_grad", "exit_duration_in_mins", "seed"),
     "data": ("num_workers",),
     "logging": ("eval_interval", "eval_iters"),

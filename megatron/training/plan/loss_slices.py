@@ -1,0 +1,70 @@
+"""Whether output layer and loss run over slices where no flag says so: if memory asks for it. No torch."""
+
+from __future__ import annotations
+
+from math import inf
+
+from helixpipe.common.errors import ScheduleError
+from helixpipe.costs.hardware import GIB
+from helixpipe.costs.models import Layout
+from helixpipe.costs.profile_costs import Profile
+from helixpipe.planning.plan import Plans
+from megatron.training.config import Config
+from megatron.training.plan.costs import memory_limit, model_shape, training_costs
+from megatron.training.plan.programs import full_batch, make_planner, most_memory, replanned
+
+
+def settle(config: Config) -> tuple[Config, Plans[int]]:
+    """The configuration with `--loss-chunk-size` decided, and its plans.
+
+    Where the flag is not given: what a --cost-profile was measured with; else slices, if it is known what a GPU may
+    use, a step of the full batch needs more, and less with slices. Raises UserError for a profile that does not fit.
+    """
+    if config.model.loss_chunk_size is not None:
+        return config, make_planner(config)
+    if config.parallel.cost_profile is not None:
+        measured = Profile.load(config.parallel.cost_profile, flag="--cost-profile").layout.loss_chunk
+        config = _with(config, measured, "--cost-profile was measured so" if measured else "")
+        return config, make_planner(config)
+    whole, limit = _with(config, 0, ""), memory_limit(config)
+    plans = make_planner(whole)
+    size = Layout(micro_batch_size=config.training.micro_batch_size or 1).with_loss_slices().loss_chunk
+    if limit is None or size >= (config.model.seq_length or 1):
+        return whole, plans
+    needed, time = _figures(whole, plans)
+    if needed <= limit:
+        return whole, plans
+    sliced = _with(config, size, "")
+    others = make_planner(sliced)
+    less, slower = _figures(sliced, others)
+    if less >= needed:
+        return whole, plans
+    there = f"{limit / GIB:.1f} GiB"
+    if needed == inf:
+        why = f"without slices nothing fits into {there}, with them a rank needs {less / GIB:.1f}"
+    else:
+        why = (
+            f"without slices a rank needs {needed / GIB:.1f} of {there}, with them {less / GIB:.1f}, and a step takes "
+            f"{100 * (slower / time - 1):+.1f} % on paper"
+        )
+    return _with(config, size, why), others
+
+
+def settled_again(plans: Plans[int], before: Config, config: Config) -> tuple[Config, Plans[int]]:
+    """The same once more where what it follows from was not known before: the vocabulary."""
+    if before.model.loss_slices_why is None or model_shape(config) == model_shape(before):
+        return config, replanned(plans, before, config)
+    return settle(config.replace("model", loss_chunk_size=None))
+
+
+def _with(config: Config, size: int, why: str) -> Config:
+    return config.replace("model", loss_chunk_size=size, loss_slices_why=why)
+
+
+def _figures(config: Config, plans: Plans[int]) -> tuple[float, float]:
+    """Bytes of the rank that needs most, seconds of a step of the full batch; infinite if no schedule fits."""
+    try:
+        simulation = plans.plan(full_batch(config)).simulation
+    except ScheduleError:
+        return inf, inf
+    return most_memory(simulation, training_costs(config)), simulation.makespan
