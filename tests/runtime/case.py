@@ -65,6 +65,8 @@ class Case:
     """Tokens of a slice of the MLP; 0: whole."""
     loss_chunk: int = 0
     """Tokens of a slice of the head and the loss; 0: whole."""
+    again: bool = False
+    """The step's opening is run twice, as with weights that were not confirmed."""
     weipipe: WeipipeOptions | None = None
     """Of the WeiPipe family."""
     late: bool = False
@@ -92,6 +94,7 @@ class Case:
             + _weipipe_marks(self.schedule, self.layers, self.weipipe or WeipipeOptions())
             + ["late"] * self.late
             + [f"offload{self.offload}"] * (self.offload is not None)
+            + ["again"] * self.again
             + [str(self.dtype).removeprefix("torch.")] * (self.dtype is not torch.float64)
         )
         return "-".join([self.schedule, self.style, f"p{self.pp}", f"tp{self.tp}", f"m{self.m}", *marks])

@@ -227,6 +227,28 @@ GROUPS = {
         Case("1f1b", 2, 3, "gpt", cut_after="proj", mlp_chunk=5),
         Case("wzb1", 2, 4, "gpt", tied=True, mlp_chunk=5),
     ],
+    "loss-slices": [
+        *(Case("none", 1, 2, style, tied=tied, loss_chunk=5) for style, tied in (("gpt", True), ("llama", False))),
+        Case("none", 1, 2, "llama", tp=2, tied=True, sequence_parallel=True, loss_chunk=5),
+        Case("1f1b", 4, 5, "llama", tied=True, loss_chunk=6),
+        Case("1f1b", 2, 3, "gpt", tp=2, tied=True, sequence_parallel=True, loss_chunk=5),
+        Case("1f1b", 2, 3, "llama", tp=2, split=True, loss_chunk=7),
+        Case("1f1b", 2, 3, "gpt", dropout=0.2, recompute=RECOMPUTATIONS[0], loss_chunk=5),
+        Case("1f1b", 2, 3, "llama", dtype=torch.float32, loss_chunk=5),
+        Case("1f1b", 2, 3, "gpt", dtype=torch.bfloat16, loss_chunk=5),
+        Case("gpipe", 2, 3, "gpt", tied=True, loss_chunk=5, again=True),
+        Case("interleaved-1f1b", 2, 4, "llama", v=2, recompute=RECOMPUTATIONS[3], loss_chunk=1),
+        Case("seq1f1b", 2, 3, "gpt", tp=2, tied=True, sequence_parallel=True, lengths=(6, 4, 2), loss_chunk=3),
+        Case("seq1f1b-zb", 2, 3, "llama", lengths=(6, 2, 4), mlp_chunk=3, loss_chunk=4, again=True),
+        Case("terapipe", 2, 3, "llama", lengths=(6, 2, 4), tied=True, loss_chunk=4),
+        Case("zb1p", 4, 5, "llama", loss_chunk=50),
+        Case("zb1p", 2, 3, "gpt", tp=2, sequence_parallel=True, loss_chunk=5, again=True),
+        Case("zbv", 2, 4, "gpt", tied=True, loss_chunk=5),
+        Case("helix", 2, 4, "gpt", tp=2, tied=True, sequence_parallel=True, layers=2, folds=2, loss_chunk=5),
+        Case("helix", 4, 8, "llama", folds=2, ship="qkv", split=True, loss_chunk=7, again=True),
+        Case("chimera", 2, 4, "llama", tied=True, loss_chunk=5),
+        Case("wzb1", 2, 4, "gpt", tied=True, mlp_chunk=5, loss_chunk=5),
+    ],
     "inner-cuts": [
         Case(
             "1f1b", 2, 3, STYLES[(i + tp) % 2], tp=tp, tied=(i + tp) % 2 == 0, sequence_parallel=tp > 1, cut_after=kind

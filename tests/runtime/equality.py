@@ -245,6 +245,7 @@ def make_step(case: Case, training: bool = True) -> Step:
         micro_batch_size=BATCH,
         seq_length=SEQUENCE,
         training=training,
+        confirm=(lambda: False) if case.again and training else None,
     )
 
 

@@ -20,7 +20,7 @@ PLAIN = Run("llama", "--pipeline-schedule 1f1b", pp=2)
 
 FUSED = [
     Run("gpt", "--pipeline-schedule 1f1b", pp=2),
-    Run("llama", "--pipeline-schedule zb1p --chunk-size 6", pp=2),
+    Run("llama", "--pipeline-schedule zb1p --chunk-size 6 --loss-chunk-size 5", pp=2),
     Run("llama", "--pipeline-schedule weipipe", pp=2),
     Run("gpt", "--pipeline-schedule helix --helix-ship qkv", pp=2),
     Run("llama", "--sequence-parallel", tp=2),

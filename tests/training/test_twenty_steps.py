@@ -44,9 +44,9 @@ LATE_RUNS = [
     Run("gpt", f"--pipeline-schedule zb2p {LATE}", pp=4),
     Run("llama", f"--pipeline-schedule zbv {LATE} {DISTRIBUTED}", pp=2),
     Run("llama", f"--pipeline-schedule wzb2 {LATE}", pp=4),
-    Run("gpt", f"--pipeline-schedule helix {LATE}", pp=2),
+    Run("gpt", f"--pipeline-schedule helix --loss-chunk-size 5 {LATE}", pp=2),
     Run("llama", f"{PER_TOKEN} --pipeline-schedule seq1f1b --pipe-sp-splits 2 {LATE} {DISTRIBUTED}", pp=2),
-    Run("llama", f"--pipeline-schedule zb1p --sequence-parallel {LATE}", tp=2, pp=2),
+    Run("llama", f"--pipeline-schedule zb1p --sequence-parallel --loss-chunk-size 6 {LATE}", tp=2, pp=2),
     Run("llama", f"--bf16 --pipeline-schedule zb1p {LATE} {DISTRIBUTED}", pp=2),
 ]
 # The loss scale grows until gradients overflow; such a step is left out, and the scale halved.
@@ -55,7 +55,7 @@ OVERFLOWING = [
     Run("llama", f"{FP16} --pipeline-schedule 1f1b", pp=2),
     Run("llama", f"{FP16} --pipeline-schedule 1f1b {ON_HOST} --overlap-cpu-optimizer-d2h-h2d", pp=2),
     Run("llama", f"{FP16} --pipeline-schedule wzb2 {LATE}", pp=2),
-    Run("llama", f"{FP16} --pipeline-schedule zbv {LATE} {DISTRIBUTED}", pp=2),
+    Run("llama", f"{FP16} --pipeline-schedule zbv --loss-chunk-size 7 {LATE} {DISTRIBUTED}", pp=2),
 ]
 COUNTING = [run for run in RUNS if COUNTED in run.flags]
 
