@@ -9,6 +9,7 @@ import pytest
 from schedules import command as cli
 from tests.cli.commands import run, run_json
 
+LOGITS = "--model llama3-8b --seq-length 65536 --tensor-parallel 8 --hardware h100 -p 2 -m 4 --nodes 2 -L 8"
 LONG = "--model llama2-7b --seq-length 131072 --hardware h20 --nodes 8 --tensor-parallel 8"
 
 
@@ -74,6 +75,35 @@ def test_overrides(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_json(capsys, "simulate 1f1b --model llama3-8b -p 4 --forward-only")["step"]["optimizer_time"] == 0
 
 
+def test_loss_over_slices(capsys: pytest.CaptureFixture[str]) -> None:
+    """Logits are not among what is kept, and of one slice in the workspace, of the rank with the head alone."""
+    setup = f"1f1b {LOGITS}"
+    plain, sliced = (run_json(capsys, f"simulate {setup} {flag}")["step"] for flag in ("", "--loss-chunk-size 4096"))
+    assert (plain["loss_chunk_size"], sliced["loss_chunk_size"]) == (0, 4096)
+    assert plain["memory"][0] == sliced["memory"][0]
+    assert plain["memory"][1]["activations"] - sliced["memory"][1]["activations"] == 65536 * (129024 // 8 * 4 + 9)
+    assert sliced["memory"][1]["workspace"] < plain["memory"][1]["workspace"] / 2
+    assert sliced["step_time"] == pytest.approx(plain["step_time"], rel=0.01) and sliced["mfu"] < 1
+    assert sliced["mfu"] * sliced["step_time"] == pytest.approx(plain["mfu"] * plain["step_time"])
+    assert "loss over slices of 4096 tokens" in run(capsys, f"simulate {setup} --loss-chunk-size 4096")
+    evaluated = [
+        run_json(capsys, f"simulate {setup} --forward-only {flag}")["makespan"]
+        for flag in ("", "--loss-chunk-size 4096")
+    ]
+    assert evaluated[0] == pytest.approx(evaluated[1], rel=0.01)
+
+
+def test_what_loss_slices_would_save_is_said_where_a_step_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    setup = (
+        "memory 1f1b --model llama3-8b --seq-length 65536 --tensor-parallel 8 --hardware h100 -p 2 -m 4 --nodes 2 -L 8"
+    )
+    hint, short = "with --loss-chunk-size 4096 a rank needs", "--reserved-memory 65"
+    assert hint in run(capsys, f"{setup} {short}")
+    assert hint not in run(capsys, setup)
+    assert hint not in run(capsys, f"{setup} {short} --loss-chunk-size 2048")
+    assert "--loss-chunk-size 1024" in run(capsys, f"{setup} --micro-batch-size 4 --reserved-memory 50")
+
+
 def test_file_and_drawing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     program, picture = tmp_path / "mine.csv", tmp_path / "both.json"
     first = run_json(capsys, f"simulate 1f1b --model llama3-8b -p 4 -m 3 --save-program {program}")
@@ -97,6 +127,9 @@ def test_file_and_drawing(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
         ("simulate 1f1b --model llama2-7b --nodes 0", "--nodes must be at least 1, not 0"),
         ("simulate 1f1b --model llama2-7b --chunk-size -4", "--chunk-size must be at least 0, not -4"),
         ("simulate 1f1b --chunk-size 4", "--chunk-size needs --model"),
+        ("simulate 1f1b --model llama2-7b --loss-chunk-size -4", "--loss-chunk-size must be at least 0, not -4"),
+        ("simulate 1f1b --model llama2-7b --loss-chunk-size 0.5", "--loss-chunk-size"),
+        ("simulate 1f1b --loss-chunk-size 4", "--loss-chunk-size needs --model"),
         ("simulate 1f1b --model llama2-7b --nodes 99999999", "too many"),
         ("simulate 1f1b --model llama2-7b -p 4 --global-batch-size 7", "values are 6 and 8"),
         ("simulate 1f1b --model llama2-7b -p 8 -m 4 --global-batch-size 8", "--microbatches 4 does not fit"),

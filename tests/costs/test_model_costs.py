@@ -12,7 +12,7 @@ from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import MODELS, Chunk, Layout, find_model
 from helixpipe.costs.piece_bytes import PieceBytes
 from helixpipe.costs.piece_kinds import num_parameters
-from helixpipe.costs.piece_work import flops, work
+from helixpipe.costs.piece_work import flops, model_flops, work
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.lower import lower
 from helixpipe.planning.early import peak_memory
@@ -175,6 +175,39 @@ def test_what_slices_of_an_mlp_keep() -> None:
     # two whole hidden states, and of a slice the inner tensors and their gradients
     assert sliced.workspace(pieces, chunk) == 2 * 8 * hidden + 1024 * (2 + 2) * 4 * 4096 / 8 * 2
     assert sliced.workspace(pieces, Chunk(512, 0, 7680)) == (2 * 8 * hidden + 8192 * (2 + 2) * 4 * 4096 / 8 * 2) / 16
+
+
+def test_slices_of_a_loss_move_all_but_the_norm_to_the_backward() -> None:
+    model, chunk = MODELS["llama3-8b"], Chunk(10000)
+    whole, sliced = Layout(8, True), Layout(8, True, loss_chunk=4096)
+    once = flops(model, whole, "head", "F", chunk)
+    assert {op: flops(model, sliced, "head", op, chunk) / once for op in "FIWB"} == {"F": 0, "I": 3, "W": 0, "B": 3}
+    assert model_flops(model, sliced, "head", chunk) == model_flops(model, whole, "head", chunk) == 3 * once
+    evaluated = [work(model, layout, "head", "F", chunk, alone=True) for layout in (whole, sliced)]
+    assert sum(kernel.flops for kernel in evaluated[1]) == once
+    products = [[kernel for kernel in kernels if kernel.kind == "matmul"] for kernels in evaluated]
+    assert [len(each) for each in products] == [1, 3]  # the last slice is of 1808 tokens
+    assert sum(kernel.bytes for kernel in products[1]) - products[0][0].bytes == 2 * 4096 * 129024 / 8 * 2
+    exchanged = [
+        sum(
+            kernel.bytes for op in "FB" for kernel in work(model, layout, "head", op, chunk) if kernel.kind == "network"
+        )
+        for layout in (whole, sliced)
+    ]
+    assert exchanged[1] == exchanged[0] * 2 / 3  # the input is gathered once
+
+
+def test_what_slices_of_a_loss_keep() -> None:
+    model, head, rows = MODELS["llama3-8b"], (Piece("head"),), 129024 // 8
+    own = {size: PieceBytes(model, Layout(8, True, 2, loss_chunk=size)) for size in (0, 2048, 128, 1)}
+    chunk, whole = Chunk(16384), 2 * 16384 * 4096 * 2
+    assert own[0].stash(head, chunk) - own[2048].stash(head, chunk) == 2 * 16384 * (rows * 4 + 9)
+    assert own[2048].deferred_stash(head, chunk) == 0
+    # the gradient of the whole input, and of a slice float32 probabilities with the logits or their gradients
+    assert own[2048].workspace(head, chunk) == whole + 2 * 2048 * rows * (4 + 2)
+    assert own[2048].workspace(head, Chunk(1000)) == whole * 1000 / 16384 + 2 * 1000 * rows * (4 + 2)
+    # of short slices the weight's gradient, before it is added to its sum
+    assert own[128].workspace(head, chunk) == whole + 2 * 128 * rows * 2 + rows * 4096 * 2
 
 
 def test_time_of_an_op_is_its_pieces_kernels() -> None:

@@ -137,7 +137,7 @@ def test_a_process_that_fails_is_told(capsys: pytest.CaptureFixture[str], monkey
         ("", 2),
         (
             "--swiglu --normalization RMSNorm --position-embedding-type rope --dtype bfloat16 --processes 1 "
-            "--chunk-size 5",
+            "--chunk-size 5 --loss-chunk-size 6",
             1,
         ),
     ],
@@ -151,14 +151,15 @@ def test_a_tiny_model_from_end_to_end(
     assert output.err == ""
     assert f"wrote {path}; next: helixpipe simulate 1f1b" in output.out
     measured = Profile.load(path)
-    assert measured.layout == Layout(element_bytes=2 if style else 4, fused_kernels=False, mlp_chunk=5 if style else 0)
+    slices = {"mlp_chunk": 5, "loss_chunk": 6} if style else {}
+    assert measured.layout == Layout(element_bytes=2 if style else 4, fused_kernels=False, **slices)
     (times,) = measured.chunks
     assert (times.tokens, times.earlier) == (16, 0)
     for piece in PIECE_KINDS:
         assert all(times.pieces[piece][kind] > 0 for kind in "FBI")
         assert times.pieces[piece]["R"] == times.pieces[piece]["F"]
-    assert all(times.pieces[piece]["W"] > 0 for piece in ("qkv", "proj", "head"))
-    assert style or times.pieces["mlp"]["W"] > 0  # slices compute it in I
+    assert all(times.pieces[piece]["W"] > 0 for piece in ("qkv", "proj"))
+    assert style or all(times.pieces[piece]["W"] > 0 for piece in ("mlp", "head"))  # slices compute it in I
     assert measured.messages.backend == "gloo" and measured.messages.bandwidth > 0
     assert measured.copies is not None and min(*measured.copies.out, *measured.copies.inward) > 0
     assert re.search(r"copy to the host: \d+ µs and its bytes at [\d.]+ GB/s, back at .*; both at once", output.out)

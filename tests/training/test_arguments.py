@@ -131,6 +131,7 @@ def test_split_is_dropped_with_mock_data() -> None:
 WRONG = [
     ("--num-layers 0", 1, "--num-layers 0 must be at least 1."),
     ("--chunk-size -1", 1, "--chunk-size -1 must be at least 0."),
+    ("--loss-chunk-size -1", 1, "--loss-chunk-size -1 must be at least 0."),
     (
         "--stall-timeout-seconds 700",
         1,

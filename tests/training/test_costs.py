@@ -53,6 +53,7 @@ def test_costs_are_those_of_a_profile(tmp_path: Path) -> None:
         ("--seq-length 16", "was measured with --seq-length 32, not 16."),
         ("--micro-batch-size 1", "was measured with --micro-batch-size 2, not 1."),
         ("--chunk-size 8", "was measured with --chunk-size 0, not 8."),
+        ("--loss-chunk-size 8", "was measured with --loss-chunk-size 0, not 8."),
     ],
 )
 def test_a_profile_of_something_else_is_refused(tmp_path: Path, flags: str, sentence: str) -> None:

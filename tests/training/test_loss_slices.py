@@ -1,0 +1,91 @@
+"""Output layer and loss run over slices where a flag says so, or else memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from helixpipe.costs.hardware import GIB
+from helixpipe.costs.models import Layout
+from megatron.training.arguments import parse_and_plan
+from megatron.training.config import Config, core
+from megatron.training.plan.costs import model_shape, training_costs
+from megatron.training.plan.loss_slices import settled_again
+from megatron.training.plan.programs import full_batch, most_memory
+from tests.profile.test_profile import make_profile
+
+FLAGS = (
+    "--num-layers 4 --hidden-size 1024 --num-attention-heads 16 --seq-length 16384 --max-position-embeddings 16384 "
+    "--micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --train-iters 1 --mock-data --tokenizer-type NullTokenizer "
+    "--bf16 --pipeline-schedule 1f1b --pipeline-model-parallel-size 2 --position-embedding-type rope"
+)
+FEW, MANY = "--vocab-size 1000", "--vocab-size 100000"
+
+
+def parsed(flags: str) -> Config:
+    return parse_and_plan(f"{FLAGS} {flags}".split(), environ={"WORLD_SIZE": "2"})[0]
+
+
+def needed(flags: str) -> float:
+    """GiB of the rank that needs most."""
+    config, plans = parse_and_plan(f"{FLAGS} {flags}".split(), environ={"WORLD_SIZE": "2"})
+    return most_memory(plans.plan(full_batch(config)).simulation, training_costs(config)) / GIB
+
+
+def slices(config: Config) -> tuple[int | None, int, int]:
+    """By the flags, of the model, and of the costs."""
+    return (
+        config.model.loss_chunk_size,
+        core.gpt_options(config, 1000).loss_chunk_size,
+        training_costs(config).bytes.layout.loss_chunk,
+    )
+
+
+def test_a_flag_is_a_flag() -> None:
+    assert slices(parsed(FEW)) == (0, 0, 0)
+    for limit in ("", "--memory-limit 1000", "--memory-limit 1"):
+        given = parsed(f"{MANY} --loss-chunk-size 512 {limit}")
+        assert slices(given) == (512, 512, 512) and given.model.loss_slices_why is None
+    assert slices(parsed(f"{MANY} --loss-chunk-size 0 --memory-limit 1")) == (0, 0, 0)
+
+
+def test_slices_are_taken_where_a_step_does_not_fit_without() -> None:
+    whole, sliced = needed(MANY), needed(f"{MANY} --loss-chunk-size 2048")
+    assert sliced < 0.7 * whole
+    assert slices(parsed(f"{MANY} --memory-limit {whole + 0.1}")) == (0, 0, 0)
+    found = parsed(f"{MANY} --memory-limit {whole - 0.1}")
+    assert slices(found) == (2048, 2048, 2048)  # of each of two sequences: 4096 tokens
+    why = f"without slices a rank needs {whole:.1f} of {whole - 0.1:.1f} GiB, with them {sliced:.1f}, and a step takes"
+    assert (found.model.loss_slices_why or "").startswith(why)
+    assert slices(parsed(f"{MANY} --hardware a100-80")) == (0, 0, 0)
+
+
+def test_slices_that_save_nothing_are_not_taken() -> None:
+    """Where the first rank needs most, and where a sequence is no longer than a slice."""
+    assert slices(parsed(f"{FEW} --memory-limit 0.1"))[0] == 0
+    assert slices(parsed(f"{MANY} --memory-limit 0.1 --seq-length 2048"))[0] == 0
+
+
+def test_a_schedule_that_fits_with_slices_alone() -> None:
+    """adapipe refuses what does not fit."""
+    flags = f"{MANY} --pipeline-schedule adapipe"
+    found = parsed(f"{flags} --memory-limit 25")
+    assert found.model.loss_chunk_size == 2048
+    assert (found.model.loss_slices_why or "").startswith("without slices nothing fits into 25.0 GiB, with them a rank")
+
+
+def test_it_is_decided_again_once_the_vocabulary_is_known() -> None:
+    config, plans = parse_and_plan(f"{FLAGS} {FEW} --memory-limit 20".split(), environ={"WORLD_SIZE": "2"})
+    assert config.model.loss_chunk_size == 0
+    known = config.replace("data", padded_vocab_size=100096)
+    again, others = settled_again(plans, config, known)
+    assert again.model.loss_chunk_size == 2048 and others is not plans
+    assert settled_again(plans, config, config) == (config, plans)
+    given = known.replace("model", loss_slices_why=None)
+    assert settled_again(plans, given.replace("data", padded_vocab_size=1024), given)[0] is given
+
+
+def test_a_profile_says_what_it_was_measured_with(tmp_path: Path) -> None:
+    path, shape = tmp_path / "profile.json", model_shape(parsed(MANY))
+    layout = Layout(micro_batch_size=2, element_bytes=2, loss_chunk=512)
+    make_profile(model=shape, layout=layout, seq_length=16384).save(path)
+    assert slices(parsed(f"{MANY} --cost-profile {path}")) == (512, 512, 512)
