@@ -205,7 +205,7 @@ def test_what_slices_of_a_loss_keep() -> None:
     assert own[2048].deferred_stash(head, chunk) == 0
     # the gradient of the whole input, and of a slice float32 probabilities with the logits or their gradients
     assert own[2048].workspace(head, chunk) == whole + 2 * 2048 * rows * (4 + 2)
-    assert own[2048].workspace(head, Chunk(1000)) == whole * 1000 / 16384 + 2 * 1000 * rows * (4 + 2)
+    assert own[2048].workspace(head, Chunk(2000)) == whole * 2000 / 16384 + 2 * 2000 * rows * (4 + 2)
     # of short slices the weight's gradient, before it is added to its sum
     assert own[128].workspace(head, chunk) == whole + 2 * 128 * rows * 2 + rows * 4096 * 2
 
