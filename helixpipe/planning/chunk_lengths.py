@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import accumulate, pairwise
-from math import lcm
+from math import inf, lcm
 
 from helixpipe.common.errors import UserError
 from helixpipe.costs.hardware import Hardware
@@ -25,8 +25,20 @@ from helixpipe.simulate.simulator import Simulation, simulate
 KERNEL_TOKENS = 64
 """Chunks start at multiples of this where they can: tiles of matrix products and of attention kernels stay whole."""
 
-CHUNK_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16)
-"""Numbers of chunks that are tried when the best is wanted."""
+CHUNK_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 80, 96, 128, 160)
+"""Numbers of chunks that are tried when the best is wanted: what a chunk costs in bubble falls as one over its number,
+so steps by ratios of 4/3 and 3/2 (5/4 at the end, for N = 80 and 160 of SPPO's setups) miss at most a few percent of
+it."""
+
+OPS_TRIED = 200_000
+"""Ops of the programs simulated to find a number of chunks, all together; some tens of seconds. Counts up to FEW_CHUNKS
+are tried whatever that takes."""
+
+FEW_CHUNKS = 16
+"""The most chunks that are tried where nothing says how short a chunk may be: costs without the price of a short chunk
+make more of them look ever better."""
+
+FEW_COUNTS = tuple(count for count in CHUNK_COUNTS if count <= FEW_CHUNKS)
 
 CLOSE = 1e-3
 """Part of a chunk's time to which equal times are equal before lengths are rounded."""
@@ -63,10 +75,11 @@ def balanced_lengths(
     cuts = _Cuts(costs, stages, seq_length, chunks, alignment)
     if chunks == 1 or not cuts.time(0, seq_length):
         return average_lengths(seq_length, chunks, alignment)
-    longest = cuts.least_longest_time()
+    equal = cuts.equal_times()
+    longest = cuts.least_longest_time(equal)
     earliest = cuts.earliest(longest)
     ends = [0]
-    for chunk, target in enumerate(cuts.equal_times(), start=1):
+    for chunk, target in enumerate(equal, start=1):
         latest = cuts.furthest(ends[-1], chunk, longest, alignment)
         nearest = round(target / alignment) * alignment
         ends.append(min(max(nearest, earliest[chunk]), latest))
@@ -100,17 +113,31 @@ def best_chunks(
     make: Callable[[int], Program],
     costs: Costs,
     fits: Callable[[Simulation], bool] = lambda simulation: True,
-    counts: Iterable[int] = CHUNK_COUNTS,
+    counts: Iterable[int] = FEW_COUNTS,
 ) -> Program:
     """The program with the shortest simulated step among those that `make` returns for the numbers of chunks and that
-    fit into the memory; of equally fast ones that with the fewest chunks. Raises UserError when none fits."""
-    tried = sorted(counts)
+    fit into the memory; of equally fast ones that with the fewest chunks.
+
+    Counts are tried upwards, and no more of them once two in a row were slower than the fastest before, whether that
+    fitted or not, as long as one has fitted: more chunks save ever less bubble and cost ever more. Nor if the programs
+    would come to more than `OPS_TRIED` ops. Raises UserError when none fits.
+    """
+    tried: list[int] = []
     best: tuple[float, Program] | None = None
-    for count in tried:
+    fastest, slower, ops, last = inf, 0, 0, 0
+    for count in sorted(counts):
+        if count > FEW_CHUNKS and tried and ops + last * count / tried[-1] > OPS_TRIED:
+            break
         program = make(count)
+        tried.append(count)
+        ops += (last := sum(map(len, program.ranks)))
         simulation = simulate(lower(program, costs), costs)
         if fits(simulation) and (best is None or simulation.makespan < best[0] * (1 - 1e-9)):
             best = simulation.makespan, program
+        slower = 0 if simulation.makespan < fastest * (1 - 1e-9) else slower + 1
+        fastest = min(fastest, simulation.makespan)
+        if slower == 2 and best is not None and count >= FEW_CHUNKS:
+            break
     if best is None:
         raise UserError(
             f"--pipe-sp-splits auto: with none of {', '.join(map(str, tried))} chunks the step fits into the memory."
@@ -144,6 +171,8 @@ class _Cuts:
         self.costs, self.stages = costs, stages
         self.seq_length, self.chunks, self.alignment = seq_length, chunks, alignment
         self.known: dict[tuple[int, int], float] = {}
+        self.lengths: dict[int, float] = {}
+        """Of each chunk, by its number from 1, as it was found last: where to look first."""
 
     def time(self, start: int, end: int) -> float:
         """Of the chunk between two cuts."""
@@ -156,13 +185,37 @@ class _Cuts:
         """The last multiple of `step` where chunk `number` (from 1) may end when it starts at `start` and takes no
         longer than `longest`; room is left for the chunks after it, and it has one step at least."""
         low, high = start // step + 1, -(-self.seq_length // step) - (self.chunks - number)
+        if low >= high:
+            return low * step
+
+        def early(end: int) -> bool:
+            return self.time(start, end * step) <= longest
+
+        # Most chunks end about where the pass before had them end, corrected as if times were in proportion to lengths.
+        guess = start + self.lengths.get(number, self.seq_length / self.chunks)
+        guess *= 1 if guess <= low * step else 1 + self._missing(start, min(round(guess), self.seq_length), longest)
+        middle, jump = min(max(low, int(guess / step)), high), 1
+        if early(middle):
+            while middle < high and early(min(middle + jump, high)):
+                middle, jump = min(middle + jump, high), 4 * jump
+            low, high = middle, min(middle + jump - 1, high)
+        else:
+            while middle > low and not early(max(middle - jump, low)):
+                middle, jump = max(middle - jump, low), 4 * jump
+            low, high = max(middle - jump, low), max(middle - 1, low)
         while low < high:
             middle = (low + high + 1) // 2
-            if self.time(start, middle * step) <= longest:
+            if early(middle):
                 low = middle
             else:
                 high = middle - 1
+        self.lengths[number] = low * step - start
         return low * step
+
+    def _missing(self, start: int, end: int, longest: float) -> float:
+        """How much farther than `end` a chunk could go, in parts of `end`, if times were in proportion to lengths."""
+        time = self.time(start, end)
+        return (longest / time - 1) * (end - start) / end if time else 0.0
 
     def equal_times(self) -> list[int]:
         """The inner cuts, to a token, of chunks that take equally long: each takes the same time, and what remains for
@@ -176,10 +229,20 @@ class _Cuts:
             target += (last - target) / self.chunks
         return cuts[1:]
 
-    def least_longest_time(self) -> float:
-        """The least time that no chunk need exceed, found by halving, then by asking for less than what was found."""
+    def least_longest_time(self, equal: list[int]) -> float:
+        """The least time that no chunk need exceed, found by halving, then by asking for less than what was found.
+
+        equal: the inner cuts of chunks that take equally long, near which it is looked for first.
+        """
         lengths = average_lengths(self.seq_length, self.chunks, self.alignment)
         low, high = 0.0, max(chunk_times(self.costs, self.stages, lengths))
+        times = [self.time(start, end) for start, end in pairwise((0, *equal, self.seq_length)) if end > start]
+        for guess in (max(times) * (1 + CLOSE * (1 << more)) for more in range(0, 8, 2)):
+            found = self._longest_of(guess)
+            high = min(high, found)
+            if found <= guess:
+                break
+            low = guess
         while high - low > CLOSE * high:
             middle = (low + high) / 2
             found = self._longest_of(middle)

@@ -7,7 +7,13 @@ from typing import Literal
 
 from helixpipe.common.errors import UserError
 from helixpipe.common.flags import option
-from helixpipe.planning.chunk_lengths import CHUNK_COUNTS, average_lengths, balanced_lengths, default_alignment
+from helixpipe.planning.chunk_lengths import (
+    CHUNK_COUNTS,
+    FEW_CHUNKS,
+    average_lengths,
+    balanced_lengths,
+    default_alignment,
+)
 from helixpipe.program.costs import Costs
 from helixpipe.program.stages import even_stages
 
@@ -22,7 +28,7 @@ class ChunkOptions:
     pipe_sp_splits: str | None = option(
         None,
         f"Chunks k each microbatch's sequence is cut into; auto: the best of {', '.join(map(str, CHUNK_COUNTS))} by "
-        "simulation that fits into the memory (default: 1).",
+        f"simulation that fits into the memory, those above {FEW_CHUNKS} with --hardware alone (default: 1).",
         metavar="N|auto",
     )
     pipe_sp_strategy: Literal["uniform_comp", "average"] | None = option(

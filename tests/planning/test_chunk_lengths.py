@@ -16,8 +16,10 @@ from helixpipe.costs.hardware import HARDWARE
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import MODELS, Layout
 from helixpipe.lowering.lower import lower
+from helixpipe.planning import chunk_lengths
 from helixpipe.planning.chunk_lengths import (
     CHUNK_COUNTS,
+    FEW_COUNTS,
     average_lengths,
     balanced_lengths,
     best_chunks,
@@ -179,7 +181,8 @@ def test_short_chunks() -> None:
     sentence = short_chunks(32768, 17, 1, A100)
     assert sentence is not None and sentence.startswith("17 chunks of 1928 tokens of a microbatch are too short")
     assert short_chunks(32768, 17, 2, A100) is None
-    assert chunk_counts(32768, 1, A100) == CHUNK_COUNTS
+    assert chunk_counts(32768, 1, A100) == FEW_COUNTS == (1, 2, 3, 4, 6, 8, 12, 16)
+    assert chunk_counts(160 * 2048, 1, A100) == CHUNK_COUNTS and CHUNK_COUNTS[-1] == 160
     assert chunk_counts(8192, 1, A100) == (1, 2, 3, 4)
     assert chunk_counts(1024, 1, A100) == (1,)
 
@@ -192,7 +195,7 @@ def make(chunks: int) -> Program:
 
 
 def test_the_best_number_of_chunks() -> None:
-    steps = {k: simulate(lower(make(k), LONG), LONG) for k in CHUNK_COUNTS}
+    steps = {k: simulate(lower(make(k), LONG), LONG) for k in FEW_COUNTS}
     fastest = min(steps, key=lambda k: steps[k].makespan)
     assert best_chunks(make, LONG).num_chunks == fastest > 1
     fitting = {k: step for k, step in steps.items() if max(step.peak_activation) <= 2}
@@ -203,6 +206,46 @@ def test_the_best_number_of_chunks() -> None:
     assert best_chunks(make, free).num_chunks == 1  # of equally fast ones the fewest
     with pytest.raises(UserError, match=r"^--pipe-sp-splits auto: with none of 1, 2, 3 chunks the step fits"):
         best_chunks(make, LONG, lambda step: False, (3, 1, 2))
+
+
+def test_many_chunks_are_tried_while_they_pay() -> None:
+    tried: list[int] = []
+
+    def few(chunks: int) -> Program:
+        return build("seq1f1b", Shape(2, 1, 2, chunks, costs=LONG))
+
+    def watched(chunks: int) -> Program:
+        tried.append(chunks)
+        return few(chunks)
+
+    assert best_chunks(watched, LONG, counts=CHUNK_COUNTS).num_chunks == 160 == tried[-1]  # nothing speaks against more
+    tried.clear()
+    dear = PieceTimes(LONG.forward, message=0.2)
+    steps = {k: simulate(lower(few(k), dear), dear).makespan for k in CHUNK_COUNTS}
+    best = best_chunks(watched, dear, counts=CHUNK_COUNTS).num_chunks
+    assert best == min(steps, key=lambda k: steps[k])
+    assert 16 < best < 64 and tried == [k for k in CHUNK_COUNTS if k <= CHUNK_COUNTS[CHUNK_COUNTS.index(best) + 2]]
+    with pytest.raises(UserError, match=r"with none of 1, 2, .*, 128, 160 chunks the step fits"):
+        best_chunks(few, dear, lambda step: False, CHUNK_COUNTS)
+
+
+def test_the_search_for_a_number_of_chunks_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_lengths, "OPS_TRIED", 32 * (1 + 2 + 3 + 4 + 6 + 8 + 12 + 16 + 24) + 32 * 31)
+    assert best_chunks(make, LONG, counts=CHUNK_COUNTS).num_chunks == 24  # 32 ops a chunk
+    monkeypatch.setattr(chunk_lengths, "OPS_TRIED", 0)
+    assert best_chunks(make, LONG, counts=CHUNK_COUNTS).num_chunks == 16
+
+
+def test_cutting_asks_little_of_the_costs() -> None:
+    asked = []
+
+    class Watched(PieceTimes):
+        def op_time(self, work: Work) -> float:
+            asked.append(work)
+            return super().op_time(work)
+
+    lengths = balanced_lengths(Watched(LONG.forward), WHOLE, 1 << 20, 160, 64)
+    assert len(lengths) == 160 and len(asked) < 2 * 160 * 60  # halving alone needs 13 questions a cut and pass
 
 
 def test_slow_messages_are_weighed() -> None:

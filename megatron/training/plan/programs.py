@@ -9,7 +9,7 @@ from helixpipe.costs.hardware import find_hardware
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.profile_costs import ProfileCosts
 from helixpipe.lowering.validate import untrainable
-from helixpipe.planning.chunk_lengths import CHUNK_COUNTS, best_chunks, chunk_counts
+from helixpipe.planning.chunk_lengths import FEW_COUNTS, best_chunks, chunk_counts
 from helixpipe.planning.plan import Plans
 from helixpipe.program.program import Program
 from helixpipe.simulate.simulator import Simulation
@@ -61,7 +61,7 @@ def make_program(config: Config, num_microbatches: int, costs: ModelCosts | Prof
     count = config.chunks.count()
     if not config.chunks.auto:
         return cut(count or 1)
-    counts: tuple[int, ...] = CHUNK_COUNTS
+    counts: tuple[int, ...] = FEW_COUNTS
     if config.parallel.hardware is not None:  # whose shortest worthwhile chunk is known
         hardware = find_hardware(config.parallel.hardware)
         counts = chunk_counts(config.model.seq_length or 1, config.training.micro_batch_size or 1, hardware)
