@@ -10,6 +10,7 @@ from schedules.hanayo import hanayo
 from schedules.helix import HelixOptions, helix
 from schedules.one_f_one_b import interleaved, one_f_one_b
 from schedules.seq1f1b import seq1f1b, seq1f1b_interleaved, seq1f1b_zero_bubble, terapipe
+from schedules.sppo import SppoOptions, sppo
 from schedules.weipipe import WeipipeOptions, weipipe, weipipe_naive, wzb1, wzb2
 from schedules.zero_bubble import ZeroBubbleOptions, zb1p, zb2p, zb_interleaved, zbv
 
@@ -69,6 +70,15 @@ _REGISTRY = (
         bubble="(p-1)(F+I-W)/k",
         memory="(p-1+k)/k",
         options=ZeroBubbleOptions,
+        chunks=True,
+    ),
+    Schedule(
+        "sppo",
+        sppo,
+        "Chen et al., SPPO, 2025",
+        bubble="(p-1)(F+B)/k",
+        memory="1 + a(p-r-1)/k",
+        options=SppoOptions,
         chunks=True,
     ),
     Schedule(

@@ -27,6 +27,7 @@ GROUPS = {
             Case("helix", (2, 4), {"helix_folds": 1}),
             Case("helix", (4,), {"helix_ship": "qkv"}, tied=False),
             Case("terapipe", (1, 3), {"chunks": 4}, tied=False),
+            Case("sppo", (1, 3), {"chunks": 3, "sppo_ahead": 1}),
             Case("weipipe", (1, 4)),
             Case("wzb2", (3,), {"weipipe_slots": 1}, tied=False, per_token=True),
         ],

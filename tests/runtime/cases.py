@@ -168,7 +168,11 @@ GROUPS = {
         Case("seq1f1b-interleaved", 2, 3, "llama", v=2, lengths=(5, 4, 3)),
         Case("terapipe", 2, 5, "gpt", tied=True, lengths=(3, 3, 3, 3)),
         Case("terapipe", 2, 2, "llama", lengths=(2, 2, 2, 2, 1, 1, 1, 1)),
+        Case("sppo", 4, 1, "llama", lengths=(5, 4, 3)),
+        Case("sppo", 4, 3, "gpt", tied=True, lengths=(2, 2, 2, 2, 1, 1, 1, 1)),
         # tensor parallelism
+        Case("sppo", 2, 3, "llama", tp=2, sequence_parallel=True, lengths=(6, 4, 2)),
+        Case("sppo", 2, 2, "gpt", tp=2, tied=True, lengths=(8, 4), recompute=RECOMPUTATIONS[0]),
         Case("seq1f1b", 2, 3, "llama", tp=2, lengths=(6, 4, 2)),
         Case("seq1f1b-zb", 2, 3, "gpt", tp=2, tied=True, sequence_parallel=True, lengths=(6, 4, 2)),
         Case("seq1f1b-interleaved", 2, 3, "llama", tp=2, v=2, sequence_parallel=True, lengths=(6, 4, 2)),

@@ -1,0 +1,70 @@
+"""SPPO: one very long sequence in many chunks through the pipeline, all of them forward and then all back.
+
+Qiaoling Chen et al., "SPPO: Efficient Long-sequence LLM Training via Adaptive Sequence Pipeline Parallel Offloading"
+(arXiv 2503.10377). Between the forward of a chunk and its backward lies the rest of the microbatch, which is the time
+in which its activations can leave the device and come back; the order is made for that. Chunks take equally long, so
+earlier ones are longer (`--pipe-sp-strategy uniform_comp`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from helixpipe.common.errors import ScheduleError
+from helixpipe.common.flags import option
+from helixpipe.planning.catalogue import Shape
+from helixpipe.planning.orders import backward_units, forward_units
+from helixpipe.program.program import Op, Program
+from helixpipe.program.stages import Stage, even_stages
+
+
+@dataclass(frozen=True)
+class SppoOptions:
+    """Options of sppo; each field is a flag, of `helixpipe` and of training."""
+
+    sppo_ahead: int = option(
+        4,
+        "sppo: chunks of the next microbatches, for each rank downstream, that run forward before the backwards of "
+        "this one: 0 keeps one microbatch's activations and idles between microbatches.",
+    )
+
+
+def sppo(shape: Shape, options: SppoOptions) -> Program:
+    """Rounds of a microbatch: its chunks forward, then its chunks backward in reverse (Chen et al., SPPO, 2025).
+
+    Bubble (p-1)(F+B)/k with chunks of equal time, once a step and not once a microbatch: rank r runs a(p-r-1) chunks of
+    what comes next ahead of the backwards, one for the way down to the last rank and B/F, 2 to 3, for the way back.
+    It keeps at most min(1 + a(p-r-1)/k, m) microbatches.
+
+    The head (final norm, output layer, loss) is a stage of its own on the last rank, which runs a chunk's forward right
+    before its backward: of logits and their probabilities there is one chunk at a time, and the hidden states that wait
+    for it are what the chunk's backward would have kept as the head's input anyway.
+    """
+    p, m, k, ahead = shape.ranks, shape.microbatches, shape.chunks, options.sppo_ahead
+    if ahead < 0:
+        raise ScheduleError(f"--sppo-ahead must be at least 0, not {ahead}.")
+    forwards, backwards = forward_units(m, k), backward_units(m, k)
+    ranks = []
+    for rank in range(p):
+        more = ahead * (p - rank - 1)
+        order: list[Op] = []
+        done = 0
+        for microbatch in range(m):
+            # Step 1: k F, and a(p-r-1) F of what comes next, less those that ran in the round before
+            until = min((microbatch + 1) * k + more, m * k)
+            order += [Op("F", rank, *unit) for unit in forwards[done:until]]
+            done = until
+            # Step 2: k B, on the last rank each after F and B of the head
+            for unit in backwards[microbatch * k : (microbatch + 1) * k]:
+                if rank == p - 1:
+                    order += [Op("F", p, *unit), Op("B", p, *unit)]
+                order.append(Op("B", rank, *unit))
+        ranks.append(tuple(order))
+    return Program("sppo", _stages(shape), tuple(ranks), shape.workload)
+
+
+def _stages(shape: Shape) -> tuple[Stage, ...]:
+    """A stage a rank, of equally many layers, and the head."""
+    *first, last = even_stages(shape.layers, shape.ranks)
+    layers, head = replace(last, pieces=last.pieces[:-1]), replace(last, pieces=last.pieces[-1:])
+    return shape.recompute.stages((*first, layers, head))
