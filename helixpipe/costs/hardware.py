@@ -98,6 +98,18 @@ class Hardware:
             return self.nvlink * self.efficiency.network
         return self.network / max(gpus_sending, self.adapters) * self.efficiency.network
 
+    def ring_bandwidth(self, size: int) -> float:
+        """Bytes a second that each member of a group of `size` neighbouring GPUs passes on in a collective, while all
+        such groups have one.
+
+        Within a node, NVLink's. A group on several nodes leaves each of them once, on all its adapters together; where
+        such groups do not fill whole nodes, two share one.
+        """
+        if size <= self.gpus_per_node:
+            return self.nvlink * self.efficiency.network
+        groups = 2 if size % self.gpus_per_node else 1
+        return min(self.nvlink, self.network / groups) * self.efficiency.network
+
     def host_bandwidth(self, both: bool) -> float:
         """Bytes a second in one direction between one GPU and host memory while all GPUs of the node copy.
 

@@ -1,8 +1,8 @@
 """Costs of a model on named hardware: seconds of an op and of a message, from FLOPs and bytes. No torch here.
 
 An op takes the sum of its kernels' times; a kernel takes the longer of its arithmetic and its memory traffic, each at
-the share of the peak that `Efficiency` assumes. Collectives over tensor-parallel ranks go over NVLink and are not
-overlapped with anything; launching kernels from Python costs nothing. A message takes a latency and its bytes over
+the share of the peak that `Efficiency` assumes. Collectives over tensor-parallel ranks go over NVLink, over the network
+where a node has fewer GPUs, and are not overlapped with anything; launching kernels from Python costs nothing. A message takes a latency and its bytes over
 NVLink within a node, or over this GPU's share of the node's network; a copy to the host takes one and its bytes over
 this GPU's share of the host link.
 
@@ -52,10 +52,6 @@ class ModelCosts(CountsBytes):
         for what, size in (("heads", self.model.heads), ("query groups", self.model.groups)):
             if size % tp:
                 raise UserError(f"--tensor-parallel {tp} must divide the {size} {what} of {self.model.name}.")
-        if tp > self.hardware.gpus_per_node:
-            raise UserError(
-                f"--tensor-parallel {tp} must fit in a node: at most --gpus-per-node {self.hardware.gpus_per_node}."
-            )
         if layout.sequence_parallel and self.seq_length % tp:
             raise UserError(f"--seq-length {self.seq_length} must be a multiple of --tensor-parallel {tp}.")
 
@@ -119,8 +115,9 @@ class ModelCosts(CountsBytes):
         bandwidth = hardware.nvlink
         if self.layout.tensor_parallel * dp > hardware.gpus_per_node:
             # A ring crosses from node to node once, over all adapters, beside the rings of the other GPUs of the node
-            # that do not belong to it: one for each tensor-parallel rank.
-            bandwidth = min(bandwidth, hardware.network / self.layout.tensor_parallel)
+            # that do not belong to it: one for each tensor-parallel rank that the node has.
+            rings = min(self.layout.tensor_parallel, hardware.gpus_per_node)
+            bandwidth = min(bandwidth, hardware.network / rings)
         share = weights / dp if self.distributed_optimizer else weights
         touched = share * (2 * MASTER_AND_MOMENTS + GRADIENT_BYTES + self.layout.element_bytes)
         reduction = moved / (bandwidth * hardware.efficiency.network) + self._copies_time(program)
@@ -160,7 +157,7 @@ class ModelCosts(CountsBytes):
     def _kernel_time(self, kernel: Kernel) -> float:
         hardware, efficiency = self.hardware, self.hardware.efficiency
         if kernel.kind == "network":
-            return hardware.latency + kernel.bytes / hardware.peer_bandwidth(1, same_node=True)
+            return hardware.latency + kernel.bytes / hardware.ring_bandwidth(self.layout.tensor_parallel)
         memory = kernel.bytes / (hardware.memory_bandwidth * efficiency.memory)
         if kernel.kind == "memory":
             return memory

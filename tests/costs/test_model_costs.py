@@ -17,9 +17,10 @@ from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.lower import lower
 from helixpipe.planning.early import peak_memory
 from helixpipe.planning.recompute import RecomputeOptions
+from helixpipe.program.costs import Work
 from helixpipe.program.program import Op, Program
 from helixpipe.program.stages import PIECE_KINDS, Piece, even_stages
-from helixpipe.program.workload import uniform
+from helixpipe.program.workload import Extent, uniform
 from helixpipe.simulate.memory import rank_memory
 from helixpipe.simulate.simulator import simulate
 from schedules import Shape, build
@@ -70,6 +71,30 @@ def test_bandwidth_is_shared() -> None:
     assert H20.peer_bandwidth(8, same_node=True) > eight
 
 
+def test_a_group_on_several_nodes_leaves_each_over_all_adapters() -> None:
+    assert H20.ring_bandwidth(8) == H20.peer_bandwidth(1, same_node=True)
+    assert H20.ring_bandwidth(16) == pytest.approx(100e9 * H20.efficiency.network)
+    assert H20.ring_bandwidth(12) == pytest.approx(50e9 * H20.efficiency.network)  # the second node has two groups
+    wide = replace(H20, network=1e12)
+    assert wide.ring_bandwidth(16) == wide.ring_bandwidth(8)  # bounded by the way through a node
+
+
+def test_tensor_parallel_ranks_on_several_nodes() -> None:
+    """Of a layer's forward, two gathers and two scatters of 15/16 of the hidden states, over the network."""
+    near, far = (
+        ModelCosts(MODELS["sppo-65b"], replace(H20, gpus_per_node=gpus), Layout(16, True), 65536) for gpus in (16, 8)
+    )
+    work = Work("F", (Piece("qkv", 0), Piece("proj", 0), Piece("mlp", 0)), (Extent(65536, 0),), 65536)
+    moved = 4 * 65536 * 8192 * 2 * 15 / 16
+    more = moved * (1 / H20.network - 1 / H20.nvlink) / H20.efficiency.network
+    assert far.op_time(work) - near.op_time(work) == pytest.approx(more)
+    program = build("gpipe", Shape(1, 1, 80))
+    two = replace(far, data_parallel=2)
+    assert two.after_time(program)[0] == pytest.approx(
+        two.bytes.parameters(program.pieces_of_rank(0)) * 6 / 2 / (H20.network / 8 * H20.efficiency.network)
+    )
+
+
 def test_the_gpus_of_a_node_share_its_host() -> None:
     """An A100's 25.6 GB/s of PCIe are halved by the GPU beside it behind the same switch: the 12.9 that SPPO's figures
     come to. Eight H100 have links of their own and share the host's memory."""
@@ -105,8 +130,6 @@ def test_unknown_names_and_shares_are_refused() -> None:
     assert find_hardware("h20", matmul=0.5, attention=None).efficiency == replace(H20.efficiency, matmul=0.5)
     with pytest.raises(UserError, match="--tensor-parallel 3 must divide the 32 heads"):
         ModelCosts(SEVEN, H20, Layout(3), 4096)
-    with pytest.raises(UserError, match="at most --gpus-per-node 8"):
-        ModelCosts(SEVEN, H20, Layout(16), 4096)
 
 
 # ----------------------------------------------------------------------------------------------------- FLOPs and time
