@@ -2,9 +2,9 @@
 
 An op takes the sum of its kernels' times; a kernel takes the longer of its arithmetic and its memory traffic, each at
 the share of the peak that `Efficiency` assumes. Collectives over tensor-parallel ranks go over NVLink, over the network
-where a node has fewer GPUs, and are not overlapped with anything; launching kernels from Python costs nothing. A message takes a latency and its bytes over
-NVLink within a node, or over this GPU's share of the node's network; a copy to the host takes one and its bytes over
-this GPU's share of the host link.
+too where a node has fewer GPUs, and are not overlapped with anything; launching kernels from Python costs nothing. A
+message takes a latency and its bytes over NVLink within a node, or over this GPU's share of the node's network; a copy
+to the host takes one and its bytes over this GPU's share of the host link.
 
 Ranks lie on nodes as Megatron places them: tensor-parallel ranks side by side, then data-parallel, then pipeline.
 """
