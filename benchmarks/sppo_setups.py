@@ -1,0 +1,197 @@
+"""`make bench-sppo`: SPPO's published setups, simulated: what multiplexing the sequence partition would gain.
+
+    python benchmarks/sppo_setups.py [--models 7b] [--output table.md]
+
+Prints Markdown tables, which with `--output docs/sppo_setups.md` are that page: bubble and step of the order of `sppo`
+with chunks of equal time, alone and with ranks that help at the start of the pipeline (`left`) or at both ends, with
+transfers that take no time and with all that has to travel. All figures are simulated by the cost model
+(docs/costs.md); assumptions are below the table. No torch here.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from types import MappingProxyType
+
+from helixpipe.cli.model import ModelOptions, Plan, make_plan
+from helixpipe.costs.hardware import GIB, GIGA
+from helixpipe.costs.sizes import GRADIENT_BYTES
+from helixpipe.planning.chunk_lengths import balanced_lengths, default_alignment
+from helixpipe.planning.multiplex import Outcome, multiplexed, teams
+from helixpipe.program.costs import Contents, Payload, Work
+from helixpipe.program.stages import Stage, even_stages
+from helixpipe.program.workload import Extent, Extents
+
+HARDWARE = "a100-80"
+NETWORK, ADAPTERS = 100 * GIGA, 4
+"""Of SPPO's nodes: 4 x 200 Gb/s."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One model on its GPUs. chunks: by the tokens of a sequence, in units of 1024."""
+
+    model: str
+    gpus: int
+    tensor_parallel: int
+    ranks: int
+    chunks: Mapping[int, int]
+
+    def plan(self, tokens: int) -> Plan:
+        options = ModelOptions(
+            model=f"sppo-{self.model}",
+            seq_length=tokens * 1024,
+            hardware=HARDWARE,
+            nodes=self.gpus // 8,
+            tensor_parallel=self.tensor_parallel,
+            global_batch_size=1,
+        )
+        plan = make_plan(options, self.ranks, None, None)
+        assert plan is not None
+        hardware = replace(plan.costs.hardware, network=NETWORK, adapters=ADAPTERS)
+        return replace(plan, costs=replace(plan.costs, hardware=hardware))
+
+
+SETUPS: Mapping[str, Setup] = MappingProxyType(
+    {
+        "7b": Setup("7b", 32, 8, 4, {512: 32, 640: 64, 768: 80, 896: 128, 1024: 160}),
+        "13b": Setup("13b", 64, 8, 8, {512: 32, 640: 48, 768: 64, 1024: 80, 1280: 160}),
+        "65b": Setup("65b", 128, 16, 8, {512: 32, 600: 64, 640: 80, 768: 96, 1024: 128}),
+    }
+)
+"""Chen et al., SPPO, Table 4."""
+
+
+@dataclass(frozen=True)
+class Multiplexed:
+    """`TeamCosts` of a plan. free: transfers take no time."""
+
+    plan: Plan
+    lengths: tuple[int, ...]
+    free: bool = False
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        return even_stages(self.plan.layers, self.plan.ranks)
+
+    @cached_property
+    def earlier(self) -> tuple[int, ...]:
+        return tuple(accumulate(self.lengths, initial=0))
+
+    def op_time(self, kind: str, stage: int, chunk: int, team: int) -> float:
+        """A member's tokens have as many earlier ones on average as the chunk's."""
+        tokens = self.lengths[chunk]
+        extents = (Extent(tokens / team, self.earlier[chunk] + tokens * (team - 1) / (2 * team)),)
+        return self.plan.costs.op_time(Work(kind, self.stages[stage].pieces, extents, self.whole))
+
+    @property
+    def whole(self) -> float:
+        return float(sum(self.lengths))
+
+    @cached_property
+    def bandwidth(self) -> float:
+        """Of a GPU to one of another pipeline rank, which is on another node."""
+        layout, hardware = self.plan.costs.layout, self.plan.costs.hardware
+        return hardware.peer_bandwidth(min(hardware.gpus_per_node, layout.tensor_parallel), same_node=False)
+
+    def _seconds(self, nbytes: float) -> float:
+        return 0.0 if self.free else self.plan.costs.hardware.latency + nbytes / self.bandwidth
+
+    def activation(self, chunk: int) -> float:
+        extents: Extents = (Extent(self.lengths[chunk], self.earlier[chunk]),)
+        payload = Payload("activation", self.stages[1].pieces[:1], extents, self.whole, 0, 1)
+        return self._seconds(self.plan.costs.payload_bytes(payload))
+
+    def keys_values(self, stage: int, chunk: int, gradients: bool) -> float:
+        return self._seconds(self.kv_bytes(stage, chunk))
+
+    def kv_bytes(self, stage: int, chunk: int) -> float:
+        """Keys and values of a chunk in a stage, on a GPU; their gradients are as many."""
+        extents = (Extent(self.lengths[chunk], 0.0),)
+        return self.plan.costs.size(Contents("keys_values", self.stages[stage].segments, extents, self.whole))
+
+    def weights(self, stage: int, gradients: bool) -> float:
+        element = GRADIENT_BYTES if gradients else self.plan.costs.layout.element_bytes
+        return self._seconds(self.plan.costs.bytes.parameters(self.stages[stage].pieces) * element)
+
+    def lent(self, left: bool, right: bool) -> float:
+        """Bytes of weights, sums of their gradients, keys and values and their gradients that the rank which helps most
+        has for others."""
+        ranks, chunks = self.plan.ranks, len(self.lengths)
+        sizes = [0.0] * ranks
+        each = self.plan.costs.layout.element_bytes + GRADIENT_BYTES
+        for stage in range(ranks):
+            held: dict[int, set[int]] = {}  # helper -> chunks whose keys and values it needs
+            for (own, chunk), team in teams(ranks, chunks, left, right).items():
+                if own == stage:
+                    for rank in team:
+                        held.setdefault(rank, set()).update(range(chunk + 1))
+            for rank in held.keys() - {stage}:
+                sizes[rank] += self.plan.costs.bytes.parameters(self.stages[stage].pieces) * each
+                sizes[rank] += 2 * sum(self.kv_bytes(stage, chunk) for chunk in held[rank])
+        return max(sizes)
+
+
+@dataclass(frozen=True)
+class Row:
+    """alone, and by (left and right, free): multiplexed."""
+
+    setup: Setup
+    tokens: int
+    chunks: int
+    alone: Outcome
+    helped: Mapping[tuple[bool, bool], Outcome]
+    lent: tuple[float, float]
+
+
+def row(setup: Setup, tokens: int, chunks: int) -> Row:
+    plan = setup.plan(tokens)
+    alignment = default_alignment(tokens * 1024, chunks, setup.tensor_parallel)
+    lengths = balanced_lengths(plan.costs, even_stages(plan.layers, 1), tokens * 1024, chunks, alignment)
+    free, counted = Multiplexed(plan, lengths, free=True), Multiplexed(plan, lengths)
+    alone = multiplexed(counted, setup.ranks, chunks, left=False, right=False)
+    helped = {
+        (right, costs.free): multiplexed(costs, setup.ranks, chunks, right=right)
+        for costs in (free, counted)
+        for right in (False, True)
+    }
+    return Row(setup, tokens, chunks, alone, helped, (counted.lent(True, False), counted.lent(True, True)))
+
+
+def multiplex_table(rows: Sequence[Row]) -> list[str]:
+    """A line a setup and length."""
+    lines = [
+        "| model, GPUs | tokens | N | step, s | bubble | left, free | counted | GiB | both, free | counted | GiB |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for each in rows:
+        cells = [f"{each.setup.model}, {each.setup.gpus}", f"{each.tokens}k", str(each.chunks)]
+        cells += [f"{each.alone.makespan:.1f}", f"{each.alone.bubble:.2f}"]
+        for right in (False, True):
+            for free in (True, False):
+                outcome = each.helped[right, free]
+                cells.append(f"{outcome.bubble:.2f} **{each.alone.makespan / outcome.makespan:.3f}**")
+            cells.append(f"{each.lent[right] / GIB:.1f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=tuple(SETUPS), choices=SETUPS)
+    parser.add_argument("--output", metavar="FILE.md", help="write the tables there, too")
+    arguments = parser.parse_args()
+    rows = [row(SETUPS[name], *each) for name in arguments.models for each in SETUPS[name].chunks.items()]
+    written = "\n".join(multiplex_table(rows)) + "\n"
+    print(written, end="")
+    if arguments.output:
+        Path(arguments.output).write_text(written, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
