@@ -80,6 +80,7 @@ _REGISTRY = (
         memory="1 + a(p-r-1)/k",
         options=SppoOptions,
         chunks=True,
+        offloads=True,
     ),
     Schedule(
         "helix",
