@@ -41,10 +41,11 @@ def _measured(path: str) -> Timeline:
     timeline = Timeline.load(path)
     if not timeline.ops:
         raise UserError(f"the timeline {path} has no ops.")
-    for rank, op, start, end in timeline.ops:
+    copies = [(copy.rank, f"the copy of {copy.op}", copy.start, copy.end) for copy in timeline.copies]
+    for rank, what, start, end in (*timeline.ops, *copies):
         if not 0 <= rank < timeline.num_ranks or not 0 <= start <= end < math.inf:
             raise UserError(
-                f"the timeline {path} is damaged: {op} on rank {rank} from {start} to {end} cannot be drawn."
+                f"the timeline {path} is damaged: {what} on rank {rank} from {start} to {end} cannot be drawn."
             )
     title = timeline.title if "measured" in timeline.title else f"{timeline.title} (measured)"
     return dataclasses.replace(timeline, title=title)

@@ -17,9 +17,21 @@ from typing import Any
 
 from helixpipe.common.errors import UserError
 from helixpipe.common.files import whole_file
-from helixpipe.draw.style import IDLE_COLOUR, KIND_STYLES, heading, is_chunked, rank_bubbles, scale_note
+from helixpipe.draw.style import (
+    IDLE_COLOUR,
+    KIND_STYLES,
+    LANE_COLOUR,
+    LANE_STYLES,
+    LANES,
+    copying_ranks,
+    heading,
+    is_chunked,
+    lane_of,
+    rank_bubbles,
+    scale_note,
+)
 from helixpipe.program.program import Op
-from helixpipe.program.timeline import OpEvent, Timeline
+from helixpipe.program.timeline import CopyEvent, OpEvent, Timeline
 
 IMAGE_SUFFIXES = (".png", ".svg", ".pdf")
 SUFFIXES = (*IMAGE_SUFFIXES, ".html", ".json")
@@ -75,6 +87,8 @@ def html_page(timelines: Sequence[Timeline]) -> str:
     """The page that `draw_html` writes. It loads nothing: its policy forbids it."""
     data = {
         "kinds": {kind: {"name": style.name, "colour": style.colour} for kind, style in KIND_STYLES.items()},
+        "lanes": [{"lane": lane, "name": style.name, "colour": style.colour} for lane, style in LANE_STYLES.items()],
+        "lane": LANE_COLOUR,
         "idle": IDLE_COLOUR,
         "timelines": [
             {
@@ -89,6 +103,7 @@ def html_page(timelines: Sequence[Timeline]) -> str:
                     [m.kind, m.source, m.target, str(m.producer), str(m.consumer), _short(m.start), _short(m.end)]
                     for m in timeline.messages
                 ],
+                "copies": [[e.rank, *e.op, _short(e.start), _short(e.end), int(e.inward)] for e in timeline.copies],
             }
             for timeline in _some(timelines)
         ],
@@ -106,7 +121,8 @@ def html_page(timelines: Sequence[Timeline]) -> str:
 def chrome_trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
     """Timelines in the Trace Event Format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-    One process a timeline, one thread a rank, a complete event an op, a flow a message. Timestamps are microseconds; a
+    One process a timeline, one thread a rank and one for each of its lanes, if it copies; a complete event an op or
+    copy, a flow a message. Timestamps are microseconds; a
     timeline without unit is shown with 1 as 1 ms.
     """
     events: list[dict[str, Any]] = []
@@ -117,16 +133,12 @@ def chrome_trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
         events.append(_metadata("process_name", pid, 0, name))
         events.append(_metadata("process_sort_index", pid, 0, pid))
         for rank in range(timeline.num_ranks):
-            events.append(_metadata("thread_name", pid, rank, f"rank {rank}"))
-            events.append(_metadata("thread_sort_index", pid, rank, rank))
-        by_op: dict[Op, OpEvent] = {}
+            events += _thread(pid, rank, _sort_index(rank), f"rank {rank}")
+        by_op = {event.op: event for event in timeline.ops}
         for event in timeline.ops:
-            by_op[event.op] = event
-            kind, stage, microbatch, chunk = event.op
-            args = {"kind": KIND_STYLES[kind].name, "stage": stage, "microbatch": microbatch, "chunk": chunk}
-            where = {"pid": pid, "tid": event.rank, "ts": event.start * scale}
-            duration = max(event.end - event.start, 0.0) * scale
-            events.append({"ph": "X", "name": str(event.op), "cat": kind, **where, "dur": duration, "args": args})
+            args = {"kind": KIND_STYLES[event.op.kind].name, **_unit(event.op)}
+            events.append(_complete(event, pid, event.rank, str(event.op), event.op.kind, scale, args))
+        events += _copies(timeline, pid, scale)
         for message in timeline.messages:
             producer, consumer = by_op.get(message.producer), by_op.get(message.consumer)
             if producer is None or consumer is None or producer is consumer:  # weights come from no op
@@ -140,6 +152,51 @@ def chrome_trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
             events.append({"ph": "s", **flow, "tid": producer.rank, "ts": sent * scale, "args": args})
             events.append({"ph": "f", "bp": "e", **flow, "tid": consumer.rank, "ts": taken * scale})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _copies(timeline: Timeline, pid: int, scale: float) -> list[dict[str, Any]]:
+    """The lanes of the ranks that copy, with their copies; their threads are numbered after those of the ranks."""
+    events: list[dict[str, Any]] = []
+    for rank in copying_ranks(timeline):
+        for index, lane in enumerate(LANES):
+            events += _thread(
+                pid, _lane_thread(timeline, rank, lane), _sort_index(rank) + 1 + index, f"rank {rank} {lane}"
+            )
+    for copy in timeline.copies:
+        lane = lane_of(copy)
+        args = {
+            "direction": LANE_STYLES[lane].name,
+            "before" if copy.inward else "after": str(copy.op),
+            **_unit(copy.op),
+        }
+        thread = _lane_thread(timeline, copy.rank, lane)
+        events.append(_complete(copy, pid, thread, f"{lane} {copy.op}", "copy", scale, args))
+    return events
+
+
+def _lane_thread(timeline: Timeline, rank: int, lane: str) -> int:
+    return timeline.num_ranks + len(LANES) * rank + LANES.index(lane)
+
+
+def _sort_index(rank: int) -> int:
+    """Of a rank's thread; those of its lanes come next."""
+    return (1 + len(LANES)) * rank
+
+
+def _unit(op: Op) -> dict[str, int]:
+    return {"stage": op.stage, "microbatch": op.microbatch, "chunk": op.chunk}
+
+
+def _complete(
+    event: OpEvent | CopyEvent, pid: int, tid: int, name: str, category: str, scale: float, args: dict[str, Any]
+) -> dict[str, Any]:
+    duration = max(event.end - event.start, 0.0) * scale
+    where = {"pid": pid, "tid": tid, "ts": event.start * scale}
+    return {"ph": "X", "name": name, "cat": category, **where, "dur": duration, "args": args}
+
+
+def _thread(pid: int, tid: int, sort_index: int, name: str) -> list[dict[str, Any]]:
+    return [_metadata("thread_name", pid, tid, name), _metadata("thread_sort_index", pid, tid, sort_index)]
 
 
 def _some(timelines: Sequence[Timeline]) -> Sequence[Timeline]:

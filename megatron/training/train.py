@@ -113,7 +113,7 @@ class Trainer:
                 if self._save_is_due() or reason is not None or last:
                     self._save()
                 if recorded is not None:  # only now: a picture that cannot be drawn must not cost the checkpoint
-                    write_timelines(config, self.parallel, self.pipeline.timelines(recorded, size))
+                    write_timelines(config, self.parallel, self.pipeline.recorded(recorded, size))
                 if reason is not None and not last:
                     if self.parallel.is_last:
                         say(self.stop.message(reason, progress.iteration))

@@ -106,6 +106,11 @@ def test_flags_that_disagree_with_the_file(capsys: pytest.CaptureFixture[str], t
         ('{"title": "x", "ranks": 1, "unit": "s", "ops": [[1, "0F0", 0, 1]], "messages": []}', "damaged"),
         ('{"title": "x", "ranks": 1, "unit": "s", "ops": [[0, "0F0", 2, 1]], "messages": []}', "damaged"),
         ('{"title": "x", "ranks": 1, "unit": "s", "ops": [[0, "0F0", 0, NaN]], "messages": []}', "damaged"),
+        (
+            '{"title": "x", "ranks": 1, "unit": "s", "ops": [[0, "0F0", 0, 1]], "messages": [], '
+            '"copies": [[1, false, "0F0", 0, 1]]}',
+            "damaged: the copy of 0F0 on rank 1",
+        ),
     ],
 )
 def test_damaged_measurement(capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str, says: str) -> None:

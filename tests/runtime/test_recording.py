@@ -89,8 +89,8 @@ def test_clocks_of_one_machine_agree_and_others_begin_together(machines: str, fi
     lowered = lower(build("1f1b", Shape(2, 1, layers=2)))
     (message,) = (each for each in lowered.messages if each.source == 0)
     records = [
-        Record([(Op("F", 0, 0), 105.0, 106.0)], {message.number: 106.0}, {}, 102.0, machines[0]),
-        Record([(Op("F", 1, 0), 602.0, 603.0)], {}, {message.number: 602.0}, 597.0, machines[1]),
+        Record([(Op("F", 0, 0), 105.0, 106.0)], {message.number: 106.0}, {}, begin=102.0, machine=machines[0]),
+        Record([(Op("F", 1, 0), 602.0, 603.0)], {}, {message.number: 602.0}, begin=597.0, machine=machines[1]),
     ]
     timeline = merge_records(lowered, records, "measured")
     assert [event.start for event in timeline.ops] == [first, second]

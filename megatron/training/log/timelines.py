@@ -6,17 +6,23 @@ from helixpipe.common.errors import UserError
 from helixpipe.draw.formats import draw
 from helixpipe.program.timeline import Timeline
 from megatron.training.config import Config
+from megatron.training.log.recorded import RecordedStep
 from megatron.training.process.output import say
 from megatron.training.process.parallel import Parallel
 
 
-def write_timelines(config: Config, parallel: Parallel, timelines: tuple[Timeline, Timeline]) -> None:
-    """Write (simulated, measured) where --record-timeline and --timeline-png say, from the first rank of all."""
+def write_timelines(config: Config, parallel: Parallel, step: RecordedStep) -> None:
+    """From the first rank of all: say how much of the time of copies to the host was hidden, and write the timelines
+    where --record-timeline and --timeline-png say."""
     if (parallel.pp_rank, parallel.tp_rank, parallel.dp_rank) != (0, 0, 0):
         return
-    simulated, measured = timelines
+    if step.hidden is not None and step.simulated_hidden is not None:
+        say(
+            f"copies to the host and back: {step.hidden:.1%} of their time hidden behind ops "
+            f"(simulated from the step's own times: {step.simulated_hidden:.1%})"
+        )
     try:
-        _write(config, simulated, measured)
+        _write(config, step.simulated, step.measured)
     except (OSError, UserError) as error:
         say(f"WARNING: the timeline was not written: {error}")
 

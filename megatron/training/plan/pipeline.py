@@ -4,14 +4,12 @@ needed."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from statistics import median
 
 import torch
 import torch.distributed as dist
 
 from helixpipe.common.errors import ScheduleError
-from helixpipe.costs.by_hand import OpTimes, PieceTimes
+from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.costs.hardware import find_hardware
 from helixpipe.draw.text import chunk_times
 from helixpipe.model import Microbatch, PipelineModel
@@ -19,15 +17,15 @@ from helixpipe.planning.chunk_lengths import short_chunks
 from helixpipe.planning.plan import Plans
 from helixpipe.program.program import Program
 from helixpipe.program.stages import Piece
-from helixpipe.program.timeline import Timeline
 from helixpipe.runtime.executor import Executor, Step
-from helixpipe.runtime.recording import Record, merge_records
+from helixpipe.runtime.recording import Record
 from helixpipe.runtime.transport import make_transport
 from helixpipe.runtime.weights import StageWeights
 from helixpipe.simulate.simulator import simulate
 from helixpipe.watch.position import Position
 from megatron.training.config import Config
 from megatron.training.config.communicators import pipeline_settings
+from megatron.training.log.recorded import RecordedStep, recorded_step
 from megatron.training.process.parallel import Parallel
 
 
@@ -136,23 +134,16 @@ class Pipeline:
             total += loss.value
         return total, times
 
-    def timelines(self, record: Record, num_microbatches: int) -> tuple[Timeline, Timeline]:
-        """(simulated, measured) timelines of a recorded training step, in seconds; collective over the pipeline.
+    def recorded(self, record: Record, num_microbatches: int) -> RecordedStep:
+        """A recorded training step beside its simulation, in seconds; collective over the pipeline.
 
-        The simulation uses the step's own median time of each kind of op in each stage, so it shows what the order of
-        ops costs, not what ops cost; messages take no time in it.
+        The simulation uses the step's own median time of each kind of op in each stage, and its own rate of copying to
+        the host and back, so it shows what the order of ops costs, not what ops cost; messages take no time in it.
         """
         lowered = self._plans.plan(num_microbatches).lowered
         records: list[Record] = [record] * self._parallel.pp_size
         dist.all_gather_object(records, record, group=self._parallel.pp_group)
-        name = lowered.program.schedule
-        measured = merge_records(lowered, records, f"{name}, measured")
-        samples: dict[tuple[str, int, int], list[float]] = {}
-        for event in measured.ops:
-            samples.setdefault((event.op.kind, event.op.stage, event.op.chunk), []).append(event.end - event.start)
-        costs = OpTimes(lowered.program, {key: median(times) for key, times in samples.items()})
-        simulated = simulate(lowered, costs, unit="s").timeline
-        return replace(simulated, title=f"{name}, simulated from the median op times"), measured
+        return recorded_step(lowered, records)
 
     def bubble(self, num_microbatches: int) -> float:
         """Simulated share of idle time with equal layers, backward twice forward, and no message time."""

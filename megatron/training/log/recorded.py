@@ -1,0 +1,46 @@
+"""A recorded step beside a simulation of it with its own times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+from typing import NamedTuple
+
+from helixpipe.costs.by_hand import OpTimes
+from helixpipe.lowering.bound import BoundCosts
+from helixpipe.lowering.project import LoweredProgram
+from helixpipe.program.timeline import Timeline
+from helixpipe.runtime.recording import Record, merge_records
+from helixpipe.simulate.copying import hidden_share, leaving
+from helixpipe.simulate.simulator import simulate
+
+
+class RecordedStep(NamedTuple):
+    """hidden, simulated_hidden: the share of the copies' time for which no op waited; None when nothing is copied."""
+
+    simulated: Timeline
+    measured: Timeline
+    hidden: float | None = None
+    simulated_hidden: float | None = None
+
+
+def recorded_step(lowered: LoweredProgram, records: Sequence[Record]) -> RecordedStep:
+    """What every rank recorded of a step, merged, and its simulation: with the median time of each kind of op in each
+    stage and chunk, the rate at which the step copied, and messages that take no time."""
+    name = lowered.program.schedule
+    measured = merge_records(lowered, records, f"{name}, measured")
+    samples: dict[tuple[str, int, int], list[float]] = {}
+    for event in measured.ops:
+        samples.setdefault((event.op.kind, event.op.stage, event.op.chunk), []).append(event.end - event.start)
+    costs = OpTimes(lowered.program, {key: median(times) for key, times in samples.items()})
+    copied = sum(measured.copy_time())
+    if copied:
+        moved = 2 * sum(leaving(lowered.graph, BoundCosts(lowered.program, costs)))  # out, and in again
+        costs = replace(costs, copy=copied / moved if moved else 0.0)
+    simulation = simulate(lowered, costs, unit="s")
+    simulated = replace(simulation.timeline, title=f"{name}, simulated from the median op times")
+    if not copied:
+        return RecordedStep(simulated, measured)
+    hidden = hidden_share(measured.copy_time(), [record.held_up for record in records])
+    return RecordedStep(simulated, measured, hidden, simulation.hidden)
