@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from helixpipe.costs.hardware import GIB
 from helixpipe.draw.style import LANES, copying_ranks, count, duration_text, is_chunked, lane_of
-from helixpipe.program.program import Op
+from helixpipe.program.program import Op, Program
 from helixpipe.program.stages import LAYER_PIECES, Stage
 from helixpipe.program.timeline import Timeline
 from helixpipe.simulate.simulator import Simulation
@@ -173,8 +173,26 @@ def copies_text(simulation: Simulation) -> str | None:
             f"{first}\neach rank copies {min(left) / scale:.4g} to {max(left) / scale:.4g} {memory} out in a step, "
             f"and has {min(most) / scale:.4g} to {max(most) / scale:.4g} at most on its host"
         )
-    rows = [f"{rank:>4}  {left[rank] / scale:>10.4g}  {most[rank] / scale:>12.4g}" for rank in range(len(left))]
-    return "\n".join([first, f"rank  copied out  most on host  ({memory})", *rows])
+    rows = [
+        f"{rank:>4}  {left[rank] / scale:>10.4g}  {most[rank] / scale:>12.4g}  {shares}"
+        for rank, shares in enumerate(_offloading(simulation.lowered.program))
+    ]
+    return "\n".join([first, f"rank  copied out  most on host  ({memory})  units that offload", *rows])
+
+
+def _offloading(program: Program) -> Iterator[str]:
+    """For each rank how many of its units offload, and what share."""
+    for ops in program.ranks:
+        units = [op.unit for op in ops if op.kind == "F"]
+        runs = [program.activations_of(unit).offload for unit in units]
+        shares = [100 * share for offload in runs for share in {share for _, share in offload}]
+        count = f"{sum(map(bool, runs))} of {len(units)}"
+        if not shares:
+            yield count
+        elif max(shares) - min(shares) < 0.5:
+            yield f"{count}, {max(shares):.0f} %"
+        else:
+            yield f"{count}, {min(shares):.0f} to {max(shares):.0f} %"
 
 
 def text_timeline(timeline: Timeline, width: int) -> str | None:

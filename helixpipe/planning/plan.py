@@ -41,7 +41,7 @@ class Plan:
     @cached_property
     def simulation(self) -> Simulation:
         """The step on paper, with the plan's own costs."""
-        return simulate(self.lowered, self.costs)
+        return simulate(self.lowered, self.costs, "s" if self.costs.memory_unit == "bytes" else "")
 
     @cached_property
     def evaluation(self) -> Plan:

@@ -203,7 +203,7 @@ def _summary(config: Config, pipeline: Any, num_microbatches: int, parameters: i
         f" > pipeline schedule {program.schedule}: {program.num_ranks} ranks, {num_microbatches} microbatches a step, "
         f"{stage_count(program.stages)}; simulated bubble "
         f"{pipeline.bubble(num_microbatches):.1%} (equal layers, backward twice forward, no message time)\n"
-        f"{stages}{pipeline.chunks(num_microbatches)}"
+        f"{stages}{pipeline.chunks(num_microbatches)}{pipeline.offloading(num_microbatches)}"
         f" > {parameters:,} parameters; tensor {parallel.tensor_model_parallel_size} x "
         f"pipeline {program.num_ranks} x data {parallel.data_parallel_size}"
     )

@@ -10,14 +10,17 @@ import torch.distributed as dist
 
 from helixpipe.common.errors import ScheduleError
 from helixpipe.costs.by_hand import PieceTimes
-from helixpipe.costs.hardware import find_hardware
-from helixpipe.draw.text import chunk_times
+from helixpipe.costs.hardware import DEFAULT_HARDWARE, find_hardware
+from helixpipe.draw.text import chunk_times, copies_text
 from helixpipe.model import Microbatch, PipelineModel
 from helixpipe.planning.chunk_lengths import short_chunks
 from helixpipe.planning.plan import Plans
 from helixpipe.program.program import Program
 from helixpipe.program.stages import Piece
+from helixpipe.runtime.copies import make_engine
 from helixpipe.runtime.executor import Executor, Step
+from helixpipe.runtime.numa import bind_to_device
+from helixpipe.runtime.offload import Offloader
 from helixpipe.runtime.recording import Record
 from helixpipe.runtime.transport import make_transport
 from helixpipe.runtime.weights import StageWeights
@@ -26,7 +29,11 @@ from helixpipe.watch.position import Position
 from megatron.training.config import Config
 from megatron.training.config.communicators import pipeline_settings
 from megatron.training.log.recorded import RecordedStep, recorded_step
+from megatron.training.process.output import complain
 from megatron.training.process.parallel import Parallel
+
+ROUNDING = 0.02
+"""Part of what is offloaded that its place in the host's memory may be larger."""
 
 
 class Pipeline:
@@ -61,6 +68,7 @@ class Pipeline:
                     f"schedule {config.parallel.pipeline_schedule} places the model differently for {size} "
                     f"microbatches than for {step_sizes[-1]}, so the batch cannot change size under it."
                 )
+        self._largest = largest
         channels = {(message.source, message.target) for message in largest.graph.messages}
         self._transport = make_transport(
             parallel.pp_group, parallel.device, channels, pipeline_settings(config.parallel)
@@ -75,7 +83,18 @@ class Pipeline:
             self._config.parallel.kv_grad_fp32,
             self._position,
             weights,
+            offloader=self._offloader(),
         )
+
+    def _offloader(self) -> Offloader | None:
+        """With as much page-locked memory as the largest step needs, near the GPU; None where nothing is offloaded."""
+        if not self._largest.graph.copies:
+            return None
+        device, rank = self._parallel.device, self._parallel.pp_rank
+        if device.type == "cuda" and (unbound := bind_to_device(device)) is not None:
+            complain(unbound)
+        room = self._largest.simulation.peaks[rank].host * (1 + ROUNDING)
+        return Offloader(make_engine(device), round(room))
 
     @property
     def reads_data(self) -> bool:
@@ -162,7 +181,17 @@ class Pipeline:
         short = None if name is None else short_chunks(sum(lengths), len(lengths), micro, find_hardware(name))
         return line if short is None else f"{line} > {short}\n"
 
+    def offloading(self, num_microbatches: int) -> str:
+        """Lines about what leaves the device in a step, empty where nothing does."""
+        text = copies_text(self._plans.plan(num_microbatches).simulation)
+        costs = self._config.parallel.cost_profile or self._config.parallel.hardware or DEFAULT_HARDWARE
+        first, _, rest = (text or "").partition("\n")
+        lines = [f"{first} (predicted from {costs})", *rest.splitlines()] if first else []
+        return "".join(f" > {line}\n" for line in lines)
+
     def close(self) -> None:
+        if self._executor.offloader is not None:
+            self._executor.offloader.engine.close()
         self._transport.close()
 
 
