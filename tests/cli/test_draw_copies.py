@@ -114,7 +114,7 @@ def test_what_simulate_and_memory_print(capsys: pytest.CaptureFixture[str], tmp_
     result = run_json(capsys, f"simulate {path} --copy-time 3")
     hidden = f"{100 * result['copy_time_hidden']:.1f} % of it hidden"
     assert f"Copies to the host and back: 48 on all ranks together, {hidden}" in text
-    assert "   0           8             4" in text.splitlines() and result["offloaded"] == [8, 0]
+    assert "   0           8             4  4 of 4, 100 %" in text.splitlines() and result["offloaded"] == [8, 0]
     assert "Copies to the host and back: no time." in run(capsys, f"simulate {path}")
     assert "Copies" not in run(capsys, "simulate 1f1b -p 2 -m 4 -L 4")
 
