@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart test pytest mutants lint format clean distclean
 .PHONY: bench bench-predict bench-steps bench-setups bench-choosing bench-network bench-planning bench-queues
-.PHONY: bench-host bench-gpu
+.PHONY: bench-host bench-gpu bench-offload
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -61,6 +61,9 @@ bench-host: install  ## what the executor itself takes for each instruction; mak
 
 bench-gpu: install  ## tests, profiles, predictions and training on a GPU, into a folder; make bench-gpu ARGS="--output runs/gpu"
 	PYTHONPATH=. .venv/bin/python benchmarks/gpu.py $(ARGS)
+
+bench-offload: install  ## activations in the host's memory beside recomputation; make bench-offload ARGS="--part 0.5"
+	.venv/bin/python benchmarks/offload.py $(ARGS)
 
 bench-planning: install  ## processor time of planning large steps; make bench-planning ARGS="--beside ../other"
 	PYTHONPATH=. .venv/bin/python benchmarks/planning.py $(ARGS)
