@@ -60,8 +60,9 @@ class Clock:
 class Record:
     """Times of one step on this rank, in seconds of the host's monotonic clock, which the ranks of one machine share.
 
-    copies: start and end of each, by task. held_up: how long ops waited for copies. begin: when the recording began,
-    right after all ranks had met. machine: its name.
+    copies: start and end of each, by task. held_up: how long ops waited for copies, less what they waited after that
+    for messages, which would have held them up anyway. begin: when the recording began, right after all ranks had met.
+    machine: its name.
     """
 
     ops: list[tuple[Op, float, float]] = field(default_factory=list)
@@ -73,6 +74,15 @@ class Record:
     machine: str = ""
 
 
+@dataclass
+class _HeldUp:
+    """Before one op. waits: for copies, marks of their begins and ends. arrived: the last message that was waited for
+    after the first of these."""
+
+    waits: list[tuple[Any, Any]] = field(default_factory=list)
+    arrived: Any = None
+
+
 class Recorder:
     """Makes the record of one step: marks during it, times after it."""
 
@@ -82,7 +92,8 @@ class Recorder:
         self._ops: list[tuple[Op, Any, Any]] = []
         self._sent: list[tuple[int, Any]] = []
         self._arrived: list[tuple[int, Any]] = []
-        self._held_up: list[tuple[Any, Any]] = []
+        self._held_up: list[_HeldUp] = []
+        self._before_op: _HeldUp | None = None  # since the op before
 
     def mark(self) -> Any:
         return self._clock.mark()
@@ -90,6 +101,7 @@ class Recorder:
     def ran(self, op: Op, start: Any) -> None:
         """An op has run; start: the mark before it."""
         self._ops.append((op, start, self.mark()))
+        self._before_op = None
 
     def sent(self, message: Message) -> None:
         """A message may leave when the device gets here."""
@@ -98,10 +110,15 @@ class Recorder:
     def arrived(self, message: Message) -> None:
         """A message has been waited for."""
         self._arrived.append((message.number, self.mark()))
+        if self._before_op is not None:
+            self._before_op.arrived = self._arrived[-1][1]
 
     def held_up(self, start: Any) -> None:
         """A copy has been waited for; start: the mark before it."""
-        self._held_up.append((start, self.mark()))
+        if self._before_op is None:
+            self._before_op = _HeldUp()
+            self._held_up.append(self._before_op)
+        self._before_op.waits.append((start, self.mark()))
 
     def read(self, copies: Iterable[Timed] = ()) -> Record:
         """After the step, and the copies in it; waits for the device."""
@@ -110,10 +127,15 @@ class Recorder:
             {number: self._time(mark) for number, mark in self._sent},
             {number: self._time(mark) for number, mark in self._arrived},
             {task: (self._time(start), self._time(end)) for task, start, end in copies},
-            sum(self._time(end) - self._time(start) for start, end in self._held_up),
+            sum(self._for_copies(each) for each in self._held_up),
             self._begin,
             platform.node(),
         )
+
+    def _for_copies(self, held_up: _HeldUp) -> float:
+        waits = [(self._time(start), self._time(end)) for start, end in held_up.waits]
+        for_messages = 0.0 if held_up.arrived is None else self._time(held_up.arrived) - waits[-1][1]
+        return max(0.0, sum(end - start for start, end in waits) - max(0.0, for_messages))
 
     def _time(self, mark: Any) -> float:
         return self._begin + self._clock.seconds(self._zero, mark)

@@ -84,6 +84,30 @@ def test_on_the_cpu_a_mark_is_the_hosts_time() -> None:
     assert recorder.read().ops == [(Op("F", 0, 0), 11.0, 13.0)]
 
 
+def test_a_wait_for_a_copy_counts_where_no_message_is_later() -> None:
+    lowered = lower(build("1f1b", Shape(2, 1, layers=2)))
+    message = lowered.messages[0]
+    now = [0.0]
+    recorder = Recorder(Clock(CPU, now=lambda: now[0]))
+
+    def copy_until(time: float) -> None:
+        start = recorder.mark()
+        now[0] = time
+        recorder.held_up(start)
+
+    copy_until(3.0)
+    copy_until(5.0)
+    recorder.ran(Op("F", 0, 0), recorder.mark())  # 5 late: two copies
+    copy_until(9.0)
+    now[0] = 20.0
+    recorder.arrived(message)
+    recorder.ran(Op("B", 0, 0), recorder.mark())  # would have waited until 20 anyway
+    recorder.arrived(message)
+    copy_until(22.0)
+    recorder.ran(Op("F", 0, 1), recorder.mark())  # 2 late, after the message had come
+    assert recorder.read().held_up == 7.0
+
+
 @pytest.mark.parametrize(("machines", "first", "second"), [("aa", 0.0, 497.0), ("ab", 0.0, 2.0)])
 def test_clocks_of_one_machine_agree_and_others_begin_together(machines: str, first: float, second: float) -> None:
     lowered = lower(build("1f1b", Shape(2, 1, layers=2)))
