@@ -9,9 +9,8 @@ import torch
 
 from helixpipe.planning.recompute import RecomputeOptions
 from schedules.weipipe import WeipipeOptions
-from tests.runtime.equality import (
-    Case,
-)
+from tests.runtime.case import Case
+from tests.runtime.offload_cases import offloading
 
 STYLES = ("gpt", "llama")
 ZERO_BUBBLE = ("zb1p", "zb2p", "zbv", "zb-interleaved")
@@ -109,7 +108,7 @@ def weipipe_cases() -> list[Case]:
     ]
 
 
-GROUPS = {
+KEEPING = {
     "p4": pipelines(4),
     "p2-dp2": pipelines(2)[::2],
     "p2-tp2": [
@@ -337,3 +336,5 @@ GROUPS = {
         for schedule, v in (("gpipe", None), ("1f1b", None), ("interleaved-1f1b", 2 if pp == 2 else 1))
     ],
 }
+
+GROUPS = KEEPING | {"offload": offloading(KEEPING)}

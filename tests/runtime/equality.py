@@ -106,7 +106,8 @@ def run_case(case: Case, expected: dict[str, Tensor], losses: dict[int, float], 
     model, executor = make_executor(case, transport)
     told = Told(case, model)
     executor.weights = told
-    found = executor.run(lowered(case), make_step(case))[0]
+    step, plan = make_step(case), lowered(case)
+    found = executor.run(plan, step)[0]
     now = {name: weight.grad for name, weight in replicas(case, model).items() if name in told.gradients}
     changed = [name for name, gradient in told.gradients.items() if not torch.equal(gradient, now[name])]
     left = executor.keys_values.bytes_alive() + sum(left_in_tables(executor))
@@ -119,6 +120,12 @@ def run_case(case: Case, expected: dict[str, Tensor], losses: dict[int, float], 
     evaluated = executor.run(lower(forward_only(case.program())), make_step(case, training=False))[0]
     left += executor.keys_values.bytes_alive() + sum(left_in_tables(executor))
     assert list(by_microbatch(evaluated)) == heads_of_rank(case.program(), executor.rank)
+    if executor.offloader is not None:  # one more step, whose opening is run again
+        model.zero_grad(set_to_none=False)
+        executor.run(plan, replace(step, confirm=lambda: False))
+        left += executor.keys_values.bytes_alive() + sum(left_in_tables(executor))
+        error = max(error, worst(gather(model, gradients_of(model)), expected))
+        executor.offloader.engine.close()
     return {
         "gradient": error,
         "losses": len(found),
@@ -321,8 +328,9 @@ def peak_of_stash(case: Case, transport: Transport) -> tuple[int, list[int]]:
 
 
 def left_in_tables(executor: Executor) -> list[int]:
-    """How much is in each of the executor's tables."""
+    """How much is in each of the executor's tables, and in the host's memory."""
     borrowed, last = executor.borrowed, executor.last
     tables = (borrowed._copies, borrowed._sums, borrowed._bound, borrowed._packed)
-    away = (executor.offloader._away,) if executor.offloader is not None else ()
-    return [len(table) for table in (last.buffers, last.receipts, *tables, *away)]
+    offloader = executor.offloader
+    away = [] if offloader is None else [len(offloader._away), offloader.arena.used]
+    return [len(table) for table in (last.buffers, last.receipts, *tables)] + away
