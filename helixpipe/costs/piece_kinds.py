@@ -53,8 +53,10 @@ class Embed(PieceKind):
     def saved(self, sizes: Sizes, inside: Collection[str]) -> Tensors:
         model = sizes.model
         split = 0 < model.position_rows(sizes.tp) < model.seq_length
-        positions = sizes.chunk.tokens * (8 + split) if model.positions == "learned_absolute" else 0
-        return {"indices": positions + (sizes.tokens * (8 + 1) if sizes.tp > 1 else 0)}
+        positions = sizes.chunk.tokens if model.positions == "learned_absolute" else 0
+        words = sizes.tokens if sizes.tp > 1 else 0
+        masks = {"mask of positions": positions * split, "mask of words": words}
+        return {"positions": positions * 8, "words": words * 8} | masks
 
     def work(self, kernels: Kernels) -> None:
         sizes, model = kernels.sizes, kernels.sizes.model
@@ -77,8 +79,9 @@ class Embed(PieceKind):
 def _norm(sizes: Sizes, kind: PieceKind) -> Tensors:
     """What a norm at the start of a piece saves."""
     (own,) = kind.inputs
-    statistics = (2 if sizes.model.norm == "LayerNorm" else 1) * 4
-    tensors = {own: sizes.bytes("hidden"), f"statistics of {kind.name}": sizes.rows * statistics}
+    tensors = {own: sizes.bytes("hidden"), f"deviations for {kind.name}": sizes.rows * 4}
+    if sizes.model.norm == "LayerNorm":
+        tensors[f"means for {kind.name}"] = sizes.rows * 4
     if sizes.model.norm == "RMSNorm" and not sizes.layout.fused_kernels:
         tensors[f"normalized for {kind.name}"] = sizes.bytes("hidden")
     return tensors
@@ -204,8 +207,10 @@ class Mlp(PieceKind):
     def inner(self, sizes: Sizes, tokens: float) -> Tensors:
         """What so many tokens of each sequence keep between the linear layers."""
         inner = tokens * sizes.layout.micro_batch_size * sizes.ffn * sizes.element
-        copies = (2 if sizes.layout.fused_kernels else 4) if sizes.model.gated else 1
-        return {"mlp product": inner, "mlp inner": copies * inner}
+        tensors = {"mlp product": inner, "mlp inner": (2 if sizes.model.gated else 1) * inner}
+        if sizes.model.gated and not sizes.layout.fused_kernels:
+            tensors |= {"mlp activated": inner, "mlp linear half": inner}
+        return tensors
 
     def slice(self, sizes: Sizes) -> Tensors:
         """What is kept during the backward of the largest slice; nothing if it is not sliced."""
@@ -263,7 +268,8 @@ class Head(PieceKind):
         own = _norm(sizes, self) | {"head input": sizes.bytes("hidden")}
         if sizes.layout.loss_chunk:
             return own
-        return own | {"targets": sizes.tokens * (1 + 8), "probabilities": sizes.tokens * sizes.vocab * 4}
+        targets = {"targets": sizes.tokens * 8, "mask of targets": sizes.tokens}
+        return own | targets | {"probabilities": sizes.tokens * sizes.vocab * 4}
 
     def deferred(self, sizes: Sizes) -> float:
         return 0.0 if sizes.layout.loss_chunk else super().deferred(sizes)

@@ -210,6 +210,8 @@ class UnitSaving:
     def __init__(self, offloading: Offloading):
         self.offloading = offloading
         self._shared: set[int] = set()  # storages that belong to the unit before, too
+        self._inputs: list[tuple[int, Tensor]] = []  # with the storage of each when it came
+        self._saved: set[int] = set()  # storages that autograd holds
         self._run = -1
         self._storages: dict[int, _Storage] = {}
 
@@ -224,7 +226,7 @@ class UnitSaving:
         for number, tensor in enumerate(tensors):
             if segment == 0 and number in self.offloading.stays:
                 self._shared.add(tensor.untyped_storage()._cdata)
-            self._add(tensor, run)
+            self._inputs.append((self._add(tensor, run), tensor))
 
     @contextmanager
     def by(self, run: int) -> Iterator[None]:
@@ -235,10 +237,12 @@ class UnitSaving:
 
     def leaving(self, stays: set[int]) -> list[_Found]:
         """The storages that leave, but for these."""
+        moved = {key for key, tensor in self._inputs if tensor.untyped_storage()._cdata != key}  # to a chunk's store
+        stays |= self._shared | (moved - self._saved)
         found: list[list[_Found]] = [[] for _ in self.offloading.shares]
         for key, storage in self._storages.items():
             data = storage.data
-            if storage.run < 0 or key in stays or key in self._shared or data is None:
+            if storage.run < 0 or key in stays or data is None:
                 continue
             if data.nbytes() == storage.nbytes and storage.nbytes >= max(self.offloading.min_bytes, 1):
                 found[storage.run].append(_Found(key, storage))
@@ -251,14 +255,16 @@ class UnitSaving:
         base = tensor if tensor._base is None else tensor._base
         if isinstance(base, torch.nn.Parameter):
             return tensor
-        return SavedTensor(tensor, self._add(tensor, self._run))
+        key = self._add(tensor, self._run)
+        self._saved.add(key)
+        return SavedTensor(tensor, self._storages[key])
 
-    def _add(self, tensor: Tensor, run: int) -> _Storage:
+    def _add(self, tensor: Tensor, run: int) -> int:
         data = tensor.untyped_storage()
         key = data._cdata
         if key not in self._storages:
             self._storages[key] = _Storage(data, run, tensor.device)
-        return self._storages[key]
+        return key
 
 
 def _unpack(saved: Any) -> Tensor:

@@ -216,7 +216,7 @@ def _inside_mlp(shape: ModelShape, layout: Layout) -> list[tuple[str, float, flo
         outputs = model.run((piece,), inputs, data, CONTEXT)
         torch.autograd.backward(outputs, gradient)
     inside = own.mlp_slice(Chunk(TOKENS))
-    ours = sum(own.saved((piece,), Chunk(TOKENS)).values()) + inside["mlp inner"]
+    ours = sum(own.saved((piece,), Chunk(TOKENS)).values()) + sum(inside.values()) - inside["mlp product"]
     return [("peak in the backward of an MLP", account.peak, ours)]
 
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from tests.costs import pieces
+from tests.costs import leaving, pieces
 from tests.distributed import run_ranks
 
 
 @pytest.fixture(scope="module")
 def counts() -> list[dict[str, Any]]:
-    return run_ranks(pieces.compare, 2)
+    return run_ranks(leaving.compare, 2)
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,16 @@ def counts() -> list[dict[str, Any]]:
 )
 @pytest.mark.parametrize("case", pieces.CASES)
 def test_counts_equal_torch(counts: list[dict[str, Any]], case: str, what: str) -> None:
+    check(counts, case, what)
+
+
+@pytest.mark.parametrize("case", leaving.CASES)
+def test_what_leaves_equals_what_is_counted(counts: list[dict[str, Any]], case: str) -> None:
+    """Bytes that the executor offloads of each unit; storages that move, each once."""
+    check(counts, case, "leaving")
+
+
+def check(counts: list[dict[str, Any]], case: str, what: str) -> None:
     for rank, results in enumerate(counts):
         rows = [row for row in results[case] if row[0].startswith(what)]
         wrong = [f"{name}: torch {theirs}, ours {ours:g}" for name, theirs, ours in rows if theirs != ours]

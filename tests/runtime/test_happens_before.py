@@ -12,11 +12,11 @@ import pytest
 from schedules import CATALOGUE
 from tests.distributed import run_ranks
 from tests.runtime.case import Case
-from tests.runtime.happens_before.cases import OTHERS, SCHEDULES
+from tests.runtime.happens_before.cases import OFFLOADING, OTHERS, SCHEDULES
 from tests.runtime.happens_before.ranks import Found, run_checked
 from tests.selection import selected
 
-CASES = [*SCHEDULES, *OTHERS]
+CASES = [*SCHEDULES, *OTHERS, *OFFLOADING]
 TRANSPORTS = ("nccl", "gloo")
 
 Results = dict[tuple[str, Case], list[Found]]
@@ -40,6 +40,15 @@ def test_all_that_is_done_with_memory_is_ordered(transport: str, case: Case, res
     for rank, found in enumerate(results[transport, case]):
         assert not found.findings, f"on rank {rank}: " + "\n".join(found.findings)
         assert found.kernels > 50 and found.freed > 50 and found.sent > 0, "a rank that ran nothing proves nothing"
+
+
+@pytest.mark.parametrize("case", OFFLOADING, ids=str)
+def test_copies_run_beside_them(case: Case, results: Results) -> None:
+    """Or nothing was proved of them: activations left, to memory of the host that was used again."""
+    for transport in TRANSPORTS:
+        found = results[transport, case][: case.pp]
+        assert sum(each.moved > 0 for each in found) >= case.pp - 1  # one may run nothing
+        assert any(each.again > 0 for each in found)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from helixpipe.planning.recompute import RecomputeOptions
 from schedules.weipipe import WeipipeOptions
 from tests.runtime.case import Case
@@ -44,3 +46,6 @@ OTHERS = [
     # memory that is let go of and filled again
     Case("interleaved-1f1b", 4, 4, "gpt", v=1, recompute=WITHOUT_ATTENTION, split=True),
 ]
+
+OFFLOADING = [replace(case, offload=seed) for seed, case in enumerate([*SCHEDULES[::2], *OTHERS[1::3]])]
+"""With copies to the host and back, which are two more streams. The other half of the schedules adds nothing to it."""

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -24,6 +24,7 @@ from helixpipe.runtime.run_ahead import RunAhead
 from tests.model.common import set_parallel
 from tests.runtime.equality import Case, lowered, make_model, make_step
 from tests.runtime.happens_before import gloo, threads
+from tests.runtime.happens_before.copies import WatchedArena, watched_offloader
 from tests.runtime.happens_before.cuda import Simulation
 from tests.runtime.happens_before.nccl import Communicators, OverGloo
 
@@ -49,7 +50,7 @@ class WatchedGloo(GlooTransport):
 @dataclass
 class Found:
     """Of one case on one rank. gradients: a number that tells them from others. strided: tensors sent that are not
-    contiguous."""
+    contiguous. moved: bytes that left the device. again: how often memory of the host was given out once more."""
 
     findings: dict[str, int]
     kernels: int
@@ -57,6 +58,8 @@ class Found:
     sent: int
     strided: int
     gradients: float
+    moved: int = 0
+    again: int = 0
 
 
 @contextmanager
@@ -104,7 +107,9 @@ def _run_case(
     kernels, freed = world.kernels, memories.freed
     model.zero_grad()
     sent: list[bool] = []
-    executor = Executor(parallel_state.get_pipeline_model_parallel_rank(), model, _Counting(own, sent))
+    offloader = None if case.offload is None else watched_offloader(simulation, CUDA)
+    rank, transport = parallel_state.get_pipeline_model_parallel_rank(), _Counting(own, sent)
+    executor = Executor(rank, model, transport, offloader=offloader)
     plan, step = lowered(case), make_step(case)
     executor.run(plan, step)
     executor.run(plan, replace(step, confirm=lambda: False) if case.schedule in PUT_RIGHT else step)  # takes its memory
@@ -114,11 +119,13 @@ def _run_case(
     for network in networks:
         network.drain()
     gradients = sum(float(weight.grad.abs().sum()) for weight in model.parameters() if weight.grad is not None)
-    del executor
+    found = Found({}, world.kernels - kernels, memories.freed - freed, len(sent), sent.count(False), gradients)
+    if offloader is not None:
+        found.moved, found.again = offloader.moved, cast(WatchedArena, offloader.arena).again
+    del executor, offloader
     memories.settle()
-    return Found(
-        dict(world.findings), world.kernels - kernels, memories.freed - freed, len(sent), sent.count(False), gradients
-    )
+    found.findings = dict(world.findings)
+    return found
 
 
 class _Counting:
