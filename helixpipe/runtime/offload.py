@@ -219,13 +219,13 @@ class UnitSaving:
         """Before a segment runs: its inputs are kept with it, those of its first piece."""
         run, _ = self.offloading.groups[segment][0]
         tensors = list(graph.inputs)
+        if segment == 0:  # a residual that passes by, too: a later segment may need it
+            self._shared |= {tensors[number].untyped_storage()._cdata for number in self.offloading.stays}
         if graph.segment.inputs_again:
             return
         if graph.segment.passes_residual:
             tensors.pop()
-        for number, tensor in enumerate(tensors):
-            if segment == 0 and number in self.offloading.stays:
-                self._shared.add(tensor.untyped_storage()._cdata)
+        for tensor in tensors:
             self._inputs.append((self._add(tensor, run), tensor))
 
     @contextmanager

@@ -209,11 +209,12 @@ class StepRun:
             graphs.append(graph)
             state = outputs
         self._give(op, outputs)
+        given = [tensor.detach() for tensor in outputs] if saving is not None else []  # one may be a residual that goes
         for each in graphs:
             release_inputs(each)
         self.buffers[op.saved] = graphs
         if saving is not None and self.executor.offloader is not None:
-            self.executor.offloader.leave(op.unit, saving, graphs, (*outputs, *self._kept(op)))
+            self.executor.offloader.leave(op.unit, saving, graphs, (*given, *self._kept(op)))
 
     def _run_saving(self, op: PlannedOp, saving: UnitSaving, graph: SegmentGraph, number: int) -> tuple[Tensor, ...]:
         """A segment's forward, with a look at what autograd saves in it."""
