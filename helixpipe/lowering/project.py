@@ -49,7 +49,8 @@ class Action(str, Enum):
     """Wait until that copy has ended, and let go of the memory: right before the first op that starts, on paper, after
     it has."""
     FETCH = "FETCH"
-    """Take memory for what an op needs back, and start copying it in."""
+    """Take memory for what an op needs back, and start copying it in, when it has left. GONE may come after that, but
+    before BACK."""
     BACK = "BACK"
     """Wait until that is there, right before the op; its place in the host's memory is free."""
     FREE = "FREE"
@@ -185,18 +186,11 @@ class _Projection:
 
     def copy(self, task: int) -> None:
         copy = self.graph.copy(task)
-        stream, returned = self.streams[copy.rank], self.returned[copy.rank]
+        action = Action.FETCH if copy.inward else Action.OFFLOAD
+        self.streams[copy.rank].append(_instruction((action, copy.op, None, None, task)))
         if not copy.inward:
-            stream.append(_instruction((Action.OFFLOAD, copy.op, None, None, task)))
             gone = _instruction((Action.GONE, copy.op, None, None, task))
-            returned.append(_Arrival(self.times.end[task], 0, gone))
-            return
-        for arrival in returned:  # its own copy out, which has ended
-            if arrival.wait.action is Action.GONE and arrival.wait.op is not None and arrival.wait.op.unit == copy.unit:
-                stream.append(arrival.wait)
-                returned.remove(arrival)
-                break
-        stream.append(_instruction((Action.FETCH, copy.op, None, None, task)))
+            self.returned[copy.rank].append(_Arrival(self.times.end[task], 0, gone))
 
     def _instruction(self, action: Action, message: Message) -> Instruction:
         return _instruction((action, None, message, None, self.graph.num_ops + message.number))

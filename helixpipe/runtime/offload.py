@@ -83,13 +83,15 @@ class _Away:
     """What of a unit leaves.
 
     inputs: of its segments, that lie in these storages, and whether a recomputation needs them again. parts: of the
-    host's memory. copy: the last that was started.
+    host's memory. back: of the device's, for what comes back. leaving, coming: the copies.
     """
 
     storages: list[_Storage]
     inputs: list[tuple[Tensor, SavedTensor, bool]]
     parts: list[Part] = field(default_factory=list)
-    copy: Copying | None = None
+    back: list[Tensor] = field(default_factory=list)
+    leaving: Copying | None = None
+    coming: Copying | None = None
 
 
 class Offloader:
@@ -122,11 +124,12 @@ class Offloader:
         away.parts = [self.arena.take(storage.nbytes) for storage in away.storages]
         pairs = [(part.tensor, storage.bytes()) for part, storage in zip(away.parts, away.storages, strict=True)]
         self.moved += sum(storage.nbytes for storage in away.storages)
-        away.copy = self.engine.start(pairs, False, None, task, mark)
+        away.leaving = self.engine.start(pairs, False, None, task, mark)
 
     def gone(self, unit: Unit) -> None:
         away = self._away[unit]
-        self._wait(away)
+        assert away.leaving is not None
+        away.leaving.wait()
         for storage in away.storages:
             storage.data = None
         for tensor, _, _ in away.inputs:
@@ -134,15 +137,17 @@ class Offloader:
             tensor.untyped_storage().resize_(0)
 
     def fetch(self, unit: Unit, task: int, mark: Callable[[], Any] | None) -> None:
-        away, pairs = self._away[unit], []
-        for part, storage in zip(away.parts, away.storages, strict=True):
-            storage.data = torch.empty(storage.nbytes, dtype=torch.uint8, device=storage.device).untyped_storage()
-            pairs.append((storage.bytes(), part.tensor))
-        away.copy = self.engine.start(pairs, True, away.copy, task, mark)
+        away = self._away[unit]
+        away.back = [torch.empty(each.nbytes, dtype=torch.uint8, device=each.device) for each in away.storages]
+        pairs = [(tensor, part.tensor) for tensor, part in zip(away.back, away.parts, strict=True)]
+        away.coming = self.engine.start(pairs, True, away.leaving, task, mark)
 
     def back(self, unit: Unit) -> None:
         away = self._away.pop(unit)
-        self._wait(away)
+        assert away.coming is not None
+        away.coming.wait()
+        for storage, tensor in zip(away.storages, away.back, strict=True):
+            storage.data = tensor.untyped_storage()
         for part in away.parts:
             self.arena.give_back(part)
         for tensor, saved, recomputed in away.inputs:
@@ -161,10 +166,6 @@ class Offloader:
             for part in away.parts:
                 self.arena.give_back(part)
         self._away.clear()
-
-    def _wait(self, away: _Away) -> None:
-        assert away.copy is not None
-        away.copy.wait()
 
 
 @runtime_checkable

@@ -140,7 +140,7 @@ class Metered(Offloader):
 
     def fetch(self, unit: Unit, *args: Any) -> None:
         super().fetch(unit, *args)
-        self._meter.see(storage.data for storage in self._away[unit].storages if storage.data is not None)
+        self._meter.see(tensor.untyped_storage() for tensor in self._away[unit].back)
 
 
 MEMORY = {

@@ -20,14 +20,14 @@ class Spoiling(Offloader):
 
     def gone(self, unit: Unit) -> None:
         away = self._away[unit]
-        self._wait(away)
+        away.leaving.wait()
         for storage in away.storages:
             storage.bytes().fill_(SPOILED)
         super().gone(unit)
 
     def back(self, unit: Unit) -> None:
         away = self._away[unit]
-        self._wait(away)
+        away.coming.wait()
         for part in away.parts:
             part.tensor.fill_(SPOILED)
         super().back(unit)
