@@ -1,0 +1,159 @@
+"""`make bench-sppo-steps`: SPPO's published setups, simulated: what offloading makes possible, and what it costs.
+
+    python benchmarks/sppo_steps.py [--models 7b] [--tokens 512] [--longest] [--output table.md]
+
+Prints Markdown: for each setup step time, memory of the fullest GPU and of the host, and what of the copies is hidden,
+under Megatron-LM's 1F1B and under seq1f1b with every layer recomputed, and under sppo that offloads nothing, all that
+may leave of every unit, and what `--offload-activations auto` chooses. With --longest also the longest sequence that
+fits, in steps of 64 K tokens. All is simulated by the cost model (docs/costs.md). No torch here.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks.sppo_setups import SETUPS, Setup
+from helixpipe.cli.model import ModelOptions, Plan, make_plan
+from helixpipe.common.errors import ScheduleError
+from helixpipe.costs.hardware import GIB
+from helixpipe.costs.models import Layout
+from helixpipe.planning.chunk_options import ChunkOptions
+from helixpipe.planning.offload import OffloadOptions
+from helixpipe.planning.offload_choice import Choice, Limits
+from helixpipe.planning.recompute import RecomputeOptions
+from schedules import Shape, build
+
+FULL = RecomputeOptions("full")
+WAYS = {
+    "1f1b, recomputed": ("1f1b", FULL, "off"),
+    "seq1f1b, recomputed": ("seq1f1b", FULL, "off"),
+    "sppo, nothing offloaded": ("sppo", RecomputeOptions(), "off"),
+    "sppo, all offloaded": ("sppo", RecomputeOptions(), "1"),
+    "sppo, chosen": ("sppo", RecomputeOptions(), "auto"),
+}
+LOSS_SLICE = 2048
+
+
+@dataclass(frozen=True)
+class Row:
+    way: str
+    choice: Choice | None
+    plan: Plan
+
+    @property
+    def fits(self) -> bool:
+        return self.choice is not None and self.choice.fits
+
+    def cells(self, baseline: float | None) -> list[str]:
+        if self.choice is None:
+            return [self.way, "–", "–", "nothing fits", "", "", ""]
+        time, need, host = self.choice.time, max(self.choice.needs) / GIB, self.choice.host_needs / GIB
+        over = f"{baseline / time:.2f}" if baseline is not None and self.fits else "–"
+        simulation = self.choice.simulation
+        hidden = f"{simulation.hidden:.1%}" if simulation.copies else ""
+        rate = self.plan.costs.seq_length / time / self.plan.gpus
+        return [self.way, f"{time:.1f}", f"{rate:.0f}", f"{need:.1f}{'' if self.fits else ' (too much)'}",
+                f"{host:.0f}" if host else "", hidden, over]  # fmt: skip
+
+
+def row(way: str, plan: Plan, chunks: int) -> Row:
+    schedule, recompute, offload = WAYS[way]
+    chunks = 1 if schedule == "1f1b" else chunks
+    costs = plan.costs
+    lengths = ChunkOptions().resolve(chunks, costs, plan.layers, costs.seq_length, costs.layout.tensor_parallel)
+    limits = Limits(plan.limit, costs.host_memory)
+    shape = Shape(
+        plan.ranks, 1, plan.layers, chunks, None, lengths, costs, recompute, plan.limit,
+        OffloadOptions(offload), costs.host_memory,
+    )  # fmt: skip
+    try:
+        return Row(way, Choice(build(schedule, shape), costs, limits, {}), plan)
+    except ScheduleError:
+        return Row(way, None, plan)
+
+
+def table(setup: Setup, tokens: int) -> Iterator[str]:
+    plan = setup.plan(tokens)
+    chunks = setup.chunks[tokens]
+    yield f"\n{setup.model.upper()}, {tokens} K tokens, {setup.gpus} GPUs: tensor parallel {setup.tensor_parallel}, "
+    yield f"p = {setup.ranks}, {chunks} chunks\n"
+    yield "| way | step s | tokens/s/GPU | GiB of a GPU | GiB of host | copies hidden | over seq1f1b |"
+    yield "|---|---|---|---|---|---|---|"
+    rows = [row(way, plan, chunks) for way in WAYS]
+    baseline = rows[1].choice
+    for each in rows:
+        yield f"| {' | '.join(each.cells(baseline.time if baseline is not None else None))} |"
+
+
+def longest(model: str, hardware: str, nodes: int, tp: int, ranks: int, chunk: int) -> str:
+    """The most tokens, in multiples of 64 K, that sppo can train with loss and MLP in slices. chunk: tokens of a
+    chunk."""
+
+    def tried(units: int) -> Row:
+        tokens = units * 65536
+        options = ModelOptions(
+            model=model, seq_length=tokens, hardware=hardware, nodes=nodes, tensor_parallel=tp, global_batch_size=1
+        )
+        plan = make_plan(options, ranks, None, None)
+        assert plan is not None
+        layout: Layout = replace(plan.costs.layout, mlp_chunk=LOSS_SLICE, loss_chunk=LOSS_SLICE)
+        plan = replace(plan, costs=replace(plan.costs, layout=layout))
+        return row("sppo, chosen", plan, max(8, min(160, tokens // chunk)))
+
+    low, high = 0, 1
+    best = None
+    while (found := tried(high)).fits and high < 4096:
+        low, high, best = high, 2 * high, found
+    while high - low > max(1, low // 16):
+        middle = (low + high) // 2
+        found = tried(middle)
+        if found.fits:
+            low, best = middle, found
+        else:
+            high = middle
+    if best is None or best.choice is None:
+        return f"| {model}, {nodes * 8} x {hardware} | below 64 K | | | |"
+    plan, choice = best.plan, best.choice
+    rate = plan.costs.seq_length / choice.time / plan.gpus
+    peak = max(choice.simulation.peaks, key=lambda peak: peak.total).most
+    most = max(peak, key=lambda name: peak[name])
+    return (
+        f"| {model}, {plan.gpus} x {hardware}, tensor parallel {tp}, p = {ranks} | {low * 64} K | {choice.time:.0f} | "
+        f"{rate:.0f} | {max(choice.needs) / GIB:.1f} ({most} {peak[most] / GIB:.1f}), "
+        f"host {choice.host_needs / GIB:.0f} |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--models", nargs="*", default=list(SETUPS), choices=SETUPS)
+    parser.add_argument("--tokens", nargs="+", type=int, help="in units of 1024 (default: all that were published)")
+    parser.add_argument("--longest", action="store_true")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    lines: list[str] = []
+
+    def say(line: str) -> None:
+        lines.append(line)
+        print(line, flush=True)
+
+    for name in arguments.models:
+        for tokens in SETUPS[name].chunks:
+            if arguments.tokens is None or tokens in arguments.tokens:
+                for line in table(SETUPS[name], tokens):
+                    say(line)
+    if arguments.longest:
+        say(
+            "\n| model | longest sequence | step s | tokens/s/GPU | GiB of a GPU, and of the host |\n|---|---|---|---|---|"
+        )
+        say(longest("llama3-8b", "h100", 1, 8, 1, 16384))
+        say(longest("sppo-7b", "a100-80", 16, 8, 16, 32768))
+    if arguments.output is not None:
+        arguments.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
