@@ -9,16 +9,12 @@ import json
 import statistics
 import sys
 import time
-import weakref
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from benchmarks.attention import helix
 from benchmarks.chunks import seq1f1b
@@ -30,6 +26,7 @@ from helixpipe.costs.hardware import HARDWARE
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import Layout, ModelShape
 from helixpipe.lowering.lower import lower
+from helixpipe.profile.accounting import AliveBytes
 from helixpipe.simulate.memory import rank_memory
 from helixpipe.simulate.simulator import simulate
 
@@ -163,39 +160,10 @@ def gathered(value: Any) -> list[Any]:
 # ------------------------------------------------------------------------------------------------------------- memory
 
 
-class _Alive(TorchDispatchMode):
-    """Counts the bytes of tensors made while it is active, each storage once, from their making to their end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = 0
-        self._made: dict[int, weakref.ref[Any]] = {}
-
-    @property
-    def now(self) -> int:
-        """With the bytes that each storage has now: it may be emptied and filled again."""
-        storages = {key: storage() for key, storage in self._made.items()}
-        self._made = {key: self._made[key] for key, storage in storages.items() if storage is not None}
-        return sum(storage.nbytes() for storage in storages.values() if storage is not None)
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {storage._cdata for storage in _storages((args, kwargs))}
-        result = function(*args, **(kwargs or {}))
-        for storage in _storages(result):
-            if storage._cdata not in given and storage.nbytes():
-                self._made[storage._cdata] = weakref.ref(storage)
-        self.peak = max(self.peak, self.now)
-        return result
-
-
-def _storages(tree: Any) -> Iterable[Any]:
-    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
 def peak_alive(engine: Engine) -> int:
     """Most bytes alive at once of what a step makes: activations, messages, gradients on their way."""
     engine.clear()
-    with _Alive() as alive:
+    with AliveBytes() as alive:
         engine.step()
     return alive.peak
 

@@ -1,4 +1,4 @@
-"""Bytes that autograd really keeps: saved tensors, each storage once, from when they are saved to when they go."""
+"""Bytes that there really are: those that autograd keeps, and all that ops have made; each storage once."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 class SavedBytes:
@@ -83,3 +85,32 @@ def _key(tensor: torch.Tensor) -> int:
 
 def _unpack(saved: Any) -> torch.Tensor:
     return saved.tensor if isinstance(saved, _Saved) else saved
+
+
+class AliveBytes(TorchDispatchMode):
+    """Context that counts the storages that ops have made while it is active; `now` and `peak` are bytes. What a kernel
+    uses inside itself does not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.peak = 0
+
+    @property
+    def now(self) -> int:
+        storages = {key: storage() for key, storage in self._made.items()}
+        self._made = {key: self._made[key] for key, storage in storages.items() if storage is not None}
+        return sum(storage.nbytes() for storage in storages.values() if storage is not None)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {storage._cdata for storage in _storages((args, kwargs))}
+        result = function(*args, **(kwargs or {}))
+        for storage in _storages(result):
+            if storage._cdata not in given and storage.nbytes():
+                self._made[storage._cdata] = weakref.ref(storage)
+        self.peak = max(self.peak, self.now)
+        return result
+
+
+def _storages(tree: Any) -> list[torch.UntypedStorage]:
+    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

@@ -12,8 +12,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from helixpipe.costs.models import Chunk, Layout, ModelShape
 from helixpipe.costs.piece_bytes import PieceBytes
 from helixpipe.model import GPTOptions, Microbatch, PipelineModel, UnitContext
+from helixpipe.profile.accounting import AliveBytes
 from helixpipe.program.stages import Piece
-from tests.model.alive import Alive
 from tests.model.common import BATCH, CONTEXT, SEQUENCE, make_batch, make_config, make_options, set_parallel
 from tests.model.slices import PARALLEL, STYLES, counted
 
@@ -163,7 +163,7 @@ def peaks(style: str, dtype: torch.dtype, size: int) -> tuple[str, float, float,
         for weight in model.parameters():
             weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)  # type: ignore[attr-defined]
         states = torch.randn(tokens, batch, hidden).to(dtype).requires_grad_()
-        with Alive() as alive:
+        with AliveBytes() as alive:
             (loss,) = model.run(HEAD, (states,), data, UnitContext(step=0, microbatch=0))
             loss.backward(torch.tensor(1.0))
         measured.append(alive.peak)
