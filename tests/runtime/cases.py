@@ -251,6 +251,8 @@ KEEPING = {
         Case("helix", 4, 8, "llama", folds=2, ship="qkv", split=True, loss_chunk=7, again=True),
         Case("chimera", 2, 4, "llama", tied=True, loss_chunk=5),
         Case("wzb1", 2, 4, "gpt", tied=True, mlp_chunk=5, loss_chunk=5),
+        Case("gpipe", 2, 3, "llama", tp=2, sequence_parallel=True, loss_chunk=5, offload=3),
+        Case("seq1f1b-zb", 2, 3, "gpt", tied=True, lengths=(6, 2, 4), loss_chunk=4, offload=5),
     ],
     "inner-cuts": [
         Case(

@@ -59,6 +59,18 @@ def test_slices_are_taken_where_a_step_does_not_fit_without() -> None:
     assert slices(parsed(f"{MANY} --hardware a100-80")) == (0, 0, 0)
 
 
+def test_slices_are_taken_before_activations_leave_the_device() -> None:
+    limit = needed(MANY) - 1.0
+    flags = f"{MANY} --memory-limit {limit} --offload-activations auto --hardware h100"
+    assert needed(f"{flags} --loss-chunk-size 0") <= limit
+    found = parsed(flags)
+    assert found.model.loss_chunk_size == 2048
+    assert (found.model.loss_slices_why or "").startswith(
+        f"with slices there is more room in {limit:.1f} GiB, and a step takes -"
+    )
+    assert slices(parsed(flags.replace(f"{limit}", "1000")))[0] == 0
+
+
 def test_slices_that_save_nothing_are_not_taken() -> None:
     """Where the first rank needs most, and where a sequence is no longer than a slice."""
     assert slices(parsed(f"{FEW} --memory-limit 0.1"))[0] == 0

@@ -18,7 +18,8 @@ def settle(config: Config) -> tuple[Config, Plans[int]]:
     """The configuration with `--loss-chunk-size` decided, and its plans.
 
     Where the flag is not given: what a --cost-profile was measured with; else slices, if it is known what a GPU may
-    use, a step of the full batch needs more, and less with slices. Raises UserError for a profile that does not fit.
+    use, a step of the full batch needs more, and less with slices; or fits only because it offloads, and is faster with
+    slices. Raises UserError for a profile that does not fit.
     """
     if config.model.loss_chunk_size is not None:
         return config, make_planner(config)
@@ -32,21 +33,21 @@ def settle(config: Config) -> tuple[Config, Plans[int]]:
     if limit is None or size >= (config.model.seq_length or 1):
         return whole, plans
     needed, time = _figures(whole, plans)
-    if needed <= limit:
+    if needed <= limit and not _makes_room(whole, plans, limit):
         return whole, plans
     sliced = _with(config, size, "")
     others = make_planner(sliced)
     less, slower = _figures(sliced, others)
-    if less >= needed:
+    better = less <= limit and slower < time if needed <= limit else less < needed
+    if not better:
         return whole, plans
-    there = f"{limit / GIB:.1f} GiB"
-    if needed == inf:
+    there, change = f"{limit / GIB:.1f} GiB", f"a step takes {100 * (slower / time - 1):+.1f} % on paper"
+    if needed <= limit:
+        why = f"with slices there is more room in {there}, and {change}"
+    elif needed == inf:
         why = f"without slices nothing fits into {there}, with them a rank needs {less / GIB:.1f}"
     else:
-        why = (
-            f"without slices a rank needs {needed / GIB:.1f} of {there}, with them {less / GIB:.1f}, and a step takes "
-            f"{100 * (slower / time - 1):+.1f} % on paper"
-        )
+        why = f"without slices a rank needs {needed / GIB:.1f} of {there}, with them {less / GIB:.1f}, and {change}"
     return _with(config, size, why), others
 
 
@@ -68,3 +69,13 @@ def _figures(config: Config, plans: Plans[int]) -> tuple[float, float]:
     except ScheduleError:
         return inf, inf
     return most_memory(simulation, training_costs(config)), simulation.makespan
+
+
+def _makes_room(config: Config, plans: Plans[int], limit: float) -> bool:
+    """Whether a step fits only because activations leave the device, or are recomputed for the same reason."""
+    program = plans.program(full_batch(config))
+    every = [*program.activations.values(), *(stage.activations for stage in program.stages)]
+    if not config.offload.auto and not any(activations.offload for activations in every):
+        return False
+    plain = config.replace("offload", offload_activations="off")
+    return _figures(plain, make_planner(plain))[0] > limit
