@@ -75,8 +75,7 @@ class Chunking:
             return best_chunks(cut, self.costs)
 
         def fits(simulation: Simulation) -> bool:
-            step = report(simulation, plan)
-            return step.peak <= step.limit
+            return report(simulation, plan).fits
 
         costs = plan.costs
         counts = chunk_counts(costs.seq_length, costs.layout.micro_batch_size, costs.hardware)

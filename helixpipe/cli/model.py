@@ -50,6 +50,12 @@ class ModelOptions:
         "Keep the whole optimizer state on every data-parallel rank.",
         flags=("--disable-distributed-optimizer",),
     )
+    optimizer_cpu_offload: bool = option(
+        False, "Keep Adam's state, float32 weights among it, in host memory, and update there."
+    )
+    optimizer_offload_fraction: float | None = option(
+        None, "Share of Adam's state, from 0 to 1, that --optimizer-cpu-offload moves (default: 1)."
+    )
     matmul_efficiency: float | None = option(None, "Share of peak FLOP/s in matrix products (default: the hardware's).")
     attention_efficiency: float | None = option(None, "Share of peak FLOP/s in attention (default: the hardware's).")
     memory_efficiency: float | None = option(None, "Share of memory bandwidth reached (default: the hardware's).")
@@ -162,10 +168,25 @@ def make_plan(
         seq_length,
         data_parallel,
         options.distributed_optimizer,
+        adam_on_host=_adam_on_host(options),
     )
     count = _microbatches(options.global_batch_size, microbatches, micro, data_parallel, ranks)
     reserved = RESERVED_MEMORY if options.reserved_memory is None else options.reserved_memory * GIB
     return Plan(costs, ranks, count, model.layers, nodes, reserved, options.efficiency_from)
+
+
+def _adam_on_host(options: ModelOptions) -> float:
+    """Share of Adam's state that is on the host."""
+    fraction = options.optimizer_offload_fraction
+    if not options.optimizer_cpu_offload:
+        if fraction is not None:
+            raise UserError(f"--optimizer-offload-fraction {fraction:g} needs --optimizer-cpu-offload.")
+        return 0.0
+    if not options.distributed_optimizer:
+        raise UserError("--optimizer-cpu-offload cannot be combined with --disable-distributed-optimizer; give one.")
+    if fraction is not None and not 0 <= fraction <= 1:
+        raise UserError(f"--optimizer-offload-fraction {fraction:g} must be at least 0 and at most 1.")
+    return 1.0 if fraction is None else fraction
 
 
 def _require_positive(options: ModelOptions) -> None:

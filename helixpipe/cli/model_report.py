@@ -12,7 +12,7 @@ from helixpipe.costs.piece_kinds import num_parameters
 from helixpipe.draw.style import count
 from helixpipe.draw.text import MAX_RANK_LINES, shape_line
 from helixpipe.lowering.project import LoweredProgram
-from helixpipe.simulate.memory import KINDS, RankMemory, rank_memory
+from helixpipe.simulate.memory import HOST_KINDS, KINDS, RankMemory, rank_memory
 from helixpipe.simulate.simulator import Simulation
 
 
@@ -58,8 +58,18 @@ class StepReport:
     @property
     def columns(self) -> tuple[str, ...]:
         """What is told of each rank's memory."""
-        host = any(memory.host_activations for memory in self.memory)
-        return (*KINDS, "total", *(["host_activations"] if host else []))
+        host = [kind for kind in HOST_KINDS if any(getattr(memory, kind) for memory in self.memory)]
+        return (*KINDS, "total", *host)
+
+    @property
+    def host_peak(self) -> float:
+        """Bytes of its host's memory that a GPU needs, at most."""
+        return max(memory.host for memory in self.memory)
+
+    @property
+    def fits(self) -> bool:
+        """Into the GPUs and into their hosts."""
+        return self.peak <= self.limit and self.host_peak <= self.plan.costs.host_memory
 
     def to_json(self) -> dict[str, Any]:
         costs = self.plan.costs
@@ -91,7 +101,8 @@ class StepReport:
 
     def memory_json(self) -> dict[str, Any]:
         ranks = [{kind: round(getattr(m, kind)) for kind in self.columns} for m in self.memory]
-        return {"memory": ranks, "memory_limit": round(self.limit), "fits": self.peak <= self.limit}
+        host = {"host_memory_limit": round(self.plan.costs.host_memory)} if self.host_peak else {}
+        return {"memory": ranks, "memory_limit": round(self.limit), **host, "fits": self.fits}
 
 
 def report(simulation: Simulation, plan: Plan) -> StepReport:
@@ -135,7 +146,8 @@ def memory_text(step: StepReport) -> str:
     if len(ranks) > MAX_RANK_LINES:
         ranks.sort(key=lambda rank: step.memory[rank].total)
         ranks = [ranks[0], ranks[-1]]
-    headers = ("rank", *(kind.replace("host_activations", "on host") for kind in step.columns))
+    names = {"host_activations": "on host", "host_optimizer": "Adam on host"}
+    headers = ("rank", *(names.get(kind, kind) for kind in step.columns))
     rows = [(str(rank), *(f"{getattr(step.memory[rank], kind) / GIB:.2f}" for kind in step.columns)) for rank in ranks]
     lines = ["  ".join(cell.rjust(max(7, len(h))) for cell, h in zip(row, headers, strict=True)) for row in rows]
     what = "least and most of all ranks, " if len(ranks) < len(step.memory) else ""
@@ -147,7 +159,16 @@ def memory_text(step: StepReport) -> str:
     if step.with_loss_slices is not None and step.with_loss_slices < step.peak:
         size = step.plan.costs.layout.with_loss_slices().loss_chunk
         lines.append(f"with --loss-chunk-size {size} a rank needs {step.with_loss_slices / GIB:.1f} GiB at most")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_host_line(step)])
+
+
+def _host_line(step: StepReport) -> list[str]:
+    """What is in host memory, if anything is."""
+    if not step.host_peak:
+        return []
+    share, peak = step.plan.costs.host_memory / GIB, step.host_peak / GIB
+    verdict = "" if peak <= share else f": does NOT fit, {peak - share:.1f} GiB too much"
+    return [f"Host memory of each GPU: {peak:.1f} GiB of {share:.1f}, its part of the node's{verdict}"]
 
 
 def _setup(step: StepReport) -> str:
@@ -156,6 +177,7 @@ def _setup(step: StepReport) -> str:
     sizes = {"MLP": costs.layout.mlp_chunk, "loss": costs.layout.loss_chunk}
     sliced = "".join(f"; {what} over slices of {size} tokens" for what, size in sizes.items() if size)
     optimizer = "distributed " if costs.distributed_optimizer and costs.data_parallel > 1 else ""
+    moved = f", {100 * costs.adam_on_host:.0f} % of it on the host" if costs.adam_on_host else ""
     return "\n".join(
         [
             shape_line(step.simulation),
@@ -163,7 +185,7 @@ def _setup(step: StepReport) -> str:
             f"sequence, {costs.layout.micro_batch_size} in a microbatch, {plan.sequences} a step{sliced}",
             f"{plan.gpus} x {costs.hardware.name} in {count(plan.nodes, 'node')}: "
             f"tensor parallel {costs.layout.tensor_parallel}{split}, "
-            f"pipeline {plan.ranks}, data parallel {costs.data_parallel}, {optimizer}Adam",
+            f"pipeline {plan.ranks}, data parallel {costs.data_parallel}, {optimizer}Adam{moved}",
         ]
     )
 

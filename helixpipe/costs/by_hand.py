@@ -64,6 +64,9 @@ class _LayerMemory:
     def static_memory(self, pieces: Sequence[Piece]) -> float:
         return 0.0
 
+    def static_host_memory(self, pieces: Sequence[Piece]) -> float:
+        return 0.0
+
 
 @dataclass(frozen=True)
 class PieceTimes(_LayerMemory):

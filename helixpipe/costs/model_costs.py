@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from helixpipe.common.errors import UserError
 from helixpipe.costs.hardware import Hardware
@@ -30,13 +31,20 @@ MASTER_AND_MOMENTS = 12
 """Bytes of Adam's state a weight: float32 copy, first and second moment."""
 
 
+class OptimizerBytes(NamedTuple):
+    """Of Adam on one GPU and on its host, which beside its part of the state has the float32 gradients for it."""
+
+    device: float
+    host: float
+
+
 @dataclass(frozen=True)
 class ModelCosts(CountsBytes):
     """`Costs` in seconds of one pipeline of a model on hardware; also its bytes.
 
     seq_length: tokens of a microbatch's sequences, which the program's chunks share. data_parallel: pipelines side
     by side. distributed_optimizer: Adam's state is divided over them. fp32_kv_gradients: gradients of keys and values
-    are summed over chunks in float32.
+    are summed over chunks in float32. adam_on_host: share of Adam's state that is in host memory.
     """
 
     model: ModelShape
@@ -46,6 +54,7 @@ class ModelCosts(CountsBytes):
     data_parallel: int = 1
     distributed_optimizer: bool = True
     fp32_kv_gradients: bool = False
+    adam_on_host: float = 0.0
 
     def __post_init__(self) -> None:
         tp, layout = self.layout.tensor_parallel, self.layout
@@ -84,9 +93,22 @@ class ModelCosts(CountsBytes):
         return self.hardware.host_memory / self.hardware.gpus_per_node
 
     def static_memory(self, pieces: Sequence[Piece]) -> float:
-        """Bytes of weights, gradients and optimizer state of a rank that holds these pieces."""
-        share = self.data_parallel if self.distributed_optimizer else 1
-        return self.bytes.parameters(pieces) * (self.layout.element_bytes + GRADIENT_BYTES + MASTER_AND_MOMENTS / share)
+        """Bytes of weights, gradients and optimizer state of a rank that holds these pieces, on its device."""
+        weights = self.bytes.parameters(pieces)
+        return weights * (self.layout.element_bytes + GRADIENT_BYTES) + self.optimizer_bytes(pieces).device
+
+    def static_host_memory(self, pieces: Sequence[Piece]) -> float:
+        return self.optimizer_bytes(pieces).host
+
+    def optimizer_bytes(self, pieces: Sequence[Piece]) -> OptimizerBytes:
+        """Of a rank that holds these pieces."""
+        weights = self._updated(self.bytes.parameters(pieces))
+        moved = weights * self.adam_on_host
+        return OptimizerBytes((weights - moved) * MASTER_AND_MOMENTS, moved * (MASTER_AND_MOMENTS + GRADIENT_BYTES))
+
+    def _updated(self, weights: float) -> float:
+        """How many of a rank's weights this one of its data-parallel copies updates."""
+        return weights / self.data_parallel if self.distributed_optimizer else weights
 
     # ------------------------------------------------------------------------------------------------------------ time
 
@@ -105,7 +127,10 @@ class ModelCosts(CountsBytes):
     def after_time(self, program: Program) -> tuple[float, float]:
         """Seconds after the last backward: the sum of gradients over copies of replicated stages, data-parallel
         reduction of gradients and return of weights, over NVLink or the network; the optimizer's pass over weights,
-        gradients and state. Of the rank with the most weights."""
+        gradients and state. Of the rank with the most weights.
+
+        What is updated on the host comes after the rest, and not at the time of its copies: float32 gradients there, a
+        pass over its memory, weights back. Its arithmetic costs nothing, as with cores enough for the memory."""
         weights = max(self.bytes.parameters(program.pieces_of_rank(rank)) for rank in range(program.num_ranks))
         dp, hardware = self.data_parallel, self.hardware
         moved = 0.0
@@ -118,10 +143,13 @@ class ModelCosts(CountsBytes):
             # that do not belong to it: one for each tensor-parallel rank that the node has.
             rings = min(self.layout.tensor_parallel, hardware.gpus_per_node)
             bandwidth = min(bandwidth, hardware.network / rings)
-        share = weights / dp if self.distributed_optimizer else weights
-        touched = share * (2 * MASTER_AND_MOMENTS + GRADIENT_BYTES + self.layout.element_bytes)
         reduction = moved / (bandwidth * hardware.efficiency.network) + self._copies_time(program)
-        return reduction, touched / (hardware.memory_bandwidth * hardware.efficiency.memory)
+        touched = 2 * MASTER_AND_MOMENTS + GRADIENT_BYTES + self.layout.element_bytes
+        on_device = touched / (hardware.memory_bandwidth * hardware.efficiency.memory)
+        on_host = touched * hardware.gpus_per_node / (hardware.host_memory_bandwidth * hardware.efficiency.memory)
+        on_host += (GRADIENT_BYTES + self.layout.element_bytes) / hardware.host_bandwidth(both=False)
+        seconds = (1 - self.adam_on_host) * on_device + self.adam_on_host * on_host
+        return reduction, self._updated(weights) * seconds
 
     def _copies_time(self, program: Program) -> float:
         """All-reduces, as rings, of the gradients of replicated stages over the pipeline ranks that hold them."""

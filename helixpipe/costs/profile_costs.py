@@ -206,6 +206,9 @@ class ProfileCosts(CountsBytes):
         moments_and_copy = 8 + (4 if element < 4 else 0)  # weights in float32 are their own copy
         return self.bytes.parameters(pieces) * (element + GRADIENT_BYTES + moments_and_copy)
 
+    def static_host_memory(self, pieces: Sequence[Piece]) -> float:
+        return 0.0
+
     @cached_property
     def bytes(self) -> PieceBytes:
         return PieceBytes(self.profile.model, self.profile.layout)

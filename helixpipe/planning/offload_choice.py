@@ -11,7 +11,7 @@ rank, and in small programs the shares unit by unit, as long as the predicted st
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
@@ -25,7 +25,9 @@ from helixpipe.planning.offload_hidden import Base, recomputing
 from helixpipe.planning.recompute_choice import CHOICES, TOLERANCE, Runs
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Program, Unit
+from helixpipe.program.stages import Piece
 from helixpipe.simulate.simulator import Simulation, simulate
+from helixpipe.simulate.sweep import Peak
 
 Level = tuple[Runs, float]
 """What layers recompute, and of which share of a stage's layers, the first ones."""
@@ -68,13 +70,21 @@ class Choice:
     @cached_property
     def needs(self) -> list[float]:
         """Of each rank's device."""
+        return [peak.total + self.costs.static_memory(own) for peak, own in self._peaks]
+
+    @cached_property
+    def host_needs(self) -> list[float]:
+        """Of each rank's host."""
+        return [peak.host + self.costs.static_host_memory(own) for peak, own in self._peaks]
+
+    @property
+    def _peaks(self) -> Iterator[tuple[Peak, tuple[Piece, ...]]]:
         pieces = map(self.program.pieces_of_rank, range(self.program.num_ranks))
-        peaks = zip(self.simulation.peaks, pieces, strict=True)
-        return [peak.total + self.costs.static_memory(own) for peak, own in peaks]
+        return zip(self.simulation.peaks, pieces, strict=True)
 
     def fits_rank(self, rank: int) -> bool:
-        peak = self.simulation.peaks[rank]
-        return self.needs[rank] <= self.limits.device * (1 + TOLERANCE) and peak.host <= self.limits.host
+        device = self.limits.device * (1 + TOLERANCE)
+        return self.needs[rank] <= device and self.host_needs[rank] <= self.limits.host
 
     @property
     def excess(self) -> float:
@@ -82,12 +92,8 @@ class Choice:
         return max(self.needs) - self.limits.device * (1 + TOLERANCE)
 
     @property
-    def host_needs(self) -> float:
-        return max(peak.host for peak in self.simulation.peaks)
-
-    @property
     def fits(self) -> bool:
-        return self.excess <= 0 and self.host_needs <= self.limits.host * (1 + TOLERANCE)
+        return self.excess <= 0 and max(self.host_needs) <= self.limits.host * (1 + TOLERANCE)
 
 
 def choose(
@@ -137,8 +143,8 @@ def _sentence(closest: Choice, costs: Costs) -> str:
             "microbatches or more chunks would help."
         )
     return (
-        f"--offload-activations auto: the host's memory would have to hold {closest.host_needs / unit:.4g} {name} a "
-        f"rank, but --host-memory leaves it {closest.limits.host / unit:.4g}."
+        f"--offload-activations auto: the host's memory would have to hold {max(closest.host_needs) / unit:.4g} {name} "
+        f"a rank, but --host-memory leaves it {closest.limits.host / unit:.4g}."
     )
 
 

@@ -88,7 +88,7 @@ class Costs(Protocol):
     that carries nothing else. copy_time: of a copy of so much, in the unit of memory, from the device to its host or
     (inward) back, with both directions in use. size: of a buffer; 0 where the unit of memory does not count its kind.
     static_memory: all that a rank that holds these pieces has at all times (weights, gradients, optimizer; 0 where
-    unknown).
+    unknown). static_host_memory: what of that is in its host's memory instead.
     """
 
     @property
@@ -103,3 +103,5 @@ class Costs(Protocol):
     def size(self, contents: Contents) -> float: ...
 
     def static_memory(self, pieces: Sequence[Piece]) -> float: ...
+
+    def static_host_memory(self, pieces: Sequence[Piece]) -> float: ...

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from helixpipe.costs.model_costs import MASTER_AND_MOMENTS, ModelCosts
+from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.sizes import GRADIENT_BYTES
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.project import LoweredProgram
 from helixpipe.simulate.sweep import sweep
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "messages", "workspace")
+HOST_KINDS = ("host_activations", "host_optimizer")
 
 
 @dataclass(frozen=True)
@@ -19,8 +20,9 @@ class RankMemory:
 
     weights, gradients: with copies of others' weights, and gradients summed for them. activations: what units keep for
     their backward. messages: received and not yet used (weights: not yet there), or made and not yet sent.
-    workspace: an estimate of what the op running then needs beside. host_activations: in the host's memory, the most
-    there is of activations at any time; not of the GPU, nor in the total.
+    workspace: an estimate of what the op running then needs beside. host_activations, host_optimizer: in the host's
+    memory, the most there is of activations at any time, and what the optimizer has there; not of the GPU, nor in the
+    total.
     """
 
     weights: float
@@ -30,26 +32,31 @@ class RankMemory:
     messages: float
     workspace: float
     host_activations: float = 0.0
+    host_optimizer: float = 0.0
 
     @property
     def total(self) -> float:
         return sum(getattr(self, kind) for kind in KINDS)
+
+    @property
+    def host(self) -> float:
+        return sum(getattr(self, kind) for kind in HOST_KINDS)
 
 
 def rank_memory(lowered: LoweredProgram, costs: ModelCosts, rank: int) -> RankMemory:
     """Of a rank at its peak. A program that only goes forward has neither gradients, optimizer nor activations."""
     program = lowered.program
     swept = sweep(lowered, BoundCosts(program, costs), rank)
-    peak = swept.most
-    parameters = costs.bytes.parameters(program.pieces_of_rank(rank))
+    peak, pieces = swept.most, program.pieces_of_rank(rank)
+    parameters, optimizer = costs.bytes.parameters(pieces), costs.optimizer_bytes(pieces)
     training = not program.forward_only
-    share = costs.data_parallel if costs.distributed_optimizer else 1
     return RankMemory(
         weights=parameters * costs.layout.element_bytes + peak["weights"],
         gradients=parameters * GRADIENT_BYTES * training + peak["gradients"],
-        optimizer=parameters * MASTER_AND_MOMENTS / share * training,
+        optimizer=optimizer.device * training,
         activations=peak["activations"],
         messages=peak["messages"],
         workspace=peak["workspace"],
         host_activations=swept.host,
+        host_optimizer=optimizer.host * training,
     )

@@ -30,6 +30,28 @@ def test_long_context_example(capsys: pytest.CaptureFixture[str]) -> None:
     assert result["peak_activation"][:-1] == pytest.approx(kept[:-1])  # the last rank's total peaks elsewhere
 
 
+def test_optimizer_state_on_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    """Llama-2 7B on one A100: 12 bytes a weight go, the host holds 16."""
+    one = "1f1b -p 1 -m 2 --model llama2-7b --hardware a100-80 --gpus-per-node 1"
+    before = run_json(capsys, f"memory {one}")
+    after = run_json(capsys, f"memory {one} --optimizer-cpu-offload")
+    weights = 6_738_415_616
+    assert (
+        before["memory"][0]["total"] - after["memory"][0]["total"] == before["memory"][0]["optimizer"] == 12 * weights
+    )
+    assert after["memory"][0]["optimizer"] == 0 and "host_memory_limit" not in before
+    assert (after["memory"][0]["host_optimizer"], after["host_memory_limit"]) == (16 * weights, 2048 * 2**30)
+    assert (before["fits"], after["fits"]) == (False, True)
+    half = run_json(capsys, f"memory {one} --optimizer-cpu-offload --optimizer-offload-fraction 0.5")
+    assert half["memory"][0]["host_optimizer"] == 8 * weights
+    assert run_json(capsys, f"memory {one} --optimizer-cpu-offload --host-memory 100")["fits"] is False
+    text = run(capsys, f"memory {one} --optimizer-cpu-offload --host-memory 50")
+    assert "Host memory of each GPU: 100.4 GiB of 50.0, its part of the node's: does NOT fit, 50.4 GiB too much" in text
+    assert "Host memory" not in run(capsys, f"memory {one}")
+    step = run(capsys, f"simulate {one} --optimizer-cpu-offload --optimizer-offload-fraction 0.5")
+    assert "Adam, 50 % of it on the host" in step and "Host memory of each GPU: 50.2 GiB of 2048.0" in step
+
+
 def test_text_says_that_it_is_simulated_and_what_is_assumed(capsys: pytest.CaptureFixture[str]) -> None:
     text = run(capsys, f"simulate 1f1b {LONG}")
     for part in (
@@ -141,6 +163,16 @@ def test_file_and_drawing(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
         ),
         ("simulate 1f1b --model llama2-7b --host-efficiency 2", "--host-efficiency 2 must be above 0 and at most 1"),
         ("simulate 1f1b --host-memory 512", "--host-memory needs --model"),
+        ("memory 1f1b --optimizer-cpu-offload", "--optimizer-cpu-offload needs --model"),
+        ("memory 1f1b --model llama2-7b --optimizer-offload-fraction 1", "fraction 1 needs --optimizer-cpu-offload"),
+        (
+            "memory 1f1b --model llama2-7b --optimizer-cpu-offload --optimizer-offload-fraction -1",
+            "--optimizer-offload-fraction -1 must be at least 0 and at most 1",
+        ),
+        (
+            "memory 1f1b --model llama2-7b --optimizer-cpu-offload --disable-distributed-optimizer",
+            "--optimizer-cpu-offload cannot be combined with --disable-distributed-optimizer",
+        ),
         ("simulate 1f1b --model llama2-7b --copy-time 1", "--copy-time cannot be given beside --model"),
         ("simulate 1f1b --model llama2-7b --message-time 1", "--message-time cannot be given beside --model"),
         ("simulate 1f1b --model llama2-7b --tensor-parallel 8 --nodes 8 --seq-length 1001", "multiple of"),

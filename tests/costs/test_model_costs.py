@@ -18,7 +18,7 @@ from helixpipe.lowering.lower import lower
 from helixpipe.planning.early import peak_memory
 from helixpipe.planning.recompute import RecomputeOptions
 from helixpipe.program.costs import Work
-from helixpipe.program.program import Op, Program
+from helixpipe.program.program import Op, Program, forward_only
 from helixpipe.program.stages import PIECE_KINDS, Piece, even_stages
 from helixpipe.program.workload import Extent, uniform
 from helixpipe.simulate.memory import rank_memory
@@ -328,6 +328,27 @@ def test_weights_gradients_and_optimizer() -> None:
         static = costs.static_memory(lowered.program.pieces_of_rank(rank))
         assert static == pytest.approx(memory.weights + memory.gradients + memory.optimizer)
         assert peak_memory(lowered.program, costs)[rank] == pytest.approx(memory.total)
+
+
+def test_optimizer_state_on_the_host() -> None:
+    """A share of the 12 bytes a weight leaves the device; beside it the host holds float32 gradients. Updating takes
+    copies of these out and of weights back, and a pass over host memory that all GPUs of the node share."""
+    costs = replace(COSTS, data_parallel=4)
+    moved = replace(costs, adam_on_host=0.25)
+    lowered = lower(build("1f1b", Shape(2, 4, 32)), costs)
+    there, here = (rank_memory(lowered, each, 0) for each in (moved, costs))
+    assert there.optimizer == pytest.approx(0.75 * here.optimizer) and here.host == 0
+    assert there.host == pytest.approx(0.25 * here.optimizer * 16 / 12)
+    assert there.total == pytest.approx(here.total - 0.25 * here.optimizer)
+    static = [each.static_memory(lowered.program.pieces_of_rank(0)) for each in (costs, moved)]
+    assert static[0] - static[1] == pytest.approx(0.25 * here.optimizer)
+    forward = lower(forward_only(lowered.program), costs)
+    assert rank_memory(forward, moved, 0).host == 0
+    (same, device), (reduction, mixed) = costs.after_time(lowered.program), moved.after_time(lowered.program)
+    weights = max(costs.bytes.parameters(lowered.program.pieces_of_rank(rank)) for rank in range(2)) / 4
+    host = weights * (6 / 12.8e9 + 30 * 8 / (409.6e9 * 0.75))
+    assert same == reduction and device == pytest.approx(weights * 30 / (2039e9 * 0.75))
+    assert mixed == pytest.approx(0.75 * device + 0.25 * host)
 
 
 def test_what_is_received_is_let_go() -> None:

@@ -37,6 +37,7 @@ def training_costs(config: Config) -> ModelCosts | ProfileCosts:
         parallel.data_parallel_size,
         parallel.use_distributed_optimizer,
         parallel.kv_grad_fp32,
+        adam_on_host=training.optimizer_offload_fraction if training.optimizer_cpu_offload else 0.0,
     )
 
 
