@@ -18,7 +18,7 @@ from helixpipe.lowering.lower import lower
 from helixpipe.planning.early import peak_memory
 from helixpipe.planning.recompute import RecomputeOptions
 from helixpipe.program.costs import Work
-from helixpipe.program.program import Op, Program, forward_only
+from helixpipe.program.program import Op, Program
 from helixpipe.program.stages import PIECE_KINDS, Piece, even_stages
 from helixpipe.program.workload import Extent, uniform
 from helixpipe.simulate.memory import rank_memory
@@ -93,30 +93,6 @@ def test_tensor_parallel_ranks_on_several_nodes() -> None:
     assert two.after_time(program)[0] == pytest.approx(
         two.bytes.parameters(program.pieces_of_rank(0)) * 6 / 2 / (H20.network / 8 * H20.efficiency.network)
     )
-
-
-def test_the_gpus_of_a_node_share_its_host() -> None:
-    """An A100's 25.6 GB/s of PCIe are halved by the GPU beside it behind the same switch: the 12.9 that SPPO's figures
-    come to. Eight H100 have links of their own and share the host's memory."""
-    a100, h100 = HARDWARE["a100-80"], HARDWARE["h100"]
-    assert a100.host_bandwidth(both=False) == pytest.approx(32e9 * 0.8 / 2)
-    assert a100.host_bandwidth(both=False) == pytest.approx(10.59e9 / 0.821, rel=0.02)
-    assert a100.host_bandwidth(both=True) == pytest.approx(0.7 * 12.8e9)
-    assert replace(a100, gpus_per_node=1).host_bandwidth(both=False) == pytest.approx(25.6e9)
-    assert h100.host_bandwidth(both=False) == pytest.approx(51.2e9)
-    assert h100.host_bandwidth(both=True) == pytest.approx(614.4e9 * 0.75 / 8 / 2)
-    alone = replace(h100, gpus_per_node=1)
-    assert alone.host_bandwidth(both=True) == pytest.approx(0.7 * 51.2e9)
-    slow = replace(h100, efficiency=replace(h100.efficiency, memory=0.5))
-    assert slow.host_bandwidth(both=False) == pytest.approx(614.4e9 * 0.5 / 8)
-
-
-def test_a_copy_takes_a_latency_and_its_bytes() -> None:
-    for inward in (False, True):
-        assert COSTS.copy_time(8.96e9, inward) == pytest.approx(1 + 10e-6)
-        assert COSTS.copy_time(0, inward) == 10e-6
-    assert COSTS.host_memory == 256 * GIB
-    assert replace(COSTS, hardware=replace(COSTS.hardware, gpus_per_node=4)).host_memory == 512 * GIB
 
 
 def test_unknown_names_and_shares_are_refused() -> None:
@@ -328,27 +304,6 @@ def test_weights_gradients_and_optimizer() -> None:
         static = costs.static_memory(lowered.program.pieces_of_rank(rank))
         assert static == pytest.approx(memory.weights + memory.gradients + memory.optimizer)
         assert peak_memory(lowered.program, costs)[rank] == pytest.approx(memory.total)
-
-
-def test_optimizer_state_on_the_host() -> None:
-    """A share of the 12 bytes a weight leaves the device; beside it the host holds float32 gradients. Updating takes
-    copies of these out and of weights back, and a pass over host memory that all GPUs of the node share."""
-    costs = replace(COSTS, data_parallel=4)
-    moved = replace(costs, adam_on_host=0.25)
-    lowered = lower(build("1f1b", Shape(2, 4, 32)), costs)
-    there, here = (rank_memory(lowered, each, 0) for each in (moved, costs))
-    assert there.optimizer == pytest.approx(0.75 * here.optimizer) and here.host == 0
-    assert there.host == pytest.approx(0.25 * here.optimizer * 16 / 12)
-    assert there.total == pytest.approx(here.total - 0.25 * here.optimizer)
-    static = [each.static_memory(lowered.program.pieces_of_rank(0)) for each in (costs, moved)]
-    assert static[0] - static[1] == pytest.approx(0.25 * here.optimizer)
-    forward = lower(forward_only(lowered.program), costs)
-    assert rank_memory(forward, moved, 0).host == 0
-    (same, device), (reduction, mixed) = costs.after_time(lowered.program), moved.after_time(lowered.program)
-    weights = max(costs.bytes.parameters(lowered.program.pieces_of_rank(rank)) for rank in range(2)) / 4
-    host = weights * (6 / 12.8e9 + 30 * 8 / (409.6e9 * 0.75))
-    assert same == reduction and device == pytest.approx(weights * 30 / (2039e9 * 0.75))
-    assert mixed == pytest.approx(0.75 * device + 0.25 * host)
 
 
 def test_what_is_received_is_let_go() -> None:
