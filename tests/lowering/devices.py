@@ -12,7 +12,7 @@ from random import Random
 from helixpipe.lowering.project import Action, LoweredProgram
 
 Lane = tuple[str, tuple[int, ...]]
-"""A stream of a device: its compute, one direction of a link, or a group."""
+"""A stream of a device: its compute, one direction of a link, a group, or copies in one direction."""
 COMPUTE: Lane = ("compute", ())
 
 
@@ -54,7 +54,11 @@ class Devices:
         self.number = {op: place for order in lowered.program.ranks for place, op in enumerate(order)}
         self.members = [(m.source, m.target) for m in graph.messages] + [c.ranks for c in graph.collectives]
         kinds = ["link"] * len(graph.messages) + ["group"] * len(graph.collectives)
+        self.members += [(copy.rank,) for copy in graph.copies]
+        kinds += [f"copies {'in' if copy.inward else 'out'}" for copy in graph.copies]
         self.lanes: list[Lane] = list(zip(kinds, self.members, strict=True))
+        self.out = {graph.copy(task).unit: task for task in range(graph.first_copy, self.first + len(self.members))
+                    if not graph.copy(task).inward}
         self.position = [0 for _ in ranks]
         self.issued = [0 for _ in ranks]  # ops
         self.ended = [0 for _ in ranks]
@@ -97,12 +101,16 @@ class Devices:
         if action is Action.RUN and ahead is not None and self.issued[rank] - self.ended[rank] >= ahead:
             return False
         self.position[rank] += 1
-        if action is Action.WAIT:
+        if action in (Action.WAIT, Action.GONE, Action.BACK):
             self.waited[rank].add(task)
         elif action is Action.RUN:
             self.put(rank, Kernel(action, task, COMPUTE, 0, frozenset(self.waited[rank])))
             self.issued[rank] += 1
             self.waited[rank].clear()
+        elif action in (Action.OFFLOAD, Action.FETCH):  # after all that the stream that computes was given
+            own = {self.out[self.lowered.graph.copy(task).unit]} if action is Action.FETCH else set()
+            tasks = frozenset(self.waited[rank] | own)
+            self.put(rank, Kernel(action, task, self.lanes[task - self.first], self.issued[rank], tasks))
         elif action is not Action.FREE:
             ops, tasks = self.issued[rank], frozenset[int]()
             if action is Action.RECV and not self.in_place:
@@ -117,6 +125,10 @@ class Devices:
             self.put(rank, Kernel(action, task, self.lanes[task - self.first], ops, tasks))
         return True
 
+    def ctas(self, task: int) -> int:
+        """Multiprocessors that a transfer holds: a copy none."""
+        return self.hardware.ctas if task < self.lowered.graph.first_copy else 0
+
     def put(self, rank: int, kernel: Kernel) -> None:
         queues = self.hardware.queues
         if (rank, kernel.lane) not in self.queue_of:
@@ -130,7 +142,7 @@ class Devices:
         if not kernels:
             return False
         kernel = kernels[0]
-        needed = 1 if kernel.action is Action.RUN else self.hardware.ctas
+        needed = 1 if kernel.action is Action.RUN else self.ctas(kernel.task)
         if (rank, kernel.lane) in self.busy or self.ended[rank] < kernel.ops or not kernel.tasks <= self.done:
             return False
         if self.free[rank] < needed:
@@ -161,7 +173,7 @@ class Devices:
         del self.entered[task]
         self.done.add(task)
         for rank in members:
-            self.free[rank] += self.hardware.ctas
+            self.free[rank] += self.ctas(task)
             self.busy.remove((rank, self.lanes[task - self.first]))
         return True
 

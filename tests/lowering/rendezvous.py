@@ -78,6 +78,43 @@ class Travel:
         assert sorted(self.absorbed) == sorted(self.graph.sum_of)
 
 
+class Copies:
+    """Where the activations of units that offload are, by instructions alone: each step follows from the one before."""
+
+    def __init__(self, lowered: LoweredProgram) -> None:
+        self.graph, self.complete = lowered.graph, set[int]()
+        ranks = range(lowered.program.num_ranks)
+        self.queues: dict[tuple[int, bool], deque[int]] = {(rank, each): deque() for rank in ranks for each in (False, True)}
+        self.state = {copy.unit: 0 for copy in self.graph.copies}  # how many of its four instructions were run
+
+    def take(self, action: Action, task: int, ran: list[Op]) -> None:
+        copy = self.graph.copy(task)
+        step = (Action.OFFLOAD, Action.GONE, Action.FETCH, Action.BACK).index(action)
+        assert self.state[copy.unit] == step and copy.inward == (step > 1)
+        self.state[copy.unit] += 1
+        assert Op("F", *copy.unit) in ran
+        if action in (Action.OFFLOAD, Action.FETCH):
+            self.queues[copy.rank, copy.inward].append(task)
+
+    def move(self, engine: tuple[int, bool]) -> bool:
+        """The oldest copy of an engine ends; one that comes in only when it has been out."""
+        queue = self.queues[engine]
+        if not queue:
+            return False
+        out = {self.graph.copy(task).unit for task in self.complete}
+        assert not engine[1] or self.graph.copy(queue[0]).unit in out
+        self.complete.add(queue.popleft())
+        return True
+
+    def run(self, op: Op) -> None:
+        """An op that reads what a unit has saved finds it."""
+        if op.kind in "RBI" and op.unit in self.state:
+            assert self.state[op.unit] == 4
+
+    def finish(self) -> None:
+        assert set(self.state.values()) <= {4} and len(self.complete) == len(self.graph.copies)
+
+
 class Machine:
     """Hosts issue their stream in order and stop at a WAIT whose message has not arrived; nothing is ever buffered.
 
@@ -95,6 +132,7 @@ class Machine:
         self.waited: list[set[Message]] = [set() for _ in lowered.streams]
         self.present = {op for ops in lowered.program.ranks for op in ops}
         self.travel = Travel(lowered)
+        self.copies = Copies(lowered)
 
     def run(self) -> bool:
         """Whether every stream comes to its end."""
@@ -103,6 +141,7 @@ class Machine:
             (self.transfer, link) for link in set(links)
         ]
         moves += [(self.collect, group) for group in {c.ranks for c in self.lowered.graph.collectives}]
+        moves += [(self.copies.move, engine) for engine in self.copies.queues]
         moves.sort(key=lambda move: str(move))
         stuck = False
         while not stuck:
@@ -117,16 +156,19 @@ class Machine:
         ended = ended and set(self.lowered.graph.collectives) <= self.complete
         if ended:
             self.travel.finish()
+            self.copies.finish()
         return ended
 
     def host(self, rank: int) -> bool:
         stream, at = self.lowered.streams[rank], self.position[rank]
         if at == len(stream):
             return False
-        action, op, message, collective, _ = stream[at]
+        action, op, message, collective, task = stream[at]
         if at and not self.passed(stream[at - 1]):
             return False
         if action is Action.WAIT and message not in self.complete:
+            return False
+        if action in (Action.GONE, Action.BACK) and task not in self.copies.complete:
             return False
         self.position[rank] += 1
         if action is Action.RUN:
@@ -147,6 +189,8 @@ class Machine:
             assert set(users) <= set(self.ran[rank])
         elif action is Action.FREE:
             assert op in self.ran[rank]
+        elif action in (Action.OFFLOAD, Action.GONE, Action.FETCH, Action.BACK):
+            self.copies.take(action, task, self.ran[rank])
         else:
             if action is Action.SEND:
                 assert message.source == rank and message not in self.sent
@@ -162,10 +206,12 @@ class Machine:
         """Whether a host that waits there can go on after an instruction."""
         if before.action is Action.REDUCE:
             return before.collective in self.complete or not self.blocking
+        if before.action in (Action.OFFLOAD, Action.FETCH):
+            return before.task in self.copies.complete or not self.blocking
         return (
             before.message in self.complete
             or not self.blocking
-            or before.action in (Action.WAIT, Action.FREE, Action.RUN)
+            or before.action in (Action.WAIT, Action.FREE, Action.RUN, Action.GONE, Action.BACK)
         )
 
     def check_run(self, rank: int, op: Op) -> None:
@@ -174,6 +220,7 @@ class Machine:
         arrived = {m.producer for m in self.waited[rank] if m.consumer == op}
         assert needs(self.lowered.program, op, self.present) <= arrived.union(self.ran[rank])
         self.travel.run(rank, op)
+        self.copies.run(op)
         assert self.travel.bounded(rank)
 
     def transfer(self, link: tuple[int, int]) -> bool:

@@ -14,6 +14,7 @@ from helixpipe.lowering.lower import lower
 from helixpipe.lowering.project import Action, Instruction, LoweredProgram
 from schedules import CATALOGUE, Shape, build
 from tests.lowering.devices import Devices, Hardware, most_lanes
+from tests.lowering.offloads import offloading_program
 from tests.lowering.random_programs import DETERMINISTIC, random_costs, random_program
 from tests.lowering.rendezvous import with_crossed_receives
 
@@ -30,7 +31,8 @@ def any_device(lowered: LoweredProgram, rng: Random) -> Iterable[Hardware]:
 @given(seed=st.integers(0, 2**32))
 def test_random_programs_end_on_any_device(seed: int) -> None:
     rng = Random(seed)
-    lowered = lower(random_program(rng), random_costs(rng))
+    program, costs = random_program(rng), replace(random_costs(rng), copy=rng.choice((0.0, 0.1, 5.0)))
+    lowered = lower(offloading_program(program, seed) if seed % 2 else program, costs)
     for hardware in any_device(lowered, rng):
         assert Devices(lowered, rng, hardware).run()
 
@@ -40,8 +42,9 @@ def test_the_catalogue_ends_on_any_device(name: str) -> None:
     chunks = 2 if CATALOGUE[name].chunks else 1
     uneven = (6,) if name.startswith(("weipipe", "wzb")) else ()  # some ranks then end long before others
     for microbatches in (8, *uneven):
-        lowered = lower(build(name, Shape(4, microbatches, 8, chunks)))
-        for seed in range(2):
+        program = build(name, Shape(4, microbatches, 8, chunks))
+        for seed, each in enumerate((program, offloading_program(program, 1))):
+            lowered = lower(each)
             for hardware in any_device(lowered, Random(seed)):
                 assert Devices(lowered, Random(seed), hardware).run()
 

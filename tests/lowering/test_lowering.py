@@ -19,6 +19,7 @@ from helixpipe.lowering.project import Action, LoweredProgram
 from helixpipe.lowering.validate import validate
 from helixpipe.program.program import forward_only
 from schedules import Shape, build
+from tests.lowering.offloads import offloading_program
 from tests.lowering.random_programs import DETERMINISTIC, can_run, mutate, random_costs, random_program
 from tests.lowering.rendezvous import Machine, with_crossed_receives
 
@@ -43,7 +44,8 @@ def test_random_programs() -> None:
             return
         lowered = lower(program)
         assert Machine(lowered, rng, blocking=rng.random() < 0.5).run()
-        lowered = lower(program, random_costs(rng))
+        copying = replace(random_costs(rng), copy=rng.choice((0.0, 0.1, 5.0)))
+        lowered = lower(offloading_program(program, seed), copying)
         assert Machine(lowered, rng, blocking=rng.random() < 0.5).run()
         check_opening(lowered)
 

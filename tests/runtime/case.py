@@ -29,7 +29,7 @@ from tests.model.common import (
     SEQUENCE,
     VOCABULARY,
 )
-from tests.runtime.offloading import offloading_program
+from tests.lowering.offloads import offloading_program
 
 
 @dataclass(frozen=True)

@@ -28,11 +28,12 @@ from helixpipe.runtime.segments import SegmentGraph
 from helixpipe.runtime.transport import Alone
 from helixpipe.simulate.sweep import sweep
 from tests.costs import pieces
+from tests.lowering.offloads import everything, offloading_program
 from tests.lowering.random_programs import DETERMINISTIC, needs, random_runs
 from tests.model.common import CHAIN, LAYERS, SEQUENCE, gradients_of, set_parallel, worst
 from tests.runtime.case import Case
 from tests.runtime.equality import left_in_tables, make_model, make_step, reference
-from tests.runtime.offloading import Spoiling, everything, offloading_program
+from tests.runtime.offloading import Spoiling
 
 MODELS = [
     Case("none", 1, 2, "gpt", tied=True, layers=LAYERS),
