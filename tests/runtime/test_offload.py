@@ -11,7 +11,7 @@ from tests.runtime.offload_steps import MEMORY, both
 @pytest.fixture(scope="module")
 def peaks() -> dict[str, tuple[float, float]]:
     """Of the rank, which has held random steps against the plain model before."""
-    return run_ranks(both, 1, 60, timeout=300.0)[0]
+    return run_ranks(both, 1, 40, timeout=300.0)[0]
 
 
 @pytest.mark.parametrize("name", MEMORY)
