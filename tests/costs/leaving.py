@@ -14,7 +14,7 @@ from helixpipe.lowering.lower import lower
 from helixpipe.planning.recompute import RecomputeOptions
 from helixpipe.program.costs import Leaving
 from helixpipe.program.program import Op, Program, Unit
-from helixpipe.program.stages import Activations, Piece, Stage, segments
+from helixpipe.program.stages import Activations, Stage, segments
 from helixpipe.program.workload import uniform
 from helixpipe.runtime.copies import ThreadEngine
 from helixpipe.runtime.executor import Executor, Step

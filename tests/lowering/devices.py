@@ -57,8 +57,11 @@ class Devices:
         self.members += [(copy.rank,) for copy in graph.copies]
         kinds += [f"copies {'in' if copy.inward else 'out'}" for copy in graph.copies]
         self.lanes: list[Lane] = list(zip(kinds, self.members, strict=True))
-        self.out = {graph.copy(task).unit: task for task in range(graph.first_copy, self.first + len(self.members))
-                    if not graph.copy(task).inward}
+        self.out = {
+            graph.copy(task).unit: task
+            for task in range(graph.first_copy, self.first + len(self.members))
+            if not graph.copy(task).inward
+        }
         self.position = [0 for _ in ranks]
         self.issued = [0 for _ in ranks]  # ops
         self.ended = [0 for _ in ranks]

@@ -84,7 +84,9 @@ class Copies:
     def __init__(self, lowered: LoweredProgram) -> None:
         self.graph, self.complete = lowered.graph, set[int]()
         ranks = range(lowered.program.num_ranks)
-        self.queues: dict[tuple[int, bool], deque[int]] = {(rank, each): deque() for rank in ranks for each in (False, True)}
+        self.queues: dict[tuple[int, bool], deque[int]] = {
+            (rank, each): deque() for rank in ranks for each in (False, True)
+        }
         self.state = {copy.unit: 0 for copy in self.graph.copies}  # how many of its four instructions were run
 
     def take(self, action: Action, task: int, ran: list[Op]) -> None:

@@ -24,12 +24,12 @@ from helixpipe.program.text import parse_rows
 from schedules import Shape, build
 from schedules.helix import HelixOptions
 from schedules.weipipe import WeipipeOptions
+from tests.lowering.offloads import offloading_program
 from tests.model.common import (
     BATCH,
     SEQUENCE,
     VOCABULARY,
 )
-from tests.lowering.offloads import offloading_program
 
 
 @dataclass(frozen=True)

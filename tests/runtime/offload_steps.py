@@ -6,6 +6,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -70,11 +71,10 @@ def one_rank(rng: Random, m: int) -> Program:
     cuts = sorted(rng.sample(range(1, len(CHAIN)), rng.randint(0, 3)))
     places = [0, *cuts, len(CHAIN)]
     stages = tuple(
-        Stage(CHAIN[a:b], recompute=random_runs(CHAIN[a:b], rng.choice((0.0, 0.5)), rng))
-        for a, b in zip(places, places[1:], strict=False)
+        Stage(CHAIN[a:b], recompute=random_runs(CHAIN[a:b], rng.choice((0.0, 0.5)), rng)) for a, b in pairwise(places)
     )
     ends = [*sorted(rng.sample(range(1, SEQUENCE), rng.choice((0, 0, 1, 2)))), SEQUENCE]
-    lengths = tuple(end - start for start, end in zip([0, *ends], ends, strict=False))
+    lengths = tuple(end - start for start, end in pairwise([0, *ends]))
     empty = Program("random", stages, ((),), uniform(m, len(lengths), lengths if len(lengths) > 1 else None))
     ops = set()
     for stage, each in enumerate(stages):

@@ -111,7 +111,7 @@ def test_the_copies_of_a_stream_run_in_it_and_are_timed_there() -> None:
 def held_up() -> Iterator[tuple[ThreadEngine, threading.Event]]:
     """No copy is made before the event."""
     go = threading.Event()
-    engine = ThreadEngine(delay=lambda: 0.0 if go.wait(10.0) else 0.0)
+    engine = ThreadEngine(delay=lambda: 0.0 * go.wait(10.0))
     try:
         yield engine, go
     finally:
@@ -132,7 +132,7 @@ def test_a_thread_copies_behind_the_caller() -> None:
 def test_a_copy_in_is_made_after_its_own_copy_out() -> None:
     """Two threads: the one that copies out comes late."""
     go, device, host, again = threading.Event(), torch.ones(SIZE), torch.zeros(SIZE), torch.zeros(SIZE)
-    out = ThreadEngine(delay=lambda: 0.0 if go.wait(10.0) else 0.0)
+    out = ThreadEngine(delay=lambda: 0.0 * go.wait(10.0))
     engine = ThreadEngine()
     first = out.start([(host, device)], False, None)
     second = engine.start([(again, host)], True, first)

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.lowering.lower import lower
 from helixpipe.lowering.project import Action, LoweredProgram
-from helixpipe.program.program import forward_only
+from helixpipe.program.program import Unit, forward_only
 from helixpipe.simulate.simulator import Simulation, simulate
 from helixpipe.simulate.streams import queue_waits
 from schedules import CATALOGUE, Shape, build
+from tests.lowering.offloads import everything, offloading_program
 from tests.lowering.random_programs import DETERMINISTIC, random_costs, random_program
 
 FREE = PieceTimes({"mlp": 1.0})
@@ -86,14 +87,30 @@ def test_free_messages_make_no_difference(name: str) -> None:
     assert simulate(lowered, FREE, one_queue=True).makespan == simulate(lowered, FREE).makespan
 
 
+@pytest.mark.parametrize("one_queue", [False, True])
+def test_copies_that_take_longer_than_on_paper_hold_up_what_waits_for_them(one_queue: bool) -> None:
+    """F0 to F3, then B0 to B3, of which the first unit offloads: the op behind its GONE, which is F2, and B0 wait."""
+    program = everything(build("gpipe", Shape(1, 4, 1)), ahead=1, units=[Unit(0, 0)])
+    lowered = lower(program, PieceTimes({"mlp": 1.0}, copy=0.5))
+    simulation = simulate(lowered, PieceTimes({"mlp": 1.0}, copy=3.0), one_queue=one_queue)
+    starts = {str(event.op): event.start for event in simulation.timeline.ops}
+    assert [starts[f"0F{number}"] for number in range(4)] == [0, 1, 4, 5]
+    assert [(event.start, event.end) for event in simulation.timeline.copies] == [(1, 4), (5, 8)]
+    assert [starts[f"0B{number}"] for number in range(4)] == [8, 10, 12, 14]
+
+
 @settings(DETERMINISTIC, max_examples=100)
 @given(seed=st.integers(0, 2**32))
 def test_one_queue_is_never_faster(seed: int) -> None:
-    """Whatever the program was lowered for; and no task starts sooner."""
+    """Whatever the program was lowered for, with copies or without; and no task starts sooner."""
     rng = Random(seed)
-    lowered, costs = lower(random_program(rng), random_costs(rng)), random_costs(rng)
+    program, copy = random_program(rng), rng.choice((0.0, 0.1, 5.0))
+    lowered = lower(offloading_program(program, seed) if seed % 2 else program, random_costs(rng))
+    costs = replace(random_costs(rng), copy=copy)
     one, many = (simulate(lowered, costs, one_queue=one) for one in (True, False))
     for with_one, with_many in zip(one.timeline.ops, many.timeline.ops, strict=True):
+        assert with_one.start >= with_many.start - 1e-9
+    for with_one, with_many in zip(one.timeline.copies, many.timeline.copies, strict=True):
         assert with_one.start >= with_many.start - 1e-9
     for with_one, with_many in zip(one.timeline.messages, many.timeline.messages, strict=True):
         assert with_one.start >= with_many.start - 1e-9

@@ -11,6 +11,7 @@ from helixpipe.program.files import save_program
 from helixpipe.program.program import Program
 from megatron.training.plan.programs import make_program
 from tests.distributed import run_ranks
+from tests.lowering.offloads import offloading_program
 from tests.training.steps import Run, figures_of_runs
 
 SCHEDULES = ["helix", "seq1f1b --chunk-lengths 6,8,2 --recompute-granularity selective"]
@@ -22,14 +23,16 @@ def program(flags: str) -> Program:
 
 
 def test_the_losses_are_those_of_the_schedule(tmp_path: Path) -> None:
+    """Wherever activations are between forward and backward."""
     runs = []
     for number, flags in enumerate(SCHEDULES):
-        path = tmp_path / f"{number}.json"
-        save_program(program(flags), path)
-        runs += [Run("llama", f"--pipeline-schedule {each}", pp=2) for each in (flags, path)]
+        same, offloading = tmp_path / f"{number}.json", tmp_path / f"{number}-offloading.json"
+        save_program(program(flags), same)
+        save_program(offloading_program(program(flags), number), offloading)
+        runs += [Run("llama", f"--pipeline-schedule {each}", pp=2) for each in (flags, same, offloading)]
     for found in run_ranks(figures_of_runs, 2, runs):
-        for by_name, by_file in zip(found[::2], found[1::2], strict=True):
-            assert by_file == by_name
+        for by_name, *by_file in zip(found[::3], found[1::3], found[2::3], strict=True):
+            assert by_file == [by_name] * 2
 
 
 @pytest.mark.parametrize(
