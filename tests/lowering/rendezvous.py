@@ -8,7 +8,7 @@ from random import Random
 
 from helixpipe.lowering.project import Action, Instruction, LoweredProgram
 from helixpipe.program.message import Collective, Message
-from helixpipe.program.program import Op
+from helixpipe.program.program import Op, Unit
 from tests.lowering.random_programs import needs
 
 
@@ -79,42 +79,43 @@ class Travel:
 
 
 class Copies:
-    """Where the activations of units that offload are, by instructions alone: each step follows from the one before."""
+    """Which instructions of each unit that offloads were run, and which copies have ended. A copy in is asked for when
+    the one out was; it is made when that has ended."""
 
     def __init__(self, lowered: LoweredProgram) -> None:
         self.graph, self.complete = lowered.graph, set[int]()
-        ranks = range(lowered.program.num_ranks)
-        self.queues: dict[tuple[int, bool], deque[int]] = {
-            (rank, each): deque() for rank in ranks for each in (False, True)
-        }
-        self.state = {copy.unit: 0 for copy in self.graph.copies}  # how many of its four instructions were run
+        engines = [(rank, inward) for rank in range(lowered.program.num_ranks) for inward in (False, True)]
+        self.queues: dict[tuple[int, bool], deque[int]] = {engine: deque() for engine in engines}
+        self.passed: dict[Unit, list[Action]] = {copy.unit: [] for copy in self.graph.copies}
 
     def take(self, action: Action, task: int, ran: list[Op]) -> None:
         copy = self.graph.copy(task)
-        step = (Action.OFFLOAD, Action.GONE, Action.FETCH, Action.BACK).index(action)
-        assert self.state[copy.unit] == step and copy.inward == (step > 1)
-        self.state[copy.unit] += 1
-        assert Op("F", *copy.unit) in ran
+        assert copy.inward == (action in (Action.FETCH, Action.BACK))
+        before = self.passed[copy.unit]
+        assert action not in before and Op("F", *copy.unit) in ran
+        assert action is Action.OFFLOAD or Action.OFFLOAD in before
+        assert action is not Action.BACK or {Action.GONE, Action.FETCH} <= set(before)
+        before.append(action)
         if action in (Action.OFFLOAD, Action.FETCH):
             self.queues[copy.rank, copy.inward].append(task)
 
     def move(self, engine: tuple[int, bool]) -> bool:
         """The oldest copy of an engine ends; one that comes in only when it has been out."""
         queue = self.queues[engine]
-        if not queue:
-            return False
         out = {self.graph.copy(task).unit for task in self.complete}
-        assert not engine[1] or self.graph.copy(queue[0]).unit in out
+        if not queue or (engine[1] and self.graph.copy(queue[0]).unit not in out):
+            return False
         self.complete.add(queue.popleft())
         return True
 
     def run(self, op: Op) -> None:
         """An op that reads what a unit has saved finds it."""
-        if op.kind in "RBI" and op.unit in self.state:
-            assert self.state[op.unit] == 4
+        if op.kind in "RBI" and op.unit in self.passed:
+            assert Action.BACK in self.passed[op.unit]
 
     def finish(self) -> None:
-        assert set(self.state.values()) <= {4} and len(self.complete) == len(self.graph.copies)
+        assert all(len(actions) == 4 for actions in self.passed.values())
+        assert len(self.complete) == len(self.graph.copies)
 
 
 class Machine:
