@@ -5,6 +5,7 @@
     helixpipe draw 1f1b interleaved-1f1b -o compare.png
     helixpipe check my_schedule.csv
     helixpipe memory 1f1b --model llama2-7b --seq-length 131072 --hardware h20 --nodes 8 --tensor-parallel 8
+    helixpipe plan --schedule sppo --model sppo-7b --hardware a100-80 --gpus 32 --seq-length 524288
     helixpipe profile --model llama2-7b --seq-length 4096 --output profile.json
 
 It is handed the catalogue (see `schedules.command`). It never imports torch (`profile` leaves that to the processes it
@@ -19,7 +20,15 @@ import sys
 from collections.abc import Callable, Sequence
 from types import MappingProxyType
 
-from helixpipe.cli import command_check, command_draw, command_list, command_memory, command_profile, command_simulate
+from helixpipe.cli import (
+    command_check,
+    command_draw,
+    command_list,
+    command_memory,
+    command_plan,
+    command_profile,
+    command_simulate,
+)
 from helixpipe.cli.parser import parsers
 from helixpipe.common.collector import collector_paused
 from helixpipe.common.errors import UserError
@@ -86,6 +95,7 @@ _COMMANDS: MappingProxyType[str, Callable[[argparse.Namespace], None]] = Mapping
         "memory": command_memory.run,
         "draw": command_draw.run,
         "check": command_check.run,
+        "plan": command_plan.run,
         "profile": command_profile.run,
     }
 )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from helixpipe import __version__
+from helixpipe.cli.command_plan import PlanOptions
 from helixpipe.cli.model import ModelOptions
 from helixpipe.cli.options import CostOptions, OutputOptions, ShapeOptions, SimulateOptions
 from helixpipe.cli.profile import ProfileOptions
@@ -72,6 +74,7 @@ def parsers(schedules: Mapping[str, type]) -> tuple[FlagParser, dict[str, FlagPa
         help=".csv: a row a rank, an op a cell: 2F5, or 2F5.1 for a chunk; .json: see --save-program",
     )
 
+    planning = _planning(subparsers)
     profiling = subparsers.add_parser(
         "profile",
         help="measure a model's costs on this machine",
@@ -87,11 +90,25 @@ def parsers(schedules: Mapping[str, type]) -> tuple[FlagParser, dict[str, FlagPa
         add_dataclass_arguments(command, ModelOptions, title="model and hardware")
         add_dataclass_arguments(command, RecomputeOptions, title="recomputation")
         add_dataclass_arguments(command, OffloadOptions, title="offloading")
+    for command in (simulating, weighing, drawing, planning):
         for name, options in schedules.items():
             if dataclasses.fields(options):
                 add_dataclass_arguments(command, options, title=f"options of {name}")
-    for command in (listing, simulating, weighing, drawing, checking, profiling):
+    for command in (listing, simulating, weighing, drawing, checking, planning, profiling):
         add_dataclass_arguments(command, OutputOptions, title="output")
     add_dataclass_arguments(simulating, SimulateOptions, title="output of simulate")
     commands = {"list": listing, "simulate": simulating, "memory": weighing, "draw": drawing, "check": checking}
-    return parser, {**commands, "profile": profiling}
+    return parser, {**commands, "plan": planning, "profile": profiling}
+
+
+def _planning(subparsers: Any) -> FlagParser:
+    """`plan`, but for the options of schedules and its output."""
+    parser: FlagParser = subparsers.add_parser(
+        "plan",
+        help="sizes, chunks and recomputation for a model on so many GPUs",
+        description="Find tensor-parallel size, pipeline size, number of chunks and recomputation by predicted step "
+        "time, and print the commands that train so.",
+    )
+    add_dataclass_arguments(parser, PlanOptions, title="what to plan")
+    add_dataclass_arguments(parser, ModelOptions, title="model and hardware")
+    return parser
