@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart test pytest mutants lint format clean distclean
 .PHONY: bench bench-predict bench-steps bench-setups bench-choosing bench-network bench-planning bench-queues
-.PHONY: bench-host bench-gpu bench-offload
+.PHONY: bench-host bench-gpu bench-offload bench-sppo
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -49,6 +49,9 @@ bench-steps: install  ## training steps with and without a flush between them; m
 
 bench-setups: install  ## HelixPipe's published setups, simulated; make bench-setups ARGS="--tokens 128 --nodes 8"
 	.venv/bin/python benchmarks/setups.py $(ARGS)
+
+bench-sppo: install  ## SPPO's published setups, simulated; make bench-sppo ARGS="--models 7b"
+	.venv/bin/python benchmarks/sppo_setups.py $(or $(ARGS),--output docs/sppo_setups.md)
 
 bench-choosing: install  ## the table of docs/choosing.md, simulated; make bench-choosing ARGS="--rows 3"
 	.venv/bin/python benchmarks/choosing.py $(or $(ARGS),--output docs/choosing.md)

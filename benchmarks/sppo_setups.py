@@ -1,11 +1,12 @@
-"""`make bench-sppo`: SPPO's published setups, simulated: what multiplexing the sequence partition would gain.
+"""`make bench-sppo`: SPPO's published setups, simulated.
 
     python benchmarks/sppo_setups.py [--models 7b] [--output table.md]
 
-Prints Markdown tables, which with `--output docs/sppo_setups.md` are that page: bubble and step of the order of `sppo`
-with chunks of equal time, alone and with ranks that help at the start of the pipeline (`left`) or at both ends, with
-transfers that take no time and with all that has to travel. All figures are simulated by the cost model
-(docs/costs.md); assumptions are below the table. No torch here.
+Prints Markdown tables, which with `--output docs/sppo_setups.md` are that page. The first has a line for each setup:
+1f1b, seq1f1b and sppo, each with the recomputation with which it fits into the memory and is fastest. The second says
+what multiplexing the sequence partition would gain: bubble and step of the order of `sppo`, alone and with ranks that
+help at the start of the pipeline (`left`) or at both ends, with transfers that take no time and with all that has to
+travel. All figures are simulated by the cost model (docs/costs.md); assumptions are below the tables. No torch here.
 """
 
 from __future__ import annotations
@@ -19,13 +20,18 @@ from pathlib import Path
 from types import MappingProxyType
 
 from helixpipe.cli.model import ModelOptions, Plan, make_plan
-from helixpipe.costs.hardware import GIB, GIGA
+from helixpipe.cli.model_report import report
+from helixpipe.costs.hardware import GIB, GIGA, RESERVED_MEMORY
 from helixpipe.costs.sizes import GRADIENT_BYTES
+from helixpipe.lowering.lower import lower
 from helixpipe.planning.chunk_lengths import balanced_lengths, default_alignment
 from helixpipe.planning.multiplex import Outcome, multiplexed, teams
+from helixpipe.planning.recompute import RecomputeOptions
 from helixpipe.program.costs import Contents, Payload, Work
 from helixpipe.program.stages import Stage, even_stages
 from helixpipe.program.workload import Extent, Extents
+from helixpipe.simulate.simulator import simulate
+from schedules import Shape, build
 
 HARDWARE = "a100-80"
 NETWORK, ADAPTERS = 100 * GIGA, 4
@@ -65,6 +71,40 @@ SETUPS: Mapping[str, Setup] = MappingProxyType(
     }
 )
 """Chen et al., SPPO, Table 4."""
+
+
+SCHEDULES = ("1f1b", "seq1f1b", "sppo")
+SETTINGS: tuple[tuple[str, RecomputeOptions], ...] = (
+    ("k", RecomputeOptions(recompute_early=False)),
+    ("s", RecomputeOptions("selective", recompute_early=False)),
+    ("w", RecomputeOptions("without-attention", recompute_early=False)),
+    ("f", RecomputeOptions("full", recompute_early=False)),
+)
+"""Kept, and what is recomputed, always inside the backwards."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One schedule with one setting. step: seconds. peak: bytes of the fullest GPU."""
+
+    mark: str
+    step: float
+    tokens_per_gpu: float
+    peak: float
+    fits: bool
+
+
+def best(plan: Plan, schedule: str, lengths: tuple[int, ...]) -> Result:
+    """Of the settings that fit the fastest, else the one that needs the least memory."""
+    results = []
+    for mark, recompute in SETTINGS:
+        shape = Shape(plan.ranks, 1, plan.layers, costs=plan.costs, recompute=recompute, memory_limit=plan.limit)
+        if schedule != "1f1b":
+            shape = replace(shape, chunks=len(lengths), chunk_lengths=lengths)
+        step = report(simulate(lower(build(schedule, shape), plan.costs), plan.costs, "s"), plan)
+        results.append(Result(mark, step.step_time, step.tokens_per_gpu, step.peak, step.peak <= step.limit))
+    fitting = [each for each in results if each.fits]
+    return min(fitting, key=lambda each: each.step) if fitting else min(results, key=lambda each: each.peak)
 
 
 @dataclass(frozen=True)
@@ -139,11 +179,12 @@ class Multiplexed:
 
 @dataclass(frozen=True)
 class Row:
-    """alone, and by (left and right, free): multiplexed."""
+    """schedules: by name. alone; helped: by (at both ends, free). lent: bytes, helping at the start, at both ends."""
 
     setup: Setup
     tokens: int
     chunks: int
+    schedules: Mapping[str, Result]
     alone: Outcome
     helped: Mapping[tuple[bool, bool], Outcome]
     lent: tuple[float, float]
@@ -160,7 +201,57 @@ def row(setup: Setup, tokens: int, chunks: int) -> Row:
         for costs in (free, counted)
         for right in (False, True)
     }
-    return Row(setup, tokens, chunks, alone, helped, (counted.lent(True, False), counted.lent(True, True)))
+    schedules = {name: best(plan, name, lengths) for name in SCHEDULES}
+    return Row(setup, tokens, chunks, schedules, alone, helped, (counted.lent(True, False), counted.lent(True, True)))
+
+
+def schedule_table(rows: Sequence[Row]) -> list[str]:
+    """A line a setup and length: seconds of a step, over 1f1b's, GiB of the fullest GPU."""
+    lines = [
+        f"| model, GPUs | tokens | N | {' | '.join(SCHEDULES)} | sppo, tokens/s/GPU |",
+        f"|---|--:|--:|{'--:|' * len(SCHEDULES)}--:|",
+    ]
+    for each in rows:
+        cells = [f"{each.setup.model}, {each.setup.gpus}", f"{each.tokens}k", str(each.chunks)]
+        for result in each.schedules.values():
+            ratio = each.schedules["1f1b"].step / result.step
+            size = f"{result.peak / GIB:.0f} GiB{'' if result.fits else '!'}"
+            cells.append(f"{result.step:.1f} **{ratio:.2f}** {result.mark}, {size}")
+        cells.append(f"{each.schedules['sppo'].tokens_per_gpu:.0f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def text(rows: Sequence[Row]) -> str:
+    """Both tables and the assumptions, as Markdown."""
+    hardware = rows[0].setup.plan(512).costs.hardware
+    share, usable = hardware.efficiency, (hardware.memory - RESERVED_MEMORY) / GIB
+    parts = [
+        ["# SPPO's published setups, simulated"],
+        ["Written by `make bench-sppo`; [sppo.md](sppo.md) says what follows from it. Simulated, not measured."],
+        ["One sequence a step. Seconds of a step, in bold 1f1b's over it, what is recomputed, the fullest GPU:"],
+        schedule_table(rows),
+        [
+            "k: everything is kept; s: core attention is recomputed; w: all but core attention; f: whole layers; each "
+            "inside the backward. `GiB!`: does not fit."
+        ],
+        [
+            "Multiplexing the sequence partition, everything kept. Seconds of bubble, in bold the step without over "
+            "the step with it; GiB: weights, gradients, keys and values that the rank which helps most has for others:"
+        ],
+        multiplex_table(rows),
+        ["Assumed:"],
+        [
+            f"- {HARDWARE}: {share.matmul:.0%} of {hardware.flops / 1e12:.0f} TFLOP/s in matrix products, "
+            f"{share.attention:.0%} in attention, {share.memory:.0%} of memory bandwidth and NVLink, "
+            f"{share.network:.0%} of the network's {hardware.network / 1e9:.0f} GB/s a node, of which each of 8 GPUs "
+            f"has an eighth; {usable:.0f} of {hardware.memory / GIB:.0f} GiB usable",
+            "- multiplexing: weights pass from helper to helper at the start of the step, sums of their gradients in "
+            "float32 back after the last op; keys and values as they are made; a rank sends one message at a time and "
+            "receives one; exchanges within a team overlap nothing",
+        ],
+    ]
+    return "\n\n".join("\n".join(part) for part in parts) + "\n"
 
 
 def multiplex_table(rows: Sequence[Row]) -> list[str]:
@@ -187,7 +278,7 @@ def main() -> None:
     parser.add_argument("--output", metavar="FILE.md", help="write the tables there, too")
     arguments = parser.parse_args()
     rows = [row(SETUPS[name], *each) for name in arguments.models for each in SETUPS[name].chunks.items()]
-    written = "\n".join(multiplex_table(rows)) + "\n"
+    written = text(rows)
     print(written, end="")
     if arguments.output:
         Path(arguments.output).write_text(written, encoding="utf-8")

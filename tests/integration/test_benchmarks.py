@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import network
+from benchmarks import network, sppo_setups
 from benchmarks.network_costs import Case, Link
 from tests.integration.forked import run_forked
 from tests.integration.launching import Launch
@@ -54,6 +54,19 @@ def test_published_setups(tmp_path: Path) -> None:
     (row,) = [line for line in written.splitlines() if line.startswith("| h20 | 1.3b | 4k | 2 |")]
     assert row.count("|") == 12 and row.count("**") == 6
     assert "- h20: 80% of 148 TFLOP/s in matrix products" in written
+
+
+def test_published_setups_of_sppo() -> None:
+    """A small one in place of those on the page, which take minutes."""
+    small = sppo_setups.Setup("7b", 32, 8, 4, {32: 4})
+    row = sppo_setups.row(small, 32, 4)
+    lines = sppo_setups.text([row]).splitlines()
+    (first, second) = [line for line in lines if line.startswith("| 7b, 32 | 32k | 4 |")]
+    assert first.count("**") == 6 and second.count("**") == 8
+    assert any("of the network's 100 GB/s a node" in line for line in lines)
+    alone = row.schedules["sppo"].step
+    assert row.alone.makespan == pytest.approx(alone, rel=0.02)  # the same order but for the head; and the optimizer
+    assert row.helped[True, True].makespan < row.helped[True, False].makespan
 
 
 def test_engines_over_a_link_and_their_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

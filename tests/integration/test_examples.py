@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,24 @@ def test_every_published_setup(turn: int, schedule: str, hardware: str, fakes: P
         assert config.parallel.sequence_parallel and not config.recompute.recompute_early
 
 
+@pytest.mark.parametrize(
+    ("model", "tokens", "sizes", "chunks"),
+    [("7b", 512, (8, 4), 32), ("13b", 640, (8, 8), 48), ("65b", 600, (16, 8), 64), ("7b", 1024, (8, 4), 160)],
+)
+def test_setups_of_sppo(model: str, tokens: int, sizes: tuple[int, int], chunks: int, fakes: Path) -> None:
+    from helixpipe.costs.models import MODELS
+
+    _, launch = commands("sppo/train.sh", fakes, MODEL=model, SEQ=f"{tokens}k")
+    assert launch[launch.index("--nnodes") + 1] == str(sizes[0] * sizes[1] // 8)
+    flags = [*launch, "--pipe-sp-strategy", "average"]  # cut at once
+    config = launched(flags, sizes[0] * sizes[1])
+    preset = replace(MODELS[f"sppo-{model}"], name="the model", seq_length=tokens * 1024)
+    assert replace(model_shape(config), vocab=preset.vocab) == preset
+    parallel = config.parallel
+    assert (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size) == sizes
+    assert (parallel.pipeline_schedule, config.chunks.count(), config.training.global_batch_size) == ("sppo", chunks, 1)
+
+
 def test_the_prediction_is_the_simulators(fakes: Path) -> None:
     variables = {"MODEL": "1.3b", "SEQ": "32k", "NODES": "2", "EXTRA": "--chunk-size 8192"}
     done = run("helixpipe/train.sh", fakes, DRY_RUN="1", **variables, BIN=str(ROOT / ".venv/bin"))
@@ -185,7 +204,7 @@ def test_wrong_variables_are_refused_in_one_line(name: str, value: str, valid: s
     assert done.returncode != 0 and valid in done.stderr and done.stderr.count("\n") == 1 and done.stdout == ""
 
 
-@pytest.mark.parametrize("script", ["helixpipe/train.sh", "two_hosts.sh"])
+@pytest.mark.parametrize("script", ["helixpipe/train.sh", "sppo/train.sh", "two_hosts.sh"])
 def test_launching_needs_the_first_nodes_address(script: str, fakes: Path) -> None:
     done = run(script, fakes)
     assert done.returncode != 0 and "MASTER_ADDR" in done.stderr
@@ -228,7 +247,8 @@ def test_batch_scripts_ask_for_what_resuming_needs(script: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "script", ["helixpipe/slurm.sh", "slurm/pretrain_llama_a800.sbatch", "slurm/pretrain_llama_h20.sbatch"]
+    "script",
+    ["helixpipe/slurm.sh", "sppo/slurm.sh", "slurm/pretrain_llama_a800.sbatch", "slurm/pretrain_llama_h20.sbatch"],
 )
 def test_a_job_checks_and_then_trains_on_all_its_nodes(script: str, fakes: Path) -> None:
     done = run(script, fakes, **JOB, SLURM_JOB_NUM_NODES="2", SCHEDULE="1f1b")

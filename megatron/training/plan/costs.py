@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import inf
 
 from helixpipe.common.errors import UserError
@@ -24,7 +23,7 @@ def training_costs(config: Config) -> ModelCosts | ProfileCosts:
     tp = parallel.tensor_model_parallel_size
     return ModelCosts(
         model_shape(config),
-        replace(hardware, gpus_per_node=max(hardware.gpus_per_node, tp)),
+        hardware,
         Layout(
             tp,
             parallel.sequence_parallel,

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# train.sh as a SLURM job, a torchrun on each node, for MODEL, SEQ, SCHEDULE and the other variables of train.sh. The
+# number of nodes is that of the job: 4 for 7b, 8 for 13b, 16 for 65b. From the checkout's folder:
+#
+#   mkdir -p logs
+#   MODEL=7b SEQ=512k sbatch --nodes 4 examples/sppo/slurm.sh
+#
+#SBATCH --job-name=sppo
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --output=logs/%x-%j.out
+set -euo pipefail
+cd -P "$SLURM_SUBMIT_DIR"
+NODES=$SLURM_JOB_NUM_NODES exec examples/sppo/train.sh
