@@ -26,6 +26,7 @@ from helixpipe.costs.sizes import GRADIENT_BYTES
 from helixpipe.lowering.lower import lower
 from helixpipe.planning.chunk_lengths import balanced_lengths, default_alignment
 from helixpipe.planning.multiplex import Outcome, multiplexed, teams
+from helixpipe.planning.offload import OffloadOptions
 from helixpipe.planning.recompute import RecomputeOptions
 from helixpipe.program.costs import Contents, Payload, Work
 from helixpipe.program.stages import Stage, even_stages
@@ -98,7 +99,7 @@ def best(plan: Plan, schedule: str, lengths: tuple[int, ...]) -> Result:
     """Of the settings that fit the fastest, else the one that needs the least memory."""
     results = []
     for mark, recompute in SETTINGS:
-        shape = Shape(plan.ranks, 1, plan.layers, costs=plan.costs, recompute=recompute, memory_limit=plan.limit)
+        shape = Shape(plan.ranks, 1, plan.layers, costs=plan.costs, recompute=recompute, offload=OffloadOptions("off"))
         if schedule != "1f1b":
             shape = replace(shape, chunks=len(lengths), chunk_lengths=lengths)
         step = report(simulate(lower(build(schedule, shape), plan.costs), plan.costs, "s"), plan)

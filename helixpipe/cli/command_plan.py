@@ -41,7 +41,8 @@ def run(namespace: argparse.Namespace) -> None:
     problem = _problem(options, schedule, namespace)
     solutions = solve(problem, options.top)
     commands = [
-        torchrun_command(each, schedule.name, _own(schedule, namespace), problem.sequences) for each in solutions
+        torchrun_command(each, schedule.name, _own(schedule, namespace), problem.sequences, schedule.offloads)
+        for each in solutions
     ]
     if namespace.json:
         figures = [_json(each, command) for each, command in zip(solutions, commands, strict=True)]

@@ -20,6 +20,7 @@ from helixpipe.lowering.bound import stage_work
 from helixpipe.lowering.lower import lower
 from helixpipe.planning.catalogue import Schedule, Shape
 from helixpipe.planning.chunk_lengths import CHUNK_COUNTS, balanced_lengths, default_alignment, short_chunks
+from helixpipe.planning.offload import OffloadOptions
 from helixpipe.planning.recompute import RecomputeOptions
 from helixpipe.program.program import Program
 from helixpipe.program.stages import even_stages
@@ -35,11 +36,12 @@ MOST_OPS = 50_000
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to treat activations. flags: of training that ask for it. change: what is done to the program beyond
+    """One way to treat activations. flags: of training that ask for what is recomputed. change: what is done to the program beyond
     recomputation, under a limit of so many bytes a rank; weights and optimizer are within it."""
 
     flags: str = ""
     recompute: RecomputeOptions = field(default_factory=RecomputeOptions)
+    offload: OffloadOptions = field(default_factory=lambda: OffloadOptions("off"))
     change: Callable[[Program, ModelCosts, float], Program] | None = None
 
 
@@ -233,6 +235,7 @@ class _Attempts:
             chunk_lengths=self.lengths.find(costs, chunks),
             costs=costs,
             recompute=replace(choice.recompute, recompute_early=early),
+            offload=choice.offload,
             memory_limit=problem.limit,
         )
         program = problem.build(shape)
