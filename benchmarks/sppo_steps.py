@@ -50,7 +50,7 @@ class Row:
     def cells(self, baseline: float | None) -> list[str]:
         if self.choice is None:
             return [self.way, "–", "–", "nothing fits", "", "", ""]
-        time, need, host = self.choice.time, max(self.choice.needs) / GIB, self.choice.host_needs / GIB
+        time, need, host = self.choice.time, max(self.choice.needs) / GIB, max(self.choice.host_needs) / GIB
         over = f"{baseline / time:.2f}" if baseline is not None and self.fits else "–"
         simulation = self.choice.simulation
         hidden = f"{simulation.hidden:.1%}" if simulation.copies else ""
@@ -123,7 +123,7 @@ def longest(model: str, hardware: str, nodes: int, tp: int, ranks: int, chunk: i
     return (
         f"| {model}, {plan.gpus} x {hardware}, tensor parallel {tp}, p = {ranks} | {low * 64} K | {choice.time:.0f} | "
         f"{rate:.0f} | {max(choice.needs) / GIB:.1f} ({most} {peak[most] / GIB:.1f}), "
-        f"host {choice.host_needs / GIB:.0f} |"
+        f"host {max(choice.host_needs) / GIB:.0f} |"
     )
 
 
@@ -146,9 +146,8 @@ def main() -> None:
                 for line in table(SETUPS[name], tokens):
                     say(line)
     if arguments.longest:
-        say(
-            "\n| model | longest sequence | step s | tokens/s/GPU | GiB of a GPU, and of the host |\n|---|---|---|---|---|"
-        )
+        say("\n| model | longest sequence | step s | tokens/s/GPU | GiB of a GPU, and of the host |")
+        say("|---|---|---|---|---|")
         say(longest("llama3-8b", "h100", 1, 8, 1, 16384))
         say(longest("sppo-7b", "a100-80", 16, 8, 16, 32768))
     if arguments.output is not None:

@@ -1,11 +1,11 @@
 """What to keep, to offload and to recompute under a memory limit, at the least predicted time. No torch here.
 
 Where all fits nothing is done. Else, for each level of recomputation (none, parts of some or all layers), every rank
-offloads as little as makes it fit. How much a unit offloads follows SPPO's rule (Chen et al., 2025, sec. 5): its share
-is proportional to what can be copied in the time that hides it. That time is here the shortest of three, because a copy
-in has to be hidden as well: to the end of the rank's next forward, from the end of the backward before, and half of
-what lies between the unit's own forward and backward. A rank's factor is found by bisection; at 1 or below no copy
-should hold up an op, above that copies do, and recomputation may be cheaper. The best level is then changed rank by
+offloads as little as makes it fit, found by bisection, in two ways. One follows SPPO's rule (Chen et al., 2025, sec.
+5): a unit's share is proportional to what can be copied in the time that hides it. That time is here the shortest of
+three, because a copy in has to be hidden as well: to the end of the rank's next forward, from the start of the backward
+before, and half of what lies between the unit's own forward and backward. The other offloads whole units, first those
+that wait longest. Where copies would hold up ops recomputation may be cheaper. The best level is then changed rank by
 rank, and in small programs the shares unit by unit, as long as the predicted step gets shorter.
 """
 
@@ -21,7 +21,7 @@ from helixpipe.lowering.build import build_graph
 from helixpipe.lowering.lower import lower_graph
 from helixpipe.planning.early import place_early
 from helixpipe.planning.offload import OffloadOptions, timed, with_ahead, with_shares
-from helixpipe.planning.offload_hidden import Base, recomputing
+from helixpipe.planning.offload_hidden import Base, Place, recomputing
 from helixpipe.planning.recompute_choice import CHOICES, TOLERANCE, Runs
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Program, Unit
@@ -34,7 +34,10 @@ Level = tuple[Runs, float]
 
 LEVELS: tuple[Level, ...] = (((), 0.0), *((runs, share) for runs in CHOICES[1:] for share in (0.25, 0.5, 1.0)))
 
-BISECTIONS = 6
+AMOUNTS = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Looked at before bisection."""
+
+BISECTIONS = 4
 NOTHING = 1e-4
 """Part of a step's time that is not worth looking for."""
 SIMULATED_OPS = 400_000
@@ -116,14 +119,16 @@ def choose(
         return program
     search = _Search(program, options, costs, limits, early)
     chosen = any(program.activations_of(unit).recompute for unit in program.units())
-    tried = []
+    tried: list[_Found] = []
     for level in LEVELS if recompute and not chosen else LEVELS[:1]:
-        found = search.least((level,) * program.num_ranks)
-        if found is None:
-            continue
-        tried.append(found)
-        if found.choice.fits and found.choice.time <= plain.time * (1 + NOTHING):
-            return search.improved(found.choice).program  # nothing could be faster
+        for longest in (False, True):
+            below = min([each.choice.time for each in tried if each.choice.fits], default=inf)
+            found = search.least((level,) * program.num_ranks, longest, below)
+            if found is None:
+                continue
+            tried.append(found)
+            if found.choice.fits and found.choice.time <= plain.time * (1 + NOTHING):
+                return search.improved(found.choice).program  # nothing could be faster
     if any(all(each.penalty(rank) == inf for each in tried) for rank in range(program.num_ranks)):
         raise ScheduleError(_sentence(min((each.choice for each in tried), key=lambda each: each.excess), costs))
     best = search.mixed(tried)
@@ -155,35 +160,36 @@ class _Search:
         self.left = SIMULATED_OPS
         self._bases: dict[tuple[Level, ...], Base] = {}
 
-    def least(self, levels: tuple[Level, ...]) -> _Found | None:
+    def least(self, levels: tuple[Level, ...], longest: bool = False, below: float = inf) -> _Found | None:
         """With these levels of recomputation, of each rank, the least offloaded that makes each rank fit; everything on
-        ranks where that does not do. None: no stage has what is to be recomputed."""
+        ranks where that does not do. longest: see `Place`. None: no stage has what is to be recomputed, or the step
+        takes longer than `below` with nothing offloaded."""
         base = self._base(levels)
-        if base is None:
+        if base is None or base.times.makespan >= below:
             return None
         ranks = range(self.given.num_ranks)
-        low, high = [0.0] * len(ranks), [1.0] * len(ranks)
-        best = most = self._choice(base, high)
-        nothing = self._choice(base, low)
-        for rank in ranks:
-            if nothing.fits_rank(rank):
-                high[rank] = 0.0
-            elif not most.fits_rank(rank):
-                low[rank] = 1.0
-        for _ in range(BISECTIONS):
-            if low >= high:
-                break
-            middle = [(a + b) / 2 for a, b in zip(low, high, strict=True)]
-            choice = self._choice(base, middle)
+        low, high, fitting = [1.0] * len(ranks), [1.0] * len(ranks), [False] * len(ranks)
+        best: Choice | None = None
+        for amount in reversed(AMOUNTS):  # with more, what leaves last and comes back first may take more room
+            choice = self._choice(base, [amount] * len(ranks), longest)
             for rank in ranks:
                 if choice.fits_rank(rank):
-                    high[rank] = middle[rank]
-                else:
-                    low[rank] = middle[rank]
-        last = self._choice(base, high)
-        if not best.fits or (last.fits and last.time <= best.time):
-            best = last
-        return _Found(levels, base, high, best)
+                    high[rank], fitting[rank], low[rank] = amount, True, amount
+                elif low[rank] == high[rank]:
+                    low[rank] = amount
+            if choice.fits and (best is None or choice.time <= best.time):
+                best, most = choice, amount
+        for _ in range(BISECTIONS):
+            middle = [(a + b) / 2 if fits else b for a, b, fits in zip(low, high, fitting, strict=True)]
+            if middle == high:
+                break
+            choice = self._choice(base, middle, longest)
+            for rank in ranks:
+                (high if choice.fits_rank(rank) else low)[rank] = middle[rank]
+        last = self._choice(base, high, longest)
+        if best is not None and not (last.fits and last.time <= best.time):
+            return _Found(levels, base, [Place(most, longest)] * len(ranks), best)
+        return _Found(levels, base, [Place(amount, longest) for amount in high], last)
 
     def mixed(self, tried: Sequence[_Found]) -> Choice:
         """Each rank with the level of recomputation that costs it least, and then another as long as that helps."""
@@ -214,7 +220,7 @@ class _Search:
         base = self._base(levels)
         if base is None:
             return chosen[0].choice
-        choice = self._choice(base, [each.places[rank] for rank, each in enumerate(chosen)])
+        choice = self._shared(base.program, base.shares([each.places[rank] for rank, each in enumerate(chosen)]), base)
         if choice.fits:
             return choice
         found = self.least(levels)  # times have changed, and with them what is there at once
@@ -250,8 +256,8 @@ class _Search:
             self._bases[levels] = Base(program, self.options, self.costs)
         return self._bases[levels]
 
-    def _choice(self, base: Base, places: Sequence[float]) -> Choice:
-        return self._shared(base.program, base.shares(places), base)
+    def _choice(self, base: Base, amounts: Sequence[float], longest: bool) -> Choice:
+        return self._shared(base.program, base.shares([Place(amount, longest) for amount in amounts]), base)
 
     def _shared(self, program: Program, shares: Mapping[Unit, float], base: Base | None = None) -> Choice:
         plain = replace(program, activations={})
@@ -265,12 +271,12 @@ class _Search:
 class _Found:
     """What the least offloading comes to with some levels of recomputation.
 
-    places: of each rank, between nothing (0), all that is hidden (0.5) and everything (1). choice: with these.
+    places: of each rank. choice: with these.
     """
 
     levels: tuple[Level, ...]
     base: Base
-    places: Sequence[float]
+    places: Sequence[Place]
     choice: Choice
 
     def penalty(self, rank: int) -> float:

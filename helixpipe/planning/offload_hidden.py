@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import inf
+from typing import NamedTuple
 
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.graph import Graph
@@ -18,59 +19,71 @@ from helixpipe.program.stages import Piece, Stage
 from helixpipe.program.tasks import Buffer
 
 
+class Place(NamedTuple):
+    """How much a rank offloads.
+
+    amount: between nothing (0) and everything (1). longest: the units whose activations wait longest come first, whole;
+    else all of them a share, in proportion to what can be copied in the time that hides it, at 0.5 just that.
+    """
+
+    amount: float
+    longest: bool = False
+
+
 class Base:
     """A program that offloads nothing yet, and what each of its units could offload for nothing.
 
     hidden: for each rank and unit the share that can be copied in the time that hides it, which may be above 1.
+    recomputing: the time that each rank spends on recomputation.
     """
 
     def __init__(self, program: Program, options: OffloadOptions, costs: Costs):
         self.program, self.costs = program, costs
         self.graph, self.times = timed(program, costs)
         everything = with_shares(program, options, dict.fromkeys(program.units(), 1.0), costs)
-        size = BoundCosts(everything, costs).size
-        self.hidden: list[dict[Unit, float]] = []
-        self.spans: list[dict[Unit, float]] = []
-        bound = BoundCosts(program, costs)
+        size, bound = BoundCosts(everything, costs).size, BoundCosts(program, costs)
         self.recomputing = [sum(bound.recompute_time(op) for op in ops if op.kind in "BI") for ops in program.ranks]
+        self.hidden: list[dict[Unit, float]] = []
+        self._copying: list[dict[Unit, float]] = []
         for rank, tasks in enumerate(self.graph.rank_tasks):
-            spans = dict(_spans(self.graph, self.times, tasks))
-            shares = {}
-            for unit, span in spans.items():
+            shares, times = {}, {}
+            for unit, span, gap in sorted(_spans(self.graph, self.times, tasks), key=lambda each: -each[2]):
                 leaving = size(Buffer("offloaded", rank, *unit))
-                copying = max(costs.copy_time(leaving, False), costs.copy_time(leaving, True)) if leaving else 0.0
-                if leaving and span > 0:
-                    shares[unit] = span / copying if copying else inf
-            self.hidden.append(shares)
-            self.spans.append(spans)
+                if leaving and gap > 0:
+                    times[unit] = max(costs.copy_time(leaving, False), costs.copy_time(leaving, True))
+                    shares[unit] = span / times[unit] if times[unit] else inf
+            self.hidden.append(shares)  # those that wait longest first
+            self._copying.append(times)
 
-    def shares(self, places: Sequence[float]) -> dict[Unit, float]:
-        """places: of each rank, between nothing (0), all that is hidden (0.5) and everything (1)."""
+    def shares(self, places: Sequence[Place]) -> dict[Unit, float]:
+        """Of every unit that offloads. places: of each rank."""
         shares: dict[Unit, float] = {}
         for rank, place in enumerate(places):
             shares |= self._shares(rank, place)
         return shares
 
-    def exposed(self, rank: int, place: float) -> float:
-        """The time of copies that nothing hides."""
-        hidden, spans = self.hidden[rank], self.spans[rank]
-        return sum(
-            max(0.0, share / hidden[unit] - 1) * spans[unit] for unit, share in self._shares(rank, place).items()
-        )
+    def exposed(self, rank: int, place: Place) -> float:
+        """The time of copies that nothing hides, about."""
+        hidden, copying = self.hidden[rank], self._copying[rank]
+        return sum(max(0.0, s - hidden[unit]) * copying[unit] for unit, s in self._shares(rank, place).items())
 
-    def _shares(self, rank: int, place: float) -> dict[Unit, float]:
+    def _shares(self, rank: int, place: Place) -> dict[Unit, float]:
         hidden = self.hidden[rank]
-        if place <= 0:
+        if place.longest:
+            whole = place.amount * len(hidden)
+            counted = ((unit, min(1.0, whole - number)) for number, unit in enumerate(hidden))
+            return {unit: share for unit, share in counted if share > 1e-6}
+        if place.amount <= 0:
             return {}
-        if place <= 0.5:
-            return {unit: 2 * place * min(1.0, share) for unit, share in hidden.items()}
+        if place.amount <= 0.5:
+            return {unit: 2 * place.amount * min(1.0, share) for unit, share in hidden.items() if share > 0}
         most = max([1.0, *(1 / share for share in hidden.values() if 0 < share < 1)])
-        factor = 1 + (2 * place - 1) * (most - 1)
-        return {unit: min(1.0, factor * share) for unit, share in hidden.items()}
+        factor = 1 + (2 * place.amount - 1) * (most - 1)
+        return {unit: min(1.0, factor * share) for unit, share in hidden.items() if share > 0}
 
 
-def _spans(graph: Graph, times: Times, tasks: range) -> Iterator[tuple[Unit, float]]:
-    """For each unit of a rank the time that hides a copy of it in either direction."""
+def _spans(graph: Graph, times: Times, tasks: range) -> Iterator[tuple[Unit, float, float]]:
+    """For each unit of a rank the time that hides a copy of it in either direction, and for how long it waits."""
     ops = [graph.ops[task] for task in tasks]
     start = {op: times.start[task] for op, task in zip(ops, tasks, strict=True)}
     end = {op: times.end[task] for op, task in zip(ops, tasks, strict=True)}
@@ -85,7 +98,8 @@ def _spans(graph: Graph, times: Times, tasks: range) -> Iterator[tuple[Unit, flo
     for op in forwards:
         reader = readers[op.unit]
         gap = start[reader] - end[op]
-        yield op.unit, min(until.get(op, inf) - end[op], start[reader] - since.get(reader, -inf), gap / 2)
+        span = min(until.get(op, inf) - end[op], start[reader] - since.get(reader, -inf), gap / 2)
+        yield op.unit, span, gap
 
 
 def recomputing(stage: Stage, runs: Runs, share: float) -> Stage:

@@ -36,8 +36,8 @@ MOST_OPS = 50_000
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to treat activations. flags: of training that ask for what is recomputed. change: what is done to the program beyond
-    recomputation, under a limit of so many bytes a rank; weights and optimizer are within it."""
+    """One way to treat activations. flags: of training that ask for what is recomputed. change: what is done to the
+    program beyond recomputation, under a limit of so many bytes a rank; weights and optimizer are within it."""
 
     flags: str = ""
     recompute: RecomputeOptions = field(default_factory=RecomputeOptions)
