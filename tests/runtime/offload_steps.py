@@ -147,7 +147,7 @@ class Metered(Offloader):
 MEMORY = {
     "gpt": ("gpt", "F0 F1 F2 F3 B3 B2 B1 B0"),
     "llama": ("llama", "F0 F1 B0 F2 B1 F3 B2 B3"),
-    "llama split": ("llama-mha", "F0 F1 F2 I0 W0 I1 I2 F3 W1 W2 I3 W3"),
+    "split": ("llama-mha", "F0 F1 F2 I0 W0 I1 I2 F3 W1 W2 I3 W3"),
 }
 
 

@@ -26,13 +26,15 @@ def test_the_losses_are_those_of_the_schedule(tmp_path: Path) -> None:
     """Wherever activations are between forward and backward."""
     runs = []
     for number, flags in enumerate(SCHEDULES):
-        same, offloading = tmp_path / f"{number}.json", tmp_path / f"{number}-offloading.json"
-        save_program(program(flags), same)
-        save_program(offloading_program(program(flags), number), offloading)
-        runs += [Run("llama", f"--pipeline-schedule {each}", pp=2) for each in (flags, same, offloading)]
-    for found in run_ranks(figures_of_runs, 2, runs):
-        for by_name, *by_file in zip(found[::3], found[1::3], found[2::3], strict=True):
-            assert by_file == [by_name] * 2
+        path = tmp_path / f"{number}.json"
+        save_program(program(flags), path)
+        runs += [Run("llama", f"--pipeline-schedule {each}", pp=2) for each in (flags, path)]
+    offloading = tmp_path / "offloading.json"
+    save_program(offloading_program(program(SCHEDULES[-1]), 0), offloading)
+    runs.append(Run("llama", f"--pipeline-schedule {offloading}", pp=2))
+    for found in run_ranks(figures_of_runs, 2, runs, timeout=300.0):
+        assert found[0] == found[1]
+        assert found[2] == found[3] == found[4]
 
 
 @pytest.mark.parametrize(
