@@ -51,7 +51,7 @@ bench-setups: install  ## HelixPipe's published setups, simulated; make bench-se
 	.venv/bin/python benchmarks/setups.py $(ARGS)
 
 bench-sppo: install  ## SPPO's published setups, simulated; make bench-sppo ARGS="--models 7b"
-	.venv/bin/python benchmarks/sppo_setups.py $(or $(ARGS),--output docs/sppo_setups.md)
+	.venv/bin/python benchmarks/sppo_setups.py $(ARGS)
 
 bench-choosing: install  ## the table of docs/choosing.md, simulated; make bench-choosing ARGS="--rows 3"
 	.venv/bin/python benchmarks/choosing.py $(or $(ARGS),--output docs/choosing.md)

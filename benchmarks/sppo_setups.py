@@ -2,7 +2,7 @@
 
     python benchmarks/sppo_setups.py [--models 7b] [--output table.md]
 
-Prints Markdown tables, which with `--output docs/sppo_setups.md` are that page. The first has a line for each setup:
+Prints Markdown tables. The first has a line for each setup:
 1f1b, seq1f1b and sppo, each with the recomputation with which it fits into the memory and is fastest. The second says
 what multiplexing the sequence partition would gain: bubble and step of the order of `sppo`, alone and with ranks that
 help at the start of the pipeline (`left`) or at both ends, with transfers that take no time and with all that has to
@@ -229,7 +229,7 @@ def text(rows: Sequence[Row]) -> str:
     share, usable = hardware.efficiency, (hardware.memory - RESERVED_MEMORY) / GIB
     parts = [
         ["# SPPO's published setups, simulated"],
-        ["Written by `make bench-sppo`; [sppo.md](sppo.md) says what follows from it. Simulated, not measured."],
+        ["Written by `make bench-sppo`; docs/sppo.md says what follows from it. Simulated, not measured."],
         ["One sequence a step. Seconds of a step, in bold 1f1b's over it, what is recomputed, the fullest GPU:"],
         schedule_table(rows),
         [
