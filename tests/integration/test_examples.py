@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -162,24 +161,6 @@ def test_every_published_setup(turn: int, schedule: str, hardware: str, fakes: P
         assert (config.parallel.pipeline_model_parallel_size, config.training.global_batch_size) == (nodes, 2 * nodes)
         assert config.parallel.tensor_model_parallel_size == 8
         assert config.parallel.sequence_parallel and not config.recompute.recompute_early
-
-
-@pytest.mark.parametrize(
-    ("model", "tokens", "sizes", "chunks"),
-    [("7b", 512, (8, 4), 32), ("13b", 640, (8, 8), 48), ("65b", 600, (16, 8), 64), ("7b", 1024, (8, 4), 160)],
-)
-def test_setups_of_sppo(model: str, tokens: int, sizes: tuple[int, int], chunks: int, fakes: Path) -> None:
-    from helixpipe.costs.models import MODELS
-
-    _, launch = commands("sppo/train.sh", fakes, MODEL=model, SEQ=f"{tokens}k")
-    assert launch[launch.index("--nnodes") + 1] == str(sizes[0] * sizes[1] // 8)
-    flags = [*launch, "--pipe-sp-strategy", "average"]  # cut at once
-    config = launched(flags, sizes[0] * sizes[1])
-    preset = replace(MODELS[f"sppo-{model}"], name="the model", seq_length=tokens * 1024)
-    assert replace(model_shape(config), vocab=preset.vocab) == preset
-    parallel = config.parallel
-    assert (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size) == sizes
-    assert (parallel.pipeline_schedule, config.chunks.count(), config.training.global_batch_size) == ("sppo", chunks, 1)
 
 
 def test_the_prediction_is_the_simulators(fakes: Path) -> None:
