@@ -40,8 +40,12 @@ AMOUNTS = (0.0, 0.25, 0.5, 0.75, 1.0)
 BISECTIONS = 4
 NOTHING = 1e-4
 """Part of a step's time that is not worth looking for."""
-SIMULATED_OPS = 400_000
-"""Ops in all the simulations of the search for improvements, at most; a million take a minute or so."""
+SIMULATED_OPS = 100_000
+"""Ops in all the simulations after which no more improvements are looked for; they take some ten seconds."""
+
+LARGE = 1000
+"""Ops of a program for which no level is simulated any more that all ranks would take longer with: on some ranks alone
+it might be right."""
 
 SMALL = 48
 """Units of a program whose shares are looked at one by one."""
@@ -122,7 +126,8 @@ def choose(
     tried: list[_Found] = []
     for level in LEVELS if recompute and not chosen else LEVELS[:1]:
         for longest in (False, True):
-            below = min([each.choice.time for each in tried if each.choice.fits], default=inf)
+            fitting = [each.choice.time for each in tried if each.choice.fits]
+            below = min(fitting) if fitting and search.large else inf
             found = search.least((level,) * program.num_ranks, longest, below)
             if found is None:
                 continue
@@ -158,6 +163,7 @@ class _Search:
         self.given, self.options, self.costs, self.limits = program, options, costs, limits
         self.early = early
         self.left = SIMULATED_OPS
+        self.large = sum(map(len, program.ranks)) > LARGE
         self._bases: dict[tuple[Level, ...], Base] = {}
 
     def least(self, levels: tuple[Level, ...], longest: bool = False, below: float = inf) -> _Found | None:
@@ -196,7 +202,7 @@ class _Search:
         fitting = [each.choice for each in tried if each.choice.fits]
         best = min(fitting, key=lambda choice: choice.time) if fitting else None
         ranks = range(self.given.num_ranks)
-        orders = [sorted(tried, key=lambda each, at=rank: each.penalty(at))[:3] for rank in ranks]  # type: ignore[misc]
+        orders = [sorted(tried, key=lambda each, at=rank: each.penalty(at)) for rank in ranks]  # type: ignore[misc]
         current = [order[0] for order in orders]
         choice = self._mix(current)
         if best is not None and (not choice.fits or best.time < choice.time):
