@@ -26,7 +26,7 @@ HERE = Path(__file__).resolve().parent
 MODEL = "--num-layers 4 --hidden-size 192 --num-attention-heads 4 --ffn-hidden-size 512 --vocab-size 512 --swiglu"
 MODEL += " --normalization RMSNorm --disable-bias-linear --position-embedding-type rope"
 MODEL += " --untie-embeddings-and-output-weights --seq-length 2304 --micro-batch-size 1"
-SCHEDULES = {"gpipe": (4, 1), "1f1b": (4, 1), "seq1f1b": (4, 4), "sppo": (1, 8)}
+SCHEDULES = {"gpipe": (8, 1), "1f1b": (4, 1), "seq1f1b": (4, 4), "sppo": (1, 8)}
 """With their microbatches and chunks of a sequence."""
 WAYS = ("kept", "recomputed", "offloaded")
 

@@ -69,6 +69,8 @@ class Pipeline:
                     f"microbatches than for {step_sizes[-1]}, so the batch cannot change size under it."
                 )
         self._largest = largest
+        if largest.graph.copies or config.training.optimizer_cpu_offload:
+            _bind(parallel.device)
         channels = {(message.source, message.target) for message in largest.graph.messages}
         self._transport = make_transport(
             parallel.pp_group, parallel.device, channels, pipeline_settings(config.parallel)
@@ -87,14 +89,11 @@ class Pipeline:
         )
 
     def _offloader(self) -> Offloader | None:
-        """With as much page-locked memory as the largest step needs, near the GPU; None where nothing is offloaded."""
+        """With as much page-locked memory as the largest step needs; None where nothing is offloaded."""
         if not self._largest.graph.copies:
             return None
-        device, rank = self._parallel.device, self._parallel.pp_rank
-        if device.type == "cuda" and (unbound := bind_to_device(device)) is not None:
-            complain(unbound)
-        room = self._largest.simulation.peaks[rank].host * (1 + ROUNDING)
-        return Offloader(make_engine(device), round(room))
+        room = self._largest.simulation.peaks[self._parallel.pp_rank].host * (1 + ROUNDING)
+        return Offloader(make_engine(self._parallel.device), round(room))
 
     @property
     def reads_data(self) -> bool:
@@ -193,6 +192,12 @@ class Pipeline:
         if self._executor.offloader is not None:
             self._executor.offloader.engine.close()
         self._transport.close()
+
+
+def _bind(device: torch.device) -> None:
+    """Stay near the GPU; before the first page-locked page."""
+    if device.type == "cuda" and (unbound := bind_to_device(device)) is not None:
+        complain(unbound)
 
 
 def _placement(program: Program) -> list[tuple[Piece, ...]]:
