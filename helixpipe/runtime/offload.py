@@ -9,7 +9,7 @@ number.
 
 What does not leave: weights, borrowed or not; keys and values of chunks and their gradients, which other chunks use;
 the batch; what the model keeps anyway (`constants`: tables of rotary embeddings); what has crossed a cut and belongs to
-two units (see `costs.piece_kinds.staying`); storages that are empty, because their data will be recomputed; and tensors
+two units (see `costs.saved.staying`); storages that are empty, because their data will be recomputed; and tensors
 smaller than the program's `min_offloaded_bytes`. A storage that is saved twice moves once, and a view moves all of it.
 
 The inputs of a segment that is recomputed are data, not saved tensors: they leave and come back as well.

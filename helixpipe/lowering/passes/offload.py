@@ -21,7 +21,7 @@ from helixpipe.program.tasks import Buffer
 def offloaded(draft: Draft) -> None:
     """Add the two copies of every unit that offloads, with what they copy, in the host's memory too."""
     program, graph = draft.program, draft.graph
-    if program.forward_only:
+    if program.forward_only or not any(own.offload for own in program.activations.values()):
         return
     for forward, op in enumerate(graph.ops):
         if op.kind == "F" and program.activations_of(op.unit).offload:
