@@ -101,7 +101,7 @@ def _own(schedule: Schedule, namespace: argparse.Namespace) -> list[str]:
 
 
 def _table(solutions: list[Solution], problem: Problem) -> list[str]:
-    headers = ("", "TP", "PP", "DP", "chunks", "recompute", "step, s", "tokens/s/GPU", "bubble", "GiB")
+    headers = ("", "TP", "PP", "DP", "chunks", "recompute", "offload", "step, s", "tokens/s/GPU", "bubble", "GiB")
     rows = [headers]
     for number, each in enumerate(solutions, start=1):
         tokens = problem.sequences * problem.seq_length / (each.step * problem.gpus)
@@ -113,6 +113,7 @@ def _table(solutions: list[Solution], problem: Problem) -> list[str]:
                 str(each.costs.data_parallel),
                 str(each.chunks),
                 each.choice.recompute.granularity or "-",
+                "auto" if each.choice.offload.auto else "-",
                 f"{each.step:.4g}",
                 f"{tokens:.1f}",
                 f"{100 * each.bubble:.1f} %",
@@ -131,6 +132,7 @@ def _json(solution: Solution, command: str) -> dict[str, Any]:
         "microbatches": solution.microbatches,
         "chunks": solution.chunks,
         "recompute": solution.choice.recompute.granularity,
+        "offload": solution.choice.offload.offload_activations,
         "step_time": solution.step,
         "bubble_ratio": solution.bubble,
         "memory": round(solution.peak),

@@ -41,7 +41,7 @@ def model_flags(model: ModelShape) -> list[str]:
 def torchrun_command(solution: Solution, schedule: str, options: list[str], sequences: int, offloads: bool) -> str:
     """A command for each node, a line a group of flags. options: flags of the schedule. offloads: whether it offloads
     unless told otherwise."""
-    costs, layout = solution.costs, solution.costs.layout
+    costs, layout, offload = solution.costs, solution.costs.layout, solution.choice.offload
     gpus = layout.tensor_parallel * solution.ranks * costs.data_parallel
     nodes = gpus // costs.hardware.gpus_per_node
     several = " --node-rank $NODE_RANK --master-addr $MASTER_ADDR" if nodes > 1 else ""
@@ -54,7 +54,7 @@ def torchrun_command(solution: Solution, schedule: str, options: list[str], sequ
         *options,
         *[f"--pipe-sp-splits {solution.chunks}"] * (solution.chunks > 1),
         *[solution.choice.flags] * bool(solution.choice.flags),
-        *[f"--offload-activations {solution.choice.offload.offload_activations}"] * offloads,
+        *[f"--offload-activations {offload.offload_activations}"] * (offloads or offload.auto),
         *["--no-recompute-early"] * (solution.choice.recompute.granularity is not None and not solution.early),
         *[f"--chunk-size {layout.mlp_chunk}"] * bool(layout.mlp_chunk),
         f"--hardware {costs.hardware.name}",

@@ -2,13 +2,15 @@
 
 SPPO searches the first three (Chen et al., arXiv 2503.10377); here any schedule can be asked for. Pairs of sizes that
 promise most are looked at first, and those not at all whose work alone takes longer than the steps already found. For
-each pair the best of `Choice`s is taken at a middling number of chunks, then the number of chunks that is best with it.
-All by simulation, under the memory of the hardware. No torch here.
+each pair the best of `Choice`s is taken at a middling number of chunks, then the number of chunks that is best with it;
+where that recomputes, what `--offload-activations auto` finds is compared with it. All by simulation, under the memory
+of the hardware. No torch here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -54,6 +56,11 @@ CHOICES = (
 )
 
 
+OFFLOADED = Choice("", RecomputeOptions(), OffloadOptions("auto"))
+"""Where all that is kept does not fit, what is found to be best to offload and to recompute; it takes as long to find
+as many other tries."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """What is given. sequences: of a step, over all pipelines. limit: bytes of a GPU that may be used. layout: with the
@@ -69,6 +76,7 @@ class Problem:
     limit: float
     distributed_optimizer: bool = True
     choices: Sequence[Choice] = CHOICES
+    offloaded: Choice | None = OFFLOADED
 
     @property
     def seq_length(self) -> int:
@@ -199,8 +207,13 @@ def _tried(problem: Problem, costs: ModelCosts, ranks: int, lengths: _Lengths, s
                 break
             index, before = index + step, tried[-1]
     last = min(tried, key=lambda each: (max(each.peak, problem.limit), each.step))
-    if last.choice.recompute.granularity is not None:
-        tried.append(attempt(last.chunks, last.choice, early=True))
+    if last.choice.recompute.granularity is None:
+        return tried
+    tried.append(attempt(last.chunks, last.choice, early=True))
+    kept = next((each for each in tried if each.choice.recompute.granularity is None), None)
+    if problem.offloaded is not None and kept is not None and kept.step < min(tried[-1].step, slowest):
+        with suppress(ScheduleError):  # nothing fits
+            tried.append(attempt(last.chunks, problem.offloaded, early=True))
     return tried
 
 
@@ -235,8 +248,9 @@ class _Attempts:
             chunk_lengths=self.lengths.find(costs, chunks),
             costs=costs,
             recompute=replace(choice.recompute, recompute_early=early),
-            offload=choice.offload,
             memory_limit=problem.limit,
+            offload=choice.offload,
+            host_limit=costs.host_memory,
         )
         program = problem.build(shape)
         if choice.change is not None:

@@ -9,7 +9,7 @@ import pytest
 from helixpipe.common.errors import UserError
 from helixpipe.costs.hardware import GIB, HARDWARE
 from helixpipe.costs.models import MODELS, Layout
-from helixpipe.planning.solver import CHOICES, Choice, Problem, solve
+from helixpipe.planning.solver import CHOICES, OFFLOADED, Choice, Problem, solve
 from helixpipe.program.program import Program
 from schedules import Shape, build, find
 
@@ -54,8 +54,12 @@ def test_data_parallel_ranks_divide_the_batch() -> None:
 def test_what_is_recomputed_follows_the_memory() -> None:
     (free,) = solve(problem(1, schedule="1f1b"))
     tight = free.peak / GIB - 0.4
-    (best,) = solve(problem(1, limit=tight, schedule="1f1b"))
+    given = problem(1, limit=tight, schedule="1f1b")
+    (best,) = solve(replace(given, offloaded=None))
     assert free.choice == CHOICES[0] and best.choice in CHOICES[1:]
+    (offloading,) = solve(given)
+    assert offloading.choice == OFFLOADED
+    assert free.step <= offloading.step < best.step and offloading.peak <= given.limit
     assert best.peak <= tight * GIB and best.step > free.step
     with pytest.raises(
         UserError, match=r"^--gpus 8 are too few for --seq-length 8192: the least .* 0\.1 are usable\.$"
