@@ -14,8 +14,9 @@ no thread of this rank could say so any more. A thread of its own waits for the 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from helixpipe.lowering.project import Action, Instruction, LoweredProgram
@@ -191,6 +192,20 @@ def describe(view: View, peers: Peers, waited: float, limit: float) -> State:
 _Doing = tuple[str, str, tuple[Hop, ...], tuple[Need, ...]]
 
 
+_VERBS: Mapping[Action, str] = MappingProxyType(
+    {
+        Action.RUN: "runs",
+        Action.REDUCE: "starts",
+        Action.FREE: "frees",
+        Action.OFFLOAD: "starts offloading what leaves after",
+        Action.GONE: "waits until the host has what leaves after",
+        Action.FETCH: "starts fetching what is needed by",
+        Action.BACK: "waits until the device has what is needed by",
+    }
+)
+"""Of instructions that need no other pipeline rank."""
+
+
 def _in_program(lowered: LoweredProgram, pp_rank: int, index: int, peers: Peers, number: int) -> _Doing:
     """(doing, awaited, way, needs) of `State`."""
     stream = lowered.streams[pp_rank]
@@ -200,8 +215,7 @@ def _in_program(lowered: LoweredProgram, pp_rank: int, index: int, peers: Peers,
     count = f"(instruction {index} of {len(stream)})"
     if message is None or action is Action.FREE:
         others = tuple(Need(rank, (number, index)) for rank in peers.tensor if rank != peers.rank)
-        verb = {Action.RUN: "runs", Action.REDUCE: "starts"}.get(action, "frees")
-        return f"{verb} {op or message or collective} {count}", "", (), others
+        return f"{_VERBS[action]} {op or message or collective} {count}", "", (), others
     if action is Action.SEND:
         return f"sends {_cargo(message)} to rank {peers.pipeline[message.target]} {count}", "", (), (
             Need(peers.pipeline[message.target], (number, _find(lowered, Action.RECV, message) + 1)),

@@ -11,6 +11,7 @@ import torch
 from helixpipe.lowering.lower import lower
 from helixpipe.lowering.project import Action, LoweredProgram
 from helixpipe.planning.catalogue import Shape
+from helixpipe.planning.offload import OffloadOptions
 from helixpipe.runtime.run_ahead import RunAhead
 from helixpipe.watch.position import Left, Patience, Peers, Position, describe
 from schedules import build
@@ -215,3 +216,18 @@ def test_every_instruction_can_be_described() -> None:
                 position.at(index)
                 state = describe(position.look(), Peers(pp_rank, (0, 1, 2, 3), (pp_rank,)), 1, 2)
                 assert state.doing.split()[0] in ("runs", "frees", "sends", "posts", "waits", "starts")
+
+
+def test_a_copy_is_told_from_what_is_freed() -> None:
+    shape = Shape(2, 4, 4, offload=OffloadOptions("1"))
+    lowered = lower(build("gpipe", shape))
+    position = Position()
+    position.begin(lowered, 0)
+    said = {}
+    for index, each in enumerate(lowered.streams[0]):
+        position.at(index)
+        said.setdefault(each.action, describe(position.look(), Peers(0, (0, 1), (0,)), 1, 2).doing)
+    assert said[Action.OFFLOAD].startswith("starts offloading what leaves after 0F0 (")
+    assert said[Action.GONE].startswith("waits until the host has what leaves after 0F0 (")
+    assert said[Action.FETCH].startswith("starts fetching what is needed by 0B0 (")
+    assert said[Action.BACK].startswith("waits until the device has what is needed by 0B0 (")
