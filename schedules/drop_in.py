@@ -15,13 +15,14 @@ from typing import Any  # noqa: E402
 
 from helixpipe.common.errors import ScheduleError  # noqa: E402
 from helixpipe.drop_in.loop import ForwardBackward, MakeProgram  # noqa: E402
+from helixpipe.planning.offload import OffloadOptions  # noqa: E402
 from helixpipe.planning.recompute import RecomputeOptions  # noqa: E402
 from helixpipe.program.costs import Costs  # noqa: E402
 from helixpipe.program.files import is_file, load_program  # noqa: E402
 from helixpipe.program.program import Program  # noqa: E402
 from schedules import CATALOGUE, Shape, build, find  # noqa: E402
 
-__all__ = ["ForwardBackward", "RecomputeOptions", "get_forward_backward_func"]
+__all__ = ["ForwardBackward", "OffloadOptions", "RecomputeOptions", "get_forward_backward_func"]
 
 
 def get_forward_backward_func(
@@ -33,6 +34,7 @@ def get_forward_backward_func(
     virtual_stages: int | None = None,
     recompute: RecomputeOptions | None = None,
     memory_limit: float | None = None,
+    offload: OffloadOptions | None = None,
     kv_grad_fp32: bool = False,
     **options: Any,
 ) -> ForwardBackward:
@@ -45,8 +47,9 @@ def get_forward_backward_func(
         is not a PipelineModel, a stage is taken to be as long as any other, whatever layers the chunks have. None:
         backward twice forward.
     chunks, chunk_lengths: of a sequence; the number of equal ones, or the tokens of each. virtual_stages: stages a
-        rank. recompute: what every stage recomputes. memory_limit: what a rank may use, in the costs' unit. All
-        these, as `schedules.Shape` has them, need a PipelineModel and a schedule given by name or file.
+        rank. recompute: what every stage recomputes. memory_limit: what a rank may use, in the costs' unit. offload:
+        what waits in the host's memory. All these, as `schedules.Shape` has them, need a PipelineModel and a schedule
+        given by name or file.
     kv_grad_fp32: sum the gradients of keys and values over the chunks of a sequence in float32.
     options: the schedule's own, such as `zb_max_inflight`, for names of the catalogue.
 
@@ -59,6 +62,7 @@ def get_forward_backward_func(
         "virtual_stages": virtual_stages,
         "recompute": recompute,
         "memory_limit": memory_limit,
+        "offload": offload,
     }
     given = {name: value for name, value in given.items() if value is not None}
     if options and not (isinstance(schedule, str) and schedule in CATALOGUE):

@@ -191,6 +191,8 @@ class ForwardBackward:
         self._forget_model()
 
     def _forget_model(self) -> None:
+        if self._runner is not None:
+            self._runner.close()
         self._chunks = self._own = self._weights = None
         self._ready.clear()
         self._runner = None

@@ -79,6 +79,11 @@ class Executor:
         self._finish(len(plan.stream))
         return run.losses, self._record(run)
 
+    def close(self) -> None:
+        """Nothing will be run any more: end what copies activations."""
+        if self.offloader is not None:
+            self.offloader.engine.close()
+
     def _record(self, run: StepRun) -> Record:
         if run.recorder is None:
             return Record()

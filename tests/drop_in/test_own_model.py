@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from helixpipe.common.errors import UserError
-from schedules.drop_in import RecomputeOptions, get_forward_backward_func
+from schedules.drop_in import OffloadOptions, RecomputeOptions, get_forward_backward_func
 from tests.distributed import run_ranks
 from tests.drop_in.own_loop import Case, compare, dropout, optimize, refusals, run_documented
 
@@ -26,7 +26,7 @@ GROUPS = {
             Case("chimera", (2, 4)),
             Case("helix", (2, 4), {"helix_folds": 1}),
             Case("helix", (4,), {"helix_ship": "qkv"}, tied=False),
-            Case("terapipe", (1, 3), {"chunks": 4}, tied=False),
+            Case("terapipe", (1, 3), {"chunks": 4, "offload": OffloadOptions("0.7", None, 0)}, tied=False),
             Case("sppo", (1, 3), {"chunks": 3, "sppo_ahead": 1}),
             Case("weipipe", (1, 4)),
             Case("wzb2", (3,), {"weipipe_slots": 1}, tied=False, per_token=True),

@@ -189,8 +189,7 @@ class Pipeline:
         return "".join(f" > {line}\n" for line in lines)
 
     def close(self) -> None:
-        if self._executor.offloader is not None:
-            self._executor.offloader.engine.close()
+        self._executor.close()
         self._transport.close()
 
 
