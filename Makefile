@@ -65,6 +65,9 @@ bench-host: install  ## what the executor itself takes for each instruction; mak
 bench-gpu: install  ## tests, profiles, predictions and training on a GPU, into a folder; make bench-gpu ARGS="--output runs/gpu"
 	PYTHONPATH=. .venv/bin/python benchmarks/gpu.py $(ARGS)
 
+bench-sppo-steps: install  ## SPPO's published setups with offloading, simulated; make bench-sppo-steps ARGS="--models 7b --longest"
+	PYTHONPATH=. .venv/bin/python benchmarks/sppo_steps.py $(ARGS)
+
 bench-offload: install  ## activations in the host's memory beside recomputation; make bench-offload ARGS="--part 0.5"
 	.venv/bin/python benchmarks/offload.py $(ARGS)
 
