@@ -3,8 +3,8 @@
     python benchmarks/choosing.py [--rows 1 7] [--jobs 8] [--output docs/choosing.md]
 
 For each row every schedule of the catalogue is simulated with several numbers of chunks, virtual stages and folds, each
-with the least recomputation that fits into the memory; what does not fit is left out. `--output` replaces what stands
-between the page's two marks. All figures come from the cost model (docs/costs.md). No torch here.
+with the least recomputation that fits into the memory and nothing offloaded; what does not fit is left out. `--output`
+replaces what stands between the page's two marks. All figures come from the cost model (docs/costs.md). No torch here.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from helixpipe.costs.hardware import GIB
 from helixpipe.lowering.lower import lower
 from helixpipe.planning.chunk_lengths import chunk_counts
 from helixpipe.planning.chunk_options import ChunkOptions
+from helixpipe.planning.offload import OffloadOptions
 from helixpipe.planning.recompute import RecomputeOptions
 from helixpipe.simulate.simulator import simulate
 from schedules import CATALOGUE, Schedule, Shape, build
@@ -173,6 +174,7 @@ def run(setting: Setting, row: Row) -> Result | None:
             costs,
             setting.recompute,
             plan.limit,
+            OffloadOptions("off"),
         )
         program = build(setting.schedule.name, shape, setting.options)
     except UserError:

@@ -229,7 +229,7 @@ def test_batch_scripts_ask_for_what_resuming_needs(script: Path) -> None:
 
 @pytest.mark.parametrize(
     "script",
-    ["helixpipe/slurm.sh", "sppo/slurm.sh", "slurm/pretrain_llama_a800.sbatch", "slurm/pretrain_llama_h20.sbatch"],
+    ["helixpipe/slurm.sh", "slurm/pretrain_llama_a800.sbatch", "slurm/pretrain_llama_h20.sbatch"],
 )
 def test_a_job_checks_and_then_trains_on_all_its_nodes(script: str, fakes: Path) -> None:
     done = run(script, fakes, **JOB, SLURM_JOB_NUM_NODES="2", SCHEDULE="1f1b")
