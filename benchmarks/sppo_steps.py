@@ -4,8 +4,8 @@
 
 Prints Markdown: for each setup step time, memory of the fullest GPU and of the host, and what of the copies is hidden,
 under Megatron-LM's 1F1B and under seq1f1b with every layer recomputed, and under sppo that offloads nothing, all that
-may leave of every unit, and what `--offload-activations auto` chooses. With --longest also the longest sequence that
-fits, in steps of 64 K tokens. All is simulated by the cost model (docs/costs.md). No torch here.
+may leave of every unit, and what `--offload-activations auto` chooses. With --longest also sequences near the longest
+that fit. All is simulated by the cost model (docs/costs.md). No torch here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,13 @@ WAYS = {
     "sppo, all offloaded": ("sppo", RecomputeOptions(), "1"),
     "sppo, chosen": ("sppo", RecomputeOptions(), "auto"),
 }
-LOSS_SLICE = 2048
+SLICE = 2048
+"""Tokens of a slice of the MLP, and of the loss, of the longest sequences."""
+
+LONG = (
+    *(("llama3-8b", "h100", 1, 8, 1, tokens) for tokens in (1024, 1536, 1792)),
+    *(("sppo-7b", "a100-80", 16, 8, 16, tokens) for tokens in (4096, 6144)),
+)
 
 
 @dataclass(frozen=True)
@@ -88,43 +94,17 @@ def table(setup: Setup, tokens: int) -> Iterator[str]:
         yield f"| {' | '.join(each.cells(baseline.time if baseline is not None else None))} |"
 
 
-def longest(model: str, hardware: str, nodes: int, tp: int, ranks: int, chunk: int) -> str:
-    """The most tokens, in multiples of 64 K, that sppo can train with loss and MLP in slices. chunk: tokens of a
-    chunk."""
-
-    def tried(units: int) -> Row:
-        tokens = units * 65536
-        options = ModelOptions(
-            model=model, seq_length=tokens, hardware=hardware, nodes=nodes, tensor_parallel=tp, global_batch_size=1
-        )
-        plan = make_plan(options, ranks, None, None)
-        assert plan is not None
-        layout: Layout = replace(plan.costs.layout, mlp_chunk=LOSS_SLICE, loss_chunk=LOSS_SLICE)
-        plan = replace(plan, costs=replace(plan.costs, layout=layout))
-        return row("sppo, chosen", plan, max(8, min(160, tokens // chunk)))
-
-    low, high = 0, 1
-    best = None
-    while (found := tried(high)).fits and high < 4096:
-        low, high, best = high, 2 * high, found
-    while high - low > max(1, low // 16):
-        middle = (low + high) // 2
-        found = tried(middle)
-        if found.fits:
-            low, best = middle, found
-        else:
-            high = middle
-    if best is None or best.choice is None:
-        return f"| {model}, {nodes * 8} x {hardware} | below 64 K | | | |"
-    plan, choice = best.plan, best.choice
-    rate = plan.costs.seq_length / choice.time / plan.gpus
-    peak = max(choice.simulation.peaks, key=lambda peak: peak.total).most
-    most = max(peak, key=lambda name: peak[name])
-    return (
-        f"| {model}, {plan.gpus} x {hardware}, tensor parallel {tp}, p = {ranks} | {low * 64} K | {choice.time:.0f} | "
-        f"{rate:.0f} | {max(choice.needs) / GIB:.1f} ({most} {peak[most] / GIB:.1f}), "
-        f"host {max(choice.host_needs) / GIB:.0f} |"
+def long(model: str, hardware: str, nodes: int, tp: int, ranks: int, tokens: int) -> str:
+    """sppo with loss and MLP in slices, in 64 chunks. tokens: in units of 1024."""
+    options = ModelOptions(
+        model=model, seq_length=tokens * 1024, hardware=hardware, nodes=nodes, tensor_parallel=tp, global_batch_size=1
     )
+    plan = make_plan(options, ranks, None, None)
+    assert plan is not None
+    layout: Layout = replace(plan.costs.layout, mlp_chunk=SLICE, loss_chunk=SLICE)
+    _, *cells, _ = row("sppo, chosen", replace(plan, costs=replace(plan.costs, layout=layout)), 64).cells(None)
+    setup = f"{model}, {plan.gpus} x {hardware}, tensor parallel {tp}, p = {ranks}"
+    return f"| {setup} | {tokens} K | {' | '.join(cells)} |"
 
 
 def main() -> None:
@@ -146,10 +126,10 @@ def main() -> None:
                 for line in table(SETUPS[name], tokens):
                     say(line)
     if arguments.longest:
-        say("\n| model | longest sequence | step s | tokens/s/GPU | GiB of a GPU, and of the host |")
-        say("|---|---|---|---|---|")
-        say(longest("llama3-8b", "h100", 1, 8, 1, 16384))
-        say(longest("sppo-7b", "a100-80", 16, 8, 16, 32768))
+        say("\n| setup | tokens | step s | tokens/s/GPU | GiB of a GPU | GiB of host | copies hidden |")
+        say("|---|---|---|---|---|---|---|")
+        for setup in LONG:
+            say(long(*setup))
     if arguments.output is not None:
         arguments.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
