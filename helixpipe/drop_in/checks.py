@@ -10,7 +10,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer import TransformerConfig
 
 from helixpipe.common.errors import ScheduleError, UserError
-from helixpipe.program.program import Program
+from helixpipe.program.program import Op, Program
 
 _REFUSED_SETTINGS = {
     "variable_seq_lengths": "no rank tells another the shape of a message",
@@ -75,6 +75,12 @@ def check_program(program: Program, num_ranks: int, num_microbatches: int) -> No
                 f"stage {number} of schedule {name} is recomputed by the schedule; with a GPTModel of one's own, "
                 "its configuration says what is recomputed (recompute_granularity)."
             )
+    if program.activations:
+        op = Op("F", *min(program.activations))
+        raise ScheduleError(
+            f"schedule {name} says what becomes of the activations of the unit of {op}: only those of a "
+            "helixpipe.model.PipelineModel can be recomputed or offloaded piece by piece."
+        )
     for rank, ops in enumerate(program.ranks):
         if not ops:
             raise ScheduleError(f"schedule {name} gives pipeline rank {rank} nothing to run.")

@@ -38,13 +38,11 @@ MOST_OPS = 50_000
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to treat activations. flags: of training that ask for what is recomputed. change: what is done to the
-    program beyond recomputation, under a limit of so many bytes a rank; weights and optimizer are within it."""
+    """One way to treat activations. flags: of training that ask for what is recomputed."""
 
     flags: str = ""
     recompute: RecomputeOptions = field(default_factory=RecomputeOptions)
     offload: OffloadOptions = field(default_factory=lambda: OffloadOptions("off"))
-    change: Callable[[Program, ModelCosts, float], Program] | None = None
 
 
 CHOICES = (
@@ -56,7 +54,7 @@ CHOICES = (
 )
 
 
-OFFLOADED = Choice("", RecomputeOptions(), OffloadOptions("auto"))
+OFFLOADED = Choice(offload=OffloadOptions("auto"))
 """Where all that is kept does not fit, what is found to be best to offload and to recompute; it takes as long to find
 as many other tries."""
 
@@ -253,8 +251,6 @@ class _Attempts:
             host_limit=costs.host_memory,
         )
         program = problem.build(shape)
-        if choice.change is not None:
-            program = choice.change(program, costs, problem.limit)
         return _simulated(program, costs, choice, early)
 
 

@@ -1,17 +1,24 @@
 """Memory of the host for what left the device: a block, page-locked where a device copies from it, given out in parts.
 
-torch's own page-locked memory comes in powers of two, and each new piece of it stops the device. So a block is taken
-once and parts of it are given out here. A step asks for the same parts in the same order as the one before, so the
-layout is the same in every step.
+Each new piece of page-locked memory stops the device, and torch's own comes in powers of two. So a block is taken once,
+as large as it has to be, and parts of it are given out here. A step asks for the same parts in the same order as the
+one before, so the layout is the same in every step.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 ALIGNMENT = 512
 """Bytes; as the allocators of devices align."""
+
+
+def pageable(nbytes: int) -> Tensor:
+    """Memory of the host, [bytes] of uint8."""
+    return torch.empty(nbytes, dtype=torch.uint8)
 
 
 class Part:
@@ -25,12 +32,12 @@ class HostArena:
     """Blocks of the host's memory.
 
     capacity: bytes of the first block, taken when the first part is asked for; what is beyond it makes another, of
-    half that size or what is needed. pinned: page-locked. `reserved`: bytes of all blocks; `used`, `peak`: given out
-    now, and the most.
+    half that size or what is needed. make_block: of so many bytes, [bytes] of uint8. `reserved`: bytes of all blocks;
+    `used`, `peak`: given out now, and the most.
     """
 
-    def __init__(self, capacity: int = 0, pinned: bool = False):
-        self._capacity, self._pinned = capacity, pinned
+    def __init__(self, capacity: int = 0, make_block: Callable[[int], Tensor] | None = None):
+        self._capacity, self._make_block = capacity, make_block or pageable
         self._blocks: list[Tensor] = []
         self._gaps: list[list[tuple[int, int]]] = []  # of each block (offset, end) of what is free, by offset
         self.reserved = self.used = self.peak = 0
@@ -64,6 +71,6 @@ class HostArena:
     def _grow(self, least: int) -> None:
         size = max(least, self._capacity if not self._blocks else max(self._capacity, self.reserved) // 2)
         size = -(-size // ALIGNMENT) * ALIGNMENT
-        self._blocks.append(torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned))
+        self._blocks.append(self._make_block(size))
         self._gaps.append([(0, size)])
         self.reserved += size

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from helixpipe.runtime.arena import pageable
+
 Pairs = Sequence[tuple[Tensor, Tensor]]
 """What to copy: (to, from), of equal sizes."""
 
@@ -41,11 +43,12 @@ class Copying(Protocol):
 class CopyEngine(Protocol):
     """What copies."""
 
-    pinned: bool
-    """Whether memory of the host must be page-locked."""
-
     timed: list[Timed]
     """Copies since the list was emptied, of those that had a `mark`."""
+
+    def host_memory(self, nbytes: int) -> Tensor:
+        """[bytes] of uint8 in the host's memory, to copy to and from; the engine's until `close`."""
+        ...
 
     def start(
         self, pairs: Pairs, inward: bool, after: Copying | None, task: int = -1, mark: Callable[[], Any] | None = None
@@ -81,11 +84,17 @@ class StreamEngine:
     stream of copies, and none is reused too early.
     """
 
-    pinned = True
-
     def __init__(self, device: torch.device):
         self._streams = {inward: torch.cuda.Stream(device) for inward in (False, True)}
+        self._locked: list[Tensor] = []
         self.timed: list[Timed] = []
+
+    def host_memory(self, nbytes: int) -> Tensor:
+        """Page-locked in place: torch's page-locked memory would be rounded up to a power of two."""
+        block = pageable(nbytes)
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), nbytes, 0))
+        self._locked.append(block)
+        return block
 
     def start(
         self, pairs: Pairs, inward: bool, after: Copying | None, task: int = -1, mark: Callable[[], Any] | None = None
@@ -108,6 +117,8 @@ class StreamEngine:
 
     def close(self) -> None:
         self.finish()
+        while self._locked:
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._locked.pop().data_ptr()))
 
 
 class ThreadCopy:
@@ -138,13 +149,14 @@ class ThreadEngine:
     next copy comes late, asked for before each.
     """
 
-    pinned = False
-
     def __init__(self, bandwidth: float | None = None, delay: Callable[[], float] | None = None):
         self._bandwidth, self._delay = bandwidth, delay
         self.timed: list[Timed] = []
         self._jobs: dict[bool, queue.SimpleQueue[_Job | None]] = {}
         self._threads: list[threading.Thread] = []
+
+    def host_memory(self, nbytes: int) -> Tensor:
+        return pageable(nbytes)
 
     def start(
         self, pairs: Pairs, inward: bool, after: Copying | None, task: int = -1, mark: Callable[[], Any] | None = None

@@ -103,7 +103,7 @@ class Offloader:
 
     def __init__(self, engine: CopyEngine, host_bytes: int = 0):
         self.engine = engine
-        self.arena = HostArena(host_bytes, engine.pinned)
+        self.arena = HostArena(host_bytes, engine.host_memory)
         self.moved = 0
         self._away: dict[Unit, _Away] = {}
 

@@ -14,8 +14,8 @@ import torch
 from helixpipe.common.errors import UserError
 from helixpipe.drop_in.checks import check_chunks, check_config, check_deferral, check_program
 from helixpipe.program.files import save_program
-from helixpipe.program.program import Op, Program, forward_only
-from helixpipe.program.stages import Piece, Stage, model_pieces
+from helixpipe.program.program import Op, Program, Unit, forward_only
+from helixpipe.program.stages import Activations, Piece, Stage, model_pieces
 from helixpipe.program.text import to_csv
 from helixpipe.program.workload import uniform
 from schedules import Shape, build
@@ -88,6 +88,12 @@ def recomputed() -> Program:
     return replace(plain, stages=tuple(replace(stage, recompute=(stage.pieces,)) for stage in plain.stages))
 
 
+def offloading() -> Program:
+    plain = program("1f1b")
+    whole = Activations((), ((plain.stages[0].pieces, 1.0),))
+    return replace(plain, activations={Unit(0, 1): whole})
+
+
 def shipped() -> Program:
     plain = program("1f1b")
     return replace(plain, stages=tuple(replace(stage, placement="shipped") for stage in plain.stages))
@@ -97,6 +103,7 @@ def shipped() -> Program:
     ("refused", "message"),
     [
         (program("seq1f1b", chunks=2), "seq1f1b cuts sequences into chunks"),
+        (offloading(), "schedule 1f1b says what becomes of the activations of the unit of 0F1: only those of a"),
         (cut_inside_a_layer(), r"cuts the model inside a layer, after attn\[2\]"),
         (recomputed(), "stage 0 of schedule 1f1b is recomputed by the schedule"),
         (shipped(), "has shipped stages"),

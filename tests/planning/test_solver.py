@@ -9,9 +9,8 @@ import pytest
 from helixpipe.common.errors import UserError
 from helixpipe.costs.hardware import GIB, HARDWARE
 from helixpipe.costs.models import MODELS, Layout
-from helixpipe.planning.solver import CHOICES, OFFLOADED, Choice, Problem, solve
-from helixpipe.program.program import Program
-from schedules import Shape, build, find
+from helixpipe.planning.solver import CHOICES, OFFLOADED, Problem, solve
+from schedules import build, find
 
 SMALL = replace(MODELS["weipipe-1024"], layers=4, seq_length=8192)
 
@@ -72,16 +71,3 @@ def test_schedules_without_chunks_and_shapes_that_none_takes() -> None:
     assert {each.ranks for each in solve(problem(4, schedule="none", sequences=4), 99)} == {1}
     with pytest.raises(UserError, match=r"^--gpus 7 cannot be divided into .* that sppo takes for 4 layers, 32 query"):
         solve(problem(7))
-
-
-def test_choices_may_change_the_program() -> None:
-    """As an offload choice will: it is asked for every program, with the limit."""
-    limits = []
-
-    def change(program: Program, costs: object, limit: float) -> Program:
-        limits.append(limit)
-        return replace(program, schedule="changed")
-
-    (best, *_) = solve(problem(choices=(Choice("--mine", change=change),)), most=1)
-    assert best.choice.flags == "--mine" and set(limits) == {70 * GIB}
-    assert Shape(best.ranks, best.microbatches, 4, best.chunks)

@@ -6,6 +6,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -157,6 +158,23 @@ def test_a_copy_that_fails_is_told_to_who_waits() -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- memory
+
+
+def test_a_block_is_page_locked_in_place_and_no_larger_than_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own page-locked memory would be 8,192 bytes."""
+    locked: dict[int, int] = {}
+    cudart = SimpleNamespace(
+        cudaHostRegister=lambda address, nbytes, flags: locked.update({address: nbytes}) or 0,
+        cudaHostUnregister=lambda address: 0 if locked.pop(address) else 1,
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda status: None if status == 0 else pytest.fail(str(status)))
+    with streams() as (_, engine):
+        arena = HostArena(5120, engine.host_memory)
+        part = arena.take(100)
+        assert locked == {part.tensor.data_ptr(): 5120}
+        engine.close()
+    assert not locked
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -69,3 +69,12 @@ def test_a_profile_of_something_else_is_refused(tmp_path: Path, flags: str, sent
 def test_a_file_that_is_no_profile_is_refused_by_the_flag_that_named_it(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^--cost-profile: cannot read"):
         config(f"--cost-profile {tmp_path / 'none.json'}")
+
+
+def test_what_is_offloaded_must_fit_into_the_host() -> None:
+    flags = "--pipeline-schedule gpipe --offload-activations 1 --min-offloaded-tensor-size 0 --host-memory"
+    config(f"{flags} 1")
+    with pytest.raises(
+        UserError, match=r"GiB of its host's memory, and 0\.001 are its own: offload about 0\.\d+ of it"
+    ):
+        config(f"{flags} 0.001")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 from helixpipe.common.errors import ProgramError, UserError
-from helixpipe.costs.hardware import find_hardware
+from helixpipe.costs.hardware import GIB, find_hardware
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.profile_costs import ProfileCosts
 from helixpipe.lowering.validate import untrainable
 from helixpipe.planning.chunk_lengths import FEW_COUNTS, best_chunks, chunk_counts
-from helixpipe.planning.plan import Plans
+from helixpipe.planning.plan import Plan, Plans
 from helixpipe.program.program import Program
 from helixpipe.simulate.simulator import Simulation
 from megatron.training.config import Config
@@ -87,6 +88,22 @@ def check_program(config: Config, plans: Plans[int]) -> None:
     if (reason := untrainable(program)) is not None:
         raise ProgramError(reason)
     program.workload.in_tokens(config.model.seq_length or 1)  # refuses chunks that are not the sequence
+    _check_host(config, plans.plan(full_batch(config)))
+
+
+def _check_host(config: Config, plan: Plan) -> None:
+    """Raise UserError where what is offloaded does not fit into the host's memory."""
+    limit = host_limit(config)
+    if not plan.graph.copies or limit == inf:
+        return
+    pieces = map(plan.program.pieces_of_rank, range(plan.program.num_ranks))
+    peaks = zip(plan.simulation.peaks, pieces, strict=True)
+    need = max(peak.host + plan.costs.static_host_memory(own) for peak, own in peaks)
+    if need > limit:
+        raise UserError(
+            f"a GPU would need {need / GIB:.3g} GiB of its host's memory, and {limit / GIB:.3g} are its own: offload "
+            f"about {limit / need:.2f} of it (--offload-activations), or raise --host-memory."
+        )
 
 
 def predicted_step(config: Config, plans: Plans[int]) -> float | None:

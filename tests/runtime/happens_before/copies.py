@@ -27,14 +27,13 @@ class WatchedArena(HostArena):
     """Bytes that are given out again know who used them last: nothing but waits orders two of their users."""
 
     def __init__(self, simulation: Simulation):
-        super().__init__(pinned=True)
+        super().__init__(make_block=lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, pin_memory=True))
         self._memories = simulation.memories
         self._taken: list[_Taken] = []
         self.again = 0  # parts in bytes that had been given out before
 
     def take(self, nbytes: int) -> Part:
         part = super().take(nbytes)
-        assert self._pinned, "a device copies from memory that is not page-locked"
         with torch._C._DisableTorchDispatch():
             block = self._blocks[part.block].numpy()
             part.tensor = torch.from_numpy(block[part.offset : part.offset + nbytes])  # a storage of its own
