@@ -90,6 +90,7 @@ def _problem(options: PlanOptions, schedule: Schedule, namespace: argparse.Names
         dataclasses.replace(one.costs.layout, sequence_parallel=model.sequence_parallel),
         one.limit,
         model.distributed_optimizer,
+        one.costs.adam_on_host,
     )
 
 

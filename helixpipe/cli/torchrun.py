@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from helixpipe.costs.hardware import GIB, find_hardware
 from helixpipe.costs.models import ModelShape
 from helixpipe.planning.solver import Solution
 
@@ -43,6 +44,7 @@ def torchrun_command(solution: Solution, schedule: str, options: list[str], sequ
     unless told otherwise."""
     costs, layout, offload = solution.costs, solution.costs.layout, solution.choice.offload
     gpus = layout.tensor_parallel * solution.ranks * costs.data_parallel
+    host = costs.hardware.host_memory
     nodes = gpus // costs.hardware.gpus_per_node
     several = " --node-rank $NODE_RANK --master-addr $MASTER_ADDR" if nodes > 1 else ""
     parallel = [
@@ -57,7 +59,10 @@ def torchrun_command(solution: Solution, schedule: str, options: list[str], sequ
         *[f"--offload-activations {offload.offload_activations}"] * (offloads or offload.auto),
         *["--no-recompute-early"] * (solution.choice.recompute.granularity is not None and not solution.early),
         *[f"--chunk-size {layout.mlp_chunk}"] * bool(layout.mlp_chunk),
+        *[f"--loss-chunk-size {layout.loss_chunk}"] * bool(layout.loss_chunk),
+        *[f"--optimizer-cpu-offload --optimizer-offload-fraction {costs.adam_on_host:g}"] * bool(costs.adam_on_host),
         f"--hardware {costs.hardware.name}",
+        *[f"--host-memory {host / GIB:g}"] * (host != find_hardware(costs.hardware.name).host_memory),
     ]
     training = [
         f"--micro-batch-size {layout.micro_batch_size}",

@@ -61,7 +61,7 @@ class Limits:
 
 
 class Choice:
-    """A program with what it offloads, on paper. factors: of each rank; shares: of each unit that offloads."""
+    """A program with what it offloads, on paper. shares: of each unit that offloads."""
 
     def __init__(self, program: Program, costs: Costs, limits: Limits, shares: Mapping[Unit, float]):
         self.program, self.costs, self.limits, self.shares = program, costs, limits, shares

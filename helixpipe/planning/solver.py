@@ -62,7 +62,8 @@ as many other tries."""
 @dataclass(frozen=True)
 class Problem:
     """What is given. sequences: of a step, over all pipelines. limit: bytes of a GPU that may be used. layout: with the
-    tensor-parallel size still to be found. build: the catalogue's, for programs of the schedule with its options."""
+    tensor-parallel size still to be found. adam_on_host: as of `ModelCosts`. build: the catalogue's, for programs of
+    the schedule with its options."""
 
     schedule: Schedule
     build: Callable[[Shape], Program]
@@ -73,6 +74,7 @@ class Problem:
     layout: Layout
     limit: float
     distributed_optimizer: bool = True
+    adam_on_host: float = 0.0
     choices: Sequence[Choice] = CHOICES
     offloaded: Choice | None = OFFLOADED
 
@@ -85,7 +87,15 @@ class Problem:
         split = self.layout.sequence_parallel and tensor_parallel > 1
         layout = replace(self.layout, tensor_parallel=tensor_parallel, sequence_parallel=split)
         data_parallel = self.gpus // (tensor_parallel * ranks)
-        return ModelCosts(self.model, self.hardware, layout, self.seq_length, data_parallel, self.distributed_optimizer)
+        return ModelCosts(
+            self.model,
+            self.hardware,
+            layout,
+            self.seq_length,
+            data_parallel,
+            self.distributed_optimizer,
+            adam_on_host=self.adam_on_host,
+        )
 
     def microbatches(self, costs: ModelCosts) -> int:
         return self.sequences // (costs.data_parallel * costs.layout.micro_batch_size)
@@ -94,7 +104,7 @@ class Problem:
 @dataclass(frozen=True)
 class Solution:
     """One way to run it. early: what is recomputed is so in idle time, too. step: seconds. bubble: part of the
-    pipeline's time. peak: bytes of the fullest GPU."""
+    pipeline's time. peak: bytes of the fullest GPU; host: of host memory that one needs."""
 
     costs: ModelCosts
     ranks: int
@@ -105,6 +115,7 @@ class Solution:
     step: float
     bubble: float
     peak: float
+    host: float = 0.0
 
     @property
     def tensor_parallel(self) -> int:
@@ -114,14 +125,15 @@ class Solution:
 def solve(problem: Problem, most: int = 3) -> list[Solution]:
     """The best ways, the fastest first, one for each pair of sizes. Raises UserError where none fits."""
     found: list[Solution] = []
-    least, lengths = inf, _Lengths()
+    least, least_host, lengths = inf, inf, _Lengths()
     for bound, _, costs, ranks in sorted(_sizes(problem), key=lambda each: each[1]):
         slowest = found[-1].step if len(found) == most else inf
         if bound >= slowest:
             continue
         tried = _tried(problem, costs, ranks, lengths, slowest)
         least = min([least, *(each.peak for each in tried)])
-        fitting = [each for each in tried if each.peak <= problem.limit]
+        least_host = min([least_host, *(each.host for each in tried if each.peak <= problem.limit)])
+        fitting = [each for each in tried if each.peak <= problem.limit and each.host <= each.costs.host_memory]
         if fitting:
             found = sorted([*found, min(fitting, key=lambda each: each.step)], key=lambda each: each.step)[:most]
     if found:
@@ -131,6 +143,11 @@ def solve(problem: Problem, most: int = 3) -> list[Solution]:
             f"--gpus {problem.gpus} cannot be divided into tensor-parallel and pipeline sizes that "
             f"{problem.schedule.name} takes for {problem.model.layers} layers, {problem.model.groups} query groups and "
             f"--global-batch-size {problem.sequences}."
+        )
+    if least_host < inf:
+        raise UserError(
+            f"the host's memory is too little: {least_host / GIB:.3g} GiB a GPU would do; raise --host-memory, or move "
+            "less there."
         )
     raise UserError(
         f"--gpus {problem.gpus} are too few for --seq-length {problem.seq_length}: the least that was found is "
@@ -256,8 +273,9 @@ class _Attempts:
 
 def _simulated(program: Program, costs: ModelCosts, choice: Choice, early: bool) -> Solution:
     simulation = simulate(lower(program, costs), costs, "s")
-    pieces = map(program.pieces_of_rank, range(program.num_ranks))
+    pieces = [program.pieces_of_rank(rank) for rank in range(program.num_ranks)]
     peaks = [peak.total + costs.static_memory(own) for peak, own in zip(simulation.peaks, pieces, strict=True)]
+    hosts = [peak.host + costs.static_host_memory(own) for peak, own in zip(simulation.peaks, pieces, strict=True)]
     step = simulation.makespan + sum(costs.after_time(program))
     return Solution(
         costs,
@@ -269,4 +287,5 @@ def _simulated(program: Program, costs: ModelCosts, choice: Choice, early: bool)
         step,
         simulation.bubble_ratio,
         max(peaks),
+        max(hosts),
     )

@@ -18,7 +18,7 @@ def test_the_command_trains_what_was_planned(capsys: pytest.CaptureFixture[str])
     printed = run_json(
         capsys,
         "plan --model llama3-8b --hardware h100 --gpus 8 --seq-length 8192 --global-batch-size 2 --sppo-ahead 2 "
-        "--top 2",
+        "--top 2 --loss-chunk-size 2048 --optimizer-cpu-offload --host-memory 1000",
     )
     assert [plan["step_time"] for plan in printed["plans"]] == sorted(plan["step_time"] for plan in printed["plans"])
     plan = printed["plans"][1]
@@ -32,6 +32,15 @@ def test_the_command_trains_what_was_planned(capsys: pytest.CaptureFixture[str])
     assert plan["pipeline_parallel"] == parallel.pipeline_model_parallel_size > 1
     assert (parallel.data_parallel_size, config.chunks.count()) == (plan["data_parallel"], plan["chunks"])
     assert config.schedule_options.sppo_ahead == 2
+    assert (config.model.loss_chunk_size, parallel.host_memory) == (2048, 1000)
+    assert config.training.optimizer_cpu_offload and config.training.optimizer_offload_fraction == 1
+
+
+def test_adam_must_fit_into_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "plan --schedule 1f1b --model weipipe-1024 --gpus 1 --seq-length 4096 --optimizer-cpu-offload --host-memory"
+    assert "1f1b, simulated" in run(capsys, f"{flags} 100")
+    assert main([*flags.split(), "1"]) == USER_ERROR
+    assert "the host's memory is too little: " in capsys.readouterr().err
 
 
 def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
