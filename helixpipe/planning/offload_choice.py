@@ -11,7 +11,7 @@ rank, and in small programs the shares unit by unit, as long as the predicted st
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
@@ -25,9 +25,7 @@ from helixpipe.planning.offload_hidden import Base, Place, recomputing
 from helixpipe.planning.recompute_choice import CHOICES, TOLERANCE, Runs
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Program, Unit
-from helixpipe.program.stages import Piece
 from helixpipe.simulate.simulator import Simulation, simulate
-from helixpipe.simulate.sweep import Peak
 
 Level = tuple[Runs, float]
 """What layers recompute, and of which share of a stage's layers, the first ones."""
@@ -77,17 +75,12 @@ class Choice:
     @cached_property
     def needs(self) -> list[float]:
         """Of each rank's device."""
-        return [peak.total + self.costs.static_memory(own) for peak, own in self._peaks]
+        return self.simulation.device_needs
 
     @cached_property
     def host_needs(self) -> list[float]:
         """Of each rank's host."""
-        return [peak.host + self.costs.static_host_memory(own) for peak, own in self._peaks]
-
-    @property
-    def _peaks(self) -> Iterator[tuple[Peak, tuple[Piece, ...]]]:
-        pieces = map(self.program.pieces_of_rank, range(self.program.num_ranks))
-        return zip(self.simulation.peaks, pieces, strict=True)
+        return self.simulation.host_needs
 
     def fits_rank(self, rank: int) -> bool:
         device = self.limits.device * (1 + TOLERANCE)

@@ -273,9 +273,6 @@ class _Attempts:
 
 def _simulated(program: Program, costs: ModelCosts, choice: Choice, early: bool) -> Solution:
     simulation = simulate(lower(program, costs), costs, "s")
-    pieces = [program.pieces_of_rank(rank) for rank in range(program.num_ranks)]
-    peaks = [peak.total + costs.static_memory(own) for peak, own in zip(simulation.peaks, pieces, strict=True)]
-    hosts = [peak.host + costs.static_host_memory(own) for peak, own in zip(simulation.peaks, pieces, strict=True)]
     step = simulation.makespan + sum(costs.after_time(program))
     return Solution(
         costs,
@@ -286,6 +283,6 @@ def _simulated(program: Program, costs: ModelCosts, choice: Choice, early: bool)
         early,
         step,
         simulation.bubble_ratio,
-        max(peaks),
-        max(hosts),
+        max(simulation.device_needs),
+        max(simulation.host_needs),
     )

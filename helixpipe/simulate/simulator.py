@@ -65,6 +65,18 @@ class Simulation:
         return [peak.activations for peak in self.peaks]
 
     @property
+    def device_needs(self) -> list[float]:
+        """The most that each rank has at a time on its device in all, weights and optimizer included."""
+        pieces = map(self.lowered.program.pieces_of_rank, range(len(self.peaks)))
+        return [peak.total + self.costs.static_memory(own) for peak, own in zip(self.peaks, pieces, strict=True)]
+
+    @property
+    def host_needs(self) -> list[float]:
+        """The same in its host's memory."""
+        pieces = map(self.lowered.program.pieces_of_rank, range(len(self.peaks)))
+        return [peak.host + self.costs.static_host_memory(own) for peak, own in zip(self.peaks, pieces, strict=True)]
+
+    @property
     def ideal(self) -> float:
         return sum(self.busy) / len(self.busy)
 

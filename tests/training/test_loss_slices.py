@@ -10,7 +10,7 @@ from megatron.training.arguments import parse_and_plan
 from megatron.training.config import Config, core
 from megatron.training.plan.costs import model_shape, training_costs
 from megatron.training.plan.loss_slices import settled_again
-from megatron.training.plan.programs import full_batch, most_memory
+from megatron.training.plan.programs import full_batch
 from tests.profile.test_profile import make_profile
 
 FLAGS = (
@@ -28,7 +28,7 @@ def parsed(flags: str) -> Config:
 def needed(flags: str) -> float:
     """GiB of the rank that needs most."""
     config, plans = parse_and_plan(f"{FLAGS} {flags}".split(), environ={"WORLD_SIZE": "2"})
-    return most_memory(plans.plan(full_batch(config)).simulation, training_costs(config)) / GIB
+    return max(plans.plan(full_batch(config)).simulation.device_needs) / GIB
 
 
 def slices(config: Config) -> tuple[int | None, int, int]:

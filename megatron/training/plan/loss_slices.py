@@ -10,8 +10,8 @@ from helixpipe.costs.models import Layout
 from helixpipe.costs.profile_costs import Profile
 from helixpipe.planning.plan import Plans
 from megatron.training.config import Config
-from megatron.training.plan.costs import memory_limit, model_shape, training_costs
-from megatron.training.plan.programs import full_batch, make_planner, most_memory, replanned
+from megatron.training.plan.costs import memory_limit, model_shape
+from megatron.training.plan.programs import full_batch, make_planner, replanned
 
 
 def settle(config: Config) -> tuple[Config, Plans[int]]:
@@ -68,7 +68,7 @@ def _figures(config: Config, plans: Plans[int]) -> tuple[float, float]:
         simulation = plans.plan(full_batch(config)).simulation
     except ScheduleError:
         return inf, inf
-    return most_memory(simulation, training_costs(config)), simulation.makespan
+    return max(simulation.device_needs), simulation.makespan
 
 
 def _makes_room(config: Config, plans: Plans[int], limit: float) -> bool:

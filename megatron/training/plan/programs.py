@@ -57,7 +57,7 @@ def make_program(config: Config, num_microbatches: int, costs: ModelCosts | Prof
         return build(name, replace(shape, chunks=chunks, chunk_lengths=lengths), config.schedule_options)
 
     def fits(simulation: Simulation) -> bool:
-        return limit is None or most_memory(simulation, costs) <= limit
+        return limit is None or max(simulation.device_needs) <= limit
 
     count = config.chunks.count()
     if not config.chunks.auto:
@@ -67,13 +67,6 @@ def make_program(config: Config, num_microbatches: int, costs: ModelCosts | Prof
         hardware = find_hardware(config.parallel.hardware)
         counts = chunk_counts(config.model.seq_length or 1, config.training.micro_batch_size or 1, hardware)
     return best_chunks(cut, costs, fits, counts)
-
-
-def most_memory(simulation: Simulation, costs: ModelCosts | ProfileCosts) -> float:
-    """Bytes of the rank that needs most."""
-    program = simulation.lowered.program
-    pieces = map(program.pieces_of_rank, range(program.num_ranks))
-    return max(peak.total + costs.static_memory(own) for peak, own in zip(simulation.peaks, pieces, strict=True))
 
 
 def full_batch(config: Config) -> int:
@@ -96,9 +89,7 @@ def _check_host(config: Config, plan: Plan) -> None:
     limit = host_limit(config)
     if not plan.graph.copies or limit == inf:
         return
-    pieces = map(plan.program.pieces_of_rank, range(plan.program.num_ranks))
-    peaks = zip(plan.simulation.peaks, pieces, strict=True)
-    need = max(peak.host + plan.costs.static_host_memory(own) for peak, own in peaks)
+    need = max(plan.simulation.host_needs)
     if need > limit:
         raise UserError(
             f"a GPU would need {need / GIB:.3g} GiB of its host's memory, and {limit / GIB:.3g} are its own: offload "
