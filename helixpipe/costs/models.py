@@ -167,19 +167,16 @@ def _slices(tokens: float, size: int) -> list[float]:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens of a chunk, and how many of its sequence come earlier and later; a whole sequence has neither.
+    """Tokens of a chunk, and how many of its document come earlier.
 
-    slices: where it is of several documents, the tokens and the earlier tokens of each.
+    stored: whether its microbatch runs in several chunks, so that keys and values lie in buffers of all of it. slices:
+    where it is of several documents, the tokens and the earlier tokens of each.
     """
 
     tokens: float
     earlier: float = 0.0
-    later: float = 0.0
+    stored: bool = False
     slices: Extents = ()
-
-    @property
-    def whole(self) -> bool:
-        return not self.earlier and not self.later
 
     @property
     def pairs(self) -> float:
@@ -193,12 +190,13 @@ class Chunk:
 
 
 def chunk_of(extents: Extents, whole: float, seq_length: float) -> Chunk:
-    """The chunk of those extents, in tokens. whole: a microbatch in their unit, which has seq_length tokens."""
-    scale = seq_length / whole
-    slices = tuple(Extent(part.tokens * scale, part.earlier * scale) for part in extents)
+    """The chunk of those extents, in tokens. whole: tokens of a microbatch on average; 1 where the extents are parts of
+    microbatches, which then have seq_length tokens."""
+    scale = seq_length if whole == 1 else 1
+    slices = tuple(Extent(part.tokens * scale, part.earlier * scale, part.stored) for part in extents)
     tokens, earlier = sum(part.tokens for part in slices), sum(part.earlier for part in slices)
-    later = seq_length - tokens - earlier
-    return Chunk(tokens, earlier, later if later > 1e-9 * seq_length else 0.0, slices if len(slices) > 1 else ())
+    stored = any(part.stored for part in slices)
+    return Chunk(tokens, earlier, stored, slices if len(slices) > 1 else ())
 
 
 def attention_pairs(extents: Extents) -> float:

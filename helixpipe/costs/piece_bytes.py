@@ -99,7 +99,7 @@ class PieceBytes:
         moved to the document's buffers."""
         kind, sizes = KINDS[first.kind], self.sizes(chunk)
         names = list(kind.inputs) if residual else list(kind.inputs)[:-1]
-        moved = () if chunk.whole else kind.in_store
+        moved = kind.in_store if chunk.stored else ()
         return {(name, first.layer): sizes.bytes(kind.inputs[name]) for name in names if name not in moved}
 
 

@@ -21,7 +21,7 @@ What is saved follows what `helixpipe.model` makes autograd keep, tensor by tens
 - with RoPE, queries and keys are new tensors, while values stay a view of the QKV layer's whole output, which is
   therefore kept too; without RoPE all three are views of it (queries are copied if several share each of several keys);
 - attention keeps queries, keys, values, output and a float32 log-sum of every row; keys are not expanded;
-- keys and values of a sequence that runs in chunks lie in buffers of the whole sequence, as do their gradients, and
+- keys and values of a microbatch that runs in chunks lie in buffers of all of it, as do their gradients, and
   belong to no unit; queries are then copied, and the QKV layer's output goes;
 - a gated MLP keeps three times its inner size fused and five times unfused (SiLU, product, and a copy of the linear
   half), an ungated one twice;
@@ -138,9 +138,9 @@ class Attention(PieceKind):
 
     def saved(self, sizes: Sizes, inside: Collection[str]) -> Tensors:
         tensors = {"attention output": sizes.bytes("query"), "log-sum": sizes.tokens * sizes.model.heads / sizes.tp * 4}
-        model, whole = sizes.model, sizes.chunk.whole
-        if not whole or "qkv" not in inside:
-            names = ("q", "k", "v") if whole else ("q",)
+        model, stored = sizes.model, sizes.chunk.stored
+        if stored or "qkv" not in inside:
+            names = ("q",) if stored else ("q", "k", "v")
             return tensors | {name: sizes.bytes(self.inputs[name]) for name in names}
         tensors["qkv"] = sizes.tokens * sizes.mixed * sizes.element  # as the QKV layer leaves them
         rope = model.positions == "rope"

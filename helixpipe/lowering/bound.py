@@ -50,7 +50,7 @@ class BoundCosts:
         self.program, self.costs = program, costs
         self.whole = program.workload.mean_tokens
         self._extents = program.workload.extents
-        self._documents = program.workload.document_extents
+        self._rows = program.workload.row_extents
         # Of equal activations one stands for all, so that they can be told apart by their identity.
         shared: dict[Activations, Activations] = {}
         usual = [stage.activations for stage in program.stages]
@@ -117,7 +117,7 @@ class BoundCosts:
         if kind in ("weights", "weight_gradients"):
             key = (kind, stage, 0, 0, False)
         elif kind in ("keys_values", "kv_gradients"):
-            key = (kind, stage, id(self._documents.get(microbatch, _NOTHING)), 0, False)
+            key = (kind, stage, id(self._rows.get(microbatch, _NOTHING)), 0, False)
         else:
             inside = kind == "recomputed" and unit not in self._explicit
             key = (kind, stage, id(self._extents[microbatch][chunk]), id(self._activations(unit)), inside)
@@ -148,13 +148,13 @@ class BoundCosts:
         return Payload(kind, pieces[:1], extents, self.whole, source, target)
 
     def contents(self, buffer: Buffer) -> Contents | None:
-        """What a buffer holds; None for nothing: keys and values of a document that is not cut."""
+        """What a buffer holds; None for nothing: keys and values of a row that is not cut."""
         kind, _, stage, microbatch, chunk, _ = buffer
         own, unit = self.program.stages[stage], (stage, microbatch, chunk)
         if kind in ("weights", "weight_gradients"):
             return Contents(kind, own.segments, (), self.whole, gradient_bytes=self._gradient_bytes(stage))
         if kind in ("keys_values", "kv_gradients"):
-            extents = self._documents.get(microbatch, _NOTHING)[kind == "kv_gradients"]
+            extents = self._rows.get(microbatch, _NOTHING)[kind == "kv_gradients"]
             return Contents(kind, own.segments, extents, self.whole) if extents else None
         extents = self._extents[microbatch][chunk]
         if kind in ("activation", "gradient"):

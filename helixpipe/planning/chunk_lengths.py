@@ -90,7 +90,8 @@ def balanced_lengths(
 def chunk_times(costs: Costs, stages: tuple[Stage, ...], lengths: tuple[int, ...]) -> tuple[float, ...]:
     """Time of each chunk, forward and backward of all stages, in the unit of the costs."""
     starts = accumulate(lengths, initial=0)
-    extents = (Extent(length, start) for length, start in zip(lengths, starts, strict=False))
+    stored = len(lengths) > 1
+    extents = (Extent(length, start, stored) for length, start in zip(lengths, starts, strict=False))
     return tuple(_chunk_time(costs, stages, extent, sum(lengths)) for extent in extents)
 
 
@@ -177,7 +178,7 @@ class _Cuts:
     def time(self, start: int, end: int) -> float:
         """Of the chunk between two cuts."""
         if (start, end) not in self.known:
-            extent = Extent(end - start, start)
+            extent = Extent(end - start, start, end - start < self.seq_length)
             self.known[start, end] = _chunk_time(self.costs, self.stages, extent, self.seq_length)
         return self.known[start, end]
 

@@ -42,10 +42,10 @@ BUFFER_KINDS = (
 )
 """activation: what crosses the cut before its unit's stage, on its way to the unit. gradient: the gradient of what
 crosses the cut after it. saved: what a unit's forward saves for its backward. recomputed: what recomputation adds to
-that. deferred: what waits between I and W. offloaded: the part of what is saved that leaves the device, there and, with
-`host`, in the host's memory. fetched: the same when it is back. keys_values, kv_gradients: of a document in the layers
-of a stage. weights, weight_gradients: borrowed from another rank, and summed for it. workspace: what an op needs while
-it runs."""
+that. deferred: what waits between I and W. offloaded: the part of what is saved that leaves the device, there and,
+with `host`, in the host's memory. fetched: the same when it is back. keys_values, kv_gradients: of a row
+(`Workload.rows`) in the layers of a stage. weights, weight_gradients: borrowed from another rank, and summed for it.
+workspace: what an op needs while it runs."""
 
 
 class Buffer(NamedTuple):
@@ -53,7 +53,7 @@ class Buffer(NamedTuple):
 
     kind: one of `BUFFER_KINDS`. rank: where it is, on its device or, with `host`, in its host's memory. stage,
     microbatch, chunk: of the unit it belongs to; microbatch and chunk are -1 for what belongs to the stage; of keys and
-    values `microbatch` is the number of the document.
+    values `microbatch` is the number of the row.
     """
 
     kind: str

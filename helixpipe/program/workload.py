@@ -24,10 +24,12 @@ Chunk = tuple[Slice, ...]
 
 class Extent(NamedTuple):
     """How long a slice is and how much of its document comes before it, in tokens, or in parts of a microbatch where
-    the program does not say how long a sequence is."""
+    the program does not say how long a sequence is. stored: whether its microbatch runs in several chunks, so that its
+    keys and values lie in buffers of the whole microbatch."""
 
     tokens: float
     earlier: float
+    stored: bool = False
 
 
 Extents = tuple[Extent, ...]
@@ -38,9 +40,10 @@ Extents = tuple[Extent, ...]
 class Workload:
     """The chunks of every microbatch of a step.
 
-    Attention is causal within a document and does not look at others, so keys and values follow documents: a slice
-    needs the slices of the same document before it, in whatever chunks they are. Documents are numbered over the whole
-    step; with a micro-batch size above 1 a document stands for as many of equal length side by side.
+    Attention is causal within a document and does not look at others: a slice needs the slices of the same document
+    before it, in whatever chunks they are. A microbatch is a row of tokens, its chunks one after another, and the keys
+    and values of a row of several chunks lie in one buffer (`rows`). Documents are numbered over the whole step; with a
+    micro-batch size above 1 a document stands for as many of equal length side by side.
 
     proportional: lengths are proportions, and how many tokens there are the step says (`in_tokens`).
     """
@@ -92,7 +95,10 @@ class Workload:
             key = tuple(tuple(Slice(0, part.start, part.length) for part in chunk) for chunk in chunks)
             if key not in known:
                 scale = 1 / sum(part.length for chunk in chunks for part in chunk) if self.proportional else 1
-                of_chunks = (tuple(Extent(s.length * scale, s.start * scale) for s in chunk) for chunk in chunks)
+                stored = len(chunks) > 1
+                of_chunks = (
+                    tuple(Extent(part.length * scale, part.start * scale, stored) for part in chunk) for chunk in chunks
+                )
                 known[key] = tuple(shared.setdefault(extents, extents) for extents in of_chunks)
             sizes.append(known[key])
         return tuple(sizes)
@@ -105,23 +111,54 @@ class Workload:
         return sum(part.length for chunks in self.microbatches for chunk in chunks for part in chunk) / len(self)
 
     @cached_property
-    def document_extents(self) -> dict[int, tuple[Extents, Extents]]:
-        """Of each document whose microbatch runs in several chunks: all of it, and what comes before its last slice."""
+    def rows(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """The (microbatch, chunk) of each row that runs in several chunks, in its order: a microbatch, or several that
+        have parts of one document. A row has the number of its first microbatch."""
+        if self.most_chunks == 1 and not self.spans_microbatches:
+            return ()
+        row_of: dict[int, int] = {}  # of a document: the first microbatch of its row
+        rows: dict[int, list[tuple[int, int]]] = {}
+        for microbatch, chunks in enumerate(self.microbatches):
+            documents = {part.document for chunk in chunks for part in chunk}
+            joined = sorted({row_of[document] for document in documents if document in row_of})
+            first = joined[0] if joined else microbatch
+            for other in joined[1:]:
+                rows[first] += rows.pop(other)
+                row_of = {document: first if row == other else row for document, row in row_of.items()}
+            rows.setdefault(first, []).extend((microbatch, chunk) for chunk in range(len(chunks)))
+            row_of |= dict.fromkeys(documents, first)
+        return tuple(tuple(sorted(places)) for _, places in sorted(rows.items()) if len(places) > 1)
+
+    @cached_property
+    def row_extents(self) -> dict[int, tuple[Extents, Extents]]:
+        """Of each row of several chunks, by number: all of it, and what comes before its last chunk."""
         sizes: dict[int, tuple[Extents, Extents]] = {}
-        shared: dict[tuple[float, float], tuple[Extents, Extents]] = {}
-        for chunks, extents in zip(self.microbatches, self.extents, strict=True):
-            if len(chunks) == 1:
-                continue
-            for chunk, of_chunk in zip(chunks, extents, strict=True):
-                for part, (tokens, earlier) in zip(chunk, of_chunk, strict=True):
-                    key = (earlier + tokens, earlier)  # the last slice is the last to come
-                    whole = ((Extent(key[0], 0.0),), (Extent(earlier, 0.0),))
-                    sizes[part.document] = shared.setdefault(key, whole)
+        shared: dict[tuple[float, ...], tuple[Extents, Extents]] = {}
+        for places in self.rows:
+            tokens = [sum(part.tokens for part in self.extents[microbatch][chunk]) for microbatch, chunk in places]
+            key = tuple(tokens)
+            if key not in shared:
+                shared[key] = ((Extent(sum(tokens), 0.0, True),), (Extent(sum(tokens[:-1]), 0.0, True),))
+            sizes[places[0][0]] = shared[key]
         return sizes
+
+    def documents(self, microbatch: int) -> tuple[tuple[int, int], ...] | None:
+        """(document, length) of a microbatch's documents in the order of its row; None where one does not lie there
+        whole and in one piece."""
+        lying: list[tuple[int, int]] = []
+        for part in (part for chunk in self.microbatches[microbatch] for part in chunk):
+            if lying and part.start and lying[-1] == (part.document, part.start):
+                lying[-1] = (part.document, part.start + part.length)
+            elif part.start:
+                return None
+            else:
+                lying.append((part.document, part.length))
+        return tuple(lying)
 
     def earlier_chunks(self, microbatch: int, chunk: int) -> tuple[tuple[int, int], ...]:
         """The (microbatch, chunk) whose keys and values a chunk needs directly: where the slice right before each of
-        its slices is. The slices before that are needed by that one."""
+        its slices is, and the chunk before it in its microbatch, which fills the same buffers. What comes before that
+        is needed by that one."""
         return self._earlier.get((microbatch, chunk), ())
 
     def later_chunks(self, microbatch: int, chunk: int) -> tuple[tuple[int, int], ...]:
@@ -139,7 +176,9 @@ class Workload:
         needed = {}
         for place in self.units():
             parts = self.microbatches[place[0]][place[1]]
-            before = (ends.get((part.document, part.start)) for part in parts if part.start)
+            before = [ends.get((part.document, part.start)) for part in parts if part.start]
+            if place[1]:
+                before.insert(0, (place[0], place[1] - 1))
             if own := tuple(dict.fromkeys(each for each in before if each is not None and each != place)):
                 needed[place] = own
         return needed
@@ -154,16 +193,11 @@ class Workload:
 
     def in_tokens(self, seq_length: int) -> Workload:
         """The same with lengths in tokens: proportions become lengths of sequences of that length, as even as whole
-        numbers can be, longer ones first. Raises ProgramError where a microbatch with lengths of its own, of one
-        document, has another length, and where a chunk would have no token."""
+        numbers can be, longer ones first. Raises ProgramError where microbatches that are all cut alike have another
+        length, and where a chunk would have no token."""
         if not self.proportional:
-            for number, chunks in enumerate(self.microbatches):
-                lengths = _one_document(chunks)
-                if lengths is not None and sum(lengths) != seq_length:
-                    raise ProgramError(
-                        f"chunk lengths {lengths} of microbatch {number} do not add up to the sequence's {seq_length} "
-                        "tokens."
-                    )
+            if self.lengths is not None and sum(self.lengths) != seq_length:
+                raise ProgramError(f"chunk lengths {self.lengths} do not add up to the sequence's {seq_length} tokens.")
             return self
         known: dict[int, tuple[int, ...]] = {}
         for chunks in self.microbatches:

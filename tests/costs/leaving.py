@@ -71,8 +71,8 @@ def leaving(shape: ModelShape, layout: Layout) -> list[Row]:
         teller.engine.close()
         lengths = program.workload.tokens(0)
         for unit, bytes_left in teller.left.items():
-            earlier, later = sum(lengths[: unit.chunk]), sum(lengths[unit.chunk + 1 :])
-            chunk = Chunk(lengths[unit.chunk], earlier, later) if len(lengths) > 1 else Chunk(pieces.TOKENS)
+            earlier = sum(lengths[: unit.chunk])
+            chunk = Chunk(lengths[unit.chunk], earlier, True) if len(lengths) > 1 else Chunk(pieces.TOKENS)
             ours = own.offloaded(*_asked(program, unit, chunk))
             found.append((f"leaving {what} {unit}", bytes_left, ours))
     return found

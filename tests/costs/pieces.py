@@ -283,10 +283,10 @@ def _saved_of_chunks(shape: ModelShape, layout: Layout) -> list[tuple[str, float
         layers = [piece.layer for piece in pieces if piece.kind == "attn"]
         units = []
         for number, tokens in enumerate(CHUNKS):
-            earlier, later = sum(CHUNKS[:number]), sum(CHUNKS[number + 1 :])
+            earlier = sum(CHUNKS[:number])
             unit = store.unit(0, earlier, tokens, TOKENS)
             context = UnitContext(0, 0, number, earlier, tokens, keys_values=unit)
-            data, chunk = batch(), Chunk(tokens, earlier, later)
+            data, chunk = batch(), Chunk(tokens, earlier, len(CHUNKS) > 1)
             inputs = inputs_of(model, pieces[0], tokens)
             if layers:
                 with torch.no_grad():  # makes the buffers, which are known then

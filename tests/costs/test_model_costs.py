@@ -173,7 +173,7 @@ def test_what_slices_of_an_mlp_keep() -> None:
     assert sliced.deferred_stash(pieces, chunk) == 0
     # two whole hidden states, and of a slice the inner tensors and their gradients
     assert sliced.workspace(pieces, chunk) == 2 * 8 * hidden + 1024 * (2 + 2) * 4 * 4096 / 8 * 2
-    assert sliced.workspace(pieces, Chunk(512, 0, 7680)) == (2 * 8 * hidden + 8192 * (2 + 2) * 4 * 4096 / 8 * 2) / 16
+    assert sliced.workspace(pieces, Chunk(512, 0, True)) == (2 * 8 * hidden + 8192 * (2 + 2) * 4 * 4096 / 8 * 2) / 16
 
 
 def test_slices_of_a_loss_move_all_but_the_norm_to_the_backward() -> None:

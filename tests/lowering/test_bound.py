@@ -58,6 +58,23 @@ def test_keys_and_values_of_a_document(cuts: tuple[int, ...], whole: int, before
     assert bound.size(Buffer("kv_gradients", 0, 0, 1)) == token * before_last * 4
 
 
+CHAIN = (((Slice(0, 0, 512),), (Slice(0, 512, 256), Slice(1, 0, 128))), ((Slice(2, 0, 640),),))
+"""A document in two chunks with a short one behind its tail, and a document in one chunk."""
+
+
+def test_sizes_of_microbatches_that_are_not_alike_are_in_tokens() -> None:
+    """Whatever sequence length the costs are of, and whatever the mean of the microbatches is."""
+    bound = BoundCosts(Program("chain", even_stages(1, 1), ((),), Workload(CHAIN)), MODEL)
+    token = 2 * 4096 * 2  # keys and values of a layer, in two bytes
+    assert bound.size(Buffer("keys_values", 0, 0, 0)) == token * (512 + 256 + 128)  # the short one's, too
+    assert bound.size(Buffer("kv_gradients", 0, 0, 0)) == token * 512 * 2
+    assert bound.size(Buffer("keys_values", 0, 0, 1)) == 0  # one chunk keeps its own
+    alone = BoundCosts(Program("alone", even_stages(1, 1), ((),), uniform(1, 1, (640,))), MODEL)
+    assert bound.op_time(Op("F", 0, 1)) == alone.op_time(Op("F", 0, 0))
+    own = [bound.size(Buffer("saved", 0, 0, *place)) for place in ((0, 0), (0, 1), (1, 0))]
+    assert own[0] / 512 == own[1] / 384 < own[2] / 640  # which has its keys and values in its own activations
+
+
 def test_attention_does_not_look_at_other_documents() -> None:
     """Of two documents side by side half the attention of one as long as both; all else is the same."""
     chunks = (((Slice(0, 0, 2048), Slice(1, 0, 2048)),), ((Slice(2, 0, 4096),),))

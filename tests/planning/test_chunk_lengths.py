@@ -110,7 +110,7 @@ class Flops(PieceTimes):
     stages: int = 4
 
     def op_time(self, work: Work) -> float:
-        ((tokens, earlier),) = work.extents
+        ((tokens, earlier, _),) = work.extents
         flops = 2 * tokens * self.parameters + 2 * self.layers * tokens * (earlier + tokens) * self.hidden
         return flops / self.stages
 

@@ -16,7 +16,7 @@ from helixpipe.lowering.validate import validate
 from helixpipe.program.program import OP_KINDS, Op, Program, forward_only
 from helixpipe.program.stages import even_stages, model_pieces
 from helixpipe.program.text import format_rows, from_csv, parse_cell
-from helixpipe.program.workload import uniform
+from helixpipe.program.workload import Extent, Slice, Workload, uniform
 from schedules import Shape, build
 from tests.lowering.random_programs import DETERMINISTIC, random_program
 
@@ -250,8 +250,29 @@ def test_chunks_without_lengths_are_as_equal_as_they_can_be() -> None:
 def test_chunks_with_lengths_make_the_sequence() -> None:
     workload = uniform(2, 3, (5, 1, 6))
     assert workload.in_tokens(12).lengths == (5, 1, 6)
-    with pytest.raises(ProgramError, match=r"\(5, 1, 6\) of microbatch 0 do not add up to the sequence's 13 tokens"):
+    with pytest.raises(ProgramError, match=r"\(5, 1, 6\) do not add up to the sequence's 13 tokens"):
         workload.in_tokens(13)
+
+
+def test_rows_and_their_documents() -> None:
+    packed = ((Slice(0, 0, 5),), (Slice(0, 5, 2), Slice(1, 0, 3), Slice(2, 0, 1)))
+    workload = Workload((packed, ((Slice(3, 0, 4), Slice(4, 0, 4)),), ((Slice(5, 0, 1),), (Slice(6, 0, 2),))))
+    assert workload.rows == (((0, 0), (0, 1)), ((2, 0), (2, 1)))
+    assert [workload.documents(number) for number in range(3)] == [
+        ((0, 7), (1, 3), (2, 1)),
+        ((3, 4), (4, 4)),
+        ((5, 1), (6, 2)),
+    ]
+    assert workload.earlier_chunks(2, 1) == ((2, 0),)  # another document's, in the same buffer
+    interleaved = Workload((((Slice(0, 0, 1), Slice(1, 0, 1)), (Slice(0, 1, 1), Slice(1, 1, 1))),))
+    assert interleaved.documents(0) is None
+
+
+def test_documents_of_several_microbatches_make_one_row() -> None:
+    one = ((Slice(0, 0, 2),), (Slice(1, 0, 2),), (Slice(0, 2, 2), Slice(1, 2, 2)), (Slice(2, 0, 1),))
+    workload = Workload(tuple((chunk,) for chunk in one))
+    assert workload.rows == (((0, 0), (1, 0), (2, 0)),)
+    assert workload.row_extents == {0: ((Extent(8, 0.0, True),), (Extent(4, 0.0, True),))}
 
 
 def test_the_evaluation_form_has_the_forwards_in_order() -> None:

@@ -1,8 +1,9 @@
-"""Keys and values of documents that run in several chunks, and their gradients. No torch here.
+"""Keys and values of microbatches that run in several chunks, and their gradients. No torch here.
 
 Attention is causal, so a slice of a document needs the keys and values of all slices before it, in the layers of its
-stage, and their gradients come from all slices after it. Both are one buffer a document and stage, on the rank that
-runs it: forwards fill the one in the document's order, backwards add to the other in the reverse order.
+stage, and their gradients come from all slices after it. Both are one buffer a row (`Workload.rows`) and stage, on the
+rank that runs it: forwards fill the one in the row's order, backwards add to the other in the reverse order. Documents
+that share a row share the buffer, which is how variable-length attention wants them.
 """
 
 from __future__ import annotations
@@ -12,26 +13,18 @@ from helixpipe.program.tasks import Buffer
 
 
 def keys_values(draft: Draft) -> None:
-    """Add both buffers of every document that has slices in more than one chunk, for every stage with attention."""
+    """Add both buffers of every row of several chunks, for every stage with attention."""
     program, graph = draft.program, draft.graph
-    documents: dict[int, list[tuple[int, int]]] = {}
-    if program.workload.most_chunks == 1 and not program.workload.spans_microbatches:
-        return
-    for place in program.workload.units():
-        for part in program.workload.chunks(place[0])[place[1]]:
-            places = documents.setdefault(part.document, [])
-            if place not in places[-1:]:
-                places.append(place)
-    split = [(document, places) for document, places in documents.items() if len(places) > 1]
     for stage, placed in enumerate(program.stages):
         if not placed.has_attention:
             continue
-        for document, places in split:
+        for places in program.workload.rows:
+            row = places[0][0]
             units = [draft.unit(stage, *place) for place in places]
             forwards = [draft.forward[unit] for unit in units]
             backwards = [draft.backward[unit] for unit in reversed(units)]
             rank = graph.ranks[forwards[0]]
             last = forwards[-1] if program.forward_only else backwards[-1]
-            draft.updated(Buffer("keys_values", rank, stage, document), forwards, last)
+            draft.updated(Buffer("keys_values", rank, stage, row), forwards, last)
             if not program.forward_only:
-                draft.updated(Buffer("kv_gradients", rank, stage, document), backwards, last)
+                draft.updated(Buffer("kv_gradients", rank, stage, row), backwards, last)
