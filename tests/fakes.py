@@ -29,8 +29,17 @@ def lower_right(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tens
     return torch.einsum("bhnm,bmhd->bnhd", scores.masked_fill(~mask, float("-inf")).softmax(-1), values)
 
 
+def packed(query: Tensor, key: Tensor, value: Tensor, queries: Tensor, keys: Tensor, scale: float) -> Tensor:
+    """[n, heads, d] and [c + n, groups, d] to [n, heads, d], part by part. queries, keys: first rows of each and the
+    end."""
+    assert queries.dtype == keys.dtype == torch.int32 and queries[-1] == len(query) and keys[-1] == len(key)
+    ends = zip(queries[:-1], queries[1:], keys[:-1], keys[1:], strict=True)
+    parts = [lower_right(query[None, a:b], key[None, c:d], value[None, c:d], scale) for a, b, c, d in ends]
+    return torch.cat(parts, dim=1)[0]
+
+
 class FlashAttention:
-    """`flash_attn.flash_attn_func`, of version 2.7."""
+    """`flash_attn.flash_attn_func` and `flash_attn_varlen_func`, of version 2.7."""
 
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
@@ -54,9 +63,34 @@ class FlashAttention:
         self.calls.append({"dropout_p": dropout_p, "deterministic": deterministic, "shapes": (q.shape, k.shape)})
         return lower_right(q, k, v, softmax_scale)
 
+    def flash_attn_varlen_func(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        deterministic: bool = False,
+        return_attn_probs: bool = False,
+        block_table: Tensor | None = None,
+    ) -> Tensor:
+        assert causal and softmax_scale is not None
+        assert (max_seqlen_q, max_seqlen_k) == tuple(int(ends.diff().max()) for ends in (cu_seqlens_q, cu_seqlens_k))
+        self.calls.append({"dropout_p": dropout_p, "deterministic": deterministic, "shapes": (q.shape, k.shape)})
+        return packed(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale)
+
 
 class FlashAttention3:
-    """`flash_attn_interface.flash_attn_func`; as_tuple: with the log-sums, as older versions."""
+    """`flash_attn_interface.flash_attn_func` and `flash_attn_varlen_func`; as_tuple: with the log-sums, as
+    older versions."""
 
     def __init__(self, as_tuple: bool = False) -> None:
         self.calls: list[tuple[torch.Size, torch.Size]] = []
@@ -84,6 +118,25 @@ class FlashAttention3:
         assert causal and softmax_scale is not None
         self.calls.append((q.shape, k.shape))
         output = lower_right(q, k, v, softmax_scale)
+        return (output, output.new_zeros(())) if self._as_tuple else output
+
+    def flash_attn_varlen_func(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        seqused_q: Tensor | None = None,
+        seqused_k: Tensor | None = None,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        assert causal and softmax_scale is not None
+        self.calls.append((q.shape, k.shape))
+        output = packed(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale)
         return (output, output.new_zeros(())) if self._as_tuple else output
 
 

@@ -63,8 +63,9 @@ def untrainable(program: Program) -> str | None:
     for rank, ops in enumerate(program.ranks):
         if not ops and not program.pieces_of_rank(rank):
             return f"schedule {program.schedule} gives pipeline rank {rank} nothing to run."
-    if program.workload.lengths is None:
-        return f"schedule {program.schedule} does not cut all microbatches alike, each a document: not trained yet."
+    workload = program.workload
+    if any(workload.documents(number) is None for number in range(len(workload))):
+        return f"schedule {program.schedule} does not have every document in one piece of one microbatch: not trained."
     return None
 
 

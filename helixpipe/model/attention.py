@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -18,6 +19,8 @@ from torch import Tensor
 from helixpipe.model.attention_kernels import make_attend
 from helixpipe.model.backends import ENGINE, TORCH, Kernels, Machine, choose, load_engine
 from helixpipe.model.device import device
+from helixpipe.model.document_attention import make_attend_documents
+from helixpipe.model.documents import Documents, Spans
 from helixpipe.model.options import GPTOptions
 
 
@@ -42,13 +45,26 @@ class CoreAttention(torch.nn.Module):
         self._scale = config.softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self._whole = make_attend(kernels.attention, config, layer, tp_group)
         self._chunk = make_attend(kernels.chunk_attention, config, layer, tp_group)
+        self._documents = make_attend_documents(kernels.chunk_attention, config, self._chunk)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, training: bool, chunked: bool = False) -> Tensor:
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        training: bool,
+        chunked: bool = False,
+        spans: Spans | None = None,
+    ) -> Tensor:
         """[n, b, heads, d] query and [c + n, b, groups, d] key and value to [n, b, heads * d].
 
         The queries are those of the last n of the c + n tokens; c = 0 for a whole sequence. chunked: the sequence runs
-        chunk by chunk, also where this is its first one.
+        chunk by chunk, also where this is its first one. spans: the parts of documents that the chunk is made of; None:
+        one document.
         """
+        if spans is not None:
+            dropout = self._dropout if training else 0.0
+            return self._documents(query, key, value, spans, self._scale, dropout)
         attend = self._chunk if chunked or query.size(0) != key.size(0) else self._whole
         return attend(query, key, value, self._scale, self._dropout if training else 0.0)
 
@@ -91,6 +107,12 @@ class Rotary:
         cosine, sine = self._table
         return cosine[offset : offset + length], sine[offset : offset + length]
 
+    def rotate_documents(self, tensor: Tensor, documents: Documents, rows: slice) -> Tensor:
+        """Rotate [s, b, heads, d] that are these rows of a microbatch, by positions in documents."""
+        tables = self.table(0, documents.longest, tensor.dtype)
+        rotated: Tensor = _RotatedAt.apply(tensor, documents.positions()[rows], tables)
+        return rotated
+
     def angles(self, offset: int, length: int) -> Tensor:
         """Of positions offset to offset + length - 1, float32 [length, 1, 1, rotated channels], both halves alike."""
         if self._angles is None or offset + length > self._angles.size(0):
@@ -108,7 +130,26 @@ class Rotary:
         if self._fused is not None and tensor.size(0) * tensor.stride(0) < FUSED_SPAN:
             rotated: Tensor = self._fused(tensor, self.angles(offset, tensor.size(0)))
             return rotated
-        cosine, sine = self.table(offset, tensor.size(0), tensor.dtype)
-        half = cosine.size(-1)
-        first, second, rest = tensor.split([half, half, tensor.size(-1) - 2 * half], dim=-1)
-        return torch.cat((first * cosine - second * sine, second * cosine + first * sine, rest), dim=-1)
+        return _rotated(tensor, *self.table(offset, tensor.size(0), tensor.dtype))
+
+
+def _rotated(tensor: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    half = cosine.size(-1)
+    first, second, rest = tensor.split([half, half, tensor.size(-1) - 2 * half], dim=-1)
+    return torch.cat((first * cosine - second * sine, second * cosine + first * sine, rest), dim=-1)
+
+
+class _RotatedAt(torch.autograd.Function):
+    """[s, b, heads, d] rotated by positions [s, b]. Cosines and sines are looked up again in the backward, which
+    rotates back, so nothing but the positions is kept; these are the microbatch's."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, positions: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+        ctx.positions, ctx.tables = positions, tables
+        cosine, sine = (table[:, 0][positions] for table in tables)
+        return _rotated(tensor, cosine, sine)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        cosine, sine = (table[:, 0][ctx.positions] for table in ctx.tables)
+        return _rotated(gradients[0], cosine, -sine), None, None

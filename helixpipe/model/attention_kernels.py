@@ -159,13 +159,13 @@ _attend_as_torch_does = _sdpa(None)
 
 def _attend_on_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float) -> Tensor:
     """torch's flash kernel for the CPU, in two calls for a chunk; with dropout torch makes the scores and the mask."""
-    if query.size(0) == key.size(0) or not _has_cpu_kernel(query, key, value, dropout):
+    if query.size(0) == key.size(0) or not has_cpu_kernel(query, key, value, dropout):
         return _attend_as_torch_does(query, key, value, scale, dropout)
     output: Tensor = _ChunkAttention.apply(*(tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)), scale)
     return output.permute(2, 0, 1, 3).flatten(2)
 
 
-def _has_cpu_kernel(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
+def has_cpu_kernel(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
     """Whether torch's fused kernel for the CPU can do this: not with dropout, nor grouped queries in older versions."""
     query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
     gqa = query.size(1) != key.size(1)
@@ -177,38 +177,63 @@ _kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _kernel_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-class _ChunkAttention(torch.autograd.Function):
-    """Attention of the last n of c + n tokens on the CPU, without a mask: c and n are both positive.
+def cpu_forward(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of the last n of c + n tokens of a document on the CPU, without a mask, and its log-sums [b, heads, n].
 
     [b, heads, n, d] query, [b, groups, c + n, d] keys and values. The kernel runs on the first c keys, all of which
     every query sees, and causally on the last n. Each result is a mean of values weighted by softmax over its part of
-    the keys; with the logarithm of its sum of exponentials it is merged into that over all keys. Given the merged
-    output and log-sum, the kernel's backward on each part gives the part's share of the gradients.
+    the keys; with the logarithm of its sum of exponentials it is merged into that over all keys.
     """
+    results = []
+    for rows, causal in _parts(query, keys):
+        results.append(_kernel(query, keys[:, :, rows], values[:, :, rows], 0.0, causal, scale=scale))
+    if len(results) == 1:
+        output, log_sum = results[0]
+        return output, log_sum
+    (before, log_sum_before), (own, log_sum_own) = results
+    share = torch.sigmoid(log_sum_own - log_sum_before)[..., None]
+    output = torch.lerp(before.to(share.dtype), own.to(share.dtype), share).to(query.dtype)
+    return output, torch.logaddexp(log_sum_before, log_sum_own)
+
+
+def cpu_backward(
+    gradient: Tensor, query: Tensor, keys: Tensor, values: Tensor, output: Tensor, log_sum: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, keys and values of `cpu_forward`: given the merged output and log-sum, the kernel's backward
+    on each part of the keys gives the part's share."""
+    query_gradient = None
+    key_gradients, value_gradients = [], []
+    for rows, causal in _parts(query, keys):
+        part = _kernel_backward(
+            gradient, query, keys[:, :, rows], values[:, :, rows], output, log_sum, 0.0, causal, scale=scale
+        )
+        query_gradient = part[0] if query_gradient is None else query_gradient.add_(part[0])
+        key_gradients.append(part[1])
+        value_gradients.append(part[2])
+    assert query_gradient is not None
+    if len(key_gradients) == 1:
+        return query_gradient, key_gradients[0], value_gradients[0]
+    return query_gradient, torch.cat(key_gradients, dim=2), torch.cat(value_gradients, dim=2)
+
+
+def _parts(query: Tensor, keys: Tensor) -> list[tuple[slice, bool]]:
+    """Of the keys: those before the queries' tokens, where there are any, and those of these tokens, causally."""
+    earlier = keys.size(2) - query.size(2)
+    own = (slice(earlier, None), True)
+    return [(slice(earlier), False), own] if earlier else [own]
+
+
+class _ChunkAttention(torch.autograd.Function):
+    """`cpu_forward` of a chunk in one document: c and n are both positive."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        earlier = keys.size(2) - query.size(2)
-        results = []
-        for rows, causal in ((slice(earlier), False), (slice(earlier, None), True)):
-            results.append(_kernel(query, keys[:, :, rows], values[:, :, rows], 0.0, causal, scale=scale))
-        (before, log_sum_before), (own, log_sum_own) = results
-        share = torch.sigmoid(log_sum_own - log_sum_before)[..., None]
-        output = torch.lerp(before.to(share.dtype), own.to(share.dtype), share).to(query.dtype)
-        ctx.save_for_backward(query, keys, values, output, torch.logaddexp(log_sum_before, log_sum_own))
+        output, log_sum = cpu_forward(query, keys, values, scale)
+        ctx.save_for_backward(query, keys, values, output, log_sum)
         ctx.scale = scale
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, keys, values, output, log_sum = ctx.saved_tensors
-        earlier = keys.size(2) - query.size(2)
-        query_gradient = None
-        key_gradient, value_gradient = torch.empty_like(keys), torch.empty_like(values)
-        for rows, causal in ((slice(earlier), False), (slice(earlier, None), True)):
-            part = _kernel_backward(
-                gradients[0], query, keys[:, :, rows], values[:, :, rows], output, log_sum, 0.0, causal, scale=ctx.scale
-            )
-            query_gradient = part[0] if query_gradient is None else query_gradient.add_(part[0])
-            key_gradient[:, :, rows], value_gradient[:, :, rows] = part[1], part[2]
-        return query_gradient, key_gradient, value_gradient, None
+        return *cpu_backward(gradients[0], query, keys, values, output, log_sum, ctx.scale), None

@@ -113,6 +113,8 @@ def _positions(batch: Microbatch, context: UnitContext) -> Tensor:
     """[s, b] of the chunk's tokens; [s, 1] where they are the same in all sequences."""
     if batch.position_ids is not None:
         return batch.position_ids[:, context.tokens].t()
+    if batch.documents is not None:
+        return batch.documents.positions()[context.tokens]
     length = batch.tokens[:, context.tokens].size(1)
     return torch.arange(context.offset, context.offset + length, device=batch.tokens.device)[:, None]
 

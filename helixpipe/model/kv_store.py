@@ -1,10 +1,12 @@
-"""Keys and values of a sequence that runs chunk by chunk: one buffer each for every microbatch and layer.
+"""Keys and values of a microbatch that runs chunk by chunk: one buffer each for all its rows and every layer.
 
 Chunks run forward in their order and backward in reverse. The forward of a chunk writes its keys and values into the
 buffers and attends to all rows so far (`UnitKeyValues.join`). In its backward the gradient of the rows before it goes
 to gradient buffers, where it is summed over all later chunks, and the sum of its own rows enters its backward as the
 gradient of two more roots (`UnitKeyValues.roots`). The gradients are plain tensors that pass from one autograd graph to
 the next, as between stages; no graph reaches over two chunks.
+
+Where a microbatch has several documents, a chunk needs the rows from the first token of the document that it begins in.
 
 What a graph saves are views of the buffers with version counters of their own: a later chunk writes other rows of the
 same memory, which autograd must not mistake for a change of what was saved.
@@ -106,11 +108,11 @@ class _Sequence:
         self.own: dict[int, tuple[Tensor, ...]] = {}
         """By the chunk's offset, its rows as part of its autograd graph."""
 
-    def add_gradient(self, which: int, prefix: Tensor) -> None:
-        """Move the gradient of the first rows, which autograd has left at `prefix`, to the sum."""
+    def add_gradient(self, which: int, since: int, prefix: Tensor) -> None:
+        """Move the gradient of rows from `since` on, which autograd has left at `prefix`, to the sum."""
         gradient, prefix.grad = prefix.grad, None
         assert gradient is not None
-        self.gradients[which][: prefix.size(0)] += gradient
+        self.gradients[which][since : since + prefix.size(0)] += gradient
 
 
 class UnitKeyValues(NamedTuple):
@@ -127,8 +129,9 @@ class UnitKeyValues(NamedTuple):
     length: int
     seq_length: int
 
-    def join(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The chunk's key and value, [length, b, groups, d], to all up to its end, [offset + length, b, groups, d].
+    def join(self, layer: int, key: Tensor, value: Tensor, since: int = 0) -> tuple[Tensor, Tensor]:
+        """The chunk's key and value, [length, b, groups, d], to all from row `since`, which is not after its first, up
+        to its end, [offset - since + length, b, groups, d].
 
         What is returned are views of the buffers. Rows are written once: recomputed ones must equal those that later
         chunks may have seen, and are taken from the buffers. A leaf that is given loses its memory for that of the
@@ -149,17 +152,17 @@ class UnitKeyValues(NamedTuple):
             if tensor.is_leaf and tensor.requires_grad:
                 tensor.data = buffer[self.offset : end].data
         if not torch.is_grad_enabled() or not (key.requires_grad or value.requires_grad):
-            return keys[:end].data, values[:end].data
+            return keys[since:end].data, values[since:end].data
         own = _Stored.apply(key, value, keys[self.offset : end], values[self.offset : end])
         sequence.own[self.offset] = own
-        if self.offset == 0:
+        if self.offset == since:
             return own
         prefixes = []
         for which, buffer in enumerate(sequence.buffers):
-            prefix = buffer[: self.offset].data.requires_grad_()
-            prefix.register_post_accumulate_grad_hook(partial(sequence.add_gradient, which))
+            prefix = buffer[since : self.offset].data.requires_grad_()
+            prefix.register_post_accumulate_grad_hook(partial(sequence.add_gradient, which, since))
             prefixes.append(prefix)
-        joined: tuple[Tensor, Tensor] = _Join.apply(*prefixes, *own, keys[:end], values[:end])
+        joined: tuple[Tensor, Tensor] = _Join.apply(*prefixes, *own, keys[since:end], values[since:end])
         return joined
 
     def roots(self, layers: Sequence[int]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:

@@ -22,6 +22,7 @@ from torch import Tensor
 from helixpipe.model.attention import CoreAttention, Rotary
 from helixpipe.model.backends import Kernels
 from helixpipe.model.chunked_mlp import make_mlp
+from helixpipe.model.documents import Documents
 from helixpipe.model.kv_store import UnitKeyValues
 from helixpipe.model.norms import make_norm
 from helixpipe.program.stages import Piece
@@ -140,11 +141,18 @@ class Layer(MegatronModule):
         """Hidden state to (norm output, residual)."""
         return self.input_layernorm(hidden), hidden
 
-    def qkv(self, normed: Tensor, residual: Tensor, *, offset: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(norm output, residual) to (query, key, value, residual), rotated for tokens that begin at `offset`."""
+    def qkv(
+        self, normed: Tensor, residual: Tensor, *, offset: int, documents: Documents | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(norm output, residual) to (query, key, value, residual), rotated for tokens that begin at `offset`, each at
+        its place in its document."""
         query, key, value = self.self_attention.query_key_value(normed)
-        if self._rotary is not None:
-            query, key = self._rotary.rotate(query, offset), self._rotary.rotate(key, offset)
+        rotary = self._rotary
+        if rotary is not None and documents is not None:
+            rows = slice(offset, offset + query.size(0))
+            query, key = (rotary.rotate_documents(tensor, documents, rows) for tensor in (query, key))
+        elif rotary is not None:
+            query, key = rotary.rotate(query, offset), rotary.rotate(key, offset)
         return query, key, value, residual
 
     def attn(
@@ -155,17 +163,21 @@ class Layer(MegatronModule):
         residual: Tensor,
         *,
         training: bool,
+        offset: int = 0,
         keys_values: UnitKeyValues | None = None,
+        documents: Documents | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(query, key, value, residual) to (attention output [s, b, heads / tp * d], residual).
 
         With `keys_values` the earlier chunks' keys and values come before those given. The query is then copied if it
         is a view, since attention saves it and with it the memory of the key and value beside it.
         """
+        spans = None if documents is None else documents.spans(offset, query.size(0))
         if keys_values is not None:
             query = query.contiguous()
-            key, value = keys_values.join(self._index, key, value)
-        return self.core_attention(query, key, value, training, chunked=keys_values is not None), residual
+            key, value = keys_values.join(self._index, key, value, spans.since if spans is not None else 0)
+        chunked = keys_values is not None
+        return self.core_attention(query, key, value, training, chunked=chunked, spans=spans), residual
 
     def proj(self, attention: Tensor, residual: Tensor, *, training: bool) -> tuple[Tensor]:
         """(attention output, residual) to one hidden state."""

@@ -13,6 +13,7 @@ from helixpipe.common.errors import UserError
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
+    from helixpipe.model.documents import Documents
     from helixpipe.model.kv_store import UnitKeyValues
 
 
@@ -41,7 +42,7 @@ class GPTOptions:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """One microbatch of whole sequences; a rank that has neither embed nor head uses none of it."""
+    """One microbatch: a row of tokens for each sample; a rank that has neither embed nor head uses no tensor of it."""
 
     tokens: torch.Tensor
     """[b, s] int64, on the model's device, as are the others."""
@@ -50,10 +51,15 @@ class Microbatch:
     loss_mask: torch.Tensor
     """[b, s] float32: weight of each token's loss."""
     position_ids: torch.Tensor | None = None
-    """[b, s] int64 for learned positions; None means 0 to s - 1. RoPE, as in megatron-core, always counts from 0."""
+    """[b, s] int64 for learned positions; None means 0 to s - 1, or from 0 on in each document. RoPE, as in
+    megatron-core, always counts from 0, in each document where there are several."""
+    documents: Documents | None = None
+    """What of each sample is one document, which attention does not look out of; None: all of it. Ranks with layers
+    need it, also those without embed and head."""
 
     def tensors(self) -> list[torch.Tensor]:
-        every = (self.tokens, self.labels, self.loss_mask, self.position_ids)
+        positions = None if self.documents is None else self.documents.positions()
+        every = (self.tokens, self.labels, self.loss_mask, self.position_ids, positions)
         return [tensor for tensor in every if tensor is not None]
 
 
@@ -73,7 +79,7 @@ class UnitContext(NamedTuple):
     training: bool = True
     """Whether dropout is applied."""
     keys_values: UnitKeyValues | None = None
-    """The earlier chunks' keys and values; None when the chunk is the whole sequence."""
+    """The earlier chunks' keys and values; None when the chunk is all of its microbatch."""
 
     @property
     def tokens(self) -> slice:

@@ -187,10 +187,16 @@ class PipelineModel(MegatronModule):
         if piece.kind == "norm":
             return layer.norm(*state)
         if piece.kind == "qkv":
-            return layer.qkv(*state, offset=context.offset)
+            return layer.qkv(*state, offset=context.offset, documents=batch.documents)
         if piece.kind == "attn":
             self._seed_dropout(piece, context, self.config.attention_dropout, split=True)
-            return layer.attn(*state, training=training, keys_values=context.keys_values)
+            return layer.attn(
+                *state,
+                training=training,
+                offset=context.offset,
+                keys_values=context.keys_values,
+                documents=batch.documents,
+            )
         self._seed_dropout(piece, context, self.config.hidden_dropout, split=self.config.sequence_parallel)
         return layer.proj(*state, training=training) if piece.kind == "proj" else layer.ffn(*state, training=training)
 

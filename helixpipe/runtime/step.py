@@ -11,7 +11,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from helixpipe.common.errors import ProgramError
 from helixpipe.costs.piece_kinds import KINDS
 from helixpipe.costs.saved import staying
 from helixpipe.lowering.project import Action, Instruction, LoweredProgram
@@ -20,7 +19,7 @@ from helixpipe.model.linear import WeightGradients
 from helixpipe.program.message import Message
 from helixpipe.program.program import Op, Unit
 from helixpipe.program.stages import Activations, Piece, Segment, segments
-from helixpipe.program.workload import Slice, Workload
+from helixpipe.program.workload import Workload
 from helixpipe.runtime.offload import Offloading
 
 
@@ -71,10 +70,10 @@ class LossSum(NamedTuple):
 class PlannedOp(NamedTuple):
     """An op with all that is known of it before the step, looked up once.
 
-    pieces: of its stage. segments: its unit's. part: what its chunk is of its document, of which `document_length`
-    tokens run, None where all of it is in this chunk. takes, gives, saved: numbers of buffers (see `Graph`). leaves:
-    whether a message carries away what it gives. first, last: whether its stage is the model's first, its last.
-    borrowed: whether it runs with a copy of its stage's weights. completes: whether nothing adds to the gradients of
+    pieces: of its stage. segments: its unit's. offset, length: the rows of its microbatch that are its chunk's.
+    row_length: of the microbatch, None where all of it is in this chunk. takes, gives, saved: numbers of buffers (see
+    `Graph`). leaves: whether a message carries away what it gives. first, last: whether its stage is the model's first,
+    its last. borrowed: whether it runs with a copy of its stage's weights. completes: whether nothing adds to the gradients of
     its stage's weights, which are here, after it. offloading: of an F, what of its unit leaves the device.
     """
 
@@ -82,8 +81,9 @@ class PlannedOp(NamedTuple):
     unit: Unit
     pieces: tuple[Piece, ...]
     segments: tuple[Segment, ...]
-    part: Slice
-    document_length: int | None
+    offset: int
+    length: int
+    row_length: int | None
     takes: int
     gives: int
     saved: int
@@ -125,7 +125,6 @@ class PlanOnRank:
         self._shapes: dict[tuple[Piece, int, int], tuple[torch.Size, ...]] = {}
         self._segments: dict[tuple[int, Activations], tuple[Segment, ...]] = {}
         self._workloads: dict[int, Workload] = {}
-        self._documents: dict[int, dict[int, int]] = {}
 
     @cached_property
     def defers_weights(self) -> set[int]:
@@ -133,8 +132,7 @@ class PlanOnRank:
         return {op.stage for op in self.program.ranks[self.rank] if op.kind == "W"}
 
     def subjects(self, model: Model, step: Step) -> list[tuple[Action, Subject]]:
-        """The stream in the sizes of a step: each instruction's action, and what the handler of that is given. Raises
-        ProgramError for a chunk of several documents."""
+        """The stream in the sizes of a step: each instruction's action, and what the handler of that is given."""
         sizes = step.micro_batch_size, step.seq_length
         if sizes not in self._subjects:
             self._subjects[sizes] = [(each.action, self._subject(each, model, step)) for each in self.stream]
@@ -149,14 +147,15 @@ class PlanOnRank:
         return instruction
 
     def _planned(self, op: Op, task: int, seq_length: int) -> PlannedOp:
-        part, graph = self._slice(op, seq_length), self.graph
+        graph, tokens = self.graph, self._workload(seq_length).tokens(op.microbatch)
         return PlannedOp(
             op=op,
             unit=op.unit,
             pieces=self.program.stages[op.stage].pieces,
             segments=self.segments(op.unit),
-            part=part,
-            document_length=self._document_length(part, seq_length),
+            offset=sum(tokens[: op.chunk]),
+            length=tokens[op.chunk],
+            row_length=sum(tokens) if len(tokens) > 1 else None,
             takes=graph.takes[task],
             gives=graph.gives[task],
             saved=graph.saved[task],
@@ -198,28 +197,6 @@ class PlanOnRank:
         if key not in self._segments:
             self._segments[key] = segments(self.program.stages[unit.stage].pieces, activations)
         return self._segments[key]
-
-    def _slice(self, op: Op, seq_length: int) -> Slice:
-        """What the op's chunk is of its document. Raises ProgramError for a chunk of several documents."""
-        chunk = self._workload(seq_length).microbatches[op.microbatch][op.chunk]
-        if len(chunk) != 1:
-            raise ProgramError(
-                f"chunk {op.chunk} of microbatch {op.microbatch} holds slices of {len(chunk)} documents; "
-                "the executor runs chunks of one."
-            )
-        return chunk[0]
-
-    def _document_length(self, part: Slice, seq_length: int) -> int | None:
-        """Tokens of a slice's document; None where all of it is in one chunk."""
-        if seq_length not in self._documents:
-            lengths: dict[int, int] = {}
-            slices: dict[int, int] = {}
-            for chunks in self._workload(seq_length).microbatches:
-                for each in (each for chunk in chunks for each in chunk):
-                    lengths[each.document] = lengths.get(each.document, 0) + each.length
-                    slices[each.document] = slices.get(each.document, 0) + 1
-            self._documents[seq_length] = {document: lengths[document] for document in slices if slices[document] > 1}
-        return self._documents[seq_length].get(part.document)
 
     def _payload(self, message: Message, model: Model, step: Step) -> tuple[tuple[torch.Size, ...], torch.dtype]:
         """Shapes and type of an activation or gradient. A gradient has the shapes of what it is the gradient of: what

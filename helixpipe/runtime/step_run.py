@@ -1,8 +1,8 @@
 """One step of one plan on one rank: a table of buffers, and a handler for each kind of instruction and of op.
 
 Activations and gradients on their way to an op (with the transport's mark where a message takes them away), and what a
-unit saved for its backward, lie in one table by the buffer's number in the graph. Keys and values of documents that run
-in chunks lie in a store, borrowed weights and sums of their gradients with `BorrowedWeights`.
+unit saved for its backward, lie in one table by the buffer's number in the graph. Keys and values of microbatches that
+run in chunks lie in a store, borrowed weights and sums of their gradients with `BorrowedWeights`.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ class StepRun:
 
     def _kept(self, op: PlannedOp) -> Iterator[Tensor]:
         """What is on the device anyway, whichever unit saves it."""
-        batch = self.step.batch(op.op.microbatch) if op.first or op.last else None
+        batch = self.step.batch(op.op.microbatch)
         if isinstance(batch, Microbatch):
             yield from batch.tensors()
         yield from self.executor.keys_values.tensors()
@@ -304,9 +304,9 @@ class StepRun:
     # ------------------------------------------------------------------------------------------------------ details
 
     def _run_pieces(self, op: PlannedOp, pieces: tuple[Piece, ...], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        step, microbatch, (_, offset, length) = self.step, op.op.microbatch, op.part
+        step, microbatch = self.step, op.op.microbatch
         number, keys_values = step.microbatch_number(microbatch), self._keys_values(op)
-        context = UnitContext(step.iteration, number, op.op.chunk, offset, length, step.training, keys_values)
+        context = UnitContext(step.iteration, number, op.op.chunk, op.offset, op.length, step.training, keys_values)
         return self._model(op).run(pieces, inputs, step.batch(microbatch), context)
 
     def _deliver(self, op: PlannedOp, tensors: tuple[Tensor, ...]) -> None:
@@ -317,7 +317,7 @@ class StepRun:
         return cast(Model, self.borrowed.shell) if op.borrowed else self.executor.model
 
     def _keys_values(self, op: PlannedOp) -> UnitKeyValues | None:
-        """Of the op's document, where that runs in several chunks."""
-        if op.document_length is None:
+        """Of the op's microbatch, where that runs in several chunks."""
+        if op.row_length is None:
             return None
-        return self.executor.keys_values.unit(*op.part, op.document_length)
+        return self.executor.keys_values.unit(op.op.microbatch, op.offset, op.length, op.row_length)

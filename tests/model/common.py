@@ -119,8 +119,9 @@ def score(logits: torch.Tensor, tp_rank: int = 0) -> torch.Tensor:
 
 def reference_forward(model: GPTModel, batch: Microbatch, labels: torch.Tensor | None) -> torch.Tensor:
     """GPTModel's logits [s, b, vocabulary / tp], or its token losses [b, s] when labels are given."""
-    positions = torch.arange(SEQUENCE, device=batch.tokens.device).expand(BATCH, -1)
-    mask = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool, device=batch.tokens.device).triu(1)[None, None]
+    length = batch.tokens.size(1)
+    positions = torch.arange(length, device=batch.tokens.device).expand(batch.tokens.size(0), -1)
+    mask = torch.ones(length, length, dtype=torch.bool, device=batch.tokens.device).triu(1)[None, None]
     output = model(batch.tokens, positions, mask, labels=labels)
     return output if labels is not None else output.transpose(0, 1)
 

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
 
 from helixpipe.model.device import device, prepare
-from helixpipe.program.workload import uniform
+from helixpipe.program.workload import Slice, Workload, uniform
 
 prepare()  # before megatron-core is imported, whose notices it silences
 
 
 from helixpipe.costs.by_hand import PieceTimes, parse_piece_times, unit_costs
 from helixpipe.model import Microbatch
+from helixpipe.model.documents import Documents
 from helixpipe.planning.early import place_early
+from helixpipe.planning.orders import one_forward_one_backward
 from helixpipe.planning.recompute import RecomputeOptions
 from helixpipe.program.program import Op, Program
-from helixpipe.program.stages import Piece, Stage, model_pieces
+from helixpipe.program.stages import Piece, Stage, even_stages, model_pieces
 from helixpipe.program.text import parse_rows
 from schedules import Shape, build
 from schedules.helix import HelixOptions
@@ -73,6 +77,8 @@ class Case:
     """Every message held back for a random time, so that they overtake each other."""
     offload: int | None = None
     """Seed of what is offloaded, at random, with copies that come late; None: nothing."""
+    documents: int | None = None
+    """Seed of the documents that every sample is made of; None: each is one. Of `ragged` the documents of its rows."""
     dtype: torch.dtype = torch.float64
     """Of weights, hidden states and the reference."""
 
@@ -95,6 +101,7 @@ class Case:
             + ["late"] * self.late
             + [f"offload{self.offload}"] * (self.offload is not None)
             + ["again"] * self.again
+            + [f"documents{self.documents}"] * (self.documents is not None)
             + [str(self.dtype).removeprefix("torch.")] * (self.dtype is not torch.float64)
         )
         return "-".join([self.schedule, self.style, f"p{self.pp}", f"tp{self.tp}", f"m{self.m}", *marks])
@@ -102,6 +109,7 @@ class Case:
     def alone(self) -> Case:
         """The run on one rank that this one is compared with, of all that the comparison depends on."""
         alone = Case("none", 1, self.m, self.style, tied=self.tied, layers=self.layers, dtype=self.dtype)
+        alone = replace(alone, documents=self.documents, schedule=RAGGED if self.schedule == RAGGED else "none")
         if not self.dropout:
             return alone
         schedule = "seq1f1b" if self.lengths else "none"
@@ -115,6 +123,8 @@ class Case:
         if self.schedule == "shared middle":
             return shared_middle(self.split)
         options: Any = self.weipipe
+        if self.schedule == RAGGED:
+            return self._changed(ragged_program(self.pp, self.layers))
         if self.schedule == "helix":
             options = HelixOptions(self.folds, cast(Any, self.ship), False, helix_spread_head=self.spread)
         program = build(self.schedule, shape, options)
@@ -122,6 +132,9 @@ class Case:
             chain = model_pieces(self.layers)
             cut = chain.index(Piece(self.cut_after, 2)) + 1
             program = replace(program, stages=(Stage(chain[:cut]), Stage(chain[cut:])))
+        return self._changed(program)
+
+    def _changed(self, program: Program) -> Program:
         if self.split:
             program = replace(program, ranks=tuple(_split(ops) for ops in program.ranks))
         if self.recompute.granularity is not None:
@@ -162,13 +175,49 @@ def _split(ops: tuple[Op, ...]) -> tuple[Op, ...]:
     return (*now, *reversed(late))
 
 
-def microbatches(count: int) -> list[Microbatch]:
-    generator = torch.Generator().manual_seed(11)
-    return [
-        Microbatch(
-            torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=generator).to(device()),
-            torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=generator).to(device()),
-            torch.randint(0, 2, (BATCH, SEQUENCE), generator=generator).float().to(device()),
-        )
-        for _ in range(count)
-    ]
+RAGGED = "ragged"
+
+ROWS = Workload(
+    (
+        ((Slice(0, 0, 4),), (Slice(0, 4, 3), Slice(1, 0, 3), Slice(2, 0, 2))),  # a tail with short documents behind it
+        ((Slice(3, 0, 5), Slice(4, 0, 4)),),
+        ((Slice(5, 0, 4),), (Slice(5, 4, 3),), (Slice(5, 7, 2),)),
+        ((Slice(6, 0, 1),),),
+        ((Slice(7, 0, 2), Slice(8, 0, 3)), (Slice(8, 3, 2), Slice(9, 0, 5))),  # a chunk begins in a row's second one
+    )
+)
+"""Microbatches that are not alike."""
+
+
+def ragged_program(ranks: int, layers: int) -> Program:
+    """One forward, one backward over `ROWS`, whose chunks run backward in reverse."""
+    orders = []
+    forwards = list(ROWS.units())
+    backwards = [(m, chunk) for m in range(len(ROWS)) for chunk in reversed(range(len(ROWS.chunks(m))))]
+    for rank in range(ranks):
+        f, b = ([Op(kind, rank, *unit) for unit in units] for kind, units in (("F", forwards), ("B", backwards)))
+        orders.append(tuple(one_forward_one_backward(f, b, ranks - rank - 1 + ROWS.most_chunks - 1)))
+    return Program(RAGGED, even_stages(layers, ranks), tuple(orders), ROWS)
+
+
+def microbatches(case: Case) -> list[Microbatch]:
+    generator, rng = torch.Generator().manual_seed(11), random.Random(case.documents)
+    batches = []
+    for number in range(case.m):
+        documents = None
+        if case.schedule == RAGGED:
+            documents = Documents([[length for _, length in ROWS.documents(number) or ()]] * BATCH)
+        elif case.documents is not None:
+            documents = Documents([_lengths(rng) for _ in range(BATCH)])
+        shape = (BATCH, SEQUENCE if documents is None else documents.tokens)
+        tokens, labels = (torch.randint(0, VOCABULARY, shape, generator=generator).to(device()) for _ in range(2))
+        mask = torch.randint(0, 2, shape, generator=generator).float().to(device())
+        mask[0, 0] = 1
+        batches.append(Microbatch(tokens, labels, mask, documents=documents))
+    return batches
+
+
+def _lengths(rng: random.Random) -> list[int]:
+    """Of documents that make a sample."""
+    cuts = sorted(rng.sample(range(1, SEQUENCE), rng.randint(0, 4)))
+    return [end - start for start, end in pairwise([0, *cuts, SEQUENCE])]

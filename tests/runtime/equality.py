@@ -20,7 +20,7 @@ from megatron.core import parallel_state
 
 from helixpipe.lowering.lower import lower
 from helixpipe.lowering.project import LoweredProgram
-from helixpipe.model import PipelineModel
+from helixpipe.model import Microbatch, PipelineModel
 from helixpipe.model.layers import piece_of
 from helixpipe.program.program import Program, forward_only
 from helixpipe.program.stages import Piece
@@ -163,13 +163,14 @@ def check(case: Case, results: list[dict[str, Any]]) -> None:
         assert result["loss"] < LOSS_TOLERANCE[case.dtype]
         assert result["evaluation"] < LOSS_TOLERANCE[case.dtype]
     reporting = 4 // case.pp  # the ranks of a stage, over data and tensor parallelism
-    program, chunks = case.program(), max(len(case.lengths), 1)
-    losses = [len(heads_of_rank(program, rank)) * chunks for rank in range(case.pp)]
-    assert sum(losses) == case.m * chunks
+    program = case.program()
+    head = len(program.stages) - 1
+    losses = [sum(op.stage == head and op.kind == "F" for op in ops) for ops in program.ranks]
+    assert sum(losses) == len(list(program.workload.units()))
     assert sorted(result["losses"] for result in results) == sorted(losses * reporting)
     assert all(result["left"] == 0 for result in results)
     assert not any(result["changed"] for result in results), "gradients that were said to be complete have changed"
-    assert any(result["keys and values"] > 0 for result in results) == bool(case.lengths)
+    assert any(result["keys and values"] > 0 for result in results) == (program.num_chunks > 1)
 
 
 def heads_of_rank(program: Program, rank: int) -> list[int]:
@@ -200,11 +201,28 @@ def reference(case: Case) -> Reference:
     model = make_reference(case.style, case.tied, num_layers=case.layers, **_types(case))
     model.load_state_dict(make_model(case).state_dict())
     losses = {}
-    for index, batch in enumerate(microbatches(case.m)):
-        loss = torch.sum(reference_forward(model, batch, batch.labels) * batch.loss_mask)
+    for index, batch in enumerate(microbatches(case)):
+        loss = sum(
+            torch.sum(reference_forward(model, part, part.labels) * part.loss_mask) for part in one_by_one(batch)
+        )
+        assert isinstance(loss, Tensor)
         (loss * (1.0 / batch.loss_mask.sum() / case.m)).backward()
         losses[index] = loss.item()
     return gradients_of(model), losses
+
+
+def one_by_one(batch: Microbatch) -> list[Microbatch]:
+    """Every document of every sample alone."""
+    if batch.documents is None:
+        return [batch]
+    parts = []
+    for sample, lengths in enumerate(batch.documents.lengths):
+        rows = (
+            tensor[sample : sample + 1].split(lengths, dim=1)
+            for tensor in (batch.tokens, batch.labels, batch.loss_mask)
+        )
+        parts += [Microbatch(*part) for part in zip(*rows, strict=True)]
+    return parts
 
 
 def make_model(case: Case) -> PipelineModel:
@@ -243,7 +261,7 @@ def lowered(case: Case) -> LoweredProgram:
 
 
 def make_step(case: Case, training: bool = True) -> Step:
-    batches = microbatches(case.m)
+    batches = microbatches(case)
     return Step(
         iteration=5,
         microbatch_number=lambda index: index,

@@ -160,7 +160,7 @@ def run_both(case: Case, transport: Transport, pipeline: dist.ProcessGroup) -> d
 
 def make_data_step(case: Case, data: dist.ProcessGroup, training: bool) -> Step:
     """On other microbatches than the other data-parallel rank's."""
-    own = microbatches(case.m * data.size())[data.rank() :: data.size()]
+    own = microbatches(replace(case, m=case.m * data.size()))[data.rank() :: data.size()]
     return replace(make_step(case, training), batch=own.__getitem__)
 
 

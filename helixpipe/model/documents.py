@@ -1,0 +1,103 @@
+"""Where documents lie in a microbatch: attention does not look from one into another, and each has its own positions.
+
+Documents lie one after another in every sample. That is data of a microbatch, not of the schedule: any program runs it,
+and a chunk of a sequence may begin and end inside documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Span(NamedTuple):
+    """The part of a document that lies in a chunk.
+
+    sample: of the microbatch. first, end: its rows in the chunk. key, key_end: the rows of its keys among those that
+    the chunk is given, from the document's first token to the part's last.
+    """
+
+    sample: int
+    first: int
+    end: int
+    key: int
+    key_end: int
+
+    @property
+    def earlier(self) -> int:
+        """Tokens of the document before the part."""
+        return self.key_end - self.key - (self.end - self.first)
+
+
+class Spans(NamedTuple):
+    """The parts of documents in a chunk, sample by sample and in their order.
+
+    since: the first row of the microbatch whose key any of them needs: keys are those from there to the chunk's end.
+    """
+
+    since: int
+    parts: tuple[Span, ...]
+
+    def of(self, sample: int) -> tuple[Span, ...]:
+        return tuple(part for part in self.parts if part.sample == sample)
+
+
+class Documents:
+    """Of one microbatch. lengths: for each of its samples those of its documents, in their order, as many tokens in
+    every sample. device: of the positions. Raises ValueError for lengths below 1, and samples not equally long."""
+
+    def __init__(self, lengths: Sequence[Sequence[int]], device: torch.device | None = None):
+        self.lengths = tuple(tuple(sample) for sample in lengths)
+        if len({sum(sample) for sample in self.lengths}) != 1 or min(chain(*self.lengths)) < 1:
+            raise ValueError(f"no lengths of documents in samples that are equally long: {self.lengths}")
+        self._ends = [list(accumulate(sample)) for sample in self.lengths]
+        self._known: dict[tuple[int, int], Spans] = {}
+        self._device = device
+        self._positions: Tensor | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Of each sample."""
+        return self._ends[0][-1]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        return max(chain(*self.lengths))
+
+    def positions(self) -> Tensor:
+        """[s, b] int64: of each token in its document, from 0 on."""
+        if self._positions is None:
+            rows = [torch.cat([torch.arange(length) for length in sample]) for sample in self.lengths]
+            positions = torch.stack(rows, dim=1)
+            if self._device is not None and self._device.type == "cuda":
+                positions = positions.pin_memory().to(self._device, non_blocking=True)
+            self._positions = positions
+        return self._positions
+
+    def spans(self, offset: int, length: int) -> Spans:
+        """Of the chunk of `length` tokens that begins at `offset` of every sample."""
+        key = offset, length
+        if key not in self._known:
+            self._known[key] = self._spans(offset, offset + length)
+        return self._known[key]
+
+    def _spans(self, offset: int, end: int) -> Spans:
+        parts = [
+            (sample, max(last - length, offset), min(last, end), last - length)
+            for sample, (ends, lengths) in enumerate(zip(self._ends, self.lengths, strict=True))
+            for last, length in zip(ends, lengths, strict=True)
+            if last > offset and last - length < end
+        ]
+        since = min(start for *_, start in parts)
+        return Spans(
+            since,
+            tuple(
+                Span(sample, first - offset, last - offset, start - since, last - since)
+                for sample, first, last, start in parts
+            ),
+        )

@@ -1,0 +1,137 @@
+"""Where documents lie in chunks, and attention and positions that follow them, on every kernel."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helixpipe.model.attention import CoreAttention, Rotary
+from helixpipe.model.documents import Documents
+from tests import fakes
+from tests.model.common import make_config, make_options
+from tests.model.test_attention_kernels import CHANNELS, HEADS, make
+
+CUTS = [(0, 12), (0, 5), (5, 4), (9, 3), (4, 1)]
+"""First row of a chunk, and its tokens."""
+
+LENGTHS = ((2, 6, 4), (12,), (1, 1, 3, 7))
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.data())
+def test_parts_are_the_tokens_that_a_token_may_see(lengths: list[int], data: Any) -> None:
+    tokens = sum(lengths)
+    offset = data.draw(st.integers(0, tokens - 1))
+    length = data.draw(st.integers(1, tokens - offset))
+    numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    seen = (numbers[:, None] == numbers) & torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    documents = Documents([lengths])
+    spans = documents.spans(offset, length)
+    ours = torch.zeros(length, tokens, dtype=torch.bool)
+    for part in spans.parts:
+        mask = torch.ones(part.end - part.first, part.key_end - part.key, dtype=torch.bool).tril(part.earlier)
+        ours[part.first : part.end, spans.since + part.key : spans.since + part.key_end] = mask
+    assert torch.equal(ours, seen[offset : offset + length])
+    assert spans.since == int(seen[offset].nonzero()[0])
+    positions = torch.cat([torch.arange(each) for each in lengths])
+    assert torch.equal(documents.positions()[:, 0], positions)
+
+
+@pytest.mark.parametrize("lengths", [((3, 4), (3, 3)), ((3, 0), (1, 2)), ((-1, 4), (3,))])
+def test_lengths_that_are_none(lengths: tuple[tuple[int, ...], ...]) -> None:
+    with pytest.raises(ValueError, match="no lengths of documents"):
+        Documents(lengths)
+
+
+def by_document(query: Any, key: Any, value: Any, documents: Documents, offset: int) -> torch.Tensor:
+    """Every row's scores written out over all keys from row 0 on, with a mask."""
+    samples = []
+    for sample, lengths in enumerate(documents.lengths):
+        numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+        rows = torch.arange(offset, offset + len(query))
+        mask = (numbers[rows, None] == numbers[: len(key)]) & (rows[:, None] >= torch.arange(len(key)))
+        keys, values = (tensor[:, sample].repeat_interleave(HEADS // key.size(2), dim=1) for tensor in (key, value))
+        scores = torch.einsum("nhd,mhd->hnm", query[:, sample], keys) * CHANNELS**-0.5
+        shares = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+        samples.append(torch.einsum("hnm,mhd->nhd", shares, values).flatten(1))
+    return torch.stack(samples, dim=1)
+
+
+KERNELS = ["torch CPU", "torch math", "torch flash", "flash-attn", "flash-attn-3"]
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_kernel_keeps_documents_apart(kernel: str, groups: int) -> None:
+    """In outputs and gradients, with samples whose first documents begin in different rows."""
+    generator = torch.Generator().manual_seed(5)
+    documents = Documents(LENGTHS)
+    with fakes.installed(flash_attn=fakes.FlashAttention(), flash_attn_interface=fakes.FlashAttention3()):
+        attention: CoreAttention = make(kernel, groups)
+        for offset, length in CUTS:
+            shape = (len(LENGTHS), groups, CHANNELS)
+            key, value = (torch.randn(offset + length, *shape, generator=generator).double() for _ in range(2))
+            query = torch.randn(length, len(LENGTHS), HEADS, CHANNELS, generator=generator).double()
+            gradient = torch.randn(length, len(LENGTHS), HEADS * CHANNELS, generator=generator).double()
+            spans = documents.spans(offset, length)
+            results = []
+            for ours in (True, False):
+                leaves = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
+                if ours:
+                    given = (leaves[0], leaves[1][spans.since :], leaves[2][spans.since :])
+                    output = attention(*given, training=True, chunked=True, spans=spans)
+                else:
+                    output = by_document(*leaves, documents, offset)
+                output.backward(gradient)
+                results.append([output.detach(), *(leaf.grad for leaf in leaves)])
+            for ours, theirs in zip(*results, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_the_fused_kernel_is_called_once_for_all_documents_of_a_sample() -> None:
+    library = fakes.FlashAttention()
+    query, keys = torch.randn(7, 1, HEADS, CHANNELS), torch.randn(12, 1, 2, CHANNELS)
+    with fakes.installed(flash_attn=library):
+        spans = Documents([(9, 2, 1)]).spans(5, 7)
+        make("flash-attn", 2, attention_dropout=0.25, deterministic_mode=True)(query, keys, keys, True, True, spans)
+    assert library.calls == [
+        {"dropout_p": 0.25, "deterministic": True, "shapes": (query[:, 0].shape, keys[:, 0].shape)}
+    ]
+
+
+def test_dropout_on_the_cpu_keeps_documents_apart_too() -> None:
+    documents, generator = Documents([(3, 4)]), torch.Generator().manual_seed(1)
+    query, key, value = (torch.randn(7, 1, HEADS, CHANNELS, generator=generator) for _ in range(3))
+    attention = make("torch CPU", HEADS, attention_dropout=0.5)
+    outputs = []
+    for changed in (0.0, 1.0):
+        torch.manual_seed(3)
+        value[:3] += changed
+        outputs.append(attention(query, key, value, True, False, documents.spans(0, 7)))
+    assert torch.equal(outputs[0][3:], outputs[1][3:]) and not torch.equal(outputs[0][:3], outputs[1][:3])
+
+
+@pytest.mark.parametrize("percent", [1.0, 0.5])
+def test_rotation_counts_by_document(percent: float) -> None:
+    """Forward and back: each document as if it were alone, whatever rows a chunk has."""
+
+    rotary = Rotary(make_config("llama"), replace(make_options("llama", False), rotary_percent=percent))
+    documents = Documents(((2, 6, 4), (5, 7)))
+    tensor = torch.randn(12, 2, HEADS, CHANNELS, dtype=torch.float64).requires_grad_()
+    together = torch.cat([rotary.rotate_documents(tensor[:5], documents, slice(0, 5)),
+                          rotary.rotate_documents(tensor[5:], documents, slice(5, 12))])  # fmt: skip
+    alone = torch.cat(
+        [
+            torch.cat([rotary.rotate(part, 0) for part in tensor[:, i : i + 1].split(lengths)])
+            for i, lengths in enumerate(documents.lengths)
+        ],
+        dim=1,
+    )
+    assert torch.equal(together, alone)
+    gradient = torch.randn_like(together)
+    ours, theirs = (torch.autograd.grad(output, tensor, gradient)[0] for output in (together, alone))
+    torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=1e-14)
