@@ -73,8 +73,8 @@ class PlannedOp(NamedTuple):
     pieces: of its stage. segments: its unit's. offset, length: the rows of its microbatch that are its chunk's.
     row_length: of the microbatch, None where all of it is in this chunk. takes, gives, saved: numbers of buffers (see
     `Graph`). leaves: whether a message carries away what it gives. first, last: whether its stage is the model's first,
-    its last. borrowed: whether it runs with a copy of its stage's weights. completes: whether nothing adds to the gradients of
-    its stage's weights, which are here, after it. offloading: of an F, what of its unit leaves the device.
+    its last. borrowed: whether it runs with a copy of its stage's weights. completes: whether nothing adds to the
+    gradients of its stage's weights, which are here, after it. offloading: of an F, what of its unit leaves the device.
     """
 
     op: Op

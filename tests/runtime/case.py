@@ -221,3 +221,17 @@ def _lengths(rng: random.Random) -> list[int]:
     """Of documents that make a sample."""
     cuts = sorted(rng.sample(range(1, SEQUENCE), rng.randint(0, 4)))
     return [end - start for start, end in pairwise([0, *cuts, SEQUENCE])]
+
+
+def one_by_one(batch: Microbatch) -> list[Microbatch]:
+    """Every document of every sample alone."""
+    if batch.documents is None:
+        return [batch]
+    parts = []
+    for sample, lengths in enumerate(batch.documents.lengths):
+        rows = (
+            tensor[sample : sample + 1].split(lengths, dim=1)
+            for tensor in (batch.tokens, batch.labels, batch.loss_mask)
+        )
+        parts += [Microbatch(*part) for part in zip(*rows, strict=True)]
+    return parts

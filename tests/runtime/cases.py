@@ -9,7 +9,8 @@ import torch
 
 from helixpipe.planning.recompute import RecomputeOptions
 from schedules.weipipe import WeipipeOptions
-from tests.runtime.case import RAGGED, Case
+from tests.runtime.case import Case
+from tests.runtime.document_cases import documents
 from tests.runtime.offload_cases import offloading
 
 STYLES = ("gpt", "llama")
@@ -156,23 +157,6 @@ KEEPING = {
     + [
         Case("1f1b", 2, 3, STYLES[j], recompute=RECOMPUTATIONS[i % 2], cut_after=kind, tied=j == 0)
         for i, (j, kind) in enumerate(((0, "norm"), (0, "qkv"), (1, "attn"), (1, "proj")))
-    ],
-    "documents": [
-        *(Case("none", 1, 2, style, documents=1) for style in STYLES),
-        Case("1f1b", 4, 3, "llama", documents=2),
-        Case("zb1p", 2, 3, "gpt", tp=2, tied=True, sequence_parallel=True, documents=3, loss_chunk=5),
-        Case("seq1f1b", 2, 3, "llama", lengths=(5, 4, 3), documents=4, recompute=RECOMPUTATIONS[0]),
-        Case("seq1f1b", 2, 3, "gpt", tp=2, tied=True, sequence_parallel=True, lengths=(6, 4, 2), documents=5),
-        Case("seq1f1b-zb", 2, 3, "llama", lengths=(1, 10, 1), documents=6, mlp_chunk=3, again=True),
-        Case("terapipe", 2, 2, "gpt", lengths=(2, 2, 2, 2, 2, 2), documents=7, offload=7),
-        Case("helix", 2, 4, "llama", layers=2, folds=2, ship="qkv", documents=8, recompute=RECOMPUTATIONS[2]),
-        Case("weipipe", 2, 4, "llama", layers=3, documents=9, dtype=torch.float32),
-        Case("sppo", 2, 2, "llama", lengths=(4, 4, 4), documents=10),
-        *(Case(RAGGED, pp, 5, style, tied=style == "gpt") for pp in (1, 2, 4) for style in STYLES),
-        Case(RAGGED, 2, 5, "llama", tp=2, sequence_parallel=False, split=True),
-        Case(RAGGED, 2, 5, "gpt", recompute=RECOMPUTATIONS[1], loss_chunk=3, mlp_chunk=2),
-        Case(RAGGED, 2, 5, "llama", recompute=RECOMPUTATIONS[3], again=True),
-        Case(RAGGED, 2, 5, "llama", offload=3, late=True),
     ],
     "chunks": [
         # each schedule in both styles, and each way to cut the sequence under two schedules
@@ -356,4 +340,4 @@ KEEPING = {
     ],
 }
 
-GROUPS = KEEPING | {"offload": offloading(KEEPING)}
+GROUPS = KEEPING | {"documents": documents(RECOMPUTATIONS), "offload": offloading(KEEPING)}

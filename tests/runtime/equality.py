@@ -20,7 +20,7 @@ from megatron.core import parallel_state
 
 from helixpipe.lowering.lower import lower
 from helixpipe.lowering.project import LoweredProgram
-from helixpipe.model import Microbatch, PipelineModel
+from helixpipe.model import PipelineModel
 from helixpipe.model.layers import piece_of
 from helixpipe.program.program import Program, forward_only
 from helixpipe.program.stages import Piece
@@ -42,7 +42,7 @@ from tests.model.common import (
     worst,
 )
 from tests.model.equality import whole
-from tests.runtime.case import Case, microbatches
+from tests.runtime.case import Case, microbatches, one_by_one
 from tests.runtime.offloading import spoiling
 
 Reference = tuple[dict[str, Tensor], dict[int, float]]
@@ -209,20 +209,6 @@ def reference(case: Case) -> Reference:
         (loss * (1.0 / batch.loss_mask.sum() / case.m)).backward()
         losses[index] = loss.item()
     return gradients_of(model), losses
-
-
-def one_by_one(batch: Microbatch) -> list[Microbatch]:
-    """Every document of every sample alone."""
-    if batch.documents is None:
-        return [batch]
-    parts = []
-    for sample, lengths in enumerate(batch.documents.lengths):
-        rows = (
-            tensor[sample : sample + 1].split(lengths, dim=1)
-            for tensor in (batch.tokens, batch.labels, batch.loss_mask)
-        )
-        parts += [Microbatch(*part) for part in zip(*rows, strict=True)]
-    return parts
 
 
 def make_model(case: Case) -> PipelineModel:
