@@ -20,7 +20,7 @@ _REGISTRY = (
     Schedule("none", no_pipeline, "gradient accumulation, p = 1", bubble="0", memory="1", one_rank=True),
     Schedule("gpipe", gpipe, "Huang et al., GPipe, 2019", bubble="(p-1)(F+B)", memory="m"),
     Schedule("1f1b", one_f_one_b, "Fan et al., DAPPLE, 2021", bubble="(p-1)(F+B)", memory="min(p-r, m)"),
-    Schedule("adapipe", adapipe, "Sun et al., ASPLOS 2024", bubble="at most 1f1b's", memory="the limit"),
+    Schedule("adapipe", adapipe, "Sun et al., ASPLOS 2024", bubble="at most 1f1b's", memory="the limit", ragged=False),
     Schedule(
         "interleaved-1f1b",
         interleaved,

@@ -9,8 +9,8 @@ descending. With k = 1 these are `1f1b`, `interleaved-1f1b`, `zb1p` and `gpipe`.
 
 from __future__ import annotations
 
-from itertools import accumulate
-from math import ceil
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.lowering.bound import BoundCosts
@@ -18,7 +18,7 @@ from helixpipe.planning.catalogue import NoOptions, Shape
 from helixpipe.planning.orders import backward_units, forward_units, one_forward_one_backward
 from helixpipe.planning.problem import held_by
 from helixpipe.program.program import Op, Program
-from helixpipe.program.stages import Stage
+from helixpipe.program.workload import Workload
 from schedules.zero_bubble import ZeroBubbleOptions, one_stage_a_rank
 
 
@@ -27,9 +27,9 @@ def seq1f1b(shape: Shape, options: NoOptions) -> Program:
 
     Bubble (p-1)(F+B)/k with chunks of equal time; rank r keeps at most min((p-r-1)/k + 1, m) microbatches. Any m works.
     """
-    stages = shape.even_stages(shape.ranks)
-    ranks = tuple(_one_f_one_b(shape, rank) for rank in range(shape.ranks))
-    return _program("seq1f1b", stages, ranks, shape)
+    stages, workload = shape.even_stages(shape.ranks), shape.workload
+    ranks = tuple(_one_f_one_b(workload, shape.ranks, rank) for rank in range(shape.ranks))
+    return Program("seq1f1b", stages, ranks, workload)
 
 
 def seq1f1b_interleaved(shape: Shape, options: NoOptions) -> Program:
@@ -41,28 +41,25 @@ def seq1f1b_interleaved(shape: Shape, options: NoOptions) -> Program:
     group is the fewest whole microbatches that have p units or more, so no rank idles when the stage changes; where
     such groups do not divide m, some are one microbatch larger.
     """
-    p, m, k = shape.ranks, shape.microbatches, shape.chunks
+    p, workload = shape.ranks, shape.workload
     v = shape.virtual_stages if shape.virtual_stages is not None else 2
-    groups = _groups(m, ceil(p / k))
+    groups = _groups([len(chunks) for chunks in workload.microbatches], p)
+    forward, backward = forward_units(workload), backward_units(workload)
     ranks = []
     for rank in range(p):
         places = range(v)
-        forwards = [
-            Op("F", place * p + rank, *unit)
-            for first, count in groups
-            for place in places
-            for unit in forward_units(m, k)[first * k : (first + count) * k]
-        ]
+        forwards = [Op("F", place * p + rank, *unit) for group in groups for place in places for unit in forward[group]]
         backwards = [
             Op("B", place * p + rank, *unit)
-            for first, count in groups
+            for group in groups
             for place in reversed(places)
-            for unit in backward_units(m, k)[first * k : (first + count) * k]
+            for unit in backward[group]
         ]
         # Steps 1 to 3: (v-1) groups, 2(p-r-1) and k-1 F; F B; the rest of B
-        warmup = (v - 1) * max(count for _, count in groups) * k + 2 * (p - rank - 1) + k - 1
+        largest = max(group.stop - group.start for group in groups)
+        warmup = (v - 1) * largest + 2 * (p - rank - 1) + workload.most_chunks - 1
         ranks.append(tuple(one_forward_one_backward(forwards, backwards, warmup)))
-    return _program("seq1f1b-interleaved", shape.even_stages(p * v), tuple(ranks), shape)
+    return Program("seq1f1b-interleaved", shape.even_stages(p * v), tuple(ranks), workload)
 
 
 def seq1f1b_zero_bubble(shape: Shape, options: ZeroBubbleOptions) -> Program:
@@ -72,7 +69,7 @@ def seq1f1b_zero_bubble(shape: Shape, options: ZeroBubbleOptions) -> Program:
     never takes longer than seq1f1b's. Sun et al. draw such a schedule and publish no program for it.
     """
     kept = max(_kept(shape, rank) for rank in range(shape.ranks))
-    return one_stage_a_rank("seq1f1b-zb", shape, options, max(kept, 1 + (shape.ranks - 1) / shape.chunks))
+    return one_stage_a_rank("seq1f1b-zb", shape, options, max(kept, 1 + (shape.ranks - 1) / shape.most_chunks))
 
 
 def terapipe(shape: Shape, options: NoOptions) -> Program:
@@ -80,44 +77,54 @@ def terapipe(shape: Shape, options: NoOptions) -> Program:
 
     Bubble (p-1)(F+B)/k with chunks of equal time; every rank keeps the activations of all m microbatches.
     """
-    ranks = []
+    ranks, workload = [], shape.workload
     for rank in range(shape.ranks):
         # Step 1: mk F
-        forwards = [Op("F", rank, *unit) for unit in forward_units(shape.microbatches, shape.chunks)]
+        forwards = [Op("F", rank, *unit) for unit in forward_units(workload)]
         # Step 2: mk B
-        backwards = [Op("B", rank, *unit) for unit in backward_units(shape.microbatches, shape.chunks)]
+        backwards = [Op("B", rank, *unit) for unit in backward_units(workload)]
         ranks.append((*forwards, *backwards))
-    return _program("terapipe", shape.even_stages(shape.ranks), tuple(ranks), shape)
+    return Program("terapipe", shape.even_stages(shape.ranks), tuple(ranks), workload)
 
 
-def _program(name: str, stages: tuple[Stage, ...], ranks: tuple[tuple[Op, ...], ...], shape: Shape) -> Program:
-    return Program(name, stages, ranks, shape.workload)
-
-
-def _one_f_one_b(shape: Shape, rank: int) -> tuple[Op, ...]:
-    """The order of seq1f1b on one rank."""
-    forwards = [Op("F", rank, *unit) for unit in forward_units(shape.microbatches, shape.chunks)]
-    backwards = [Op("B", rank, *unit) for unit in backward_units(shape.microbatches, shape.chunks)]
+def _one_f_one_b(workload: Workload, ranks: int, rank: int) -> tuple[Op, ...]:
+    """The order of seq1f1b on one of so many ranks. Where microbatches differ, k is the most chunks of any: the first
+    backward of such a one comes after all its forwards."""
+    forwards = [Op("F", rank, *unit) for unit in forward_units(workload)]
+    backwards = [Op("B", rank, *unit) for unit in backward_units(workload)]
     # Steps 1 to 3: p-r-1 and k-1 F; F B; the rest of B
-    warmup = shape.ranks - rank - 1 + shape.chunks - 1
+    warmup = ranks - rank - 1 + workload.most_chunks - 1
     return tuple(one_forward_one_backward(forwards, backwards, warmup))
 
 
-def _groups(microbatches: int, least: int) -> list[tuple[int, int]]:
-    """First microbatch and number of microbatches of each group: as many groups of `least` as there can be, and what
-    is left over spread over the last of them."""
-    count = max(1, microbatches // least)
-    size, more = divmod(microbatches, count)
-    sizes = [size + (group >= count - more) for group in range(count)]
-    return list(zip(accumulate(sizes, initial=0), sizes, strict=False))
+def _groups(chunks: Sequence[int], least: int) -> list[slice]:
+    """Where each group of microbatches is among the units; chunks: of each microbatch. As many groups of `least` units
+    or more as there can be. What is left over is spread over the last of them where all microbatches have equally many
+    chunks, and else with the last."""
+    ends = [0, *accumulate(chunks)]
+    cuts = [0]
+    for end in ends:
+        if end >= cuts[-1] + least:
+            cuts.append(end)
+    count = max(1, len(cuts) - 1)
+    if len(set(chunks)) == 1:
+        size, more = divmod(len(chunks), count)
+        cuts = [ends[at] for at in accumulate((size + (group >= count - more) for group in range(count)), initial=0)]
+    cuts = [*cuts[:count], ends[-1]]
+    return [slice(*cut) for cut in pairwise(cuts)]
 
 
 def _kept(shape: Shape, rank: int) -> float:
-    """The most that seq1f1b keeps on a rank, in microbatches of what a unit holds there: chunks differ in length."""
-    stages, costs = shape.even_stages(shape.ranks), shape.costs or PieceTimes()
-    bound = BoundCosts(Program("seq1f1b", stages, ((),) * shape.ranks, shape.workload), costs)
-    held = [held_by(bound, Op("F", rank, 0, chunk)) for chunk in range(shape.chunks)]
-    if not sum(held):
+    """The most that seq1f1b keeps on a rank, in microbatches (the largest) of what units hold there: chunks differ in
+    length."""
+    stages, costs, workload = shape.even_stages(shape.ranks), shape.costs or PieceTimes(), shape.workload
+    bound = BoundCosts(Program("seq1f1b", stages, ((),) * shape.ranks, workload), costs)
+    order = _one_f_one_b(workload, shape.ranks, rank)
+    held = {op.unit: held_by(bound, op) for op in order if op.kind == "F"}
+    largest = max(
+        sum(held[rank, number, chunk] for chunk in range(len(chunks)))
+        for number, chunks in enumerate(workload.microbatches)
+    )
+    if not largest:
         return 0.0
-    order = _one_f_one_b(shape, rank)
-    return max(accumulate(held[op.chunk] if op.kind == "F" else -held[op.chunk] for op in order)) / sum(held)
+    return max(accumulate(held[op.unit] if op.kind == "F" else -held[op.unit] for op in order)) / largest

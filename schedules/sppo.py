@@ -40,27 +40,28 @@ def sppo(shape: Shape, options: SppoOptions) -> Program:
     before its backward: of logits and their probabilities there is one chunk at a time, and the hidden states that wait
     for it are what the chunk's backward would have kept as the head's input anyway.
     """
-    p, m, k, ahead = shape.ranks, shape.microbatches, shape.chunks, options.sppo_ahead
+    p, workload, ahead = shape.ranks, shape.workload, options.sppo_ahead
     if ahead < 0:
         raise ScheduleError(f"--sppo-ahead must be at least 0, not {ahead}.")
-    forwards, backwards = forward_units(m, k), backward_units(m, k)
+    forwards, backwards = forward_units(workload), backward_units(workload)
     ranks = []
     for rank in range(p):
         more = ahead * (p - rank - 1)
         order: list[Op] = []
         done = 0
-        for microbatch in range(m):
+        end = 0
+        for chunks in workload.microbatches:
+            start, end = end, end + len(chunks)
             # Step 1: k F, and a(p-r-1) F of what comes next, less those that ran in the round before
-            until = min((microbatch + 1) * k + more, m * k)
-            order += [Op("F", rank, *unit) for unit in forwards[done:until]]
-            done = until
+            order += [Op("F", rank, *unit) for unit in forwards[done : end + more]]
+            done = end + more
             # Step 2: k B, on the last rank each after F and B of the head
-            for unit in backwards[microbatch * k : (microbatch + 1) * k]:
+            for unit in backwards[start:end]:
                 if rank == p - 1:
                     order += [Op("F", p, *unit), Op("B", p, *unit)]
                 order.append(Op("B", rank, *unit))
         ranks.append(tuple(order))
-    return Program("sppo", _stages(shape), tuple(ranks), shape.workload)
+    return Program("sppo", _stages(shape), tuple(ranks), workload)
 
 
 def _stages(shape: Shape) -> tuple[Stage, ...]:

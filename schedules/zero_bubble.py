@@ -59,19 +59,19 @@ def zbv(shape: Shape, options: ZeroBubbleOptions) -> Program:
     (p-1)F/2. A microbatch takes twice as many messages as in 1F1B; where those are so slow that 1F1B would be faster,
     the stages lie in a line instead (2r and 2r+1 on rank r).
     """
-    p, m = shape.ranks, shape.microbatches
+    p, workload = shape.ranks, shape.workload
     limit = inflight_limit(options, p)
     costs = shape.costs or PieceTimes()
     stages = shape.even_stages(2 * p)
     in_v, in_line = (*range(p), *reversed(range(p))), tuple(s // 2 for s in range(2 * p))
 
     def find(limits: Limits) -> Program:
-        v, line = (problem("zbv", stages, at, m, limit, costs, memory_limits=limits) for at in (in_v, in_line))
+        v, line = (problem("zbv", stages, at, workload, limit, costs, limits) for at in (in_v, in_line))
         found = search(v, _v_orders)
         straight = greedy(line, Rules(order=_one_f_one_b(line, limit), deferred=(0.0,) * p))
         if straight is not None and straight.rating[0] < found.rating[0]:
             found = min(straight, search(line, lambda given: [_one_f_one_b(given, limit)]), key=lambda one: one.rating)
-        return Program("zbv", stages, found.ranks, shape.workload)
+        return Program("zbv", stages, found.ranks, workload)
 
     return within_memory(find, p, costs, shape.memory_limit)
 
@@ -82,17 +82,17 @@ def zb_interleaved(shape: Shape, options: ZeroBubbleOptions) -> Program:
     Never more bubble than interleaved 1F1B with as many stages. Where attention, which has no W, takes most of the
     time, gradients wait less than in a V: every rank has early and late stages alike.
     """
-    p, m = shape.ranks, shape.microbatches
+    p, workload = shape.ranks, shape.workload
     v = shape.virtual_stages if shape.virtual_stages is not None else 2
     stages = shape.even_stages(p * v)
     costs = shape.costs or PieceTimes()
     homes = tuple(s % p for s in range(p * v))
-    given = problem("zb-interleaved", stages, homes, m, 1, costs)
+    given = problem("zb-interleaved", stages, homes, workload, 1, costs)
     limit = inflight_limit(options, 0) or _most_kept(given, _interleaved_orders(given)[-1])
 
     def find(limits: Limits) -> Program:
-        given = problem("zb-interleaved", stages, homes, m, limit, costs, memory_limits=limits)
-        return Program("zb-interleaved", stages, search(given, _interleaved_orders).ranks, shape.workload)
+        given = problem("zb-interleaved", stages, homes, workload, limit, costs, limits)
+        return Program("zb-interleaved", stages, search(given, _interleaved_orders).ranks, workload)
 
     return within_memory(find, p, costs, shape.memory_limit)
 
@@ -102,14 +102,14 @@ def one_stage_a_rank(name: str, shape: Shape, options: ZeroBubbleOptions, defaul
 
     default: microbatches that a rank may keep unless the options say otherwise.
     """
-    p, m, k = shape.ranks, shape.microbatches, shape.chunks
+    p, workload = shape.ranks, shape.workload
     limit = inflight_limit(options, default)
     stages, costs = shape.even_stages(p), shape.costs or PieceTimes()
 
     def find(limits: Limits) -> Program:
-        given = problem(name, stages, tuple(range(p)), m, limit, costs, k, shape.chunk_lengths, limits)
+        given = problem(name, stages, tuple(range(p)), workload, limit, costs, limits)
         found = search(given, lambda given: [_one_f_one_b(given, limit)])
-        return Program(name, stages, found.ranks, shape.workload)
+        return Program(name, stages, found.ranks, workload)
 
     return within_memory(find, p, costs, shape.memory_limit)
 
@@ -128,7 +128,7 @@ def inflight_limit(options: ZeroBubbleOptions, default: float) -> float:
 def _one_f_one_b(given: Problem, limit: float) -> Order:
     """1F1B of a pipeline in a line, each rank's stages one after the other; warm-ups fit into the limit, in
     microbatches."""
-    own, chunks = given.own, given.chunks
+    own, chunks = given.own, given.workload.most_chunks
     fitting = floor(limit * chunks * (1 + 1e-9))
     ranks = []
     for rank, stages in enumerate(own):
@@ -141,7 +141,7 @@ def _one_f_one_b(given: Problem, limit: float) -> Order:
 
 def _v_orders(given: Problem) -> list[Order]:
     """F and I of ZB-V as published, for equal costs. a is the stage on the way down, b the one on the way back."""
-    m, own = given.microbatches, given.own
+    m, own = len(given.workload), given.own
     p = len(own)
     ranks = []
     for rank, (a, b) in enumerate(own):
@@ -176,7 +176,7 @@ def _interleaved_orders(given: Problem) -> list[Order]:
 
     Microbatches go in groups of p through the stages of a rank; the last group may be smaller.
     """
-    m, own = given.microbatches, given.own
+    m, own = len(given.workload), given.own
     p, v = len(own), len(own[0])
     groups = [range(start, min(start + p, m)) for start in range(0, m, p)]
     found = []
@@ -201,7 +201,7 @@ def _most_kept(given: Problem, order: Order) -> float:
     """The most that any rank keeps in a fixed order of F and I, in microbatches of all its stages."""
     most = 0.0
     for stages, ops in zip(given.own, order, strict=True):
-        kept = list(accumulate(given.held[op.stage][op.chunk] * (1 if op.kind == "F" else -1) for op in ops))
-        whole = sum(given.held[stage][0] for stage in stages)
+        kept = list(accumulate(given.held[op.stage][op.microbatch] * (1 if op.kind == "F" else -1) for op in ops))
+        whole = max(map(sum, zip(*(given.held[stage] for stage in stages), strict=True)))
         most = max(most, max(kept) / whole if whole else 1.0)
     return most

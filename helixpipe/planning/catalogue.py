@@ -27,6 +27,7 @@ class Shape:
 
     ranks: pipeline size p. microbatches: m a step. layers: L of the model. chunks: k slices of a microbatch's sequence.
     virtual_stages: v stages a rank, for schedules that interleave. chunk_lengths: tokens of each chunk, None = equal.
+    ragged: the chunks of each microbatch, where they are not all cut alike; chunks is then left out or the most of any.
     costs: what ops take, for schedules found from costs; None = unknown. recompute: what every stage recomputes.
     memory_limit: what a rank may use, in the costs' unit of memory; None = unknown. offload: what waits in the host's
     memory, of which a rank has host_limit.
@@ -43,6 +44,7 @@ class Shape:
     memory_limit: float | None = None
     offload: OffloadOptions = field(default_factory=OffloadOptions)
     host_limit: float = inf
+    ragged: Workload | None = None
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -57,13 +59,33 @@ class Shape:
         lengths = self.chunk_lengths
         if lengths is not None and (len(lengths) != self.chunks or min(lengths) < 1):
             raise ScheduleError(f"chunk lengths {lengths} do not fit the number of chunks, {self.chunks}.")
+        self._check_ragged()
         self.recompute.check()
         self.offload.check()
 
+    def _check_ragged(self) -> None:
+        if self.ragged is None:
+            return
+        if len(self.ragged) != self.microbatches or not all(self.ragged.microbatches):
+            raise ScheduleError(
+                f"a workload of {len(self.ragged)} microbatches, of a chunk or more each, does not fit a step of "
+                f"{self.microbatches}."
+            )
+        if self.chunks not in (1, self.ragged.most_chunks) or self.chunk_lengths is not None:
+            raise ScheduleError(
+                f"a workload says itself how its microbatches are cut, into {self.ragged.most_chunks} chunks at most; "
+                "leave the number of chunks and their lengths out."
+            )
+
     @property
     def workload(self) -> Workload:
-        """Microbatches that are all cut alike."""
-        return uniform(self.microbatches, self.chunks, self.chunk_lengths)
+        """The microbatches: all cut alike, or each as `ragged` says."""
+        return self.ragged or uniform(self.microbatches, self.chunks, self.chunk_lengths)
+
+    @property
+    def most_chunks(self) -> int:
+        """Of any microbatch."""
+        return self.ragged.most_chunks if self.ragged else self.chunks
 
     def even_stages(self, count: int) -> tuple[Stage, ...]:
         """`count` stages of equally many layers, with what they recompute; see `program.even_stages`."""
@@ -80,7 +102,8 @@ class Schedule:
     """One line of the catalogue.
 
     build: a pure function of the shape and the schedule's own options. options: a dataclass; its fields become flags.
-    one_rank: runs on a single pipeline rank only. virtual_stages, chunks: whether it takes those of the shape.
+    one_rank: runs on a single pipeline rank only. virtual_stages, chunks: whether it takes those of the shape. ragged:
+    whether microbatches may differ in length and, where it takes chunks, in their number.
     offloads: whether it offloads activations unless flags say otherwise.
     paper, bubble, memory: what `helixpipe list` shows; formulas in p, m, k, v, F, B (times a rank) and
     microbatch-stages.
@@ -96,6 +119,7 @@ class Schedule:
     virtual_stages: bool = False
     chunks: bool = False
     offloads: bool = False
+    ragged: bool = True
 
 
 class Catalogue(Mapping[str, Schedule]):
@@ -214,6 +238,12 @@ class Catalogue(Mapping[str, Schedule]):
             raise ScheduleError(
                 f"schedule {name} has one stage a rank; virtual stages ({shape.virtual_stages}) need another."
             )
-        if shape.chunks != 1 and not schedule.chunks:
-            raise ScheduleError(f"schedule {name} does not cut the sequence; chunks ({shape.chunks}) need another.")
+        if shape.most_chunks != 1 and not schedule.chunks:
+            raise ScheduleError(
+                f"schedule {name} does not cut the sequence; chunks ({shape.most_chunks}) need another."
+            )
+        if shape.ragged is not None and not schedule.ragged:
+            raise ScheduleError(
+                f"schedule {name} is found for equal microbatches; microbatches that differ need another."
+            )
         return schedule.build(shape, options if options is not None else schedule.options())

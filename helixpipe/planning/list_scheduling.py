@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import inf
 
 from helixpipe.planning.problem import Problem
@@ -73,8 +73,8 @@ def greedy(given: Problem, rules: Rules) -> Found | None:
 class _Stage:
     """A stage in the making.
 
-    forward, inputs, weights, held, deferred, added: of each chunk, as of `Problem`. left: what a microbatch has left to
-    keep after some of its chunks. forwards_ready, inputs_ready: when the input of each unit's F, and of its I, is
+    forward, inputs, weights, held, deferred, added: of each unit, as of `Problem`. left: what a unit and those of its
+    microbatch after it keep. forwards_ready, inputs_ready: when the input of each unit's F, and of its I, is
     there, as far as known, in the order of units. forwards_done, inputs_done: how many have been started. later: the
     later stages of its rank that must find room for what an F starts.
     """
@@ -89,7 +89,9 @@ class _Stage:
         self.later: list[_Stage] = []
         self.forward, self.inputs, self.weights = given.forward[number], given.inputs[number], given.weights[number]
         self.held, self.deferred, self.added = given.held[number], given.deferred[number], given.added[number]
-        self.left = [*reversed(list(accumulate(reversed(self.held), initial=0.0)))]
+        self.left: list[float] = []
+        for start, end in pairwise(given.starts):
+            self.left += reversed(list(accumulate(reversed(self.held[start:end]))))
         self.forwards_ready: list[float] = []
         self.inputs_ready: list[float] = []
         self.forwards_done = self.inputs_done = 0
@@ -103,7 +105,7 @@ class _Rank:
     """A rank in the making.
 
     stages: its own. choices: F and I in the order of preference, or a fixed order. turn: where in it the next choice
-    begins. waiting: W to do, oldest first, as (stage, microbatch, chunk). order: its ops so far. used: what it keeps;
+    begins. waiting: W to do, oldest first, as (stage, place of the unit). order: its ops so far. used: what it keeps;
     peak: the most so far. alive: units between F and I. begun: when its first op starts; free: when its last one ends.
     limit, reserve, deferred, warmup: as of `Problem` and `Rules`.
     """
@@ -118,7 +120,7 @@ class _Rank:
         self.stages: list[_Stage] = []
         self.choices: list[_Choice] = []
         self.turn = self.alive = 0
-        self.waiting: list[tuple[_Stage, int, int]] = []
+        self.waiting: list[tuple[_Stage, int]] = []
         self.order: list[Op] = []
         self.used = self.peak = self.free = 0.0
         self.begun = inf
@@ -133,8 +135,7 @@ class _Greedy:
     def __init__(self, given: Problem, rules: Rules):
         self.given, self.rules = given, rules
         self.forwards, self.backwards = given.forward_units, given.backward_units
-        place_of = {unit: place for place, unit in enumerate(self.forwards)}
-        self.needed = [place_of[unit] for unit in self.backwards]  # the F that each I waits for in the last stage
+        self.needed = [given.place(*unit) for unit in self.backwards]  # the F that each I waits for in the last stage
         self.ranks = [_Rank(given, rules, number) for number in range(len(given.own))]
         self.stages = [_Stage(given, number, self.ranks[home]) for number, home in enumerate(given.homes)]
         for rank, own in zip(self.ranks, given.own, strict=True):
@@ -186,13 +187,13 @@ class _Greedy:
                 soon = min(soon, ready[at])
             elif wanted == "F" and rank.used + self._room(stage) + rank.reserve > rank.limit:
                 held_back = True
-            elif wanted == "I" and rank.waiting and rank.used + stage.added[self.backwards[at][1]] > rank.limit:
+            elif wanted == "I" and rank.waiting and rank.used + stage.added[self.needed[at]] > rank.limit:
                 crowded = held_back = True
             elif not kind and (wanted == "I" or place or rank.alive < rank.warmup):
                 kind, chosen = wanted, stage
         if rank.waiting:
-            oldest, _, chunk = rank.waiting[0]
-            weights = oldest.weights[chunk]
+            oldest, unit = rank.waiting[0]
+            weights = oldest.weights[unit]
             if (
                 len(rank.waiting) > rank.deferred
                 or crowded
@@ -211,66 +212,67 @@ class _Greedy:
 
     def _room(self, stage: _Stage) -> float:
         """What the stage's next F must find free."""
-        microbatch, chunk = self.forwards[stage.forwards_done]
-        needs = stage.held[chunk]
-        for other in stage.later:
-            chunks = self.given.chunks
-            needs += other.left[min(max(other.forwards_done - microbatch * chunks, 0), chunks)]
+        needs = stage.held[stage.forwards_done]
+        if stage.later:
+            microbatch, _ = self.forwards[stage.forwards_done]
+            start, end = self.given.starts[microbatch : microbatch + 2]
+            needs += sum(
+                other.left[max(other.forwards_done, start)] for other in stage.later if other.forwards_done < end
+            )
         return needs
 
     # ----------------------------------------------------------------------------------------- starting an op: its end
 
     def _forward(self, rank: _Rank, stage: _Stage, now: float) -> float:
         place = stage.forwards_done
-        microbatch, chunk = self.forwards[place]
-        end = now + stage.forward[chunk]
+        end = now + stage.forward[place]
         stage.forwards_done += 1
-        rank.used += stage.held[chunk]
+        rank.used += stage.held[place]
         rank.alive += 1
         if stage.number + 1 < len(self.stages):
             target = self.stages[stage.number + 1]
-            self._deliver(stage, target, chunk, end, target.forwards_ready)
+            self._deliver(stage, target, place, end, target.forwards_ready)
         else:
             ready = stage.inputs_ready
             while len(ready) < len(self.needed) and self.needed[len(ready)] <= place:
                 ready.append(end)
-        self._started("F", rank, stage, microbatch, chunk)
+        self._started("F", rank, stage, place)
         return end
 
     def _inputs(self, rank: _Rank, stage: _Stage, now: float) -> float:
-        microbatch, chunk = self.backwards[stage.inputs_done]
-        end = now + stage.inputs[chunk]
+        place = self.needed[stage.inputs_done]
+        end = now + stage.inputs[place]
         stage.inputs_done += 1
-        rank.peak = max(rank.peak, rank.used + stage.added[chunk])
-        rank.used += stage.deferred[chunk] - stage.held[chunk]
+        rank.peak = max(rank.peak, rank.used + stage.added[place])
+        rank.used += stage.deferred[place] - stage.held[place]
         rank.alive -= 1
-        rank.waiting.append((stage, microbatch, chunk))
+        rank.waiting.append((stage, place))
         if stage.number > 0:
             target = self.stages[stage.number - 1]
-            self._deliver(stage, target, chunk, end, target.inputs_ready)
-        self._started("I", rank, stage, microbatch, chunk)
+            self._deliver(stage, target, place, end, target.inputs_ready)
+        self._started("I", rank, stage, place)
         return end
 
     def _weights(self, rank: _Rank, now: float) -> float:
-        stage, microbatch, chunk = rank.waiting.pop(0)
-        rank.used -= stage.deferred[chunk]
-        rank.order.append(Op("W", stage.number, microbatch, chunk))
-        return now + stage.weights[chunk]
+        stage, place = rank.waiting.pop(0)
+        rank.used -= stage.deferred[place]
+        rank.order.append(Op("W", stage.number, *self.forwards[place]))
+        return now + stage.weights[place]
 
-    def _started(self, kind: str, rank: _Rank, stage: _Stage, microbatch: int, chunk: int) -> None:
-        rank.order.append(Op(kind, stage.number, microbatch, chunk))
+    def _started(self, kind: str, rank: _Rank, stage: _Stage, place: int) -> None:
+        rank.order.append(Op(kind, stage.number, *self.forwards[place]))
         if self.rules.order:
             rank.turn += 1
         elif self.rules.in_turn:
             prefer = self.rules.prefer
             rank.turn = (prefer.index((kind, rank.stages.index(stage))) + 1) % len(prefer)
 
-    def _deliver(self, source: _Stage, target: _Stage, chunk: int, end: float, ready: list[float]) -> None:
-        """Send what `source` has made of a chunk at `end`, and note in `ready` when `target` has it."""
+    def _deliver(self, source: _Stage, target: _Stage, place: int, end: float, ready: list[float]) -> None:
+        """Send what `source` has made of a unit at `end`, and note in `ready` when `target` has it."""
         link = source.rank.number, target.rank.number
         if link[0] != link[1]:
             begin = max(end, self.link_free.get(link, 0.0))
-            end = self.link_free[link] = begin + self.given.message[min(source.number, target.number)][chunk]
+            end = self.link_free[link] = begin + self.given.message[min(source.number, target.number)][place]
         ready.append(end)
         heappush(self.events, (end, link[1]))
 

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from helixpipe.common.errors import ScheduleError
 from helixpipe.program.program import Op
+from helixpipe.program.workload import Workload
 
 T = TypeVar("T")
 
@@ -26,15 +27,17 @@ def near_multiples(value: int, of: int) -> str:
     return f"{below} and {below + of}"
 
 
-def forward_units(microbatches: int, chunks: int) -> list[tuple[int, int]]:
+def forward_units(workload: Workload) -> list[tuple[int, int]]:
     """(microbatch, chunk) in the order every stage runs them forward: first in first out, chunks ascending."""
-    return [(microbatch, chunk) for microbatch in range(microbatches) for chunk in range(chunks)]
+    return list(workload.units())
 
 
-def backward_units(microbatches: int, chunks: int) -> list[tuple[int, int]]:
+def backward_units(workload: Workload) -> list[tuple[int, int]]:
     """(microbatch, chunk) in the order of backwards: microbatches first in first out, their chunks last in first out
     ("partially ordered queue", Seq1F1B)."""
-    return [(microbatch, chunk) for microbatch in range(microbatches) for chunk in reversed(range(chunks))]
+    return [
+        (number, chunk) for number, chunks in enumerate(workload.microbatches) for chunk in reversed(range(len(chunks)))
+    ]
 
 
 def one_forward_one_backward(forwards: Sequence[T], backwards: Sequence[T], warmup: int) -> list[T]:

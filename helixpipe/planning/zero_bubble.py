@@ -7,10 +7,11 @@ searched for again with less room.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import permutations, product
-from math import ceil, inf
+from math import inf
 
 from helixpipe.common.collector import collector_paused
 from helixpipe.planning.early import peak_memory
@@ -62,12 +63,12 @@ def within_memory(find: Callable[[Limits], Program], ranks: int, costs: Costs, l
 def search(given: Problem, orders: Orders) -> Found:
     """The best schedule by makespan, then time between a rank's first op and its last, then memory.
 
-    Rules are compared on a few microbatches (three units a rank, but three microbatches at least), for what repeats
-    need not be scheduled again and again; the best few, and each of `orders` with W right after I, and after one more I
-    a rank, on all. The search ends early where nothing can be better.
+    Rules are compared on a few microbatches (the first that have three units a rank, but three at least), for what
+    repeats need not be scheduled again and again; the best few, and each of `orders` with W right after I, and after
+    one more I a rank, on all. The search ends early where nothing can be better.
     """
     ranks = len(given.own)
-    few = replace(given, microbatches=min(given.microbatches, max(3, ceil(3 * ranks / given.chunks))))
+    few = given.first(max(3, bisect_left(given.starts, 3 * ranks)))
     bounds = given.lower_bounds(), few.lower_bounds()
     rated: list[tuple[tuple[float, float, float], int, Maker]] = []
 
@@ -151,7 +152,7 @@ def _refined(given: Problem, makers: list[Maker]) -> Iterator[Maker]:
     """Each with shorter warm-ups, and with fewer W kept waiting."""
     p, v = len(given.own), max(map(len, given.own))
     ranks = range(p)
-    more = v * (given.chunks - 1)  # a microbatch's first I comes after all its F
+    more = v * (given.workload.most_chunks - 1)  # a microbatch's first I comes after all its F
     warmups = [
         tuple(float(v * (p - r) + more) for r in ranks),
         tuple(float(2 * v * (p - r) - 1 + more) for r in ranks),

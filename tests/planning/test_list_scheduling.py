@@ -9,6 +9,7 @@ from helixpipe.planning.list_scheduling import Rules, greedy
 from helixpipe.planning.problem import problem
 from helixpipe.program.costs import Contents
 from helixpipe.program.stages import even_stages
+from helixpipe.program.workload import uniform
 
 
 class Deferring(PieceTimes):
@@ -20,7 +21,7 @@ class Deferring(PieceTimes):
 
 @pytest.mark.parametrize("inflight", [1, 2, 3])
 def test_forwards_leave_room_for_what_an_input_backward_adds(inflight: int) -> None:
-    given = problem("test", even_stages(4, 4), tuple(range(4)), 8, inflight, Deferring())
+    given = problem("test", even_stages(4, 4), tuple(range(4)), uniform(8), inflight, Deferring())
     assert given.limit == (inflight + 2,) * 4
     found = greedy(given, Rules((("I", 0), ("F", 0))))
     assert found is not None and found.memory == pytest.approx(1)

@@ -39,4 +39,4 @@ def test_room_is_what_is_around_an_op(stages: list[int], room: float) -> None:
 
 def test_the_largest_chunk_counts() -> None:
     program = Program("test", even_stages(1, 1), ((),), uniform(1, 3, (2, 5, 1)))
-    assert beside_units(BoundCosts(program, Sized()), [0], 3) == 5 * 11
+    assert beside_units(BoundCosts(program, Sized()), [0]) == 5 * 11

@@ -110,8 +110,8 @@ def test_groups_of_p_units_are_not() -> None:
 
         ranks = []
         for rank in range(p):
-            forwards = order("F", forward_units(m, k), range(v), rank)
-            backwards = order("B", backward_units(m, k), range(v)[::-1], rank)
+            forwards = order("F", forward_units(uniform(m, k)), range(v), rank)
+            backwards = order("B", backward_units(uniform(m, k)), range(v)[::-1], rank)
             warmup = (v - 1) * p + 2 * (p - rank - 1) + k - 1
             ranks.append(tuple(one_forward_one_backward(forwards, backwards, warmup)))
         return Program("published", even_stages(p * v, p * v), tuple(ranks), uniform(m, k))
@@ -198,7 +198,7 @@ def check_zero_bubble(p: int, m: int, k: int, costs: PieceTimes, lengths: tuple[
     allowed = max(1 + (p - 1) / k, max(plain.peak_activation))
     assert max(ours.peak_activation) <= allowed * (1 + 1e-9)
     stages = even_stages(p, p)
-    bound, span = problem("test", stages, tuple(range(p)), m, allowed, costs, k, lengths).lower_bounds()
+    bound, span = problem("test", stages, tuple(range(p)), uniform(m, k, lengths), allowed, costs).lower_bounds()
     assert ours.makespan >= bound * (1 - 1e-9)
     assert ours.shifted_bubble_time + ours.ideal >= span * (1 - 1e-9)
 
@@ -242,7 +242,9 @@ def test_rules_never_get_stuck_whatever_lies_on_a_rank(p: int, v: int, m: int, k
     homes = [stage % p for stage in range(p * v)]
     rng.shuffle(homes)
     lengths = tuple(rng.randint(1, 5) for _ in range(k))
-    found_for = problem("test", even_stages(p * v, p * v), tuple(homes), m, rng.choice((1, 1.5)), LONG, k, lengths)
+    found_for = problem(
+        "test", even_stages(p * v, p * v), tuple(homes), uniform(m, k, lengths), rng.choice((1, 1.5)), LONG
+    )
     prefer = [(kind, place) for kind in "FI" for place in range(v)]
     rng.shuffle(prefer)
     found = greedy(found_for, Rules(tuple(prefer), make_room=rng.random() < 0.5, in_turn=rng.random() < 0.5))

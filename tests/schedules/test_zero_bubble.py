@@ -102,7 +102,7 @@ def check(name: str, p: int, m: int, costs: PieceTimes, limit: int | None) -> No
     stages = result.lowered.program.stages
     homes = {op.stage: rank for rank, ops in enumerate(result.lowered.program.ranks) for op in ops}
     placed = tuple(homes[stage] for stage in range(len(stages)))
-    makespan, span = problem(name, stages, placed, m, allowed, costs).lower_bounds()
+    makespan, span = problem(name, stages, placed, uniform(m), allowed, costs).lower_bounds()
     assert result.makespan >= makespan * (1 - 1e-9)
     assert result.shifted_bubble_time + result.ideal >= span * (1 - 1e-9)
 
@@ -156,7 +156,7 @@ def test_a_limit_below_one_is_refused(limit: int) -> None:
 
 
 def test_greedy_scheduling_says_when_a_fixed_order_does_not_fit() -> None:
-    given = problem("test", even_stages(1, 1), (0,), 2, 1, EQUAL)
+    given = problem("test", even_stages(1, 1), (0,), uniform(2), 1, EQUAL)
     order = tuple(Op(kind, 0, microbatch) for kind in "FI" for microbatch in range(2))
     assert greedy(given, Rules(order=(order,))) is None
     found = greedy(given, Rules(prefer=(("F", 0), ("I", 0))))
@@ -228,7 +228,7 @@ def test_no_v_is_faster_for_long_sequences(p: int) -> None:
     """With this memory and this placement nothing can beat what is found."""
     ours = run("zbv", p, 2 * p, LONG)
     homes = (*range(p), *reversed(range(p)))
-    bound, _ = problem("zbv", even_stages(2 * p, 2 * p), homes, 2 * p, p, LONG).lower_bounds()
+    bound, _ = problem("zbv", even_stages(2 * p, 2 * p), homes, uniform(2 * p), p, LONG).lower_bounds()
     assert ours.makespan == pytest.approx(bound)
 
 
