@@ -8,6 +8,7 @@ from schedules.chimera import chimera
 from schedules.gpipe import gpipe, no_pipeline
 from schedules.hanayo import hanayo
 from schedules.helix import HelixOptions, helix
+from schedules.infinipipe import InfinipipeOptions, infinipipe
 from schedules.one_f_one_b import interleaved, one_f_one_b
 from schedules.seq1f1b import seq1f1b, seq1f1b_interleaved, seq1f1b_zero_bubble, terapipe
 from schedules.sppo import SppoOptions, sppo
@@ -70,6 +71,15 @@ _REGISTRY = (
         bubble="(p-1)(F+I-W)/k",
         memory="(p-1+k)/k",
         options=ZeroBubbleOptions,
+        chunks=True,
+    ),
+    Schedule(
+        "infinipipe",
+        infinipipe,
+        "Wang et al., InfiniPipe, 2025",
+        bubble="(p-1)(F+B)/k",
+        memory="(a(p-r-1)+k)/k",
+        options=InfinipipeOptions,
         chunks=True,
     ),
     Schedule(

@@ -17,7 +17,7 @@ from helixpipe.lowering.bound import BoundCosts
 from helixpipe.planning.catalogue import NoOptions, Shape
 from helixpipe.planning.orders import backward_units, forward_units, one_forward_one_backward
 from helixpipe.planning.problem import held_by
-from helixpipe.program.program import Op, Program
+from helixpipe.program.program import Op, Program, Unit
 from helixpipe.program.workload import Workload
 from schedules.zero_bubble import ZeroBubbleOptions, one_stage_a_rank
 
@@ -122,7 +122,7 @@ def _kept(shape: Shape, rank: int) -> float:
     order = _one_f_one_b(workload, shape.ranks, rank)
     held = {op.unit: held_by(bound, op) for op in order if op.kind == "F"}
     largest = max(
-        sum(held[rank, number, chunk] for chunk in range(len(chunks)))
+        sum(held[Unit(rank, number, chunk)] for chunk in range(len(chunks)))
         for number, chunks in enumerate(workload.microbatches)
     )
     if not largest:

@@ -48,8 +48,7 @@ def sppo(shape: Shape, options: SppoOptions) -> Program:
     for rank in range(p):
         more = ahead * (p - rank - 1)
         order: list[Op] = []
-        done = 0
-        end = 0
+        done = end = 0
         for chunks in workload.microbatches:
             start, end = end, end + len(chunks)
             # Step 1: k F, and a(p-r-1) F of what comes next, less those that ran in the round before

@@ -65,3 +65,29 @@ def wave_order(num_stages: int, units: Iterable[tuple[int, int, int]]) -> tuple[
         distance = num_stages - 1 - stage
         slots += [(turn - distance, 0, Op("F", stage, microbatch)), (turn + distance, 1, Op("B", stage, microbatch))]
     return tuple(op for _, _, op in sorted(slots))
+
+
+def grouped_one_f_one_b(workload: Workload, groups: Iterable[Sequence[int]], ahead: int) -> list[tuple[str, int, int]]:
+    """1F1B over the chunks of microbatches in groups, as (F or B, microbatch, chunk): no flush between groups.
+
+    Forwards go through the groups and their microbatches in the order given, chunks ascending, backwards the same with
+    chunks descending. Before a backward there have been as many forwards more than backwards as the microbatch of its
+    group with the most chunks has, and `ahead` more. So the warm-up of a group of N chunks at most is N - 1 + ahead.
+    Where a group of fewer follows, several backwards in a row make up the difference, and with equal times no rank
+    idles for it; where one of more follows, several forwards do, which ranks wait for.
+    """
+    units: list[tuple[int, int]] = []
+    order: list[tuple[str, int, int]] = []
+    sizes = []
+    for group in groups:
+        counts = [len(workload.chunks(number)) for number in group]
+        units += [(number, chunk) for number, count in zip(group, counts, strict=True) for chunk in range(count)]
+        sizes += [(max(counts), number, count) for number, count in zip(group, counts, strict=True)]
+    forwards = backwards = 0
+    for most, number, count in sizes:
+        for chunk in reversed(range(count)):
+            until = max(forwards, min(backwards + most + ahead, len(units)))
+            order += [("F", *unit) for unit in units[forwards:until]]
+            order.append(("B", number, chunk))
+            forwards, backwards = until, backwards + 1
+    return order

@@ -126,12 +126,11 @@ def held_by(bound: BoundCosts, op: Op) -> float:
 
 
 def stored_by(bound: BoundCosts, op: Op) -> float:
-    """Of that, what goes only once the I has run: keys and values of a document and their gradients, which live as
+    """Of that, what goes only once the I has run: keys and values of a microbatch and their gradients, which live as
     long as its first chunk."""
     if op.chunk > 0:
         return 0.0
-    document = bound.program.workload.chunks(op.microbatch)[0][0].document
-    return sum(bound.size(Buffer(kind, 0, op.stage, document)) for kind in ("keys_values", "kv_gradients"))
+    return sum(bound.size(Buffer(kind, 0, op.stage, op.microbatch)) for kind in ("keys_values", "kv_gradients"))
 
 
 def problem(

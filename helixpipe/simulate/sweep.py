@@ -69,23 +69,12 @@ class Peak:
 
 def sweep(lowered: LoweredProgram, costs: BoundCosts, rank: int) -> Peak:
     """Go through one rank's instructions."""
-    state, frees = _Sweep(lowered.graph, costs, rank), lowered.graph.frees
-    run, wait, free = Action.RUN, Action.WAIT, Action.FREE
-    for action, op, message, _, task in lowered.streams[rank]:
-        if action is run:
-            state.run(task)
-        elif message is not None:
-            if action is not wait or message.ships:  # what is waited for has its place since its RECV
-                state.transfer(action, message.kind, message.number, task)
-        elif action is free:
-            for number in frees[task]:
-                state.free(number)
-        elif op is not None:
-            state.copy(action, task)
+    state = Sweep(lowered.graph, costs, rank)
+    state.go_through(lowered)
     return Peak(state.activations, dict(zip(CATEGORIES, state.most, strict=True)), state.host_peak)
 
 
-class _Sweep:
+class Sweep:
     """now: of each category. host, host_peak: in the host's memory, now and the most. alive: category and size of each
     buffer that is there. activations, most: see `Peak`."""
 
@@ -95,6 +84,22 @@ class _Sweep:
         self.alive: dict[int, tuple[int, float]] = {}
         self.activations, self.most, self._total = 0.0, list(self.now), 0.0
         self.host = self.host_peak = 0.0
+
+    def go_through(self, lowered: LoweredProgram) -> None:
+        """All instructions of the rank."""
+        frees = lowered.graph.frees
+        run, wait, free = Action.RUN, Action.WAIT, Action.FREE
+        for action, op, message, _, task in lowered.streams[self.rank]:
+            if action is run:
+                self.run(task)
+            elif message is not None:
+                if action is not wait or message.ships:  # what is waited for has its place since its RECV
+                    self.transfer(action, message.kind, message.number, task)
+            elif action is free:
+                for number in frees[task]:
+                    self.free(number)
+            elif op is not None:
+                self.copy(action, task)
 
     def run(self, task: int) -> None:
         graph, buffers = self.graph, self.graph.buffers

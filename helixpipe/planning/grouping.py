@@ -1,0 +1,157 @@
+"""Which chains of chunks run together, and in which order: found by simulation, under a memory limit. No torch here.
+
+A group whose longest chain has N chunks keeps N - 1 chunks more than 1F1B on every rank. Chains sorted by their number
+of chunks and run in groups of similar length keep that many only as long as it takes, which leaves the other groups
+more to keep instead of recomputing it (Wang et al., InfiniPipe, 2025). The groups are found by dynamic programming:
+the best for the chains up to some place is the least of the best up to an earlier place, what a group of those between
+has to recompute, and what it costs to go over to it. The paper does not say which group comes first. Here it is the one
+of the longest chains: then a rank that goes over to the next has backwards to spare, and idles for none of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import groupby
+from typing import NamedTuple
+
+from helixpipe.costs.by_hand import PieceTimes
+from helixpipe.lowering.bound import BoundCosts
+from helixpipe.lowering.build import build_graph
+from helixpipe.lowering.order import list_schedule
+from helixpipe.planning.catalogue import Shape
+from helixpipe.planning.chunk_recompute import least_recomputation, recompute_chunks
+from helixpipe.planning.early import peak_memory
+from helixpipe.program.costs import Costs
+from helixpipe.program.program import Op, Program
+from helixpipe.program.workload import Workload
+
+Groups = tuple[tuple[int, ...], ...]
+"""The microbatches of each group, in the order in which they run."""
+
+NEGLIGIBLE = 1e-3
+"""Part of a step's time that a change of groups may cost where nothing says what it is worth."""
+
+
+class Chains(NamedTuple):
+    """An order. ahead: forwards that a rank runs ahead for each rank downstream."""
+
+    groups: Groups
+    ahead: int
+
+
+Make = Callable[[Workload, Chains], Program]
+"""The program of an order."""
+
+
+def best_chains(make: Make, shape: Shape, grouping: bool, sort: bool, ahead: int | None, recompute: bool) -> Program:
+    """The fastest order that fits, by simulation, with what it recomputes.
+
+    grouping: whether chains are sorted by their numbers of chunks and grouped. sort: whether those of as many are
+    sorted by time. ahead: see `Chains`; None: 1, or 2 where that is faster and within the memory limit. recompute:
+    whether layers may be recomputed to keep to the limit.
+    """
+    search = _Search(make, shape, recompute and shape.memory_limit is not None)
+    runs = search.runs(grouping, sort)
+    first = ahead or 1
+    tried = [Chains((sum(runs, ()),), first)]
+    if len(runs) > 1:
+        tried += [Chains(tuple(runs), first), Chains(search.grouped(runs, first), first)]
+    chosen = search.best(tried)
+    if ahead is None and shape.memory_limit is not None and shape.ranks > 1:
+        chosen = search.best([chosen, chosen._replace(ahead=2)])
+    return search.program(chosen)
+
+
+class _Search:
+    """costs: of the shape, or of times by hand where it has none. limit: None where what is kept does not matter."""
+
+    def __init__(self, make: Make, shape: Shape, recompute: bool):
+        self.make, self.workload, self.recompute = make, shape.workload, recompute
+        self.costs: Costs = shape.costs or PieceTimes()
+        self.limit = shape.memory_limit
+        self._rated: dict[Chains, tuple[bool, float]] = {}
+
+    def runs(self, grouping: bool, sort: bool) -> list[tuple[int, ...]]:
+        """Microbatches by their numbers of chunks, the most first, and among those the ones of the longest chunks; all
+        as they come where they are not grouped."""
+        numbers = range(len(self.workload))
+        counts = [len(chunks) for chunks in self.workload.microbatches]
+        if not grouping:
+            return [tuple(numbers)]
+        times = self._times() if sort else [0.0] * len(counts)
+        order = sorted(numbers, key=lambda number: (-counts[number], -times[number]))
+        return [tuple(group) for _, group in groupby(order, key=counts.__getitem__)]
+
+    def _times(self) -> list[float]:
+        """Forward and backward of each microbatch in the first stage, to nine digits: equal work is equal."""
+        bound = BoundCosts(self.make(self.workload, Chains((tuple(range(len(self.workload))),), 1)), self.costs)
+        return [
+            float(
+                f"{sum(bound.op_time(Op(kind, 0, number, chunk)) for kind in 'FB' for chunk in range(len(chunks))):.9g}"
+            )
+            for number, chunks in enumerate(self.workload.microbatches)
+        ]
+
+    def grouped(self, runs: list[tuple[int, ...]], ahead: int) -> Groups:
+        """The runs joined to groups by dynamic programming: dp[i] = min over k < i of dp[k], what the group of the runs
+        from k to i - 1 has to recompute by the linear relaxation, and what the change to it costs by simulation."""
+        whole = self._makespan(self.make(self.workload, Chains((sum(runs, ()),), ahead)))
+
+        def change(at: int) -> float:
+            parted = Chains((sum(runs[:at], ()), sum(runs[at:], ())), ahead)
+            return self._makespan(self.make(self.workload, parted)) - whole
+
+        changes = [0.0, *map(change, range(1, len(runs)))]
+        if not self.recompute:  # a change is worth less memory
+            changes = [cost - NEGLIGIBLE * whole for cost in changes]
+        found: list[tuple[float, Groups]] = [(0.0, ())]
+        for end in range(1, len(runs) + 1):
+            found.append(
+                min(
+                    (found[start][0] + changes[start] + self._recomputing(group, ahead), (*found[start][1], group))
+                    for start in range(end)
+                    for group in [sum(runs[start:end], ())]
+                )
+            )
+        return found[-1][1]
+
+    def _recomputing(self, group: tuple[int, ...], ahead: int) -> float:
+        """The least time that a group by itself spends on recomputing."""
+        if not self.recompute or self.limit is None:
+            return 0.0
+        chosen = replace(self.workload, microbatches=tuple(self.workload.microbatches[number] for number in group))
+        alone = self.make(chosen, Chains((tuple(range(len(group))),), ahead))
+        return least_recomputation(alone, self.costs, self.limit)
+
+    def best(self, tried: list[Chains]) -> Chains:
+        """Of those that fit, or else of all, the fastest; of those about as fast the one of the most groups, which
+        keeps least."""
+        rated = [(self._rate(chains), chains) for chains in dict.fromkeys(tried)]
+        if len(rated) == 1:
+            return tried[0]
+        least = min(rating for rating, _ in rated)
+        about = [chains for (over, time), chains in rated if over == least[0] and time <= least[1] * (1 + NEGLIGIBLE)]
+        return max(about, key=lambda chains: (len(chains.groups), -chains.ahead))
+
+    def _rate(self, chains: Chains) -> tuple[bool, float]:
+        """Whether it is over the limit, and its time."""
+        if chains not in self._rated:
+            program, over = self.make(self.workload, chains), False
+            if self.limit is not None and self.recompute:
+                found = recompute_chunks(program, self.costs, self.limit, exact=False)
+                program, over = found.program, not found.fits
+            elif self.limit is not None:
+                over = max(peak_memory(program, self.costs)) > self.limit
+            self._rated[chains] = over, self._makespan(program)
+        return self._rated[chains]
+
+    def _makespan(self, program: Program) -> float:
+        return list_schedule(build_graph(program), *BoundCosts(program, self.costs).timers).makespan
+
+    def program(self, chains: Chains) -> Program:
+        """With what it recomputes, as little as can be found."""
+        program = self.make(self.workload, chains)
+        if self.limit is None or not self.recompute:
+            return program
+        return recompute_chunks(program, self.costs, self.limit).program
