@@ -1,0 +1,49 @@
+"""How long chunks of documents take, asked of a cost model and remembered. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from helixpipe.lowering.bound import stage_work
+from helixpipe.program.costs import Costs
+from helixpipe.program.stages import Stage
+from helixpipe.program.workload import Extent, Extents
+
+
+class ChunkTimes:
+    """Time of chunks, forward and backward of all `stages` (one stage that is the whole model, or one rank's), in the
+    unit of the costs.
+
+    costs are asked for the exact work, slices and the tokens before them, and each kind of work once: no formula is
+    fitted to them. whole: tokens of a microbatch on average; only times given by hand, which are those of a whole
+    microbatch, depend on it.
+    """
+
+    def __init__(self, costs: Costs, stages: Sequence[Stage], whole: float):
+        self.costs, self.stages, self.whole = costs, tuple(stages), max(whole, 2.0)
+        self._slices: dict[tuple[int, int], float] = {}
+        self._added: dict[tuple[int, int], float] = {}
+
+    def of_slice(self, tokens: int, earlier: int = 0) -> float:
+        """Of a chunk of one slice with so many tokens of its document before it."""
+        key = (tokens, earlier)
+        if key not in self._slices:
+            self._slices[key] = self._time((Extent(tokens, earlier),))
+        return self._slices[key]
+
+    def of_chunk(self, slices: Iterable[tuple[int, int]]) -> float:
+        """Of a chunk of several slices, (tokens, earlier tokens) each."""
+        parts = tuple(slices)
+        return self.of_slice(*parts[0]) if len(parts) == 1 else self._time(tuple(Extent(*part) for part in parts))
+
+    def added(self, tokens: int, beside: int) -> float:
+        """What a whole document of so many tokens adds to a chunk of `beside` tokens: less than it takes alone, as reading
+        weights and starting messages is paid once a chunk."""
+        key = (tokens, beside)
+        if key not in self._added:
+            self._added[key] = self.of_chunk(((beside, 0), (tokens, 0))) - self.of_slice(beside)
+        return self._added[key]
+
+    def _time(self, extents: Extents) -> float:
+        ops = ((kind, stage) for stage in range(len(self.stages)) for kind in "FB")
+        return sum(self.costs.op_time(stage_work(kind, self.stages, stage, extents, self.whole)) for kind, stage in ops)

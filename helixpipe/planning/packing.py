@@ -1,0 +1,175 @@
+"""Documents of all lengths as chunks that take about equally long: long ones cut, short ones packed. No torch here.
+
+The sequence processor of InfiniPipe (Shiju Wang et al., "InfiniPipe: Elastic Pipeline Parallelism for Efficient
+Variable-Length Long-Context LLM Training", arXiv 2509.21275), Algorithm 1. The longest document is cut into N slices of
+equal time; their lengths are the *mesh* by which all documents longer than its first are cut. What is left of one is its
+*tail*. The longest slice gives the most tokens of a chunk, the slowest its time limit; short documents then fill
+tails and chunks of their own under both, longest first, each into the chunk with the least time for its tokens.
+
+As printed, line 14 (no chunk has room in time: raise the limit to the least time of a chunk and the document's) does not
+end where that chunk has no room for the tokens; here the least is of those that have.
+
+A row (a microbatch) has at most one document that is cut, at its beginning, so two tails are never in one chunk. Where chunks
+have to be multiples of some tokens, cuts are; the end of a row is filled up with one document of padding (fewer tokens than
+the multiple, no loss), numbered after the documents of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf, sqrt
+
+from helixpipe.common.errors import UserError
+from helixpipe.planning.chunk_lengths import average_lengths, balanced_lengths
+from helixpipe.planning.chunk_times import ChunkTimes
+from helixpipe.planning.filling import Bucket, Fill, Mesh, aligned, best_fit, level
+from helixpipe.program.workload import Chunk, Slice, Workload
+
+
+@dataclass(frozen=True)
+class Packing:
+    """A batch as rows of chunks.
+
+    documents: how many there are; higher numbers in the workload are padding. padding: tokens of that.
+    mesh: what the documents were cut by; None where they were not. time_limit: the mesh's, as far as it had to be raised.
+    chunk_times: of each chunk of each row, as `ChunkTimes` has them.
+    """
+
+    workload: Workload
+    documents: int
+    padding: int
+    chunk_times: tuple[tuple[float, ...], ...]
+    mesh: Mesh | None = None
+    time_limit: float = inf
+
+    @cached_property
+    def chunk_tokens(self) -> tuple[int, ...]:
+        """Of all chunks, row by row, padding included."""
+        return tuple(tokens for row in range(len(self.workload)) for tokens in self.workload.tokens(row))
+
+    @property
+    def tokens(self) -> int:
+        """Of the documents."""
+        return sum(self.chunk_tokens) - self.padding
+
+    @property
+    def time(self) -> float:
+        """Of all chunks together."""
+        return sum(map(sum, self.chunk_times))
+
+    @property
+    def spread_of_time(self) -> float:
+        """Standard deviation over mean of the times of all the batch's chunks."""
+        return spread([time for row in self.chunk_times for time in row])
+
+    @property
+    def spread_of_tokens(self) -> float:
+        """Standard deviation over mean of the tokens, padding included, of all the batch's chunks."""
+        return spread(self.chunk_tokens)
+
+
+def spread(values: Sequence[float]) -> float:
+    """Standard deviation (of the values themselves, not of a sample) over mean; 0 of none."""
+    if not values or not sum(values):
+        return 0.0
+    mean = sum(values) / len(values)
+    return sqrt(sum((value - mean) ** 2 for value in values) / len(values)) / mean
+
+
+def balanced_mesh(
+    lengths: Sequence[int], times: ChunkTimes, slices: int, alignment: int = 1, documents: int = 1
+) -> Mesh:
+    """The mesh of the longest document in so many slices of equal time; of one slice also with chunks of several times its
+    tokens and time (documents). Raises UserError where the document is too short for it."""
+    longest = max(lengths)
+    _check_slices(longest, slices, alignment)
+    cuts = balanced_lengths(times.costs, times.stages, longest, slices, alignment) if slices > 1 else (longest,)
+    starts = [sum(cuts[:number]) for number in range(slices)]
+    time = max(times.of_slice(length, start) for length, start in zip(cuts, starts, strict=True))
+    return Mesh(cuts, aligned(max(cuts), alignment) * documents, time * documents, alignment)
+
+
+def fixed_mesh(lengths: Sequence[int], slices: int, alignment: int = 1, documents: int = 1) -> Mesh:
+    """A mesh of equal lengths and no limit of time: chunks of a fixed length, as Seq1F1B's with packing."""
+    longest = max(lengths)
+    _check_slices(longest, slices, alignment)
+    cuts = average_lengths(longest, slices, alignment)
+    return Mesh((max(cuts),) * slices, aligned(max(cuts), alignment) * documents, inf, alignment)
+
+
+def _check_slices(longest: int, slices: int, alignment: int) -> None:
+    if slices < 1:
+        raise UserError(f"--infinipipe-chunks must be at least 1 or auto, not {slices}.")
+    if longest < slices * alignment:
+        raise UserError(
+            f"--infinipipe-chunks {slices} is too many for a longest document of {longest} tokens: chunks have "
+            f"{alignment} or more, so at most {max(longest // alignment, 1)}."
+        )
+
+
+def check_lengths(lengths: Sequence[int]) -> None:
+    """Raise UserError for no documents and for one without tokens."""
+    if not lengths:
+        raise UserError("there are no documents to pack.")
+    if min(lengths) < 1:
+        raise UserError(f"document {lengths.index(min(lengths))} has {min(lengths)} tokens; each needs 1 or more.")
+
+
+def pack(lengths: Sequence[int], times: ChunkTimes, mesh: Mesh, fill: Fill = "level") -> Packing:
+    """Rows of the documents of these lengths, those of most chunks first.
+
+    fill: how short documents are packed. `best-fit`: Algorithm 1 with line 14 mended. `level`: into the fewest chunks
+    that keep both limits, each document, longest first, into the one that is then least full. `none`: not at all.
+    Raises UserError for an empty document and for none.
+    """
+    check_lengths(lengths)
+    buckets, shorts = _cut(lengths, times, mesh)
+    limit = mesh.time
+    if fill == "level":
+        buckets = level(buckets, [(number, lengths[number]) for number in shorts], times, mesh)
+    elif fill == "best-fit":
+        limit = best_fit(buckets, shorts, lengths, times, mesh)
+    else:
+        buckets += [Bucket([Slice(n, 0, lengths[n])], times.of_slice(lengths[n]), lengths[n]) for n in shorts]
+    rows = sorted(buckets, key=lambda row: (-len(row.earlier), -row.time, row.slices[0].document))
+    return _packing(lengths, times, rows, mesh, limit)
+
+
+def _cut(lengths: Sequence[int], times: ChunkTimes, mesh: Mesh) -> tuple[list[Bucket], list[int]]:
+    """The tails of long documents, with the chunks before them, and the numbers of the short ones, longest first."""
+    tails = []
+    shorts = []
+    for document in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
+        length, start = lengths[document], 0
+        if length <= max(mesh.lengths[0], mesh.tokens if mesh.slices == 1 else 0):
+            shorts.append(document)
+            continue
+        earlier: list[Chunk] = []
+        for most in mesh.lengths:
+            if length - start <= most:
+                break
+            earlier.append((Slice(document, start, most),))
+            start += most
+        tail = Slice(document, start, length - start)
+        tails.append(Bucket([tail], times.of_slice(tail.length, start), tail.length, earlier))
+    return tails, shorts
+
+
+def _packing(lengths: Sequence[int], times: ChunkTimes, rows: Sequence[Bucket], mesh: Mesh, limit: float) -> Packing:
+    """The buckets as rows, filled up to whole multiples."""
+    microbatches, chunk_times = [], []
+    padding, documents = 0, len(lengths)
+    for row in rows:
+        missing = aligned(row.tokens, mesh.alignment) - row.tokens
+        last, time = tuple(row.slices), row.time
+        if missing:
+            last = (*last, Slice(documents, 0, missing))
+            padding, documents = padding + missing, documents + 1
+            time = times.of_chunk([*row.sizes, (missing, 0)])
+        microbatches.append((*row.earlier, last))
+        before = [times.of_slice(chunk[0].length, chunk[0].start) for chunk in row.earlier]
+        chunk_times.append((*before, time))
+    limit = max(limit, max(max(each) for each in chunk_times)) if padding else limit
+    return Packing(Workload(tuple(microbatches)), len(lengths), padding, tuple(chunk_times), mesh, limit)
