@@ -37,8 +37,8 @@ class ChunkTimes:
         return self.of_slice(*parts[0]) if len(parts) == 1 else self._time(tuple(Extent(*part) for part in parts))
 
     def added(self, tokens: int, beside: int) -> float:
-        """What a whole document of so many tokens adds to a chunk of `beside` tokens: less than it takes alone, as reading
-        weights and starting messages is paid once a chunk."""
+        """What a whole document of so many tokens adds to a chunk of `beside` tokens: less than it takes alone, as
+        reading weights and starting messages is paid once a chunk."""
         key = (tokens, beside)
         if key not in self._added:
             self._added[key] = self.of_chunk(((beside, 0), (tokens, 0))) - self.of_slice(beside)

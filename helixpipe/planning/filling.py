@@ -19,8 +19,8 @@ Fill = Literal["level", "best-fit", "none"]
 class Mesh:
     """Lengths that long documents are cut by, and the limits of a chunk.
 
-    lengths: of the slices of the longest document, tokens. tokens: the most of a chunk, padding included. time: what a chunk
-    may take unless a document has no place otherwise. alignment: what chunks are multiples of.
+    lengths: of the slices of the longest document, tokens. tokens: the most of a chunk, padding included. time: what a
+    chunk may take unless a document has no place otherwise. alignment: what chunks are multiples of.
     """
 
     lengths: tuple[int, ...]

@@ -2,16 +2,16 @@
 
 The sequence processor of InfiniPipe (Shiju Wang et al., "InfiniPipe: Elastic Pipeline Parallelism for Efficient
 Variable-Length Long-Context LLM Training", arXiv 2509.21275), Algorithm 1. The longest document is cut into N slices of
-equal time; their lengths are the *mesh* by which all documents longer than its first are cut. What is left of one is its
-*tail*. The longest slice gives the most tokens of a chunk, the slowest its time limit; short documents then fill
+equal time; their lengths are the *mesh* by which all documents longer than its first are cut. What is left of one is
+its *tail*. The longest slice gives the most tokens of a chunk, the slowest its time limit; short documents then fill
 tails and chunks of their own under both, longest first, each into the chunk with the least time for its tokens.
 
-As printed, line 14 (no chunk has room in time: raise the limit to the least time of a chunk and the document's) does not
-end where that chunk has no room for the tokens; here the least is of those that have.
+As printed, line 14 (no chunk has room in time: raise the limit to the least time of a chunk and the document's) does
+not end where that chunk has no room for the tokens; here the least is of those that have.
 
-A row (a microbatch) has at most one document that is cut, at its beginning, so two tails are never in one chunk. Where chunks
-have to be multiples of some tokens, cuts are; the end of a row is filled up with one document of padding (fewer tokens than
-the multiple, no loss), numbered after the documents of the batch.
+A row (a microbatch) has at most one document that is cut, at its beginning, so two tails are never in one chunk. Where
+chunks have to be multiples of some tokens, cuts are; the end of a row is filled up with one document of padding (fewer
+tokens than the multiple, no loss), numbered after the documents of the batch.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Packing:
     """A batch as rows of chunks.
 
     documents: how many there are; higher numbers in the workload are padding. padding: tokens of that.
-    mesh: what the documents were cut by; None where they were not. time_limit: the mesh's, as far as it had to be raised.
-    chunk_times: of each chunk of each row, as `ChunkTimes` has them.
+    mesh: what the documents were cut by; None where they were not. time_limit: the mesh's, as far as it had to be
+    raised. chunk_times: of each chunk of each row, as `ChunkTimes` has them.
     """
 
     workload: Workload
@@ -81,8 +81,8 @@ def spread(values: Sequence[float]) -> float:
 def balanced_mesh(
     lengths: Sequence[int], times: ChunkTimes, slices: int, alignment: int = 1, documents: int = 1
 ) -> Mesh:
-    """The mesh of the longest document in so many slices of equal time; of one slice also with chunks of several times its
-    tokens and time (documents). Raises UserError where the document is too short for it."""
+    """The mesh of the longest document in so many slices of equal time; of one slice also with chunks of several times
+    its tokens and time (documents). Raises UserError where the document is too short for it."""
     longest = max(lengths)
     _check_slices(longest, slices, alignment)
     cuts = balanced_lengths(times.costs, times.stages, longest, slices, alignment) if slices > 1 else (longest,)
