@@ -34,7 +34,7 @@ def deal(times: Sequence[float], tokens: Sequence[int], ranks: int) -> Hands:
         raise UserError(f"documents cannot be dealt to {ranks} data-parallel ranks; there must be 1 or more.")
     if len(times) < ranks:
         raise UserError(
-            f"{len(times)} documents a step are too few for {ranks} data-parallel ranks, of which each needs at least one."
+            f"{len(times)} documents a step are too few for {ranks} data-parallel ranks; each needs 1 or more."
         )
     if ranks == 1:
         return (tuple(range(len(times))),)
