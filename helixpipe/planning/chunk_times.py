@@ -19,30 +19,26 @@ class ChunkTimes:
     microbatch, depend on it.
     """
 
-    def __init__(self, costs: Costs, stages: Sequence[Stage], whole: float):
+    def __init__(self, costs: Costs, stages: Sequence[Stage], whole: float, usual: int = 8192):
         self.costs, self.stages, self.whole = costs, tuple(stages), max(whole, 2.0)
-        self._slices: dict[tuple[int, int], float] = {}
-        self._added: dict[tuple[int, int], float] = {}
+        self.usual = usual
+        self._known: dict[tuple[tuple[int, int], ...], float] = {}
 
     def of_slice(self, tokens: int, earlier: int = 0) -> float:
         """Of a chunk of one slice with so many tokens of its document before it."""
-        key = (tokens, earlier)
-        if key not in self._slices:
-            self._slices[key] = self._time((Extent(tokens, earlier),))
-        return self._slices[key]
+        return self.of_chunk(((tokens, earlier),))
 
     def of_chunk(self, slices: Iterable[tuple[int, int]]) -> float:
         """Of a chunk of several slices, (tokens, earlier tokens) each."""
         parts = tuple(slices)
-        return self.of_slice(*parts[0]) if len(parts) == 1 else self._time(tuple(Extent(*part) for part in parts))
+        if parts not in self._known:
+            self._known[parts] = self._time(tuple(Extent(*part) for part in parts))
+        return self._known[parts]
 
     def added(self, tokens: int, beside: int) -> float:
         """What a whole document of so many tokens adds to a chunk of `beside` tokens: less than it takes alone, as
         reading weights and starting messages is paid once a chunk."""
-        key = (tokens, beside)
-        if key not in self._added:
-            self._added[key] = self.of_chunk(((beside, 0), (tokens, 0))) - self.of_slice(beside)
-        return self._added[key]
+        return self.of_chunk(((beside, 0), (tokens, 0))) - self.of_slice(beside)
 
     def _time(self, extents: Extents) -> float:
         ops = ((kind, stage) for stage in range(len(self.stages)) for kind in "FB")

@@ -43,9 +43,10 @@ class Bucket:
     tokens: int
     earlier: list[Chunk] = field(default_factory=list)
 
-    @property
-    def sizes(self) -> list[tuple[int, int]]:
-        return [(part.length, part.start) for part in self.slices]
+    def sizes(self, alignment: int = 1) -> list[tuple[int, int]]:
+        """(tokens, earlier tokens) of each slice, and of the padding that fills the chunk up."""
+        missing = aligned(self.tokens, alignment) - self.tokens
+        return [(part.length, part.start) for part in self.slices] + [(missing, 0)] * (missing > 0)
 
 
 def aligned(tokens: int, alignment: int) -> int:
@@ -59,12 +60,12 @@ def best_fit(
     """Put the short documents, longest first, each into the bucket with the least time for its tokens that keeps both
     limits; where none has room for the tokens, into a new one. Where none has the time, the limit rises to the least
     that one with room for the tokens comes to. Changes `buckets`; the limit of time at the end."""
-    limit, usual = mesh.time, max(mesh.lengths)
+    limit = mesh.time
     order = [(bucket.time / bucket.tokens, number) for number, bucket in enumerate(buckets)]
     order.sort()
     for document in shorts:
         tokens = lengths[document]
-        added = times.added(tokens, usual)
+        added = times.added(tokens, times.usual)
         room = mesh.tokens
         candidates = [number for _, number in order if aligned(buckets[number].tokens + tokens, mesh.alignment) <= room]
         if not candidates:
@@ -76,13 +77,13 @@ def best_fit(
         chosen, time = None, inf
         for number in candidates:
             if buckets[number].time + added <= limit:  # else it surely does not fit
-                time = times.of_chunk([*buckets[number].sizes, (tokens, 0)])
+                time = times.of_chunk([*buckets[number].sizes(), (tokens, 0)])
                 if time <= limit:
                     chosen = number
                     break
         if chosen is None:  # line 14, mended: only buckets with room for the tokens count
             chosen = min(candidates, key=lambda number: buckets[number].time)
-            time = times.of_chunk([*buckets[chosen].sizes, (tokens, 0)])
+            time = times.of_chunk([*buckets[chosen].sizes(), (tokens, 0)])
             limit = max(limit, time)
         bucket = buckets[chosen]
         order.remove((bucket.time / bucket.tokens, chosen))
@@ -100,17 +101,21 @@ def level(tails: Sequence[Bucket], shorts: Sequence[tuple[int, int]], times: Chu
     """
     if not shorts:
         return list(tails)
-    usual = max(mesh.lengths)
-    added = [times.added(tokens, usual) for _, tokens in shorts]
-    once = max(times.of_slice(usual) - times.added(usual, usual), 0.0)  # what a chunk takes whatever is in it
+    added = [times.added(tokens, times.usual) for _, tokens in shorts]
+    once = max(
+        times.of_slice(times.usual) - times.added(times.usual, times.usual), 0.0
+    )  # what a chunk takes whatever is in it
     count = _fewest(tails, shorts, added, once, mesh)
-    while True:
-        buckets = _leveled(tails, shorts, added, once, count, mesh)
-        if buckets is not None and _exact(buckets, times) <= max(mesh.time, _longest(tails)) * (1 + 1e-12):
+    limit = mesh.time
+    while count < len(shorts):
+        buckets = _leveled(tails, shorts, added, once, count, mesh, limit)
+        if buckets is None:
+            count += max(count // 50, 1)
+        elif (longest := _exact(buckets, times, mesh.alignment)) <= max(mesh.time, _longest(tails)) * (1 + 1e-12):
             return [bucket for bucket in buckets if bucket.slices]
-        if count >= len(shorts):
-            return [*tails, *(Bucket([Slice(n, 0, tokens)], times.of_slice(tokens), tokens) for n, tokens in shorts)]
-        count = min(count + max(count // 50, 1), len(shorts))
+        else:  # more than was estimated
+            limit *= min(mesh.time / longest, 1 - 1e-6)
+    return [*tails, *(Bucket([Slice(n, 0, tokens)], times.of_slice(tokens), tokens) for n, tokens in shorts)]
 
 
 def _longest(buckets: Sequence[Bucket]) -> float:
@@ -136,19 +141,20 @@ def _leveled(
     once: float,
     count: int,
     mesh: Mesh,
+    limit: float,
 ) -> list[Bucket] | None:
-    """The documents in the tails and so many new buckets; None where one finds no room."""
+    """The documents in the tails and so many new buckets, within a limit of time; None where one finds no room."""
     buckets = [Bucket(list(tail.slices), tail.time, tail.tokens, tail.earlier) for tail in tails]
     buckets += [Bucket([], once, 0) for _ in range(count)]
-    room, limit = mesh.tokens // mesh.alignment * mesh.alignment, mesh.time * (1 + 1e-9)
-    per_token, per_time = 1 / room, 1 / limit
+    room = mesh.tokens // mesh.alignment * mesh.alignment
+    per_token, per_time = 1 / room, 1 / (limit * (1 + 1e-9))
     for (document, tokens), time in zip(shorts, added, strict=True):
         best, chosen = inf, None
         for bucket in buckets:
             filled = (bucket.tokens + tokens) * per_token
             spent = (bucket.time + time) * per_time
             fuller = filled if filled > spent else spent
-            if fuller < best and filled <= 1 and (spent <= 1 or not bucket.slices):
+            if fuller < best and filled <= 1 and (spent <= 1 or not bucket.tokens):
                 best, chosen = fuller, bucket
         if chosen is None:
             return None
@@ -157,8 +163,8 @@ def _leveled(
     return buckets
 
 
-def _exact(buckets: Sequence[Bucket], times: ChunkTimes) -> float:
-    """Put the exact times in place of the estimated; the longest."""
+def _exact(buckets: Sequence[Bucket], times: ChunkTimes, alignment: int) -> float:
+    """Put the exact times, of padding too, in place of the estimated; the longest."""
     for bucket in buckets:
-        bucket.time = times.of_chunk(bucket.sizes) if bucket.slices else 0.0
+        bucket.time = times.of_chunk(bucket.sizes(alignment)) if bucket.slices else 0.0
     return _longest(buckets)

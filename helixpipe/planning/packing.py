@@ -79,24 +79,29 @@ def spread(values: Sequence[float]) -> float:
 
 
 def balanced_mesh(
-    lengths: Sequence[int], times: ChunkTimes, slices: int, alignment: int = 1, documents: int = 1
+    lengths: Sequence[int], times: ChunkTimes, count: int, alignment: int = 1, documents: int = 1
 ) -> Mesh:
     """The mesh of the longest document in so many slices of equal time; of one slice also with chunks of several times
     its tokens and time (documents). Raises UserError where the document is too short for it."""
+    check_lengths(lengths)
     longest = max(lengths)
-    _check_slices(longest, slices, alignment)
-    cuts = balanced_lengths(times.costs, times.stages, longest, slices, alignment) if slices > 1 else (longest,)
-    starts = [sum(cuts[:number]) for number in range(slices)]
-    time = max(times.of_slice(length, start) for length, start in zip(cuts, starts, strict=True))
+    _check_slices(longest, count, alignment)
+    cuts = balanced_lengths(times.costs, times.stages, longest, count, alignment) if count > 1 else (longest,)
+    starts = [sum(cuts[:number]) for number in range(count)]
+    slices = list(zip(cuts, starts, strict=True))
+    padding = aligned(longest, alignment) - longest
+    last = times.of_chunk([slices[-1], (padding, 0)] if padding else slices[-1:])
+    time = max(last, *(times.of_slice(*each) for each in slices))
     return Mesh(cuts, aligned(max(cuts), alignment) * documents, time * documents, alignment)
 
 
 def fixed_mesh(lengths: Sequence[int], slices: int, alignment: int = 1, documents: int = 1) -> Mesh:
     """A mesh of equal lengths and no limit of time: chunks of a fixed length, as Seq1F1B's with packing."""
+    check_lengths(lengths)
     longest = max(lengths)
     _check_slices(longest, slices, alignment)
-    cuts = average_lengths(longest, slices, alignment)
-    return Mesh((max(cuts),) * slices, aligned(max(cuts), alignment) * documents, inf, alignment)
+    tokens = aligned(max(average_lengths(longest, slices, alignment)), alignment)
+    return Mesh((tokens,) * slices, tokens * documents, inf, alignment)
 
 
 def _check_slices(longest: int, slices: int, alignment: int) -> None:
@@ -167,7 +172,7 @@ def _packing(lengths: Sequence[int], times: ChunkTimes, rows: Sequence[Bucket], 
         if missing:
             last = (*last, Slice(documents, 0, missing))
             padding, documents = padding + missing, documents + 1
-            time = times.of_chunk([*row.sizes, (missing, 0)])
+            time = times.of_chunk(row.sizes(mesh.alignment))
         microbatches.append((*row.earlier, last))
         before = [times.of_slice(chunk[0].length, chunk[0].start) for chunk in row.earlier]
         chunk_times.append((*before, time))
