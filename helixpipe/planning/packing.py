@@ -79,10 +79,11 @@ def spread(values: Sequence[float]) -> float:
 
 
 def balanced_mesh(
-    lengths: Sequence[int], times: ChunkTimes, count: int, alignment: int = 1, documents: int = 1
+    lengths: Sequence[int], times: ChunkTimes, count: int, alignment: int = 1, documents: int = 1, room: float = 1.0
 ) -> Mesh:
     """The mesh of the longest document in so many slices of equal time; of one slice also with chunks of several times
-    its tokens and time (documents). Raises UserError where the document is too short for it."""
+    its tokens and time (documents). room: tokens that a chunk may have, over those of the mesh's longest slice. Raises
+    UserError where the document is too short for it."""
     check_lengths(lengths)
     longest = max(lengths)
     _check_slices(longest, count, alignment)
@@ -92,7 +93,8 @@ def balanced_mesh(
     padding = aligned(longest, alignment) - longest
     last = times.of_chunk([slices[-1], (padding, 0)] if padding else slices[-1:])
     time = max(last, *(times.of_slice(*each) for each in slices))
-    return Mesh(cuts, aligned(max(cuts), alignment) * documents, time * documents, alignment)
+    most = int(max(cuts) * documents * room) // alignment * alignment
+    return Mesh(cuts, max(most, aligned(max(cuts), alignment)), time * documents, alignment)
 
 
 def fixed_mesh(lengths: Sequence[int], slices: int, alignment: int = 1, documents: int = 1) -> Mesh:

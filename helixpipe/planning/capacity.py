@@ -1,0 +1,59 @@
+"""How many tokens a pipeline can hold, from the bytes that the cost model counts. No torch here.
+
+Under 1F1B over chunks, rank r of p keeps all chunks of a row until its first backward, and those that are on their way
+down the pipeline: of rows of at most N chunks it holds N + p - r - 1 chunks at its peak (InfiniPipe has it with ranks
+from 1). What a token takes of a rank is the model's: saved tensors, keys and values and their gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from math import inf
+
+from helixpipe.planning.orders import backward_units, forward_units, one_forward_one_backward
+from helixpipe.program.costs import Contents, Costs
+from helixpipe.program.stages import Segment, Stage
+from helixpipe.program.workload import Extent, Workload
+
+
+def token_capacity(
+    costs: Costs, stages: Sequence[Stage], limit: float | None, tokens: int, whole: float
+) -> list[float]:
+    """The most tokens in flight for each stage, one a rank, with chunks of so many tokens; inf where nothing limits it.
+
+    A lower bound: at the peak an op's workspace, what it recomputes, and messages of three chunks are taken to be there
+    beside all that is kept, and each row to be cut. whole: as of `Work`; limit: in the costs' unit of memory.
+    """
+    if limit is None:
+        return [inf] * len(stages)
+    room = []
+    chunk = (Extent(tokens, 0, True),)
+    for number, stage in enumerate(stages):
+
+        def size(kind: str, segments: tuple[Segment, ...]) -> float:
+            return costs.size(Contents(kind, segments, chunk, whole, in_backward=True))
+
+        segments = stage.segments
+        kept = size("saved", segments) + size("keys_values", segments) + size("kv_gradients", segments)
+        beside = size("workspace", segments) + size("recomputed", segments)
+        cuts = [stages[cut].pieces[:1] for cut in (number, number + 1) if 0 < cut < len(stages)]
+        beside += 3 * max((size("activation", (Segment(cut, False),)) for cut in cuts), default=0.0)
+        left = limit - costs.static_memory(stage.pieces) - beside
+        room.append(max(left, 0.0) * tokens / kept if kept else inf)
+    return room
+
+
+def tokens_in_flight(workload: Workload, ranks: int, rank: int) -> int:
+    """The most that a rank keeps at a time under 1F1B over chunks."""
+    tokens = {(row, chunk): count for row in range(len(workload)) for chunk, count in enumerate(workload.tokens(row))}
+    warmup = ranks - rank - 1 + workload.most_chunks - 1
+    forwards = [(tokens[unit], 1) for unit in forward_units(workload)]
+    backwards = [(tokens[unit], -1) for unit in backward_units(workload)]
+    order = one_forward_one_backward(forwards, backwards, warmup)
+    return max(accumulate(count * sign for count, sign in order))
+
+
+def fits(workload: Workload, capacity: Sequence[float]) -> bool:
+    """Whether no rank ever keeps more than it can hold. capacity: of each rank (`token_capacity`)."""
+    return all(tokens_in_flight(workload, len(capacity), rank) <= most for rank, most in enumerate(capacity))

@@ -1,0 +1,199 @@
+"""The number of slices N of the longest document: each tried, packed, and its step's time predicted. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Literal, NamedTuple
+
+from helixpipe.common.errors import UserError
+from helixpipe.common.flags import option
+from helixpipe.planning.chunk_lengths import CHUNK_COUNTS
+from helixpipe.planning.chunk_times import ChunkTimes
+from helixpipe.planning.filling import Fill
+from helixpipe.planning.orders import backward_units, forward_units, one_forward_one_backward
+from helixpipe.planning.packing import Packing, balanced_mesh, check_lengths, fixed_mesh, pack
+
+FORWARD_SHARE = 1 / 3
+"""Of a chunk's time, in the estimate of a step."""
+
+MOST_SLICES = 32
+"""That are tried: each chunk's launch and latency, and the time to plan, are not worth more."""
+
+ROOM = 1.25
+"""Tokens of a chunk, over those of the mesh's longest slice, that short documents may fill where the memory allows: without
+a long context they take less time than a slice that has one, and with so much room about as much."""
+
+SIMULATED = 3
+"""Packings that are simulated, of those that are estimated to be fastest."""
+
+
+@dataclass(frozen=True)
+class PackingOptions:
+    """How documents of a step become chunks: the switches of an ablation."""
+
+    infinipipe_split: Literal["mesh", "fixed"] = option(
+        "mesh",
+        "With documents of all lengths: where long ones are cut. mesh: into slices of equal time; fixed: into equal "
+        "lengths, and chunks have no limit of time, as Seq1F1B with packing.",
+    )
+    infinipipe_chunks: str = option(
+        "auto",
+        "Slices N of the longest document; all chunks take about as long; auto: the best by predicted step time that "
+        "fits into the memory.",
+        metavar="N|auto",
+    )
+    infinipipe_packing: Literal["level", "best-fit", "none"] = option(
+        "level",
+        "How short documents fill chunks. level: the fewest chunks within the limits of time and tokens, evenly; "
+        "best-fit: InfiniPipe's Algorithm 1; none: each has a chunk of its own.",
+    )
+
+    @property
+    def chunks(self) -> int | None:
+        """N; None for auto. Raises UserError."""
+        given = self.infinipipe_chunks
+        if given == "auto":
+            return None
+        if not (given.isascii() and given.isdigit() and int(given)):
+            raise UserError(f"--infinipipe-chunks {given} must be a whole number, at least 1, or auto.")
+        return int(given)
+
+
+class Choice(NamedTuple):
+    """slices: of the longest document. documents: where that is 1, how many such a chunk has room for."""
+
+    slices: int
+    documents: int = 1
+
+
+class Tried(NamedTuple):
+    """estimate: of the step (`estimate`), inf where it does not fit. predicted: by simulation, where that was done."""
+
+    choice: Choice
+    packing: Packing
+    estimate: float
+    predicted: float | None = None
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The best packing, and all that were tried."""
+
+    packing: Packing
+    tried: tuple[Tried, ...]
+
+
+def choices(lengths: Sequence[int], ranks: int, alignment: int = 1, least: int = 1) -> list[Choice]:
+    """What is worth a try: from large chunks, of several of the longest document, to such of `least` tokens on average.
+    Chunks so large that there are fewer than ranks are left out, but for one choice."""
+    check_lengths(lengths)
+    longest, total = max(lengths), sum(lengths)
+    found = [Choice(1, documents) for documents in (64, 32, 16, 8, 4, 2) if documents * longest * 2 * ranks <= total]
+    found += [
+        Choice(count)
+        for count in CHUNK_COUNTS
+        if count <= MOST_SLICES and (count == 1 or longest >= count * max(least, alignment))
+    ]
+    return found
+
+
+def estimate(packing: Packing, ranks: int) -> float:
+    """Time of a step of 1F1B over these chunks on so many equal ranks, with messages that take no time."""
+    units = forward_units(packing.workload)
+    time = {(row, chunk): packing.chunk_times[row][chunk] / ranks for row, chunk in units}
+    forwards = [(True, unit) for unit in units]
+    backwards = [(False, unit) for unit in backward_units(packing.workload)]
+    most = packing.workload.most_chunks
+    orders = [one_forward_one_backward(forwards, backwards, ranks - rank - 1 + most - 1) for rank in range(ranks)]
+    ends: list[dict[tuple[bool, tuple[int, int]], float]] = [{} for _ in range(ranks)]
+    done, now, more = [0] * ranks, [0.0] * ranks, True
+    while more:
+        more = False
+        for rank, order in enumerate(orders):
+            while done[rank] < len(order):
+                forward, unit = key = order[done[rank]]
+                before = rank - 1 if forward else rank + 1
+                ready = ends[before].get(key) if 0 <= before < ranks else 0.0
+                if ready is None:
+                    break
+                share = FORWARD_SHARE if forward else 1 - FORWARD_SHARE
+                ends[rank][key] = now[rank] = max(now[rank], ready) + time[unit] * share
+                done[rank] += 1
+                more = True
+    return max(now)
+
+
+def make_packing(
+    lengths: Sequence[int],
+    times: ChunkTimes,
+    choice: Choice,
+    options: PackingOptions,
+    alignment: int = 1,
+    room: float = ROOM,
+) -> Packing:
+    """The documents packed so. room: see `balanced_mesh`; Algorithm 1 and chunks of fixed lengths have none beyond the
+    mesh. Raises UserError where the longest document is too short for the choice."""
+    fill: Fill = options.infinipipe_packing
+    if options.infinipipe_split == "fixed":
+        return pack(lengths, times, fixed_mesh(lengths, choice.slices, alignment, choice.documents), fill)
+    room = room if fill == "level" else 1.0
+    mesh = balanced_mesh(lengths, times, choice.slices, alignment, choice.documents, room)
+    return pack(lengths, times, mesh, fill)
+
+
+def tuned(
+    lengths: Sequence[int],
+    times: ChunkTimes,
+    ranks: int,
+    options: PackingOptions | None = None,
+    alignment: int = 1,
+    least: int = 1,
+    fits: Callable[[Packing], bool] = lambda packing: True,
+    predict: Callable[[Packing], float] | None = None,
+) -> Tuned:
+    """The packing with the shortest step: every choice is estimated, and where `predict` is given the fastest few of
+    those are simulated by it (inf: does not fit).
+
+    fits: whether the memory holds it, asked before. least: tokens below which chunks waste the hardware. Raises
+    UserError where nothing fits, naming N, and for a number of slices that cannot be.
+    """
+    options = options or PackingOptions()
+    given = options.chunks
+    if given is not None:
+        only = make_packing(lengths, times, Choice(given), options, alignment)
+        return Tuned(only, (Tried(Choice(given), only, estimate(only, ranks)),))
+    tried = []
+    for choice in choices(lengths, ranks, alignment, least):
+        packing = make_packing(lengths, times, choice, options, alignment)
+        if not (fitting := fits(packing)):
+            packing = make_packing(lengths, times, choice, options, alignment, room=1.0)
+            fitting = fits(packing)
+        tried.append(Tried(choice, packing, estimate(packing, ranks) if fitting else inf))
+    if predict is not None:
+        tried = _simulated(tried, predict)
+    best = min(tried, key=_time)
+    if _time(best) == inf:
+        counts = ", ".join(str(each.choice.slices) for each in tried if each.choice.documents == 1)
+        raise UserError(
+            f"--infinipipe-chunks auto: with none of {counts} slices of the longest document, {max(lengths)} tokens, "
+            "the step fits into the memory."
+        )
+    return Tuned(best.packing, tuple(tried))
+
+
+def _time(tried: Tried) -> float:
+    return tried.estimate if tried.predicted is None else tried.predicted
+
+
+def _simulated(tried: Sequence[Tried], predict: Callable[[Packing], float]) -> list[Tried]:
+    """With predictions of the few that are estimated fastest; more of them as long as none of these fits. What is not
+    predicted counts no more."""
+    found: list[Tried] = []
+    for each in sorted(tried, key=lambda each: each.estimate):
+        if each.estimate == inf or (len(found) >= SIMULATED and any(_time(other) < inf for other in found)):
+            found.append(each._replace(predicted=inf))
+        else:
+            found.append(each._replace(predicted=predict(each.packing)))
+    return sorted(found, key=lambda each: (-each.choice.documents, each.choice.slices))
