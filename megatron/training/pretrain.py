@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from helixpipe.common.errors import UserError
 from helixpipe.draw.text import stage_count, stage_lines
 from helixpipe.model import Microbatch
 from helixpipe.model.device import prepare
@@ -18,7 +19,8 @@ from helixpipe.planning.plan import Plans
 from helixpipe.watch.position import Patience, Position
 from megatron.training.arguments import print_arguments
 from megatron.training.config import Config, core
-from megatron.training.data.datasets import batch_iterator, build_datasets
+from megatron.training.data.datasets import build_datasets
+from megatron.training.data.loading import Isolation, batch_iterator
 from megatron.training.data.options import DataOptions
 from megatron.training.data.samplers import MicrobatchSampler, consumed_valid_samples, samples_needed
 from megatron.training.plan.loss_slices import settled_again
@@ -90,7 +92,7 @@ def _run(config: Config, plans: Plans[int], parallel: Any, position: Position, s
     loaded = checkpointer.load(state.ddp, state.optimizer, scheduler)
     progress = loaded[0] if loaded is not None else Progress()
     flops = flops_per_sample(config.model, config.data.padded_vocab_size or 0)
-    batches = _batches(config, parallel, pipeline.reads_data, tokenizer, length, progress, Batches)
+    batches = _batches(config, parallel, pipeline, tokenizer, length, progress, Batches)
     # Until here SIGTERM kills: there is nothing to save, and a rank that waits for a dead one would not notice a flag.
     with SignalFlag(active=config.training.exit_signal_handler) as flag:
         trainer = Trainer(
@@ -154,14 +156,18 @@ def _tokenizer_flags(config: Config) -> dict[str, Any]:
 
 
 def _batches(
-    config: Config, parallel: Any, reads_data: bool, tokenizer: Any, length: Any, progress: Any, batches: type[Any]
+    config: Config, parallel: Any, pipeline: Any, tokenizer: Any, length: Any, progress: Any, batches: type[Any]
 ) -> Any:
     """The microbatches of every split, from where `progress` says. Collective."""
     training, logging = config.training, config.logging
     size, interval = training.global_batch_size or 1, logging.eval_interval or 0
+    if config.data.variable_seq_lengths:
+        raise UserError("--variable-seq-lengths: training on steps of documents is not available yet")
     options = DataOptions.from_flags(config.data, seq_length=config.model.seq_length or 0, seed=training.seed)
     samples = samples_needed(length.samples, length.iterations, interval, logging.eval_iters, size)
-    datasets = build_datasets(options, tokenizer, samples, needed_here=reads_data)
+    isolation = Isolation(attention=options.reset_attention_mask, positions=options.reset_position_ids)
+    needed_here = pipeline.reads_data or (isolation.attention and pipeline.places_tokens)
+    datasets = build_datasets(options, tokenizer, samples, needed_here=needed_here)
     present = torch.tensor([each is not None for each in datasets], dtype=torch.int32, device=parallel.device)
     dist.all_reduce(present, op=dist.ReduceOp.MAX)
 
@@ -178,7 +184,15 @@ def _batches(
             seed=training.seed,
             wrap=wrap,
         )
-        return batch_iterator(dataset, sampler, Microbatch, num_workers=options.num_workers, device=parallel.device)
+        return batch_iterator(
+            dataset,
+            sampler,
+            Microbatch,
+            num_workers=options.num_workers,
+            device=parallel.device,
+            isolation=isolation,
+            whole=pipeline.reads_data,
+        )
 
     used = consumed_valid_samples(progress.iteration, interval, logging.eval_iters, size)
     progress.consumed_valid_samples = used

@@ -20,9 +20,10 @@ def write_lines(path: Path, texts: Sequence[str]) -> Path:
 def make_pair(tmp_path: Path) -> Callable[..., str]:
     """make_pair(name, texts, *flags) -> prefix of the pair."""
 
-    def make(name: str, texts: Sequence[str], *flags: str) -> str:
+    def make(name: str, texts: Sequence[str], *flags: str, eod: bool = True) -> str:
         source = write_lines(tmp_path / f"{name}.jsonl", texts)
-        words = ["--input", str(source), "--output-prefix", str(tmp_path / name), "--append-eod", *flags]
+        words = ["--input", str(source), "--output-prefix", str(tmp_path / name), *flags]
+        words += ["--append-eod"] if eod else []
         if "--tokenizer-type" not in flags:
             words += ["--tokenizer-type", "ByteLevelTokenizer"]
         return str(preprocess(parse_arguments(words))["text"])

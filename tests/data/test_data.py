@@ -17,8 +17,9 @@ import torch
 
 from helixpipe.common.errors import DataError, UserError
 from helixpipe.model.options import Microbatch
-from megatron.training.data.datasets import Datasets, batch_iterator, build_datasets
+from megatron.training.data.datasets import Datasets, build_datasets
 from megatron.training.data.indexed_files import read_indexed_file
+from megatron.training.data.loading import batch_iterator
 from megatron.training.data.options import DataOptions, parse_blend, parse_split
 from megatron.training.data.samplers import MicrobatchSampler
 from megatron.training.data.tokenizer import build_tokenizer

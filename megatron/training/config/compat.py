@@ -64,6 +64,9 @@ READ_AS: Mapping[tuple[str, ...], Reading] = MappingProxyType(
         ("--checkpoint-activations",): Reading(_FULL, _OLDER),
         ("--activations-checkpoint-method", "uniform"): Reading(_FULL, _OLDER),
         ("--activations-checkpoint-method", "block"): Reading((*_FULL, "--recompute-method", "block"), _OLDER),
+        ("--tokenizer-type", "SFTTokenizer"): Reading(
+            ("--tokenizer-type", "HuggingFaceTokenizer"), "--sft says that there are conversations"
+        ),
         ("--fine-grained-activation-offloading",): Reading(("--offload-activations", "1"), "a share of 1 is all of it"),
     }
     | {
@@ -218,8 +221,6 @@ LATER: Mapping[str, str] = MappingProxyType(
         "--context-parallel-size": "context parallelism is not available yet",
         "--hierarchical-context-parallel-sizes": "context parallelism is not available yet",
         "--cpu-offloading-num-layers": "it offloads whole layers; --offload-activations takes a share, or auto",
-        "--reset-position-ids": "packing documents apart from each other is not available yet",
-        "--reset-attention-mask": "packing documents apart from each other is not available yet",
     }
 )
 

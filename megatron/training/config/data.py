@@ -47,7 +47,32 @@ class DataConfig:
     dataloader_type: Literal["single", "cyclic"] = option(
         "single", "Pass over the data in order (single) or shuffled anew each epoch (cyclic)."
     )
+    reset_position_ids: bool = option(
+        False, "Count learned positions anew after each end-of-document token (of RoPE nothing changes)."
+    )
+    reset_attention_mask: bool = option(
+        False, "Tokens attend to their own document only: what lies between end-of-document tokens."
+    )
     eod_mask_loss: bool = option(False, "Leave end-of-document tokens out of the loss.")
+    sft: bool = option(
+        False,
+        "Supervised fine-tuning: the data paths name .jsonl files of conversations, and only what the assistant says "
+        "is in the loss.",
+    )
+    sft_tokenizer_prompt_format: str = option(
+        "default",
+        "--sft: how messages become text. default: by the tokenizer's chat template, else plainly; identity: as they "
+        "are, one after the other.",
+    )
+    variable_seq_lengths: bool = option(
+        False,
+        "Batches of whole documents, none longer than --seq-length: --global-batch-size of them a step, or as many as "
+        "have --max-tokens.",
+    )
+    max_tokens: int | None = option(None, "--variable-seq-lengths: most tokens of one optimizer step.")
+    long_documents: Literal["truncate", "skip", "refuse"] = option(
+        "truncate", "--variable-seq-lengths, --sft: what to do with documents of more tokens than --seq-length."
+    )
     # tokenizer
     tokenizer_type: str | None = option(
         None,

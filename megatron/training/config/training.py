@@ -111,8 +111,10 @@ class TrainingConfig:
     check_for_nan_in_loss_and_grad: bool = option(
         True, "Do not stop at a NaN in the loss or a gradient.", flags=["--no-check-for-nan-in-loss-and-grad"]
     )
-    calculate_per_token_loss: bool = option(
-        False, "Divide the loss by the unmasked tokens of the whole batch instead of each microbatch."
+    calculate_per_token_loss: bool | None = option(
+        None,
+        "Divide the loss by the unmasked tokens of the whole batch instead of each microbatch; by default only with "
+        "--variable-seq-lengths, which does so always.",
     )
     # randomness
     seed: int = option(1234, "Seed of weights, data order and dropout.")

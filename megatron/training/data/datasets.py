@@ -10,35 +10,33 @@ both of which megatron-core's own cache would use. Whatever fails, on whichever 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import hashlib
 import json
 import logging
 import os
 import shutil
-import signal
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from helixpipe.common.errors import DataError
+from megatron.training.data.boundaries import check_boundaries, end_of_document
+from megatron.training.data.document_splits import build_orders, padded
 from megatron.training.data.indexed_files import IndexedFile, check_vocabulary, read_indexed_file
-from megatron.training.data.options import DEFAULT_SPLIT, SPLITS, Blend, DataOptions, parse_blend, parse_split
+from megatron.training.data.options import DEFAULT_SPLIT, Blend, DataOptions, SplitSource, split_sources
 from megatron.training.data.together import on_rank_0, together, waiting_group
-from megatron.training.process.lifetime import end_with_parent
 
 logger = logging.getLogger(__name__)
-
-
-T = TypeVar("T")
 
 
 class Datasets(NamedTuple):
@@ -55,7 +53,8 @@ def build_datasets(
     """Build the three splits with at least `samples` samples each (validation may have fewer in a blend by size).
 
     Collective: call it on every rank when torch.distributed is initialised. A sample is a dict of `tokens`, `labels`,
-    `position_ids` (int64) and `loss_mask` (float32), each [seq_length]; labels are the tokens that follow.
+    `position_ids` (int64) and `loss_mask` (float32), each [seq_length]; labels are the tokens that follow. With
+    `options.sft` a sample is one conversation, in epochs that are shuffled anew.
 
     Args:
         tokenizer: as `build_tokenizer` makes it; its `eod`, `pad`, `vocab_size` and `unique_identifiers` are used.
@@ -66,57 +65,16 @@ def build_datasets(
         DataError: on every rank, when files are missing or corrupt, do not fit the tokenizer, hold too little, or the
             index cannot be written.
     """
+    if options.sft:
+        orders = build_orders(options, tokenizer)
+        eod = end_of_document(tokenizer) if options.eod_mask_loss else None
+        return Datasets(
+            *(padded(order, count, options.seq_length, eod) for order, count in zip(orders, samples, strict=True))
+        )
     with waiting_group() as group:
         source = on_rank_0(group, lambda: _prepare(options, tokenizer, samples))
         nothing = Datasets(None, None, None)
         return together(group, lambda: _load(options, tokenizer, source) if needed_here else nothing)
-
-
-def batch_iterator(
-    dataset: Dataset[dict[str, torch.Tensor]],
-    sampler: Iterable[list[int]],
-    make: Callable[..., T],
-    *,
-    num_workers: int = 0,
-    device: torch.device | None = None,
-) -> Iterator[T]:
-    """Yield this rank's microbatches one at a time, in the sampler's order, for ever or until the data is used up.
-
-    Args:
-        sampler: yields the sample indices of each microbatch (`MicrobatchSampler`).
-        make: called with tokens, labels, loss_mask and position_ids, each [micro_batch_size, seq_length], by keyword.
-        device: where the tensors go; with CUDA they are copied from pinned memory, asynchronously.
-
-    Raises:
-        DataError: when more microbatches are asked for than the data has.
-    """
-    on_cuda = device is not None and device.type == "cuda"
-    loader = DataLoader(
-        dataset,
-        batch_sampler=sampler,
-        collate_fn=_stack,
-        num_workers=num_workers,
-        worker_init_fn=_settle_worker,
-        pin_memory=on_cuda,
-    )
-    for batch in loader:
-        if device is not None:
-            batch = {name: tensor.to(device, non_blocking=on_cuda) for name, tensor in batch.items()}
-        yield make(**batch)
-    raise DataError(f"the data is used up: the dataset has {len(dataset)} samples")  # type: ignore[arg-type]
-
-
-def _settle_worker(worker: int) -> None:
-    """Tie a loader process to its rank. Launchers send SIGTERM to all processes of a job, but this one has to go on for
-    the step that comes before saving. And it must not outlive a killed rank, whose connections it inherited: the other
-    ranks would not see them close (torch's own watch takes 5 s)."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    end_with_parent()
-
-
-def _stack(items: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    fields = ("tokens", "labels", "loss_mask", "position_ids")
-    return {name: torch.stack([item[name] for item in items]) for name in fields}
 
 
 # ------------------------------------------------------------------------------------------------ what is to be built
@@ -141,41 +99,30 @@ def _prepare(options: DataOptions, tokenizer: Any, samples: tuple[int, int, int]
     """Check the files, decide which splits exist, and make the index folder. Runs on rank 0 only."""
     from megatron.core import __version__ as core_version
 
-    blend: Blend | None = None
-    per_split: list[Blend | None] | None = None
-    if options.data_path:
-        blend = parse_blend("--data-path", options.data_path)
-        shares = parse_split(options.split or DEFAULT_SPLIT)
-    elif options.train_data_path:
-        paths = zip(SPLITS, (options.train_data_path, options.valid_data_path, options.test_data_path), strict=True)
-        per_split = [parse_blend(f"--{name}-data-path", path) if path else None for name, path in paths]
-        shares = (1.0, 1.0, 1.0)
-    else:
-        shares = (1 / 3, 1 / 3, 1 / 3)
-
-    blends = [blend] if blend else [each for each in per_split or [] if each]
+    sources = split_sources(options)
+    blends = [source.blend for source in sources if source.blend]
     files = {prefix: read_indexed_file(prefix) for each in blends for prefix in each[0]}
     for file in files.values():
         check_vocabulary(file, tokenizer.vocab_size)
+    check_boundaries(options, tokenizer, files.values())
 
     matrix: list[tuple[float, float] | None] = []
-    for i, name in enumerate(SPLITS):
-        begin = sum(shares[:i]) if per_split is None else 0.0
-        span = (begin, 1.0 if per_split is not None or i == 2 else begin + shares[i])
-        here = blend if per_split is None else per_split[i]
-        wanted = samples[i] > 0 and (options.mock_data or here is not None) and shares[i] > 0
-        lack = _lack(files, here, span, options.seq_length) if wanted and here else None
-        if lack is not None and name == "train":
+    for source, count in zip(sources, samples, strict=True):
+        wanted = count > 0 and (options.mock_data or source.blend is not None) and source.end > source.begin
+        lack = _lack(files, source, options.seq_length) if wanted else None
+        if lack is not None and source.name == "train":
             raise DataError(f"no training data: {lack}")
         if lack is not None:
-            logger.warning("no %s data: %s", name, lack)
-        matrix.append(span if wanted and lack is None else None)
+            logger.warning("no %s data: %s", source.name, lack)
+        matrix.append((source.begin, source.end) if wanted and lack is None else None)
     if samples[0] > 0 and matrix[0] is None:
         raise DataError(f"--split {options.split} leaves nothing for training")
 
-    source = _Source(blend, per_split, matrix, samples, None)
+    blend = blends[0] if options.data_path else None
+    per_split = [source.blend for source in sources] if options.train_data_path else None
+    found = _Source(blend, per_split, matrix, samples, None)
     if options.data_cache_path is None and options.mock_data:
-        return source
+        return found
     root = Path(options.data_cache_path) if options.data_cache_path else Path(blends[0][0][0], "cache")
     description = {
         "blend": blend,
@@ -193,19 +140,20 @@ def _prepare(options: DataOptions, tokenizer: Any, samples: tuple[int, int, int]
     key = hashlib.sha256(json.dumps(description).encode()).hexdigest()[:24]
     final = root / key
     if not final.is_dir():
-        _make_index(options, tokenizer, source, final)
-    return _Source(blend, per_split, matrix, samples, str(final))
+        _make_index(options, tokenizer, found, final)
+    return dataclasses.replace(found, cache=str(final))
 
 
-def _lack(files: dict[str, IndexedFile], blend: Blend, span: tuple[float, float], seq_length: int) -> str | None:
-    """Why a split cannot be drawn from the blend, or None. On a split without tokens megatron-core would never end."""
-    for prefix in blend[0]:
+def _lack(files: dict[str, IndexedFile], source: SplitSource, seq_length: int) -> str | None:
+    """Why a split cannot be drawn from its blend, or None. On a split without tokens megatron-core would never end."""
+    prefixes, weights = source.blend or ([], None)
+    for prefix in prefixes:
         lengths = files[prefix].sequence_lengths
-        begin, end = (round(share * float(len(lengths))) for share in span)  # as megatron-core rounds
+        begin, end = source.documents(len(lengths))
         tokens = int(lengths[begin:end].sum(dtype="int64"))
         if tokens == 0:
             return f"{prefix} has {len(lengths)} documents, and none of them falls into this part of --split"
-        if tokens <= seq_length and blend[1] is None and len(blend[0]) > 1:
+        if tokens <= seq_length and weights is None and len(prefixes) > 1:
             return f"{prefix} has {tokens} tokens for it, less than one sample of --seq-length {seq_length}"
     return None
 
@@ -283,8 +231,9 @@ def _build(options: DataOptions, tokenizer: Any, source: _Source, cache: str | N
         mmap_bin_files=options.mmap_bin_files,
         mid_level_dataset_surplus=options.mid_level_dataset_surplus,
         tokenizer=tokenizer,
-        reset_position_ids=False,
-        reset_attention_mask=False,
+        # Positions tell where documents begin (see `loading`), also where the model is to count on.
+        reset_position_ids=options.reset_position_ids or options.reset_attention_mask,
+        reset_attention_mask=False,  # only changes a mask that is not made
         eod_mask_loss=options.eod_mask_loss,
         create_attention_mask=False,
     )

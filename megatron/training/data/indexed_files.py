@@ -38,6 +38,10 @@ class IndexedFile:
     token_type: type[numpy.integer]
     sequence_lengths: numpy.ndarray
     """Tokens of each sequence, [sequences] int32; for GPT data a sequence is a document."""
+    offsets: numpy.ndarray
+    """First byte of each sequence in the .bin file, [sequences] int64."""
+    document_ends: numpy.ndarray
+    """First sequence of each document, and the number of sequences; [documents + 1] int64."""
     digest: str
     """SHA-256 of the .idx file: changes whenever an index built from it would."""
 
@@ -52,6 +56,8 @@ def read_indexed_file(prefix: str) -> IndexedFile:
     Raises DataError, naming the file, when one is absent, unreadable, of another format, truncated, or of another run.
     """
     idx_path, bin_path = Path(prefix + ".idx"), Path(prefix + ".bin")
+    if prefix.endswith((".jsonl", ".json")):
+        raise DataError(f"{prefix} is text: preprocess it with tools/preprocess_data.py (--sft reads conversations)")
     for path in (idx_path, bin_path):
         if not path.is_file():
             if prefix.endswith((".bin", ".idx")):
@@ -85,7 +91,7 @@ def read_indexed_file(prefix: str) -> IndexedFile:
     offsets = numpy.frombuffer(content, numpy.int64, sequences, _HEADER.size + 4 * sequences)
     ends = numpy.frombuffer(content, numpy.int64, boundaries, _HEADER.size + 12 * sequences)
     token_type = _TOKEN_TYPES[code]
-    if lengths.min() < 0 or offsets.min() < 0 or boundaries == 0 or ends[-1] != sequences:
+    if lengths.min() < 0 or offsets.min() < 0 or boundaries == 0 or ends[-1] != sequences or _falls(ends):
         raise DataError(f"{idx_path} is corrupt: negative lengths or wrong document boundaries; preprocess it again")
     described = int((offsets + lengths.astype(numpy.int64) * numpy.dtype(token_type).itemsize).max())
     if bin_bytes < described:
@@ -94,7 +100,11 @@ def read_indexed_file(prefix: str) -> IndexedFile:
         raise DataError(f"{bin_path} has {bin_bytes} bytes but its .idx describes {described}: they are of two runs")
     if described == 0:
         raise DataError(f"{bin_path} holds no tokens")
-    return IndexedFile(prefix, token_type, lengths, hashlib.sha256(content).hexdigest())
+    return IndexedFile(prefix, token_type, lengths, offsets, ends, hashlib.sha256(content).hexdigest())
+
+
+def _falls(ends: numpy.ndarray) -> bool:
+    return bool(ends[0] != 0 or (numpy.diff(ends) < 0).any())
 
 
 def check_vocabulary(file: IndexedFile, vocab_size: int) -> None:
@@ -103,11 +113,15 @@ def check_vocabulary(file: IndexedFile, vocab_size: int) -> None:
     Looks at the first 4 Mi tokens only: another tokenizer's file shows itself there, and an embedding lookup out of
     range would otherwise fail deep inside the first step.
     """
-    count = min(file.tokens, _TOKENS_LOOKED_AT)
-    tokens = numpy.fromfile(file.prefix + ".bin", file.token_type, count)
+    tokens = first_tokens(file)
     worst = int(tokens.min()) if tokens.min() < 0 else int(tokens.max())
     if not 0 <= worst < vocab_size:
         raise DataError(
             f"{file.prefix}.bin holds token {worst}, outside the tokenizer's vocabulary of {vocab_size}: "
             "use the --tokenizer-type it was preprocessed with"
         )
+
+
+def first_tokens(file: IndexedFile) -> numpy.ndarray:
+    """The first tokens of the file, at most 4 Mi."""
+    return numpy.fromfile(file.prefix + ".bin", file.token_type, min(file.tokens, _TOKENS_LOOKED_AT))

@@ -7,13 +7,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from helixpipe.common.errors import UserError
 from megatron.training.data.samplers import DATALOADER_TYPES
 
 SPLITS = ("train", "valid", "test")
 DEFAULT_SPLIT = "969, 30, 1"
+
+LongDocuments = Literal["truncate", "skip", "refuse"]
+
+PROMPT_FORMATS = ("default", "identity")
 
 Blend = tuple[list[str], list[float] | None]
 """Prefixes of .bin/.idx pairs, and their weights if given."""
@@ -45,8 +49,22 @@ class DataOptions:
     """Processes that read samples ahead, for each rank and split; 0 reads in the training process."""
     dataloader_type: str = "single"
     """single: samples in the dataset's order, once. cyclic: epochs without end, each in a new random order."""
+    reset_position_ids: bool = False
+    """Position ids begin again at 0 after an end-of-document token."""
+    reset_attention_mask: bool = False
+    """Microbatches say where their documents end, so that none sees another."""
     eod_mask_loss: bool = False
     """Leave the tokens after an end-of-document token out of the loss."""
+    sft: bool = False
+    """The paths name .jsonl files of conversations; only what the assistant says is in the loss."""
+    sft_tokenizer_prompt_format: str = "default"
+    """How messages become text: by the tokenizer's chat template (default), or as they are (identity)."""
+    variable_seq_lengths: bool = False
+    """Steps of whole documents (`documents.DocumentStream`) in place of samples of seq_length tokens."""
+    max_tokens: int | None = None
+    """Most tokens in the documents of a step; None: global_batch_size documents a step."""
+    long_documents: LongDocuments = "truncate"
+    """What to do with documents of more than seq_length tokens."""
     mmap_bin_files: bool = True
     """Map .bin files into memory instead of reading them."""
     num_dataset_builder_threads: int = 1
@@ -81,12 +99,49 @@ class DataOptions:
         if self.dataloader_type not in DATALOADER_TYPES:
             valid = ", ".join(DATALOADER_TYPES)
             raise UserError(f"--dataloader-type {self.dataloader_type} is unknown; valid are {valid}")
+        if self.sft_tokenizer_prompt_format not in PROMPT_FORMATS:
+            valid = " and ".join(PROMPT_FORMATS)
+            raise UserError(
+                f"--sft-tokenizer-prompt-format {self.sft_tokenizer_prompt_format} is of one family of models "
+                f"and not known here; valid are {valid}: a chat template that comes with the tokenizer is used"
+            )
+        if self.sft and self.mock_data:
+            raise UserError("--sft reads conversations from .jsonl files, so --mock-data does not go with it")
         if sum([bool(self.data_path), any(per_split), self.mock_data]) != 1:
             raise UserError("give exactly one of --data-path, --train-data-path or --mock-data")
         if any(per_split) and not self.train_data_path:
             raise UserError("--valid-data-path and --test-data-path need --train-data-path")
         if self.split is not None and not self.data_path:
             raise UserError(f"--split {self.split} divides --data-path, which is not given")
+
+
+class SplitSource(NamedTuple):
+    """Where a split's documents come from."""
+
+    name: str
+    blend: Blend | None
+    """None: the split has no files (or the data is mock data)."""
+    begin: float
+    """The documents of each file that it has, as shares of them."""
+    end: float
+
+    def documents(self, count: int) -> tuple[int, int]:
+        """First and end of the split's part of `count` documents; as megatron-core rounds."""
+        return round(self.begin * float(count)), round(self.end * float(count))
+
+
+def split_sources(options: DataOptions) -> list[SplitSource]:
+    """The sources of train, valid and test. Raises UserError for paths or a --split that cannot be read."""
+    if options.train_data_path:
+        paths = zip(SPLITS, (options.train_data_path, options.valid_data_path, options.test_data_path), strict=True)
+        each = [(name, parse_blend(f"--{name}-data-path", path) if path else None) for name, path in paths]
+        return [SplitSource(name, blend, 0.0, 1.0) for name, blend in each]
+    blend, shares = None, (1 / 3, 1 / 3, 1 / 3)
+    if options.data_path:
+        blend, shares = parse_blend("--data-path", options.data_path), parse_split(options.split or DEFAULT_SPLIT)
+    begins = (0.0, shares[0], shares[0] + shares[1])
+    ends = (shares[0], begins[1] + shares[1], 1.0 if shares[2] > 0 else begins[2])
+    return [SplitSource(*each) for each in zip(SPLITS, (blend,) * 3, begins, ends, strict=True)]
 
 
 def parse_blend(flag: str, words: Sequence[str]) -> Blend:

@@ -101,6 +101,13 @@ class Pipeline:
         return any(piece.kind in ("embed", "head") for piece in self.pieces)
 
     @property
+    def places_tokens(self) -> bool:
+        """Whether this rank runs what depends on where documents end: attention, and the rotary embedding of QKV."""
+        program = self._largest.program
+        stages = {program.stages[op.stage] for op in program.ranks[self._parallel.pp_rank]}
+        return any(piece.kind in ("qkv", "attn") for stage in stages for piece in stage.pieces)
+
+    @property
     def has_head(self) -> bool:
         return any(piece.kind == "head" for piece in self.pieces)
 

@@ -21,13 +21,33 @@ class StepBatch(NamedTuple):
     samples: int
 
 
+class _DocumentsAStep:
+    """A calculator as megatron-core's for steps of documents: as many in each, of which a data-parallel rank gets about
+    its share."""
+
+    def __init__(self, documents: int, dp_size: int) -> None:
+        self._documents, self._dp_size = documents, dp_size
+
+    def update(self, consumed_samples: int, consistency_check: bool) -> None:
+        pass
+
+    def get(self) -> int:
+        return -(-self._documents // self._dp_size)
+
+    def get_current_running_global_batch_size(self) -> int:
+        return self._documents
+
+
 class BatchSchedule:
     """How many microbatches a step has, as a function of the samples consumed before it.
 
-    Wraps megatron-core's calculators without their global state. Build it with `from_config`.
+    Wraps megatron-core's calculators without their global state. Build it with `from_config`. With steps of documents
+    (--variable-seq-lengths) `samples` are documents and `num_microbatches` the most that a data-parallel rank needs if
+    each is a row of its own; under --max-tokens, where steps have different numbers of documents
+    (`megatron.training.data.documents`), `samples` is only the unit in which the learning rate's schedule counts steps.
     """
 
-    def __init__(self, calculator: NumMicroBatchesCalculator, rampup_samples: int = 0) -> None:
+    def __init__(self, calculator: NumMicroBatchesCalculator | _DocumentsAStep, rampup_samples: int = 0) -> None:
         self._calculator = calculator
         self._rampup_samples = rampup_samples
 
@@ -38,6 +58,8 @@ class BatchSchedule:
         size, micro = training.global_batch_size, training.micro_batch_size
         if size is None or micro is None:
             raise ValueError("the configuration was not validated")
+        if config.data.variable_seq_lengths:
+            return cls(_DocumentsAStep(size, config.parallel.data_parallel_size))
         common = (
             size,
             micro,

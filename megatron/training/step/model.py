@@ -50,7 +50,7 @@ def build_model(
     model = PipelineModel(transformer_config, gpt, pieces, seed=seed, copies=copies)
     ddp = DistributedDataParallel(transformer_config, core.ddp_config(config), model)
     optimizer = get_megatron_optimizer(core.optimizer_config(config), [ddp], use_gloo_process_groups=False)
-    weights = MegatronWeights(ddp, model, optimizer, parallel, config.training.calculate_per_token_loss)
+    weights = MegatronWeights(ddp, model, optimizer, parallel, bool(config.training.calculate_per_token_loss))
     return TrainingModel(model, ddp, optimizer, weights)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron.training.config import Config
-from megatron.training.validation import inputs, model, parallel, training, values
+from megatron.training.validation import documents, inputs, model, parallel, training, values
 from megatron.training.validation.parallel import check_device
 
 __all__ = ["STEPS", "check_device", "validate"]
@@ -23,6 +23,7 @@ def validate(config: Config) -> Config:
 
 
 STEPS: tuple[Callable[[Config], Config], ...] = (
+    documents.document_batches,
     values.required_flags,
     values.ranges,
     model.position_embeddings,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from helixpipe.common.errors import UserError
 from megatron.training.config import Config
+from megatron.training.validation.documents import documents_a_step
 from megatron.training.validation.wording import checked, listing, nearest
 
 
 def batch_size(config: Config) -> Config:
     """The global batch defaults to one microbatch a data-parallel rank and holds whole ones."""
+    if config.data.variable_seq_lengths:
+        return documents_a_step(config)
     training, dp = config.training, config.parallel.data_parallel_size
     unit = checked(training.micro_batch_size) * dp
     size = training.global_batch_size if training.global_batch_size is not None else unit

@@ -35,7 +35,7 @@ _AT_LEAST_1 = {
         "lr_decay_samples",
         "exit_interval",
     ),
-    "data": ("vocab_size", "padded_vocab_size"),
+    "data": ("vocab_size", "padded_vocab_size", "max_tokens"),
     "checkpoint": ("save_interval", "save_retain_interval", "ckpt_step"),
     "logging": ("log_interval", "tensorboard_log_interval", "tensorboard_queue_size"),
 }
