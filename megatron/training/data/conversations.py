@@ -99,7 +99,7 @@ class Renderer:
                 conversation, chat_template=template, tokenize=False, add_generation_prompt=go_on
             )
         except Exception as error:  # templates raise what they like
-            raise DataError(f"the chat template fails ({error})") from error
+            raise DataError(f"the chat template fails ({_first_line(error)})") from error
         return str(text)
 
 
@@ -110,10 +110,14 @@ def token_ids(tokenizer: Any, text: str) -> list[int]:
     try:
         ids: list[int] = tokenizer.tokenize(text)
     except Exception as error:
-        raise DataError(f"the tokenizer fails on the text ({error})") from error
+        raise DataError(f"the tokenizer fails on the text ({_first_line(error)})") from error
     if ids and not 0 <= min(ids) <= max(ids) < tokenizer.vocab_size:
         raise DataError(f"tokens {min(ids)} to {max(ids)} do not fit the vocabulary of {tokenizer.vocab_size}")
     return ids
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _record(line: bytes | str) -> dict[str, Any]:

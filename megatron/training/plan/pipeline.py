@@ -102,10 +102,8 @@ class Pipeline:
 
     @property
     def places_tokens(self) -> bool:
-        """Whether this rank runs what depends on where documents end: attention, and the rotary embedding of QKV."""
-        program = self._largest.program
-        stages = {program.stages[op.stage] for op in program.ranks[self._parallel.pp_rank]}
-        return any(piece.kind in ("qkv", "attn") for stage in stages for piece in stage.pieces)
+        """Whether this rank needs to know where documents end."""
+        return places_tokens(self._largest.program, self._parallel.pp_rank)
 
     @property
     def has_head(self) -> bool:
@@ -198,6 +196,13 @@ class Pipeline:
     def close(self) -> None:
         self._executor.close()
         self._transport.close()
+
+
+def places_tokens(program: Program, rank: int) -> bool:
+    """Whether a rank runs what depends on where documents end, with weights of its own or without: attention, and the
+    rotary embedding behind QKV."""
+    stages = {op.stage for op in program.ranks[rank]}
+    return any(piece.kind in ("qkv", "attn") for stage in stages for piece in program.stages[stage].pieces)
 
 
 def _bind(device: torch.device) -> None:
