@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from helixpipe.common.errors import DataError, UserError
+from megatron.training.data.document_files import IndexedDocuments
+from megatron.training.data.indexed_files import read_indexed_file
 from tests.data.conftest import story, write_lines
 from tools.preprocess_data import main, parse_arguments, preprocess
 from tools.slices import cut
@@ -31,14 +33,23 @@ def run(tmp_path: Path, source: Path | str, *flags: str, tokenizer: list[str] = 
     return preprocess(parse_arguments(words))
 
 
-@pytest.mark.parametrize("flags", [("--workers", "1"), ("--workers", "2", "--partitions", "7")])
-def test_round_trip(tmp_path: Path, flags: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("flags", "end"),
+    [
+        (("--workers", "1", "--append-eod"), b"\0"),
+        (("--workers", "2", "--partitions", "7", "--append-eod"), b"\0"),
+        (("--workers", "2", "--partitions", "5"), b""),
+    ],
+)
+def test_round_trip(tmp_path: Path, flags: tuple[str, ...], end: bytes) -> None:
+    """A document is an entry of the index, whatever the slices that it was tokenized in."""
     source = write_lines(tmp_path / "a.jsonl", TEXTS)
-    outputs = run(tmp_path, source, "--append-eod", "--log-interval", "10", *flags)
+    outputs = run(tmp_path, source, "--log-interval", "10", *flags)
     dataset = IndexedDataset(str(outputs["text"]))
     texts = [text for text in TEXTS if text]  # a document without tokens is left out
-    assert [bytes(dataset[i].tolist()) for i in range(len(dataset))] == [text.encode() + b"\0" for text in texts]
+    assert [bytes(dataset[i].tolist()) for i in range(len(dataset))] == [text.encode() + end for text in texts]
     assert dataset.document_indices.tolist() == list(range(len(texts) + 1))
+    assert IndexedDocuments(read_indexed_file(str(outputs["text"]))).lengths.tolist() == dataset.sequence_lengths.tolist()
     assert dataset[0].dtype == numpy.uint16
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "a.jsonl",
