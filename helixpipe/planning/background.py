@@ -20,9 +20,9 @@ from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Generic
+from typing import Any, Generic, TypeVar
 
-from helixpipe.planning.plan import Plan, Size
+from helixpipe.planning.plan import Size
 
 PATIENCE = 10.0
 """Seconds that a plan which is not there yet is waited for, before it is made here instead."""
@@ -32,17 +32,20 @@ def complain(sentence: str) -> None:
     sys.stderr.write(f"{sentence}\n")
 
 
-class BackgroundPlanner(Generic[Size]):
+Made = TypeVar("Made")
+
+
+class BackgroundPlanner(Generic[Size, Made]):
     """A planner that may be told early what will be asked for.
 
-    make: from the size of a step to its plan; a function of a module, or a `functools.partial` of one, so that it can
-    be pickled. Plans that were not announced, that the child could not make, or that it did not make within `patience`
+    make: from the size of a step to its plan, a `Plan` or what holds more; a function of a module, a `functools.partial`
+    of one, or an object that can be pickled. Plans that were not announced, that the child could not make, or that it did not make within `patience`
     seconds, are made here. say: told once that the child is gone, and each time that it is late.
     """
 
-    def __init__(self, make: Callable[[Size], Plan], patience: float = PATIENCE, say: Callable[[str], None] = complain):
+    def __init__(self, make: Callable[[Size], Made], patience: float = PATIENCE, say: Callable[[str], None] = complain):
         self._make, self._patience, self._say = make, patience, say
-        self._answers: dict[Size, Plan | None] = {}
+        self._answers: dict[Size, Made | None] = {}
         self._announced: set[Size] = set()
         ours, theirs = Pipe()
         self._pipe: Connection | None = ours
@@ -60,16 +63,27 @@ class BackgroundPlanner(Generic[Size]):
             self._announced.add(size)
             self._send(size)
 
-    def plan(self, size: Size) -> Plan:
-        """The announced plan, or one made here. An announcement is good for one plan."""
+    def plan(self, size: Size, give_up: Callable[[], bool] | None = None, instead: Size | None = None) -> Made:
+        """The announced plan, or one made here. An announcement is good for one plan.
+
+        give_up: asked a few times a second, whether to wait no longer for the child; None: after `patience` seconds,
+        which is said.
+        instead: what is made here then, such as the same in a hurry.
+        """
         if size not in self._announced:
             return self._make(size)
         end = time.monotonic() + self._patience
-        while size not in self._answers and self._receive(max(end - time.monotonic(), 0.0)):
-            pass
+        while size not in self._answers and self._pipe is not None:
+            if self._pipe.poll(0.05):
+                self._receive()
+            elif give_up is not None and give_up():
+                break
+            elif give_up is None and time.monotonic() > end:
+                self._say(f"the planner was not done within {self._patience:g} s, so its plan is made here.")
+                break
         self._announced.discard(size)
         plan = self._answers.pop(size, None)
-        return plan if plan is not None else self._make(size)
+        return plan if plan is not None else self._make(size if instead is None else instead)
 
     def close(self) -> None:
         """End the child."""
@@ -86,21 +100,16 @@ class BackgroundPlanner(Generic[Size]):
         except OSError:
             self._lose()
 
-    def _receive(self, seconds: float) -> bool:
-        """Take one answer in; False when none came in time, or none can come any more."""
-        if self._pipe is None:
-            return False
+    def _receive(self) -> None:
+        """Take one answer in."""
+        assert self._pipe is not None
         try:
-            if not self._pipe.poll(seconds):
-                self._say(f"the planner was not done within {self._patience:g} s, so its plan is made here.")
-                return False
             size, plan = pickle.loads(self._pipe.recv_bytes())
         except (EOFError, OSError):
             self._lose()
-            return False
+            return
         if size in self._announced:  # else it is late
             self._answers[size] = plan
-        return True
 
     def _lose(self) -> None:
         self.close()

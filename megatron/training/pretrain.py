@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import logging
 import os
@@ -11,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from helixpipe.common.errors import UserError
 from helixpipe.draw.text import stage_count, stage_lines
 from helixpipe.model import Microbatch
 from helixpipe.model.device import prepare
@@ -57,7 +57,6 @@ def _run(config: Config, plans: Plans[int], parallel: Any, position: Position, s
     # These import megatron-core, which `prepare` has to see first.
     from megatron.training.checkpoint.checkpointing import Checkpointer, CheckpointOptions, Progress, read_arguments
     from megatron.training.data.tokenizer import build_tokenizer
-    from megatron.training.log.flops import flops_per_sample
     from megatron.training.log.log import TrainingLog, build_timers, parameters_line
     from megatron.training.log.metrics import MetricsWriter
     from megatron.training.plan.pipeline import Pipeline
@@ -65,7 +64,7 @@ def _run(config: Config, plans: Plans[int], parallel: Any, position: Position, s
     from megatron.training.step.lr_schedule import build_param_scheduler
     from megatron.training.step.microbatches import BatchSchedule, run_length
     from megatron.training.step.model import build_model, say_kernels
-    from megatron.training.train import Batches, Trainer
+    from megatron.training.train import Trainer
 
     gc.freeze()  # no collection, nor the end of the process, need search what was imported
     gc.enable()
@@ -91,8 +90,8 @@ def _run(config: Config, plans: Plans[int], parallel: Any, position: Position, s
     checkpointer = Checkpointer(CheckpointOptions.from_config(config))
     loaded = checkpointer.load(state.ddp, state.optimizer, scheduler)
     progress = loaded[0] if loaded is not None else Progress()
-    flops = flops_per_sample(config.model, config.data.padded_vocab_size or 0)
-    batches = _batches(config, parallel, pipeline, tokenizer, length, progress, Batches)
+    make_feed = _document_feed if config.data.variable_seq_lengths else _sample_feed
+    feed = make_feed(config, parallel, pipeline, tokenizer, schedule, length, progress)
     # Until here SIGTERM kills: there is nothing to save, and a rank that waits for a dead one would not notice a flag.
     with SignalFlag(active=config.training.exit_signal_handler) as flag:
         trainer = Trainer(
@@ -101,16 +100,13 @@ def _run(config: Config, plans: Plans[int], parallel: Any, position: Position, s
             pipeline=pipeline,
             state=state,
             scheduler=scheduler,
-            schedule=schedule,
             length=length,
-            batches=batches,
+            feed=feed,
             checkpointer=checkpointer,
             progress=progress,
-            flops_per_sample=flops,
             log=TrainingLog(
                 config,
                 total_iterations=length.iterations,
-                flops_per_sample=flops,
                 writer=(writer := MetricsWriter.from_config(config)),
                 timers=(timers := build_timers(config)),
                 report_memory=parallel.dp_rank == 0,
@@ -124,7 +120,7 @@ def _run(config: Config, plans: Plans[int], parallel: Any, position: Position, s
         finally:
             position.enter("the end", Patience.LONG)
             writer.close()
-            batches.close()
+            feed.close()
     pipeline.close()
 
 
@@ -155,14 +151,15 @@ def _tokenizer_flags(config: Config) -> dict[str, Any]:
     }
 
 
-def _batches(
-    config: Config, parallel: Any, pipeline: Any, tokenizer: Any, length: Any, progress: Any, batches: type[Any]
+def _sample_feed(
+    config: Config, parallel: Any, pipeline: Any, tokenizer: Any, schedule: Any, length: Any, progress: Any
 ) -> Any:
     """The microbatches of every split, from where `progress` says. Collective."""
+    from megatron.training.feed.samples import SampleFeed
+    from megatron.training.log.flops import flops_per_sample
+
     training, logging = config.training, config.logging
     size, interval = training.global_batch_size or 1, logging.eval_interval or 0
-    if config.data.variable_seq_lengths:
-        raise UserError("--variable-seq-lengths: training on steps of documents is not available yet")
     options = DataOptions.from_flags(config.data, seq_length=config.model.seq_length or 0, seed=training.seed)
     samples = samples_needed(length.samples, length.iterations, interval, logging.eval_iters, size)
     isolation = Isolation(attention=options.reset_attention_mask, positions=options.reset_position_ids)
@@ -196,12 +193,58 @@ def _batches(
 
     used = consumed_valid_samples(progress.iteration, interval, logging.eval_iters, size)
     progress.consumed_valid_samples = used
-    return batches(
-        train=iterate(datasets.train, progress.consumed_train_samples, wrap=False),
-        valid=iterate(datasets.valid, used, wrap=True),
-        test=iterate(datasets.test, 0, wrap=True),
+    return SampleFeed(
+        schedule,
+        pipeline.plans,
+        train_batches=iterate(datasets.train, progress.consumed_train_samples, wrap=False),
+        valid_batches=iterate(datasets.valid, used, wrap=True),
+        test_batches=iterate(datasets.test, 0, wrap=True),
         has_valid=bool(present[1]) and logging.eval_iters > 0,
         has_test=bool(present[2]) and logging.eval_iters > 0,
+        device=parallel.device,
+        seq_length=config.model.seq_length or 0,
+        flops=flops_per_sample(config.model, config.data.padded_vocab_size or 0),
+    )
+
+
+def _document_feed(
+    config: Config, parallel: Any, pipeline: Any, tokenizer: Any, schedule: Any, length: Any, progress: Any
+) -> Any:
+    """The documents of every split, from where `progress` says. Collective."""
+    from megatron.training.data.document_splits import build_orders, build_stream
+    from megatron.training.data.rows import RowReader
+    from megatron.training.feed.documents import DocumentFeed
+    from megatron.training.log.flops import flops_per_sample
+    from megatron.training.plan.documents import DocumentPlanner
+    from megatron.training.plan.plan_stream import PlanStream, complain
+
+    training, logging = config.training, config.logging
+    options = DataOptions.from_flags(config.data, seq_length=config.model.seq_length or 0, seed=training.seed)
+    orders = build_orders(options, tokenizer)
+    size, vocabulary = training.global_batch_size, config.data.padded_vocab_size or 0
+    begin = {"first_step": progress.iteration, "consumed": progress.consumed_train_samples}
+    streams = {
+        split: build_stream(order, options, tokenizer, size, **(begin if split == "train" else {}))
+        for split, order in orders._asdict().items()
+        if order is not None
+    }
+
+    def flops(tokens: int) -> float:
+        return flops_per_sample(dataclasses.replace(config.model, seq_length=tokens), vocabulary)
+
+    return DocumentFeed(
+        streams,
+        lambda stream: RowReader(
+            stream, parallel.device, threads=max(1, options.num_workers), whole=pipeline.reads_data
+        ),
+        lambda arrived: PlanStream(DocumentPlanner(config), parallel, arrived, complain),
+        ahead=config.parallel.plan_ahead,
+        steps=length.iterations,
+        dp_rank=parallel.dp_rank,
+        scheduled_samples=schedule.final().samples if options.max_tokens is not None else None,
+        flops=flops,
+        eval_iters=logging.eval_iters,
+        evaluations=progress.iteration // logging.eval_interval if logging.eval_interval else 0,
     )
 
 
@@ -213,10 +256,15 @@ def _summary(config: Config, pipeline: Any, num_microbatches: int, parameters: i
     if slices and config.model.loss_slices_why:
         lines.append(f"--loss-chunk-size {slices}: {config.model.loss_slices_why}")
     stages = "".join(f" > {line}\n" for line in lines)
+    if config.data.variable_seq_lengths:
+        each = f"{parallel.plan_ahead} steps of documents planned ahead, {stage_count(program.stages)}"
+    else:
+        each = (
+            f"{num_microbatches} microbatches a step, {stage_count(program.stages)}; simulated bubble "
+            f"{pipeline.bubble(num_microbatches):.1%} (equal layers, backward twice forward, no message time)"
+        )
     return (
-        f" > pipeline schedule {program.schedule}: {program.num_ranks} ranks, {num_microbatches} microbatches a step, "
-        f"{stage_count(program.stages)}; simulated bubble "
-        f"{pipeline.bubble(num_microbatches):.1%} (equal layers, backward twice forward, no message time)\n"
+        f" > pipeline schedule {program.schedule}: {program.num_ranks} ranks, {each}\n"
         f"{stages}{pipeline.chunks(num_microbatches)}{pipeline.offloading(num_microbatches)}"
         f" > {parameters:,} parameters; tensor {parallel.tensor_model_parallel_size} x "
         f"pipeline {program.num_ranks} x data {parallel.data_parallel_size}"

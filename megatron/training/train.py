@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,7 @@ from helixpipe.runtime.recording import Record
 from helixpipe.watch.position import Patience, Position
 from megatron.training.checkpoint.checkpointing import Checkpointer, Progress
 from megatron.training.config import Config
+from megatron.training.feed.work import Feed, StepWork
 from megatron.training.log.log import StepResult, TrainingLog
 from megatron.training.log.profiling import Profiler
 from megatron.training.log.timelines import write_timelines
@@ -24,27 +25,9 @@ from megatron.training.plan.pipeline import Pipeline
 from megatron.training.process.output import say
 from megatron.training.process.parallel import Parallel
 from megatron.training.process.signals import StopCheck, all_ranks_max
-from megatron.training.step.microbatches import BatchSchedule, RunLength, StepBatch
+from megatron.training.step.microbatches import RunLength
 from megatron.training.step.model import TrainingModel
 from megatron.training.step.update import ImmediateUpdate, UnconfirmedUpdate
-
-
-@dataclass
-class Batches:
-    """Endless microbatches of each split; None where this rank reads no data, or there is none for the split."""
-
-    train: Iterator[Microbatch] | None
-    valid: Iterator[Microbatch] | None
-    test: Iterator[Microbatch] | None
-    has_valid: bool
-    has_test: bool
-
-    def close(self) -> None:
-        """End the processes that load data. They ignore SIGTERM, so the interpreter would wait for them for ever where
-        a circle of references keeps them until its end."""
-        for each in (self.train, self.valid, self.test):
-            if isinstance(each, Generator):
-                each.close()
 
 
 @dataclass(frozen=True)
@@ -53,7 +36,7 @@ class _Unfinished:
 
     update: ImmediateUpdate | UnconfirmedUpdate
     iteration: int
-    samples: int
+    work: StepWork
     consumed_samples: int
 
 
@@ -66,12 +49,10 @@ class Trainer:
     pipeline: Pipeline
     state: TrainingModel
     scheduler: Any
-    schedule: BatchSchedule
     length: RunLength
-    batches: Batches
+    feed: Feed
     checkpointer: Checkpointer
     progress: Progress
-    flops_per_sample: float
     log: TrainingLog
     timers: Any
     stop: StopCheck
@@ -90,10 +71,10 @@ class Trainer:
         if stopped:
             return
         at_end = f"iteration {self.progress.iteration}"
-        if self.batches.has_valid:
-            self._evaluate(self.batches.valid, f"{at_end} on validation set")
-        if self.batches.has_test:
-            self._evaluate(self.batches.test, f"{at_end} on test set")
+        if self.feed.has_valid:
+            self._evaluate("valid", f"{at_end} on validation set")
+        if self.feed.has_test:
+            self._evaluate("test", f"{at_end} on test set")
 
     # ------------------------------------------------------------------------------------------------------ the loop
 
@@ -104,57 +85,55 @@ class Trainer:
         with Profiler(config, self.parallel.rank, progress.iteration) as profiler:
             while progress.iteration < self.length.iterations:
                 last = progress.iteration + 1 == self.length.iterations
-                size = self.schedule.at(progress.consumed_train_samples).num_microbatches
-                recorded = self._iteration(record=last and self._wants_timeline())
+                work, recorded = self._iteration(record=last and self._wants_timeline())
                 profiler.after(progress.iteration)
-                if interval and progress.iteration % interval == 0 and self.batches.has_valid and not last:
-                    self._evaluate(self.batches.valid, f"iteration {progress.iteration}")
+                if interval and progress.iteration % interval == 0 and self.feed.has_valid and not last:
+                    self._evaluate("valid", f"iteration {progress.iteration}")
                 reason = self.stop.after(progress.iteration) if self._unfinished is None else None
                 if self._save_is_due() or reason is not None or last:
                     self._save()
                 if recorded is not None:  # only now: a picture that cannot be drawn must not cost the checkpoint
-                    write_timelines(config, self.parallel, self.pipeline.recorded(recorded, size))
+                    write_timelines(config, self.parallel, self.pipeline.recorded(recorded, work.lowered))
                 if reason is not None and not last:
                     if self.parallel.is_last:
                         say(self.stop.message(reason, progress.iteration))
                     return True
         return False
 
-    def _iteration(self, record: bool) -> Record | None:
-        """One optimizer step, and what was left of the one before. Returns what was recorded of it."""
+    def _iteration(self, record: bool) -> tuple[StepWork, Record | None]:
+        """One optimizer step, and what was left of the one before. Returns its work, and what was recorded of it."""
         progress = self.progress
         self.position.iteration = progress.iteration + 1
-        batch = self.schedule.at(progress.consumed_train_samples)
-        numbers, times = self._forward_backward(progress.iteration + 1, batch, record)
+        with self._timed("batch-generator", Patience.LONG, together=False):
+            work = self.feed.train(progress)
+        numbers, times = self._forward_backward(progress.iteration + 1, work, record)
         progress.iteration += 1
-        progress.consumed_train_samples += batch.samples
-        progress.num_floating_point_operations_so_far += self.flops_per_sample * batch.samples
+        progress.consumed_train_samples += work.samples
+        progress.num_floating_point_operations_so_far += work.flops
         wait = self._wait or self._outcome_is_due()
         update = self._immediate if wait else self._unconfirmed
         with self._timed("optimizer"):
             update.start(numbers)
-        self._unfinished = _Unfinished(update, progress.iteration, batch.samples, progress.consumed_train_samples)
+        self._unfinished = _Unfinished(update, progress.iteration, work, progress.consumed_train_samples)
         if wait:
             self._finish_step()
-        return times if record else None
+        return work, times if record else None
 
-    def _forward_backward(self, iteration: int, batch: StepBatch, record: bool) -> tuple[torch.Tensor, Record]:
+    def _forward_backward(self, iteration: int, work: StepWork, record: bool) -> tuple[torch.Tensor, Record]:
         """Sum and reduce the gradients of one step. Returns numbers that are to be summed over all ranks: loss sum,
         tokens, whether to stop."""
         per_token = self.config.training.calculate_per_token_loss
-        with self._timed("batch-generator", Patience.LONG, together=False):
-            microbatches = self._next(self.batches.train, batch.num_microbatches)
-        tokens = self._tokens(microbatches)
-        counted = tokens[self.pipeline.counted(len(tokens))].sum()
+        tokens = self._tokens(work.microbatches)
+        counted = tokens[self.pipeline.counted(work.lowered)].sum()
         # Tensor-parallel ranks hold equal values; the sum needs one of them.
         part = 1.0 if self.parallel.tp_rank == 0 else 0.0
-        all_tokens, work = (counted * part).reshape(1), None
+        all_tokens, summing = (counted * part).reshape(1), None
         if per_token:
-            work = torch.distributed.all_reduce(all_tokens, async_op=True)
+            summing = torch.distributed.all_reduce(all_tokens, async_op=True)
 
         def root_gradient(microbatch: int) -> torch.Tensor:
             scale = self.state.optimizer.get_loss_scale().reshape(())
-            divisor = 1.0 if per_token else tokens[microbatch].clamp(min=1.0) * batch.num_microbatches
+            divisor = 1.0 if per_token else tokens[microbatch].clamp(min=1.0) * len(work.microbatches)
             return (scale / divisor).to(torch.float32)
 
         late = self._unfinished is not None
@@ -163,14 +142,15 @@ class Trainer:
         with self._timed("forward-backward"):
             loss_sum, times = self.pipeline.run(
                 iteration,
-                microbatches,
+                work.lowered,
+                work.microbatches,
                 root_gradient,
                 record=record,
                 confirm=self._confirm if late else None,
             )
         with self._timed("grads-reduce"):
-            if work is not None:
-                work.wait()
+            if summing is not None:
+                summing.wait()
             self.state.weights.reduce(all_tokens)
         asked = torch.full_like(loss_sum, float(self.stop.wish(iteration) is not None))
         return torch.stack([loss_sum * part, counted * part, asked]), times
@@ -190,9 +170,9 @@ class Trainer:
         assert step is not None
         outcome = step.update.finish()
         if outcome.updated:
-            self.scheduler.step(increment=step.samples)
+            self.scheduler.step(increment=step.work.scheduled_samples)
         else:
-            self.progress.skipped_train_samples += step.samples
+            self.progress.skipped_train_samples += step.work.samples
         loss_sum, tokens, asked_to_stop = outcome.sums.tolist()
         loss = loss_sum / max(tokens, 1.0)
         training, logging = self.config.training, self.config.logging
@@ -211,7 +191,10 @@ class Trainer:
         result = StepResult(
             loss=loss,
             learning_rate=get_canonical_lr_for_logging(self.state.optimizer.param_groups) or 0.0,
-            samples=step.samples,
+            samples=step.work.samples,
+            tokens=step.work.tokens,
+            flops=step.work.flops,
+            figures=step.work.figures,
             loss_scale=float(self.state.optimizer.get_loss_scale()),
             grad_norm=outcome.grad_norm,
             num_zeros=outcome.num_zeros if logging.log_num_zeros_in_grad else None,
@@ -238,38 +221,32 @@ class Trainer:
 
     # ---------------------------------------------------------------------------------------------------- evaluation
 
-    def _evaluate(self, iterator: Iterator[Microbatch] | None, where: str) -> None:
+    def _evaluate(self, split: str, where: str) -> None:
         """Mean loss over the tokens of `--eval-iters` global batches, printed and logged."""
         with self.log.paused():
             totals = torch.zeros(2, dtype=torch.float64, device=self.parallel.device)
-            batch = self.schedule.final()
             for _ in range(self.config.logging.eval_iters):
                 self.position.enter("evaluation", Patience.LONG, together=False)
-                microbatches = self._next(iterator, batch.num_microbatches)
-                loss_sum, _ = self.pipeline.run(self.progress.iteration, microbatches, _no_gradient, training=False)
-                totals += self._totals(loss_sum, self._tokens(microbatches))
-                self.progress.consumed_valid_samples += batch.samples
+                work = self.feed.evaluation(split)
+                loss_sum, _ = self.pipeline.run(
+                    self.progress.iteration, work.lowered, work.microbatches, _no_gradient, training=False
+                )
+                totals += self._totals(loss_sum, work)
+                self.progress.consumed_valid_samples += work.samples
             loss = float(totals[0] / totals[1].clamp(min=1.0))
             self.log.evaluation(where, loss, self.progress.iteration, self.progress.consumed_train_samples)
 
     # ------------------------------------------------------------------------------------------------------- details
 
-    def _next(self, iterator: Iterator[Microbatch] | None, count: int) -> list[Microbatch]:
-        """The next microbatches of a step; empty ones on a rank that needs no tokens."""
-        if iterator is None:
-            nothing = torch.empty(0, device=self.parallel.device)
-            return [Microbatch(nothing, nothing, nothing)] * count
-        return [next(iterator) for _ in range(count)]
-
-    def _tokens(self, microbatches: list[Microbatch]) -> torch.Tensor:
+    def _tokens(self, microbatches: Sequence[Microbatch]) -> torch.Tensor:
         """Tokens that count in each microbatch, float64; zeros on ranks without a head, which do not know them."""
         if not self.pipeline.has_head:
             return torch.zeros(len(microbatches), dtype=torch.float64, device=self.parallel.device)
         return torch.stack([each.loss_mask.sum(dtype=torch.float64) for each in microbatches])
 
-    def _totals(self, loss_sum: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    def _totals(self, loss_sum: torch.Tensor, work: StepWork) -> torch.Tensor:
         """(loss sum, tokens) over all microbatches of all data-parallel ranks, on every rank."""
-        own = tokens[self.pipeline.counted(len(tokens))].sum()
+        own = self._tokens(work.microbatches)[self.pipeline.counted(work.lowered)].sum()
         return self.parallel.sum_over_pipeline_and_data(torch.stack([loss_sum, own]))
 
     def _save_is_due(self) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 from helixpipe.planning.chunk_options import ChunkOptions
 from helixpipe.planning.offload import OffloadOptions
 from helixpipe.planning.recompute import RecomputeOptions
+from helixpipe.planning.tuning import PackingOptions
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.data import DataConfig
 from megatron.training.config.log import LoggingConfig
@@ -21,6 +22,7 @@ GROUPS: Mapping[str, tuple[str, type]] = {
     "model": ("model", ModelConfig),
     "parallel": ("parallelism", ParallelConfig),
     "chunks": ("sequence chunks", ChunkOptions),
+    "packing": ("documents in chunks", PackingOptions),
     "recompute": ("recomputation", RecomputeOptions),
     "offload": ("offloading of activations", OffloadOptions),
     "training": ("training", TrainingConfig),
@@ -42,6 +44,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     chunks: ChunkOptions = field(default_factory=ChunkOptions)
+    packing: PackingOptions = field(default_factory=PackingOptions)
     recompute: RecomputeOptions = field(default_factory=RecomputeOptions)
     offload: OffloadOptions = field(default_factory=OffloadOptions)
     training: TrainingConfig = field(default_factory=TrainingConfig)

@@ -49,6 +49,9 @@ class ParallelConfig:
     num_virtual_stages_per_pipeline_rank: int | None = option(
         None, "Stages each pipeline rank holds (interleaved-1f1b); instead of --num-layers-per-virtual-pipeline-stage."
     )
+    plan_ahead: int = option(
+        2, "--variable-seq-lengths: steps that are planned, in a process beside training, before they are needed."
+    )
     kv_grad_fp32: bool = option(False, "Sum the gradients of keys and values over the chunks of a sequence in float32.")
     sequence_parallel: bool = option(
         False,

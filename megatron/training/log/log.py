@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -25,17 +25,21 @@ TERA = 10**12
 class StepResult:
     """One iteration's outcome. Numbers may be zero-dimensional tensors: they are read only when something is written.
 
-    loss: mean over the tokens of the batch. grad_norm None: not known. skipped: after an overflow, weights unchanged.
+    loss: mean over the tokens of the batch. tokens, flops: of the step, over all ranks. grad_norm None: not known.
+    skipped: after an overflow, weights unchanged. figures: more to say, by name; what is a share is below 1.
     """
 
     loss: Any
     learning_rate: float
     samples: int
+    tokens: int = 0
+    flops: float = 0.0
     loss_scale: float = 1.0
     grad_norm: Any = None
     num_zeros: Any = None
     params_norm: Any = None
     skipped: bool = False
+    figures: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -43,7 +47,8 @@ class _Interval:
     """What happened since the last line."""
 
     losses: list[Any] = field(default_factory=list)
-    samples: int = 0
+    tokens: int = 0
+    flops: float = 0.0
     iterations: int = 0
     skipped: int = 0
 
@@ -86,7 +91,18 @@ def iteration_line(
     fields.append(f"number of nan iterations: {nan:3d}")
     if tokens_per_second is not None:
         fields.append(f"tokens per second per GPU: {tokens_per_second:.1f}")
+    fields += [f"{name}: {figure_text(name, value)}" for name, value in result.figures.items()]
     return " | ".join(fields) + " |"
+
+
+SHARES = ("spread", "bubble", "hidden")
+"""Words at the end of the names of figures that are shares, shown in percent."""
+
+
+def figure_text(name: str, value: float) -> str:
+    if name.endswith(SHARES):
+        return f"{100 * value:.1f} %"
+    return str(int(value)) if value == int(value) else f"{value:.2f}"
 
 
 def validation_line(where: str, loss: float) -> str:
@@ -157,7 +173,7 @@ def build_timers(config: Config) -> Timers:
 class TrainingLog:
     """Counts what happens in each interval and writes its line, its metrics, timings and, once, the memory in use.
 
-    Every rank has one and calls it alike; the last rank writes. `flops_per_sample`: see `flops`.
+    Every rank has one and calls it alike; the last rank writes.
     """
 
     def __init__(
@@ -165,7 +181,6 @@ class TrainingLog:
         config: Config,
         *,
         total_iterations: int,
-        flops_per_sample: float,
         writer: MetricsWriter | None = None,
         timers: Timers | None = None,
         report_memory: bool = True,
@@ -175,7 +190,6 @@ class TrainingLog:
         """report_memory: whether this rank prints its memory line; one of each model-parallel position is enough."""
         self._config = config
         self._total = total_iterations
-        self._flops = flops_per_sample
         self._writer = writer or MetricsWriter()
         self._timers = timers
         self._report_memory = report_memory
@@ -198,7 +212,8 @@ class TrainingLog:
         """Account for one iteration and, when it is due, write. Collective when timings are logged."""
         interval, logging = self._interval, self._config.logging
         interval.iterations += 1
-        interval.samples += result.samples
+        interval.tokens += result.tokens
+        interval.flops += result.flops
         interval.skipped += result.skipped
         if not result.skipped:
             interval.losses.append(result.loss)
@@ -223,9 +238,9 @@ class TrainingLog:
         finite = [loss for loss in losses if math.isfinite(loss)]
         seconds = self._clock() - self._start
         world = config.launch.world_size
-        rate = interval.samples / seconds / world if seconds > 0 else 0.0  # samples a second and GPU
-        tflops = rate * self._flops / TERA
-        tokens = rate * (config.model.seq_length or 0)
+        gpu_seconds = seconds * world
+        tflops = interval.flops / gpu_seconds / TERA if seconds > 0 else 0.0
+        tokens = interval.tokens / gpu_seconds if seconds > 0 else 0.0
         per_iteration = seconds / interval.iterations
         if self._last_rank:
             self._emit(
@@ -267,6 +282,7 @@ class TrainingLog:
         ):
             if value is not None:
                 values[tag] = float(value)
+        values |= {name.replace(" ", "-"): value for name, value in result.figures.items()}
         self._writer.scalars(values, iteration, consumed_samples)
         if logging.log_memory_to_tensorboard:
             use = measure_memory()

@@ -12,6 +12,7 @@ from helixpipe.common.errors import ScheduleError
 from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.costs.hardware import DEFAULT_HARDWARE, find_hardware
 from helixpipe.draw.text import chunk_times, copies_text
+from helixpipe.lowering.project import LoweredProgram
 from helixpipe.model import Microbatch, PipelineModel
 from helixpipe.planning.chunk_lengths import short_chunks
 from helixpipe.planning.plan import Plans
@@ -53,10 +54,10 @@ class Pipeline:
         position: Position | None = None,
     ):
         self._config = config
-        self._plans = plans
+        self.plans = plans
         self._parallel = parallel
         self._position = position or Position()
-        self._counted: dict[int, torch.Tensor] = {}
+        self._counted: tuple[LoweredProgram, torch.Tensor] | None = None
         self.program = plans.program
         largest = plans.plan(step_sizes[-1])
         placement = _placement(largest.program)
@@ -109,28 +110,33 @@ class Pipeline:
     def has_head(self) -> bool:
         return any(piece.kind == "head" for piece in self.pieces)
 
-    def counted(self, num_microbatches: int) -> torch.Tensor:
+    def counted(self, lowered: LoweredProgram) -> torch.Tensor:
         """The microbatches of a step whose tokens this rank counts: it runs their head, that of their first chunk. Each
         is counted on one rank. An index (int64) on the device: a list would be copied there in each step, for which the
         host waits."""
-        if num_microbatches not in self._counted:
-            program = self.program(num_microbatches)
+        if self._counted is None or self._counted[0] is not lowered:
+            program = lowered.program
             head = len(program.stages) - 1
             own = program.ranks[self._parallel.pp_rank]
             numbers = [op.microbatch for op in own if op.kind == "F" and op.stage == head and op.chunk == 0]
-            self._counted[num_microbatches] = torch.tensor(numbers, dtype=torch.int64, device=self._parallel.device)
-        return self._counted[num_microbatches]
+            index = torch.tensor(numbers, dtype=torch.int64)
+            if self._parallel.device.type == "cuda":
+                index = index.pin_memory().to(self._parallel.device, non_blocking=True)
+            self._counted = lowered, index
+        return self._counted[1]
 
     def run(
         self,
         iteration: int,
+        lowered: LoweredProgram,
         batches: Sequence[Microbatch],
         root_gradient: Callable[[int], torch.Tensor],
         training: bool = True,
         record: bool = False,
         confirm: Callable[[], bool] | None = None,
     ) -> tuple[torch.Tensor, Record]:
-        """Run one step (evaluation: forwards only, no dropout) over all `batches` of this pipeline.
+        """Run one step (evaluation: forwards only, no dropout) over all `batches` of this pipeline, by a program for as
+        many.
 
         root_gradient, confirm: see `helixpipe.runtime.executor.Step`.
         Returns the sum of the loss sums whose head is here (a float64 scalar) and the step's record.
@@ -148,8 +154,7 @@ class Pipeline:
         )
         if record:
             dist.barrier(group=self._parallel.pp_group)  # the clocks of several machines are taken to agree here
-        plan = self._plans.plan(len(batches))
-        losses, times = self._executor.run((plan if training else plan.evaluation).lowered, step, record)
+        losses, times = self._executor.run(lowered, step, record)
         total = torch.zeros((), dtype=torch.float64, device=self._parallel.device)
         # In the order of microbatches, not of the schedule, and in float64, since heads may be on several ranks: the
         # reported loss is then the same under all schedules.
@@ -157,25 +162,24 @@ class Pipeline:
             total += loss.value
         return total, times
 
-    def recorded(self, record: Record, num_microbatches: int) -> RecordedStep:
+    def recorded(self, record: Record, lowered: LoweredProgram) -> RecordedStep:
         """A recorded training step beside its simulation, in seconds; collective over the pipeline.
 
         The simulation uses the step's own median time of each kind of op in each stage, and its own rate of copying to
         the host and back, so it shows what the order of ops costs, not what ops cost; messages take no time in it.
         """
-        lowered = self._plans.plan(num_microbatches).lowered
         records: list[Record] = [record] * self._parallel.pp_size
         dist.all_gather_object(records, record, group=self._parallel.pp_group)
         return recorded_step(lowered, records)
 
     def bubble(self, num_microbatches: int) -> float:
         """Simulated share of idle time with equal layers, backward twice forward, and no message time."""
-        return simulate(self._plans.plan(num_microbatches).lowered, PieceTimes({"mlp": 1.0})).bubble_ratio
+        return simulate(self.plans.plan(num_microbatches).lowered, PieceTimes({"mlp": 1.0})).bubble_ratio
 
     def chunks(self, num_microbatches: int) -> str:
         """A line about the chunks of a sequence and their simulated times, empty where sequences are not cut."""
-        plan = self._plans.plan(num_microbatches)
-        if plan.program.num_chunks == 1:
+        plan = self.plans.plan(num_microbatches)
+        if plan.program.num_chunks == 1 or self._config.data.variable_seq_lengths:
             return ""
         lengths = plan.program.workload.in_tokens(self._config.model.seq_length or 1).tokens(0)
         times = chunk_times(plan.simulation)
@@ -187,7 +191,7 @@ class Pipeline:
 
     def offloading(self, num_microbatches: int) -> str:
         """Lines about what leaves the device in a step, empty where nothing does."""
-        text = copies_text(self._plans.plan(num_microbatches).simulation)
+        text = copies_text(self.plans.plan(num_microbatches).simulation)
         costs = self._config.parallel.cost_profile or self._config.parallel.hardware or DEFAULT_HARDWARE
         first, _, rest = (text or "").partition("\n")
         lines = [f"{first} (predicted from {costs})", *rest.splitlines()] if first else []

@@ -16,12 +16,16 @@ from helixpipe.program.program import Program
 from helixpipe.simulate.simulator import Simulation
 from megatron.training.config import Config
 from megatron.training.plan.costs import host_limit, memory_limit, model_shape, training_costs
+from megatron.training.plan.documents import DocumentPlanner
 from schedules import Shape, build
 
 
 def make_planner(config: Config) -> Plans[int]:
-    """The plans of training steps, by their number of microbatches on each data-parallel rank."""
+    """The plans of training steps, by their number of microbatches on each data-parallel rank; of steps of documents one
+    that stands for them all, of the longest documents there may be."""
     costs = training_costs(config)
+    if config.data.variable_seq_lengths:
+        return Plans(lambda _: DocumentPlanner(config).nominal(), costs)
     return Plans(lambda num_microbatches: make_program(config, num_microbatches, costs), costs)
 
 
@@ -80,7 +84,8 @@ def check_program(config: Config, plans: Plans[int]) -> None:
     program = plans.plan(full_batch(config)).program
     if (reason := untrainable(program)) is not None:
         raise ProgramError(reason)
-    program.workload.in_tokens(config.model.seq_length or 1)  # refuses chunks that are not the sequence
+    if not config.data.variable_seq_lengths:
+        program.workload.in_tokens(config.model.seq_length or 1)  # refuses chunks that are not the sequence
     _check_host(config, plans.plan(full_batch(config)))
 
 

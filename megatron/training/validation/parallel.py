@@ -59,6 +59,10 @@ def pipeline_schedule(config: Config) -> Config:
     config = config.replace("parallel", pipeline_schedule=name)
     chunks = config.chunks
     CATALOGUE.check_chunks(chunks.cutting_flag(), [name])
+    if config.data.variable_seq_lengths:
+        if (flag := chunks.cutting_flag()) is not None:
+            raise UserError(f"{flag} is for sequences that are all alike; of documents --infinipipe-chunks says it.")
+        return config
     if not is_file(name) and CATALOGUE.find(name).chunks and not chunks.auto and chunks.count() is None:
         return config.warn(
             f"{name} runs whole sequences unless --pipe-sp-splits says into how many chunks they are cut."

@@ -1,0 +1,1 @@
+"""What steps work on: microbatches, and the plan by which they run."""

@@ -1,0 +1,167 @@
+"""Plans of steps over documents, no two of which are alike. No torch: they are made in a process of their own."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from helixpipe.common.errors import ScheduleError
+from helixpipe.costs.hardware import find_hardware
+from helixpipe.costs.model_costs import ModelCosts
+from helixpipe.costs.profile_costs import ProfileCosts
+from helixpipe.lowering.project import LoweredProgram
+from helixpipe.planning.catalogue import Shape
+from helixpipe.planning.document_steps import StepPacker, dealt
+from helixpipe.planning.packing import Packing, spread
+from helixpipe.planning.plan import Plan, make_plan
+from helixpipe.program.files import is_file
+from helixpipe.program.program import Program
+from megatron.training.config import Config
+from megatron.training.plan.costs import host_limit, memory_limit, training_costs
+from schedules import build, find
+
+
+class StepRequest(NamedTuple):
+    """What a plan is asked for.
+
+    split, step: which step, of training or an evaluation. lengths: tokens of each document of the step, of all
+    data-parallel ranks. dp_rank: whose plan. quick: make it at once, without a search.
+    """
+
+    split: str
+    step: int
+    lengths: tuple[int, ...]
+    dp_rank: int
+    quick: bool = False
+
+
+class StepReport(NamedTuple):
+    """What is said of a plan in the log.
+
+    documents, tokens: of the step, over all pipelines. chunks: of this pipeline; most_chunks: of its longest row.
+    padding: tokens. spread_of_time, spread_of_tokens: standard deviation over mean of all its chunks. seconds: that it
+    took to plan. predicted: seconds of the step, bubble: share of idle time, both on paper.
+    """
+
+    documents: int
+    tokens: int
+    chunks: int
+    most_chunks: int
+    padding: int
+    spread_of_time: float
+    spread_of_tokens: float
+    seconds: float
+    predicted: float
+    bubble: float
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """lowered: of a training step, or of an evaluation. numbers: of each document of its workload, its number in the
+    step; higher ones are padding. deal: tells whether all pipelines mean the same dealing."""
+
+    request: StepRequest
+    lowered: LoweredProgram
+    numbers: tuple[int, ...]
+    deal: str
+    report: StepReport
+
+
+@dataclass(frozen=True)
+class DocumentPlanner:
+    """Makes a rank's plans from the lengths of a step's documents; can be sent to another process."""
+
+    config: Config
+
+    def __call__(self, request: StepRequest) -> StepPlan:
+        """Raises UserError where nothing fits, ScheduleError where the schedule cannot run so many microbatches."""
+        begin = time.perf_counter()
+        hands, _ = dealt(request.lengths, self.costs, self._layers, self.config.parallel.data_parallel_size)
+        numbers = hands[request.dp_rank]
+        lengths = [request.lengths[number] for number in numbers]
+        packer = self.quick_packer if request.quick else self.packer
+        program, packing = packer.pack(lengths, search=not request.quick)
+        plan = make_plan(program, self.costs)
+        chosen = plan if request.split == "train" else plan.evaluation
+        lowered = chosen.lowered
+        digest = hashlib.sha256(repr((request.step, request.lengths, hands)).encode()).hexdigest()
+        report = self._report(request, chosen, packing, time.perf_counter() - begin)
+        return StepPlan(request, lowered, numbers, digest, report)
+
+    def nominal(self) -> Program:
+        """Of a step of the longest documents there may be, two for each pipeline rank."""
+        parallel, length = self.config.parallel, self.config.model.seq_length or 1
+        count = 2 * parallel.pipeline_model_parallel_size
+        if (most := self.config.data.max_tokens) is not None:
+            count = max(1, min(count, most // (length * parallel.data_parallel_size)))
+        return self.quick_packer.pack([length] * count, search=False)[0]
+
+    @cached_property
+    def costs(self) -> ModelCosts | ProfileCosts:
+        return training_costs(self.config)
+
+    @cached_property
+    def packer(self) -> StepPacker:
+        return self._packer(self.config.schedule_options)
+
+    @cached_property
+    def quick_packer(self) -> StepPacker:
+        """Whose program is not searched for either."""
+        options = self.config.schedule_options
+        if hasattr(options, "infinipipe_grouping"):
+            options = replace(options, infinipipe_grouping=False, infinipipe_ahead=options.infinipipe_ahead or 1)
+        return self._packer(options)
+
+    def _packer(self, options: object) -> StepPacker:
+        config, parallel = self.config, self.config.parallel
+        name = parallel.pipeline_schedule or "none"
+        shape = Shape(
+            ranks=parallel.pipeline_model_parallel_size,
+            microbatches=1,
+            layers=self._layers,
+            virtual_stages=parallel.virtual_pipeline_model_parallel_size,
+            costs=self.costs,
+            recompute=config.recompute,
+            memory_limit=memory_limit(config),
+            offload=config.offload,
+            host_limit=host_limit(config),
+        )
+        tp, chunks = parallel.tensor_model_parallel_size, is_file(name) or find(name).chunks
+        if not chunks and config.packing.chunks not in (None, 1):
+            raise ScheduleError(
+                f"schedule {name} does not cut sequences, so documents have one chunk each: --infinipipe-chunks must be 1 "
+                "or left out."
+            )
+        return StepPacker(
+            build=lambda shape: build(name, shape, options),
+            shape=shape,
+            options=config.packing if chunks else replace(config.packing, infinipipe_chunks="1"),
+            adapts=bool(getattr(options, "infinipipe_recompute", False)),
+            alignment=config.chunks.chunk_alignment or (tp if parallel.sequence_parallel else 1),
+            least=1 if parallel.hardware is None else find_hardware(parallel.hardware).short_chunk,
+        )
+
+    @property
+    def _layers(self) -> int:
+        return self.config.model.num_layers or 0
+
+    def _report(self, request: StepRequest, plan: Plan, packing: Packing, seconds: float) -> StepReport:
+        times: dict[tuple[int, int], float] = {}
+        for event in plan.simulation.timeline.ops:
+            unit = event.op.microbatch, event.op.chunk
+            times[unit] = times.get(unit, 0.0) + event.end - event.start
+        return StepReport(
+            documents=len(request.lengths),
+            tokens=sum(request.lengths),
+            chunks=len(times),
+            most_chunks=packing.workload.most_chunks,
+            padding=packing.padding,
+            spread_of_time=spread(list(times.values())),
+            spread_of_tokens=packing.spread_of_tokens,
+            seconds=seconds,
+            predicted=plan.simulation.makespan,
+            bubble=plan.simulation.bubble_ratio,
+        )
