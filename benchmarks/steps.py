@@ -78,6 +78,7 @@ class Run:
     def __init__(self, flags: str):
         from megatron.training.arguments import parse_args
         from megatron.training.checkpoint.checkpointing import Progress
+        from megatron.training.feed.samples import SampleFeed
         from megatron.training.log.log import StepResult, build_timers
         from megatron.training.plan.pipeline import Pipeline
         from megatron.training.plan.programs import make_planner
@@ -86,7 +87,7 @@ class Run:
         from megatron.training.step.lr_schedule import build_param_scheduler
         from megatron.training.step.microbatches import BatchSchedule, run_length
         from megatron.training.step.model import build_model
-        from megatron.training.train import Batches, Trainer
+        from megatron.training.train import Trainer
 
         class NoLog:
             def step(self, iteration: int, consumed_samples: int, result: StepResult) -> None:
@@ -108,12 +109,10 @@ class Run:
             pipeline=pipeline,
             state=state,
             scheduler=build_param_scheduler(state.optimizer, config, schedule),
-            schedule=schedule,
             length=run_length(config, schedule),
-            batches=Batches(microbatches(length) if pipeline.reads_data else None, None, None, False, False),
+            feed=SampleFeed(schedule, pipeline.plans, microbatches(length) if pipeline.reads_data else None),
             checkpointer=unused,
             progress=Progress(),
-            flops_per_sample=1.0,
             log=log,
             timers=build_timers(config),
             stop=stop,

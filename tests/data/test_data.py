@@ -23,7 +23,7 @@ from megatron.training.data.loading import batch_iterator
 from megatron.training.data.options import DataOptions, parse_blend, parse_split
 from megatron.training.data.samplers import MicrobatchSampler
 from megatron.training.data.tokenizer import build_tokenizer
-from megatron.training.train import Batches
+from megatron.training.feed.samples import SampleFeed
 from tests.data.conftest import story
 
 MakePair = Callable[..., str]
@@ -177,7 +177,8 @@ def test_closing_ends_the_processes_that_load(make_pair: MakePair) -> None:
     next(train)
     (loading,) = set(multiprocessing.active_children()) - before
     try:
-        Batches(train, None, None, has_valid=False, has_test=False).close()
+        unused: Any = None
+        SampleFeed(unused, unused, train).close()
         assert not loading.is_alive()
     finally:
         train.close()  # or this process would not end

@@ -24,6 +24,7 @@ from helixpipe.program.stages import model_pieces
 from megatron.training.arguments import parse_args
 from megatron.training.checkpoint.checkpointing import Progress
 from megatron.training.config import Config, core
+from megatron.training.feed.samples import SampleFeed
 from megatron.training.log.log import StepResult, build_timers
 from megatron.training.plan.pipeline import Pipeline
 from megatron.training.plan.programs import make_planner
@@ -32,7 +33,7 @@ from megatron.training.process.signals import SignalFlag, StopCheck
 from megatron.training.step.microbatches import BatchSchedule, run_length
 from megatron.training.step.model import build_model
 from megatron.training.step.update import Outcome
-from megatron.training.train import Batches, Trainer
+from megatron.training.train import Trainer
 from tests.model.common import set_parallel
 from tests.runtime.host_reads import NoCopies, NoReads
 
@@ -156,11 +157,9 @@ def read_in_a_step(rank: int, world_size: int, runs: list[Run]) -> list[str]:
         trainer = make_trainer(run.config(rank, world_size))
         trainer.log = Figures(0)  # type: ignore[assignment]
         trainer._iteration(record=False)
-        step = trainer.schedule.at(trainer.progress.consumed_train_samples)
-        batches = trainer._next(trainer.batches.train, step.num_microbatches)  # on the host that makes them
-        trainer._next = lambda iterator, count, batches=batches: batches  # type: ignore[method-assign,misc]
+        work = trainer.feed.train(trainer.progress)  # on the host that makes it
         with NoCopies(), NoReads():
-            trainer._forward_backward(2, step, record=False)
+            trainer._forward_backward(2, work, record=False)
         trainer.pipeline.close()
         found.append(str(run))
     return found
@@ -182,12 +181,10 @@ def make_trainer(config: Config) -> Trainer:
         pipeline=pipeline,
         state=state,
         scheduler=_NoSchedule(),
-        schedule=schedule,
         length=run_length(config, schedule),
-        batches=Batches(stream(parallel) if pipeline.reads_data else None, None, None, False, False),
+        feed=SampleFeed(schedule, pipeline.plans, stream(parallel) if pipeline.reads_data else None),
         checkpointer=unused,
         progress=Progress(),
-        flops_per_sample=1.0,
         log=unused,
         timers=build_timers(config),
         stop=stop,

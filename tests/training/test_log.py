@@ -54,7 +54,6 @@ class Run:
         self.log = TrainingLog(
             config(f"--global-batch-size 4 --micro-batch-size 1 {flags}", world=world, rank=rank),
             total_iterations=10,
-            flops_per_sample=5e11,
             writer=writer,
             report_memory=False,
             clock=self.clock,
@@ -68,7 +67,8 @@ class Run:
 
 
 def result(loss: float | torch.Tensor = 2.0, **changes: float) -> StepResult:
-    return StepResult(loss=loss, learning_rate=1.5e-4, samples=4, grad_norm=0.5, **changes)  # type: ignore[arg-type]
+    sizes = {"flops": 4 * 5e11, "tokens": 4 * 32}
+    return StepResult(loss=loss, learning_rate=1.5e-4, samples=4, grad_norm=0.5, **{**sizes, **changes})  # type: ignore[arg-type]
 
 
 def test_the_iteration_line() -> None:
@@ -144,7 +144,7 @@ def test_the_memory_and_parameter_lines() -> None:
 
 def test_memory_is_reported_once() -> None:
     lines: list[str] = []
-    log = TrainingLog(config("--log-interval 1"), total_iterations=2, flops_per_sample=1.0, emit=lines.append)
+    log = TrainingLog(config("--log-interval 1"), total_iterations=2, emit=lines.append)
     for iteration in (1, 2):
         log.step(iteration, iteration, result())
     assert sum(line.startswith("[Rank 0] (after 1 iterations) memory (MB) | allocated: ") for line in lines) == 1
@@ -206,7 +206,6 @@ def test_timings_are_logged_and_written_with_every_line() -> None:
     log = TrainingLog(
         chosen,
         total_iterations=2,
-        flops_per_sample=1.0,
         timers=timers,  # type: ignore[arg-type]
         report_memory=False,
         emit=lines.append,

@@ -16,19 +16,19 @@ from megatron.training.step.microbatches import BatchSchedule, StepBatch
 
 @dataclass
 class SampleFeed:
-    """train, valid, test: endless microbatches of each split; None where this rank reads no data, or there is none for
+    """train_batches, valid_batches, test_batches: endless microbatches of each split; None where this rank reads no data, or there is none for
     the split. seq_length: tokens of a sample, flops: of its forward and backward."""
 
     schedule: BatchSchedule
     plans: Plans[int]
     train_batches: Iterator[Microbatch] | None
-    valid_batches: Iterator[Microbatch] | None
-    test_batches: Iterator[Microbatch] | None
-    has_valid: bool
-    has_test: bool
-    device: torch.device
-    seq_length: int
-    flops: float
+    valid_batches: Iterator[Microbatch] | None = None
+    test_batches: Iterator[Microbatch] | None = None
+    has_valid: bool = False
+    has_test: bool = False
+    device: torch.device | None = None
+    seq_length: int = 0
+    flops: float = 0.0
 
     def train(self, progress: Progress) -> StepWork:
         return self._work(self.train_batches, self.schedule.at(progress.consumed_train_samples), training=True)

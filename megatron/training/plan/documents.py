@@ -76,6 +76,9 @@ class DocumentPlanner:
 
     config: Config
 
+    def __reduce__(self) -> tuple[type[DocumentPlanner], tuple[Config]]:
+        return DocumentPlanner, (self.config,)  # without what it has found out so far
+
     def __call__(self, request: StepRequest) -> StepPlan:
         """Raises UserError where nothing fits, ScheduleError where the schedule cannot run so many microbatches."""
         begin = time.perf_counter()

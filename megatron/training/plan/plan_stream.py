@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,16 @@ PATIENCE = 0.5
 hide the first one behind: that is waited for."""
 
 
+class Beside(Protocol):
+    """What a planning rank plans with; see `BackgroundPlanner`."""
+
+    def announce(self, size: StepRequest) -> None: ...
+
+    def plan(self, size: StepRequest, give_up: Callable[[], bool], instead: StepRequest) -> StepPlan: ...
+
+    def close(self) -> None: ...
+
+
 class Taken(NamedTuple):
     """A plan, the seconds that training waited for it, and whether it had to be made in a hurry."""
 
@@ -43,7 +53,7 @@ class Taken(NamedTuple):
 class PlanStream:
     """The plans of one rank.
 
-    planner: makes them; it is sent to the planning process. arrived: told of each plan, in the thread, in the order of
+    planner: makes them; it is sent to the planning process, which `beside` starts. arrived: told of each plan, in the thread, in the order of
     the announcements. say: told when a plan was late. Collective over all ranks when made.
     """
 
@@ -54,12 +64,11 @@ class PlanStream:
         arrived: Callable[[StepPlan], None],
         say: Callable[[str], None],
         patience: float = PATIENCE,
+        beside: Callable[..., Beside] = BackgroundPlanner,
     ):
         self._arrived, self._patience, self._say = arrived, patience, say
         self._groups = _Groups(parallel)
-        self._planner: BackgroundPlanner[StepRequest, StepPlan] | None = None
-        if self._groups.plans_here:
-            self._planner = BackgroundPlanner(planner, say=say)
+        self._planner = beside(planner, say=say) if self._groups.plans_here else None
         self._asked: SimpleQueue[StepRequest | None] = SimpleQueue()
         self._done: dict[StepRequest, StepPlan | Exception] = {}
         self._change = threading.Condition()
@@ -93,11 +102,6 @@ class PlanStream:
         self._asked.put(None)
         if self._planner is not None:
             self._planner.close()
-
-    @property
-    def process(self) -> Any:
-        """That which plans, where this is a planning rank."""
-        return self._planner.process if self._planner is not None else None
 
     # -------------------------------------------------------------------------------------------------- in the thread
 

@@ -1,0 +1,190 @@
+"""What the ranks of test_document_steps.py run: steps over whole documents, each under a plan of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from helixpipe.common.errors import UserError
+from helixpipe.planning.background import BackgroundPlanner
+from megatron.training import pretrain
+from megatron.training.checkpoint.checkpointing import Progress
+from megatron.training.data.tokenizer import build_tokenizer
+from megatron.training.plan import plan_stream
+from megatron.training.plan.documents import DocumentPlanner, StepPlan, StepRequest
+from megatron.training.plan.plan_stream import PlanStream
+from megatron.training.process.parallel import Parallel
+from megatron.training.step.microbatches import BatchSchedule, run_length
+from tests.model.common import set_parallel
+from tests.training.steps import Figures, Run, make_trainer
+
+STEPS = 4
+
+
+class Here:
+    """Plans made in this process when they are asked for."""
+
+    def __init__(self, make: Callable[[StepRequest], StepPlan], say: Callable[[str], None]):
+        self.make = make
+
+    def announce(self, size: StepRequest) -> None:
+        """Nothing is made ahead."""
+
+    def plan(self, size: StepRequest, give_up: Callable[[], bool], instead: StepRequest) -> StepPlan:
+        return self.make(size)
+
+    def close(self) -> None:
+        """There is no process."""
+
+
+def losses_of_runs(rank: int, world_size: int, runs: list[Run]) -> list[tuple[list[float], list[Any]]]:
+    """The losses of every run, and what this rank's steps were: (rows, chunks, documents) each."""
+    results: dict[int, tuple[list[float], list[Any]]] = {}
+    for tp, pp in sorted({(run.tp, run.pp) for run in runs}):
+        set_parallel(tp=tp, pp=pp)
+        for index, run in enumerate(runs):
+            if (run.tp, run.pp) == (tp, pp):
+                results[index] = losses_of(run, rank, world_size)
+    return [results[index] for index in range(len(runs))]
+
+
+def losses_of(run: Run, rank: int, world_size: int) -> tuple[list[float], list[Any]]:
+    config = run.config(rank, world_size)
+    trainer = make_trainer(config)
+    trainer.log = figures = Figures(0)  # type: ignore[assignment]
+    trainer.feed = make_feed(trainer, Progress())
+    steps = []
+    train = trainer.feed.train
+
+    def noted(progress: Progress) -> Any:
+        work = train(progress)
+        workload = work.lowered.program.workload
+        steps.append((len(workload), workload.most_chunks, work.samples))
+        return work
+
+    trainer.feed.train = noted  # type: ignore[method-assign]
+    for _ in range(STEPS):
+        trainer._iteration(record=False)
+    trainer.feed.close()
+    trainer.pipeline.close()
+    return figures.losses, steps
+
+
+def make_feed(trainer: Any, progress: Progress, beside: Any = Here) -> Any:
+    config, parallel = trainer.config, trainer.parallel
+    schedule = BatchSchedule.from_config(config)
+    tokenizer = build_tokenizer(tokenizer_type="NullTokenizer", vocab_size=config.data.vocab_size)
+    config = config.replace("data", padded_vocab_size=128)
+
+    def plans(planner: Any, parallel: Any, arrived: Any, say: Any) -> PlanStream:
+        return PlanStream(planner, parallel, arrived, say, beside=beside)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_stream, "PlanStream", plans)
+        return pretrain._document_feed(
+            config, parallel, trainer.pipeline, tokenizer, schedule, run_length(config, schedule), progress
+        )
+
+
+def resumed(rank: int, world_size: int, run: Run) -> bool:
+    """Whether a feed that begins in the middle gives what the one that came from the start gives."""
+    set_parallel(tp=run.tp, pp=run.pp)
+    trainer = make_trainer(run.config(rank, world_size))
+    progress, works = Progress(), []
+    feed = make_feed(trainer, progress)
+    for _ in range(STEPS):
+        works.append(feed.train(progress))
+        progress = replace(
+            progress,
+            iteration=progress.iteration + 1,
+            consumed_train_samples=progress.consumed_train_samples + works[-1].samples,
+        )
+    feed.close()
+    done = sum(work.samples for work in works[:-1])
+    again = make_feed(trainer, Progress(STEPS - 1, done))
+    work = again.train(Progress(STEPS - 1, done))
+    again.close()
+    trainer.pipeline.close()
+    ours, theirs = (
+        [each for batch in rows for each in batch.tensors()] for rows in (work.microbatches, works[-1].microbatches)
+    )
+    same = all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+    return same and work.lowered.program == works[-1].lowered.program and len(ours) > 0
+
+
+# ----------------------------------------------------------------------------------------------------- plans in trouble
+
+
+class Slow(Here):
+    """Is never done before it is given up."""
+
+    def plan(self, size: StepRequest, give_up: Callable[[], bool], instead: StepRequest) -> StepPlan:
+        if size.step == 0:
+            return self.make(size)
+        while not give_up():
+            pass
+        return self.make(instead)
+
+
+class Failing:
+    """Of one pipeline of two nothing can be planned."""
+
+    def __init__(self, planner: DocumentPlanner):
+        self.planner = planner
+
+    def __call__(self, request: StepRequest) -> StepPlan:
+        if request.dp_rank == 1:
+            raise UserError("nothing fits.")
+        return self.planner(request)
+
+
+class Deviating(Failing):
+    """One pipeline of two deals documents in a way of its own."""
+
+    def __call__(self, request: StepRequest) -> StepPlan:
+        plan = self.planner(request)
+        return replace(plan, deal="another") if request.dp_rank == 1 else plan
+
+
+def troubled(rank: int, world_size: int, run: Run) -> dict[str, Any]:
+    set_parallel(tp=run.tp, pp=run.pp)
+    config, parallel = run.config(rank, world_size), Parallel.current()
+    planner = DocumentPlanner(config)
+    requests = [StepRequest("train", step, (9, 16, 3, 5, 16, 1), parallel.dp_rank) for step in range(3)]
+    found: dict[str, Any] = {}
+
+    def take(make: Any, beside: Any, before: Callable[[PlanStream], None] = lambda stream: None) -> list[Any]:
+        said: list[str] = []
+        arrived: list[int] = []
+        stream = PlanStream(make, parallel, lambda plan: arrived.append(plan.request.step), said.append, 0.05, beside)
+        taken: list[Any] = []
+        for request in requests:
+            stream.announce(request)
+        for request in requests:
+            try:
+                taken.append(stream.take(request))
+            except Exception as error:
+                taken.append(f"{type(error).__name__}: {error}")
+            if request is requests[0]:
+                before(stream)
+        stream.close()
+        return [taken, said, arrived]
+
+    taken, said, arrived = take(planner, Slow)
+    found["late"] = [each.late for each in taken], said, arrived
+    found["failing"] = take(Failing(planner), Here)[0]
+    found["deviating"] = take(Deviating(planner), Here)[0]
+
+    def kill(stream: PlanStream) -> None:
+        if isinstance(stream._planner, BackgroundPlanner):
+            os.kill(stream._planner.process.pid, signal.SIGKILL)
+
+    taken, said, _ = take(planner, BackgroundPlanner, kill)
+    found["killed"] = [each.plan.lowered.program == planner(requests[0]).lowered.program for each in taken], said
+    return found

@@ -1,0 +1,58 @@
+"""Training over whole documents: the same under every schedule, size and packing; plans that come late or not at all."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed import run_ranks
+from tests.training.document_steps import STEPS, losses_of_runs, resumed, troubled
+from tests.training.steps import Run
+
+DOCUMENTS = "--seq-length 192 --max-position-embeddings 192 --variable-seq-lengths --infinipipe-chunks"
+
+ALONE = f"{DOCUMENTS} 1 --infinipipe-packing none"
+"""Every document in a row of its own."""
+
+RUNS = [
+    Run("llama", f"{ALONE} --pipeline-schedule none", batch=9),
+    Run("llama", f"{DOCUMENTS} 3 --pipeline-schedule infinipipe", pp=2, batch=9),
+    Run("llama", f"{DOCUMENTS} auto --pipeline-schedule infinipipe", pp=4, batch=9),
+    Run("llama", f"{DOCUMENTS} 2 --pipeline-schedule seq1f1b-zb", pp=2, tp=2, batch=9),
+    Run("llama", f"{DOCUMENTS} 1 --pipeline-schedule helix", pp=2, batch=9),
+    Run("llama", f"{DOCUMENTS} 2 --pipeline-schedule seq1f1b --infinipipe-split fixed", pp=4, batch=9),
+]
+
+
+def test_the_same_losses_however_documents_run() -> None:
+    by_rank = run_ranks(losses_of_runs, 4, RUNS, timeout=300.0)
+    alone = by_rank[0][0][0]
+    assert len(alone) == STEPS and alone[-1] < alone[0]
+    for number, run in enumerate(RUNS):
+        for results in by_rank:
+            losses, steps = results[number]
+            assert losses == pytest.approx(alone, rel=1e-4), run
+            assert all(samples == 9 for *_, samples in steps)
+    chunks = {steps[1] for results in by_rank for steps in results[1][1]}
+    assert max(chunks) == 3
+    assert len({steps[0] for steps in by_rank[0][2][1]}) > 1  # successive steps have unlike plans
+
+
+def test_a_resumed_run_goes_on_in_the_middle_of_an_epoch() -> None:
+    run = Run("gpt", f"{DOCUMENTS} 2 --pipeline-schedule infinipipe", pp=2, batch=5)
+    assert all(run_ranks(resumed, 2, run))
+
+
+def test_plans_that_are_late_fail_or_deviate_and_a_killed_planner() -> None:
+    run = Run("gpt", f"{DOCUMENTS} 2 --pipeline-schedule infinipipe", pp=2, batch=6)
+    by_rank = run_ranks(troubled, 4, run)
+    for rank, found in enumerate(by_rank):
+        late, said, arrived = found["late"]
+        assert late == [False, True, True] and arrived == [0, 1, 2]
+        plans = rank in (0, 1)  # the first rank of each pipeline
+        assert len(said) == 2 * plans
+        assert found["failing"] == ["UserError: nothing fits."] * 3
+        assert all(each.startswith("RuntimeError") and "dealt" in each for each in found["deviating"])
+        same, said = found["killed"]
+        assert same == [True] * 3
+        assert plans or not said
+    assert any("ended" in sentence for found in by_rank for sentence in found["killed"][1])
