@@ -168,6 +168,8 @@ KEEPING = {
         Case("seq1f1b-interleaved", 2, 3, "llama", v=2, lengths=(5, 4, 3)),
         Case("terapipe", 2, 5, "gpt", tied=True, lengths=(3, 3, 3, 3)),
         Case("terapipe", 2, 2, "llama", lengths=(2, 2, 2, 2, 1, 1, 1, 1)),
+        Case("infinipipe", 2, 3, "gpt", tied=True, lengths=(5, 4, 3)),
+        Case("infinipipe", 4, 2, "llama", lengths=(7, 5)),
         Case("sppo", 4, 1, "llama", lengths=(5, 4, 3)),
         Case("sppo", 4, 3, "gpt", tied=True, lengths=(2, 2, 2, 2, 1, 1, 1, 1)),
         # tensor parallelism

@@ -261,7 +261,7 @@ WRONG = [
             flags,
             1,
             f"{flags} cuts sequences into chunks, which schedule none cannot run; terapipe, seq1f1b, "
-            "seq1f1b-interleaved, seq1f1b-zb, sppo can.",
+            "seq1f1b-interleaved, seq1f1b-zb, infinipipe, sppo can.",
         )
         for flags in ("--pipe-sp-splits 4", "--pipe-sp-splits auto", "--chunk-lengths 16,16")
     ),

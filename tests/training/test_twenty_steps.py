@@ -25,6 +25,7 @@ RUNS = [
     Run("llama", f"--pipeline-schedule seq1f1b --pipe-sp-splits 3 --chunk-alignment 1 {DISTRIBUTED}", pp=2),
     Run("gpt", "--pipeline-schedule seq1f1b --pipe-sp-splits auto --pipe-sp-strategy average", pp=2),
     Run("gpt", "--pipeline-schedule sppo --pipe-sp-splits 4 --sppo-ahead 1", pp=2),
+    Run("llama", "--pipeline-schedule infinipipe --pipe-sp-splits 2 --infinipipe-ahead 2", pp=2),
     Run("gpt", "--pipeline-schedule seq1f1b-zb --chunk-lengths 10,6 --sequence-parallel", tp=2, pp=2, batch=4),
     Run("llama", f"{PER_TOKEN} --pipeline-schedule 1f1b {DISTRIBUTED} {COUNTED}", pp=2),
     Run("llama", f"--bf16 --pipeline-schedule 1f1b {DISTRIBUTED} {COUNTED}", pp=2),
