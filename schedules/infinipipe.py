@@ -16,7 +16,6 @@ from helixpipe.planning.catalogue import Shape
 from helixpipe.planning.grouping import Chains, best_chains
 from helixpipe.planning.orders import grouped_one_f_one_b
 from helixpipe.program.program import Op, Program
-from helixpipe.program.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -53,9 +52,9 @@ def infinipipe(shape: Shape, options: InfinipipeOptions) -> Program:
     ahead = options.infinipipe_ahead
     if ahead is not None and ahead < 1:
         raise ScheduleError(f"--infinipipe-ahead must be at least 1, not {ahead}.")
-    stages = shape.even_stages(shape.ranks)
+    stages, workload = shape.even_stages(shape.ranks), shape.workload
 
-    def program(workload: Workload, chains: Chains) -> Program:
+    def program(chains: Chains) -> Program:
         ranks = []
         for rank in range(shape.ranks):
             # For each group: a(p-r-1) + N-1 F ahead; F B; no flush, but as many B more as the next group's N is less

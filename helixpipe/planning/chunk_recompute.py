@@ -26,10 +26,9 @@ from helixpipe.planning.integer_program import Covering, Solution, least, solve
 from helixpipe.planning.problem import held_by
 from helixpipe.planning.recompute import RecomputeOptions
 from helixpipe.planning.room import beside_units
-from helixpipe.program.costs import Costs, Work
+from helixpipe.program.costs import Contents, Costs, Work
 from helixpipe.program.program import Program, Unit
 from helixpipe.program.stages import Activations, Piece, segments
-from helixpipe.program.tasks import Buffer
 from helixpipe.simulate.moments import Moments, moments
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ class Recomputation:
     """What was chosen.
 
     program: with it. layers: of each unit that recomputes, how many. solution: of the integer program, None where
-    nothing had to be recomputed. fits: whether the memory sweep says that every rank is within the limit.
+    nothing had to be recomputed or nothing helps. fits: whether every rank is within the limit.
     """
 
     program: Program
@@ -56,67 +55,101 @@ class Recomputation:
     fits: bool
 
 
-def recompute_chunks(program: Program, costs: Costs, limit: float, exact: bool = True) -> Recomputation:
+def recompute_chunks(program: Program, costs: Costs, limit: float, sizes: LayerSizes | None = None) -> Recomputation:
     """The program with as few layers recomputed, unit by unit, as keeps the memory of every rank to `limit` (in the
     costs' unit, weights and optimizer included).
 
-    exact: by mixed-integer programming within its time limit, else by its linear relaxation, rounded. Where not even
-    all layers recomputed fit, all are. The program must be valid and recompute nothing yet.
+    By mixed-integer programming within its time limit, or its linear relaxation, rounded, where that is better. Where
+    not even all layers recomputed fit, all are. The program must be valid and recompute nothing yet.
     """
     lowered = lower_graph(build_graph(program), costs)
-    bound = BoundCosts(program, costs)
-    ranks = [_Rank(program, bound, rank, moments(lowered, bound, rank)) for rank in range(program.num_ranks)]
-    static = [costs.static_memory(program.pieces_of_rank(rank)) for rank in range(program.num_ranks)]
-    room = [limit * (1 + TOLERANCE) - more for more in static]
+    bound, sizes = BoundCosts(program, costs), sizes or LayerSizes()
+    ranks = [_Rank(bound, rank, moments(lowered, bound, rank), sizes) for rank in range(program.num_ranks)]
+    room = _room(program, costs, limit)
     if all(rank.most <= free for rank, free in zip(ranks, room, strict=True)):
         return Recomputation(program, {}, None, True)
     diagonals = _Diagonals(ranks)
-    everything = {unit: len(rank.runs[unit.stage]) for rank in ranks for unit in rank.units}
-    solution = None
     for _ in range(TRIES):
-        solution = solve(diagonals.covering(room), exact)
-        shared = everything if solution is None else diagonals.layers(solution.values)
-        layers = dict(pair for rank, free in zip(ranks, room, strict=True) for pair in rank.trimmed(shared, free))
-        found = _with_layers(program, layers)
-        excess = [peak - limit * (1 + TOLERANCE) for peak in peak_memory(found, costs)]
+        found = _chosen(program, diagonals, room)
+        excess = [peak - limit * (1 + TOLERANCE) for peak in peak_memory(found.program, costs)]
         if max(excess) <= 0:
-            return Recomputation(found, {unit: count for unit, count in layers.items() if count}, solution, True)
+            return replace(found, fits=True)
         room = [free - max(0.0, more) * (1 + TOLERANCE) for free, more in zip(room, excess, strict=True)]
-    found = _with_layers(program, everything)
-    return Recomputation(found, everything, None, max(peak_memory(found, costs)) <= limit * (1 + TOLERANCE))
+    everything = diagonals.everything
+    found = Recomputation(_with_layers(program, everything), everything, None, False)
+    return replace(found, fits=max(peak_memory(found.program, costs)) <= limit * (1 + TOLERANCE))
 
 
-def least_recomputation(program: Program, costs: Costs, limit: float) -> float:
-    """The time that recomputation adds to the program at least, by the linear relaxation and an estimate of what its
-    ranks have beside what units keep; inf where not even all layers recomputed fit."""
-    bound = BoundCosts(program, costs)
-    ranks, room = [], []
-    for rank in range(program.num_ranks):
-        ranks.append(_Rank(program, bound, rank, _estimated(program, bound, rank)))
-        room.append(limit * (1 + TOLERANCE) - costs.static_memory(program.pieces_of_rank(rank)))
-    if all(rank.most <= free for rank, free in zip(ranks, room, strict=True)):
-        return 0.0
-    diagonals = _Diagonals(ranks)
-    return least(diagonals.covering(room)) * diagonals.unit
+class Estimates:
+    """Recomputation without lowering: of programs of the same stages, placed alike, on the same workload.
+
+    Memory is counted op by op, with an estimate of what ranks have beside what units keep.
+    """
+
+    def __init__(self, program: Program, costs: Costs, sizes: LayerSizes):
+        self.costs, self.sizes = costs, sizes
+        self._bound = BoundCosts(program, costs)
+        self._held: dict[Unit, float] = {}
+        self._beside: dict[int, float] = {}
+
+    def recomputation(self, program: Program, limit: float) -> Recomputation:
+        """As `recompute_chunks`, by the linear relaxation, rounded: a fraction of the time, to compare programs."""
+        diagonals, room = self._problem(program, limit)
+        return _chosen(program, diagonals, room, exact=False) if diagonals else Recomputation(program, {}, None, True)
+
+    def least(self, program: Program, limit: float) -> float:
+        """The time that recomputation adds to the program at least, by the linear relaxation; inf where not even all
+        layers recomputed fit. The program may lack microbatches."""
+        diagonals, room = self._problem(program, limit)
+        return least(diagonals.covering(room)) * diagonals.unit if diagonals else 0.0
+
+    def _problem(self, program: Program, limit: float) -> tuple[_Diagonals | None, list[float]]:
+        """Nothing to be found where all fits as it is."""
+        room = _room(program, self.costs, limit)
+        ranks = [_Rank(self._bound, rank, self._moments(program, rank), self.sizes) for rank in range(len(room))]
+        fits = all(rank.most <= free for rank, free in zip(ranks, room, strict=True))
+        return None if fits else _Diagonals(ranks), room
+
+    def _moments(self, program: Program, rank: int) -> Moments:
+        """One for each op."""
+        own, held = program.ranks[rank], self._held
+        now = max((self._around(stage) for stage in {op.stage for op in own}), default=0.0)
+        totals = []
+        begun: dict[Unit, int] = {}
+        saved: dict[Unit, tuple[int, int]] = {}
+        backward: dict[Unit, int] = {}
+        for place, op in enumerate(own):
+            unit = op.unit
+            if op.kind == "F":
+                begun[unit] = place
+                if unit not in held:
+                    held[unit] = held_by(self._bound, op)
+                now += held[unit]
+            totals.append(now)
+            if op.kind in "BI":
+                saved[unit], backward[unit] = (begun[unit], place + 1), place
+                now -= held[unit]
+        return Moments(tuple(totals), saved, backward)
+
+    def _around(self, stage: int) -> float:
+        if stage not in self._beside:
+            self._beside[stage] = beside_units(self._bound, [stage])
+        return self._beside[stage]
 
 
-def _estimated(program: Program, bound: BoundCosts, rank: int) -> Moments:
-    """A rank's moments, one for each op, without lowering the program."""
-    own = program.ranks[rank]
-    now = beside_units(bound, sorted({op.stage for op in own}))
-    totals = []
-    begun: dict[Unit, int] = {}
-    saved: dict[Unit, tuple[int, int]] = {}
-    backward: dict[Unit, int] = {}
-    for place, op in enumerate(own):
-        if op.kind == "F":
-            begun[op.unit] = place
-            now += held_by(bound, op)
-        totals.append(now)
-        if op.kind in "BI":
-            saved[op.unit], backward[op.unit] = (begun[op.unit], place + 1), place
-            now -= held_by(bound, op)
-    return Moments(tuple(totals), saved, backward)
+def _room(program: Program, costs: Costs, limit: float) -> list[float]:
+    """What each rank may have beside its weights and optimizer."""
+    static = (costs.static_memory(program.pieces_of_rank(rank)) for rank in range(program.num_ranks))
+    return [limit * (1 + TOLERANCE) - own for own in static]
+
+
+def _chosen(program: Program, diagonals: _Diagonals, room: Sequence[float], exact: bool = True) -> Recomputation:
+    """What covers the needs of all ranks, and of that what each needs itself; all layers where nothing covers them."""
+    solution = solve(diagonals.covering(room), exact)
+    shared = diagonals.everything if solution is None else diagonals.layers(solution.values)
+    own = (rank.trimmed(shared, free) for rank, free in zip(diagonals.ranks, room, strict=True))
+    layers = {unit: count for pairs in own for unit, count in pairs if count}
+    return Recomputation(_with_layers(program, layers), layers, solution, solution is not None)
 
 
 def _with_layers(program: Program, layers: Mapping[Unit, int]) -> Program:
@@ -144,25 +177,22 @@ class _Rank:
     recomputing its first layer. saving: what each layer recomputed saves at least.
     """
 
-    def __init__(self, program: Program, bound: BoundCosts, rank: int, found: Moments):
+    def __init__(self, bound: BoundCosts, rank: int, found: Moments, sizes: LayerSizes):
         import numpy as np
 
         self.number, self.moments = rank, found
-        self.runs = _layer_runs(program)
+        self.runs = _layer_runs(bound.program)
         self.totals = np.array(found.totals)
         self.most = float(self.totals.max(initial=0.0))
         self.units = sorted(found.backward, key=found.backward.__getitem__)
-        known: dict[tuple[int, int], tuple[np.ndarray, np.ndarray, float]] = {}
         self.kept: dict[Unit, np.ndarray] = {}
         self.inside: dict[Unit, np.ndarray] = {}
         self.time: dict[Unit, float] = {}
         self.saving: dict[Unit, float] = {}
-        extents = program.workload.extents
         for unit in self.units:
-            key = unit.stage, id(extents[unit.microbatch][unit.chunk])
-            if key not in known:
-                known[key] = _measured(bound, unit, self.runs[unit.stage])
-            self.kept[unit], self.inside[unit], self.time[unit] = kept, _, _ = known[key]
+            self.kept[unit], self.inside[unit], self.time[unit] = kept, _, _ = sizes.of(
+                bound, unit, self.runs[unit.stage]
+            )
             slopes = [float(kept[0] - kept[count]) / count for count in range(1, len(kept))]
             self.saving[unit] = max(0.0, min(slopes, default=0.0))
 
@@ -175,13 +205,24 @@ class _Rank:
         for unit in self.units:
             for moment in self.moments.saved[unit]:
                 changes.setdefault(moment, []).append(unit)
-        alive: set[Unit] = set()
-        found = []
+        alive: frozenset[Unit] = frozenset()
+        found: list[tuple[frozenset[Unit], float]] = []
         for start, end in pairwise([*sorted(changes), len(now)]):
-            alive ^= set(changes[start])
-            if end > start and (need := float(now[start:end].max()) - room) > 0:
-                found.append((tuple(alive), need))
-        return found
+            alive ^= frozenset(changes[start])
+            if end == start or (need := float(now[start:end].max()) - room) <= 0:
+                continue
+            if found and self._follows((alive, need), found[-1]):
+                continue
+            while found and self._follows(found[-1], (alive, need)):
+                found.pop()
+            found.append((alive, need))
+        return [(tuple(sorted(units)), need) for units, need in found]
+
+    def _follows(self, one: tuple[frozenset[Unit], float], other: tuple[frozenset[Unit], float]) -> bool:
+        """Whether whatever covers the `other` need covers this one: its units and more, which alone cannot cover it."""
+        more = other[0] - one[0]
+        whole = (self.saving[unit] * len(self.runs[unit.stage]) for unit in more)
+        return one[0] <= other[0] and one[1] <= other[1] - sum(whole)
 
     def trimmed(self, layers: Mapping[Unit, int], room: float) -> list[tuple[Unit, int]]:
         """The same with as few layers as this rank by itself needs: it may have room where others have none. `layers`
@@ -215,29 +256,52 @@ class _Rank:
         now[self.moments.backward[unit]] += inside[after] - inside[before]
 
 
-def _measured(bound: BoundCosts, unit: Unit, runs: Sequence[tuple[Piece, ...]]) -> tuple[np.ndarray, np.ndarray, float]:
-    """What a unit saves, and what its backward adds, with 0, 1, ... layers recomputed; the time of one of them."""
-    import numpy as np
+class LayerSizes:
+    """What units save, and what their backwards add, with 0, 1, ... layers recomputed, and the time of one layer.
 
-    pieces = bound.program.stages[unit.stage].pieces
+    Asked of costs once for stages and chunks that are alike; one may be handed on from program to program of the same
+    costs.
+    """
 
-    def size(kind: str, count: int) -> float:
-        contents = bound.contents(Buffer(kind, 0, *unit))
-        assert contents is not None
-        own = segments(pieces, Activations(tuple(runs[:count])))
-        return bound.costs.size(contents._replace(segments=own, in_backward=True))
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], tuple[np.ndarray, np.ndarray, float]] = {}
 
-    counts = range(len(runs) + 1)
-    inside = [0.0, *(size("recomputed", count) for count in counts[1:])]
-    extents = bound.program.workload.extents[unit.microbatch][unit.chunk]
-    time = bound.costs.op_time(Work("R", runs[0], extents, bound.whole)) if runs else 0.0
-    return np.array([size("saved", count) for count in counts]), np.array(inside), time
+    def of(
+        self, bound: BoundCosts, unit: Unit, runs: Sequence[tuple[Piece, ...]]
+    ) -> tuple[np.ndarray, np.ndarray, float]:
+        """runs: what the layers of the unit's stage recompute, each."""
+        pieces = bound.program.stages[unit.stage].pieces
+        extents = bound.program.workload.extents[unit.microbatch][unit.chunk]
+        key = tuple(piece.kind for piece in pieces), extents, bound.whole
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._asked(bound, unit, runs)
+        return found
+
+    def _asked(
+        self, bound: BoundCosts, unit: Unit, runs: Sequence[tuple[Piece, ...]]
+    ) -> tuple[np.ndarray, np.ndarray, float]:
+        import numpy as np
+
+        pieces = bound.program.stages[unit.stage].pieces
+        extents = bound.program.workload.extents[unit.microbatch][unit.chunk]
+
+        def size(kind: str, count: int) -> float:
+            own = segments(pieces, Activations(tuple(runs[:count])))
+            return bound.costs.size(Contents(kind, own, extents, bound.whole, in_backward=True))
+
+        kept = np.array([size("saved", count) for count in range(len(runs) + 1)])
+        inside = np.zeros_like(kept)
+        if runs:
+            inside[1:] = max(size("recomputed", count) for count in {1, len(runs)})
+        return kept, inside, bound.costs.op_time(Work("R", runs[0], extents, bound.whole)) if runs else 0.0
 
 
 class _Diagonals:
     """The numbers to be found, one for each diagonal: place of a unit's backward on its rank, and ranks after that.
 
-    of: each unit's diagonal. weights: the most that a layer of the diagonal takes. unit: of the weights in a covering.
+    of: each unit's diagonal. everything: all layers of every unit. weights: the most that a layer of the diagonal
+    takes. unit: of the weights in a covering.
     """
 
     def __init__(self, ranks: Sequence[_Rank]):
@@ -254,6 +318,7 @@ class _Diagonals:
                 at = self.of[unit]
                 self.weights[at] = max(self.weights[at], rank.time[unit])
                 self.most[at] = max(self.most[at], len(rank.runs[unit.stage]))
+        self.everything = {unit: len(rank.runs[unit.stage]) for rank in ranks for unit in rank.units}
         self.unit = float(self.weights.max(initial=0.0)) or 1.0
 
     def layers(self, values: np.ndarray) -> dict[Unit, int]:

@@ -11,23 +11,29 @@ of the longest chains: then a rank that goes over to the next has backwards to s
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
 from helixpipe.costs.by_hand import PieceTimes
+from helixpipe.costs.remembered import RememberedCosts
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.build import build_graph
 from helixpipe.lowering.order import list_schedule
 from helixpipe.planning.catalogue import Shape
-from helixpipe.planning.chunk_recompute import least_recomputation, recompute_chunks
+from helixpipe.planning.chunk_recompute import (
+    Estimates,
+    LayerSizes,
+    recompute_chunks,
+)
 from helixpipe.planning.early import peak_memory
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Op, Program
-from helixpipe.program.workload import Workload
 
 Groups = tuple[tuple[int, ...], ...]
 """The microbatches of each group, in the order in which they run."""
+
+MOST_RUNS = 6
+"""Runs of chains of as many chunks that groups are made of; their possible groups are half the square of that."""
 
 NEGLIGIBLE = 1e-3
 """Part of a step's time that a change of groups may cost where nothing says what it is worth."""
@@ -40,8 +46,8 @@ class Chains(NamedTuple):
     ahead: int
 
 
-Make = Callable[[Workload, Chains], Program]
-"""The program of an order."""
+Make = Callable[[Chains], Program]
+"""The program of an order, without the microbatches that are in no group."""
 
 
 def best_chains(make: Make, shape: Shape, grouping: bool, sort: bool, ahead: int | None, recompute: bool) -> Program:
@@ -56,20 +62,32 @@ def best_chains(make: Make, shape: Shape, grouping: bool, sort: bool, ahead: int
     first = ahead or 1
     tried = [Chains((sum(runs, ()),), first)]
     if len(runs) > 1:
-        tried += [Chains(tuple(runs), first), Chains(search.grouped(runs, first), first)]
+        tried += [Chains(tuple(runs), first), Chains(search.grouped(_joined(runs), first), first)]
     chosen = search.best(tried)
     if ahead is None and shape.memory_limit is not None and shape.ranks > 1:
         chosen = search.best([chosen, chosen._replace(ahead=2)])
     return search.program(chosen)
 
 
+def _joined(runs: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """No more than `MOST_RUNS`: the smallest join the ones before them."""
+    runs = list(runs)
+    while len(runs) > MOST_RUNS:
+        at = min(range(1, len(runs)), key=lambda at: len(runs[at - 1]) + len(runs[at]))
+        runs[at - 1 : at + 1] = [runs[at - 1] + runs[at]]
+    return runs
+
+
 class _Search:
     """costs: of the shape, or of times by hand where it has none. limit: None where what is kept does not matter."""
 
     def __init__(self, make: Make, shape: Shape, recompute: bool):
-        self.make, self.workload, self.recompute = make, shape.workload, recompute
-        self.costs: Costs = shape.costs or PieceTimes()
+        self.make, self.recompute = make, recompute
+        self.workload = shape.workload
+        self.costs: Costs = RememberedCosts(shape.costs or PieceTimes())
         self.limit = shape.memory_limit
+        self._sizes = LayerSizes()
+        self._estimates = Estimates(make(Chains((tuple(range(len(self.workload))),), 1)), self.costs, self._sizes)
         self._rated: dict[Chains, tuple[bool, float]] = {}
 
     def runs(self, grouping: bool, sort: bool) -> list[tuple[int, ...]]:
@@ -85,7 +103,7 @@ class _Search:
 
     def _times(self) -> list[float]:
         """Forward and backward of each microbatch in the first stage, to nine digits: equal work is equal."""
-        bound = BoundCosts(self.make(self.workload, Chains((tuple(range(len(self.workload))),), 1)), self.costs)
+        bound = BoundCosts(self.make(Chains((tuple(range(len(self.workload))),), 1)), self.costs)
         return [
             float(
                 f"{sum(bound.op_time(Op(kind, 0, number, chunk)) for kind in 'FB' for chunk in range(len(chunks))):.9g}"
@@ -96,11 +114,11 @@ class _Search:
     def grouped(self, runs: list[tuple[int, ...]], ahead: int) -> Groups:
         """The runs joined to groups by dynamic programming: dp[i] = min over k < i of dp[k], what the group of the runs
         from k to i - 1 has to recompute by the linear relaxation, and what the change to it costs by simulation."""
-        whole = self._makespan(self.make(self.workload, Chains((sum(runs, ()),), ahead)))
+        whole = self._makespan(self.make(Chains((sum(runs, ()),), ahead)))
 
         def change(at: int) -> float:
             parted = Chains((sum(runs[:at], ()), sum(runs[at:], ())), ahead)
-            return self._makespan(self.make(self.workload, parted)) - whole
+            return self._makespan(self.make(parted)) - whole
 
         changes = [0.0, *map(change, range(1, len(runs)))]
         if not self.recompute:  # a change is worth less memory
@@ -120,9 +138,7 @@ class _Search:
         """The least time that a group by itself spends on recomputing."""
         if not self.recompute or self.limit is None:
             return 0.0
-        chosen = replace(self.workload, microbatches=tuple(self.workload.microbatches[number] for number in group))
-        alone = self.make(chosen, Chains((tuple(range(len(group))),), ahead))
-        return least_recomputation(alone, self.costs, self.limit)
+        return self._estimates.least(self.make(Chains((group,), ahead)), self.limit)
 
     def best(self, tried: list[Chains]) -> Chains:
         """Of those that fit, or else of all, the fastest; of those about as fast the one of the most groups, which
@@ -137,9 +153,9 @@ class _Search:
     def _rate(self, chains: Chains) -> tuple[bool, float]:
         """Whether it is over the limit, and its time."""
         if chains not in self._rated:
-            program, over = self.make(self.workload, chains), False
+            program, over = self.make(chains), False
             if self.limit is not None and self.recompute:
-                found = recompute_chunks(program, self.costs, self.limit, exact=False)
+                found = self._estimates.recomputation(program, self.limit)
                 program, over = found.program, not found.fits
             elif self.limit is not None:
                 over = max(peak_memory(program, self.costs)) > self.limit
@@ -151,7 +167,7 @@ class _Search:
 
     def program(self, chains: Chains) -> Program:
         """With what it recomputes, as little as can be found."""
-        program = self.make(self.workload, chains)
+        program = self.make(chains)
         if self.limit is None or not self.recompute:
             return program
-        return recompute_chunks(program, self.costs, self.limit).program
+        return recompute_chunks(program, self.costs, self.limit, self._sizes).program

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 RELATIVE_GAP = 0.01
 """Part of the least by which what the exact search finds may be more."""
 
-TIME_LIMIT = 3.0
+TIME_LIMIT = 1.0
 """Seconds of the exact search."""
 
 TOLERANCE = 1e-9

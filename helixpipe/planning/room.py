@@ -7,6 +7,9 @@ from collections.abc import Iterable
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.program.tasks import Buffer
 
+LARGEST = 16
+"""Unlike chunks that are looked at, those of the most tokens: what lies around an op grows with them."""
+
 
 def beside_units(bound: BoundCosts, stages: Iterable[int]) -> float:
     """What a rank of these stages needs around an op beside what its units keep, in the costs' unit: the op's
@@ -17,6 +20,7 @@ def beside_units(bound: BoundCosts, stages: Iterable[int]) -> float:
     """
     last, extents = len(bound.program.stages) - 1, bound.program.workload.extents
     unlike = {extents[number][chunk]: (number, chunk) for number, chunk in bound.program.workload.units()}
+    largest = sorted(unlike, key=lambda extents: sum(part.tokens for part in extents))[-LARGEST:]
 
     def around(stage: int, unit: tuple[int, int]) -> float:
         buffers = [Buffer(kind, 0, stage, *unit) for kind in ("workspace", "recomputed")]
@@ -26,4 +30,4 @@ def beside_units(bound: BoundCosts, stages: Iterable[int]) -> float:
             buffers += [Buffer("activation", 0, stage + 1, *unit), Buffer("gradient", 0, stage, *unit)]
         return sum(map(bound.size, buffers))
 
-    return max(around(stage, unit) for stage in stages for unit in unlike.values())
+    return max(around(stage, unit) for stage in stages for unit in map(unlike.__getitem__, largest))

@@ -97,11 +97,6 @@ class Program:
         return own if own is not None else self.stages[unit.stage].activations
 
     @property
-    def recomputes(self) -> bool:
-        """Whether any unit's activations are recomputed."""
-        return any(each.recompute for each in (*self.stages, *self.activations.values()))
-
-    @property
     def num_layers(self) -> int:
         return 1 + max((piece.layer for stage in self.stages for piece in stage.pieces), default=-1)
 

@@ -19,7 +19,10 @@ CASES = [
     *(Case(name, 2, 4, "gpt", tied=True) for name in ("gpipe", "1f1b", "zb1p", "zb2p")),
     *(Case(name, 2, 4, "llama", v=v) for name, v in (("interleaved-1f1b", 2), ("zb-interleaved", None), ("zbv", None))),
     *(Case(name, 2, 4, "gpt", tied=True) for name in ("chimera", "hanayo")),
-    *(Case(name, 2, 3, "llama", lengths=(5, 4, 3)) for name in ("seq1f1b", "infinipipe", "seq1f1b-zb", "sppo", "terapipe")),
+    *(
+        Case(name, 2, 3, "llama", lengths=(5, 4, 3))
+        for name in ("seq1f1b", "infinipipe", "seq1f1b-zb", "sppo", "terapipe")
+    ),
     Case("seq1f1b-interleaved", 2, 4, "gpt", v=2, lengths=(6, 6)),
     Case("adapipe", 2, 6, "llama", layers=5, memory_limit=1.5),
     *(
