@@ -20,12 +20,9 @@ from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.build import build_graph
 from helixpipe.lowering.order import list_schedule
 from helixpipe.planning.catalogue import Shape
-from helixpipe.planning.chunk_recompute import (
-    Estimates,
-    LayerSizes,
-    recompute_chunks,
-)
+from helixpipe.planning.chunk_recompute import Estimates, recompute_chunks
 from helixpipe.planning.early import peak_memory
+from helixpipe.planning.recompute_needs import LayerSizes
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Op, Program
 

@@ -1,0 +1,250 @@
+"""What recomputation must save on a rank, and can: from the memory it has at each moment. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from math import inf
+from typing import TYPE_CHECKING, NamedTuple
+
+from helixpipe.lowering.bound import BoundCosts
+from helixpipe.planning.integer_program import Covering
+from helixpipe.planning.recompute import RecomputeOptions
+from helixpipe.program.costs import Contents, Work
+from helixpipe.program.program import Program, Unit
+from helixpipe.program.stages import Activations, Piece, segments
+from helixpipe.simulate.moments import Moments
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+def layer_runs(program: Program) -> list[tuple[tuple[Piece, ...], ...]]:
+    whole_layers = RecomputeOptions(recompute_granularity="full")
+    return [whole_layers.runs(stage.pieces) for stage in program.stages]
+
+
+class LayerSizes:
+    """What units save, and what their backwards add, with 0, 1, ... layers recomputed, and the time of one layer.
+
+    Asked of costs once for stages and chunks that are alike; one may be handed on from program to program of the same
+    costs.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], tuple[np.ndarray, np.ndarray, float]] = {}
+
+    def of(
+        self, bound: BoundCosts, unit: Unit, runs: Sequence[tuple[Piece, ...]]
+    ) -> tuple[np.ndarray, np.ndarray, float]:
+        """runs: what the layers of the unit's stage recompute, each."""
+        pieces = bound.program.stages[unit.stage].pieces
+        extents = bound.program.workload.extents[unit.microbatch][unit.chunk]
+        key = tuple(piece.kind for piece in pieces), extents, bound.whole
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._asked(bound, unit, runs)
+        return found
+
+    def _asked(
+        self, bound: BoundCosts, unit: Unit, runs: Sequence[tuple[Piece, ...]]
+    ) -> tuple[np.ndarray, np.ndarray, float]:
+        import numpy as np
+
+        pieces = bound.program.stages[unit.stage].pieces
+        extents = bound.program.workload.extents[unit.microbatch][unit.chunk]
+
+        def size(kind: str, count: int) -> float:
+            own = segments(pieces, Activations(tuple(runs[:count])))
+            return bound.costs.size(Contents(kind, own, extents, bound.whole, in_backward=True))
+
+        kept = np.array([size("saved", count) for count in range(len(runs) + 1)])
+        inside = np.zeros_like(kept)
+        if runs:
+            inside[1:] = [size("recomputed", count) for count in range(1, len(runs) + 1)]
+        return kept, inside, bound.costs.op_time(Work("R", runs[0], extents, bound.whole)) if runs else 0.0
+
+
+class Need(NamedTuple):
+    """What must be saved at a moment. units: those whose saved activations are there. running: the one whose backward
+    runs, which makes what it recomputes again."""
+
+    units: frozenset[Unit]
+    running: Unit | None
+    size: float
+
+
+def _least_slope(figures: np.ndarray, above: float) -> float:
+    """The least by which figures fall a step, from the first to any other that is above that; 0 where they rise."""
+    steps = [count for count in range(1, len(figures)) if figures[count] > above] or range(len(figures) - 1, 0, -1)[:1]
+    return max(0.0, min((float(figures[0] - figures[count]) / count for count in steps), default=0.0))
+
+
+class RankNeeds:
+    """What recomputation does to the memory of one rank.
+
+    units: in the order of their backwards. runs: of each stage what its layers recompute, a run each. kept: of each
+    unit what it saves with 0, 1, ... layers recomputed. inside: what its backward then adds at most. time: of
+    recomputing its first layer. saving: what each layer recomputed saves at least. saving_inside, most_inside: the
+    same while the unit's backward makes one of them again, and what all of them save then: as much as all but one.
+    """
+
+    def __init__(self, bound: BoundCosts, rank: int, found: Moments, sizes: LayerSizes):
+        import numpy as np
+
+        self.number, self.moments = rank, found
+        self.runs = layer_runs(bound.program)
+        self.totals = np.array(found.totals)
+        self.most = float(self.totals.max(initial=0.0))
+        self.units = sorted(found.backward, key=found.backward.__getitem__)
+        self.kept: dict[Unit, np.ndarray] = {}
+        self.inside: dict[Unit, np.ndarray] = {}
+        self.time: dict[Unit, float] = {}
+        self.saving: dict[Unit, float] = {}
+        self.saving_inside: dict[Unit, float] = {}
+        self.most_inside: dict[Unit, float] = {}
+        for unit in self.units:
+            self.kept[unit], self.inside[unit], self.time[unit] = kept, _, _ = sizes.of(
+                bound, unit, self.runs[unit.stage]
+            )
+            self.saving[unit] = _least_slope(kept, -inf)
+            inside = kept + self.inside[unit]
+            self.saving_inside[unit] = _least_slope(inside, inside[-1])
+            self.most_inside[unit] = max(0.0, float(inside[0] - inside[-1]))
+
+    def needs(self, room: float) -> list[Need]:
+        """What must be saved at the moments at which the same units are there, but for what others take care of.
+
+        While a backward runs, what its unit saves is the lesser of what its layers save and what they can at most. So
+        there are two needs, of which the latter leaves the unit out."""
+        backward_at = {moment: unit for unit, moment in self.moments.backward.items()}
+        changes: dict[int, list[Unit]] = {}
+        for unit in self.units:
+            for moment in self.moments.saved[unit]:
+                changes.setdefault(moment, []).append(unit)
+        alive: frozenset[Unit] = frozenset()
+        found: list[Need] = []
+        for start, end in pairwise([*sorted(changes), len(self.totals)]):
+            alive ^= frozenset(changes[start])
+            if end == start:
+                continue
+            moments = [Need(alive, backward_at.get(at), float(self.totals[at]) - room) for at in range(start, end)]
+            without = [
+                Need(alive - {unit}, None, size - self.most_inside[unit])
+                for _, unit, size in moments
+                if unit is not None
+            ]
+            for need in sorted([*moments, *without], key=lambda each: (-each.size, each.running is None)):
+                if need.size <= 0 or (found and self._follows(need, found[-1])):
+                    continue
+                while found and self._follows(found[-1], need):
+                    found.pop()
+                found.append(need)
+        return found
+
+    def coefficients(self, need: Need) -> list[tuple[Unit, float]]:
+        """What each layer that each unit recomputes saves at that moment, at least."""
+        return [
+            (unit, (self.saving_inside if unit == need.running else self.saving)[unit]) for unit in sorted(need.units)
+        ]
+
+    def _follows(self, one: Need, other: Need) -> bool:
+        """Whether whatever covers the `other` need covers this one: what units that are not here can do for it, and
+        what the one that runs here cannot, is no more than the difference."""
+        if not one.units <= other.units:
+            return False
+        less = sum(self.saving[unit] * len(self.runs[unit.stage]) for unit in other.units - one.units)
+        if one.running is not None and one.running != other.running:
+            less += (self.saving[one.running] - self.saving_inside[one.running]) * len(self.runs[one.running.stage])
+        return one.size <= other.size - less
+
+    def trimmed(self, layers: Mapping[Unit, int], room: float) -> list[tuple[Unit, int]]:
+        """The same with as few layers as this rank by itself needs: it may have room where others have none. `layers`
+        itself where that does not fit into `room`."""
+        now = self.totals.copy()
+        if self.most <= room:
+            return [(unit, 0) for unit in self.units]
+        for unit in self.units:
+            self._change(now, unit, 0, layers[unit])
+        if now.max() > room:
+            return [(unit, layers[unit]) for unit in self.units]
+        chosen = dict(layers)
+        for unit in sorted(self.units, key=lambda unit: -self.time[unit]):
+            (start, end), backward = self.moments.saved[unit], self.moments.backward[unit]
+            count, kept, inside = chosen[unit], self.kept[unit], self.inside[unit]
+            if count == 0:
+                continue
+            most = max(now[start:backward].max(initial=0.0), now[backward + 1 : end].max(initial=0.0))
+            spare, own = room - most, room - now[backward]
+            more, beside = kept - kept[count], inside - inside[count]
+            chosen[unit] = next(
+                (less for less in range(count) if more[less] <= spare and more[less] + beside[less] <= own), count
+            )
+            self._change(now, unit, count, chosen[unit])
+        return [(unit, chosen[unit]) for unit in self.units]
+
+    def _change(self, now: np.ndarray, unit: Unit, before: int, after: int) -> None:
+        """What the rank has at each moment, when a unit recomputes so many layers instead."""
+        start, end = self.moments.saved[unit]
+        kept, inside = self.kept[unit], self.inside[unit]
+        now[start:end] += kept[after] - kept[before]
+        now[self.moments.backward[unit]] += inside[after] - inside[before]
+
+
+class Diagonals:
+    """The numbers to be found, one for each diagonal: place of a unit's backward on its rank, and ranks after that.
+
+    of: each unit's diagonal. everything: all layers of every unit. weights: the most that a layer of the diagonal
+    takes. unit: of the weights in a covering.
+    """
+
+    def __init__(self, ranks: Sequence[RankNeeds]):
+        import numpy as np
+
+        self.ranks = ranks
+        self.of = {
+            unit: place + len(ranks) - 1 - rank.number for rank in ranks for place, unit in enumerate(rank.units)
+        }
+        self.weights = np.zeros(1 + max(self.of.values(), default=-1))
+        self.most = np.zeros_like(self.weights)
+        for rank in ranks:
+            for unit in rank.units:
+                at = self.of[unit]
+                self.weights[at] = max(self.weights[at], rank.time[unit])
+                self.most[at] = max(self.most[at], len(rank.runs[unit.stage]))
+        self.everything = {unit: len(rank.runs[unit.stage]) for rank in ranks for unit in rank.units}
+        self.unit = float(self.weights.max(initial=0.0)) or 1.0
+
+    def layers(self, values: np.ndarray) -> dict[Unit, int]:
+        """Of every unit."""
+        return {
+            unit: min(int(values[self.of[unit]]), len(rank.runs[unit.stage]))
+            for rank in self.ranks
+            for unit in rank.units
+        }
+
+    def covering(self, room: Sequence[float]) -> Covering:
+        """What recomputation must save, where; room: of each rank, beside its weights and optimizer."""
+        import numpy as np
+        from scipy.sparse import csc_array
+
+        rows: list[int] = []
+        columns: list[int] = []
+        figures: list[float] = []
+        needs: list[float] = []
+        for rank, free in zip(self.ranks, room, strict=True):
+            if rank.most <= free:
+                continue
+            for need in rank.needs(free):
+                for unit, figure in rank.coefficients(need):
+                    rows.append(len(needs))
+                    columns.append(self.of[unit])
+                    figures.append(figure)
+                needs.append(need.size)
+        scale = max(figures, default=1.0) or 1.0
+        shape = len(needs), len(self.weights)
+        matrix = csc_array((np.array(figures) / scale, (rows, columns)), shape=shape)
+        matrix.sum_duplicates()
+        matrix.eliminate_zeros()
+        weights = self.weights / self.unit if self.weights.any() else np.ones_like(self.weights)
+        return Covering(matrix, np.array(needs) / scale, self.most, weights)

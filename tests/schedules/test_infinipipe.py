@@ -1,0 +1,121 @@
+"""InfiniPipe's order: chains in groups, the longest first, without a flush between them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+
+from helixpipe.common.errors import ScheduleError
+from helixpipe.costs.by_hand import PieceTimes
+from helixpipe.lowering.lower import lower
+from helixpipe.planning.early import peak_memory
+from helixpipe.program.program import Program
+from helixpipe.program.workload import Workload
+from helixpipe.simulate.simulator import Simulation, simulate
+from schedules import Shape, build
+from schedules.infinipipe import InfinipipeOptions
+from tests.lowering.ragged import equal_chains, random_chains
+
+COSTS = PieceTimes()
+"""F takes as long as the chunk's share of a microbatch, B twice that."""
+
+
+def run(program: Program) -> Simulation:
+    return simulate(lower(program, COSTS), COSTS)
+
+
+def infinipipe(shape: Shape, **given: Any) -> Program:
+    return build("infinipipe", shape, InfinipipeOptions(**given))
+
+
+def in_chunks(simulation: Simulation, figure: float, tokens: int = 8) -> float:
+    """In forwards of a chunk, or in chunks' activations."""
+    return figure * simulation.lowered.program.workload.mean_tokens / tokens
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "k", "lengths"), [(1, 3, 2, None), (2, 4, 1, None), (4, 6, 3, (5, 4, 3)), (3, 2, 5, None)]
+)
+def test_microbatches_that_are_all_alike_run_as_in_seq1f1b(
+    p: int, m: int, k: int, lengths: tuple[int, ...] | None
+) -> None:
+    shape = Shape(p, m, p, chunks=k, chunk_lengths=lengths)
+    assert infinipipe(shape).ranks == build("seq1f1b", shape).ranks
+
+
+@pytest.mark.parametrize("p", [2, 4, 8])
+def test_changes_of_groups_cost_nothing(p: int) -> None:
+    """Bubble (p-1)(F+B) of a chunk once a step, and each group keeps a(p-r-1) + N chunks on rank r."""
+    counts = (1,) * 10 + (6,) * 2 + (2,) * 4 + (3,) * 3 + (1,) * 9
+    result = run(infinipipe(Shape(p, len(counts), p, ragged=equal_chains(counts))))
+    assert in_chunks(result, result.bubble_time) == pytest.approx((p - 1) * 3)
+    assert in_chunks(result, max(result.peak_activation)) == pytest.approx(p - 1 + 6)
+    ungrouped = run(infinipipe(Shape(p, len(counts), p, ragged=equal_chains(counts)), infinipipe_grouping=False))
+    kept = [sum(most_kept(each, 28)) for each in (result, ungrouped)]
+    assert kept[0] < kept[1]
+
+
+def most_kept(simulation: Simulation, last: int) -> list[int]:
+    """The most units that each rank keeps while the last so many forwards of its order run."""
+    found = []
+    for ops in simulation.lowered.program.ranks:
+        kept, counts = 0, []
+        for op in ops:
+            kept += 1 if op.kind == "F" else -1
+            counts.append((op.kind, kept))
+        found.append(max([kept for kind, kept in counts if kind == "F"][-last // 2 :]))
+    return found
+
+
+def test_the_longest_chains_come_first_and_slower_chunks_before_faster() -> None:
+    def order(program: Program) -> list[int]:
+        return [op.microbatch for op in program.ranks[0] if op.kind == "F" and op.chunk == 0]
+
+    workload = Workload(sum((equal_chains((count,), tokens).microbatches for count, tokens in CHAINS), ()))
+    workload = Workload(
+        tuple(
+            tuple(tuple(part._replace(document=number) for part in chunk) for chunk in chunks)
+            for number, chunks in enumerate(workload.microbatches)
+        )
+    )
+    shape = Shape(2, 5, 2, ragged=workload)
+    assert order(infinipipe(shape)) == [3, 1, 2, 4, 0]
+    assert order(infinipipe(shape, infinipipe_sort=False)) == [1, 3, 2, 0, 4]
+    assert order(infinipipe(shape, infinipipe_grouping=False)) == [0, 1, 2, 3, 4]
+
+
+CHAINS = ((1, 4), (3, 5), (2, 7), (3, 6), (1, 9))
+
+
+def test_sorting_makes_the_bubble_smaller() -> None:
+    rng = Random(1)
+    shape = Shape(4, 40, 4, ragged=random_chains(rng, 40, 1, longest=40))
+    bubbles = [run(infinipipe(shape, infinipipe_sort=sort)).bubble_time for sort in (True, False)]
+    assert bubbles[0] < 0.6 * bubbles[1]
+
+
+def test_more_ahead_idles_less_and_keeps_more() -> None:
+    shape = Shape(4, 12, 4, ragged=random_chains(Random(2), 12, 5))
+    one, two = (run(infinipipe(shape, infinipipe_ahead=ahead)) for ahead in (1, 2))
+    assert two.bubble_time < one.bubble_time
+    assert max(two.peak_activation) > max(one.peak_activation)
+    assert run(infinipipe(shape)).makespan == one.makespan
+    roomy = infinipipe(replace(shape, memory_limit=1e9))
+    assert run(roomy).makespan == two.makespan
+    with pytest.raises(ScheduleError, match=r"^--infinipipe-ahead must be at least 1, not 0\.$"):
+        infinipipe(shape, infinipipe_ahead=0)
+
+
+def test_it_recomputes_what_does_not_fit() -> None:
+    shape = Shape(2, 8, 8, ragged=equal_chains((4, 1, 1, 3, 1, 2, 1, 1)))
+    peak = max(peak_memory(infinipipe(shape), COSTS))
+    limited = replace(shape, memory_limit=0.6 * peak)
+    program = infinipipe(limited)
+    assert program.activations and max(peak_memory(program, COSTS)) <= 0.6 * peak * (1 + 1e-6)
+    grouped, one = (run(infinipipe(limited, infinipipe_grouping=grouping)) for grouping in (True, False))
+    assert grouped.makespan <= one.makespan
+    assert not infinipipe(limited, infinipipe_recompute=False).activations
+    assert not infinipipe(replace(shape, memory_limit=peak)).activations
