@@ -17,11 +17,12 @@ from megatron.training.data.datasets import build_datasets
 from megatron.training.data.options import DataOptions
 from megatron.training.data.tokenizer import build_tokenizer
 
-CHATML = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-)
+TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+CHATML = TURNS + "{% if add_generation_prompt %}<assistant>{% endif %}"
 THINKS = CHATML.replace("%}<assistant>{%", "%}<assistant><think>{%")
-FORGETS = "{% for m in messages %}{% if loop.last or m.role == 'user' %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+FORGETS = (
+    "{% for m in messages %}{% if loop.last or m.role == 'user' %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+)
 TALK = [
     {"role": "system", "content": "Brief."},
     {"role": "user", "content": "2+2?"},
@@ -35,7 +36,6 @@ class Templated:
     """A tokenizer of bytes with a chat template."""
 
     vocab_size, eod = 256, 0
-    unique_identifiers = {"class": "Templated"}
 
     def __init__(self, template: str | dict[str, str] | None) -> None:
         self.chat_template = template
@@ -43,7 +43,9 @@ class Templated:
     def tokenize(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def apply_chat_template(self, conversation: Any, chat_template: str, tokenize: bool, add_generation_prompt: bool) -> str:
+    def apply_chat_template(
+        self, conversation: Any, chat_template: str, tokenize: bool, add_generation_prompt: bool
+    ) -> str:
         assert not tokenize
         values = {"messages": conversation, "add_generation_prompt": add_generation_prompt}
         return jinja2.Environment(undefined=jinja2.StrictUndefined).from_string(chat_template).render(**values)
@@ -54,7 +56,9 @@ def shown(record: Any, tokenizer: Any = None, prompt_format: str = "default") ->
     encoded = Renderer(tokenizer or build_tokenizer("ByteLevelTokenizer"), prompt_format).encode(json.dumps(record))
     text, open_ = "", False
     for token, trained in zip(encoded.tokens, encoded.trained, strict=True):
-        text += ("[" if trained and not open_ else "]" if open_ and not trained else "") + (chr(token) if token else ".")
+        text += ("[" if trained and not open_ else "]" if open_ and not trained else "") + (
+            chr(token) if token else "."
+        )
         open_ = trained
     return text + ("]" if open_ else "")
 
@@ -84,7 +88,11 @@ def shown(record: Any, tokenizer: Any = None, prompt_format: str = "default") ->
         # The prompt says more than the turn does then: the turn's head is trained as well.
         ({"messages": TALK[1:3]}, {"tokenizer": Templated(THINKS)}, "<user>2+2?</s>[<assistant>4</s>]"),
         ({"messages": TALK}, {"tokenizer": Templated(CHATML), "prompt_format": "identity"}, "Brief.2+2?[4]3+3?[6.]"),
-        ({"messages": TALK[2:]}, {"tokenizer": Templated(CHATML)}, "[<assistant>4</s>]<user>3+3?</s><assistant>[6</s>]"),
+        (
+            {"messages": TALK[2:]},
+            {"tokenizer": Templated(CHATML)},
+            "[<assistant>4</s>]<user>3+3?</s><assistant>[6</s>]",
+        ),
     ],
 )
 def test_what_the_assistant_says_is_trained(record: Any, how: dict[str, Any], expected: str) -> None:
@@ -101,7 +109,11 @@ def test_what_the_assistant_says_is_trained(record: Any, how: dict[str, Any], ex
         ({"messages": []}, None, "'messages' must be a list"),
         ({"messages": [{"role": "user"}]}, None, "message 1 must have a 'role' and a 'content', both text"),
         ({"messages": TALK[:2]}, None, "no message is the assistant's"),
-        ({"messages": [*TALK, {"role": "clown", "content": ""}]}, None, "message 6 has the role 'clown'; without a chat"),
+        (
+            {"messages": [*TALK, {"role": "clown", "content": ""}]},
+            None,
+            "message 6 has the role 'clown'; without a chat",
+        ),
         ({"messages": TALK}, FORGETS, "the chat template writes earlier turns otherwise once message 5 follows"),
         ({"messages": TALK}, "{{ missing.such }}", "the chat template fails .'missing' is undefined"),
     ],
@@ -160,7 +172,7 @@ def test_files_are_tokenized_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert len(list((tmp_path / "a.jsonl.cache").iterdir())) == 3
     for masks in (tmp_path / "a.jsonl.cache").glob("*/trained.bin"):
         masks.write_bytes(b"")
-    with pytest.raises(DataError, match="trained.bin does not have a byte for each of 3 tokens"):
+    with pytest.raises(DataError, match=r"trained\.bin does not have a byte for each of 3 tokens"):
         train(path)
     assert made.is_dir()
 
@@ -190,5 +202,5 @@ def test_wrong_files_and_formats_are_told(tmp_path: Path, make_pair: Callable[..
     with pytest.raises(DataError, match=r"a\.jsonl is text: preprocess it"):
         options = DataOptions(12, data_path=[str(tmp_path / "a.jsonl")])
         build_datasets(options, build_tokenizer("ByteLevelTokenizer"), (6, 0, 0))
-    with pytest.raises(UserError, match="nemotron-h-aligned is of one family .* valid are default and identity"):
+    with pytest.raises(UserError, match=r"nemotron-h-aligned is of one family .* valid are default and identity"):
         DataOptions(12, data_path=["a.jsonl"], sft=True, sft_tokenizer_prompt_format="nemotron-h-aligned")

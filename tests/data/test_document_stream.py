@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy
 import pytest
@@ -66,7 +66,7 @@ def test_every_document_once_an_epoch_and_a_run_goes_on(
         assert all(len(step.places) == size[0] for step in whole)
     else:
         assert all(step.tokens <= size for step in whole)
-        assert all(step.tokens + after.lengths[0] > size for step, after in zip(whole, whole[1:], strict=False))
+        assert all(step.tokens + after.lengths[0] > size for step, after in pairwise(whole))
 
     # What a checkpoint keeps is enough to go on in the middle of an epoch.
     resumed = DocumentStream(ordered(sizes, capacity), first_step=stop, consumed=whole[stop].consumed, **how)
@@ -108,9 +108,11 @@ def test_what_becomes_of_long_and_empty_documents() -> None:
     assert skipping.counts == Counts(used=2, truncated=0, skipped=2, empty=2)
     assert str(skipping.counts) == "2 documents, 2 too long and skipped, 2 without two tokens left out"
     assert sorted(skipping.trained(0, 9).tolist()) == [1, 10]
-    with pytest.raises(DataError, match="fake has 2 documents of more than --seq-length 10 tokens, the first of them numb"):
+    with pytest.raises(
+        DataError, match="fake has 2 documents of more than --seq-length 10 tokens, the first of them numb"
+    ):
         ordered(sizes, 10, long_documents="refuse")
-    with pytest.raises(NoDocuments, match="fake has no document for it .0 documents, 3 without two tokens left out"):
+    with pytest.raises(NoDocuments, match=r"fake has no document for it .0 documents, 3 without two tokens left out"):
         ordered([0, 1, 1])
 
 

@@ -74,9 +74,10 @@ def test_rows_are_the_documents_whatever_the_chunks(
             mask += [float(number >= 0)] * length
             positions += range(length)
         assert batch.tokens.tolist() == [tokens] and batch.labels.tolist() == [labels]
-        assert batch.loss_mask.tolist() == [mask] and batch.position_ids.tolist() == [positions]  # type: ignore[union-attr]
-        assert batch.documents == bound.documents
-        assert batch.documents.lengths == (tuple(length for _, length in documents),)  # type: ignore[union-attr]
+        assert batch.loss_mask.tolist() == [mask]
+        assert batch.documents is not None and bound.documents is not None
+        assert batch.documents.lengths == bound.documents.lengths == (tuple(length for _, length in documents),)
+        assert batch.position_ids is None and batch.documents.positions()[:, 0].tolist() == positions
         assert (batch.tokens.dtype, batch.loss_mask.dtype, bound.tokens.numel()) == (torch.int64, torch.float32, 0)
 
 
@@ -104,7 +105,9 @@ def test_a_plan_for_other_documents_and_steps_out_of_turn_are_refused() -> None:
     lengths = stream.lengths(0)
     workload = Workload((((Slice(0, 0, lengths[0]),),), ((Slice(1, 0, lengths[1]),),)))
     reader = RowReader(stream, CPU)
-    with pytest.raises(ValueError, match=f"document 0 of the plan has {lengths[0]} tokens, in step 0 it has {lengths[1]}"):
+    with pytest.raises(
+        ValueError, match=f"document 0 of the plan has {lengths[0]} tokens, in step 0 it has {lengths[1]}"
+    ):
         reader.ask(0, workload, [1, 0])
     reader.ask(0, workload, [0, 1])
     with pytest.raises(ValueError, match="the rows of step 0 come next, not those of step 1"):

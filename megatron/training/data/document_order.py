@@ -18,7 +18,6 @@ from helixpipe.common.errors import DataError
 from megatron.training.data.document_files import DocumentFile
 from megatron.training.data.options import LongDocuments
 
-
 _ROUND, _FILE = 1, 2  # apart, since a seed of numbers is no other with zeros behind it
 
 
@@ -132,7 +131,9 @@ class DocumentOrder:
         size, parts = len(self._documents[file]), []
         while count:
             epoch, offset = divmod(first, size)
-            shuffled = numpy.random.default_rng((self._seed, _FILE, file, epoch)).permutation(size)[offset : offset + count]
+            shuffled = numpy.random.default_rng((self._seed, _FILE, file, epoch)).permutation(size)[
+                offset : offset + count
+            ]
             parts.append(shuffled)
             first, count = first + len(shuffled), count - len(shuffled)
         return numpy.concatenate(parts)
@@ -145,9 +146,9 @@ def _usable(share: Share, capacity: int, long_documents: LongDocuments) -> tuple
     if long.any() and long_documents == "refuse":
         first = int(long.argmax())
         raise DataError(
-            f"{share.file.name} has {int(long.sum())} documents of more than --seq-length {capacity} tokens, the first "
-            f"of them number {share.begin + first} with {trained[first]}, which --long-documents refuse does not allow; "
-            "truncate and skip do"
+            f"{share.file.name} has {int(long.sum())} documents of more than --seq-length {capacity} tokens, the "
+            f"first of them number {share.begin + first} with {trained[first]}, and --long-documents refuse does not "
+            "allow it; truncate and skip do"
         )
     kept = ~short & ~long if long_documents == "skip" else ~short
     counts = Counts(int(kept.sum()), int((kept & long).sum()), int((long & ~kept).sum()), int(short.sum()))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset
@@ -97,11 +98,10 @@ class PaddedDocuments(Dataset[dict[str, torch.Tensor]]):
             raise IndexError(index)
         document = self._stream.read(self._stream.step(index), 0)
         self._stream.forget(index + 1)
-        padding = self._seq_length - len(document.tokens)
-        made = row([document, padding] if padding else [document])
-        assert made.position_ids is not None
-        fields = {"tokens": made.tokens, "labels": made.labels, "loss_mask": made.loss_mask}
-        return {name: tensor[0] for name, tensor in {**fields, "position_ids": made.position_ids}.items()}
+        length = len(document.tokens)
+        fields = row([document, self._seq_length - length])._asdict()
+        fields["position_ids"] = numpy.concatenate([numpy.arange(length), numpy.arange(self._seq_length - length)])
+        return {name: torch.from_numpy(values) for name, values in fields.items()}
 
 
 def padded(order: DocumentOrder | None, samples: int, seq_length: int, eod: int | None) -> PaddedDocuments | None:

@@ -69,7 +69,7 @@ def batch_iterator(
     for batch, documents in loader:
         if device is not None:
             batch = {name: tensor.to(device, non_blocking=on_cuda) for name, tensor in batch.items()}
-        yield make(**batch, **({} if documents is None else {"documents": Documents(documents)}))
+        yield make(**batch, **({} if documents is None else {"documents": Documents(documents, device)}))
     raise DataError(f"the data is used up: the dataset has {len(dataset)} samples")  # type: ignore[arg-type]
 
 

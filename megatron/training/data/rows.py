@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy
 import torch
+from torch import Tensor
 
 from helixpipe.model import Microbatch
 from helixpipe.model.documents import Documents
@@ -21,6 +22,10 @@ class Part(NamedTuple):
 
     document: int
     length: int
+
+
+_Asked = tuple[tuple[int, ...], Future[list[Tensor]] | None]
+"""The lengths of a row's documents, and its tensors where they are needed."""
 
 
 def parts(chunks: Sequence[Chunk]) -> tuple[Part, ...]:
@@ -39,28 +44,16 @@ def parts(chunks: Sequence[Chunk]) -> tuple[Part, ...]:
     return tuple(found)
 
 
-def row(documents: Sequence[DocumentTokens | int]) -> Microbatch:
-    """One microbatch of b = 1, on the CPU: the documents one after another; a number stands for so many tokens of
-    padding, which have no loss. Positions begin anew with each."""
-    lengths = tuple(each if isinstance(each, int) else len(each.tokens) for each in documents)
-    total = sum(lengths)
-    tokens, labels = numpy.zeros((1, total), numpy.int64), numpy.zeros((1, total), numpy.int64)
-    loss_mask, positions = numpy.zeros((1, total), numpy.float32), numpy.empty((1, total), numpy.int64)
-    end = 0
-    for each, length in zip(documents, lengths, strict=True):
-        here = (0, slice(end, end := end + length))
-        positions[here] = numpy.arange(length)
-        if not isinstance(each, int):
-            tokens[here], labels[here], loss_mask[here] = each
-    inputs, targets, mask = map(torch.from_numpy, (tokens, labels, loss_mask))
-    return Microbatch(inputs, targets, mask, torch.from_numpy(positions), Documents((lengths,)))
+def row(documents: Sequence[DocumentTokens | int]) -> DocumentTokens:
+    """Documents one after another; a number stands for so many tokens of padding, which have no loss."""
+    empty = [DocumentTokens(*(numpy.zeros(0, kind) for kind in (numpy.int64, numpy.int64, numpy.float32)))]
+    filled = [_padding(each) if isinstance(each, int) else each for each in documents]
+    return DocumentTokens(*map(numpy.concatenate, zip(*(filled or empty), strict=True)))
 
 
-def boundaries(chunks: Sequence[Chunk]) -> Microbatch:
-    """A row as a rank needs it that runs attention and has neither tokens nor loss."""
-    nothing = torch.empty(0)
-    lengths = tuple(part.length for part in parts(chunks))
-    return Microbatch(nothing, nothing, nothing, documents=Documents((lengths,)))
+def _padding(length: int) -> DocumentTokens:
+    nothing = numpy.zeros(length, numpy.int64)
+    return DocumentTokens(nothing, nothing, nothing.astype(numpy.float32))
 
 
 class RowReader:
@@ -72,7 +65,7 @@ class RowReader:
     def __init__(self, stream: DocumentStream, device: torch.device, *, threads: int = 1, whole: bool = True) -> None:
         self._stream, self._device, self._whole = stream, device, whole
         self._pool = ThreadPoolExecutor(max(1, threads), "rows") if whole else None
-        self._asked: deque[tuple[int, list[Future[Microbatch]] | list[Microbatch]]] = deque()
+        self._asked: deque[tuple[int, list[_Asked]]] = deque()
 
     def ask(self, step: int, workload: Workload, numbers: Sequence[int]) -> None:
         """Begin to read this rank's rows of a step, which come in the order they were asked for.
@@ -80,52 +73,43 @@ class RowReader:
         workload: its microbatches are the rows. numbers: of each document of the workload, its number in the stream's
         step; higher ones are padding. Raises ValueError where a row and the documents do not agree in their lengths.
         """
-        rows = [workload.chunks(microbatch) for microbatch in range(len(workload))]
-        if self._pool is None:
-            self._asked.append((step, [boundaries(chunks) for chunks in rows]))
-            return
-        documents = self._stream.step(step)
-        lengths = documents.lengths
-        futures = []
-        for chunks in rows:
-            found = parts(chunks)
+        documents, rows = self._stream.step(step), []
+        for microbatch in range(len(workload)):
+            found = parts(workload.chunks(microbatch))
             for part in found:
-                if part.document < len(numbers) and part.length != lengths[numbers[part.document]]:
+                if part.document < len(numbers) and part.length != documents.lengths[numbers[part.document]]:
                     raise ValueError(
                         f"document {part.document} of the plan has {part.length} tokens, in step {step} it has "
-                        f"{lengths[numbers[part.document]]}"
+                        f"{documents.lengths[numbers[part.document]]}"
                     )
-            futures.append(self._pool.submit(self._read, documents, found, tuple(numbers)))
-        self._asked.append((step, futures))
+            lengths = tuple(part.length for part in found)
+            read = None if self._pool is None else self._pool.submit(self._read, documents, found, tuple(numbers))
+            rows.append((lengths, read))
+        self._asked.append((step, rows))
 
     def take(self, step: int) -> list[Microbatch]:
-        """The rows of the step that was asked for first. Raises ValueError where that is another."""
+        """The rows of the step that was asked for first, each a microbatch of one sample. Raises ValueError where that
+        is another."""
         asked, rows = self._asked.popleft()
         if asked != step:
             raise ValueError(f"the rows of step {asked} come next, not those of step {step}")
-        read = [each.result() if isinstance(each, Future) else each for each in rows]
-        return [self._there(each) for each in read]
+        made = []
+        for lengths, read in rows:
+            tensors = [torch.empty(0)] * 3 if read is None else read.result()
+            tokens, labels, loss_mask = (tensor.to(self._device, non_blocking=True) for tensor in tensors)
+            made.append(Microbatch(tokens, labels, loss_mask, documents=Documents([lengths], self._device)))
+        return made
 
     def close(self) -> None:
         """End the threads; what was asked for is not read any more."""
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _read(self, step: StepDocuments, found: Sequence[Part], numbers: Sequence[int]) -> Microbatch:
-        made = row(
-            [
-                self._stream.read(step, numbers[part.document]) if part.document < len(numbers) else part.length
-                for part in found
-            ]
-        )
-        return _changed(made, torch.Tensor.pin_memory) if self._device.type == "cuda" else made
-
-    def _there(self, batch: Microbatch) -> Microbatch:
-        return _changed(batch, lambda tensor: tensor.to(self._device, non_blocking=True))
-
-
-def _changed(batch: Microbatch, change: Callable[[torch.Tensor], torch.Tensor]) -> Microbatch:
-    positions = None if batch.position_ids is None else change(batch.position_ids)
-    return Microbatch(
-        change(batch.tokens), change(batch.labels), change(batch.loss_mask), positions, documents=batch.documents
-    )
+    def _read(self, step: StepDocuments, found: Sequence[Part], numbers: Sequence[int]) -> list[Tensor]:
+        """Tokens, labels and loss mask of a row, each [1, s]."""
+        filled = [
+            self._stream.read(step, numbers[part.document]) if part.document < len(numbers) else part.length
+            for part in found
+        ]
+        tensors = [torch.from_numpy(each)[None] for each in row(filled)]
+        return [tensor.pin_memory() for tensor in tensors] if self._device.type == "cuda" else tensors
