@@ -1,0 +1,74 @@
+"""Documents of true lengths that every machine has: Python's standard library, a file a document, in bytes.
+
+    python benchmarks/documents.py --output runs/documents
+
+Writes `PREFIX_text_document.bin/.idx` for --data-path with --variable-seq-lengths and ByteLevelTokenizer, and
+`lengths.txt`, the tokens to train of each document, one a line, for `helixpipe simulate infinipipe --lengths`. Prints
+how the documents are distributed: how many are no longer than so many tokens, and how much of the text is in them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere, installed or not
+
+import numpy
+
+from megatron.training.data.document_files import IndexedDocuments
+from megatron.training.data.indexed_files import read_indexed_file
+from tools.preprocess_data import parse_arguments, preprocess
+from tools.stdlib_corpus import write_corpus
+
+
+def build(folder: Path, root: Path, max_megabytes: float | None = None, workers: int = 1) -> tuple[Path, numpy.ndarray]:
+    """Make the pair below `folder` of the .py files below `root`. Returns its prefix, and of each document the tokens to
+    train: its bytes."""
+    source = folder / "stdlib.jsonl"
+    write_corpus(source, root, max_megabytes)
+    words = [
+        "--input",
+        str(source),
+        "--output-prefix",
+        str(folder / "stdlib"),
+        "--tokenizer-type",
+        "ByteLevelTokenizer",
+    ]
+    prefix = preprocess(parse_arguments([*words, "--append-eod", "--workers", str(workers)]))["text"]
+    lengths = IndexedDocuments(read_indexed_file(str(prefix))).lengths - 1
+    (folder / "lengths.txt").write_text("".join(f"{length}\n" for length in lengths))
+    return prefix, lengths
+
+
+def distribution(lengths: Sequence[int] | numpy.ndarray) -> list[str]:
+    """A line for each power of two up to the longest: documents no longer than that, and their part of the tokens."""
+    lengths = numpy.asarray(lengths)
+    lines, limit = [], 1024
+    while True:
+        short = lengths <= limit
+        of_tokens = lengths[short].sum() / lengths.sum()
+        lines.append(f"{limit:>9} tokens or less: {short.mean():6.1%} of the documents, {of_tokens:6.1%} of the tokens")
+        if short.all():
+            return lines
+        limit *= 2
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Make documents of true lengths.", allow_abbrev=False)
+    parser.add_argument("--output", type=Path, default=Path("runs/documents"), help="folder to write")
+    parser.add_argument("--max-megabytes", type=float, help="stop before the text exceeds this many million bytes")
+    parser.add_argument("--workers", type=int, default=1, help="processes that tokenize")
+    arguments = parser.parse_args()
+    root = Path(sysconfig.get_path("stdlib"))
+    prefix, lengths = build(arguments.output, root, arguments.max_megabytes, arguments.workers)
+    print(f"{prefix}: {len(lengths)} documents, {lengths.sum()} tokens, longest {lengths.max()}")
+    print("\n".join(distribution(lengths)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
