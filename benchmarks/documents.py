@@ -30,15 +30,8 @@ def build(folder: Path, root: Path, max_megabytes: float | None = None, workers:
     train: its bytes."""
     source = folder / "stdlib.jsonl"
     write_corpus(source, root, max_megabytes)
-    words = [
-        "--input",
-        str(source),
-        "--output-prefix",
-        str(folder / "stdlib"),
-        "--tokenizer-type",
-        "ByteLevelTokenizer",
-    ]
-    prefix = preprocess(parse_arguments([*words, "--append-eod", "--workers", str(workers)]))["text"]
+    words = ["--input", str(source), "--output-prefix", str(folder / "stdlib"), "--workers", str(workers)]
+    prefix = preprocess(parse_arguments([*words, "--tokenizer-type", "ByteLevelTokenizer", "--append-eod"]))["text"]
     lengths = IndexedDocuments(read_indexed_file(str(prefix))).lengths - 1
     (folder / "lengths.txt").write_text("".join(f"{length}\n" for length in lengths))
     return prefix, lengths
