@@ -26,8 +26,8 @@ from tools.stdlib_corpus import write_corpus
 
 
 def build(folder: Path, root: Path, max_megabytes: float | None = None, workers: int = 1) -> tuple[Path, numpy.ndarray]:
-    """Make the pair below `folder` of the .py files below `root`. Returns its prefix, and of each document the tokens to
-    train: its bytes."""
+    """Make the pair below `folder` of the .py files below `root`. Returns its prefix, and of each document the tokens
+    to train: its bytes."""
     source = folder / "stdlib.jsonl"
     write_corpus(source, root, max_megabytes)
     words = ["--input", str(source), "--output-prefix", str(folder / "stdlib"), "--workers", str(workers)]
