@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,7 @@ def test_samples_are_padded_or_truncated_conversations(tmp_path: Path, capsys: p
             "loss_mask": torch.float32,
             "position_ids": torch.int64,
         }
+    assert torch.equal(pickle.loads(pickle.dumps(dataset))[3]["tokens"], dataset[3]["tokens"])  # loaders may be spawned
     order = [bytes(dataset[i]["tokens"].tolist()) for i in (5, 2, 3, 4, 0, 1)]
     assert all(len(set(order[i : i + 2])) == 2 for i in (2, 4))  # each once an epoch, wherever it is read from
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy
 
@@ -80,6 +80,10 @@ class IndexedDocuments:
     def _maps(self) -> dict[str, numpy.ndarray]:
         kinds = {self.file.prefix + ".bin": self.file.token_type, **({self.masks: numpy.uint8} if self.masks else {})}
         return {path: numpy.memmap(path, kind, "r") for path, kind in kinds.items()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For loader processes that are not forked: without the maps, which would travel as what they map."""
+        return {name: value for name, value in self.__dict__.items() if name != "_maps"}
 
     def _part(self, path: str, kind: type[numpy.integer], first: int, count: int) -> numpy.ndarray:
         if self.mapped:

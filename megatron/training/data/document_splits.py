@@ -19,7 +19,7 @@ from megatron.training.data.boundaries import check_boundaries, end_of_document
 from megatron.training.data.conversation_files import open_conversations, tokenize_once
 from megatron.training.data.document_files import DocumentFile, IndexedDocuments, MockDocuments
 from megatron.training.data.document_order import DocumentOrder, NoDocuments, Share
-from megatron.training.data.documents import DocumentStream
+from megatron.training.data.documents import DocumentStream, read_document
 from megatron.training.data.indexed_files import check_vocabulary, read_indexed_file
 from megatron.training.data.options import DataOptions, SplitSource, split_sources
 from megatron.training.data.rows import row
@@ -87,8 +87,7 @@ class PaddedDocuments(Dataset[dict[str, torch.Tensor]]):
     """
 
     def __init__(self, order: DocumentOrder, samples: int, seq_length: int, eod: int | None) -> None:
-        self._stream = DocumentStream(order, documents_a_step=1, eod=eod)
-        self._samples, self._seq_length = samples, seq_length
+        self._order, self._samples, self._seq_length, self._eod = order, samples, seq_length, eod
 
     def __len__(self) -> int:
         return self._samples
@@ -96,9 +95,8 @@ class PaddedDocuments(Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         if not 0 <= index < self._samples:
             raise IndexError(index)
-        document = self._stream.read(self._stream.step(index), 0)
-        self._stream.forget(index + 1)
-        length = len(document.tokens)
+        ((place, length),) = self._order.places(index, 1)
+        document = read_document(self._order, place, length, self._eod)
         fields = row([document, self._seq_length - length])._asdict()
         fields["position_ids"] = numpy.concatenate([numpy.arange(length), numpy.arange(self._seq_length - length)])
         return {name: torch.from_numpy(values) for name, values in fields.items()}

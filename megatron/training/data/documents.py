@@ -13,6 +13,7 @@ there exactly as the stream that was interrupted. No torch here.
 from __future__ import annotations
 
 import hashlib
+import threading
 from bisect import bisect_right
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -56,6 +57,20 @@ class DocumentTokens(NamedTuple):
     """[n] float32: 1 where the label is to be learned."""
 
 
+def read_document(order: DocumentOrder, place: Place, length: int, eod: int | None) -> DocumentTokens:
+    """A document of the order with so many tokens to train. eod: see `DocumentStream`. Raises DataError where its file
+    has no longer that many."""
+    file = order.file(place)
+    tokens, trained = file.read(place.document, length + 1)
+    if len(tokens) != length + 1:
+        raise DataError(f"{file.name}: document {place.document} had {length + 1} tokens and now has {len(tokens)}")
+    inputs = tokens[:-1].astype(numpy.int64)
+    mask = numpy.ones(length, numpy.float32) if trained is None else trained[1:].astype(numpy.float32)
+    if eod is not None:
+        mask[inputs == eod] = 0.0
+    return DocumentTokens(inputs, tokens[1:].astype(numpy.int64), mask)
+
+
 class DocumentStream:
     """Steps of documents, endless: `documents_a_step` in each, or as many as have at most `max_tokens` tokens.
 
@@ -63,7 +78,7 @@ class DocumentStream:
     eod: the end-of-document token whose predictions are left out of the loss; None: none is.
 
     With `max_tokens` a step takes the documents that come next in the order until one more would be too much, and at
-    least one.
+    least one. Several threads may use a stream.
     """
 
     def __init__(
@@ -85,6 +100,7 @@ class DocumentStream:
         self._begins = [consumed]
         self._eod = eod
         self._steps: dict[int, StepDocuments] = {}
+        self._lock = threading.RLock()
 
     @property
     def counts(self) -> Counts:
@@ -103,39 +119,33 @@ class DocumentStream:
             raise ValueError(f"step {step} is before the stream's first, {self._first_step}")
         if self._documents_a_step is not None:
             return self._begins[0] + index * self._documents_a_step
-        while len(self._begins) <= index:
-            self._begins.append(self._begins[-1] + self._count(self._begins[-1]))
-        return self._begins[index]
+        with self._lock:
+            while len(self._begins) <= index:
+                self._begins.append(self._begins[-1] + self._count(self._begins[-1]))
+            return self._begins[index]
 
     def step(self, step: int) -> StepDocuments:
         """The documents of a step; kept until a later step is forgotten (`forget`)."""
-        if step not in self._steps:
-            first, end = self.consumed(step), self.consumed(step + 1)
-            places, lengths = zip(*self._order.places(first, end - first), strict=True)
-            self._steps[step] = StepDocuments(step, places, lengths, first)
-        return self._steps[step]
+        with self._lock:
+            if step not in self._steps:
+                first, end = self.consumed(step), self.consumed(step + 1)
+                places, lengths = zip(*self._order.places(first, end - first), strict=True)
+                self._steps[step] = StepDocuments(step, places, lengths, first)
+            return self._steps[step]
 
     def lengths(self, step: int) -> tuple[int, ...]:
         """Tokens to train of each document of a step, from the index alone."""
         return self.step(step).lengths
 
     def read(self, step: StepDocuments, number: int) -> DocumentTokens:
-        """Document `number` of a step, from its file. For several threads at once: nothing is kept."""
-        place, length = step.places[number], step.lengths[number]
-        file = self._order.file(place)
-        tokens, trained = file.read(place.document, length + 1)
-        if len(tokens) != length + 1:
-            raise DataError(f"{file.name}: document {place.document} had {length + 1} tokens and now has {len(tokens)}")
-        inputs = tokens[:-1].astype(numpy.int64)
-        mask = numpy.ones(length, numpy.float32) if trained is None else trained[1:].astype(numpy.float32)
-        if self._eod is not None:
-            mask[inputs == self._eod] = 0.0
-        return DocumentTokens(inputs, tokens[1:].astype(numpy.int64), mask)
+        """Document `number` of a step, from its file."""
+        return read_document(self._order, step.places[number], step.lengths[number], self._eod)
 
     def forget(self, step: int) -> None:
         """The steps before `step` are done."""
-        for done in [known for known in self._steps if known < step]:
-            del self._steps[done]
+        with self._lock:
+            for done in [known for known in self._steps if known < step]:
+                del self._steps[done]
 
     def _count(self, first: int) -> int:
         """Documents of the step that begins with number `first` of the order, by tokens."""
