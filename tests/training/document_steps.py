@@ -163,6 +163,7 @@ def troubled(rank: int, world_size: int, run: Run) -> dict[str, Any]:
         said: list[str] = []
         arrived: list[int] = []
         stream = PlanStream(make, parallel, lambda plan: arrived.append(plan.request.step), said.append, 0.05, beside)
+        before(stream)
         taken: list[Any] = []
         for request in requests:
             stream.announce(request)
@@ -171,8 +172,6 @@ def troubled(rank: int, world_size: int, run: Run) -> dict[str, Any]:
                 taken.append(stream.take(request))
             except Exception as error:
                 taken.append(f"{type(error).__name__}: {error}")
-            if request is requests[0]:
-                before(stream)
         stream.close()
         return [taken, said, arrived]
 
@@ -184,6 +183,7 @@ def troubled(rank: int, world_size: int, run: Run) -> dict[str, Any]:
     def kill(stream: PlanStream) -> None:
         if isinstance(stream._planner, BackgroundPlanner):
             os.kill(stream._planner.process.pid, signal.SIGKILL)
+            stream._planner.process.wait()
 
     whole_or_quick = [planner(requests[0]._replace(quick=quick)).lowered.program for quick in (False, True)]
     taken, said, _ = take(planner, BackgroundPlanner, kill)
