@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from helixpipe.cli.chunks import chunk_warning
+from helixpipe.cli.documents import Batch, BatchReport, batch_of
 from helixpipe.cli.model import Plan
 from helixpipe.cli.model_report import report, step_text
 from helixpipe.cli.options import SimulateOptions
@@ -20,6 +21,7 @@ from helixpipe.draw.text import chunk_times, chunks_text, copies_text, summary, 
 from helixpipe.lowering.build import build_graph
 from helixpipe.lowering.lower import lower_graph
 from helixpipe.planning.chunk_options import ChunkOptions
+from helixpipe.planning.lengths import LengthOptions, documents_of
 from helixpipe.program.files import is_file, save_program
 from helixpipe.program.text import format_rows
 from helixpipe.simulate.simulator import Simulation, simulate
@@ -30,13 +32,15 @@ def run(namespace: argparse.Namespace) -> None:
     measured = profile_costs(namespace)
     plan = plan_of([namespace.schedule], namespace)
     (simulation,) = make_simulations([namespace.schedule], namespace, plan or measured, options.one_queue)
+    documents = documents_of(dataclass_from_namespace(LengthOptions, namespace))
+    batch = None if documents is None else batch_of(documents, plan)
     late = _without_early_recomputation(namespace, plan or measured, simulation, options.one_queue)
     if options.save_program is not None:
         save_program(simulation.lowered.program, options.save_program)
     if namespace.json:
-        print(json.dumps(_json(simulation, plan, measured, late, options, namespace.profile)))
+        print(json.dumps(_json(simulation, plan, measured, late, options, namespace.profile, batch)))
     else:
-        _print(simulation, plan, measured, late, options)
+        _print(simulation, plan, measured, late, options, batch)
 
 
 def _json(
@@ -46,6 +50,7 @@ def _json(
     late: float | None,
     options: SimulateOptions,
     profile: str,
+    batch: Batch | None,
 ) -> dict[str, Any]:
     """late: see `_without_early_recomputation`. profile: the name of the file with what was measured."""
     result: dict[str, Any] = simulation.to_json(order=options.order)
@@ -56,6 +61,8 @@ def _json(
         result["makespan_recomputing_late"] = late
     if program.chunk_lengths is not None:
         result |= {"chunk_lengths": program.chunk_lengths, "chunk_times": chunk_times(simulation)}
+    if batch is not None:
+        result["documents"] = BatchReport(batch, simulation).to_json()
     if plan is not None:
         result |= {"unit": "s", "step": report(simulation, plan).to_json()}
     if measured is not None:
@@ -69,6 +76,7 @@ def _print(
     measured: ProfileCosts | None,
     late: float | None,
     options: SimulateOptions,
+    batch: Batch | None,
 ) -> None:
     program = simulation.lowered.program
     if measured is not None:
@@ -79,10 +87,11 @@ def _print(
         many = simulate(simulation.lowered, simulation.costs).makespan
         longer = simulation.makespan / many - 1 if many else 0.0
         print(f"One hardware queue: {100 * longer:.1f} % longer than with one for each stream ({many:.6g}).")
-    for text in (copies_text(simulation), chunks_text(simulation)):
+    documents = None if batch is None else BatchReport(batch, simulation).text()
+    for text in (documents, copies_text(simulation), chunks_text(simulation)):
         if text is not None:
             print(f"\n{text}")
-    if plan is not None and (warning := chunk_warning(plan, program)) is not None:
+    if plan is not None and batch is None and (warning := chunk_warning(plan, program)) is not None:
         print(warning)
     if late is not None:
         saved = 1 - simulation.makespan / late if late else 0.0
@@ -106,7 +115,7 @@ def _without_early_recomputation(
     """
     program, costs = simulation.lowered.program, simulation.costs
     late = tuple(tuple(op for op in ops if op.kind != "R") for ops in program.ranks)
-    if late == program.ranks or is_file(namespace.schedule):
+    if late == program.ranks or namespace.lengths is not None or is_file(namespace.schedule):
         return None
     if dataclass_from_namespace(ChunkOptions, namespace).auto:
         without = argparse.Namespace(**{**vars(namespace), "recompute_early": False})

@@ -12,6 +12,7 @@ from helixpipe.costs.efficiency import hardware_as_measured
 from helixpipe.costs.hardware import DEFAULT_HARDWARE, GIB, HARDWARE, RESERVED_MEMORY, find_hardware
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import MODELS, Layout, find_model
+from helixpipe.planning.lengths import Documents
 
 MAX_GPUS = 1_000_000
 
@@ -82,7 +83,8 @@ class ModelOptions:
 @dataclass(frozen=True)
 class Plan:
     """A model on a cluster: the size it gives the schedule, and its costs. reserved: bytes a GPU not to be used.
-    efficiency_from: the profile that says which shares of the peaks are reached; None: they are assumed."""
+    efficiency_from: the profile that says which shares of the peaks are reached; None: they are assumed. documents: of
+    a step, where they are of all lengths."""
 
     costs: ModelCosts
     ranks: int
@@ -91,6 +93,7 @@ class Plan:
     nodes: int
     reserved: float
     efficiency_from: str | None = None
+    documents: Documents | None = None
 
     @property
     def limit(self) -> float:
@@ -104,7 +107,14 @@ class Plan:
     @property
     def sequences(self) -> int:
         """Of one step."""
+        if self.documents is not None:
+            return len(self.documents.lengths)
         return self.microbatches * self.costs.layout.micro_batch_size * self.costs.data_parallel
+
+    @property
+    def tokens(self) -> int:
+        """Of one step, without padding."""
+        return self.documents.tokens if self.documents is not None else self.sequences * self.costs.seq_length
 
 
 def make_plan(

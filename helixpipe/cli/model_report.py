@@ -35,7 +35,7 @@ class StepReport:
     @property
     def tokens_per_gpu(self) -> float:
         """Tokens a second and GPU."""
-        return self.plan.sequences * self.plan.costs.seq_length / (self.step_time * self.plan.gpus)
+        return self.plan.tokens / (self.step_time * self.plan.gpus)
 
     @property
     def flops_per_gpu(self) -> float:
@@ -178,11 +178,14 @@ def _setup(step: StepReport) -> str:
     sliced = "".join(f"; {what} over slices of {size} tokens" for what, size in sizes.items() if size)
     optimizer = "distributed " if costs.distributed_optimizer and costs.data_parallel > 1 else ""
     moved = f", {100 * costs.adam_on_host:.0f} % of it on the host" if costs.adam_on_host else ""
+    sequences = f"{costs.seq_length} tokens a sequence, {costs.layout.micro_batch_size} in a microbatch, "
+    if plan.documents is not None:
+        sequences = f"documents of up to {max(plan.documents.lengths)} tokens, "
     return "\n".join(
         [
             shape_line(step.simulation),
-            f"{costs.model.name}: {num_parameters(costs.model) / 1e9:.2f} G weights; {costs.seq_length} tokens a "
-            f"sequence, {costs.layout.micro_batch_size} in a microbatch, {plan.sequences} a step{sliced}",
+            f"{costs.model.name}: {num_parameters(costs.model) / 1e9:.2f} G weights; {sequences}"
+            f"{plan.sequences} a step{sliced}",
             f"{plan.gpus} x {costs.hardware.name} in {count(plan.nodes, 'node')}: "
             f"tensor parallel {costs.layout.tensor_parallel}{split}, "
             f"pipeline {plan.ranks}, data parallel {costs.data_parallel}, {optimizer}Adam{moved}",

@@ -8,13 +8,16 @@ from typing import Any
 
 from helixpipe import __version__
 from helixpipe.cli.command_plan import PlanOptions
+from helixpipe.cli.documents import BatchOptions
 from helixpipe.cli.model import ModelOptions
 from helixpipe.cli.options import CostOptions, OutputOptions, ShapeOptions, SimulateOptions
 from helixpipe.cli.profile import ProfileOptions
 from helixpipe.common.flags import FlagParser, add_dataclass_arguments
 from helixpipe.planning.chunk_options import ChunkOptions
+from helixpipe.planning.lengths import LengthOptions
 from helixpipe.planning.offload import OffloadOptions
 from helixpipe.planning.recompute import RecomputeOptions
+from helixpipe.planning.tuning import PackingOptions
 
 _PROGRAM = "SCHEDULE|FILE"
 _PROGRAM_HELP = "a name from `helixpipe list`, or a .json or .csv file (default 1f1b)"
@@ -86,6 +89,8 @@ def parsers(schedules: Mapping[str, type]) -> tuple[FlagParser, dict[str, FlagPa
         add_dataclass_arguments(command, ShapeOptions, title="size")
     for command in (simulating, weighing, drawing):
         add_dataclass_arguments(command, ChunkOptions, title="chunks")
+        for group in (LengthOptions, BatchOptions, PackingOptions):
+            add_dataclass_arguments(command, group, title="documents of all lengths")
         add_dataclass_arguments(command, CostOptions, title="costs")
         add_dataclass_arguments(command, ModelOptions, title="model and hardware")
         add_dataclass_arguments(command, RecomputeOptions, title="recomputation")

@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 
 from helixpipe.cli.chunks import Chunking, Lengths
+from helixpipe.cli.documents import Packer, check_flags, model_options, packer_of
 from helixpipe.cli.model import ModelOptions, Plan, make_plan
 from helixpipe.cli.options import CostOptions, ShapeOptions
 from helixpipe.common.errors import ScheduleError, UserError
@@ -24,6 +25,7 @@ from helixpipe.planning.recompute import RecomputeOptions, check_recomputes
 from helixpipe.program.costs import Costs
 from helixpipe.program.files import is_file, load_program, says_all
 from helixpipe.program.program import Program, forward_only
+from helixpipe.program.workload import Workload
 from helixpipe.simulate.simulator import Simulation, simulate
 
 MAX_UNITS = 5_000_000  # some minutes and gigabytes: more is a slip of the finger
@@ -32,7 +34,8 @@ MAX_UNITS = 5_000_000  # some minutes and gigabytes: more is a slip of the finge
 def plan_of(names: Sequence[str], namespace: argparse.Namespace) -> Plan | None:
     """The model and cluster of --model; a file's ranks, microbatches and, if it says them, layers are the plan's."""
     size = dataclass_from_namespace(ShapeOptions, namespace)
-    options = dataclass_from_namespace(ModelOptions, namespace)
+    documents = check_flags(namespace)
+    options = model_options(dataclass_from_namespace(ModelOptions, namespace), documents)
     if options.model is not None:
         _refuse_times(namespace)
         for name in names:
@@ -42,7 +45,8 @@ def plan_of(names: Sequence[str], namespace: argparse.Namespace) -> Plan | None:
                 if says_all(name):
                     size = dataclasses.replace(size, layers=program.num_layers)
     one_rank = all(not is_file(name) and namespace.catalogue.find(name).one_rank for name in names)
-    return make_plan(options, size.ranks, size.microbatches, size.layers, one_rank)
+    plan = make_plan(options, size.ranks, size.microbatches, size.layers, one_rank)
+    return plan if plan is None else dataclasses.replace(plan, documents=documents)
 
 
 def _refuse_times(namespace: argparse.Namespace) -> None:
@@ -108,6 +112,10 @@ def _programs(
     """The program of each name; a file gives ranks, microbatches and, if it says them, layers to the schedules it is
     compared with."""
     schedules = {name: namespace.catalogue.find(name) for name in names if not is_file(name)}
+    if (packer := packer_of(namespace, plan)) is not None:
+        if foreign := namespace.catalogue.foreign_options(namespace.given, list(schedules.values())):
+            raise ScheduleError(foreign[0])
+        return [_packed(name, size, given, packer, namespace) for name in names]
     chunking = Chunking(dataclass_from_namespace(ChunkOptions, namespace), given.costs, plan)
     cutting = chunking.options.cutting_flag(size.chunks)
     size = dataclasses.replace(size, chunks=chunking.options.count(size.chunks))
@@ -146,6 +154,22 @@ def _programs(
             program = namespace.catalogue.offloaded(name, program, shape)
         programs.append(forward_only(program) if namespace.forward_only else program)
     return programs
+
+
+def _packed(name: str, size: ShapeOptions, given: _Given, packer: Packer, namespace: argparse.Namespace) -> Program:
+    """The program of a schedule of the catalogue on documents of all lengths."""
+    if is_file(name):
+        raise ScheduleError(f"{name} says itself what its microbatches are; leave --lengths out.")
+    catalogue: Catalogue = namespace.catalogue
+    schedule = catalogue.find(name)
+    options = dataclass_from_namespace(schedule.options, namespace)
+    shape = _shape(schedule, size, given, interleaving=False)
+
+    def build(workload: Workload) -> Program:
+        return catalogue.build(name, dataclasses.replace(shape, microbatches=len(workload), ragged=workload), options)
+
+    program = packer.program(schedule, shape, build)
+    return forward_only(program) if namespace.forward_only else program
 
 
 def _scheduled(schedule: Schedule, shape: Shape, chunking: Chunking, namespace: argparse.Namespace) -> Program:

@@ -9,11 +9,16 @@ from typing import Literal, NamedTuple
 
 from helixpipe.common.errors import UserError
 from helixpipe.common.flags import option
+from helixpipe.lowering.lower import lower
 from helixpipe.planning.chunk_lengths import CHUNK_COUNTS
 from helixpipe.planning.chunk_times import ChunkTimes
 from helixpipe.planning.filling import Fill
 from helixpipe.planning.orders import backward_units, forward_units, one_forward_one_backward
 from helixpipe.planning.packing import Packing, balanced_mesh, check_lengths, fixed_mesh, pack
+from helixpipe.program.costs import Costs
+from helixpipe.program.program import Op, Program
+from helixpipe.program.stages import Stage
+from helixpipe.simulate.simulator import simulate
 
 FORWARD_SHARE = 1 / 3
 """Of a chunk's time, in the estimate of a step."""
@@ -22,7 +27,7 @@ MOST_SLICES = 32
 """That are tried: each chunk's launch and latency, and the time to plan, are not worth more."""
 
 ROOM = 1.25
-"""Tokens of a chunk, over those of the mesh's longest slice, that short documents may fill where the memory allows: without
+"""Tokens of a chunk, over those of the longest slice, that short documents may fill where the memory allows: without
 a long context they take less time than a slice that has one, and with so much room about as much."""
 
 SIMULATED = 3
@@ -123,6 +128,28 @@ def estimate(packing: Packing, ranks: int) -> float:
                 done[rank] += 1
                 more = True
     return max(now)
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """The step of a packing by simulation of 1F1B over its chunks, one of these stages a rank; inf where it does not fit
+    into `limit`, in the costs' unit of memory."""
+
+    costs: Costs
+    stages: tuple[Stage, ...]
+    limit: float | None = None
+
+    def __call__(self, packing: Packing) -> float:
+        workload, ranks = packing.workload, len(self.stages)
+        orders = []
+        for rank in range(ranks):
+            forwards = [Op("F", rank, *unit) for unit in forward_units(workload)]
+            backwards = [Op("B", rank, *unit) for unit in backward_units(workload)]
+            ahead = ranks - rank - 1 + workload.most_chunks - 1
+            orders.append(tuple(one_forward_one_backward(forwards, backwards, ahead)))
+        simulation = simulate(lower(Program("1f1b", self.stages, tuple(orders), workload), self.costs), self.costs)
+        fitting = self.limit is None or max(simulation.device_needs) <= self.limit
+        return simulation.makespan if fitting else inf
 
 
 def make_packing(

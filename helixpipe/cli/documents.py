@@ -1,0 +1,232 @@
+"""A step of documents of all lengths (`--lengths`) for the programs of the `helixpipe` command. No torch here."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from helixpipe.cli.model import ModelOptions, Plan
+from helixpipe.cli.options import ShapeOptions
+from helixpipe.common.errors import UserError
+from helixpipe.common.flags import dataclass_from_namespace, option
+from helixpipe.draw.style import count
+from helixpipe.planning.baselines import concatenated, packed_whole, padded
+from helixpipe.planning.capacity import fits, token_capacity
+from helixpipe.planning.catalogue import Schedule, Shape
+from helixpipe.planning.chunk_options import ChunkOptions
+from helixpipe.planning.chunk_times import ChunkTimes
+from helixpipe.planning.dealing import deal
+from helixpipe.planning.filling import aligned
+from helixpipe.planning.lengths import Documents, LengthOptions, documents_of
+from helixpipe.planning.packing import Packing, spread
+from helixpipe.planning.tuning import PackingOptions, Predicted, tuned
+from helixpipe.program.program import Program
+from helixpipe.program.stages import even_stages
+from helixpipe.program.workload import Workload
+from helixpipe.simulate.simulator import Simulation
+
+
+@dataclass(frozen=True)
+class BatchOptions:
+    """What documents of all lengths become."""
+
+    document_packing: Literal["infinipipe", "pad", "whole", "concatenate", "isolate"] = option(
+        "infinipipe",
+        "What --lengths become. infinipipe: long ones cut, short ones packed; for comparison, rows of one chunk, as "
+        "long as the longest document: pad: one each, filled up; whole: best-fit packing; concatenate: one after another "
+        "and cut; isolate: so, and no document sees another.",
+    )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """documents: of a step. lengths: of those of the pipeline that is predicted to take longest, which is simulated.
+    times: what each pipeline is predicted to take, relative to the mean."""
+
+    documents: Documents
+    lengths: tuple[int, ...]
+    times: tuple[float, ...] = (1.0,)
+
+    @property
+    def longest(self) -> int:
+        return max(self.documents.lengths)
+
+
+def check_flags(namespace: argparse.Namespace) -> Documents | None:
+    """The documents that the flags ask for. Raises UserError for flags that say the same of all sequences, and for
+    flags that need --lengths."""
+    documents = documents_of(dataclass_from_namespace(LengthOptions, namespace))
+    if documents is None:
+        for cls in (PackingOptions, BatchOptions):
+            for name, value in vars(dataclass_from_namespace(cls, namespace)).items():
+                if value != getattr(cls, name):
+                    raise UserError(f"--{name.replace('_', '-')} needs --lengths, which says how long documents are.")
+        return None
+    given = {
+        "--microbatches": namespace.microbatches,
+        "--chunks": namespace.chunks,
+        "--seq-length": namespace.seq_length,
+        "--micro-batch-size": namespace.micro_batch_size,
+        "--global-batch-size": namespace.global_batch_size,
+    }
+    chunk_options = vars(dataclass_from_namespace(ChunkOptions, namespace))
+    given |= {f"--{name.replace('_', '-')}": chunk_options[name] for name in chunk_options if name != "chunk_alignment"}
+    instead = {"--seq-length": "--max-length", "--global-batch-size": "--documents"}
+    for flag, value in given.items():
+        if value is not None:
+            use = instead.get(flag, "--infinipipe-chunks")
+            raise UserError(f"{flag} {value} is for sequences that are all alike; with --lengths give {use}.")
+    return documents
+
+
+def model_options(options: ModelOptions, documents: Documents | None) -> ModelOptions:
+    """With sequences as long as the longest document."""
+    if documents is None or options.model is None:
+        return options
+    return replace(options, seq_length=aligned(max(documents.lengths), options.tensor_parallel or 1))
+
+
+def batch_of(documents: Documents, plan: Plan | None) -> Batch:
+    """The documents dealt over the plan's pipelines."""
+    if plan is None or plan.costs.data_parallel == 1:
+        return Batch(documents, documents.lengths)
+    times = ChunkTimes(plan.costs, even_stages(plan.layers, 1), 2.0)
+    each = [times.added(length, times.usual) for length in documents.lengths]
+    hands = deal(each, documents.lengths, plan.costs.data_parallel)
+    sums = [sum(each[document] for document in hand) for hand in hands]
+    slowest = hands[sums.index(max(sums))]
+    mean = sum(sums) / len(sums)
+    lengths = tuple(documents.lengths[document] for document in slowest)
+    return Batch(documents, lengths, tuple(one / mean for one in sums))
+
+
+@dataclass(frozen=True)
+class Packer:
+    """Makes the workloads of schedules from a batch."""
+
+    batch: Batch
+    packing: PackingOptions
+    rows: BatchOptions
+    alignment: int
+    least: int
+
+    def program(self, schedule: Schedule, shape: Shape, build: Callable[[Workload], Program]) -> Program:
+        """The schedule's program of the batch, with the best number of slices where that is left open: by simulation of
+        1F1B over its chunks, whatever the schedule. Where layers are recomputed as the memory asks for it, all that
+        fits with all of them recomputed may be chosen. shape: but for the workload."""
+        costs = shape.costs
+        assert costs is not None
+        times = ChunkTimes(costs, even_stages(shape.layers, 1), sum(self.batch.lengths) / len(self.batch.lengths))
+        if (fixed := self._fixed(times)) is not None:
+            return build(fixed.workload)
+        even = even_stages(shape.layers, shape.ranks)
+
+        adapts = "infinipipe_recompute" in vars(schedule.options()) and shape.recompute.granularity is None
+        stages = replace(shape.recompute, granularity="full" if adapts else shape.recompute.granularity).stages(even)
+        tokens = max(min(sum(self.batch.lengths) // (8 * shape.ranks), max(self.batch.lengths)), 1)
+        held = token_capacity(costs, stages, shape.memory_limit, tokens, times.whole)
+        found = tuned(
+            self.batch.lengths,
+            times,
+            shape.ranks,
+            self.packing,
+            self.alignment,
+            self.least,
+            lambda packing: fits(packing.workload, held),
+            Predicted(costs, shape.even_stages(shape.ranks), None if adapts else shape.memory_limit),
+        )
+        return build(found.packing.workload)
+
+    def _fixed(self, times: ChunkTimes) -> Packing | None:
+        """The packing with nothing to tune; None where there is."""
+        lengths, how, longest = self.batch.lengths, self.rows.document_packing, self.batch.longest
+        if how == "pad":
+            return padded(lengths, times, longest)
+        if how == "whole":
+            return packed_whole(lengths, times, longest, self.alignment)
+        if how == "infinipipe":
+            return None
+        return concatenated(lengths, times, aligned(longest, self.alignment), how == "isolate")
+
+
+def packer_of(namespace: argparse.Namespace, plan: Plan | None) -> Packer | None:
+    """What the flags ask for; None without --lengths."""
+    documents = check_flags(namespace)
+    if documents is None:
+        return None
+    size = dataclass_from_namespace(ShapeOptions, namespace)
+    if size.virtual_stages is not None:
+        raise UserError(f"--virtual-stages {size.virtual_stages} cannot be given beside --lengths.")
+    tensor_parallel = plan.costs.layout.tensor_parallel if plan is not None else 1
+    alignment = namespace.chunk_alignment or tensor_parallel
+    if alignment < 1 or alignment % tensor_parallel:
+        raise UserError(
+            f"--chunk-alignment {alignment} must be a multiple of the tensor-parallel size {tensor_parallel}."
+        )
+    least = plan.costs.hardware.short_chunk if plan is not None else 1
+    packing = dataclass_from_namespace(PackingOptions, namespace)
+    rows = dataclass_from_namespace(BatchOptions, namespace)
+    return Packer(batch_of(documents, plan), packing, rows, alignment, least)
+
+
+@dataclass(frozen=True)
+class BatchReport:
+    """What a batch became in a simulated step. Times and tokens are those of chunks, over all stages."""
+
+    batch: Batch
+    simulation: Simulation
+
+    @property
+    def chunk_times(self) -> list[float]:
+        """Forward and backward, and what is recomputed, of every chunk."""
+        times: dict[tuple[int, int], float] = {}
+        for event in self.simulation.timeline.ops:
+            unit = event.op.microbatch, event.op.chunk
+            times[unit] = times.get(unit, 0.0) + event.end - event.start
+        return list(times.values())
+
+    def to_json(self) -> dict[str, Any]:
+        workload, batch = self.simulation.lowered.program.workload, self.batch
+        tokens = [each for row in range(len(workload)) for each in workload.tokens(row)]
+        return {
+            "source": batch.documents.source,
+            "documents": len(batch.documents.lengths),
+            "tokens": batch.documents.tokens,
+            "longest": batch.longest,
+            "left_out": batch.documents.left_out,
+            "pipelines": list(batch.times),
+            "documents_of_pipeline": len(batch.lengths),
+            "tokens_of_pipeline": sum(batch.lengths),
+            "padding_or_cut": sum(tokens) - sum(batch.lengths),
+            "rows": len(workload),
+            "chunks": len(tokens),
+            "most_chunks": workload.most_chunks,
+            "chunk_tokens": [min(tokens), max(tokens)],
+            "spread_of_time": spread(self.chunk_times),
+            "spread_of_tokens": spread(tokens),
+        }
+
+    def text(self) -> str:
+        """Three lines or four."""
+        found = self.to_json()
+        padding = found["padding_or_cut"] / sum(self.batch.lengths)
+        left = f"; {found['left_out']} left out" if found["left_out"] else ""
+        lines = [
+            f"{count(found['documents'], 'document')} from {found['source']}, {found['tokens']} tokens, "
+            f"the longest {found['longest']}{left}",
+            f"{count(found['chunks'], 'chunk')} in {count(found['rows'], 'microbatch', 'microbatches')}, up to "
+            f"{found['most_chunks']} in one, of {found['chunk_tokens'][0]} to {found['chunk_tokens'][1]} tokens, "
+            f"{100 * padding:.1f} % of them padding",
+            f"spread (standard deviation over mean of all chunks): time {100 * found['spread_of_time']:.1f} %, "
+            f"tokens {100 * found['spread_of_tokens']:.1f} %",
+        ]
+        if len(self.batch.times) > 1:
+            lines.insert(
+                1,
+                f"{len(self.batch.times)} pipelines, predicted to take {100 * min(self.batch.times):.2f} to "
+                f"{100 * max(self.batch.times):.2f} % of their mean; simulated is the longest, with "
+                f"{len(self.batch.lengths)} documents and {sum(self.batch.lengths)} tokens",
+            )
+        return "\n".join(lines)
