@@ -21,6 +21,7 @@ from helixpipe.planning.dealing import deal
 from helixpipe.planning.filling import aligned
 from helixpipe.planning.lengths import Documents, LengthOptions, documents_of
 from helixpipe.planning.packing import Packing, spread
+from helixpipe.planning.recompute import RecomputeOptions
 from helixpipe.planning.tuning import PackingOptions, Predicted, tuned
 from helixpipe.program.program import Program
 from helixpipe.program.stages import even_stages
@@ -35,8 +36,8 @@ class BatchOptions:
     document_packing: Literal["infinipipe", "pad", "whole", "concatenate", "isolate"] = option(
         "infinipipe",
         "What --lengths become. infinipipe: long ones cut, short ones packed; for comparison, rows of one chunk, as "
-        "long as the longest document: pad: one each, filled up; whole: best-fit packing; concatenate: one after another "
-        "and cut; isolate: so, and no document sees another.",
+        "long as the longest document: pad: one each, filled up; whole: best-fit packing; concatenate: one after "
+        "another and cut; isolate: so, and no document sees another.",
     )
 
 
@@ -124,7 +125,7 @@ class Packer:
         even = even_stages(shape.layers, shape.ranks)
 
         adapts = "infinipipe_recompute" in vars(schedule.options()) and shape.recompute.granularity is None
-        stages = replace(shape.recompute, granularity="full" if adapts else shape.recompute.granularity).stages(even)
+        stages = RecomputeOptions("full").stages(even) if adapts else shape.recompute.stages(even)
         tokens = max(min(sum(self.batch.lengths) // (8 * shape.ranks), max(self.batch.lengths)), 1)
         held = token_capacity(costs, stages, shape.memory_limit, tokens, times.whole)
         found = tuned(

@@ -132,8 +132,8 @@ def estimate(packing: Packing, ranks: int) -> float:
 
 @dataclass(frozen=True)
 class Predicted:
-    """The step of a packing by simulation of 1F1B over its chunks, one of these stages a rank; inf where it does not fit
-    into `limit`, in the costs' unit of memory."""
+    """The step of a packing by simulation of 1F1B over its chunks, one of these stages a rank; inf where it does not
+    fit into `limit`, in the costs' unit of memory."""
 
     costs: Costs
     stages: tuple[Stage, ...]
