@@ -161,7 +161,7 @@ def packer_of(namespace: argparse.Namespace, plan: Plan | None) -> Packer | None
     if size.virtual_stages is not None:
         raise UserError(f"--virtual-stages {size.virtual_stages} cannot be given beside --lengths.")
     tensor_parallel = plan.costs.layout.tensor_parallel if plan is not None else 1
-    alignment = namespace.chunk_alignment or tensor_parallel
+    alignment = tensor_parallel if namespace.chunk_alignment is None else namespace.chunk_alignment
     if alignment < 1 or alignment % tensor_parallel:
         raise UserError(
             f"--chunk-alignment {alignment} must be a multiple of the tensor-parallel size {tensor_parallel}."

@@ -22,8 +22,9 @@ def token_capacity(
 ) -> list[float]:
     """The most tokens in flight for each stage, one a rank, with chunks of so many tokens; inf where nothing limits it.
 
-    A lower bound: at the peak an op's workspace, what it recomputes, and messages of three chunks are taken to be there
-    beside all that is kept, and each row to be cut. whole: as of `Work`; limit: in the costs' unit of memory.
+    An estimate, near what the sweep says of a step: at the peak an op's workspace, what it recomputes, and messages of
+    three chunks are taken to be there beside all that is kept, and each row to be cut; but keys and values of a row's
+    chunks that are done, which stay as long as the row, are not. whole: as of `Work`; limit: in the costs' unit of memory.
     """
     if limit is None:
         return [inf] * len(stages)
