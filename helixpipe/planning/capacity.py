@@ -24,7 +24,7 @@ def token_capacity(
 
     An estimate, near what the sweep says of a step: at the peak an op's workspace, what it recomputes, and messages of
     three chunks are taken to be there beside all that is kept, and each row to be cut; but keys and values of a row's
-    chunks that are done, which stay as long as the row, are not. whole: as of `Work`; limit: in the costs' unit of memory.
+    chunks that are done, which stay as long as the row, are not. whole: as of `Work`. limit: in the unit of memory.
     """
     if limit is None:
         return [inf] * len(stages)
