@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart test pytest mutants lint format clean distclean
 .PHONY: bench bench-predict bench-steps bench-setups bench-choosing bench-network bench-planning bench-queues
-.PHONY: bench-host bench-gpu bench-offload bench-sppo bench-sppo-steps
+.PHONY: bench-host bench-gpu bench-offload bench-sppo bench-sppo-steps bench-infinipipe
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -67,6 +67,9 @@ bench-gpu: install  ## tests, profiles, predictions and training on a GPU, into 
 
 bench-sppo-steps: install  ## SPPO's published setups with offloading, simulated; make bench-sppo-steps ARGS="--models 7b --longest"
 	PYTHONPATH=. .venv/bin/python benchmarks/sppo_steps.py $(ARGS)
+
+bench-infinipipe: install  ## InfiniPipe's published setups, simulated; make bench-infinipipe ARGS="--models 7b --balance"
+	PYTHONPATH=. .venv/bin/python benchmarks/infinipipe.py $(ARGS)
 
 bench-offload: install  ## activations in the host's memory beside recomputation; make bench-offload ARGS="--part 0.5"
 	.venv/bin/python benchmarks/offload.py $(ARGS)
