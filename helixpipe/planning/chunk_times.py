@@ -40,6 +40,28 @@ class ChunkTimes:
         reading weights and starting messages is paid once a chunk."""
         return self.of_chunk(((beside, 0), (tokens, 0))) - self.of_slice(beside)
 
+    @property
+    def once(self) -> float:
+        """What a chunk takes whatever is in it."""
+        return max(self.of_slice(self.usual) - self.added(self.usual, self.usual), 0.0)
+
+    def tokens_within(self, time: float, most: int, close: float) -> int:
+        """The tokens of a document whose chunk, with nothing before it, takes about so long; at most `most`. close: by
+        how much the time may differ."""
+        low, high, side = 0, most, 0
+        below, above = -time, self.of_slice(most) - time
+        while high - low > 1 and above > 0:  # false position, Illinois rule
+            tokens = min(max(low + round((high - low) * below / (below - above)), low + 1), high - 1)
+            error = self.of_slice(tokens) - time
+            if abs(error) <= close:
+                return tokens
+            if error < 0:
+                low, below, above = tokens, error, above / 2 if side < 0 else above
+            else:
+                high, above, below = tokens, error, below / 2 if side > 0 else below
+            side = -1 if error < 0 else 1
+        return high
+
     def _time(self, extents: Extents) -> float:
         ops = ((kind, stage) for stage in range(len(self.stages)) for kind in "FB")
         return sum(self.costs.op_time(stage_work(kind, self.stages, stage, extents, self.whole)) for kind, stage in ops)

@@ -102,9 +102,7 @@ def level(tails: Sequence[Bucket], shorts: Sequence[tuple[int, int]], times: Chu
     if not shorts:
         return list(tails)
     added = [times.added(tokens, times.usual) for _, tokens in shorts]
-    once = max(
-        times.of_slice(times.usual) - times.added(times.usual, times.usual), 0.0
-    )  # what a chunk takes whatever is in it
+    once = times.once
     count = _fewest(tails, shorts, added, once, mesh)
     limit = mesh.time
     while count < len(shorts):

@@ -19,10 +19,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from math import inf, sqrt
 
 from helixpipe.common.errors import UserError
-from helixpipe.planning.chunk_lengths import average_lengths, balanced_lengths
+from helixpipe.planning.chunk_lengths import average_lengths
 from helixpipe.planning.chunk_times import ChunkTimes
 from helixpipe.planning.filling import Bucket, Fill, Mesh, aligned, best_fit, level
 from helixpipe.program.workload import Chunk, Slice, Workload
@@ -87,14 +88,30 @@ def balanced_mesh(
     check_lengths(lengths)
     longest = max(lengths)
     _check_slices(longest, count, alignment)
-    cuts = balanced_lengths(times.costs, times.stages, longest, count, alignment) if count > 1 else (longest,)
-    starts = [sum(cuts[:number]) for number in range(count)]
-    slices = list(zip(cuts, starts, strict=True))
+    ends = _equal_times(longest, times, count, alignment)
+    cuts = tuple(end - start for start, end in pairwise(ends))
+    slices = list(zip(cuts, ends, strict=False))
     padding = aligned(longest, alignment) - longest
     last = times.of_chunk([slices[-1], (padding, 0)] if padding else slices[-1:])
     time = max(last, *(times.of_slice(*each) for each in slices))
     most = int(max(cuts) * documents * room) // alignment * alignment
     return Mesh(cuts, max(most, aligned(max(cuts), alignment)), time * documents, alignment)
+
+
+def _equal_times(longest: int, times: ChunkTimes, count: int, alignment: int) -> list[int]:
+    """Where the slices of a document of so many tokens begin and end, each at the multiple nearest to equal times.
+
+    A slice takes what the document takes up to its end, less that up to its start, and what any chunk takes once. This
+    asks for few times; `balanced_lengths`, which finds the least longest time, for hundreds.
+    """
+    once, total = times.once, times.of_slice(longest)
+    share = (total - once) / count
+    cuts = [0]
+    for number in range(1, count):
+        tokens = times.tokens_within(once + number * share, longest, 1e-3 * share)
+        latest = (longest - 1) // alignment - (count - 1 - number)
+        cuts.append(min(max(round(tokens / alignment), cuts[-1] // alignment + 1), latest) * alignment)
+    return [*cuts, longest]
 
 
 def fixed_mesh(lengths: Sequence[int], slices: int, alignment: int = 1, documents: int = 1) -> Mesh:

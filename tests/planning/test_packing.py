@@ -194,3 +194,19 @@ def test_refused(lengths, slices, alignment, says):
     times = times_of()
     with pytest.raises(UserError, match=says):
         pack(lengths, times, balanced_mesh(lengths, times, slices, alignment))
+
+
+class Crowded(Simple):
+    """Documents of a chunk get in each other's way, which what one adds to a chunk does not show."""
+
+    def op_time(self, work: Work) -> float:
+        return super().op_time(work) + 0.5 * (len(work.extents) - 1) ** 2
+
+
+def test_limits_are_kept_where_estimates_are_too_low():
+    times = ChunkTimes(Crowded(), even_stages(1, 1), 10, usual=8)
+    lengths = [60, 40, *[4] * 30]
+    mesh = balanced_mesh(lengths, times, 3)
+    packing = pack(lengths, times, mesh)
+    checked(packing, lengths, mesh, times)
+    assert packing.time_limit == mesh.time
