@@ -25,7 +25,7 @@ from helixpipe.planning.baselines import concatenated, packed_whole, padded
 from helixpipe.planning.capacity import fits, token_capacity
 from helixpipe.planning.catalogue import Shape
 from helixpipe.planning.chunk_times import ChunkTimes
-from helixpipe.planning.dealing import deal
+from helixpipe.planning.dealing import deal, document_times
 from helixpipe.planning.filling import aligned
 from helixpipe.planning.lengths import DOCUMENTS, LengthOptions, documents_of
 from helixpipe.planning.packing import Packing, spread
@@ -158,7 +158,7 @@ def planning_table() -> list[str]:
             seconds.append(time.process_time() - start)
         start = time.process_time()
         times = times_of(plan, lengths)
-        each = [times.added(length, times.usual) for length in lengths]
+        each = document_times(lengths, times)
         sums = [sum(each[document] for document in hand) for hand in deal(each, lengths, 8)]
         spent = time.process_time() - start
         lines.append(f"| {ranks} | {seconds[0]:.1f} | {seconds[1]:.1f} | {spent:.2f} | {max(sums) / mean(sums):.3f} |")

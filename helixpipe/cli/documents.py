@@ -17,7 +17,7 @@ from helixpipe.planning.capacity import fits, token_capacity
 from helixpipe.planning.catalogue import Schedule, Shape
 from helixpipe.planning.chunk_options import ChunkOptions
 from helixpipe.planning.chunk_times import ChunkTimes
-from helixpipe.planning.dealing import deal
+from helixpipe.planning.dealing import deal, document_times
 from helixpipe.planning.filling import aligned
 from helixpipe.planning.lengths import Documents, LengthOptions, documents_of
 from helixpipe.planning.packing import Packing, spread
@@ -94,7 +94,7 @@ def batch_of(documents: Documents, plan: Plan | None) -> Batch:
     if plan is None or plan.costs.data_parallel == 1:
         return Batch(documents, documents.lengths)
     times = ChunkTimes(plan.costs, even_stages(plan.layers, 1), 2.0)
-    each = [times.added(length, times.usual) for length in documents.lengths]
+    each = document_times(documents.lengths, times)
     hands = deal(each, documents.lengths, plan.costs.data_parallel)
     sums = [sum(each[document] for document in hand) for hand in hands]
     slowest = hands[sums.index(max(sums))]

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from helixpipe.common.errors import UserError
+from helixpipe.planning.chunk_times import ChunkTimes
 
 Hands = tuple[tuple[int, ...], ...]
 """The numbers of the documents of each data-parallel rank, ascending."""
@@ -40,6 +41,11 @@ def deal(times: Sequence[float], tokens: Sequence[int], ranks: int) -> Hands:
         return (tuple(range(len(times))),)
     hands = [_complete(found, tokens) for found in (differencing(times, tokens, ranks), greedy(times, tokens, ranks))]
     return min(hands, key=lambda hand: unevenness(hand, times, tokens))
+
+
+def document_times(lengths: Sequence[int], times: ChunkTimes) -> list[float]:
+    """What each document takes, however it is cut: its part of chunks that are full."""
+    return [times.added(length, times.usual) for length in lengths]
 
 
 def unevenness(hands: Hands, times: Sequence[float], tokens: Sequence[int]) -> tuple[float, int]:
