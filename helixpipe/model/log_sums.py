@@ -1,0 +1,154 @@
+"""Attention kernels that give the logarithm of every row's sum of exponentials beside the output, and take both back in
+the backward: what attention over parts of the keys is merged with.
+
+All tensors are [b, heads, n, d], keys and values [b, groups, m, d] in any strides; log-sums [b, heads, n].
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_cuda = torch.ops.aten._scaled_dot_product_flash_attention
+_cuda_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+
+
+class Gradients(NamedTuple):
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+class LogSumKernel(Protocol):
+    """causal: as many keys as queries, of which the i-th query sees the first i; else each query sees all keys."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def backward(
+        self,
+        gradient: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        log_sum: Tensor,
+        causal: bool,
+        scale: float,
+    ) -> Gradients:
+        """output, log_sum: over all keys; the result is the share of these keys."""
+        ...
+
+
+class FlashOnCPU:
+    """torch's flash kernel for the CPU."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        output, log_sum = _cpu(query, key, value, 0.0, causal, scale=scale)
+        return output, log_sum
+
+    def backward(
+        self,
+        gradient: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        log_sum: Tensor,
+        causal: bool,
+        scale: float,
+    ) -> Gradients:
+        return Gradients(*_cpu_backward(gradient, query, key, value, output, log_sum, 0.0, causal, scale=scale))
+
+
+class FlashOnCUDA:
+    """torch's own flash-attn 2: half precision, grouped queries as they are, no dropout."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        output, log_sum, *_ = _cuda(query, key, value, 0.0, causal, False, scale=scale)
+        return output, log_sum
+
+    def backward(
+        self,
+        gradient: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        log_sum: Tensor,
+        causal: bool,
+        scale: float,
+    ) -> Gradients:
+        tensors = gradient, query, key, value, output, log_sum
+        # No starts of sequences, which are all as long; no state of the random numbers that dropout would draw.
+        state = torch.zeros((), dtype=torch.int64, device=query.device)
+        return Gradients(
+            *_cuda_backward(*tensors, None, None, query.size(2), key.size(2), 0.0, causal, state, state, scale=scale)
+        )
+
+
+class Plain:
+    """Products that are written out, in the type of the log-sums: for what no fused kernel takes."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        scores = _scores(query, key, causal, scale)
+        log_sum = torch.logsumexp(scores, dim=-1)
+        output = torch.exp(scores - log_sum[..., None]) @ _wide(value)[:, :, None]
+        return output.flatten(1, 2).to(query.dtype), log_sum.flatten(1, 2)
+
+    def backward(
+        self,
+        gradient: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        log_sum: Tensor,
+        causal: bool,
+        scale: float,
+    ) -> Gradients:
+        groups = key.size(1)
+        gradient, output = (_wide(tensor).unflatten(1, (groups, -1)) for tensor in (gradient, output))
+        weights = torch.exp(_scores(query, key, causal, scale) - log_sum.unflatten(1, (groups, -1))[..., None])
+        along = gradient @ _wide(value)[:, :, None].transpose(-1, -2)
+        scores = weights * (along - (gradient * output).sum(-1, keepdim=True)) * scale
+        grouped = _wide(query).unflatten(1, (groups, -1))
+        found = (
+            (scores @ _wide(key)[:, :, None]).flatten(1, 2),
+            (scores.transpose(-1, -2) @ grouped).sum(2),
+            (weights.transpose(-1, -2) @ gradient).sum(2),
+        )
+        return Gradients(*(tensor.to(query.dtype) for tensor in found))
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _scores(query: Tensor, key: Tensor, causal: bool, scale: float) -> Tensor:
+    """[b, groups, heads / groups, n, m]."""
+    scores = _wide(query).unflatten(1, (key.size(1), -1)) @ _wide(key)[:, :, None].transpose(-1, -2) * scale
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    return scores
+
+
+def choose_kernel(query: Tensor, key: Tensor) -> LogSumKernel:
+    """The fastest that takes these tensors, [n, b, heads, d] and [m, b, groups, d]."""
+    if query.device.type == "cpu":
+        # Older versions of torch's have no grouped queries.
+        grouped = query.size(2) != key.size(2)
+        q, k = (tensor.permute(1, 2, 0, 3) for tensor in (query, key))
+        choice = torch._fused_sdp_choice(q, k, k, None, 0.0, False, enable_gqa=grouped)
+        return FlashOnCPU() if choice == torch.nn.attention.SDPBackend.FLASH_ATTENTION.value else Plain()
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    channels = query.size(3)
+    modern = torch.cuda.get_device_capability(query.device) >= (8, 0)
+    fits = half and modern and channels % 8 == 0 and channels <= 256
+    return FlashOnCUDA() if fits and torch.backends.cuda.is_flash_attention_available() else Plain()
