@@ -1,12 +1,13 @@
 """Costs of a model on named hardware: seconds of an op and of a message, from FLOPs and bytes. No torch here.
 
 An op takes the sum of its kernels' times; a kernel takes the longer of its arithmetic and its memory traffic, each at
-the share of the peak that `Efficiency` assumes. Collectives over tensor-parallel ranks go over NVLink, over the network
-too where a node has fewer GPUs, and are not overlapped with anything; launching kernels from Python costs nothing. A
-message takes a latency and its bytes over NVLink within a node, or over this GPU's share of the node's network; a copy
+the share of the peak that `Efficiency` assumes. Collectives over tensor-parallel and context-parallel ranks go over
+NVLink, over the network too where a node has fewer GPUs, and are not overlapped with anything but a ring's with the
+attention of its rounds; launching kernels from Python costs nothing. A message takes a latency and its bytes over NVLink within a node, or over this GPU's share of the node's network; a copy
 to the host takes one and its bytes over this GPU's share of the host link.
 
-Ranks lie on nodes as Megatron places them: tensor-parallel ranks side by side, then data-parallel, then pipeline.
+Ranks lie on nodes as Megatron places them: tensor-parallel ranks side by side, then context-parallel, then
+data-parallel, then pipeline.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from helixpipe.common.errors import UserError
+from helixpipe.costs.context_parallel import nearest_sizes
 from helixpipe.costs.hardware import Hardware
 from helixpipe.costs.models import Chunk, Layout, ModelShape
 from helixpipe.costs.piece_bytes import CountsBytes, PieceBytes
@@ -57,12 +59,22 @@ class ModelCosts(CountsBytes):
     adam_on_host: float = 0.0
 
     def __post_init__(self) -> None:
-        tp, layout = self.layout.tensor_parallel, self.layout
+        tp, cp, layout = self.layout.tensor_parallel, self.layout.context_parallel, self.layout
         for what, size in (("heads", self.model.heads), ("query groups", self.model.groups)):
             if size % tp:
                 raise UserError(f"--tensor-parallel {tp} must divide the {size} {what} of {self.model.name}.")
-        if layout.sequence_parallel and self.seq_length % tp:
-            raise UserError(f"--seq-length {self.seq_length} must be a multiple of --tensor-parallel {tp}.")
+        if layout.swaps and self.model.heads % (tp * cp):
+            raise UserError(
+                f"--context-parallel {cp} x --tensor-parallel {tp} ranks cannot share the {self.model.heads} heads of "
+                f"{self.model.name} (--cp-comm-type a2a); nearest valid are {nearest_sizes(self.model.heads // tp, cp)}, "
+                "or p2p."
+            )
+        unit = (tp if layout.sequence_parallel else 1) * layout.parts
+        if self.seq_length % unit:
+            shared = f" x {layout.parts} parts (--context-parallel {cp})" if cp > 1 else ""
+            raise UserError(
+                f"--seq-length {self.seq_length} must be a multiple of --tensor-parallel {tp}{shared}."
+            )
 
     @cached_property
     def bytes(self) -> PieceBytes:
@@ -107,8 +119,8 @@ class ModelCosts(CountsBytes):
         return OptimizerBytes((weights - moved) * MASTER_AND_MOMENTS, moved * (MASTER_AND_MOMENTS + GRADIENT_BYTES))
 
     def _updated(self, weights: float) -> float:
-        """How many of a rank's weights this one of its data-parallel copies updates."""
-        return weights / self.data_parallel if self.distributed_optimizer else weights
+        """How many of a rank's weights this one of its data-parallel and context-parallel copies updates."""
+        return weights / self._holders if self.distributed_optimizer else weights
 
     # ------------------------------------------------------------------------------------------------------------ time
 
@@ -132,7 +144,7 @@ class ModelCosts(CountsBytes):
         What is updated on the host comes after the rest, and not at the time of its copies: float32 gradients there, a
         pass over its memory, weights back. Its arithmetic costs nothing, as with cores enough for the memory."""
         weights = max(self.bytes.parameters(program.pieces_of_rank(rank)) for rank in range(program.num_ranks))
-        dp, hardware = self.data_parallel, self.hardware
+        dp, hardware = self._holders, self.hardware
         moved = 0.0
         if dp > 1:  # reduce-scatter of gradients and all-gather of weights, or an all-reduce of gradients: rings
             back = self.layout.element_bytes if self.distributed_optimizer else GRADIENT_BYTES
@@ -171,21 +183,58 @@ class ModelCosts(CountsBytes):
             chunk = self.chunk(extents, whole)
             once = sum(many * model_flops(self.model, self.layout, kind, chunk) for kind, many in kinds.items())
             total += count * once
-        pipelines = self.data_parallel * self.layout.tensor_parallel
+        pipelines = self.data_parallel * self.layout.model_gpus
         return total * pipelines / (3 if program.forward_only else 1)
 
     @property
     def _senders(self) -> int:
         """GPUs of a node that send at the same time: those at the same place of the pipeline."""
-        return min(self.hardware.gpus_per_node, self.layout.tensor_parallel * self.data_parallel)
+        return min(self.hardware.gpus_per_node, self._stage_gpus)
 
     def _node(self, rank: int) -> int:
-        return rank * self.layout.tensor_parallel * self.data_parallel // self.hardware.gpus_per_node
+        return rank * self._stage_gpus // self.hardware.gpus_per_node
+
+    @property
+    def _stage_gpus(self) -> int:
+        """GPUs at one place of the pipeline."""
+        return self.layout.model_gpus * self.data_parallel
+
+    @property
+    def _holders(self) -> int:
+        """Ranks that hold the same weights."""
+        return self.data_parallel * self.layout.context_parallel
+
+    def _all_to_all_time(self, sent: float) -> float:
+        """Of so many bytes from each rank to all others of its context-parallel group alike: those within its node over
+        NVLink, the others over this GPU's share of the network."""
+        cp, near = self.layout.context_parallel, self._context_neighbours()
+        far = sent * (cp - near) / (cp - 1)
+        return max(
+            (sent - far) / self.hardware.peer_bandwidth(1, same_node=True),
+            far / self.hardware.peer_bandwidth(self.hardware.gpus_per_node, same_node=False),
+        )
+
+    def _context_neighbours(self) -> int:
+        """Ranks of a context-parallel group on one node."""
+        return min(self.layout.context_parallel, max(self.hardware.gpus_per_node // self.layout.tensor_parallel, 1))
+
+    def _context_ring_bandwidth(self) -> float:
+        """Bytes a second that each rank passes on: of the slowest, which is one that sends to another node."""
+        same_node = self._context_neighbours() == self.layout.context_parallel
+        crossing = min(self.layout.tensor_parallel, self.hardware.gpus_per_node)
+        if not same_node and self._context_neighbours() == 1:
+            crossing = self.hardware.gpus_per_node
+        return self.hardware.peer_bandwidth(crossing, same_node)
 
     def _kernel_time(self, kernel: Kernel) -> float:
         hardware, efficiency = self.hardware, self.hardware.efficiency
         if kernel.kind == "network":
             return hardware.latency + kernel.bytes / hardware.ring_bandwidth(self.layout.tensor_parallel)
+        if kernel.kind == "all-to-all":
+            return hardware.latency + self._all_to_all_time(kernel.bytes)
+        if kernel.kind == "ring":
+            covered = kernel.behind / (hardware.flops * efficiency.attention)
+            return max(hardware.latency + kernel.bytes / self._context_ring_bandwidth() - covered, 0.0)
         memory = kernel.bytes / (hardware.memory_bandwidth * efficiency.memory)
         if kernel.kind == "memory":
             return memory

@@ -121,6 +121,10 @@ def find_model(name: str) -> ModelShape:
     raise UserError(f"--model {name} is unknown: {hint}known are {', '.join(MODELS)}.")
 
 
+A2A, P2P = "a2a", "p2p"
+"""What context-parallel ranks exchange for core attention, as `--cp-comm-type` has it: rows for heads (Ulysses), or keys
+and values round a ring."""
+
 LOSS_SLICE = 4096
 """Tokens of a slice of head and loss, over all sequences of a microbatch, where no flag gives them: enough that reading
 the weight and adding to the sum of its gradients, once a slice, take little beside the products."""
@@ -134,7 +138,8 @@ class Layout:
     and activation function, and flash-attn); without, what the same pieces do on the CPU. mlp_chunk: tokens of a slice
     of the MLP, whose inner activations are made again in the backward, slice by slice; 0: the whole MLP at once.
     loss_chunk: tokens of a slice of head and loss, whose logits are made in the backward, slice by slice; 0: those of
-    all tokens at once.
+    all tokens at once. context_parallel: ranks that share every chunk's rows outside core attention; cp_comm_type: what
+    they exchange for it, `a2a` (heads for rows) or `p2p` (keys and values round a ring).
     """
 
     tensor_parallel: int = 1
@@ -144,6 +149,28 @@ class Layout:
     fused_kernels: bool = True
     mlp_chunk: int = 0
     loss_chunk: int = 0
+    context_parallel: int = 1
+    cp_comm_type: str = P2P
+
+    @property
+    def swaps(self) -> bool:
+        """Whether context-parallel ranks swap rows for heads."""
+        return self.context_parallel > 1 and self.cp_comm_type == A2A
+
+    @property
+    def rings(self) -> bool:
+        """Whether keys and values go round context-parallel ranks."""
+        return self.context_parallel > 1 and self.cp_comm_type == P2P
+
+    @property
+    def parts(self) -> int:
+        """Equal runs of tokens that context-parallel ranks make of a chunk; a ring's ranks have two each."""
+        return context_parts(self.context_parallel, self.cp_comm_type)
+
+    @property
+    def model_gpus(self) -> int:
+        """GPUs side by side that run one stage of one microbatch."""
+        return self.tensor_parallel * self.context_parallel
 
     def mlp_slices(self, tokens: float) -> list[float]:
         """Tokens of each slice of a sequence's MLP; one, the sequence, if it is not sliced."""
@@ -156,6 +183,11 @@ class Layout:
     def with_loss_slices(self) -> Layout:
         """The same with slices of `LOSS_SLICE` tokens."""
         return replace(self, loss_chunk=max(LOSS_SLICE // self.micro_batch_size, 1))
+
+
+def context_parts(context_parallel: int, cp_comm_type: str) -> int:
+    """Equal runs of tokens that so many ranks make of a chunk."""
+    return context_parallel * (2 if context_parallel > 1 and cp_comm_type == P2P else 1)
 
 
 def _slices(tokens: float, size: int) -> list[float]:

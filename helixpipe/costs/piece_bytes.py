@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import ClassVar
 
+from helixpipe.costs.context_parallel import copies_of_groups
 from helixpipe.costs.models import Chunk, Layout, ModelShape, chunk_of
 from helixpipe.costs.piece_kind import Tensors
 from helixpipe.costs.piece_kinds import KINDS, Mlp
@@ -51,7 +52,7 @@ class PieceBytes:
         """Buffers of a document's keys and values in all layers whose attention is among the pieces. tokens: of the
         whole document."""
         sizes = self.sizes(Chunk(tokens))
-        return sum(
+        return copies_of_groups(sizes) * sum(
             sizes.bytes(KINDS[piece.kind].inputs[name]) for piece in pieces for name in KINDS[piece.kind].in_store
         )
 
@@ -99,7 +100,7 @@ class PieceBytes:
         moved to the document's buffers."""
         kind, sizes = KINDS[first.kind], self.sizes(chunk)
         names = list(kind.inputs) if residual else list(kind.inputs)[:-1]
-        moved = kind.in_store if chunk.stored else ()
+        moved = kind.in_store if chunk.stored and not self.layout.swaps else ()  # swapped, they are other tensors
         return {(name, first.layer): sizes.bytes(kind.inputs[name]) for name in names if name not in moved}
 
 

@@ -41,6 +41,7 @@ from itertools import groupby
 from types import MappingProxyType
 from typing import ClassVar
 
+from helixpipe.costs.context_parallel import exchange, keys_read, on_its_way, saved_of_own_heads
 from helixpipe.costs.models import ModelShape
 from helixpipe.costs.piece_kind import PieceKind, Tensors
 from helixpipe.costs.sizes import GRADIENT_BYTES, Kernels, Linear, Sizes
@@ -53,8 +54,8 @@ class Embed(PieceKind):
     def saved(self, sizes: Sizes, inside: Collection[str]) -> Tensors:
         model = sizes.model
         split = 0 < model.position_rows(sizes.tp) < model.seq_length
-        positions = sizes.chunk.tokens if model.positions == "learned_absolute" else 0
-        words = sizes.tokens if sizes.tp > 1 else 0
+        positions = sizes.length if model.positions == "learned_absolute" else 0
+        words = sizes.tokens if sizes.tp > 1 or sizes.layout.rings else 0
         masks = {"mask of positions": positions * split, "mask of words": words}
         return {"positions": positions * 8, "words": words * 8} | masks
 
@@ -139,6 +140,8 @@ class Attention(PieceKind):
     def saved(self, sizes: Sizes, inside: Collection[str]) -> Tensors:
         tensors = {"attention output": sizes.bytes("query"), "log-sum": sizes.tokens * sizes.model.heads / sizes.tp * 4}
         model, stored = sizes.model, sizes.chunk.stored
+        if sizes.layout.swaps:
+            return saved_of_own_heads(sizes)
         if stored or "qkv" not in inside:
             names = ("q",) if stored else ("q", "k", "v")
             return tensors | {name: sizes.bytes(self.inputs[name]) for name in names}
@@ -154,14 +157,16 @@ class Attention(PieceKind):
         sizes, chunk, op = kernels.sizes, kernels.sizes.chunk, kernels.op
         if op == "W":
             return
-        flops = (4 if op == "F" else 10) * chunk.pairs * sizes.layout.micro_batch_size * sizes.query
-        queries, keys = sizes.tokens * sizes.query, chunk.seen * sizes.layout.micro_batch_size * sizes.kv
+        flops = (4 if op == "F" else 10) * chunk.pairs * sizes.layout.micro_batch_size * sizes.query / sizes.cp
+        queries, keys = sizes.tokens * sizes.query, keys_read(sizes)
         # F reads q, k, v and writes the output; I reads those four and a gradient and writes three.
         kernels.add("attention", flops, (2 if op == "F" else 4) * (queries + keys) * sizes.element)
+        exchange(kernels, flops)
 
     def workspace(self, sizes: Sizes) -> float:
-        """Gradients of q, k, v, and a float32 sum."""
-        return sizes.tokens * (2 * (sizes.query + sizes.kv) * sizes.element + 4 * sizes.query)
+        """Gradients of q, k, v, and a float32 sum; what is on its way between context-parallel ranks."""
+        own = sizes.tokens * (2 * (sizes.query + sizes.kv) * sizes.element + 4 * sizes.query)
+        return own + on_its_way(sizes)
 
 
 class Proj(PieceKind):
@@ -172,7 +177,8 @@ class Proj(PieceKind):
         return ((sizes.query, sizes.model.hidden),)
 
     def saved(self, sizes: Sizes, inside: Collection[str]) -> Tensors:
-        copied = sizes.layout.fused_kernels and sizes.layout.micro_batch_size > 1  # flash-attn's is [b, s]
+        layout = sizes.layout  # flash-attn's is [b, s]; a ring's is not, and rows for heads are copied anyway
+        copied = layout.fused_kernels and layout.micro_batch_size > 1 and layout.context_parallel == 1
         return {"projected" if copied and "attn" in inside else "attention output": sizes.bytes("query")}
 
     def work(self, kernels: Kernels) -> None:
@@ -201,7 +207,7 @@ class Mlp(PieceKind):
         return (sizes.model.hidden, sizes.first * sizes.ffn), (sizes.ffn, sizes.model.hidden)
 
     def saved(self, sizes: Sizes, inside: Collection[str]) -> Tensors:
-        whole = {} if sizes.layout.mlp_chunk else self.inner(sizes, sizes.chunk.tokens)
+        whole = {} if sizes.layout.mlp_chunk else self.inner(sizes, sizes.length)
         return _norm(sizes, self) | {"mlp input": sizes.bytes("hidden")} | whole
 
     def inner(self, sizes: Sizes, tokens: float) -> Tensors:
@@ -214,7 +220,7 @@ class Mlp(PieceKind):
 
     def slice(self, sizes: Sizes) -> Tensors:
         """What is kept during the backward of the largest slice; nothing if it is not sliced."""
-        return self.inner(sizes, max(sizes.layout.mlp_slices(sizes.chunk.tokens)) if sizes.layout.mlp_chunk else 0.0)
+        return self.inner(sizes, max(sizes.layout.mlp_slices(sizes.length)) if sizes.layout.mlp_chunk else 0.0)
 
     def deferred(self, sizes: Sizes) -> float:
         return 0.0 if sizes.layout.mlp_chunk else super().deferred(sizes)
@@ -225,7 +231,7 @@ class Mlp(PieceKind):
             return
         kernels.normalize()
         kernels.exchange(forward="gather", backward="scatter", again=True)
-        for tokens in sizes.layout.mlp_slices(sizes.chunk.tokens):
+        for tokens in sizes.layout.mlp_slices(sizes.length):
             tokens *= sizes.layout.micro_batch_size
             if sizes.layout.mlp_chunk and op == "I":
                 self._first_half(kernels, tokens, "F")
@@ -249,7 +255,7 @@ class Mlp(PieceKind):
         """Gradients of its inner tensors; of a slice these tensors too."""
         layout, inner = sizes.layout, sizes.tokens
         if layout.mlp_chunk:
-            inner = max(layout.mlp_slices(sizes.chunk.tokens)) * layout.micro_batch_size
+            inner = max(layout.mlp_slices(sizes.length)) * layout.micro_batch_size
         elements = 2 * sizes.tokens * sizes.model.hidden + inner * (sizes.first + 1) * sizes.ffn
         return elements * sizes.element + sum(self.slice(sizes).values())
 
@@ -269,6 +275,8 @@ class Head(PieceKind):
         if sizes.layout.loss_chunk:
             return own
         targets = {"targets": sizes.tokens * 8, "mask of targets": sizes.tokens}
+        if sizes.layout.rings:  # two runs joined
+            targets["weights of targets"] = sizes.tokens * 4
         return own | targets | {"probabilities": sizes.tokens * sizes.vocab * 4}
 
     def deferred(self, sizes: Sizes) -> float:
@@ -282,7 +290,7 @@ class Head(PieceKind):
         if sliced and op == "F" and not kernels.alone:
             return
         kernels.exchange(forward="gather", backward="scatter", again=True)
-        for tokens in sizes.layout.loss_slices(sizes.chunk.tokens):
+        for tokens in sizes.layout.loss_slices(sizes.length):
             tokens *= sizes.layout.micro_batch_size
             for part in "FIW" if sliced and op == "I" else op:
                 kernels.multiply(self.linears(sizes), tokens, part)
@@ -300,7 +308,7 @@ class Head(PieceKind):
         if not sizes.layout.loss_chunk:
             return sizes.tokens * sizes.vocab * (4 + 2 * sizes.element)
         whole, norm = sizes.tokens * sizes.model.hidden * sizes.element, 2 * sizes.bytes("hidden")
-        logits = max(sizes.layout.loss_slices(sizes.chunk.tokens)) * sizes.layout.micro_batch_size * sizes.vocab
+        logits = max(sizes.layout.loss_slices(sizes.length)) * sizes.layout.micro_batch_size * sizes.vocab
         cast = sizes.element if sizes.element != 4 else 0  # float32 logits become probabilities where they are
         weight = sizes.vocab * sizes.model.hidden * sizes.element
         return max(whole + max(logits * (4 + cast), logits * sizes.element + weight), norm)

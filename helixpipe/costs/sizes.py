@@ -17,14 +17,16 @@ Linear = tuple[float, float]
 class Sizes:
     """A chunk of a microbatch of a model in a layout.
 
-    tokens: of all its sequences; rows: those of them that this rank holds outside attention and MLP. query, kv, mixed,
-    ffn, vocab: channels on this rank. first: halves of the MLP's first layer.
+    length: of each of its sequences, the tokens that this context-parallel rank has; tokens: those of all of them; rows:
+    those of them that this rank holds outside attention and MLP. query, kv, mixed, ffn, vocab: channels on this rank.
+    first: halves of the MLP's first layer.
     """
 
     def __init__(self, model: ModelShape, layout: Layout, chunk: Chunk):
         self.model, self.layout, self.chunk = model, layout, chunk
-        self.tp, self.element = layout.tensor_parallel, layout.element_bytes
-        self.tokens = chunk.tokens * layout.micro_batch_size
+        self.tp, self.cp, self.element = layout.tensor_parallel, layout.context_parallel, layout.element_bytes
+        self.length = chunk.tokens / self.cp
+        self.tokens = self.length * layout.micro_batch_size
         self.rows = self.tokens / (self.tp if layout.sequence_parallel else 1)
         self.query, self.kv = model.hidden / self.tp, model.kv_hidden / self.tp
         self.mixed = (model.hidden + 2 * model.kv_hidden) / self.tp
@@ -43,12 +45,14 @@ class Sizes:
 
 
 class Kernel(NamedTuple):
-    """Work of one kind: `matmul`, `attention`, `memory`, or `network` between tensor-parallel ranks. bytes: of device
-    memory read and written; for `network`, those that one rank sends."""
+    """Work of one kind: `matmul`, `attention`, `memory`, or `network` between tensor-parallel ranks; between
+    context-parallel ranks `all-to-all` or `ring`. bytes: of device memory read and written; for the last three, those
+    that one rank sends. behind: of a ring, the FLOPs of the attention that it may take as long as at no cost."""
 
     kind: str
     flops: float
     bytes: float
+    behind: float = 0.0
 
 
 class Kernels:
@@ -58,8 +62,8 @@ class Kernels:
         self.sizes, self.op, self.alone = sizes, op, alone
         self.list: list[Kernel] = []
 
-    def add(self, kind: str, flops: float, moved: float) -> None:
-        self.list.append(Kernel(kind, flops, moved))
+    def add(self, kind: str, flops: float, moved: float, behind: float = 0.0) -> None:
+        self.list.append(Kernel(kind, flops, moved, behind))
 
     def move(self, count: float) -> None:
         """Read or write that many bytes of device memory."""

@@ -1,0 +1,78 @@
+"""What context-parallel ranks exchange around core attention, and what it makes them keep. No torch here.
+
+With cp ranks each has 1/cp of a chunk's rows outside core attention.
+
+- `a2a`: an all-to-all for query, key and value and one for the output, in F as in the backward. A rank sends all of its
+  rows but those of its own heads; packing and joining pass over them once each. In between it has heads / cp of all
+  rows: as many elements as before, and of keys and values copies where there are fewer groups than ranks. These are
+  tensors of their own, which attention keeps.
+- `p2p`: cp - 1 messages with the keys and values so far of a rank, each behind the attention of a round, which is 1/cp
+  of all; in the backward again, and the gradients with them, in cp messages. What is kept is what one rank would keep.
+"""
+
+from __future__ import annotations
+
+from math import lcm
+
+from helixpipe.costs.sizes import Kernels, Sizes
+
+
+def copies_of_groups(sizes: Sizes) -> float:
+    """How many times each key and value is held by the ranks that share out its heads."""
+    if not sizes.layout.swaps:
+        return 1
+    groups = sizes.model.groups // sizes.tp
+    return lcm(groups, sizes.cp) // groups
+
+
+def keys_read(sizes: Sizes) -> float:
+    """Elements of keys, and as many of values, that a rank's attention reads."""
+    seen = sizes.chunk.seen * sizes.layout.micro_batch_size * sizes.kv
+    return seen * copies_of_groups(sizes) / sizes.cp if sizes.layout.swaps else seen
+
+
+def saved_of_own_heads(sizes: Sizes) -> dict[str, float]:
+    """What attention keeps of a rank's own heads: no tensor of another piece, since rows were swapped for heads."""
+    tensors = {
+        "attention of own heads": sizes.bytes("query"),
+        "log-sum": sizes.tokens * sizes.model.heads / sizes.tp * 4,
+        "q of own heads": sizes.bytes("query"),
+    }
+    if not sizes.chunk.stored:
+        tensors["k and v of own heads"] = 2 * sizes.bytes("key") * copies_of_groups(sizes)
+    return tensors
+
+
+def exchange(kernels: Kernels, flops: float) -> None:
+    """flops: of the attention itself."""
+    sizes = kernels.sizes
+    if sizes.layout.swaps:
+        swapped = sizes.bytes("query") + 2 * sizes.bytes("key") * copies_of_groups(sizes)
+        for moved in (swapped, sizes.bytes("query")):
+            kernels.move(4 * moved)
+            kernels.add("all-to-all", 0.0, moved * (sizes.cp - 1) / sizes.cp)
+    elif sizes.layout.rings:
+        messages = sizes.cp - 1 if kernels.op == "F" else 2 * sizes.cp - 1
+        hidden = flops * (sizes.cp - 1) / sizes.cp
+        kernels.add("ring", 0.0, messages * block(sizes), behind=hidden)
+
+
+def block(sizes: Sizes) -> float:
+    """Bytes of a rank's keys and values so far."""
+    return 2 * sizes.chunk.seen / sizes.cp * sizes.layout.micro_batch_size * sizes.kv * sizes.element
+
+
+def on_its_way(sizes: Sizes) -> float:
+    """Bytes beside what attention itself needs: what is packed and what comes; of a ring the block at hand and the one
+    that comes, and their gradients, found here and passed on."""
+    if sizes.layout.swaps:
+        return 2 * (sizes.bytes("query") + 2 * sizes.bytes("key") * copies_of_groups(sizes))
+    return 5 * block(sizes) if sizes.layout.rings else 0.0
+
+
+def nearest_sizes(heads: int, size: int) -> str:
+    """The context-parallel sizes next to `size` that can share so many heads."""
+    valid = [each for each in range(1, heads + 1) if heads % each == 0]
+    below = [each for each in valid if each < size][-1:]
+    above = [each for each in valid if each > size][:1]
+    return " and ".join(map(str, below + above))
