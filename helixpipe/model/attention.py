@@ -18,6 +18,7 @@ from torch import Tensor
 
 from helixpipe.model.attention_kernels import make_attend
 from helixpipe.model.backends import ENGINE, TORCH, Kernels, Machine, choose, load_engine
+from helixpipe.model.context_parallel import select
 from helixpipe.model.device import device
 from helixpipe.model.document_attention import make_attend_documents
 from helixpipe.model.documents import Documents, Spans
@@ -42,7 +43,7 @@ class CoreAttention(torch.nn.Module):
         kernels = kernels if kernels is not None else choose(config, Machine.here())
         self._dropout = config.attention_dropout
         assert config.kv_channels is not None  # TransformerConfig fills it in
-        self._scale = config.softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.scale = config.softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self._whole = make_attend(kernels.attention, config, layer, tp_group)
         self._chunk = make_attend(kernels.chunk_attention, config, layer, tp_group)
         self._documents = make_attend_documents(kernels.chunk_attention, config, self._chunk)
@@ -64,9 +65,9 @@ class CoreAttention(torch.nn.Module):
         """
         if spans is not None:
             dropout = self._dropout if training else 0.0
-            return self._documents(query, key, value, spans, self._scale, dropout)
+            return self._documents(query, key, value, spans, self.scale, dropout)
         attend = self._chunk if chunked or query.size(0) != key.size(0) else self._whole
-        return attend(query, key, value, self._scale, self._dropout if training else 0.0)
+        return attend(query, key, value, self.scale, self._dropout if training else 0.0)
 
 
 FUSED_SPAN = 2**31
@@ -107,11 +108,16 @@ class Rotary:
         cosine, sine = self._table
         return cosine[offset : offset + length], sine[offset : offset + length]
 
-    def rotate_documents(self, tensor: Tensor, documents: Documents, rows: slice) -> Tensor:
-        """Rotate [s, b, heads, d] that are these rows of a microbatch, by positions in documents."""
-        tables = self.table(0, documents.longest, tensor.dtype)
-        rotated: Tensor = _RotatedAt.apply(tensor, documents.positions()[rows], tables)
-        return rotated
+    def rotate(self, tensor: Tensor, runs: tuple[range, ...], documents: Documents | None = None) -> Tensor:
+        """Rotate [s, b, heads, d] that are these runs of a microbatch's tokens, equally long; by positions in documents
+        where there are several."""
+        if documents is not None:
+            tables = self.table(0, documents.longest, tensor.dtype)
+            rotated: Tensor = _RotatedAt.apply(tensor, select(documents.positions(), runs, 0), tables)
+            return rotated
+        parts = tensor.split(len(runs[0])) if len(runs) > 1 else (tensor,)
+        turned = [self.rotate_from(part, run.start) for part, run in zip(parts, runs, strict=True)]
+        return turned[0] if len(turned) == 1 else torch.cat(turned)
 
     def angles(self, offset: int, length: int) -> Tensor:
         """Of positions offset to offset + length - 1, float32 [length, 1, 1, rotated channels], both halves alike."""
@@ -125,7 +131,7 @@ class Rotary:
         self._embedding.inv_freq = self._embedding.inv_freq.to(device())
         return self._embedding.get_freqs_non_repeated(length)[:, None, None, :]
 
-    def rotate(self, tensor: Tensor, offset: int) -> Tensor:
+    def rotate_from(self, tensor: Tensor, offset: int) -> Tensor:
         """Rotate [s, b, heads, d] whose tokens begin at `offset`; channels of the first half pair with the second's."""
         if self._fused is not None and tensor.size(0) * tensor.stride(0) < FUSED_SPAN:
             rotated: Tensor = self._fused(tensor, self.angles(offset, tensor.size(0)))

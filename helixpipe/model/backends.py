@@ -138,10 +138,11 @@ class Kernels:
         return f"{kernel} {self.machine.libraries.get(kernel, '')}".strip()
 
 
-def choose(config: TransformerConfig, machine: Machine) -> Kernels:
-    """The kernels of a model on a machine. Raises UserError where `--attention-backend flash` cannot be had."""
-    attention, note = _attention(config, machine, chunk=False)
-    chunk_attention, chunk_note = _attention(config, machine, chunk=True)
+def choose(config: TransformerConfig, machine: Machine, context_parallel: int = 1) -> Kernels:
+    """The kernels of a model on a machine, where so many context-parallel ranks share out the heads of each chunk.
+    Raises UserError where `--attention-backend flash` cannot be had."""
+    attention, note = _attention(config, machine, context_parallel, chunk=False)
+    chunk_attention, chunk_note = _attention(config, machine, context_parallel, chunk=True)
     warning = ""
     if config.transformer_impl == "transformer_engine" and not _has_engine(machine):
         why = "is not installed" if machine.device == "cuda" else "needs a GPU"
@@ -220,12 +221,13 @@ _CANDIDATES: Mapping[AttnBackend, tuple[str, ...]] = MappingProxyType(
 """What each value of --attention-backend may be on a GPU, best first."""
 
 
-def _attention(config: TransformerConfig, machine: Machine, chunk: bool) -> tuple[str, str]:
+def _attention(config: TransformerConfig, machine: Machine, context_parallel: int, chunk: bool) -> tuple[str, str]:
     """The kernel, and what spoke against the first that was passed over."""
     if machine.device == "cpu":
         return TORCH_CPU, "without a fused kernel for dropout" if config.attention_dropout else ""
     absent = set() if FLASH_ATTN_3 in machine.libraries else {FLASH_ATTN_3}
-    if config.transformer_impl != "transformer_engine" or ENGINE not in machine.libraries:
+    engine = config.transformer_impl == "transformer_engine" and ENGINE in machine.libraries
+    if not engine or context_parallel > 1:  # it counts on all heads of a tensor-parallel rank
         absent.add(ENGINE)
     note, last = "", ""
     for kernel in _CANDIDATES[config.attention_backend]:

@@ -10,12 +10,14 @@ from helixpipe.program.stages import Piece
 
 
 def payload_shapes(
-    config: TransformerConfig, after: Piece, micro_batch_size: int, length: int
+    config: TransformerConfig, after: Piece, micro_batch_size: int, length: int, context_parallel: int = 1
 ) -> tuple[torch.Size, ...]:
     """Shapes, on one tensor-parallel rank, of the tensors that cross the cut after a piece, in their order.
 
-    After head it is the loss sum, a scalar. `length` is the chunk's number of tokens.
+    After head it is the loss sum, a scalar. `length` is the chunk's number of tokens, which so many context-parallel
+    ranks share.
     """
+    length //= context_parallel
     tp = config.tensor_model_parallel_size
     channels, groups = config.kv_channels, config.num_query_groups
     assert channels is not None and groups is not None  # TransformerConfig fills them in

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-A2A, P2P = "a2a", "p2p"
+from helixpipe.costs.models import A2A, P2P
+from helixpipe.model.options import Microbatch, UnitContext
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,31 @@ class ContextParallel:
         each = length // count
         return tuple(range(offset + part * each, offset + (part + 1) * each) for part in parts)
 
-    def own(self, tensor: Tensor, offset: int, length: int, dim: int) -> Tensor:
-        """This rank's rows of a chunk, of a tensor that has those of the whole sequence along a dimension."""
-        runs = [tensor.narrow(dim, run.start, len(run)) for run in self.runs(offset, length)]
-        return runs[0] if len(runs) == 1 else torch.cat(runs, dim)
+    def share(self, batch: Microbatch, context: UnitContext) -> tuple[Microbatch, UnitContext]:
+        """This rank's rows of a chunk, with their positions, as a microbatch of their own, and the unit on that."""
+        if self.size == 1:
+            return batch, context
+        offset, length = context.offset, context.length or batch.tokens.size(1) - context.offset
+        runs = self.runs(offset, length)
+        positions = batch.position_ids
+        if positions is not None:
+            positions = select(positions, runs, 1)
+        elif batch.documents is not None:
+            positions = select(batch.documents.positions(), runs, 0).t()
+        else:
+            device = batch.tokens.device
+            positions = torch.cat([torch.arange(run.start, run.stop, device=device) for run in runs])[None]
+        rows = (select(tensor, runs, 1) for tensor in (batch.tokens, batch.labels, batch.loss_mask))
+        return Microbatch(*rows, positions), context._replace(offset=0, length=None)
+
+
+ALONE = ContextParallel()
+
+
+def select(tensor: Tensor, runs: tuple[range, ...], dim: int) -> Tensor:
+    """Those rows of a tensor that has the whole sequence's along a dimension."""
+    parts = [tensor.narrow(dim, run.start, len(run)) for run in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def to_heads(group: dist.ProcessGroup, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

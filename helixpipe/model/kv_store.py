@@ -25,11 +25,13 @@ from torch import Tensor
 class KeyValueStore:
     """The buffers of one pipeline rank.
 
-    fp32_gradients: sum the gradients in float32 where keys and values are of half precision.
+    fp32_gradients: sum the gradients in float32 where keys and values are of half precision. rows_apart: over how many
+    ranks the rows of every chunk are spread, which each store their own.
     """
 
-    def __init__(self, fp32_gradients: bool = False):
+    def __init__(self, fp32_gradients: bool = False, rows_apart: int = 1):
         self._fp32_gradients = fp32_gradients
+        self.rows_apart = rows_apart
         self._sequences: dict[tuple[int, int], _Sequence] = {}
         self._bytes = 0
         self._peak = 0
@@ -37,7 +39,8 @@ class KeyValueStore:
     def unit(self, microbatch: int, offset: int, length: int, seq_length: int) -> UnitKeyValues:
         """The keys and values as one chunk sees them, whose `length` tokens begin at `offset`. It keeps nothing
         itself: asking again for the same chunk gives an equal object."""
-        return UnitKeyValues(self, microbatch, offset, length, seq_length)
+        apart = self.rows_apart
+        return UnitKeyValues(self, microbatch, offset // apart, length // apart, seq_length // apart)
 
     def bytes_alive(self) -> int:
         """Bytes of all buffers of keys, values and their gradients now."""
@@ -103,6 +106,8 @@ class _Sequence:
         """Each [rows before the last chunk, b, groups, d], from the backward of the last chunk on."""
         self.filled = 0
         """Rows written so far."""
+        self.starts: list[int] = []
+        """First row of each chunk that has been written."""
         self.finished = buffers[0].size(0)
         """First row of the chunk that was the last to finish its backward."""
         self.own: dict[int, tuple[Tensor, ...]] = {}
@@ -147,6 +152,7 @@ class UnitKeyValues(NamedTuple):
             for buffer, tensor in zip(sequence.buffers, (key, value), strict=True):
                 buffer[self.offset : end].copy_(tensor.detach())
             sequence.filled = end
+            sequence.starts.append(self.offset)
         keys, values = sequence.buffers
         for buffer, tensor in ((keys, key), (values, value)):
             if tensor.is_leaf and tensor.requires_grad:
@@ -164,6 +170,11 @@ class UnitKeyValues(NamedTuple):
             prefixes.append(prefix)
         joined: tuple[Tensor, Tensor] = _Join.apply(*prefixes, *own, keys[since:end], values[since:end])
         return joined
+
+    def chunks(self, layer: int) -> tuple[int, ...]:
+        """The first tokens of the chunks up to this one, once it has been joined; of all ranks' rows."""
+        starts = self.store.get(self.microbatch, layer).starts
+        return tuple(start * self.store.rows_apart for start in starts if start <= self.offset)
 
     def roots(self, layers: Sequence[int]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """For the backward of a graph that holds these layers: more roots beside its outputs, and their gradients.

@@ -22,9 +22,12 @@ from torch import Tensor
 from helixpipe.model.attention import CoreAttention, Rotary
 from helixpipe.model.backends import Kernels
 from helixpipe.model.chunked_mlp import make_mlp
+from helixpipe.model.context_parallel import ALONE, ContextParallel, to_heads, to_rows
 from helixpipe.model.documents import Documents
 from helixpipe.model.kv_store import UnitKeyValues
+from helixpipe.model.log_sums import choose_kernel
 from helixpipe.model.norms import make_norm
+from helixpipe.model.ring_attention import Ring, ring_attention, ring_rounds
 from helixpipe.program.stages import Piece
 
 DrawWeights = Callable[[str], AbstractContextManager[None]]
@@ -108,7 +111,8 @@ class SelfAttention(MegatronModule):
 class Layer(MegatronModule):
     """The pieces `kinds` of one transformer layer, with the weights of exactly these pieces, each drawn on its own.
 
-    kernels: what norms and attention run on. mlp_chunk: tokens of a slice of the MLP; 0: whole.
+    kernels: what norms and attention run on. mlp_chunk: tokens of a slice of the MLP; 0: whole. context: the ranks that
+    share every chunk's rows.
     """
 
     def __init__(
@@ -121,11 +125,13 @@ class Layer(MegatronModule):
         draw: DrawWeights,
         kernels: Kernels,
         mlp_chunk: int = 0,
+        context: ContextParallel = ALONE,
     ):
         super().__init__(config)
         self.tp_group = tp_group
         self._index = index
         self._rotary = rotary
+        self._context = context
         if "norm" in kinds:
             self.input_layernorm = make_norm(config, kernels.norm)
         if "qkv" in kinds or "proj" in kinds:
@@ -147,12 +153,9 @@ class Layer(MegatronModule):
         """(norm output, residual) to (query, key, value, residual), rotated for tokens that begin at `offset`, each at
         its place in its document."""
         query, key, value = self.self_attention.query_key_value(normed)
-        rotary = self._rotary
-        if rotary is not None and documents is not None:
-            rows = slice(offset, offset + query.size(0))
-            query, key = (rotary.rotate_documents(tensor, documents, rows) for tensor in (query, key))
-        elif rotary is not None:
-            query, key = rotary.rotate(query, offset), rotary.rotate(key, offset)
+        if self._rotary is not None:
+            runs = self._context.runs(offset, query.size(0) * self._context.size)
+            query, key = (self._rotary.rotate(tensor, runs, documents) for tensor in (query, key))
         return query, key, value, residual
 
     def attn(
@@ -172,12 +175,38 @@ class Layer(MegatronModule):
         With `keys_values` the earlier chunks' keys and values come before those given. The query is then copied if it
         is a view, since attention saves it and with it the memory of the key and value beside it.
         """
+        context, chunked = self._context, keys_values is not None
+        if context.rings:
+            return self._ring(query, key, value, offset, keys_values, documents), residual
+        if context.group is not None and context.swaps:
+            query, key, value = to_heads(context.group, query, key, value)
         spans = None if documents is None else documents.spans(offset, query.size(0))
         if keys_values is not None:
             query = query.contiguous()
             key, value = keys_values.join(self._index, key, value, spans.since if spans is not None else 0)
-        chunked = keys_values is not None
-        return self.core_attention(query, key, value, training, chunked=chunked, spans=spans), residual
+        attention = self.core_attention(query, key, value, training, chunked=chunked, spans=spans)
+        if context.group is not None and context.swaps:
+            attention = to_rows(context.group, attention)
+        return attention, residual
+
+    def _ring(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        offset: int,
+        keys_values: UnitKeyValues | None,
+        documents: Documents | None,
+    ) -> Tensor:
+        """Attention of this rank's rows, whose keys and values go round the context-parallel ranks."""
+        length, chunks = query.size(0) * self._context.size, (0,)
+        if keys_values is not None:
+            query = query.contiguous()
+            key, value = keys_values.join(self._index, key, value)
+            chunks = keys_values.chunks(self._index)
+        rounds = ring_rounds(self._context, chunks, offset + length, documents)
+        kernel = choose_kernel(query, key)
+        return ring_attention(query, key, value, Ring(self._context, rounds, kernel, self.core_attention.scale))
 
     def proj(self, attention: Tensor, residual: Tensor, *, training: bool) -> tuple[Tensor]:
         """(attention output, residual) to one hidden state."""

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from helixpipe.common.errors import UserError
+from helixpipe.costs.context_parallel import nearest_sizes
+from helixpipe.costs.models import A2A, P2P
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -38,6 +40,8 @@ class GPTOptions:
     loss_chunk_size: int = 0
     """Tokens of a slice of output layer and loss, whose logits are made in the backward, slice by slice; 0: the logits
     of the whole chunk at once."""
+    cp_comm_type: str = P2P
+    """What context-parallel ranks exchange for core attention, where there are several: `a2a` or `p2p`."""
 
 
 @dataclass(frozen=True)
@@ -107,14 +111,20 @@ _REQUIREMENTS = (
     _Requirement("rotary_interleaved", lambda value: not value, "--rotary-interleaved is not supported"),
     _Requirement("layernorm_zero_centered_gamma", lambda value: not value, "--apply-layernorm-1p is not supported"),
     _Requirement("fp32_residual_connection", lambda value: not value, "--fp32-residual-connection is not supported"),
-    _Requirement("context_parallel_size", lambda value: value == 1, "--context-parallel-size must be 1"),
+    _Requirement(
+        "context_parallel_size",
+        lambda value: value == 1,
+        "TransformerConfig.context_parallel_size is for megatron-core's own attention and must be 1 here; "
+        "context-parallel ranks are those of pg_collection.cp",
+    ),
     _Requirement("fp8", lambda value: value is None, "--fp8-format is not supported: leave it out"),
     _Requirement("normalization", lambda value: value in _NORMS, "--normalization must be LayerNorm or RMSNorm"),
 )
 
 
-def check_supported(config: TransformerConfig, gpt: GPTOptions) -> None:
-    """Raise UserError, naming the flag, for a model that the pieces cannot express."""
+def check_supported(config: TransformerConfig, gpt: GPTOptions, context_parallel: int = 1) -> None:
+    """Raise UserError, naming the flag, for a model that the pieces cannot express, or so many context-parallel ranks
+    cannot share."""
     for name, holds, valid in _REQUIREMENTS:
         value = getattr(config, name)
         if not holds(value):
@@ -128,6 +138,19 @@ def check_supported(config: TransformerConfig, gpt: GPTOptions) -> None:
         if type(size) is not int or size < 0:
             raise UserError(f"{flag} must be a number of tokens, or 0 for no slices, not {size!r}.")
     tp = config.tensor_model_parallel_size
+    if gpt.cp_comm_type not in (A2A, P2P):
+        raise UserError(f"--cp-comm-type {gpt.cp_comm_type} is not supported; valid values are a2a and p2p.")
+    if context_parallel > 1 and gpt.cp_comm_type == P2P and config.attention_dropout:
+        raise UserError(
+            f"--attention-dropout {config.attention_dropout:g} cannot be had with --cp-comm-type p2p; "
+            "give 0, or --cp-comm-type a2a."
+        )
+    if context_parallel > 1 and gpt.cp_comm_type == A2A and config.num_attention_heads // tp % context_parallel:
+        raise UserError(
+            f"--context-parallel-size {context_parallel} with --cp-comm-type a2a must divide the "
+            f"{config.num_attention_heads // tp} heads of a tensor-parallel rank; nearest valid sizes are "
+            f"{nearest_sizes(config.num_attention_heads // tp, context_parallel)}."
+        )
     for flag, count in (
         ("--num-attention-heads", config.num_attention_heads),
         ("--num-query-groups", config.num_query_groups or config.num_attention_heads),

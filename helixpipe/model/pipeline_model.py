@@ -23,6 +23,7 @@ from helixpipe.model import boundaries
 from helixpipe.model.attention import Rotary
 from helixpipe.model.backends import Kernels, Machine, choose
 from helixpipe.model.chunked_loss import ChunkedLoss
+from helixpipe.model.context_parallel import ContextParallel
 from helixpipe.model.device import device
 from helixpipe.model.ends import Embedding, Targets, loss_sum
 from helixpipe.model.layers import Layer, piece_of
@@ -75,8 +76,8 @@ class PipelineModel(MegatronModule):
 
     config: megatron-core's; `params_dtype` is the type of weights and hidden states.
     pieces: those this rank runs, in model order; each once. All of `model_pieces(num_layers)` makes the whole model.
-    pg_collection: needs `tp`; None takes megatron-core's parallel state, which must be initialised in any case: the
-        loss uses its tensor-parallel group.
+    pg_collection: needs `tp`, and `cp` where context-parallel ranks share every chunk; None takes megatron-core's
+        parallel state, which must be initialised in any case: the loss uses its tensor-parallel group.
     seed: of initial weights and dropout.
     copies: those of the pieces that other ranks hold as well, with the number of the copy here (`Program.copies`).
         Copies start out equal; only the first, 0, counts in the gradients' norm and is written to checkpoints.
@@ -99,19 +100,20 @@ class PipelineModel(MegatronModule):
         empty: bool = False,
         kernels: Kernels | None = None,
     ):
-        check_supported(config, gpt)
-        super().__init__(config)
         if pg_collection is None:
-            pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp"])
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
+        self.context = context = ContextParallel(getattr(pg_collection, "cp", None), gpt.cp_comm_type)
+        check_supported(config, gpt, context.size)
+        super().__init__(config)
         self.gpt = gpt
         self.pieces = tuple(pieces)
         self.copies = dict(copies)
-        self.kernels = kernels if kernels is not None else choose(config, Machine.here())
+        self.kernels = kernels if kernels is not None else choose(config, Machine.here(), context.size)
         self.pg_collection = pg_collection
         self.tp_group = pg_collection.tp
         self.payload_dtype: torch.dtype = config.params_dtype
         self.share_embeddings_and_output_weights = gpt.share_embeddings_and_output_weights
-        self._dropout = DropoutSeeds(seed, self.tp_group.rank())
+        self._dropout = DropoutSeeds(seed, self.tp_group.rank(), context.rank if context.size > 1 else None)
         self._seed = seed
         self._weight_gradients: WeightGradients | None = None
         self._build(pieces, seed, empty)
@@ -135,7 +137,7 @@ class PipelineModel(MegatronModule):
                 self.embedding = Embedding(config, gpt, group)
         for index in sorted(kinds_of_layer):
             kinds = kinds_of_layer[index]
-            layer = Layer(config, index, kinds, rotary, group, draw, self.kernels, gpt.chunk_size)
+            layer = Layer(config, index, kinds, rotary, group, draw, self.kernels, gpt.chunk_size, self.context)
             self.decoder.layers[str(index)] = _emptied(layer) if empty else layer
         if "head" in ends:
             tied = gpt.share_embeddings_and_output_weights
@@ -180,9 +182,9 @@ class PipelineModel(MegatronModule):
         training = context.training
         if piece.kind == "embed":
             self._seed_dropout(piece, context, self.config.hidden_dropout, split=self.config.sequence_parallel)
-            return (self.embedding(batch, context),)
+            return (self.embedding(*self.context.share(batch, context)),)
         if piece.kind == "head":
-            return (self._loss_sum(state[0], Targets.read(batch, context)),)
+            return (self._loss_sum(state[0], Targets.read(*self.context.share(batch, context))),)
         layer = cast(Layer, self.decoder.layers[str(piece.layer)])
         if piece.kind == "norm":
             return layer.norm(*state)
@@ -254,7 +256,12 @@ class PipelineModel(MegatronModule):
 
         Their type is `payload_dtype`, except the loss sum's, which is float32.
         """
-        return boundaries.payload_shapes(self.config, after, micro_batch_size, length)
+        return boundaries.payload_shapes(self.config, after, micro_batch_size, length, self.context.size)
+
+    @property
+    def rows_apart(self) -> int:
+        """Over how many ranks the rows of stored keys and values are spread: those of a ring."""
+        return self.context.size if self.context.rings else 1
 
     # ---------------------------------------------------------------------------------------- copies on several ranks
 

@@ -3,7 +3,8 @@
 Initial weights are drawn from (seed, name of the part), so every schedule and partition starts from the same model; so
 does every tensor-parallel size with `use_cpu_initialization`: megatron-core then draws the whole weight and slices it.
 Dropout is drawn from (seed, step, microbatch, layer, piece, chunk): a schedule does not change it and a recomputation
-repeats it. Tensor-parallel ranks share the draw where they hold the same values and draw apart where they do not.
+repeats it. Tensor-parallel ranks share the draw where they hold the same values and draw apart where they do not;
+context-parallel ranks, which have different rows or heads of everything, always draw apart.
 """
 
 from __future__ import annotations
@@ -54,9 +55,11 @@ class DropoutSeeds:
     Nothing is saved or restored: every draw of the model is preceded by its own seed.
     """
 
-    def __init__(self, seed: int, tp_rank: int):
+    def __init__(self, seed: int, tp_rank: int, cp_rank: int | None = None):
+        """cp_rank: None where one rank has all rows."""
         self._seed = seed
         self._tp_rank = tp_rank
+        self._context = () if cp_rank is None else (cp_rank,)
         target = device()
         on_cpu = target.type == "cpu"
         self._generator = torch.default_generator if on_cpu else torch.cuda.default_generators[target.index]
@@ -72,5 +75,6 @@ class DropoutSeeds:
                 PIECE_KINDS.index(piece.kind),
                 context.chunk,
                 self._tp_rank if split else -1,
+                *self._context,
             )
         )

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from helixpipe.model.context_parallel import ContextParallel
+from helixpipe.model.documents import Documents
 from helixpipe.model.log_sums import LogSumKernel
 
 
@@ -84,6 +86,22 @@ def _add(found: list[Tile], tile: Tile) -> None:
         found[-1] = last._replace(queries=slice(last.queries.start, tile.queries.stop))
     else:
         found.append(tile)
+
+
+def ring_rounds(
+    context: ContextParallel, chunks: Sequence[int], end: int, documents: Documents | None
+) -> tuple[tuple[Tile, ...], ...]:
+    """What each round of a chunk has to do. chunks: first tokens of all chunks so far, the last of which ends at `end`;
+    keys of which a rank's lie in that order."""
+    starts = None if documents is None else [tuple(accumulate(each[:-1], initial=0)) for each in documents.lengths]
+
+    def rows(rank: int) -> Rows:
+        edges = pairwise((*chunks, end))
+        return Rows(tuple(run for first, last in edges for run in context.runs(first, last - first, rank)))
+
+    queries = Rows(context.runs(chunks[-1], end - chunks[-1]))
+    sources = [(context.rank - number) % context.size for number in range(context.size)]
+    return tuple(tiles(queries, rows(source), source == context.rank, starts) for source in sources)
 
 
 class Ring(NamedTuple):

@@ -79,6 +79,10 @@ class Case:
     """Seed of what is offloaded, at random, with copies that come late; None: nothing."""
     documents: int | None = None
     """Seed of the documents that every sample is made of; None: each is one. Of `ragged` the documents of its rows."""
+    cp: int = 1
+    """Context-parallel ranks."""
+    cp_comm_type: str = "a2a"
+    """What they exchange."""
     dtype: torch.dtype = torch.float64
     """Of weights, hidden states and the reference."""
 
@@ -102,6 +106,7 @@ class Case:
             + [f"offload{self.offload}"] * (self.offload is not None)
             + ["again"] * self.again
             + [f"documents{self.documents}"] * (self.documents is not None)
+            + [f"cp{self.cp}-{self.cp_comm_type}"] * (self.cp > 1)
             + [str(self.dtype).removeprefix("torch.")] * (self.dtype is not torch.float64)
         )
         return "-".join([self.schedule, self.style, f"p{self.pp}", f"tp{self.tp}", f"m{self.m}", *marks])

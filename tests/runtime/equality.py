@@ -43,6 +43,7 @@ from tests.model.common import (
 )
 from tests.model.equality import whole
 from tests.runtime.case import Case, microbatches, one_by_one
+from tests.runtime.context import losses_over_context, over_context
 from tests.runtime.offloading import spoiling
 
 Reference = tuple[dict[str, Tensor], dict[int, float]]
@@ -74,11 +75,11 @@ def run_cases(rank: int, world_size: int, cases: list[Case]) -> list[dict[str, A
     torch.distributed.all_gather_object(shares, {each: reference(each) for each in alone[rank::world_size]})
     references = {each: found for share in shares for each, found in share.items()}
     results: dict[int, dict[str, Any]] = {}
-    for tp, pp in sorted({(case.tp, case.pp) for case in cases}):
-        set_parallel(tp=tp, pp=pp)
+    for tp, pp, cp in sorted({(case.tp, case.pp, case.cp) for case in cases}):
+        set_parallel(tp=tp, pp=pp, cp=cp)
         transport = make_transport(parallel_state.get_pipeline_model_parallel_group(), device())
         for index, case in enumerate(cases):
-            if (case.tp, case.pp) == (tp, pp):
+            if (case.tp, case.pp, case.cp) == (tp, pp, cp):
                 results[index] = run_case(case, *references[case.alone()], transport)
         transport.close()
     return [results[index] for index in range(len(cases))]
@@ -187,7 +188,8 @@ def by_microbatch(found: list[Any]) -> dict[int, float]:
 
 
 def _loss_error(found: list[Any], expected: dict[int, float]) -> float:
-    errors = (abs(value / expected[index] - 1) for index, value in by_microbatch(found).items())
+    losses = losses_over_context(by_microbatch(found))
+    errors = (abs(value / expected[index] - 1) for index, value in losses.items())
     return max((number_or_infinity(error) for error in errors), default=0.0)
 
 
@@ -223,7 +225,9 @@ def make_model(case: Case) -> PipelineModel:
     )
     rank = parallel_state.get_pipeline_model_parallel_rank() if case.pp > 1 else 0
     options = make_options(case.style, case.tied)
-    options = replace(options, chunk_size=case.mlp_chunk, loss_chunk_size=case.loss_chunk)
+    options = replace(
+        options, chunk_size=case.mlp_chunk, loss_chunk_size=case.loss_chunk, cp_comm_type=case.cp_comm_type
+    )
     program = case.program()
     return PipelineModel(config, options, program.pieces_of_rank(rank), seed=7, copies=program.copies(rank))
 
@@ -267,6 +271,7 @@ def gather(model: Any, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         names = {name: copies.get(id(parameter), name) for name, parameter in model.named_parameters()}
         shards = {name: parameter.grad for name, parameter in model.named_parameters()}
         gradients = {names[name]: value for name, value in whole(model, shards, partial_sums=True).items()}
+    gradients = over_context(gradients)
     group = parallel_state.get_pipeline_model_parallel_group()
     gathered: list[dict[str, Tensor]] = [{} for _ in range(group.size())]
     torch.distributed.all_gather_object(gathered, gradients, group=group)
