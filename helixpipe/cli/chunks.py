@@ -32,7 +32,7 @@ class Chunking:
     def lengths(self, chunks: int, layers: int) -> Lengths:
         """Tokens of each of so many chunks."""
         seq_length, layout = self._sequence()
-        return self.options.resolve(chunks, self.costs, layers, seq_length, layout.tensor_parallel)
+        return self.options.resolve(chunks, self.costs, layers, seq_length, layout.tensor_parallel, layout.unit)
 
     def _sequence(self) -> tuple[int | None, Layout]:
         """Its length in tokens, None where times are given by hand, and how it is laid out."""

@@ -64,7 +64,8 @@ def _problem(options: PlanOptions, schedule: Schedule, namespace: argparse.Names
     for flag, value in (("--model", model.model), ("--gpus", options.gpus)):
         if value is None:
             raise UserError(f"plan needs {flag}.")
-    for flag, value in (("--nodes", model.nodes), ("--tensor-parallel", model.tensor_parallel)):
+    context = ("--context-parallel", model.context_parallel), ("--cp-comm-type", model.cp_comm_type)
+    for flag, value in (("--nodes", model.nodes), ("--tensor-parallel", model.tensor_parallel), *context):
         if value is not None:
             raise UserError(f"{flag} {value} has no place in plan, which is given --gpus and finds the sizes.")
     for flag, count in (("--gpus", options.gpus), ("--top", options.top)):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from helixpipe.common.errors import UserError
 from helixpipe.common.flags import option
 from helixpipe.costs.efficiency import hardware_as_measured
 from helixpipe.costs.hardware import DEFAULT_HARDWARE, GIB, HARDWARE, RESERVED_MEMORY, find_hardware
 from helixpipe.costs.model_costs import ModelCosts
-from helixpipe.costs.models import MODELS, Layout, find_model
+from helixpipe.costs.models import MODELS, P2P, Layout, find_model
 from helixpipe.planning.lengths import Documents
 
 MAX_GPUS = 1_000_000
@@ -30,10 +31,18 @@ class ModelOptions:
     hardware: str | None = option(
         None, f"GPUs: {', '.join(HARDWARE)} (default: {DEFAULT_HARDWARE}).", metavar="NAME"
     )  # fmt: skip
-    nodes: int | None = option(None, "Nodes (default: as few as --ranks times --tensor-parallel need).")
+    nodes: int | None = option(
+        None, "Nodes (default: as few as --ranks times --tensor-parallel times --context-parallel need)."
+    )
     gpus_per_node: int | None = option(None, "GPUs of a node (default: the hardware's, 8).")
     tensor_parallel: int | None = option(
         None, "Tensor-parallel GPUs of each pipeline rank (default: 1). Data parallel is what the other GPUs give."
+    )
+    context_parallel: int | None = option(
+        None, "GPUs of each pipeline rank that share the tokens of every chunk, times --tensor-parallel (default: 1)."
+    )
+    cp_comm_type: Literal["p2p", "a2a"] | None = option(
+        None, "What they exchange: p2p (keys and values round a ring) or a2a (rows for heads) (default: p2p)."
     )
     sequence_parallel: bool = option(
         True, "Leave sequence parallelism out beside tensor parallelism.", flags=("--disable-sequence-parallel",)
@@ -149,21 +158,22 @@ def make_plan(
         hardware = dataclasses.replace(hardware, gpus_per_node=options.gpus_per_node)
     if options.host_memory is not None:
         hardware = dataclasses.replace(hardware, host_memory=options.host_memory * GIB)
-    tp = options.tensor_parallel or 1
+    tp, cp = options.tensor_parallel or 1, options.context_parallel or 1
     if ranks is None and one_rank:
         ranks = 1
-    nodes = options.nodes or max(1, math.ceil((ranks or 1) * tp / hardware.gpus_per_node))
+    nodes = options.nodes or max(1, math.ceil((ranks or 1) * tp * cp / hardware.gpus_per_node))
     gpus = nodes * hardware.gpus_per_node
     if gpus > MAX_GPUS:
         raise UserError(f"--nodes {nodes} of {hardware.gpus_per_node} GPUs are too many; at most {MAX_GPUS} GPUs.")
     if ranks is None:
-        ranks = max(1, gpus // tp)
-    if ranks < 1 or gpus % (ranks * tp):
+        ranks = max(1, gpus // (tp * cp))
+    if ranks < 1 or gpus % (ranks * tp * cp):
+        context = f" times --context-parallel {cp}" if cp > 1 else ""
         raise UserError(
-            f"--ranks {ranks} times --tensor-parallel {tp} must divide the {gpus} GPUs of "
+            f"--ranks {ranks} times --tensor-parallel {tp}{context} must divide the {gpus} GPUs of "
             f"--nodes {nodes} x {hardware.gpus_per_node}."
         )
-    data_parallel = gpus // (ranks * tp)
+    data_parallel = gpus // (ranks * tp * cp)
     micro = options.micro_batch_size or 1
     costs = ModelCosts(
         model,
@@ -174,6 +184,8 @@ def make_plan(
             micro,
             mlp_chunk=options.chunk_size or 0,
             loss_chunk=options.loss_chunk_size or 0,
+            context_parallel=cp,
+            cp_comm_type=options.cp_comm_type or P2P,
         ),
         seq_length,
         data_parallel,
@@ -200,8 +212,9 @@ def _adam_on_host(options: ModelOptions) -> float:
 
 
 def _require_positive(options: ModelOptions) -> None:
-    names = ("seq_length", "micro_batch_size", "global_batch_size", "nodes", "gpus_per_node", "tensor_parallel")
-    for name, least in (*((name, 1) for name in names), ("chunk_size", 0), ("loss_chunk_size", 0)):
+    names = ("seq_length", "micro_batch_size", "global_batch_size", "nodes", "gpus_per_node")
+    sizes = (*names, "tensor_parallel", "context_parallel")
+    for name, least in (*((name, 1) for name in sizes), ("chunk_size", 0), ("loss_chunk_size", 0)):
         value = getattr(options, name)
         if value is not None and value < least:
             raise UserError(f"--{name.replace('_', '-')} must be at least {least}, not {value}.")

@@ -85,6 +85,7 @@ class StepReport:
             "gpus": self.plan.gpus,
             "tensor_parallel": costs.layout.tensor_parallel,
             "sequence_parallel": costs.layout.sequence_parallel,
+            "context_parallel": costs.layout.context_parallel,
             "chunk_size": costs.layout.mlp_chunk,
             "loss_chunk_size": costs.layout.loss_chunk,
             "data_parallel": costs.data_parallel,
@@ -174,9 +175,11 @@ def _host_line(step: StepReport) -> list[str]:
 def _setup(step: StepReport) -> str:
     plan, costs = step.plan, step.plan.costs
     split = ", sequence parallel" if costs.layout.sequence_parallel else ""
+    if costs.layout.context_parallel > 1:
+        split += f", context parallel {costs.layout.context_parallel} ({costs.layout.cp_comm_type})"
     sizes = {"MLP": costs.layout.mlp_chunk, "loss": costs.layout.loss_chunk}
     sliced = "".join(f"; {what} over slices of {size} tokens" for what, size in sizes.items() if size)
-    optimizer = "distributed " if costs.distributed_optimizer and costs.data_parallel > 1 else ""
+    optimizer = "distributed " if costs.distributed_optimizer and costs.weight_holders > 1 else ""
     moved = f", {100 * costs.adam_on_host:.0f} % of it on the host" if costs.adam_on_host else ""
     sequences = f"{costs.seq_length} tokens a sequence, {costs.layout.micro_batch_size} in a microbatch, "
     if plan.documents is not None:

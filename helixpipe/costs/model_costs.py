@@ -3,8 +3,9 @@
 An op takes the sum of its kernels' times; a kernel takes the longer of its arithmetic and its memory traffic, each at
 the share of the peak that `Efficiency` assumes. Collectives over tensor-parallel and context-parallel ranks go over
 NVLink, over the network too where a node has fewer GPUs, and are not overlapped with anything but a ring's with the
-attention of its rounds; launching kernels from Python costs nothing. A message takes a latency and its bytes over NVLink within a node, or over this GPU's share of the node's network; a copy
-to the host takes one and its bytes over this GPU's share of the host link.
+attention of its rounds; launching kernels from Python costs nothing. A message takes a latency and its bytes over
+NVLink within a node, or over this GPU's share of the node's network; a copy to the host takes one and its bytes over
+this GPU's share of the host link.
 
 Ranks lie on nodes as Megatron places them: tensor-parallel ranks side by side, then context-parallel, then
 data-parallel, then pipeline.
@@ -21,7 +22,7 @@ from typing import NamedTuple
 from helixpipe.common.errors import UserError
 from helixpipe.costs.context_parallel import nearest_sizes
 from helixpipe.costs.hardware import Hardware
-from helixpipe.costs.models import Chunk, Layout, ModelShape
+from helixpipe.costs.models import Chunk, Layout, ModelShape, shared_unit
 from helixpipe.costs.piece_bytes import CountsBytes, PieceBytes
 from helixpipe.costs.piece_work import model_flops, work
 from helixpipe.costs.sizes import GRADIENT_BYTES, Kernel
@@ -63,18 +64,16 @@ class ModelCosts(CountsBytes):
         for what, size in (("heads", self.model.heads), ("query groups", self.model.groups)):
             if size % tp:
                 raise UserError(f"--tensor-parallel {tp} must divide the {size} {what} of {self.model.name}.")
-        if layout.swaps and self.model.heads % (tp * cp):
+        heads = self.model.heads // tp
+        if layout.swaps and heads % cp:
             raise UserError(
-                f"--context-parallel {cp} x --tensor-parallel {tp} ranks cannot share the {self.model.heads} heads of "
-                f"{self.model.name} (--cp-comm-type a2a); nearest valid are {nearest_sizes(self.model.heads // tp, cp)}, "
-                "or p2p."
+                f"--context-parallel {cp} with --cp-comm-type a2a must divide the {heads} heads that {self.model.name} "
+                f"has on a tensor-parallel rank; nearest valid sizes are {nearest_sizes(heads, cp)}, or use p2p."
             )
-        unit = (tp if layout.sequence_parallel else 1) * layout.parts
+        unit = shared_unit(tp if layout.sequence_parallel else 1, cp, layout.parts)
         if self.seq_length % unit:
-            shared = f" x {layout.parts} parts (--context-parallel {cp})" if cp > 1 else ""
-            raise UserError(
-                f"--seq-length {self.seq_length} must be a multiple of --tensor-parallel {tp}{shared}."
-            )
+            by = f"--tensor-parallel {tp}" if cp == 1 else f"{unit} with --context-parallel {cp}"
+            raise UserError(f"--seq-length {self.seq_length} must be a multiple of {by}.")
 
     @cached_property
     def bytes(self) -> PieceBytes:
@@ -120,7 +119,7 @@ class ModelCosts(CountsBytes):
 
     def _updated(self, weights: float) -> float:
         """How many of a rank's weights this one of its data-parallel and context-parallel copies updates."""
-        return weights / self._holders if self.distributed_optimizer else weights
+        return weights / self.weight_holders if self.distributed_optimizer else weights
 
     # ------------------------------------------------------------------------------------------------------------ time
 
@@ -144,7 +143,7 @@ class ModelCosts(CountsBytes):
         What is updated on the host comes after the rest, and not at the time of its copies: float32 gradients there, a
         pass over its memory, weights back. Its arithmetic costs nothing, as with cores enough for the memory."""
         weights = max(self.bytes.parameters(program.pieces_of_rank(rank)) for rank in range(program.num_ranks))
-        dp, hardware = self._holders, self.hardware
+        dp, hardware = self.weight_holders, self.hardware
         moved = 0.0
         if dp > 1:  # reduce-scatter of gradients and all-gather of weights, or an all-reduce of gradients: rings
             back = self.layout.element_bytes if self.distributed_optimizer else GRADIENT_BYTES
@@ -200,7 +199,7 @@ class ModelCosts(CountsBytes):
         return self.layout.model_gpus * self.data_parallel
 
     @property
-    def _holders(self) -> int:
+    def weight_holders(self) -> int:
         """Ranks that hold the same weights."""
         return self.data_parallel * self.layout.context_parallel
 

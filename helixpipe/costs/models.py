@@ -122,8 +122,8 @@ def find_model(name: str) -> ModelShape:
 
 
 A2A, P2P = "a2a", "p2p"
-"""What context-parallel ranks exchange for core attention, as `--cp-comm-type` has it: rows for heads (Ulysses), or keys
-and values round a ring."""
+"""What context-parallel ranks exchange for core attention, as `--cp-comm-type` has it: rows for heads (Ulysses), or
+keys and values round a ring."""
 
 LOSS_SLICE = 4096
 """Tokens of a slice of head and loss, over all sequences of a microbatch, where no flag gives them: enough that reading
@@ -168,6 +168,11 @@ class Layout:
         return context_parts(self.context_parallel, self.cp_comm_type)
 
     @property
+    def unit(self) -> int:
+        """Tokens that lengths of chunks are multiples of."""
+        return shared_unit(self.tensor_parallel, self.context_parallel, self.parts)
+
+    @property
     def model_gpus(self) -> int:
         """GPUs side by side that run one stage of one microbatch."""
         return self.tensor_parallel * self.context_parallel
@@ -188,6 +193,12 @@ class Layout:
 def context_parts(context_parallel: int, cp_comm_type: str) -> int:
     """Equal runs of tokens that so many ranks make of a chunk."""
     return context_parallel * (2 if context_parallel > 1 and cp_comm_type == P2P else 1)
+
+
+def shared_unit(tensor_parallel: int, context_parallel: int, parts: int) -> int:
+    """Tokens that the length of a chunk is a multiple of: context-parallel ranks share it in so many equal runs, and
+    tensor-parallel ones, with sequence parallelism, each rank's rows."""
+    return math.lcm(parts, tensor_parallel * context_parallel)
 
 
 def _slices(tokens: float, size: int) -> list[float]:

@@ -17,9 +17,9 @@ Linear = tuple[float, float]
 class Sizes:
     """A chunk of a microbatch of a model in a layout.
 
-    length: of each of its sequences, the tokens that this context-parallel rank has; tokens: those of all of them; rows:
-    those of them that this rank holds outside attention and MLP. query, kv, mixed, ffn, vocab: channels on this rank.
-    first: halves of the MLP's first layer.
+    length: of each of its sequences, the tokens that this context-parallel rank has; tokens: those of all of them;
+    rows: those of them that this rank holds outside attention and MLP. query, kv, mixed, ffn, vocab: channels on this
+    rank. first: halves of the MLP's first layer.
     """
 
     def __init__(self, model: ModelShape, layout: Layout, chunk: Chunk):

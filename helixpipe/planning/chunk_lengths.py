@@ -44,10 +44,10 @@ CLOSE = 1e-3
 """Part of a chunk's time to which equal times are equal before lengths are rounded."""
 
 
-def default_alignment(seq_length: int, chunks: int, tensor_parallel: int = 1) -> int:
-    """Tokens that lengths are multiples of: of the tensor-parallel size, and of 64 where the sequence allows."""
-    whole = lcm(tensor_parallel, KERNEL_TOKENS)
-    return whole if seq_length >= chunks * whole else tensor_parallel
+def default_alignment(seq_length: int, chunks: int, unit: int = 1) -> int:
+    """Tokens that lengths are multiples of: of what ranks can share, and of 64 where the sequence allows."""
+    whole = lcm(unit, KERNEL_TOKENS)
+    return whole if seq_length >= chunks * whole else unit
 
 
 def average_lengths(seq_length: int, chunks: int, alignment: int = 1) -> tuple[int, ...]:

@@ -111,31 +111,35 @@ class ChunkOptions:
         layers: int,
         seq_length: int | None = None,
         tensor_parallel: int = 1,
+        unit: int | None = None,
     ) -> tuple[int, ...] | None:
         """Tokens of each of so many chunks; None for one chunk, and by default where no sequence length is known.
 
+        unit: what lengths must be multiples of for the ranks that share a chunk; None: the tensor-parallel size.
         Raises UserError where lengths given do not add up to the sequence, or there are too few tokens.
         """
         if chunks == 1:
             return None
+        unit = unit or tensor_parallel
+        shared = f"the tensor-parallel size {tensor_parallel}"
+        if unit != tensor_parallel:
+            shared = f"{unit}, which tensor- and context-parallel ranks can share"
         if self.lengths is not None:
-            return self._checked(self.lengths, chunks, seq_length, tensor_parallel)
+            return self._checked(self.lengths, chunks, seq_length, unit, shared)
         strategy = self.pipe_sp_strategy or ("average" if seq_length is None else "uniform_comp")
         length, alignment = seq_length or NOMINAL_LENGTH, self.chunk_alignment
         if alignment is None:
             if seq_length is None and self.pipe_sp_strategy is None:
                 return None
-            alignment = 1 if seq_length is None else default_alignment(length, chunks, tensor_parallel)
-        if alignment % tensor_parallel:
-            raise UserError(
-                f"--chunk-alignment {alignment} must be a multiple of the tensor-parallel size {tensor_parallel}."
-            )
+            alignment = 1 if seq_length is None else default_alignment(length, chunks, unit)
+        if alignment % unit:
+            raise UserError(f"--chunk-alignment {alignment} must be a multiple of {shared}.")
         if strategy == "average":
             return average_lengths(length, chunks, alignment)
         return balanced_lengths(costs, even_stages(layers, 1), length, chunks, alignment)
 
     def _checked(
-        self, lengths: tuple[int, ...], chunks: int, seq_length: int | None, tensor_parallel: int
+        self, lengths: tuple[int, ...], chunks: int, seq_length: int | None, unit: int, shared: str
     ) -> tuple[int, ...]:
         if len(lengths) != chunks:
             raise UserError(f"--chunk-lengths {self.chunk_lengths} are {len(lengths)} chunks, not {chunks}.")
@@ -144,8 +148,6 @@ class ChunkOptions:
                 f"--chunk-lengths {self.chunk_lengths} add up to {sum(lengths)} tokens, but the sequence has "
                 f"{seq_length}."
             )
-        if any(length % tensor_parallel for length in lengths):
-            raise UserError(
-                f"--chunk-lengths {self.chunk_lengths} must be multiples of the tensor-parallel size {tensor_parallel}."
-            )
+        if any(length % unit for length in lengths):
+            raise UserError(f"--chunk-lengths {self.chunk_lengths} must be multiples of {shared}.")
         return lengths

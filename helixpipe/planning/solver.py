@@ -193,7 +193,7 @@ class _Lengths:
             return None
         key = costs.layout.tensor_parallel, chunks
         if key not in self.known:
-            alignment = default_alignment(costs.seq_length, chunks, key[0])
+            alignment = default_alignment(costs.seq_length, chunks, costs.layout.unit)
             stages = even_stages(costs.model.layers, 1)
             self.known[key] = balanced_lengths(costs, stages, costs.seq_length, chunks, alignment)
         return self.known[key]

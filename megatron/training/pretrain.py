@@ -81,7 +81,7 @@ def _run(config: Config, plans: Plans[int], parallel: Any, position: Position, s
     pipeline.attach(state.model, state.weights)
     scheduler = build_param_scheduler(state.optimizer, config, schedule)
     own, total = state.weights.count()
-    if parallel.dp_rank == 0:
+    if parallel.dp_rank == parallel.cp_rank == 0:
         say(parameters_line(parallel.tp_rank, parallel.pp_rank, own))
     if parallel.is_first:
         say(_summary(config, pipeline, evaluation_size, total))
@@ -109,7 +109,7 @@ def _run(config: Config, plans: Plans[int], parallel: Any, position: Position, s
                 total_iterations=length.iterations,
                 writer=(writer := MetricsWriter.from_config(config)),
                 timers=(timers := build_timers(config)),
-                report_memory=parallel.dp_rank == 0,
+                report_memory=parallel.dp_rank == parallel.cp_rank == 0,
             ),
             timers=timers,
             stop=StopCheck(config, flag, agree=all_ranks_max(parallel.device), started=started),
@@ -255,6 +255,7 @@ def _summary(config: Config, pipeline: Any, num_microbatches: int, parameters: i
     lines, slices = list(stage_lines(program.stages)), config.model.loss_chunk_size
     if slices and config.model.loss_slices_why:
         lines.append(f"--loss-chunk-size {slices}: {config.model.loss_slices_why}")
+    context = f"context {parallel.context_parallel_size} x " if parallel.context_parallel_size > 1 else ""
     stages = "".join(f" > {line}\n" for line in lines)
     if config.data.variable_seq_lengths:
         each = f"{parallel.plan_ahead} steps of documents planned ahead, {stage_count(program.stages)}"
@@ -266,6 +267,6 @@ def _summary(config: Config, pipeline: Any, num_microbatches: int, parameters: i
     return (
         f" > pipeline schedule {program.schedule}: {program.num_ranks} ranks, {each}\n"
         f"{stages}{pipeline.chunks(num_microbatches)}{pipeline.offloading(num_microbatches)}"
-        f" > {parameters:,} parameters; tensor {parallel.tensor_model_parallel_size} x "
+        f" > {parameters:,} parameters; tensor {parallel.tensor_model_parallel_size} x {context}"
         f"pipeline {program.num_ranks} x data {parallel.data_parallel_size}"
     )

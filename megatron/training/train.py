@@ -125,15 +125,19 @@ class Trainer:
         per_token = self.config.training.calculate_per_token_loss
         tokens = self._tokens(work.microbatches)
         counted = tokens[self.pipeline.counted(work.lowered)].sum()
-        # Tensor-parallel ranks hold equal values; the sum needs one of them.
+        # Tensor-parallel ranks hold equal values; the sum needs one of them. Context-parallel ranks have a part each of
+        # a loss, and all tokens of it.
         part = 1.0 if self.parallel.tp_rank == 0 else 0.0
-        all_tokens, summing = (counted * part).reshape(1), None
+        counted = counted if self.parallel.counts_tokens else torch.zeros_like(counted)
+        all_tokens, summing = counted.reshape(1).clone(), None
         if per_token:
             summing = torch.distributed.all_reduce(all_tokens, async_op=True)
 
         def root_gradient(microbatch: int) -> torch.Tensor:
             scale = self.state.optimizer.get_loss_scale().reshape(())
-            divisor = 1.0 if per_token else tokens[microbatch].clamp(min=1.0) * len(work.microbatches)
+            # DDP takes the mean over all ranks that hold the weights; over context-parallel ranks it should be the sum.
+            count = len(work.microbatches) / self.parallel.cp_size
+            divisor = 1.0 if per_token else tokens[microbatch].clamp(min=1.0) * count
             return (scale / divisor).to(torch.float32)
 
         late = self._unfinished is not None
@@ -153,7 +157,7 @@ class Trainer:
                 summing.wait()
             self.state.weights.reduce(all_tokens)
         asked = torch.full_like(loss_sum, float(self.stop.wish(iteration) is not None))
-        return torch.stack([loss_sum * part, counted * part, asked]), times
+        return torch.stack([loss_sum * part, counted, asked]), times
 
     def _confirm(self) -> bool:
         """In the next step, between its opening and its first backward."""
@@ -247,6 +251,7 @@ class Trainer:
     def _totals(self, loss_sum: torch.Tensor, work: StepWork) -> torch.Tensor:
         """(loss sum, tokens) over all microbatches of all data-parallel ranks, on every rank."""
         own = self._tokens(work.microbatches)[self.pipeline.counted(work.lowered)].sum()
+        own = own * float(self.parallel.cp_rank == 0)
         return self.parallel.sum_over_pipeline_and_data(torch.stack([loss_sum, own]))
 
     def _save_is_due(self) -> bool:

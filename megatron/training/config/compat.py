@@ -141,7 +141,6 @@ IGNORED: Mapping[str, str] = MappingProxyType(
         "--distributed-timeout-seconds-after-init": "--distributed-timeout-minutes holds throughout",
         "--disable-gloo-process-groups": "only changes how checkpoints are coordinated",
         "--local-rank": "torchrun passes it in the environment",
-        "--cp-comm-type": "there is no context parallelism whose messages it could change",
         "--empty-unused-memory-level": "the memory cache is left alone",
         "--manual-gc": _GC,
         "--manual-gc-interval": _GC,
@@ -193,7 +192,7 @@ IGNORED: Mapping[str, str] = MappingProxyType(
         "--calc-ft-timeouts": "relaunching the same command resumes",
         "--te-rng-tracker": "random states follow from step, microbatch and layer",
         "--num-distributed-optimizer-instances": "the optimizer is split over all data-parallel ranks",
-        "--use-tp-pp-dp-mapping": "ranks are ordered tensor, data, pipeline",
+        "--use-tp-pp-dp-mapping": "ranks are ordered tensor, context, data, pipeline",
         "--microbatch-group-size-per-virtual-pipeline-stage": "the schedule groups by pipeline size",
         "--verify-integrity": "every checkpoint is verified when it is loaded",
         **each_for(
@@ -218,15 +217,13 @@ IGNORED_FAMILIES: Mapping[str, str] = MappingProxyType(
 
 LATER: Mapping[str, str] = MappingProxyType(
     {
-        "--context-parallel-size": "context parallelism is not available yet",
-        "--hierarchical-context-parallel-sizes": "context parallelism is not available yet",
+        "--hierarchical-context-parallel-sizes": "context-parallel ranks are one group; give --context-parallel-size",
         "--cpu-offloading-num-layers": "it offloads whole layers; --offload-activations takes a share, or auto",
     }
 )
 
 NEUTRAL: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "--context-parallel-size": ("1",),
         "--cpu-offloading-num-layers": ("0",),
         "--expert-model-parallel-size": ("1",),
         "--expert-tensor-parallel-size": ("1",),

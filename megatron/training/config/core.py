@@ -152,6 +152,7 @@ def gpt_options(config: Config, vocab_size: int | None = None) -> GPTOptions:
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
         chunk_size=model.chunk_size,
         loss_chunk_size=model.loss_chunk_size or 0,
+        cp_comm_type=config.parallel.cp_comm_type[0],
     )
 
 

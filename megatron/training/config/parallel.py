@@ -10,6 +10,7 @@ from typing import Literal
 from helixpipe.common.errors import UserError
 from helixpipe.common.flags import option, setting
 from helixpipe.costs.hardware import HARDWARE
+from helixpipe.costs.models import P2P, context_parts
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,13 @@ class ParallelConfig:
         None,
         "GiB of host memory of a node that offloaded activations may take, instead of what --hardware has.",
         metavar="GIB",
+    )
+    context_parallel_size: int = option(1, "Ranks that share the tokens of every sequence, or of every chunk of it.")
+    cp_comm_type: tuple[str, ...] = option(
+        (P2P,),
+        "What context-parallel ranks exchange for core attention: p2p (keys and values round a ring) or a2a (rows for "
+        "heads, as Ulysses does), the same for all layers.",
+        nargs="+",
     )
     num_layers_per_virtual_pipeline_stage: int | None = option(
         None, "Layers of one stage when a rank holds several stages (interleaved-1f1b)."
@@ -84,7 +92,12 @@ class ParallelConfig:
         None, "Process groups whose collectives run on streams of high priority, such as dp or tp.", nargs="*"
     )
     virtual_pipeline_model_parallel_size: int | None = setting(None, "Stages a pipeline rank holds; None for one.")
-    data_parallel_size: int = setting(1, "Model copies: world size / (tensor x pipeline).")
+    data_parallel_size: int = setting(1, "Model copies: world size / (tensor x pipeline x context).")
+
+    @property
+    def parts(self) -> int:
+        """Equal runs of tokens that context-parallel ranks make of a chunk."""
+        return context_parts(self.context_parallel_size, self.cp_comm_type[0])
 
     @property
     def timeout_seconds(self) -> float:

@@ -31,6 +31,8 @@ def training_costs(config: Config) -> ModelCosts | ProfileCosts:
             element_bytes=2 if training.bf16 or training.fp16 else 4,
             mlp_chunk=model.chunk_size,
             loss_chunk=model.loss_chunk_size or 0,
+            context_parallel=parallel.context_parallel_size,
+            cp_comm_type=parallel.cp_comm_type[0],
         ),
         model.seq_length or 1,
         parallel.data_parallel_size,
@@ -62,6 +64,7 @@ def _measured(config: Config, path: str) -> ProfileCosts:
             config.parallel.tensor_model_parallel_size,
             profile.layout.tensor_parallel,
         ),
+        ("--context-parallel-size", config.parallel.context_parallel_size, profile.layout.context_parallel),
         ("--chunk-size", config.model.chunk_size, profile.layout.mlp_chunk),
         ("--loss-chunk-size", config.model.loss_chunk_size or 0, profile.layout.loss_chunk),
     ):
@@ -86,8 +89,7 @@ def host_limit(config: Config) -> float:
         return inf
     hardware = find_hardware(parallel.hardware or DEFAULT_HARDWARE)
     memory = hardware.host_memory if parallel.host_memory is None else parallel.host_memory * GIB
-    world = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.data_parallel_size
-    return memory / min(hardware.gpus_per_node, world)
+    return memory / min(hardware.gpus_per_node, config.launch.world_size)
 
 
 def model_shape(config: Config) -> ModelShape:

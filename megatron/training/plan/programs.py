@@ -8,6 +8,7 @@ from math import inf
 from helixpipe.common.errors import ProgramError, UserError
 from helixpipe.costs.hardware import GIB, find_hardware
 from helixpipe.costs.model_costs import ModelCosts
+from helixpipe.costs.models import shared_unit
 from helixpipe.costs.profile_costs import ProfileCosts
 from helixpipe.lowering.validate import untrainable
 from helixpipe.planning.chunk_lengths import FEW_COUNTS, best_chunks, chunk_counts
@@ -56,7 +57,14 @@ def make_program(config: Config, num_microbatches: int, costs: ModelCosts | Prof
     def cut(chunks: int) -> Program:
         """The program with the sequence cut into so many chunks."""
         lengths = config.chunks.resolve(
-            chunks, costs, shape.layers, config.model.seq_length, config.parallel.tensor_model_parallel_size
+            chunks,
+            costs,
+            shape.layers,
+            config.model.seq_length,
+            config.parallel.tensor_model_parallel_size,
+            shared_unit(
+                config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size, config.parallel.parts
+            ),
         )
         return build(name, replace(shape, chunks=chunks, chunk_lengths=lengths), config.schedule_options)
 

@@ -19,7 +19,8 @@ from megatron.training.config import Config
 @dataclass(frozen=True)
 class Parallel:
     """Where this process stands and whom it talks to. Ranks and sizes are those of the axis named; `device` is its
-    own."""
+    own. Ranks of `tp_cp_group` run the same stream on the same microbatches; those of `dp_cp_group` hold the same
+    weights."""
 
     rank: int
     world_size: int
@@ -27,11 +28,14 @@ class Parallel:
     pp_size: int
     tp_rank: int
     tp_size: int
+    cp_rank: int
+    cp_size: int
     dp_rank: int
     dp_size: int
     pp_group: dist.ProcessGroup
     tp_group: dist.ProcessGroup
-    dp_group: dist.ProcessGroup
+    tp_cp_group: dist.ProcessGroup
+    dp_cp_group: dist.ProcessGroup
     device: torch.device
 
     @classmethod
@@ -46,11 +50,14 @@ class Parallel:
             pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
             tp_rank=parallel_state.get_tensor_model_parallel_rank(),
             tp_size=parallel_state.get_tensor_model_parallel_world_size(),
+            cp_rank=parallel_state.get_context_parallel_rank(),
+            cp_size=parallel_state.get_context_parallel_world_size(),
             dp_rank=parallel_state.get_data_parallel_rank(),
             dp_size=parallel_state.get_data_parallel_world_size(),
             pp_group=parallel_state.get_pipeline_model_parallel_group(),
             tp_group=parallel_state.get_tensor_model_parallel_group(),
-            dp_group=parallel_state.get_data_parallel_group(),
+            tp_cp_group=parallel_state.get_tensor_and_context_parallel_group(),
+            dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
             device=current_device(),
         )
 
@@ -63,10 +70,17 @@ class Parallel:
         """The rank that prints losses, as in Megatron-LM."""
         return self.rank == self.world_size - 1
 
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether this rank's number of tokens counts, where all ranks' are summed: tensor-parallel and
+        context-parallel ranks have the same whole microbatches."""
+        return self.tp_rank == 0 and self.cp_rank == 0
+
     def sum_over_pipeline_and_data(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum a small tensor, in place; tensor-parallel ranks hold equal values, so they do not add to it."""
+        """Sum a small tensor, in place, over context-parallel ranks as well; tensor-parallel ranks hold equal values,
+        so they do not add to it."""
         dist.all_reduce(values, group=self.pp_group)
-        dist.all_reduce(values, group=self.dp_group)
+        dist.all_reduce(values, group=self.dp_cp_group)
         return values
 
 
@@ -88,6 +102,7 @@ def initialize(config: Config) -> Parallel:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
         distributed_timeout_minutes=max(1, round(parallel.timeout_seconds / 60)),
         # With another backend megatron-core would look for NCCL's options all the same.
         nccl_communicator_config_path=parallel.nccl_communicator_config_path if backend == "nccl" else None,

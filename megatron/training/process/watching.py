@@ -39,10 +39,11 @@ def _peers(parallel: Parallel) -> Peers:
     """With its place in the parallel axes where the rank alone does not say which it is."""
     name = f"rank {parallel.rank}"
     if parallel.world_size > parallel.pp_size:
-        name += f" (pipeline {parallel.pp_rank}, tensor {parallel.tp_rank}, data {parallel.dp_rank})"
+        context = f", context {parallel.cp_rank}" if parallel.cp_size > 1 else ""
+        name += f" (pipeline {parallel.pp_rank}, tensor {parallel.tp_rank}{context}, data {parallel.dp_rank})"
     return Peers(
         parallel.rank,
         tuple(dist.get_process_group_ranks(parallel.pp_group)),
-        tuple(dist.get_process_group_ranks(parallel.tp_group)),
+        tuple(dist.get_process_group_ranks(parallel.tp_cp_group)),
         name,
     )

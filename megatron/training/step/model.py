@@ -66,4 +66,6 @@ def say_kernels(state: TrainingModel, *, chunked: bool) -> None:
     gradients = torch.float32 if state.ddp.ddp_config.grad_reduce_in_fp32 else config.params_dtype
     if kernels.warning:
         complain(f"WARNING: {kernels.warning}")
-    say(f" > kernels: {kernels.line(config, chunked=chunked, transport=transport, gradients=gradients)}")
+    context = state.model.context
+    shared = f", context parallel {context.comm_type} over {context.size}" if context.size > 1 else ""
+    say(f" > kernels: {kernels.line(config, chunked=chunked, transport=transport, gradients=gradients)}{shared}")

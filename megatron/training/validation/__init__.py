@@ -34,6 +34,7 @@ STEPS: tuple[Callable[[Config], Config], ...] = (
     parallel.virtual_stages,
     parallel.pipeline_schedule,
     parallel.sequence_parallel,
+    parallel.context_parallel,
     parallel.communicators,
     training.batch_size,
     training.rampup,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from helixpipe.common.errors import UserError
+from helixpipe.costs.context_parallel import nearest_sizes
+from helixpipe.costs.models import A2A, P2P, shared_unit
 from helixpipe.program.files import is_file
 from megatron.training.config import Config
 from megatron.training.config.communicators import nccl_settings
@@ -11,15 +13,53 @@ from schedules import CATALOGUE
 
 
 def world_size(config: Config) -> Config:
-    """World size = pipeline x tensor x data."""
+    """World size = pipeline x tensor x context x data."""
     parallel, world = config.parallel, config.launch.world_size
     pp, tp = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
-    if world % (pp * tp):
+    cp = parallel.context_parallel_size
+    copy = pp * tp * cp
+    if world % copy:
+        context = f" x --context-parallel-size {cp}" if cp > 1 else ""
         raise UserError(
             f"the world size {world} must be a multiple of --pipeline-model-parallel-size {pp} x "
-            f"--tensor-model-parallel-size {tp} = {pp * tp}; the nearest valid sizes are {nearest(world, pp * tp)}."
+            f"--tensor-model-parallel-size {tp}{context} = {copy}; the nearest valid sizes are {nearest(world, copy)}."
         )
-    return config.replace("parallel", data_parallel_size=world // (pp * tp))
+    return config.replace("parallel", data_parallel_size=world // copy)
+
+
+def context_parallel(config: Config) -> Config:
+    """One way for all layers, in which ranks can share heads and the sequence; nothing is split for one rank."""
+    parallel, model = config.parallel, config.model
+    cp, length = parallel.context_parallel_size, checked(model.seq_length)
+    if cp == 1:
+        return config.replace("parallel", cp_comm_type=parallel.cp_comm_type[:1])
+    ways, given = set(parallel.cp_comm_type), " ".join(parallel.cp_comm_type)
+    if not ways <= {A2A, P2P}:
+        raise UserError(f"--cp-comm-type {given} is not supported; valid values are {A2A} and {P2P}.")
+    if len(ways) > 1:
+        raise UserError(
+            f"--cp-comm-type {given}: ranks have other tokens with {P2P} than with {A2A}; give one for all layers."
+        )
+    config = config.replace("parallel", cp_comm_type=parallel.cp_comm_type[:1])
+    tp, parts = parallel.tensor_model_parallel_size, config.parallel.parts
+    heads = checked(model.num_attention_heads) // tp
+    if ways == {A2A} and heads % cp:
+        raise UserError(
+            f"--context-parallel-size {cp} with --cp-comm-type {A2A} must divide the {heads} heads of a "
+            f"tensor-parallel rank; nearest valid sizes are {nearest_sizes(heads, cp)}, or use {P2P}."
+        )
+    if ways == {P2P} and model.attention_dropout:
+        raise UserError(
+            f"--attention-dropout {model.attention_dropout:g} cannot be had with --cp-comm-type {P2P}; give 0, or "
+            f"--cp-comm-type {A2A}."
+        )
+    unit = shared_unit(tp if parallel.sequence_parallel else 1, cp, parts)
+    if length % unit:
+        raise UserError(
+            f"--seq-length {length} must be a multiple of {unit} with --context-parallel-size {cp} and --cp-comm-type "
+            f"{given}; the nearest valid values are {nearest(length, unit)}."
+        )
+    return config
 
 
 def virtual_stages(config: Config) -> Config:

@@ -22,6 +22,7 @@ _AT_LEAST_1 = {
     "parallel": (
         "tensor_model_parallel_size",
         "pipeline_model_parallel_size",
+        "context_parallel_size",
         "num_layers_per_virtual_pipeline_stage",
         "num_virtual_stages_per_pipeline_rank",
         "ddp_bucket_size",
