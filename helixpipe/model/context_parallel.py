@@ -73,8 +73,8 @@ class ContextParallel:
         else:
             device = batch.tokens.device
             positions = torch.cat([torch.arange(run.start, run.stop, device=device) for run in runs])[None]
-        rows = (select(tensor, runs, 1) for tensor in (batch.tokens, batch.labels, batch.loss_mask))
-        return Microbatch(*rows, positions), context._replace(offset=0, length=None)
+        tokens, labels, mask = (select(tensor, runs, 1) for tensor in (batch.tokens, batch.labels, batch.loss_mask))
+        return Microbatch(tokens, labels, mask, positions), context._replace(offset=0, length=None)
 
 
 ALONE = ContextParallel()

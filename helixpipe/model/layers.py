@@ -199,7 +199,7 @@ class Layer(MegatronModule):
         documents: Documents | None,
     ) -> Tensor:
         """Attention of this rank's rows, whose keys and values go round the context-parallel ranks."""
-        length, chunks = query.size(0) * self._context.size, (0,)
+        length, chunks = query.size(0) * self._context.size, tuple[int, ...]([0])
         if keys_values is not None:
             query = query.contiguous()
             key, value = keys_values.join(self._index, key, value)
