@@ -141,6 +141,7 @@ IGNORED: Mapping[str, str] = MappingProxyType(
         "--distributed-timeout-seconds-after-init": "--distributed-timeout-minutes holds throughout",
         "--disable-gloo-process-groups": "only changes how checkpoints are coordinated",
         "--local-rank": "torchrun passes it in the environment",
+        "--expert-tensor-parallel-size": "there are no experts to split",
         "--empty-unused-memory-level": "the memory cache is left alone",
         "--manual-gc": _GC,
         "--manual-gc-interval": _GC,
@@ -226,7 +227,6 @@ NEUTRAL: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "--cpu-offloading-num-layers": ("0",),
         "--expert-model-parallel-size": ("1",),
-        "--expert-tensor-parallel-size": ("1",),
         "--num-experts": ("0",),
         "--softmax-type": ("vanilla",),
         "--rope-type": ("rope",),

@@ -76,7 +76,6 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "--mtp-loss-scaling-factor": _MTP,
         "--num-experts": _MOE,
         "--expert-model-parallel-size": _MOE,
-        "--expert-tensor-parallel-size": _MOE,
         "--overlap-moe-expert-parallel-comm": _MOE,
         "--delay-wgrad-compute": "weight gradients follow from the schedule",
         "--disable-bf16-reduced-precision-matmul": "matrix products run at torch's default precision",

@@ -32,7 +32,7 @@ def context_parallel(config: Config) -> Config:
     parallel, model = config.parallel, config.model
     cp, length = parallel.context_parallel_size, checked(model.seq_length)
     if cp == 1:
-        return config.replace("parallel", cp_comm_type=parallel.cp_comm_type[:1])
+        return config.replace("parallel", cp_comm_type=(P2P,))
     ways, given = set(parallel.cp_comm_type), " ".join(parallel.cp_comm_type)
     if not ways <= {A2A, P2P}:
         raise UserError(f"--cp-comm-type {given} is not supported; valid values are {A2A} and {P2P}.")
