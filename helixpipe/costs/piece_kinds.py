@@ -56,7 +56,7 @@ class Embed(PieceKind):
         split = 0 < model.position_rows(sizes.tp) < model.seq_length
         positions = sizes.length if model.positions == "learned_absolute" else 0
         words = sizes.tokens if sizes.tp > 1 or sizes.layout.rings else 0
-        masks = {"mask of positions": positions * split, "mask of words": words}
+        masks = {"mask of positions": positions * split, "mask of words": sizes.tokens if sizes.tp > 1 else 0}
         return {"positions": positions * 8, "words": words * 8} | masks
 
     def work(self, kernels: Kernels) -> None:

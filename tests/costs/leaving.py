@@ -21,7 +21,7 @@ from helixpipe.runtime.executor import Executor, Step
 from helixpipe.runtime.offload import Offloader, UnitSaving
 from helixpipe.runtime.segments import SegmentGraph
 from helixpipe.runtime.transport import Alone
-from tests.costs import pieces
+from tests.costs import layouts, pieces
 from tests.model.common import set_parallel
 
 Row = tuple[str, float, float]
@@ -52,10 +52,10 @@ def compare(rank: int, world_size: int) -> dict[str, list[Row]]:
     """What `pieces.compare` finds, and what leaves in some of its cases."""
     results = pieces.compare(rank, world_size)
     for case in CASES:
-        name, tp, split, mlp_chunk = pieces.CASES[case]
+        name, tp, split, mlp_chunk = layouts.CASES[case]
         set_parallel(tp=tp)
-        layout = Layout(tp, split, pieces.BATCH, element_bytes=4, fused_kernels=False, mlp_chunk=mlp_chunk)
-        results[case] += leaving(pieces.SHAPES[name], layout)
+        layout = Layout(tp, split, layouts.BATCH, element_bytes=4, fused_kernels=False, mlp_chunk=mlp_chunk)
+        results[case] += leaving(layouts.SHAPES[name], layout)
     return results
 
 
@@ -63,7 +63,7 @@ def leaving(shape: ModelShape, layout: Layout) -> list[Row]:
     """For each recomputation, cut and chunks: whole stages, single pieces, half of the bytes, large tensors only."""
     model, own, data, found = pieces.make(shape, layout), PieceBytes(shape, layout), pieces.batch(), list[Row]()
     model.run(pieces.CHAIN, (), data, pieces.CONTEXT)  # makes RoPE's table
-    step = Step(0, int, lambda index: data, lambda index: torch.tensor(1.0), pieces.BATCH, pieces.TOKENS)
+    step = Step(0, int, lambda index: data, lambda index: torch.tensor(1.0), layouts.BATCH, layouts.TOKENS)
     for what, program in _programs():
         teller = Telling()
         executor = Executor(0, model, Alone(), offloader=teller)
@@ -72,7 +72,7 @@ def leaving(shape: ModelShape, layout: Layout) -> list[Row]:
         lengths = program.workload.tokens(0)
         for unit, bytes_left in teller.left.items():
             earlier = sum(lengths[: unit.chunk])
-            chunk = Chunk(lengths[unit.chunk], earlier, True) if len(lengths) > 1 else Chunk(pieces.TOKENS)
+            chunk = Chunk(lengths[unit.chunk], earlier, True) if len(lengths) > 1 else Chunk(layouts.TOKENS)
             ours = own.offloaded(*_asked(program, unit, chunk))
             found.append((f"leaving {what} {unit}", bytes_left, ours))
     return found

@@ -24,46 +24,21 @@ from helixpipe.program.workload import uniform
 from helixpipe.runtime.executor import Step
 from schedules import Shape, build
 from schedules.helix import HelixOptions
+from tests.costs.layouts import BATCH, LAYERS, TOKENS, VOCABULARY, layouts, squares
 from tests.costs.watched import watched
-from tests.model.common import make_config, set_parallel
+from tests.model.common import make_config
 
-TOKENS, BATCH, VOCABULARY, LAYERS = 24, 2, 512, 2
 CHAIN = model_pieces(LAYERS)
 CONTEXT = UnitContext(step=0, microbatch=0)
-GPT, LLAMA = ("LayerNorm", "learned_absolute", True, TOKENS), ("RMSNorm", "rope", False, TOKENS)
-SHAPES = {
-    "gpt": ModelShape("gpt", LAYERS, 32, 4, 4, 128, False, VOCABULARY, False, *GPT),
-    "gpt-gqa": ModelShape("gpt-gqa", LAYERS, 32, 4, 2, 96, False, VOCABULARY, True, "LayerNorm", "none", True, TOKENS),
-    "llama": ModelShape("llama", LAYERS, 32, 4, 2, 40, True, VOCABULARY, False, *LLAMA),
-    "llama-mha": ModelShape("llama-mha", LAYERS, 32, 4, 4, 40, True, VOCABULARY, True, *LLAMA),
-}
-
 RUNS = [CHAIN[a:b] for a in range(len(CHAIN)) for b in {a + 1, a + 2, a + 6, len(CHAIN)} if b <= len(CHAIN)]
 CHUNKS = (12, 8, 4)
 """Their lengths."""
-
-CASES = {
-    "gpt-tp1": ("gpt", 1, False, 0),
-    "gpt-tp2-sp": ("gpt", 2, True, 0),
-    "gpt-gqa-tp2": ("gpt-gqa", 2, False, 0),
-    "llama-tp1": ("llama", 1, False, 0),
-    "llama-tp2": ("llama", 2, False, 0),
-    "llama-tp2-sp": ("llama", 2, True, 0),
-    "llama-mha-tp1": ("llama-mha", 1, False, 0),
-    "gpt-tp2-sp-slices": ("gpt", 2, True, 9),
-    "llama-tp1-slices": ("llama", 1, False, 9),
-    "llama-tp2-slices": ("llama", 2, False, 9),
-}
-"""Model, tensor-parallel size, sequence parallelism, tokens of a slice of MLP and loss (0: whole)."""
 
 
 def compare(rank: int, world_size: int) -> dict[str, list[tuple[str, float, float]]]:
     """For each model and layout, (what, torch's count, ours) of FLOPs, of bytes kept and sent, and of weights."""
     results = {}
-    for case, (name, tp, split, chunk) in CASES.items():
-        set_parallel(tp=tp)
-        shape = SHAPES[name]
-        layout = Layout(tp, split, BATCH, element_bytes=4, fused_kernels=False, mlp_chunk=chunk, loss_chunk=chunk)
+    for case, shape, layout in layouts():
         results[case] = [
             *_flops(shape, layout),
             *_saved(shape, layout),
@@ -95,6 +70,7 @@ def make(shape: ModelShape, layout: Layout, pieces: Sequence[Piece] = CHAIN) -> 
         share_embeddings_and_output_weights=shape.tied,
         chunk_size=layout.mlp_chunk,
         loss_chunk_size=layout.loss_chunk,
+        cp_comm_type=layout.cp_comm_type,
     )
     return PipelineModel(config, options, pieces)
 
@@ -165,12 +141,12 @@ def _flops(shape: ModelShape, layout: Layout) -> list[tuple[str, float, float]]:
         counts["W"] = counter.get_total_flops()
         for op, count in counts.items():
             ours = sum(kernel.flops for kernel in work(shape, layout, piece.kind, op, Chunk(TOKENS)))
-            # torch counts the whole square of scores, ours is causal: exactly half.
-            found.append((f"flops {op} {piece}", count, ours * (2 if piece.kind == "attn" else 1)))
+            found.append((f"flops {op} {piece}", count, ours * (squares(layout) if piece.kind == "attn" else 1)))
         with counted() as counter, torch.no_grad():
             model.run((piece,), inputs, batch(), CONTEXT)
         ours = sum(kernel.flops for kernel in work(shape, layout, piece.kind, "F", Chunk(TOKENS), alone=True))
-        found.append((f"flops alone {piece}", counter.get_total_flops(), ours * (2 if piece.kind == "attn" else 1)))
+        ours *= squares(layout) if piece.kind == "attn" else 1
+        found.append((f"flops alone {piece}", counter.get_total_flops(), ours))
     return found
 
 
@@ -279,7 +255,7 @@ def _saved_of_chunks(shape: ModelShape, layout: Layout) -> list[tuple[str, float
     rotary = getattr(model.decoder.layers["0"], "_rotary", None)
     tables = rotary._table if rotary is not None else ()
     for pieces in RUNS:
-        store = KeyValueStore()
+        store = KeyValueStore(rows_apart=model.rows_apart)
         layers = [piece.layer for piece in pieces if piece.kind == "attn"]
         units = []
         for number, tokens in enumerate(CHUNKS):
@@ -308,7 +284,8 @@ def _saved_of_chunks(shape: ModelShape, layout: Layout) -> list[tuple[str, float
             if pieces[0].kind != "embed":
                 inputs = _needed(pieces, inputs, recomputed=True)
                 kept = sum({t.untyped_storage().data_ptr(): t.nbytes for t in inputs}.values())
-                kept -= sum(t.nbytes for t in inputs if any(t.is_set_to(b[earlier:][:tokens]) for b in buffers))
+                rows = slice(unit.offset, unit.offset + unit.length)
+                kept -= sum(t.nbytes for t in inputs if any(t.is_set_to(b[rows]) for b in buffers))
                 found.append(
                     (f"stash recomputed {what}", kept, own.segments_stash((Segment(tuple(pieces), True),), chunk, "F"))
                 )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.costs import leaving, pieces
+from tests.costs import layouts, leaving
 from tests.distributed import run_ranks
 
 
@@ -18,7 +18,7 @@ def counts() -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "what", ["flops", "saved", "stash", "deferred", "message", "parameters", "recompute", "helix", "peak"]
 )
-@pytest.mark.parametrize("case", pieces.CASES)
+@pytest.mark.parametrize("case", [*layouts.CASES, *layouts.CONTEXT_CASES])
 def test_counts_equal_torch(counts: list[dict[str, Any]], case: str, what: str) -> None:
     check(counts, case, what)
 

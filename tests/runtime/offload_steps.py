@@ -28,7 +28,7 @@ from helixpipe.runtime.offload import Offloader, UnitSaving
 from helixpipe.runtime.segments import SegmentGraph
 from helixpipe.runtime.transport import Alone
 from helixpipe.simulate.sweep import sweep
-from tests.costs import pieces
+from tests.costs import layouts, pieces
 from tests.lowering.offloads import everything, offloading_program
 from tests.lowering.random_programs import DETERMINISTIC, needs, random_runs
 from tests.model.common import CHAIN, LAYERS, SEQUENCE, gradients_of, set_parallel, worst
@@ -154,13 +154,13 @@ MEMORY = {
 def peaks(rank: int, world_size: int) -> dict[str, tuple[float, float]]:
     """For each of `MEMORY` and ways to offload, what was measured over what the sweep says: (device, host)."""
     set_parallel(tp=1)
-    layout, found = Layout(1, False, pieces.BATCH, element_bytes=4, fused_kernels=False), {}
+    layout, found = Layout(1, False, layouts.BATCH, element_bytes=4, fused_kernels=False), {}
     for name, (style, order) in MEMORY.items():
-        shape = pieces.SHAPES[style]
+        shape = layouts.SHAPES[style]
         model, data = pieces.make(shape, layout), pieces.batch()
         model.run(pieces.CHAIN, (), data, pieces.CONTEXT)  # makes RoPE's table
-        step = Step(0, int, lambda index, data=data: data, lambda index: torch.tensor(1.0), pieces.BATCH, pieces.TOKENS)
-        costs = ModelCosts(shape, HARDWARE["a100-80"], layout, seq_length=pieces.TOKENS)
+        step = Step(0, int, lambda index, data=data: data, lambda index: torch.tensor(1.0), layouts.BATCH, layouts.TOKENS)
+        costs = ModelCosts(shape, HARDWARE["a100-80"], layout, seq_length=layouts.TOKENS)
         for way, program in ways(order).items():
             lowered, meter = lower(program, costs), Meter()
             kept = [*model.parameters(), *model.constants(), *data.tensors()]
