@@ -29,7 +29,7 @@ from megatron.training.checkpoint.checkpointing import read_arguments
 from tests.checkpoint.runs import Layout, Run, contents
 
 PP, TP, DP = Layout(pp=2), Layout(tp=2), Layout()
-ZERO = Layout(distributed_optimizer=True)
+ZERO, CP = Layout(distributed_optimizer=True), Layout(cp=2, distributed_optimizer=True)
 BF16, ZERO_BF16 = Layout(pp=2, bf16=True), Layout(distributed_optimizer=True, bf16=True)
 OFFLOADED, HALF_OFFLOADED = replace(ZERO_BF16, offload=1.0), replace(ZERO_BF16, offload=0.5)
 UNTIED, UNTIED_ZERO = Layout(pp=2, tied=False), Layout(distributed_optimizer=True, tied=False)
@@ -44,7 +44,8 @@ RESUMED: dict[str, tuple[Layout, dict[str, Layout]]] = {
     "weipipe": (WEIPIPE, {"same": WEIPIPE, "pp2": PP, "zero": ZERO}),
     "untied wzb2": (WZB2_UNTIED, {"same": WZB2_UNTIED, "pp2": UNTIED}),
     "spread head": (SPREAD, {"same": SPREAD, "pp2": PP}),
-    "tp2": (TP, {"same": TP, "pp2": PP}),
+    "tp2": (TP, {"same": TP, "pp2": PP, "cp2": CP}),
+    "cp2": (CP, {"same": CP, "tp2": TP}),
     "zero": (ZERO, {"same": ZERO, "pp2 zero": Layout(pp=2, distributed_optimizer=True), "tp2": TP}),
     "spread head zero": (SPREAD_ZERO, {"same": SPREAD_ZERO, "pp2": PP, "zero": ZERO}),
     "bf16 pp2": (BF16, {"same": BF16, "zero": ZERO_BF16, "spread head": SPREAD_BF16, "weipipe": WEIPIPE_BF16}),

@@ -49,6 +49,7 @@ class Layout:
     """A copy of the head on every pipeline rank."""
     offload: float = 0.0
     """Share of the optimizer's state that is on the host."""
+    cp: int = 1
 
     def program(self) -> Program:
         """What says which rank holds which weights."""
@@ -65,13 +66,14 @@ def replicated_layers(num_layers: int) -> Program:
     return Program(REPLICATED_LAYERS, stages, parse_rows([row.split(",") for row in rows]), uniform(2))
 
 
-def sizes() -> tuple[int, int] | None:
-    """Tensor- and pipeline-parallel size of the parallel state; None where there is none yet."""
+def sizes() -> tuple[int, int, int] | None:
+    """Tensor-, pipeline- and context-parallel size of the parallel state; None where there is none yet."""
     if not parallel_state.model_parallel_is_initialized():
         return None
     return (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_context_parallel_world_size(),
     )
 
 
@@ -79,8 +81,8 @@ class Run:
     """Model, optimizer and scheduler of one layout. Making one replaces a parallel state of other sizes."""
 
     def __init__(self, layout: Layout, seed: int = 1):
-        if (layout.tp, layout.pp) != sizes():
-            set_parallel(layout.tp, layout.pp)
+        if (layout.tp, layout.pp, layout.cp) != sizes():
+            set_parallel(layout.tp, layout.pp, layout.cp)
         dtype = torch.bfloat16 if layout.bf16 else torch.float32
         config = TransformerConfig(
             num_layers=layout.num_layers,

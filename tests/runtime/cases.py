@@ -10,6 +10,7 @@ import torch
 from helixpipe.planning.recompute import RecomputeOptions
 from schedules.weipipe import WeipipeOptions
 from tests.runtime.case import Case
+from tests.runtime.context_cases import context
 from tests.runtime.document_cases import documents
 from tests.runtime.offload_cases import offloading
 
@@ -342,4 +343,8 @@ KEEPING = {
     ],
 }
 
-GROUPS = KEEPING | {"documents": documents(RECOMPUTATIONS), "offload": offloading(KEEPING)}
+GROUPS = KEEPING | {
+    "documents": documents(RECOMPUTATIONS),
+    "context": context(RECOMPUTATIONS),
+    "offload": offloading(KEEPING),
+}

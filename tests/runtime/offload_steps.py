@@ -159,7 +159,9 @@ def peaks(rank: int, world_size: int) -> dict[str, tuple[float, float]]:
         shape = layouts.SHAPES[style]
         model, data = pieces.make(shape, layout), pieces.batch()
         model.run(pieces.CHAIN, (), data, pieces.CONTEXT)  # makes RoPE's table
-        step = Step(0, int, lambda index, data=data: data, lambda index: torch.tensor(1.0), layouts.BATCH, layouts.TOKENS)
+        step = Step(
+            0, int, lambda index, data=data: data, lambda index: torch.tensor(1.0), layouts.BATCH, layouts.TOKENS
+        )
         costs = ModelCosts(shape, HARDWARE["a100-80"], layout, seq_length=layouts.TOKENS)
         for way, program in ways(order).items():
             lowered, meter = lower(program, costs), Meter()

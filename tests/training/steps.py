@@ -63,14 +63,16 @@ class Run:
     tp: int = 1
     pp: int = 1
     batch: int = 8
+    cp: int = 1
 
     def __str__(self) -> str:
-        return f"{self.style} tp{self.tp} pp{self.pp} batch{self.batch} {self.flags}"
+        context = f" cp{self.cp}" * (self.cp > 1)
+        return f"{self.style} tp{self.tp} pp{self.pp}{context} batch{self.batch} {self.flags}"
 
     def config(self, rank: int, world_size: int) -> Config:
         style = GPT if self.style == "gpt" else LLAMA
         sizes = f"--tensor-model-parallel-size {self.tp} --pipeline-model-parallel-size {self.pp}"
-        sizes += f" --global-batch-size {self.batch}"
+        sizes += f" --context-parallel-size {self.cp} --global-batch-size {self.batch}"
         environment = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
         return parse_args(f"{COMMON} {style} {sizes} {self.flags}".split(), environ=environment)
 
@@ -86,10 +88,10 @@ def batch(index: int) -> Microbatch:
 def figures_of_runs(rank: int, world_size: int, runs: list[Run]) -> list[Figures]:
     """The figures of every run, on every rank."""
     results: dict[int, Figures] = {}
-    for tp, pp in sorted({(run.tp, run.pp) for run in runs}):
-        set_parallel(tp=tp, pp=pp)
+    for sizes in sorted({(run.tp, run.pp, run.cp) for run in runs}):
+        set_parallel(*sizes)
         for index, run in enumerate(runs):
-            if (run.tp, run.pp) == (tp, pp):
+            if (run.tp, run.pp, run.cp) == sizes:
                 results[index] = figures_of(run.config(rank, world_size))
     return [results[index] for index in range(len(runs))]
 

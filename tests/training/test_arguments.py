@@ -251,45 +251,6 @@ WRONG = [
         "--recompute-method needs --recompute-granularity full.",
     ),
     ("--num-experts=8", 1, "--num-experts 8 is refused: mixture-of-experts models are not supported."),
-    (
-        "--context-parallel-size 2 --attention-dropout 0 --cp-comm-type a2a+p2p",
-        2,
-        "--cp-comm-type a2a+p2p is not supported; valid values are a2a and p2p.",
-    ),
-    (
-        "--context-parallel-size 2 --attention-dropout 0 --cp-comm-type p2p a2a",
-        2,
-        "--cp-comm-type p2p a2a: ranks have other tokens with p2p than with a2a; give one for all layers.",
-    ),
-    (
-        "--context-parallel-size 2",
-        2,
-        "--attention-dropout 0.1 cannot be had with --cp-comm-type p2p; give 0, or --cp-comm-type a2a.",
-    ),
-    (
-        "--context-parallel-size 3 --cp-comm-type a2a",
-        3,
-        "--context-parallel-size 3 with --cp-comm-type a2a must divide the 4 heads of a tensor-parallel rank; nearest "
-        "valid sizes are 2 and 4, or use p2p.",
-    ),
-    (
-        "--context-parallel-size 3 --attention-dropout 0",
-        3,
-        "--seq-length 32 must be a multiple of 6 with --context-parallel-size 3 and --cp-comm-type p2p; the nearest "
-        "valid values are 30 and 36.",
-    ),
-    (
-        "--context-parallel-size 2",
-        3,
-        "the world size 3 must be a multiple of --pipeline-model-parallel-size 1 x --tensor-model-parallel-size 1 x "
-        "--context-parallel-size 2 = 2; the nearest valid sizes are 2 and 4.",
-    ),
-    (
-        "--hierarchical-context-parallel-sizes 2 2",
-        1,
-        "--hierarchical-context-parallel-sizes 2 2 is refused: context-parallel ranks are one group; give "
-        "--context-parallel-size.",
-    ),
     *(
         (
             flags,

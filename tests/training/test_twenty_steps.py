@@ -40,6 +40,8 @@ RUNS = [
     Run("gpt", f"--pipeline-schedule weipipe {DISTRIBUTED} {COUNTED}", pp=2),
     Run("llama", f"--pipeline-schedule wzb2 --sequence-parallel {COUNTED}", tp=2, pp=2, batch=4),
     Run("llama", f"--bf16 --pipeline-schedule weipipe --weipipe-grad-dtype bf16 {COUNTED}", pp=4),
+    Run("llama", f"--pipeline-schedule seq1f1b --pipe-sp-splits 2 {DISTRIBUTED} {COUNTED}", pp=2, cp=2),
+    Run("gpt", f"{PER_TOKEN} --cp-comm-type a2a", cp=2),
 ]
 LATE = "--enable-optimizer-post-validation"
 LATE_RUNS = [
