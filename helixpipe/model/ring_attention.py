@@ -198,7 +198,7 @@ class _RingAttention(torch.autograd.Function):
             if passing is not None:
                 block = passing.wait()
             if passed is not None:
-                own = [sum_.add_(share) for sum_, share in zip(passed.wait(), own, strict=True)]
+                own = [total.add_(share) for total, share in zip(passed.wait(), own, strict=True)]
             passed = _Passing(ring.parallel.group, own)
         assert passed is not None
         key_gradient, value_gradient = passed.wait()

@@ -35,7 +35,7 @@ class Patience(enum.Enum):
 @dataclass(frozen=True)
 class Peers:
     """A rank of the job and those it talks to. pipeline: ranks of the job by pipeline rank. tensor: those of its
-    tensor-parallel group. name: what to call it."""
+    tensor-parallel group, and of that of each of its context-parallel ranks. name: what to call it."""
 
     rank: int = 0
     pipeline: Sequence[int] = (0,)

@@ -99,7 +99,7 @@ class Run:
             normalization="RMSNorm",
             cuda_graph_scope=[],
         )
-        gpt = GPTOptions(32, 8, layout.positions, share_embeddings_and_output_weights=layout.tied)
+        gpt = GPTOptions(32, 8, layout.positions, share_embeddings_and_output_weights=layout.tied, cp_comm_type="a2a")
         program = layout.program()
         rank = parallel_state.get_pipeline_model_parallel_rank()
         pieces, copies, head = program.pieces_of_rank(rank), program.copies(rank), Piece("head")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from helixpipe.common.errors import UserError
+from helixpipe.program.json_text import to_json
 from megatron.training.config import core
 from megatron.training.plan.programs import make_program
+from schedules import Shape, build
 from tests.training.helpers import config
 
 WRONG = [
@@ -70,6 +74,14 @@ def test_ranks_share_the_data_of_a_model_copy() -> None:
     assert made.parallel.data_parallel_size == 2
     assert core.gpt_options(made, 64).cp_comm_type == "a2a"
     assert core.transformer_config(made).context_parallel_size == 1  # what asks megatron-core for attention of its own
+
+
+def test_a_file_s_chunks_that_ranks_cannot_share(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    to_json(build("seq1f1b", Shape(2, 2, 4, chunks=2, chunk_lengths=(18, 14))), path)
+    flags = "--context-parallel-size 2 --attention-dropout 0 --pipeline-model-parallel-size 2 --global-batch-size 2"
+    with pytest.raises(UserError, match=r"^chunks must be multiples of 4 tokens with --context-parallel-size 2 .* 14\.$"):
+        config(f"{flags} --micro-batch-size 1 --num-layers 4 --pipeline-schedule {path}", world=4)
 
 
 def test_chunks_can_be_shared() -> None:

@@ -30,7 +30,7 @@ def settle(config: Config) -> tuple[Config, Plans[int]]:
     whole, limit = _with(config, 0, ""), memory_limit(config)
     plans = make_planner(whole)
     size = Layout(micro_batch_size=config.training.micro_batch_size or 1).with_loss_slices().loss_chunk
-    if limit is None or size >= (config.model.seq_length or 1):
+    if limit is None or size >= (config.model.seq_length or 1) / config.parallel.context_parallel_size:
         return whole, plans
     needed, time = _figures(whole, plans)
     if needed <= limit and not _makes_room(whole, plans, limit):

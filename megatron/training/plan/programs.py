@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from math import inf
 
@@ -93,8 +94,22 @@ def check_program(config: Config, plans: Plans[int]) -> None:
     if (reason := untrainable(program)) is not None:
         raise ProgramError(reason)
     if not config.data.variable_seq_lengths:
-        program.workload.in_tokens(config.model.seq_length or 1)  # refuses chunks that are not the sequence
+        workload = program.workload.in_tokens(config.model.seq_length or 1)  # refuses chunks that are not the sequence
+        _check_lengths(config, {length for number in range(len(workload)) for length in workload.tokens(number)})
     _check_host(config, plans.plan(full_batch(config)))
+
+
+def _check_lengths(config: Config, lengths: Collection[float]) -> None:
+    """Raise UserError where the ranks that share a chunk cannot do so evenly."""
+    parallel = config.parallel
+    tp, cp = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1, parallel.context_parallel_size
+    unit = shared_unit(tp, cp, parallel.parts)
+    odd = [length for length in lengths if length % unit]
+    if odd:
+        raise UserError(
+            f"chunks must be multiples of {unit} tokens with --context-parallel-size {cp} and "
+            f"--tensor-model-parallel-size {parallel.tensor_model_parallel_size}, not {min(odd):g}."
+        )
 
 
 def _check_host(config: Config, plan: Plan) -> None:
