@@ -139,8 +139,7 @@ class Kernels:
 
 
 def choose(config: TransformerConfig, machine: Machine, context_parallel: int = 1) -> Kernels:
-    """The kernels of a model on a machine, with so many context-parallel ranks. Raises UserError where
-    `--attention-backend flash` cannot be had."""
+    """The kernels on a machine. Raises UserError where `--attention-backend flash` cannot be had."""
     attention, note = _attention(config, machine, context_parallel, chunk=False)
     chunk_attention, chunk_note = _attention(config, machine, context_parallel, chunk=True)
     warning = ""
@@ -226,8 +225,8 @@ def _attention(config: TransformerConfig, machine: Machine, context_parallel: in
     if machine.device == "cpu":
         return TORCH_CPU, "without a fused kernel for dropout" if config.attention_dropout else ""
     absent = set() if FLASH_ATTN_3 in machine.libraries else {FLASH_ATTN_3}
-    # Transformer Engine's counts on all heads of a tensor-parallel rank.
-    if config.transformer_impl != "transformer_engine" or ENGINE not in machine.libraries or context_parallel > 1:
+    engine = config.transformer_impl == "transformer_engine" and ENGINE in machine.libraries
+    if not engine or context_parallel > 1:  # it counts on all heads of a tensor-parallel rank
         absent.add(ENGINE)
     note, last = "", ""
     for kernel in _CANDIDATES[config.attention_backend]:

@@ -80,7 +80,7 @@ def test_a_file_s_chunks_that_ranks_cannot_share(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     to_json(build("seq1f1b", Shape(2, 2, 4, chunks=2, chunk_lengths=(18, 14))), path)
     flags = "--context-parallel-size 2 --attention-dropout 0 --pipeline-model-parallel-size 2 --global-batch-size 2"
-    with pytest.raises(UserError, match=r"^chunks must be multiples of 4 tokens with --context-parallel-size 2 .* 14\.$"):
+    with pytest.raises(UserError, match=r"^chunks must be multiples of 4 tokens with --context-parallel-size 2.*14\.$"):
         config(f"{flags} --micro-batch-size 1 --num-layers 4 --pipeline-schedule {path}", world=4)
 
 
