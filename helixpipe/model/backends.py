@@ -225,8 +225,7 @@ def _attention(config: TransformerConfig, machine: Machine, context_parallel: in
     if machine.device == "cpu":
         return TORCH_CPU, "without a fused kernel for dropout" if config.attention_dropout else ""
     absent = set() if FLASH_ATTN_3 in machine.libraries else {FLASH_ATTN_3}
-    engine = config.transformer_impl == "transformer_engine" and ENGINE in machine.libraries
-    if not engine or context_parallel > 1:  # it counts on all heads of a tensor-parallel rank
+    if context_parallel > 1 or config.transformer_impl != "transformer_engine" or ENGINE not in machine.libraries:
         absent.add(ENGINE)
     note, last = "", ""
     for kernel in _CANDIDATES[config.attention_backend]:

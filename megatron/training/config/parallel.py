@@ -10,7 +10,7 @@ from typing import Literal
 from helixpipe.common.errors import UserError
 from helixpipe.common.flags import option, setting
 from helixpipe.costs.hardware import HARDWARE
-from helixpipe.costs.models import P2P, context_parts
+from helixpipe.costs.models import P2P, context_parts, shared_unit
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,12 @@ class ParallelConfig:
     def parts(self) -> int:
         """Equal runs of tokens that context-parallel ranks make of a chunk."""
         return context_parts(self.context_parallel_size, self.cp_comm_type[0])
+
+    @property
+    def unit(self) -> int:
+        """Tokens that the length of a chunk must be a multiple of, so that ranks can share it."""
+        tp = self.tensor_model_parallel_size if self.sequence_parallel else 1
+        return shared_unit(tp, self.context_parallel_size, self.parts)
 
     @property
     def timeout_seconds(self) -> float:

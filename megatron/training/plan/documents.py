@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from helixpipe.common.errors import ScheduleError
+from helixpipe.common.errors import ScheduleError, UserError
 from helixpipe.costs.hardware import find_hardware
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.profile_costs import ProfileCosts
@@ -132,7 +132,13 @@ class DocumentPlanner:
             offload=config.offload,
             host_limit=host_limit(config),
         )
-        tp, chunks = parallel.tensor_model_parallel_size, is_file(name) or find(name).chunks
+        chunks = is_file(name) or find(name).chunks
+        alignment = config.chunks.chunk_alignment or parallel.unit
+        if alignment % parallel.unit:
+            raise UserError(
+                f"--chunk-alignment {alignment} must be a multiple of {parallel.unit}, which tensor- and "
+                "context-parallel ranks can share."
+            )
         if not chunks and config.packing.chunks not in (None, 1):
             raise ScheduleError(
                 f"schedule {name} does not cut sequences, so documents have one chunk each: --infinipipe-chunks must be 1 "
@@ -143,7 +149,7 @@ class DocumentPlanner:
             shape=shape,
             options=config.packing if chunks else replace(config.packing, infinipipe_chunks="1"),
             adapts=bool(getattr(options, "infinipipe_recompute", False)),
-            alignment=config.chunks.chunk_alignment or (tp if parallel.sequence_parallel else 1),
+            alignment=alignment,
             least=1 if parallel.hardware is None else find_hardware(parallel.hardware).short_chunk,
         )
 

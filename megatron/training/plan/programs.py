@@ -102,13 +102,12 @@ def check_program(config: Config, plans: Plans[int]) -> None:
 def _check_lengths(config: Config, lengths: Collection[float]) -> None:
     """Raise UserError where the ranks that share a chunk cannot do so evenly."""
     parallel = config.parallel
-    tp, cp = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1, parallel.context_parallel_size
-    unit = shared_unit(tp, cp, parallel.parts)
-    odd = [length for length in lengths if length % unit]
+    odd = [length for length in lengths if length % parallel.unit]
     if odd:
         raise UserError(
-            f"chunks must be multiples of {unit} tokens with --context-parallel-size {cp} and "
-            f"--tensor-model-parallel-size {parallel.tensor_model_parallel_size}, not {min(odd):g}."
+            f"chunks must be multiples of {parallel.unit} tokens with --context-parallel-size "
+            f"{parallel.context_parallel_size} and --tensor-model-parallel-size "
+            f"{parallel.tensor_model_parallel_size}, not {min(odd):g}."
         )
 
 

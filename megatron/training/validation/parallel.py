@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from helixpipe.common.errors import UserError
 from helixpipe.costs.context_parallel import nearest_sizes
-from helixpipe.costs.models import A2A, P2P, shared_unit
+from helixpipe.costs.models import A2A, P2P
 from helixpipe.program.files import is_file
 from megatron.training.config import Config
 from megatron.training.config.communicators import nccl_settings
@@ -41,8 +41,7 @@ def context_parallel(config: Config) -> Config:
             f"--cp-comm-type {given}: ranks have other tokens with {P2P} than with {A2A}; give one for all layers."
         )
     config = config.replace("parallel", cp_comm_type=parallel.cp_comm_type[:1])
-    tp, parts = parallel.tensor_model_parallel_size, config.parallel.parts
-    heads = checked(model.num_attention_heads) // tp
+    heads = checked(model.num_attention_heads) // parallel.tensor_model_parallel_size
     if ways == {A2A} and heads % cp:
         raise UserError(
             f"--context-parallel-size {cp} with --cp-comm-type {A2A} must divide the {heads} heads of a "
@@ -53,7 +52,7 @@ def context_parallel(config: Config) -> Config:
             f"--attention-dropout {model.attention_dropout:g} cannot be had with --cp-comm-type {P2P}; give 0, or "
             f"--cp-comm-type {A2A}."
         )
-    unit = shared_unit(tp if parallel.sequence_parallel else 1, cp, parts)
+    unit = config.parallel.unit
     if length % unit:
         raise UserError(
             f"--seq-length {length} must be a multiple of {unit} with --context-parallel-size {cp} and --cp-comm-type "
