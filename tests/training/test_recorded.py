@@ -55,7 +55,7 @@ def test_the_run_says_it_where_something_is_copied(
     copies: bool, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     lowered, simulation, records = stepped(copies)
-    parallel = cast(Parallel, SimpleNamespace(pp_rank=0, tp_rank=0, dp_rank=0))
+    parallel = cast(Parallel, SimpleNamespace(pp_rank=0, tp_rank=0, cp_rank=0, dp_rank=0))
     flags = f"--record-timeline {tmp_path / 'x.json'} --micro-batch-size 1 --global-batch-size 1"
     write_timelines(config(flags), parallel, recorded_step(lowered, records))
     hidden = f"{simulation.hidden:.1%}"
