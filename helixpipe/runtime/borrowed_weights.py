@@ -160,7 +160,7 @@ class BorrowedWeights:
         """The weights of a stage of this rank as one tensor, the same one for all sends of a step."""
         flat, left = self._packed.pop(stage, (None, self._sends[stage]))
         if flat is None:
-            with self._gathered(stage):
+            with self._gathered(stage, "F"):
                 flat = torch.cat([weight.detach().reshape(-1) for weight in self._weights(stage)])
         if left > 1:
             self._packed[stage] = flat, left - 1
@@ -175,17 +175,17 @@ class BorrowedWeights:
             return
         stage = message.producer.stage
         weights = self._weights(stage)
-        with self._gathered(stage):
+        with self._gathered(stage, "W"):
             for weight, gradient in zip(weights, _views(flat, weights), strict=True):
                 add_gradient(weight, gradient)
 
     @contextmanager
-    def _gathered(self, stage: int) -> Iterator[None]:
-        """While this rank's own weights of a stage are used, or their gradients."""
+    def _gathered(self, stage: int, kind: str) -> Iterator[None]:
+        """While this rank's own weights of a stage are used, or (W) their gradients."""
         pieces = self._plan.program.stages[stage].pieces
-        self._own_weights.gather(pieces)
+        self._own_weights.gather(pieces, kind)
         yield
-        self._own_weights.release(pieces)
+        self._own_weights.release(pieces, kind)
 
     @property
     def _plan(self) -> Graph:

@@ -169,14 +169,14 @@ class StepRun:
         if op.borrowed:
             self.borrowed.prepare(op.op)
         else:
-            weights.gather(op.pieces)
+            weights.gather(op.pieces, op.op.kind)
         if torch._C._autograd._profiler_enabled():  # a range costs more than the rest of this
             with torch.autograd.profiler.record_function(f"PP:{op.op}"):
                 self._ops[op.op.kind](op)
         else:
             self._ops[op.op.kind](op)
         if not op.borrowed:
-            weights.release(op.pieces)
+            weights.release(op.pieces, op.op.kind)
         if recorder is not None:
             recorder.ran(op.op, start)
         if op.completes:
@@ -281,6 +281,8 @@ class StepRun:
             self._backward(op)
             if op.borrowed:
                 self.borrowed.leave_to_w(op.op)
+            else:
+                self.executor.weights.leave_to_w(op.pieces)
         del self.buffers[op.saved]
 
     def _weight_backward(self, op: PlannedOp) -> None:

@@ -28,12 +28,19 @@ from helixpipe.program.stages import Piece
 class StageWeights(Protocol):
     """What the executor asks of the weights of this rank's own stages; it never asks for borrowed ones."""
 
-    def gather(self, pieces: Sequence[Piece]) -> None:
-        """Before an op: have the weights of these pieces whole, and what their gradients are added to."""
+    def gather(self, pieces: Sequence[Piece], kind: str) -> None:
+        """Before an op: have the weights of these pieces whole, and what their gradients are added to, as far as an op
+        of that kind needs them. Also where no op runs: of F for who reads the weights, of W for who adds to the
+        gradients."""
         ...
 
-    def release(self, pieces: Sequence[Piece]) -> None:
+    def release(self, pieces: Sequence[Piece], kind: str) -> None:
         """After that op. What it saved for its backward must be right when the backward comes, which gathers again."""
+        ...
+
+    def leave_to_w(self, pieces: Sequence[Piece]) -> None:
+        """At the end of an I, while its gradients are put off: gradients that it has summed already, for its W to add,
+        where I has no sum to add to."""
         ...
 
     def complete(self, pieces: Sequence[Piece]) -> None:
@@ -90,9 +97,11 @@ class WholeWeights:
     """The `StageWeights` of weights that are always whole on their rank, and whose gradients are not summed before the
     step's end."""
 
-    def gather(self, pieces: Sequence[Piece]) -> None: ...
+    def gather(self, pieces: Sequence[Piece], kind: str) -> None: ...
 
-    def release(self, pieces: Sequence[Piece]) -> None: ...
+    def release(self, pieces: Sequence[Piece], kind: str) -> None: ...
+
+    def leave_to_w(self, pieces: Sequence[Piece]) -> None: ...
 
     def complete(self, pieces: Sequence[Piece]) -> None: ...
 

@@ -1,0 +1,289 @@
+"""Weights of which every data-parallel rank keeps a part: whole only around an op, gradients summed into the parts.
+
+This is the third stage of ZeRO (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+Models", SC 2020), which torch calls fully sharded data parallelism. The weights of a stage make one flat tensor, padded
+so that n ranks have equal parts of it. An op that computes with the weights gathers it; an op that makes weight
+gradients adds them to a flat tensor alike, of which afterwards every rank gets its part of the sum over all ranks. So a
+rank always has 1/n of weights and gradients, and beside them the whole of what its op works on.
+
+    F, R    gather, run, release
+    B       gather, run, release and scatter
+    I       gather, run, release: what it finds of gradients (biases, norms) is left to W
+    W       run, scatter: linear layers' weight gradients need no weights
+
+All ranks of the group run the same stream of instructions, so their collectives stand in one order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from helixpipe.model.layers import piece_of
+from helixpipe.model.linear import WeightGradients
+from helixpipe.program.stages import Piece
+from helixpipe.runtime.replicas import used_by
+
+ALIGNMENT = 64
+"""Elements; weights begin, and parts end, at multiples of it, as kernels and copies like it."""
+
+_ENDS = ("embedding.word_embeddings.weight", "output_layer.weight")
+_ATTRIBUTES = (
+    "tensor_model_parallel",
+    "partition_dim",
+    "partition_stride",
+    "sequence_parallel",
+    "shared",
+    "is_embedding_or_output_parameter",
+)
+"""By which megatron-core's optimizer knows what to count, and what rate of learning it has."""
+
+
+class ShardedModel(Protocol):
+    """What is asked of a model whose weights are sharded; `helixpipe.model.PipelineModel` is one."""
+
+    share_embeddings_and_output_weights: bool
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]: ...
+
+    def weight_gradients(self) -> WeightGradients: ...
+
+
+class Part(NamedTuple):
+    """What this rank keeps of a weight: elements `start` to `end` of it, flat. parameter: these, with the part of the
+    summed gradient as `main_grad`; of a matrix [1, elements], of a vector [elements], since what has one dimension has
+    no weight decay."""
+
+    name: str
+    start: int
+    end: int
+    parameter: torch.nn.Parameter
+
+
+class Unit:
+    """Weights that are gathered together. users: the pieces whose ops use one of them.
+
+    shard, total: this rank's part of the flat weights and of the sum of their gradients. starts: of each weight in the
+    flat tensor. numel: of that, with padding.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, torch.nn.Parameter],
+        users: frozenset[Piece],
+        group: dist.ProcessGroup,
+        gradient_dtype: torch.dtype,
+    ):
+        self.weights, self.users, self._group = dict(weights), users, group
+        self.shapes = {name: weight.shape for name, weight in weights.items()}
+        self.starts, end = {}, 0
+        for name, shape in self.shapes.items():
+            self.starts[name] = end
+            end += -(-shape.numel() // ALIGNMENT) * ALIGNMENT
+        alike = ALIGNMENT * group.size()
+        self.numel = -(-end // alike) * alike
+        first = next(iter(weights.values()))
+        flat = first.new_zeros(self.numel, requires_grad=False)
+        for view, weight in zip(self.views(flat), weights.values(), strict=True):
+            view.copy_(weight.detach())
+        own = self.numel // group.size()
+        self.offset = own * group.rank()
+        self.shard = flat[self.offset : self.offset + own].clone()
+        self.total = first.new_zeros(own, dtype=gradient_dtype, requires_grad=False)
+        self.parts = list(self._parts())
+        self._whole: Tensor | None = None
+        self._gathering: dist.Work | None = None
+        self._gradients: Tensor | None = None
+        self._scattering: tuple[dist.Work, Tensor, Tensor] | None = None
+        for weight in weights.values():
+            weight.whole_shape = weight.shape  # type: ignore[attr-defined]
+        self.release()
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The parts of a flat tensor in the shapes of the weights."""
+        ends = ((self.starts[name], shape) for name, shape in self.shapes.items())
+        return [flat[start : start + shape.numel()].view(shape) for start, shape in ends]
+
+    def _parts(self) -> Iterator[Part]:
+        for name, weight in self.weights.items():
+            begin = self.starts[name] - self.offset
+            first, last = max(begin, 0), min(begin + weight.numel(), self.shard.numel())
+            if first >= last:
+                continue
+            shape = (1, -1) if weight.dim() > 1 else (-1,)
+            parameter = torch.nn.Parameter(self.shard[first:last].view(shape))
+            parameter.main_grad = self.total[first:last].view(shape)  # type: ignore[attr-defined]
+            for attribute in _ATTRIBUTES:
+                if hasattr(weight, attribute):
+                    setattr(parameter, attribute, getattr(weight, attribute))
+            yield Part(name, first - begin, last - begin, parameter)
+
+    # ------------------------------------------------------------------------------------------------------- weights
+
+    def start_gathering(self) -> None:
+        """Start to bring the parts of all ranks together, if they are not here or on their way."""
+        if self._whole is None:
+            self._whole = torch.empty(self.numel, dtype=self.shard.dtype, device=self.shard.device)
+            self._gathering = dist.all_gather_into_tensor(self._whole, self.shard, group=self._group, async_op=True)
+
+    def gather(self) -> Tensor:
+        """Wait until the weights are whole, and put them where the model looks for them; returns them, flat."""
+        self.start_gathering()
+        assert self._whole is not None
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+            for weight, view in zip(self.weights.values(), self.views(self._whole), strict=True):
+                weight.data = view
+        return self._whole
+
+    def release(self) -> None:
+        """Let go of the whole weights."""
+        if self._gathering is not None:
+            self._gathering.wait()
+        self._whole = self._gathering = None
+        for weight in self.weights.values():
+            weight.data = weight.new_empty(0)
+
+    # ----------------------------------------------------------------------------------------------------- gradients
+
+    def expect_gradients(self) -> None:
+        """Make the flat tensor that an op adds its gradients to."""
+        self._gradients = torch.zeros(self.numel, dtype=self.total.dtype, device=self.total.device)
+        for weight, view in zip(self.weights.values(), self.views(self._gradients), strict=True):
+            weight.main_grad = view  # type: ignore[attr-defined]
+
+    def expect_no_gradients(self) -> None:
+        for weight in self.weights.values():
+            weight.main_grad = None  # type: ignore[attr-defined]
+
+    def start_scattering(self, scale: float) -> None:
+        """Start to sum up what the op has added, times `scale`, over the ranks, each of which gets its part."""
+        self.finish_scattering()
+        whole = self._gradients
+        assert whole is not None
+        self._gradients = None
+        self.expect_no_gradients()
+        if scale != 1.0:
+            whole.mul_(scale)
+        part = torch.empty_like(self.total)
+        work = dist.reduce_scatter_tensor(part, whole, group=self._group, async_op=True)
+        self._scattering = work, part, whole
+
+    def finish_scattering(self) -> None:
+        """Add this rank's part of that to its sum."""
+        if self._scattering is not None:
+            work, part, _ = self._scattering
+            work.wait()
+            self.total.add_(part)
+            self._scattering = None
+
+
+class ShardedWeights:
+    """The `StageWeights` of one rank in parts over the ranks of a data-parallel group.
+
+    stages: the pieces of this rank's stages, each of which is gathered as a whole. group: the ranks that share the
+    weights. gradient_dtype: of the sums of gradients. scale: what gradients are multiplied by before they are summed.
+
+    A weight that embedding and head share, on one rank or as a replica on two, is gathered by itself, so that its parts
+    are the same wherever it is. From now on the model's parameters have no data between ops, and a `whole_shape`.
+    """
+
+    def __init__(
+        self,
+        model: ShardedModel,
+        stages: Sequence[Sequence[Piece]],
+        group: dist.ProcessGroup,
+        gradient_dtype: torch.dtype,
+        scale: float = 1.0,
+    ):
+        self._store, self._scale = model, scale
+        tied = model.share_embeddings_and_output_weights
+        groups: dict[object, dict[str, torch.nn.Parameter]] = {}
+        stage_of = {piece: number for number, pieces in enumerate(stages) for piece in pieces}
+        for name, weight in model.named_parameters():
+            key: object = name if tied and name in _ENDS else stage_of[piece_of(name)]
+            groups.setdefault(key, {})[name] = weight
+            weight.register_post_accumulate_grad_hook(self._add_to_sum)
+        self.units = [
+            Unit(weights, frozenset(piece for name in weights for piece in used_by(name, tied)), group, gradient_dtype)
+            for weights in groups.values()
+        ]
+        self._units: dict[tuple[Piece, ...], list[Unit]] = {}
+
+    def gather(self, pieces: Sequence[Piece], kind: str) -> None:
+        for unit in self.used(pieces):
+            if kind != "W":
+                unit.gather()
+            if kind in "BW":
+                unit.expect_gradients()
+            else:
+                unit.expect_no_gradients()
+
+    def release(self, pieces: Sequence[Piece], kind: str) -> None:
+        for unit in self.used(pieces):
+            if kind != "W":
+                unit.release()
+            if kind in "BW":
+                unit.start_scattering(self._scale)
+                unit.finish_scattering()
+
+    def leave_to_w(self, pieces: Sequence[Piece]) -> None:
+        for unit in self.used(pieces):
+            for weight in unit.weights.values():
+                gradient: Tensor | None = weight.main_grad  # type: ignore[attr-defined]
+                if gradient is not None:
+                    self._store.weight_gradients().put_off_sum(weight, gradient)
+                    weight.main_grad = None  # type: ignore[attr-defined]
+
+    def complete(self, pieces: Sequence[Piece]) -> None: ...
+
+    def sum_replicas(self, pieces: Sequence[Piece]) -> None: ...
+
+    def zero_gradients(self) -> None:
+        for unit in self.units:
+            unit.finish_scattering()
+            unit.total.zero_()
+
+    @contextmanager
+    def whole(self, changed: bool = False) -> Iterator[None]:
+        """While all weights are whole on every rank. changed: what is then in them is what they are from now on.
+        Collective."""
+        for unit in self.units:
+            unit.gather()
+        try:
+            yield
+            if changed:
+                for unit in self.units:
+                    unit.shard.copy_(unit.gather()[unit.offset : unit.offset + unit.shard.numel()])
+        finally:
+            for unit in self.units:
+                unit.release()
+
+    def parts(self) -> list[Part]:
+        """Of the weights that this rank has a part of."""
+        return [part for unit in self.units for part in unit.parts]
+
+    def used(self, pieces: Sequence[Piece]) -> list[Unit]:
+        """What ops of these pieces use."""
+        key = tuple(pieces)
+        if key not in self._units:
+            self._units[key] = [unit for unit in self.units if not unit.users.isdisjoint(key)]
+        return self._units[key]
+
+    def _add_to_sum(self, weight: Tensor) -> None:
+        """As DDP's hook does: autograd's gradient of one backward goes to where they are summed, in an I (of a bias or
+        a norm) to what its W will add."""
+        gradient, weight.grad = weight.grad, None
+        if gradient is None or getattr(weight, "grad_added_to_main_grad", False):
+            return  # left to W, or added by the kernel
+        total: Tensor | None = weight.main_grad  # type: ignore[attr-defined]
+        if total is not None:
+            total.add_(gradient)
+        else:
+            self._store.weight_gradients().put_off_sum(cast(torch.nn.Parameter, weight), gradient)
