@@ -123,6 +123,17 @@ class Unit:
                     setattr(parameter, attribute, getattr(weight, attribute))
             yield Part(name, first - begin, last - begin, parameter)
 
+    def range_in(self, own: Tensor, part: Part) -> Tensor:
+        """Where a part lies in this rank's share of a flat tensor."""
+        begin = self.starts[part.name] - self.offset + part.start
+        return own[begin : begin + part.end - part.start]
+
+    def all_parts(self, own: Tensor) -> Tensor:
+        """The flat tensor of which every rank has a share, whole. Collective."""
+        whole = own.new_empty(self.numel)
+        dist.all_gather_into_tensor(whole, own, group=self._group)
+        return whole
+
     # ------------------------------------------------------------------------------------------------------- weights
 
     def start_gathering(self) -> None:
@@ -251,19 +262,20 @@ class ShardedWeights:
             unit.total.zero_()
 
     @contextmanager
-    def whole(self, changed: bool = False) -> Iterator[None]:
-        """While all weights are whole on every rank. changed: what is then in them is what they are from now on.
-        Collective."""
+    def whole(self) -> Iterator[None]:
+        """While all weights are whole on every rank. Collective."""
         for unit in self.units:
             unit.gather()
         try:
             yield
-            if changed:
-                for unit in self.units:
-                    unit.shard.copy_(unit.gather()[unit.offset : unit.offset + unit.shard.numel()])
         finally:
             for unit in self.units:
                 unit.release()
+
+    def keep(self) -> None:
+        """While they are whole: what is in them now is what they are from now on."""
+        for unit in self.units:
+            unit.shard.copy_(unit.gather()[unit.offset : unit.offset + unit.shard.numel()])
 
     def parts(self) -> list[Part]:
         """Of the weights that this rank has a part of."""

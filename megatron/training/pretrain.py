@@ -77,7 +77,7 @@ def _run(config: Config, plans: Plans[int], parallel: Any, position: Position, s
     position.enter("connecting the pipeline", Patience.LONG)
     pipeline = Pipeline(config, plans, parallel, schedule.step_sizes(), position)
     position.enter("set-up", Patience.ENDLESS)
-    state = build_model(config, parallel, pipeline.pieces, tokenizer.vocab_size, pipeline.copies)
+    state = build_model(config, parallel, pipeline.pieces, tokenizer.vocab_size, pipeline.copies, pipeline.stages)
     pipeline.attach(state.model, state.weights)
     scheduler = build_param_scheduler(state.optimizer, config, schedule)
     own, total = state.weights.count()
@@ -85,10 +85,10 @@ def _run(config: Config, plans: Plans[int], parallel: Any, position: Position, s
         say(parameters_line(parallel.tp_rank, parallel.pp_rank, own))
     if parallel.is_first:
         say(_summary(config, pipeline, evaluation_size, total))
-        say_kernels(state, chunked=pipeline.program(evaluation_size).num_chunks > 1)
+        say_kernels(state, config, chunked=pipeline.program(evaluation_size).num_chunks > 1)
 
-    checkpointer = Checkpointer(CheckpointOptions.from_config(config))
-    loaded = checkpointer.load(state.ddp, state.optimizer, scheduler)
+    checkpointer = Checkpointer(CheckpointOptions.from_config(config), sharded=state.sharded)
+    loaded = checkpointer.load(state.model, state.optimizer, scheduler)
     progress = loaded[0] if loaded is not None else Progress()
     make_feed = _document_feed if config.data.variable_seq_lengths else _sample_feed
     feed = make_feed(config, parallel, pipeline, tokenizer, schedule, length, progress)

@@ -262,7 +262,7 @@ class Trainer:
         if self.config.checkpoint.save:
             with self.log.paused(), self._timed("save-checkpoint", Patience.ENDLESS):
                 self.checkpointer.save(
-                    self.progress, self.state.ddp, self.state.optimizer, self.scheduler, self.config.flat()
+                    self.progress, self.state.model, self.state.optimizer, self.scheduler, self.config.flat()
                 )
 
     def _wants_timeline(self) -> bool:

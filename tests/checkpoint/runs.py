@@ -21,9 +21,11 @@ from helixpipe.program.program import Program
 from helixpipe.program.stages import Piece, Stage, model_pieces
 from helixpipe.program.text import parse_rows
 from helixpipe.program.workload import uniform
+from helixpipe.runtime.sharded_weights import ShardedWeights
 from megatron.training.checkpoint.checkpointing import Checkpointer, CheckpointOptions, Progress
 from megatron.training.checkpoint.tensors import quiet
 from megatron.training.config.core import keep_state_on_host
+from megatron.training.step.sharded import PartsOfModel
 from schedules import Shape, build
 from tests.model.common import set_parallel
 
@@ -47,6 +49,8 @@ class Layout:
     """Places the layers; `REPLICATED_LAYERS`, or one of the catalogue."""
     spread_head: bool = False
     """A copy of the head on every pipeline rank."""
+    sharded: bool = False
+    """Weights in parts over data-parallel ranks."""
     offload: float = 0.0
     """Share of the optimizer's state that is on the host."""
     cp: int = 1
@@ -107,9 +111,16 @@ class Run:
             pieces, copies = (*pieces, head) if rank < layout.pp - 1 else pieces, {head: rank}
         self.model = PipelineModel(config, gpt, pieces, seed=seed, copies=copies)
         distributed = layout.distributed_optimizer
-        self.ddp = DistributedDataParallel(
-            config, DistributedDataParallelConfig(use_distributed_optimizer=distributed), self.model
-        )
+        ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=distributed)
+        held = [each.pieces for index, each in enumerate(program.stages) if rank in program.holders(index)]
+        self.sharded, updated = None, None
+        if layout.sharded:
+            self.sharded = ShardedWeights(
+                self.model, held, parallel_state.get_data_parallel_group(), torch.float32, 1 / 2
+            )
+            updated = PartsOfModel(self.sharded.parts(), config, ddp_config)
+        else:
+            self.ddp = updated = DistributedDataParallel(config, ddp_config, self.model)
         optimizer_config = OptimizerConfig(
             optimizer="adam",
             lr=1e-2,
@@ -121,7 +132,7 @@ class Run:
         )
         if layout.offload:
             keep_state_on_host(optimizer_config, layout.offload)
-        self.optimizer = get_megatron_optimizer(optimizer_config, [self.ddp], use_gloo_process_groups=False)
+        self.optimizer = get_megatron_optimizer(optimizer_config, [updated], use_gloo_process_groups=False)
         self.scheduler = OptimizerParamScheduler(
             self.optimizer,
             init_lr=0.0,
@@ -147,10 +158,14 @@ class Run:
 
     def train(self, iterations: int) -> Run:
         for _ in range(iterations):
-            self.ddp.zero_grad_buffer()
-            for parameter in self.model.parameters():
-                parameter.main_grad.copy_(parameter.detach() * 0.5 + 0.01)
-            self.ddp.finish_grad_sync()
+            if self.sharded is not None:
+                for part in self.sharded.parts():
+                    part.parameter.main_grad.copy_(part.parameter.detach() * 0.5 + 0.01)
+            else:
+                self.ddp.zero_grad_buffer()
+                for parameter in self.model.parameters():
+                    parameter.main_grad.copy_(parameter.detach() * 0.5 + 0.01)
+                self.ddp.finish_grad_sync()
             self.optimizer.step()
             self.scheduler.step(increment=4)
             self.progress.iteration += 1
@@ -159,8 +174,8 @@ class Run:
         return self
 
     def save(self, directory: Path | str, **options: Any) -> Run:
-        checkpointer = Checkpointer(CheckpointOptions(save=str(directory), **options))
-        checkpointer.save(self.progress, self.ddp, self.optimizer, self.scheduler, self.arguments)
+        checkpointer = Checkpointer(CheckpointOptions(save=str(directory), **options), sharded=self.sharded)
+        checkpointer.save(self.progress, self.model, self.optimizer, self.scheduler, self.arguments)
         return self
 
     def tensors(self) -> list[torch.Tensor]:
@@ -175,8 +190,8 @@ class Run:
         return [tensor.detach().clone() for tensor in [*self.model.parameters(), *states]]
 
     def load(self, directory: Path | str, **options: Any) -> tuple[Progress, dict[str, Any]] | None:
-        checkpointer = Checkpointer(CheckpointOptions(load=str(directory), **options))
-        loaded = checkpointer.load(self.ddp, self.optimizer, self.scheduler)
+        checkpointer = Checkpointer(CheckpointOptions(load=str(directory), **options), sharded=self.sharded)
+        loaded = checkpointer.load(self.model, self.optimizer, self.scheduler)
         if loaded is not None:
             self.progress = loaded[0]
         return loaded

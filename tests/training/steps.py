@@ -172,7 +172,7 @@ def make_trainer(config: Config) -> Trainer:
     parallel = Parallel.current()
     schedule = BatchSchedule.from_config(config)
     pipeline = Pipeline(config, make_planner(config), parallel, schedule.step_sizes())
-    state = build_model(config, parallel, pipeline.pieces, VOCABULARY - 1, pipeline.copies)
+    state = build_model(config, parallel, pipeline.pieces, VOCABULARY - 1, pipeline.copies, pipeline.stages)
     pipeline.attach(state.model, state.weights)
     unused: Any = None
     with SignalFlag(active=False) as flag:

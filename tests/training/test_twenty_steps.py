@@ -13,6 +13,7 @@ from tests.training.steps import COUNTED, STEPS, Figures, Run, figures_of_runs, 
 PER_TOKEN = "--calculate-per-token-loss"
 DISTRIBUTED = "--use-distributed-optimizer"
 ON_HOST = f"{DISTRIBUTED} --optimizer-cpu-offload"
+SHARDED = "--data-parallel-sharding-strategy optim_grads_params"
 RUNS = [
     Run("llama", "--pipeline-schedule gpipe", pp=4),
     Run("gpt", f"--pipeline-schedule 1f1b {COUNTED}", pp=4),
@@ -42,6 +43,12 @@ RUNS = [
     Run("llama", f"--bf16 --pipeline-schedule weipipe --weipipe-grad-dtype bf16 {COUNTED}", pp=4),
     Run("llama", f"--pipeline-schedule seq1f1b --pipe-sp-splits 2 {DISTRIBUTED} {COUNTED}", pp=2, cp=2),
     Run("gpt", f"{PER_TOKEN} --cp-comm-type a2a", cp=2),
+    Run("gpt", f"{SHARDED} {COUNTED}"),
+    Run("llama", f"{SHARDED} --sequence-parallel {COUNTED}", tp=2, batch=4),
+    Run("llama", f"{SHARDED} --pipeline-schedule zb1p --recompute-granularity without-attention", pp=2),
+    Run("llama", f"{SHARDED} {PER_TOKEN} --pipeline-schedule seq1f1b --pipe-sp-splits 3 --chunk-alignment 1", pp=2),
+    Run("gpt", f"{SHARDED} --pipeline-schedule helix {COUNTED}", pp=2),
+    Run("llama", f"{SHARDED} --bf16 --pipeline-schedule helix --helix-ship none {COUNTED}", pp=2),
 ]
 LATE = "--enable-optimizer-post-validation"
 LATE_RUNS = [
@@ -52,6 +59,7 @@ LATE_RUNS = [
     Run("llama", f"{PER_TOKEN} --pipeline-schedule seq1f1b --pipe-sp-splits 2 {LATE} {DISTRIBUTED}", pp=2),
     Run("llama", f"--pipeline-schedule zb1p --sequence-parallel --loss-chunk-size 6 {LATE}", tp=2, pp=2),
     Run("llama", f"--bf16 --pipeline-schedule zb1p {LATE} {DISTRIBUTED}", pp=2),
+    Run("llama", f"--pipeline-schedule zbv {LATE} {SHARDED}", pp=2),
 ]
 # The loss scale grows until gradients overflow; such a step is left out, and the scale halved.
 FP16 = "--fp16 --clip-grad 0 --initial-loss-scale 1048576 --loss-scale-window 2 --hysteresis 1"

@@ -41,6 +41,7 @@ from megatron.training.checkpoint import folder as folders
 from megatron.training.checkpoint import optimizer as optimizers
 from megatron.training.checkpoint import tensors
 from megatron.training.checkpoint.ranks import DamagedError, appears, gather, on_first, place, say, together
+from megatron.training.checkpoint.sharded_optimizer import saved_optimizer, whole_weights
 
 _VERSION = 3.0  # of the state's keys; what Megatron-LM writes since its version 3
 _OF_ONE_RANK = ("rank", "local_rank")  # arguments that differ between ranks are not saved
@@ -85,11 +86,12 @@ class CheckpointOptions:
 class Checkpointer:
     """Saves and loads; every method is collective over all ranks and raises CheckpointError alike on all of them.
 
-    groups: needs `tp`, `pp` and `dp_cp`; None takes megatron-core's parallel state.
+    groups: needs `tp`, `pp` and `dp_cp`; None takes megatron-core's parallel state. sharded: the model's
+    `ShardedWeights`, where data-parallel ranks have parts of them.
     """
 
-    def __init__(self, options: CheckpointOptions, groups: ProcessGroupCollection | None = None):
-        self._options = options
+    def __init__(self, options: CheckpointOptions, groups: ProcessGroupCollection | None = None, sharded: Any = None):
+        self._options, self._sharded = options, sharded
         if groups is None:
             groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "dp_cp"])
         self._groups = groups
@@ -116,7 +118,7 @@ class Checkpointer:
             raise CheckpointError(
                 f"{where} is not seen by {', '.join(missing)}: every rank needs the same file system."
             )
-        with tensors.quiet(), redirect():
+        with tensors.quiet(), redirect(), whole_weights(self._sharded):
             state = together(lambda: self._state_to_save(progress, model, optimizer, scheduler, arguments), where)
             files = self._write(state, temporary, where)
         on_first(lambda: self._publish(directory, temporary, files, iteration), where)
@@ -131,7 +133,7 @@ class Checkpointer:
     ) -> dict[str, Any]:
         counts = {k: v for k, v in dataclasses.asdict(progress).items() if k != "num_floating_point_operations_so_far"}
         plain = {name: tensors.storable(value) for name, value in arguments.items() if name not in _OF_ONE_RANK}
-        state = {
+        state: dict[str, Any] = {
             "args": Namespace(**{**plain, **counts}),
             "checkpoint_version": _VERSION,
             "iteration": progress.iteration,
@@ -141,8 +143,7 @@ class Checkpointer:
         }
         if not self._options.no_save_optim:
             if optimizer is not None:
-                optimizers.complete_state(optimizer)
-                state["optimizer"] = optimizer.sharded_state_dict(state["model"], metadata=self._metadata())
+                state["optimizer"] = saved_optimizer(optimizer, self._sharded, self._metadata()).state(state["model"])
             if scheduler is not None:
                 state["opt_param_scheduler"] = scheduler.state_dict()
         if not self._options.no_save_rng:
@@ -203,7 +204,7 @@ class Checkpointer:
         reasons = []
         for name in found.names:
             try:
-                with tensors.quiet(), redirect():
+                with tensors.quiet(), redirect(), whole_weights(self._sharded):
                     result = self._load_folder(directory / name, model, optimizer, scheduler)
             except DamagedError as damage:
                 reasons.append(f"{name}: {damage}")
@@ -229,21 +230,18 @@ class Checkpointer:
         common = together(lambda: dist_checkpointing.load_common_state_dict(str(folder)))
         weights_only = self._options.finetune or folder.name == folders.RELEASE
         wanted = None if self._options.no_load_optim or weights_only else optimizer
-        old = new = ""
+        own, old = None if wanted is None else saved_optimizer(wanted, self._sharded, self._metadata()), ""
 
         def request() -> dict[str, Any]:
-            nonlocal old, new
+            nonlocal old
             saved = tensors.saved_shapes(folder)
             tensors.check_model(vars(common.get("args", Namespace())), tensors.unwrap(model), folder)
             state = {"model": self._model_state(model)}
             tensors.forget_extra_state(state["model"], saved)
-            if wanted is not None:
-                old, new = optimizers.saved_class(common, saved, str(folder)), optimizers.current_class(wanted)
-                optimizers.complete_state(wanted)
-                state["optimizer"] = wanted.sharded_state_dict(
-                    self._model_state(model), is_loading=True, metadata=self._metadata()
-                )
-                optimizers.request_saved_names(state["optimizer"], wanted, saved)
+            if own is not None:
+                old = optimizers.saved_class(common, saved, str(folder))
+                state["optimizer"] = own.state(self._model_state(model), is_loading=True)
+                optimizers.request_saved_names(own.copies(state["optimizer"]), saved)
             if not (self._options.no_load_rng or weights_only):
                 rng = self._rng_state()
                 if rng.unique_key in saved:  # else the layout of ranks is another: nothing fits, and nothing needs it
@@ -256,8 +254,10 @@ class Checkpointer:
 
         def apply() -> None:
             self._apply_model(model, state["model"], folder)
-            if wanted is not None:
-                optimizers.load(wanted, optimizers.convert(state["optimizer"], common, old, new))
+            if self._sharded is not None:
+                self._sharded.keep()
+            if own is not None:
+                own.load(optimizers.convert(state["optimizer"], common, old, own.saved_as))
                 if scheduler is not None:
                     tensors.load_scheduler(scheduler, common, folder)
             elif optimizer is not None:

@@ -8,7 +8,7 @@ asked for, before the tensors are read, and rearranging the few plain values, af
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -75,12 +75,13 @@ def complete_state(optimizer: Any) -> None:
                 group.pop(name, None)
 
 
-def request_saved_names(state: dict[str, Any], optimizer: Any, saved: Collection[str]) -> None:
-    """Ask for the float32 copies by the name the checkpoint has for them, in place. saved: all its names.
+def request_saved_names(copies: Iterable[tuple[Any, Any, torch.Tensor]], saved: Collection[str]) -> None:
+    """Ask for the float32 copies by the name the checkpoint has for them, in place. copies: (list or dict, place in it,
+    weight) of each. saved: all names of the checkpoint.
 
     Where it has none, the copy is made from the weight, once that is loaded.
     """
-    for holder, place, weight in _copies(state, optimizer):
+    for holder, place, weight in copies:
         name = holder[place].key.removeprefix(_STATE).partition(".")[2]
         names = [key for copy in _COPIES if (key := f"{_STATE}{copy}.{name}") in saved]
         if names:
@@ -89,7 +90,7 @@ def request_saved_names(state: dict[str, Any], optimizer: Any, saved: Collection
             holder[place] = LocalNonpersistentObject(weight)
 
 
-def _copies(state: dict[str, Any], optimizer: Any) -> Iterator[tuple[Any, Any, torch.Tensor]]:
+def copies(state: dict[str, Any], optimizer: Any) -> Iterator[tuple[Any, Any, torch.Tensor]]:
     """(list or dict, place in it, weight) of the float32 copies in an optimizer's sharded state."""
     for part in _parts(optimizer):
         if isinstance(part, DistributedOptimizer):
@@ -122,6 +123,27 @@ def current_class(optimizer: Any) -> str:
     """The class of an optimizer, in the words of `saved_class`."""
     kinds = {DistributedOptimizer: "distributed", Float16OptimizerWithFloat16Params: "half"}
     return next((name for kind, name in kinds.items() if isinstance(_parts(optimizer)[0], kind)), "float32")
+
+
+class WholeOptimizer:
+    """An optimizer of megatron-core's, of whole weights, as checkpoints see it; `SavedOptimizer`."""
+
+    def __init__(self, optimizer: Any, metadata: dict[str, Any]):
+        self._optimizer, self._metadata = optimizer, metadata
+        self.saved_as = current_class(optimizer)
+
+    def state(self, model_state: dict[str, Any], is_loading: bool = False) -> dict[str, Any]:
+        complete_state(self._optimizer)
+        state: dict[str, Any] = self._optimizer.sharded_state_dict(
+            model_state, is_loading=is_loading, metadata=self._metadata
+        )
+        return state
+
+    def copies(self, state: dict[str, Any]) -> Iterator[tuple[Any, Any, torch.Tensor]]:
+        return copies(state, self._optimizer)
+
+    def load(self, state: dict[str, Any]) -> None:
+        load(self._optimizer, state)
 
 
 def load(optimizer: Any, state: dict[str, Any]) -> None:

@@ -60,6 +60,8 @@ READ_AS: Mapping[tuple[str, ...], Reading] = MappingProxyType(
         ("--ckpt-format", "torch"): _FORMAT,
         ("--ckpt-format", "torch_dcp"): _FORMAT,
         ("--ckpt-format", "zarr"): _FORMAT,
+        ("--ckpt-format", "fsdp_dtensor"): _FORMAT,
+        ("--use-custom-fsdp",): Reading(("--use-megatron-fsdp",), _OLDER),
         ("--distributed-backend", "nccl2"): Reading(("--distributed-backend", "nccl"), "NCCL is reached in one way"),
         ("--checkpoint-activations",): Reading(_FULL, _OLDER),
         ("--activations-checkpoint-method", "uniform"): Reading(_FULL, _OLDER),
@@ -90,6 +92,7 @@ _DATA_PARALLEL = "gradients are reduced and weights gathered once at the edge of
 _P2P = "pipeline messages follow from the schedule"
 _CHECKPOINT = "checkpoints are always torch_dist and can be loaded at any parallel sizes"
 _ONE_LOGGER = "one-logger is an internal tool of NVIDIA"
+_SHARDS = "weights are gathered around each op, stage by stage, and let go after it"
 _GC = "Python's garbage collector is left alone"
 _RERUN = "results are not recomputed to look for faults"
 _STRAGGLER = "stragglers are not tracked"
@@ -127,6 +130,10 @@ IGNORED: Mapping[str, str] = MappingProxyType(
         "--ddp-pad-buckets-for-high-nccl-busbw": _DATA_PARALLEL,
         "--ddp-reduce-scatter-with-fp32-accumulation": _DATA_PARALLEL,
         "--no-gradient-reduce-div-fusion": _DATA_PARALLEL,
+        "--torch-fsdp2-no-reshard-after-forward": _SHARDS,
+        "--fsdp-double-buffer": _SHARDS,
+        "--suggested-communication-unit-size": _SHARDS,
+        "--megatron-fsdp-version": "there is one way to share out weights",
         "--use-nccl-ub": "NCCL's buffers are left at their defaults",
         "--disable-symmetric-registration": "NCCL's buffers are left at their defaults",
         "--use-sharp": "the network's settings are left at their defaults",
@@ -179,6 +186,7 @@ IGNORED: Mapping[str, str] = MappingProxyType(
         "--ckpt-assume-constant-structure": "only makes saving faster",
         "--ckpt-fully-parallel-save": "it is the default",
         "--use-dist-ckpt": _CHECKPOINT,
+        "--no-strict-fsdp-dtensor-load": _CHECKPOINT,
         "--dist-ckpt-format": _CHECKPOINT,
         "--auto-detect-ckpt-format": _CHECKPOINT,
         "--dist-ckpt-optim-fully-reshardable": _CHECKPOINT,
@@ -231,7 +239,6 @@ NEUTRAL: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "--softmax-type": ("vanilla",),
         "--rope-type": ("rope",),
         "--cuda-graph-impl": ("none",),
-        "--data-parallel-sharding-strategy": ("no_shard",),
         "--main-grads-dtype": ("fp32",),
         "--main-params-dtype": ("fp32",),
         "--exp-avg-dtype": ("fp32",),

@@ -61,7 +61,10 @@ def transformer_config(config: Config, machine: Machine | None = None) -> Transf
         use_cpu_initialization=model.use_cpu_initialization or not on_gpu,
         bias_activation_fusion=fuse_activation and not model.squared_relu and on_gpu,
         bias_dropout_fusion=model.bias_dropout_fusion and on_gpu,
-        gradient_accumulation_fusion=model.gradient_accumulation_fusion and fuses_weight_gradients(machine),
+        # Its kernel adds to the gradient that was bound in the forward, when a shared-out weight has none.
+        gradient_accumulation_fusion=model.gradient_accumulation_fusion
+        and fuses_weight_gradients(machine)
+        and not parallel.shards_weights,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
@@ -106,7 +109,7 @@ def optimizer_config(config: Config) -> OptimizerConfig:
         min_loss_scale=training.min_loss_scale,
         loss_scale_window=training.loss_scale_window,
         hysteresis=training.hysteresis,
-        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+        use_distributed_optimizer=config.parallel.use_distributed_optimizer and not config.parallel.shards_weights,
         use_torch_optimizer_for_cpu_offload=training.use_torch_optimizer_for_cpu_offload,
         overlap_cpu_optimizer_d2h_h2d=training.overlap_cpu_optimizer_d2h_h2d,
         pin_cpu_grads=training.pin_cpu_grads,
@@ -131,7 +134,7 @@ def ddp_config(config: Config) -> DistributedDataParallelConfig:
     """How gradients are reduced over data-parallel ranks: once, after all backwards, so that nothing overlaps."""
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.training.accumulate_allreduce_grads_in_fp32,
-        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+        use_distributed_optimizer=config.parallel.use_distributed_optimizer and not config.parallel.shards_weights,
         check_for_nan_in_grad=False,  # each rank would look for itself; `Trainer` looks at the norm of all
         bucket_size=config.parallel.ddp_bucket_size,
         average_in_collective=config.parallel.ddp_average_in_collective,

@@ -66,6 +66,16 @@ class ParallelConfig:
         "Split norms and dropout over the tensor-parallel ranks along the sequence; off when there is one such rank.",
     )
     use_distributed_optimizer: bool = option(False, "Split the optimizer state over the data-parallel ranks.")
+    data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] | None = option(
+        None,
+        "What data-parallel ranks share out: nothing; optimizer state (as --use-distributed-optimizer does); that, "
+        "gradients and weights, which are gathered around each op that needs them (default: no_shard); optim_grads is "
+        "refused.",
+    )
+    use_torch_fsdp2: bool = option(False, "The same as --data-parallel-sharding-strategy optim_grads_params.")
+    use_megatron_fsdp: bool = option(
+        False, "Accepted for Megatron-LM's command lines: --data-parallel-sharding-strategy alone says what is shared."
+    )
     ddp_bucket_size: int | None = option(None, "Elements in a bucket of the data-parallel gradient reduction.")
     ddp_average_in_collective: bool = option(False, "Average gradients inside the data-parallel collective.")
     distributed_backend: Literal["nccl", "gloo"] | None = option(
@@ -104,6 +114,11 @@ class ParallelConfig:
         """Tokens that the length of a chunk must be a multiple of, so that ranks can share it."""
         tp = self.tensor_model_parallel_size if self.sequence_parallel else 1
         return shared_unit(tp, self.context_parallel_size, self.parts)
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether data-parallel ranks have a part of each weight."""
+        return self.data_parallel_sharding_strategy == "optim_grads_params"
 
     @property
     def timeout_seconds(self) -> float:

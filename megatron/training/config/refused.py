@@ -12,7 +12,6 @@ def each_for(reason: str, flags: str) -> dict[str, str]:
 
 
 _LAYERS = "every layer is the same pre-norm attention and MLP"
-_FSDP = "fully sharded data parallelism is not supported; use --use-distributed-optimizer"
 _LOW_PRECISION = "8-bit and 4-bit training is not supported"
 _MOE = "mixture-of-experts models are not supported"
 _MLA = "multi-latent attention is not supported"
@@ -92,16 +91,8 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "--exp-avg-dtype": _OPTIMIZER,
         "--exp-avg-sq-dtype": _OPTIMIZER,
         "--dump-param-to-param-group-map": "parameter groups are not dumped",
-        "--use-torch-fsdp2": _FSDP,
-        "--torch-fsdp2-no-reshard-after-forward": _FSDP,
-        "--use-megatron-fsdp": _FSDP,
-        "--use-custom-fsdp": _FSDP,
-        "--data-parallel-sharding-strategy": _FSDP,
-        "--fsdp-double-buffer": _FSDP,
-        "--suggested-communication-unit-size": _FSDP,
-        "--enable-full-sharding-in-hsdp": _FSDP,
-        "--no-strict-fsdp-dtensor-load": _FSDP,
-        "--init-model-with-meta-device": _FSDP,
+        "--enable-full-sharding-in-hsdp": "weights are shared out over all data-parallel ranks or none",
+        "--init-model-with-meta-device": "a rank's weights are made whole before they are shared out",
         "--lazy-mpu-init": "process groups are made at the start",
         "--pipeline-model-parallel-layout": _SPLIT,
         "--enable-cuda-graph": _CUDA_GRAPHS,
@@ -146,7 +137,6 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "--attention-output-gate": _LAYERS,
         "--apply-wd-to-qk-layernorm": _LAYERS,
         "--use-mup": _MUP,
-        "--megatron-fsdp-version": _FSDP,
         **each_for(
             _NOT_GPT,
             """--pipeline-model-parallel-split-rank --encoder-tensor-model-parallel-size

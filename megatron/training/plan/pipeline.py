@@ -63,6 +63,8 @@ class Pipeline:
         placement = _placement(largest.program)
         self.pieces = placement[parallel.pp_rank]
         self.copies = largest.program.copies(parallel.pp_rank)
+        held = enumerate(largest.program.stages)
+        self.stages = [each.pieces for index, each in held if parallel.pp_rank in largest.program.holders(index)]
         for size in step_sizes:
             if _placement(plans.program(size)) != placement:  # alike on all ranks
                 raise ScheduleError(

@@ -14,9 +14,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from helixpipe.model import PipelineModel
 from helixpipe.program.stages import Piece
-from helixpipe.runtime.replicas import Held, ReplicatedWeight, holders, replica_groups, replicated_weights
+from helixpipe.runtime.replicas import (
+    Held,
+    ReplicatedModel,
+    ReplicatedWeight,
+    holders,
+    replica_groups,
+    replicated_weights,
+)
 from megatron.training.process.parallel import Parallel
 
 
@@ -27,7 +33,7 @@ class ReplicaSums:
     before. Collective over all ranks when made: they make process groups.
     """
 
-    def __init__(self, model: PipelineModel, held: Held, parallel: Parallel, partial: Collection[int]):
+    def __init__(self, model: ReplicatedModel, held: Held, parallel: Parallel, partial: Collection[int]):
         groups = _make_groups(replica_groups(held, model.share_embeddings_and_output_weights), parallel)
         weights = replicated_weights(model, held)
         # A weight of two stages, embedding and head, is summed on all its ranks with the later one, or at the end.

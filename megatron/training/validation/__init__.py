@@ -43,6 +43,7 @@ STEPS: tuple[Callable[[Config], Config], ...] = (
     training.warmup_and_decay,
     training.weight_decay,
     training.precision,
+    parallel.sharding,
     training.optimizer_on_host,
     training.recomputation,
     inputs.data_source,

@@ -141,6 +141,31 @@ def check_device(config: Config, *, gpus: int) -> None:
         raise UserError("--distributed-backend nccl needs a GPU; use gloo, the default without one.")
 
 
+def sharding(config: Config) -> Config:
+    """What data-parallel ranks share out, from Megatron-LM's flags."""
+    parallel, strategy = config.parallel, config.parallel.data_parallel_sharding_strategy
+    if parallel.use_torch_fsdp2:
+        if strategy not in (None, "optim_grads_params"):
+            raise UserError(
+                f"--use-torch-fsdp2 and --data-parallel-sharding-strategy {strategy} contradict each other; it means "
+                "optim_grads_params."
+            )
+        strategy = "optim_grads_params"
+    if strategy == "optim_grads":
+        raise UserError(
+            "--data-parallel-sharding-strategy optim_grads is not available: gradients are shared out with the weights "
+            "(optim_grads_params), or not at all (optim)."
+        )
+    if strategy == "optim":
+        config = config.replace("parallel", use_distributed_optimizer=True)
+    elif strategy == "optim_grads_params" and config.training.optimizer_cpu_offload:
+        raise UserError(
+            "--optimizer-cpu-offload cannot be combined with --data-parallel-sharding-strategy optim_grads_params; "
+            "use optim, or leave the optimizer's parts on the device."
+        )
+    return config.replace("parallel", data_parallel_sharding_strategy=strategy)
+
+
 def communicators(config: Config) -> Config:
     """The file of NCCL's settings can be read, and says what it can say."""
     if config.parallel.nccl_communicator_config_path is not None:
