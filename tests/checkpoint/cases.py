@@ -28,23 +28,19 @@ from megatron.training.checkpoint import tensors as checkpoint_tensors
 from megatron.training.checkpoint.checkpointing import read_arguments
 from tests.checkpoint.runs import Layout, Run, contents
 
-PP, TP, DP = Layout(pp=2), Layout(tp=2), Layout()
+PP, TP, DP, SHARDED = Layout(pp=2), Layout(tp=2), Layout(), Layout(sharded=True)
 ZERO, CP = Layout(distributed_optimizer=True), Layout(cp=2, distributed_optimizer=True)
 BF16, ZERO_BF16 = Layout(pp=2, bf16=True), Layout(distributed_optimizer=True, bf16=True)
 OFFLOADED, HALF_OFFLOADED = replace(ZERO_BF16, offload=1.0), replace(ZERO_BF16, offload=0.5)
 UNTIED, UNTIED_ZERO = Layout(pp=2, tied=False), Layout(distributed_optimizer=True, tied=False)
 SPREAD, SPREAD_UNTIED = Layout(pp=2, spread_head=True), Layout(pp=2, spread_head=True, tied=False)
 SPREAD_ZERO, SPREAD_BF16 = replace(SPREAD, distributed_optimizer=True), replace(SPREAD, bf16=True)
-SHARDED, SHARDED_BF16 = Layout(sharded=True), Layout(sharded=True, bf16=True)
 LEARNED = Layout(positions="learned_absolute")
 LEARNED_TP, LEARNED_ZERO = replace(LEARNED, tp=2), replace(LEARNED, distributed_optimizer=True)
 WEIPIPE, WZB2 = Layout(pp=2, schedule="weipipe"), Layout(pp=2, schedule="wzb2")
 WEIPIPE_BF16, WZB2_UNTIED = replace(WEIPIPE, bf16=True), replace(WZB2, tied=False)
 RESUMED: dict[str, tuple[Layout, dict[str, Layout]]] = {
-    "pp2": (
-        PP,
-        {"same": PP, "dp2": DP, "tp2": TP, "zero": ZERO, "spread head": SPREAD, "weipipe": WEIPIPE, "sharded": SHARDED},
-    ),
+    "pp2": (PP, {"same": PP, "dp2": DP, "tp2": TP, "zero": ZERO, "spread head": SPREAD, "sharded": SHARDED}),
     "weipipe": (WEIPIPE, {"same": WEIPIPE, "pp2": PP, "zero": ZERO}),
     "untied wzb2": (WZB2_UNTIED, {"same": WZB2_UNTIED, "pp2": UNTIED}),
     "spread head": (SPREAD, {"same": SPREAD, "pp2": PP}),
@@ -52,17 +48,13 @@ RESUMED: dict[str, tuple[Layout, dict[str, Layout]]] = {
     "cp2": (CP, {"same": CP, "tp2": TP}),
     "zero": (ZERO, {"same": ZERO, "pp2 zero": Layout(pp=2, distributed_optimizer=True), "tp2": TP}),
     "spread head zero": (SPREAD_ZERO, {"same": SPREAD_ZERO, "pp2": PP, "zero": ZERO}),
-    "bf16 pp2": (
-        BF16,
-        {"same": BF16, "zero": ZERO_BF16, "spread head": SPREAD_BF16, "weipipe": WEIPIPE_BF16, "sharded": SHARDED_BF16},
-    ),
+    "bf16 pp2": (BF16, {"same": BF16, "zero": ZERO_BF16, "spread head": SPREAD_BF16, "weipipe": WEIPIPE_BF16}),
     "bf16 zero": (ZERO_BF16, {"same": ZERO_BF16, "tp2": Layout(tp=2, bf16=True), "offloaded": OFFLOADED}),
     "offloaded": (OFFLOADED, {"same": OFFLOADED, "zero": ZERO_BF16, "pp2": BF16}),
     "half offloaded": (HALF_OFFLOADED, {"same": HALF_OFFLOADED, "offloaded": OFFLOADED}),
-    "sharded": (SHARDED, {"same": SHARDED, "pp2": PP, "zero": ZERO}),
-    "sharded bf16": (
-        SHARDED_BF16,
-        {"same": SHARDED_BF16, "zero": ZERO_BF16, "pp2 sharded": replace(BF16, sharded=True)},
+    "bf16 sharded": (
+        replace(SHARDED, bf16=True),
+        {"same": replace(SHARDED, bf16=True), "zero": ZERO_BF16, "pp2": BF16},
     ),
     "positions": (LEARNED, {"same": LEARNED, "tp2": LEARNED_TP}),
     "positions tp2": (LEARNED_TP, {"same": LEARNED_TP, "tp1": LEARNED, "zero": LEARNED_ZERO}),
