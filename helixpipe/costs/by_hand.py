@@ -19,7 +19,7 @@ from helixpipe.costs.models import Chunk, Layout, ModelShape, attention_pairs
 from helixpipe.costs.piece_kinds import KINDS
 from helixpipe.costs.saved import kept, offloaded, staying
 from helixpipe.costs.sizes import Sizes
-from helixpipe.program.costs import Contents, Leaving, Payload, Work
+from helixpipe.program.costs import Contents, Leaving, Payload, Sharing, Work
 from helixpipe.program.program import Program
 from helixpipe.program.stages import LAYER_PIECES, PIECE_KINDS, Piece, Segment
 from helixpipe.program.workload import Extent, Extents
@@ -99,6 +99,10 @@ class PieceTimes(_LayerMemory):
     def message_time(self, payload: Payload) -> float:
         return self.message
 
+    def sharing_time(self, sharing: Sharing) -> float:
+        """As a message's."""
+        return self.message
+
     def _piece_time(self, piece: str, op: str, share: float) -> float:
         forward = self.forward.get(piece, 0.0) * share
         if op in "FR":
@@ -138,6 +142,10 @@ class OpTimes(_LayerMemory):
         return self.times.get(key, 0.0) if work.kind == "R" else self.times[key]
 
     def message_time(self, payload: Payload) -> float:
+        return self.message
+
+    def sharing_time(self, sharing: Sharing) -> float:
+        """As a message's."""
         return self.message
 
 

@@ -26,7 +26,7 @@ from helixpipe.costs.models import Chunk, Layout, ModelShape, shared_unit
 from helixpipe.costs.piece_bytes import CountsBytes, PieceBytes
 from helixpipe.costs.piece_work import model_flops, work
 from helixpipe.costs.sizes import GRADIENT_BYTES, Kernel
-from helixpipe.program.costs import Payload, Work
+from helixpipe.program.costs import Payload, Sharing, Work
 from helixpipe.program.program import Program
 from helixpipe.program.stages import Piece
 
@@ -47,7 +47,8 @@ class ModelCosts(CountsBytes):
 
     seq_length: tokens of a microbatch's sequences, which the program's chunks share. data_parallel: pipelines side
     by side. distributed_optimizer: Adam's state is divided over them. fp32_kv_gradients: gradients of keys and values
-    are summed over chunks in float32. adam_on_host: share of Adam's state that is in host memory.
+    are summed over chunks in float32. adam_on_host: share of Adam's state that is in host memory. shards_weights:
+    weights and gradients are divided over the pipelines, too, and so is Adam's state.
     """
 
     model: ModelShape
@@ -58,6 +59,7 @@ class ModelCosts(CountsBytes):
     distributed_optimizer: bool = True
     fp32_kv_gradients: bool = False
     adam_on_host: float = 0.0
+    shards_weights: bool = False
 
     def __post_init__(self) -> None:
         tp, cp, layout = self.layout.tensor_parallel, self.layout.context_parallel, self.layout
@@ -94,6 +96,16 @@ class ModelCosts(CountsBytes):
         bandwidth = self.hardware.peer_bandwidth(self._senders, same_node)
         return self.hardware.latency + self.payload_bytes(payload) / bandwidth
 
+    @property
+    def sharded(self) -> int:
+        """GPUs that have parts of each weight."""
+        return self.data_parallel if self.shards_weights else 1
+
+    def sharing_time(self, sharing: Sharing) -> float:
+        """A ring over the data-parallel GPUs, alone on their links."""
+        latency = self.hardware.latency * (sharing.ranks - 1)
+        return latency + self.sharing_bytes(sharing) / self._data_parallel_bandwidth
+
     def copy_time(self, nbytes: float, inward: bool) -> float:
         """The same both ways."""
         return self.hardware.latency + nbytes / self.hardware.host_bandwidth(both=True)
@@ -105,7 +117,7 @@ class ModelCosts(CountsBytes):
 
     def static_memory(self, pieces: Sequence[Piece]) -> float:
         """Bytes of weights, gradients and optimizer state of a rank that holds these pieces, on its device."""
-        weights = self.bytes.parameters(pieces)
+        weights = self.bytes.parameters(pieces) / self.sharded
         return weights * (self.layout.element_bytes + GRADIENT_BYTES) + self.optimizer_bytes(pieces).device
 
     def static_host_memory(self, pieces: Sequence[Piece]) -> float:
@@ -119,7 +131,8 @@ class ModelCosts(CountsBytes):
 
     def _updated(self, weights: float) -> float:
         """How many of a rank's weights this one of its data-parallel and context-parallel copies updates."""
-        return weights / self.weight_holders if self.distributed_optimizer else weights
+        shared = self.distributed_optimizer or self.shards_weights
+        return weights / self.weight_holders if shared else weights
 
     # ------------------------------------------------------------------------------------------------------------ time
 
@@ -145,22 +158,28 @@ class ModelCosts(CountsBytes):
         weights = max(self.bytes.parameters(program.pieces_of_rank(rank)) for rank in range(program.num_ranks))
         dp, hardware = self.weight_holders, self.hardware
         moved = 0.0
-        if dp > 1:  # reduce-scatter of gradients and all-gather of weights, or an all-reduce of gradients: rings
+        if dp > 1 and not self.shards_weights:
+            # reduce-scatter of gradients and all-gather of weights, or an all-reduce of gradients: rings
             back = self.layout.element_bytes if self.distributed_optimizer else GRADIENT_BYTES
             moved = weights * (GRADIENT_BYTES + back) * (dp - 1) / dp
-        bandwidth = hardware.nvlink
-        if self.layout.tensor_parallel * dp > hardware.gpus_per_node:
-            # A ring crosses from node to node once, over all adapters, beside the rings of the other GPUs of the node
-            # that do not belong to it: one for each tensor-parallel rank that the node has.
-            rings = min(self.layout.tensor_parallel, hardware.gpus_per_node)
-            bandwidth = min(bandwidth, hardware.network / rings)
-        reduction = moved / (bandwidth * hardware.efficiency.network) + self._copies_time(program)
+        reduction = moved / self._data_parallel_bandwidth + self._copies_time(program) / self.sharded
         touched = 2 * MASTER_AND_MOMENTS + GRADIENT_BYTES + self.layout.element_bytes
         on_device = touched / (hardware.memory_bandwidth * hardware.efficiency.memory)
         on_host = touched * hardware.gpus_per_node / (hardware.host_memory_bandwidth * hardware.efficiency.memory)
         on_host += (GRADIENT_BYTES + self.layout.element_bytes) / hardware.host_bandwidth(both=False)
         seconds = (1 - self.adam_on_host) * on_device + self.adam_on_host * on_host
         return reduction, self._updated(weights) * seconds
+
+    @property
+    def _data_parallel_bandwidth(self) -> float:
+        """Bytes a second of a ring over the data-parallel GPUs."""
+        hardware, bandwidth = self.hardware, self.hardware.nvlink
+        if self.layout.tensor_parallel * self.data_parallel > hardware.gpus_per_node:
+            # A ring crosses from node to node once, over all adapters, beside the rings of the other GPUs of the node
+            # that do not belong to it: one for each tensor-parallel rank that the node has.
+            rings = min(self.layout.tensor_parallel, hardware.gpus_per_node)
+            bandwidth = min(bandwidth, hardware.network / rings)
+        return bandwidth * hardware.efficiency.network
 
     def _copies_time(self, program: Program) -> float:
         """All-reduces, as rings, of the gradients of replicated stages over the pipeline ranks that hold them."""

@@ -12,8 +12,9 @@ from helixpipe.costs.piece_kind import Tensors
 from helixpipe.costs.piece_kinds import KINDS, Mlp
 from helixpipe.costs.saved import kept, offloaded, staying
 from helixpipe.costs.sizes import Sizes
-from helixpipe.program.costs import Contents, Leaving, Payload
+from helixpipe.program.costs import Contents, Leaving, Payload, Sharing
 from helixpipe.program.stages import Piece, Segment
+from helixpipe.program.tasks import OF_WEIGHTS
 from helixpipe.program.workload import Extents
 
 LayerTensors = dict[tuple[str, int], float]
@@ -128,6 +129,12 @@ class CountsBytes:
         what = Contents(payload.kind, segments, payload.extents, payload.whole, gradient_bytes=payload.gradient_bytes)
         return self.size(what)
 
+    def sharing_bytes(self, sharing: Sharing) -> float:
+        """What each of the ranks receives, in a ring."""
+        kind = "gathered" if sharing.kind == "gather" else "made_gradients"
+        whole = self.size(Contents(kind, (Segment(sharing.pieces, False),), (), 1.0))
+        return whole * (sharing.ranks - 1) / sharing.ranks
+
     def size(self, contents: Contents) -> float:
         if contents not in self._known_sizes:
             self._known_sizes[contents] = self._size(contents)
@@ -136,8 +143,8 @@ class CountsBytes:
     def _size(self, contents: Contents) -> float:
         kind, segments, extents, whole, in_backward, gradient_bytes, leaving = contents
         pieces = [piece for segment in segments for piece in segment.pieces]
-        if kind in ("weights", "weight_gradients"):
-            element = self.bytes.layout.element_bytes if kind == "weights" else gradient_bytes
+        if kind in OF_WEIGHTS:
+            element = self.bytes.layout.element_bytes if kind in ("weights", "gathered") else gradient_bytes
             return self.bytes.parameters(pieces) * element
         chunk = self.chunk(extents, whole)
         match kind:

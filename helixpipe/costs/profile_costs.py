@@ -22,7 +22,7 @@ from helixpipe.costs.hardware import find_device
 from helixpipe.costs.models import Chunk, Layout, ModelShape
 from helixpipe.costs.piece_bytes import CountsBytes, PieceBytes
 from helixpipe.costs.sizes import GRADIENT_BYTES
-from helixpipe.program.costs import Payload, Work
+from helixpipe.program.costs import Payload, Sharing, Work
 from helixpipe.program.program import OP_KINDS
 from helixpipe.program.stages import PIECE_KINDS, Piece
 
@@ -155,10 +155,12 @@ _FORMAT = "helixpipe profile"
 
 @dataclass(frozen=True)
 class ProfileCosts(CountsBytes):
-    """`Costs` in seconds and bytes of the model and machine of a profile."""
+    """`Costs` in seconds and bytes of the model and machine of a profile. sharded: data-parallel ranks that have parts
+    of weights, gradients and optimizer state."""
 
     profile: Profile
     fp32_kv_gradients: bool = False
+    sharded: int = 1
 
     def op_time(self, work: Work) -> float:
         chunk = self.chunk(work.extents, work.whole)
@@ -179,6 +181,11 @@ class ProfileCosts(CountsBytes):
     def message_time(self, payload: Payload) -> float:
         messages = self.profile.messages
         return messages.latency + self.payload_bytes(payload) / messages.bandwidth
+
+    def sharing_time(self, sharing: Sharing) -> float:
+        """Over links like those of the messages that were measured."""
+        messages = self.profile.messages
+        return messages.latency * (sharing.ranks - 1) + self.sharing_bytes(sharing) / messages.bandwidth
 
     def copy_time(self, nbytes: float, inward: bool) -> float:
         """As measured; of a file that does not say, that of the hardware it was measured on. Raises UserError where
@@ -201,10 +208,10 @@ class ProfileCosts(CountsBytes):
         return CopyTimes(hardware.latency, both_ways, both_ways)
 
     def static_memory(self, pieces: Sequence[Piece]) -> float:
-        """Weights, their gradients and Adam's state on a rank of these pieces, without data parallelism."""
+        """Weights, their gradients and Adam's state on a rank of these pieces, or its part of them."""
         element = self.profile.layout.element_bytes
         moments_and_copy = 8 + (4 if element < 4 else 0)  # weights in float32 are their own copy
-        return self.bytes.parameters(pieces) * (element + GRADIENT_BYTES + moments_and_copy)
+        return self.bytes.parameters(pieces) * (element + GRADIENT_BYTES + moments_and_copy) / self.sharded
 
     def static_host_memory(self, pieces: Sequence[Piece]) -> float:
         return 0.0

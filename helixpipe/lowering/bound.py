@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
-from helixpipe.program.costs import Contents, Costs, Leaving, Payload, Work
-from helixpipe.program.message import Copy, Message
+from helixpipe.program.costs import Contents, Costs, Leaving, Payload, Sharing, Work
+from helixpipe.program.message import Collective, Copy, Message
 from helixpipe.program.program import Op, Program
 from helixpipe.program.stages import Activations, Piece, Segment, Stage, segments
-from helixpipe.program.tasks import Buffer
+from helixpipe.program.tasks import OF_WEIGHTS, Buffer
 from helixpipe.program.workload import Extents
 
 _NOTHING: tuple[Extents, Extents] = ((), ())
@@ -42,6 +42,11 @@ def stage_work(
     return Work(kind, own.pieces, extents, whole, receives, sends)
 
 
+Timers = tuple[
+    Callable[[Op], float], Callable[[Message], float], Callable[[Copy], float], Callable[[Collective], float]
+]
+
+
 class BoundCosts:
     """`costs` of a program's ops, messages and buffers. Where the program has no ops yet, as of a schedule that is
     being made, every cut between stages is taken to lie between ranks."""
@@ -61,12 +66,13 @@ class BoundCosts:
         self._recompute_times: dict[tuple[int, int, int], float] = {}
         self._message_times: dict[tuple[str, int, int, int, int], float] = {}
         self._copy_times: dict[tuple[bool, float], float] = {}
+        self._sharing_times: dict[tuple[str, int], float] = {}
         self._sizes: dict[tuple[str, int, int, int, bool], float] = {}
 
     @property
-    def timers(self) -> tuple[Callable[[Op], float], Callable[[Message], float], Callable[[Copy], float]]:
+    def timers(self) -> Timers:
         """What `list_schedule` asks for."""
-        return self.op_time, self.message_time, self.copy_time
+        return self.op_time, self.message_time, self.copy_time, self.collective_time
 
     def op_time(self, op: Op) -> float:
         """Of an op alone; a backward whose unit is recomputed and has no R op takes the time of R as well."""
@@ -110,11 +116,22 @@ class BoundCosts:
             time = self._copy_times[key] = self.costs.copy_time(size, copy.inward)
         return time
 
+    def collective_time(self, collective: Collective) -> float:
+        """Of a gather or scatter. A sum over replicas takes none: nothing in the step waits for it."""
+        if collective.kind == "replica_sum":
+            return 0.0
+        key = (collective.kind, collective.stage)
+        time = self._sharing_times.get(key)
+        if time is None:
+            sharing = Sharing(collective.kind, self.program.stages[collective.stage].pieces, self.program.sharded)
+            time = self._sharing_times[key] = self.costs.sharing_time(sharing)
+        return time
+
     def size(self, buffer: Buffer) -> float:
         """Of a buffer, wherever it is."""
         kind, _, stage, microbatch, chunk, _ = buffer
         unit = (stage, microbatch, chunk)
-        if kind in ("weights", "weight_gradients"):
+        if kind in OF_WEIGHTS:
             key = (kind, stage, 0, 0, False)
         elif kind in ("keys_values", "kv_gradients"):
             key = (kind, stage, id(self._rows.get(microbatch, _NOTHING)), 0, False)
@@ -151,7 +168,7 @@ class BoundCosts:
         """What a buffer holds; None for nothing: keys and values of a row that is not cut."""
         kind, _, stage, microbatch, chunk, _ = buffer
         own, unit = self.program.stages[stage], (stage, microbatch, chunk)
-        if kind in ("weights", "weight_gradients"):
+        if kind in OF_WEIGHTS:
             return Contents(kind, own.segments, (), self.whole, gradient_bytes=self._gradient_bytes(stage))
         if kind in ("keys_values", "kv_gradients"):
             extents = self._rows.get(microbatch, _NOTHING)[kind == "kv_gradients"]

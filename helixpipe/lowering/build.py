@@ -9,9 +9,10 @@ from helixpipe.lowering.passes.borrowed import borrowed_weights
 from helixpipe.lowering.passes.keys_values import keys_values
 from helixpipe.lowering.passes.offload import offloaded
 from helixpipe.lowering.passes.replicas import replica_sums
+from helixpipe.lowering.passes.sharded import sharded_weights
 from helixpipe.program.program import Program
 
-PASSES = (activations, keys_values, borrowed_weights, replica_sums, offloaded)
+PASSES = (activations, keys_values, borrowed_weights, replica_sums, sharded_weights, offloaded)
 """Each adds its buffers and transfers to the draft; one that a program does not need adds nothing."""
 
 

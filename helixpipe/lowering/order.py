@@ -16,7 +16,7 @@ from math import inf
 from types import MappingProxyType
 
 from helixpipe.lowering.graph import Graph
-from helixpipe.program.message import Copy, Message
+from helixpipe.program.message import Collective, Copy, Message
 from helixpipe.program.program import Op
 from helixpipe.program.tasks import Resource
 
@@ -87,19 +87,20 @@ def list_schedule(
     op_time: Callable[[Op], float],
     message_time: Callable[[Message], float],
     copy_time: Callable[[Copy], float] = lambda copy: 0.0,
+    collective_time: Callable[[Collective], float] = lambda collective: 0.0,
     transfer_orders: Mapping[Resource, Sequence[int]] = MappingProxyType({}),
     waits: Mapping[int, Sequence[int]] | None = None,
 ) -> Times:
     """Run the tasks as early as their dependencies and resources allow: each rank runs its ops in program order, one
     at a time; each directed link (source, target) carries one message at a time, each copy engine makes one copy, each
-    group is in one collective at a time. Collectives take no time here: nothing in the step waits for one.
+    group is in one collective at a time.
 
     transfer_orders: of links and copy engines, their tasks in the order to run them; others run first what is ready.
     waits: for a task more tasks that wait for it, beside those of the graph.
     Tasks that can never start (a cyclic program) are absent from `order`. Time is O(n log n) in the number of tasks.
     """
     durations = [op_time(op) for op in graph.ops] + [message_time(message) for message in graph.messages]
-    durations += [0.0] * len(graph.collectives)
+    durations += [collective_time(collective) for collective in graph.collectives]
     durations += [copy_time(copy) for copy in graph.copies]
     run = _Run(graph, durations, transfer_orders)
     waiting, resource, busy, freed, try_start = run.waiting, run.resource, run.busy, run.freed, run.try_start

@@ -43,6 +43,14 @@ class Action(str, Enum):
     they are, maybe before they have arrived, and stay in use."""
     REDUCE = "REDUCE"
     """Start a collective; what it sums up belongs to it until the step ends."""
+    GATHER = "GATHER"
+    """Start to gather the weights of a stage over the data-parallel ranks; the op that needs them waits for them, and
+    the last one lets go of them."""
+    SCATTER = "SCATTER"
+    """Start to scatter the gradients that an op has made over the data-parallel ranks."""
+    SCATTERED = "SCATTERED"
+    """Wait for that, add this rank's part to its sum, and let go of the whole: right before the first op that starts,
+    on paper, after it has ended."""
     OFFLOAD = "OFFLOAD"
     """Start copying to the host what leaves of what the op, an F, has saved."""
     GONE = "GONE"
@@ -60,8 +68,8 @@ class Action(str, Enum):
 
 class Instruction(NamedTuple):
     """One step of a rank's stream. RUN names an op, OFFLOAD and GONE the F before, FETCH and BACK the op that needs
-    what was offloaded, FREE an op or a message, REDUCE a collective, the others a message. task: the op's or transfer's
-    number in the graph."""
+    what was offloaded, FREE an op or a message, REDUCE, GATHER, SCATTER and SCATTERED a collective, the others a
+    message. task: the op's or transfer's number in the graph."""
 
     action: Action
     op: Op | None = None
@@ -122,7 +130,8 @@ def project(
 
 @dataclass
 class _Arrival:
-    """A transfer whose end no op waits for: weight gradients on their way to their owner, or a copy to the host.
+    """A transfer whose end no op waits for: weight gradients on their way to their owner, a copy to the host
+    or a scatter.
     end: of it, on paper. slack: ops left until WAIT or GONE."""
 
     end: float
@@ -181,8 +190,12 @@ class _Projection:
 
     def collective(self, task: int) -> None:
         collective = self.graph.collective(task)
+        action = {"gather": Action.GATHER, "scatter": Action.SCATTER}.get(collective.kind, Action.REDUCE)
         for rank in collective.ranks:
-            self.streams[rank].append(Instruction(Action.REDUCE, None, None, collective, task))
+            self.streams[rank].append(Instruction(action, None, None, collective, task))
+            if action is Action.SCATTER:
+                done = Instruction(Action.SCATTERED, None, None, collective, task)
+                self.returned[rank].append(_Arrival(self.times.end[task], 0, done))
 
     def copy(self, task: int) -> None:
         copy = self.graph.copy(task)

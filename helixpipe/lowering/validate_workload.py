@@ -84,6 +84,8 @@ def check_activations(program: Program) -> None:
     """Raise ProgramError for a stage or a unit that is to recompute or offload what is not there."""
     for index, stage in enumerate(program.stages):
         _check_runs(f"stage {index}", stage.pieces, stage.activations)
+    if program.sharded < 1:
+        raise ProgramError(f"sharded must be at least 1, not {program.sharded}.")
     if program.min_offloaded_bytes < 0:
         raise ProgramError(f"min_offloaded_bytes must not be negative, as {program.min_offloaded_bytes} is.")
     for unit, own in program.activations.items():

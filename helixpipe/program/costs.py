@@ -48,6 +48,17 @@ class Payload(NamedTuple):
     gradient_bytes: int = 4
 
 
+class Sharing(NamedTuple):
+    """What data-parallel ranks that have parts of weights do together.
+
+    kind: `gather`, of the weights of these pieces, or `scatter`, of their gradients. ranks: how many have parts.
+    """
+
+    kind: str
+    pieces: tuple[Piece, ...]
+    ranks: int
+
+
 class Leaving(NamedTuple):
     """What of a unit's saved tensors leaves the device.
 
@@ -85,10 +96,11 @@ class Costs(Protocol):
     """Times in one unit, whatever it is, and memory in one unit.
 
     op_time: of an op alone; recomputation inside a backward is asked for as R. message_time: of a message on a link
-    that carries nothing else. copy_time: of a copy of so much, in the unit of memory, from the device to its host or
-    (inward) back, with both directions in use. size: of a buffer; 0 where the unit of memory does not count its kind.
-    static_memory: all that a rank that holds these pieces has at all times (weights, gradients, optimizer; 0 where
-    unknown). static_host_memory: what of that is in its host's memory instead.
+    that carries nothing else. sharing_time: of a gather of weights or a scatter of gradients. copy_time: of a copy of
+    so much, in the unit of memory, from the device to its host or (inward) back, with both directions in use. size: of
+    a buffer; 0 where the unit of memory does not count its kind. static_memory: all that a rank that holds these pieces
+    has at all times (weights, gradients, optimizer; 0 where unknown). static_host_memory: what of that is in its host's
+    memory instead.
     """
 
     @property
@@ -97,6 +109,8 @@ class Costs(Protocol):
     def op_time(self, work: Work) -> float: ...
 
     def message_time(self, payload: Payload) -> float: ...
+
+    def sharing_time(self, sharing: Sharing) -> float: ...
 
     def copy_time(self, nbytes: float, inward: bool) -> float: ...
 

@@ -22,10 +22,10 @@ A line a stage, a rank, a microbatch whose chunks are its own, and a set of unit
 
 Pieces are named as they print, whole layers by their numbers. Ops are the cells of the CSV form; in `activations` the
 cell of its forward stands for a unit, and `ahead` is 1 if it is not there. A stage may have a `placement` (else
-`resident`) and an `owner`; a program `forward_only`, a `ring` (`slots`, `eager`, `gradient_bytes`) and
-`min_offloaded_bytes`. A workload is cut alike in every microbatch, into `chunks` of equal length or into `lengths` in
-tokens; or it lists for each microbatch its chunks, each as slices: `0[0:512] 1[0:64]` is tokens 0 to 511 of document 0,
-then 0 to 63 of document 1; `proportional` says that these are not tokens but proportions.
+`resident`) and an `owner`; a program `forward_only`, a `ring` (`slots`, `eager`, `gradient_bytes`),
+`min_offloaded_bytes` and `sharded`. A workload is cut alike in every microbatch, into `chunks` of equal length or into
+`lengths` in tokens; or it lists for each microbatch its chunks, each as slices: `0[0:512] 1[0:64]` is tokens 0 to 511
+of document 0, then 0 to 63 of document 1; `proportional` says that these are not tokens but proportions.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ FORMAT, VERSION = "helixpipe program", 1
 
 _KEYS = (
     *("format", "version", "schedule", "forward_only", "ring", "stages"),
-    *("workload", "ranks", "activations", "min_offloaded_bytes"),
+    *("workload", "ranks", "activations", "min_offloaded_bytes", "sharded"),
 )
 
 # ------------------------------------------------------------------------------------------------------------- writing
@@ -76,6 +76,8 @@ def json_text(program: Program) -> str:
         entries["activations"] = _lines(_activation_entries(program.activations))
     if program.min_offloaded_bytes:
         entries["min_offloaded_bytes"] = _line(program.min_offloaded_bytes)
+    if program.sharded > 1:
+        entries["sharded"] = _line(program.sharded)
     body = ",\n".join(f"  {_line(key)}: {entries[key]}" for key in _KEYS if key in entries)
     return f"{{\n{body}\n}}\n"
 
@@ -186,6 +188,7 @@ def from_json(path: str | Path) -> Program:
         ring=_ring(top["ring"]) if "ring" in top else RingOptions(),
         activations=_activations(top["activations"]) if "activations" in top else {},
         min_offloaded_bytes=top["min_offloaded_bytes"].whole() if "min_offloaded_bytes" in top else 0,
+        sharded=top["sharded"].whole() if "sharded" in top else 1,
     )
 
 

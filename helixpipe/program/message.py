@@ -38,16 +38,21 @@ class Message(NamedTuple):
 class Collective(NamedTuple):
     """What a group of ranks does together: all of them are in it from its start to its end.
 
-    kind: `replica_sum`, the sum of a replicated stage's weight gradients over the ranks that hold the stage. number:
-    its place among the program's collectives, equal on every rank.
+    kind: `replica_sum`, the sum of a replicated stage's weight gradients over the ranks that hold the stage; of one
+    rank's data-parallel group, in which each has parts of the weights, `gather` of a stage's weights and `scatter` of
+    their gradients. number: its place among the program's collectives, equal on every rank. op: of these two the first
+    op that needs the weights, or the one that made the gradients.
     """
 
     number: int
     kind: str
     stage: int
     ranks: tuple[int, ...]
+    op: Op | None = None
 
     def __str__(self) -> str:
+        if self.op is not None:
+            return f"{self.kind} {'for' if self.kind == 'gather' else 'after'} {self.op} (rank {self.ranks[0]})"
         return f"{self.kind} of stage {self.stage} (ranks {', '.join(map(str, self.ranks))})"
 
 

@@ -56,6 +56,7 @@ class Program:
     ring: how weights of ring stages travel.
     activations: of the units whose activations are not treated as their stage says.
     min_offloaded_bytes: saved tensors smaller than that stay on the device, whatever is to be offloaded.
+    sharded: data-parallel ranks that have parts of each rank's weights; 1: weights are whole.
     """
 
     schedule: str
@@ -66,6 +67,7 @@ class Program:
     ring: RingOptions = field(default_factory=RingOptions)
     activations: Mapping[Unit, Activations] = field(default_factory=dict)
     min_offloaded_bytes: int = 0
+    sharded: int = 1
 
     @property
     def num_ranks(self) -> int:

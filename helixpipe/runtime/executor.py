@@ -102,6 +102,7 @@ class Executor:
     def _begin(self, plan: PlanOnRank, step: Step, record: bool) -> StepRun:
         self.keys_values = KeyValueStore(self._fp32_kv_gradients, getattr(self.model, "rows_apart", 1))
         self.borrowed.begin(plan.graph)
+        self.weights.begin()
         self.position.begin(plan.lowered, self.rank)
         self.last = self.step_run(self, plan, step, record)
         return self.last

@@ -16,6 +16,7 @@ All ranks of the group run the same stream of instructions, so their collectives
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol, cast
@@ -98,11 +99,11 @@ class Unit:
         self.parts = list(self._parts())
         self._whole: Tensor | None = None
         self._gathering: dist.Work | None = None
-        self._gradients: Tensor | None = None
-        self._scattering: tuple[dist.Work, Tensor, Tensor] | None = None
+        self._made: deque[Tensor] = deque()
+        self._scattering: deque[tuple[dist.Work, Tensor, Tensor]] = deque()
         for weight in weights.values():
             weight.whole_shape = weight.shape  # type: ignore[attr-defined]
-        self.release()
+        self.forget()
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The parts of a flat tensor in the shapes of the weights."""
@@ -136,15 +137,17 @@ class Unit:
 
     # ------------------------------------------------------------------------------------------------------- weights
 
-    def start_gathering(self) -> None:
-        """Start to bring the parts of all ranks together, if they are not here or on their way."""
+    def start_gathering(self, who: object) -> None:
+        """Start to bring the parts of all ranks together, if they are not here or on their way. who: needs them until
+        it lets go of them."""
+        self._holders.add(who)
         if self._whole is None:
             self._whole = torch.empty(self.numel, dtype=self.shard.dtype, device=self.shard.device)
             self._gathering = dist.all_gather_into_tensor(self._whole, self.shard, group=self._group, async_op=True)
 
-    def gather(self) -> Tensor:
+    def gather(self, who: object) -> Tensor:
         """Wait until the weights are whole, and put them where the model looks for them; returns them, flat."""
-        self.start_gathering()
+        self.start_gathering(who)
         assert self._whole is not None
         if self._gathering is not None:
             self._gathering.wait()
@@ -153,11 +156,18 @@ class Unit:
                 weight.data = view
         return self._whole
 
-    def release(self) -> None:
-        """Let go of the whole weights."""
+    def release(self, who: object) -> None:
+        """Let go of the whole weights, if nobody else needs them."""
+        self._holders.discard(who)
+        if not self._holders:
+            self.forget()
+
+    def forget(self) -> None:
+        """Let go of them, whoever needs them."""
         if self._gathering is not None:
             self._gathering.wait()
         self._whole = self._gathering = None
+        self._holders: set[object] = set()
         for weight in self.weights.values():
             weight.data = weight.new_empty(0)
 
@@ -165,8 +175,9 @@ class Unit:
 
     def expect_gradients(self) -> None:
         """Make the flat tensor that an op adds its gradients to."""
-        self._gradients = torch.zeros(self.numel, dtype=self.total.dtype, device=self.total.device)
-        for weight, view in zip(self.weights.values(), self.views(self._gradients), strict=True):
+        made = torch.zeros(self.numel, dtype=self.total.dtype, device=self.total.device)
+        self._made.append(made)
+        for weight, view in zip(self.weights.values(), self.views(made), strict=True):
             weight.main_grad = view  # type: ignore[attr-defined]
 
     def expect_no_gradients(self) -> None:
@@ -174,25 +185,25 @@ class Unit:
             weight.main_grad = None  # type: ignore[attr-defined]
 
     def start_scattering(self, scale: float) -> None:
-        """Start to sum up what the op has added, times `scale`, over the ranks, each of which gets its part."""
-        self.finish_scattering()
-        whole = self._gradients
-        assert whole is not None
-        self._gradients = None
-        self.expect_no_gradients()
+        """Start to sum up what the oldest op has added, times `scale`, over the ranks, each of which gets its part."""
+        whole = self._made.popleft()
         if scale != 1.0:
             whole.mul_(scale)
         part = torch.empty_like(self.total)
         work = dist.reduce_scatter_tensor(part, whole, group=self._group, async_op=True)
-        self._scattering = work, part, whole
+        self._scattering.append((work, part, whole))
 
     def finish_scattering(self) -> None:
-        """Add this rank's part of that to its sum."""
-        if self._scattering is not None:
-            work, part, _ = self._scattering
+        """Add this rank's part of the oldest that is under way to its sum, if one is."""
+        if self._scattering:
+            work, part, _ = self._scattering.popleft()
             work.wait()
             self.total.add_(part)
-            self._scattering = None
+
+    def finish(self) -> None:
+        """The same of all that are."""
+        while self._scattering:
+            self.finish_scattering()
 
 
 class ShardedWeights:
@@ -227,22 +238,40 @@ class ShardedWeights:
         ]
         self._units: dict[tuple[Piece, ...], list[Unit]] = {}
 
+    def begin(self) -> None:
+        for unit in self.units:
+            unit.finish()
+            unit.forget()
+
     def gather(self, pieces: Sequence[Piece], kind: str) -> None:
         for unit in self.used(pieces):
             if kind != "W":
-                unit.gather()
+                unit.gather(tuple(pieces))
             if kind in "BW":
                 unit.expect_gradients()
             else:
                 unit.expect_no_gradients()
 
-    def release(self, pieces: Sequence[Piece], kind: str) -> None:
+    def release(self, pieces: Sequence[Piece], kind: str, keeps: bool = False, scatters: bool = False) -> None:
         for unit in self.used(pieces):
-            if kind != "W":
-                unit.release()
-            if kind in "BW":
-                unit.start_scattering(self._scale)
-                unit.finish_scattering()
+            unit.expect_no_gradients()
+            if kind != "W" and not keeps:
+                unit.release(tuple(pieces))
+        if kind in "BW" and not scatters:
+            self.start_scattering(pieces)
+            self.finish_scattering(pieces)
+
+    def start_gathering(self, pieces: Sequence[Piece]) -> None:
+        for unit in self.used(pieces):
+            unit.start_gathering(tuple(pieces))
+
+    def start_scattering(self, pieces: Sequence[Piece]) -> None:
+        for unit in self.used(pieces):
+            unit.start_scattering(self._scale)
+
+    def finish_scattering(self, pieces: Sequence[Piece]) -> None:
+        for unit in self.used(pieces):
+            unit.finish_scattering()
 
     def leave_to_w(self, pieces: Sequence[Piece]) -> None:
         for unit in self.used(pieces):
@@ -258,24 +287,24 @@ class ShardedWeights:
 
     def zero_gradients(self) -> None:
         for unit in self.units:
-            unit.finish_scattering()
+            unit.finish()
             unit.total.zero_()
 
     @contextmanager
     def whole(self) -> Iterator[None]:
         """While all weights are whole on every rank. Collective."""
         for unit in self.units:
-            unit.gather()
+            unit.gather(self)
         try:
             yield
         finally:
             for unit in self.units:
-                unit.release()
+                unit.release(self)
 
     def keep(self) -> None:
         """While they are whole: what is in them now is what they are from now on."""
         for unit in self.units:
-            unit.shard.copy_(unit.gather()[unit.offset : unit.offset + unit.shard.numel()])
+            unit.shard.copy_(unit.gather(self)[unit.offset : unit.offset + unit.shard.numel()])
 
     def parts(self) -> list[Part]:
         """Of the weights that this rank has a part of."""

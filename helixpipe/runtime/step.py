@@ -74,7 +74,8 @@ class PlannedOp(NamedTuple):
     row_length: of the microbatch, None where all of it is in this chunk. takes, gives, saved: numbers of buffers (see
     `Graph`). leaves: whether a message carries away what it gives. first, last: whether its stage is the model's first,
     its last. borrowed: whether it runs with a copy of its stage's weights. completes: whether nothing adds to the
-    gradients of its stage's weights, which are here, after it. offloading: of an F, what of its unit leaves the device.
+    gradients of its stage's weights, which are here, after it. keeps, scatters: see `StageWeights.release`. offloading:
+    of an F, what of its unit leaves the device.
     """
 
     op: Op
@@ -92,6 +93,8 @@ class PlannedOp(NamedTuple):
     last: bool
     borrowed: bool
     completes: bool
+    keeps: bool = False
+    scatters: bool = False
     offloading: Offloading | None = None
 
 
@@ -164,8 +167,13 @@ class PlanOnRank:
             last=op.stage == len(self.program.stages) - 1,
             borrowed=op.stage in self._borrowed,
             completes=op in self.last,
+            keeps=self.program.sharded > 1 and "gathered" not in self._kinds(graph.frees[task]),
+            scatters="made_gradients" in self._kinds(graph.writes[task]),
             offloading=self._offloading(op),
         )
+
+    def _kinds(self, buffers: Sequence[int]) -> list[str]:
+        return [self.graph.buffers[number].kind for number in buffers]
 
     def _offloading(self, op: Op) -> Offloading | None:
         program, stage = self.program, self.program.stages[op.stage]

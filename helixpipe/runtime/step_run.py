@@ -7,7 +7,7 @@ run in chunks lie in a store, borrowed weights and sums of their gradients with 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -68,6 +68,9 @@ class StepRun:
             Action.RUN: self._run,
             Action.SEND: self._send,
             Action.REDUCE: self._reduce,
+            Action.GATHER: self._share(executor.weights.start_gathering),
+            Action.SCATTER: self._share(executor.weights.start_scattering),
+            Action.SCATTERED: self._share(executor.weights.finish_scattering),
             Action.FREE: self._free,
         }
         if plan.copies:
@@ -150,6 +153,15 @@ class StepRun:
             tensors, since = self.buffers.pop(self.graph.sources[message.number])
         self.transport.send(tensors, message.target, message.number, since)
 
+    def _share(self, what: Callable[[Sequence[Piece]], None]) -> Callable[[Instruction], None]:
+        """A handler that asks this of the weights of a collective's stage."""
+
+        def handle(instruction: Instruction) -> None:
+            assert instruction.collective is not None
+            what(self.plan.program.stages[instruction.collective.stage].pieces)
+
+        return handle
+
     def _reduce(self, instruction: Instruction) -> None:
         collective = instruction.collective
         assert collective is not None
@@ -176,7 +188,7 @@ class StepRun:
         else:
             self._ops[op.op.kind](op)
         if not op.borrowed:
-            weights.release(op.pieces, op.op.kind)
+            weights.release(op.pieces, op.op.kind, op.keeps, op.scatters)
         if recorder is not None:
             recorder.ran(op.op, start)
         if op.completes:

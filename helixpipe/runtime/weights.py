@@ -9,6 +9,9 @@ During a step, on every rank, in the order of its instructions:
 
     zero_gradients                    the loop, before the first backward
       gather, op, release             the executor, around each op of a stage whose weights are here
+      start_gathering,                the executor, where the one order of tasks has them, before and after such ops, in
+      start_scattering,               a program whose weights are in parts over data-parallel ranks
+      finish_scattering
       complete                        the executor, after the last backward of a stage here
       sum_replicas                    the executor, where the one order of tasks has the sum over a stage's replicas
     reduce                            the loop, after the last op: what has not been started, and waits for all
@@ -28,14 +31,35 @@ from helixpipe.program.stages import Piece
 class StageWeights(Protocol):
     """What the executor asks of the weights of this rank's own stages; it never asks for borrowed ones."""
 
+    def begin(self) -> None:
+        """Before a step: nothing is under way, also if the last one failed or its opening is run again."""
+        ...
+
     def gather(self, pieces: Sequence[Piece], kind: str) -> None:
         """Before an op: have the weights of these pieces whole, and what their gradients are added to, as far as an op
         of that kind needs them. Also where no op runs: of F for who reads the weights, of W for who adds to the
         gradients."""
         ...
 
-    def release(self, pieces: Sequence[Piece], kind: str) -> None:
-        """After that op. What it saved for its backward must be right when the backward comes, which gathers again."""
+    def release(self, pieces: Sequence[Piece], kind: str, keeps: bool = False, scatters: bool = False) -> None:
+        """After that op. What it saved for its backward must be right when the backward comes, which gathers again.
+
+        keeps: the next op of the stage needs the weights, too, and they stay. scatters: `start_scattering` will come
+        for the gradients that the op has made.
+        """
+        ...
+
+    def start_gathering(self, pieces: Sequence[Piece]) -> None:
+        """Start what the next `gather` of a stage waits for."""
+        ...
+
+    def start_scattering(self, pieces: Sequence[Piece]) -> None:
+        """Start to sum up, over the ranks that have parts of a stage's weights, the gradients that the oldest op that
+        `release` left them of has made."""
+        ...
+
+    def finish_scattering(self, pieces: Sequence[Piece]) -> None:
+        """Wait for the oldest of those that are under way."""
         ...
 
     def leave_to_w(self, pieces: Sequence[Piece]) -> None:
@@ -97,9 +121,17 @@ class WholeWeights:
     """The `StageWeights` of weights that are always whole on their rank, and whose gradients are not summed before the
     step's end."""
 
+    def begin(self) -> None: ...
+
     def gather(self, pieces: Sequence[Piece], kind: str) -> None: ...
 
-    def release(self, pieces: Sequence[Piece], kind: str) -> None: ...
+    def release(self, pieces: Sequence[Piece], kind: str, keeps: bool = False, scatters: bool = False) -> None: ...
+
+    def start_gathering(self, pieces: Sequence[Piece]) -> None: ...
+
+    def start_scattering(self, pieces: Sequence[Piece]) -> None: ...
+
+    def finish_scattering(self, pieces: Sequence[Piece]) -> None: ...
 
     def leave_to_w(self, pieces: Sequence[Piece]) -> None: ...
 

@@ -18,11 +18,11 @@ HOST_KINDS = ("host_activations", "host_optimizer")
 class RankMemory:
     """Bytes on each GPU of one pipeline rank at the moment of its peak.
 
-    weights, gradients: with copies of others' weights, and gradients summed for them. activations: what units keep for
-    their backward. messages: received and not yet used (weights: not yet there), or made and not yet sent.
-    workspace: an estimate of what the op running then needs beside. host_activations, host_optimizer: in the host's
-    memory, the most there is of activations at any time, and what the optimizer has there; not of the GPU, nor in the
-    total.
+    weights, gradients: with copies of others' weights, and gradients summed for them; where the rank has parts of
+    weights, with those that are whole around an op. activations: what units keep for their backward. messages: received
+    and not yet used (weights: not yet there), or made and not yet sent. workspace: an estimate of what the op running
+    then needs beside. host_activations, host_optimizer: in the host's memory, the most there is of activations at any
+    time, and what the optimizer has there; not of the GPU, nor in the total.
     """
 
     weights: float
@@ -51,8 +51,8 @@ def rank_memory(lowered: LoweredProgram, costs: ModelCosts, rank: int) -> RankMe
     parameters, optimizer = costs.bytes.parameters(pieces), costs.optimizer_bytes(pieces)
     training = not program.forward_only
     return RankMemory(
-        weights=parameters * costs.layout.element_bytes + peak["weights"],
-        gradients=parameters * GRADIENT_BYTES * training + peak["gradients"],
+        weights=parameters / costs.sharded * costs.layout.element_bytes + peak["weights"],
+        gradients=parameters / costs.sharded * GRADIENT_BYTES * training + peak["gradients"],
         optimizer=optimizer.device * training,
         activations=peak["activations"],
         messages=peak["messages"],

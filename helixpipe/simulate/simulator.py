@@ -149,13 +149,13 @@ def simulate(
     """
     program, graph = lowered.program, lowered.graph
     bound = BoundCosts(program, costs)
-    op_time, message_time, copy_time = bound.timers
+    op_time, message_time, copy_time, collective_time = bound.timers
     if noise:
         rng = Random(seed)
         exact = op_time
         op_time = lambda op: exact(op) * (1 + noise * (2 * rng.random() - 1))  # noqa: E731
     waits = queue_waits(lowered) if one_queue else stream_waits(lowered)
-    times = list_schedule(graph, op_time, message_time, copy_time, transfer_orders(lowered), waits)
+    times = list_schedule(graph, op_time, message_time, copy_time, collective_time, transfer_orders(lowered), waits)
     ops = [OpEvent(graph.ranks[i], op, times.start[i], times.end[i]) for i, op in enumerate(graph.ops)]
     messages = [
         MessageEvent(m.kind, m.source, m.target, m.producer, m.consumer, times.start[i], times.end[i])

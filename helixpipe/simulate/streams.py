@@ -16,26 +16,34 @@ Waits = dict[int, list[int]]
 
 
 def transfer_orders(lowered: LoweredProgram) -> dict[Resource, list[int]]:
-    """The messages of each link and the copies of each copy engine, in order."""
+    """The messages of each link, the copies of each copy engine, and what each rank does with those that have parts of
+    its weights, in order."""
     first, (resource, table) = lowered.graph.num_ops, lowered.graph.resources()
     orders: list[list[int]] = [[] for _ in table]
     for task in lowered.order:
         if task >= first:
             orders[resource[task]].append(task)
-    return {each: orders[number] for number, each in enumerate(table) if each.kind not in ("compute", "collective")}
+    ordered = {each: orders[number] for number, each in enumerate(table) if each.kind != "compute"}
+    return {each: tasks for each, tasks in ordered.items() if each.kind != "collective" or len(each.ranks) == 1}
 
 
 def stream_waits(lowered: LoweredProgram) -> Waits:
     """With a queue for each stream. A rank adds up weight gradients that it waits for before it computes on: the op
-    after such a WAIT waits for the message. So does the op after a GONE for the copy: it may use the memory."""
+    after such a WAIT waits for the message. So does the op after a GONE for the copy, and that after a SCATTERED: it
+    may use the memory."""
     waits: Waits = {}
-    if not lowered.graph.copies and all(message.kind != "weight_gradients" for message in lowered.messages):
+    graph = lowered.graph
+    if (
+        not graph.copies
+        and lowered.program.sharded == 1
+        and all(message.kind != "weight_gradients" for message in lowered.messages)
+    ):
         return waits
     for stream in lowered.streams:
         waited: list[int] = []
         for action, _, message, _, task in stream:
             added = action is Action.WAIT and message is not None and message.kind == "weight_gradients"
-            if added or action is Action.GONE:
+            if added or action in (Action.GONE, Action.SCATTERED):
                 waited.append(task)
             elif action is Action.RUN and waited:
                 for before in waited:
@@ -47,10 +55,10 @@ def stream_waits(lowered: LoweredProgram) -> Waits:
 def queue_waits(lowered: LoweredProgram) -> Waits:
     """With one queue a device.
 
-    An op cannot start before the one before it has ended and what is waited for is there; a SEND, a RECV or a REDUCE
-    not before the ops that stand before it have ended and its link or group is free, and weights that are passed on
-    must have come. Once started, a receive holds up nothing, however long its message takes; that starts when both
-    ends have come to it.
+    An op cannot start before the one before it has ended and what is waited for is there; a SEND, a RECV or a
+    collective not before the ops that stand before it have ended and its link or group is free, and weights that are
+    passed on must have come. Once started, a receive holds up nothing, however long its message takes; that starts when
+    both ends have come to it.
     """
     waits: Waits = {}
     num_ops, (resource, _) = lowered.graph.num_ops, lowered.graph.resources()
@@ -58,7 +66,7 @@ def queue_waits(lowered: LoweredProgram) -> Waits:
         ahead: list[int] = []  # what must have ended before the queue goes on
         before: dict[int, int] = {}  # the last transfer of each link and group
         for action, _, message, _, task in stream:
-            if action in (Action.WAIT, Action.GONE, Action.BACK):
+            if action in (Action.WAIT, Action.GONE, Action.BACK, Action.SCATTERED):
                 ahead.append(task)
             elif action is Action.RUN:
                 for each in ahead:

@@ -12,7 +12,9 @@ stream. While an op runs:
 - what B saved goes when the op has returned (FREE).
 
 A message is received into memory that is taken at its RECV, and what is sent is gone at its SEND. What is offloaded is
-in the host's memory from its OFFLOAD to its BACK, on the device until GONE and from FETCH on.
+in the host's memory from its OFFLOAD to its BACK, on the device until GONE and from FETCH on. Weights are whole from
+their GATHER to the end of the last op that needs them; the gradients that an op makes of them from its start to
+SCATTERED.
 """
 
 from __future__ import annotations
@@ -42,11 +44,13 @@ CATEGORY_OF = MappingProxyType(
         "kv_gradients": ACTIVATIONS,
         "weights": WEIGHTS,
         "weight_gradients": GRADIENTS,
+        "gathered": WEIGHTS,
+        "made_gradients": GRADIENTS,
     }
 )
 GIVEN = frozenset({"activation", "gradient", "deferred"})
 """What an op makes and others take: there when it has ended."""
-TAKEN = frozenset({"gradient", "keys_values", "kv_gradients"})
+TAKEN = frozenset({"gradient", "keys_values", "kv_gradients", "gathered"})
 """What is gone when the last op that takes it has ended."""
 
 
@@ -89,7 +93,7 @@ class Sweep:
         """All instructions of the rank."""
         frees = lowered.graph.frees
         run, wait, free = Action.RUN, Action.WAIT, Action.FREE
-        for action, op, message, _, task in lowered.streams[self.rank]:
+        for action, op, message, collective, task in lowered.streams[self.rank]:
             if action is run:
                 self.run(task)
             elif message is not None:
@@ -100,6 +104,8 @@ class Sweep:
                     self.free(number)
             elif op is not None:
                 self.copy(action, task)
+            elif collective is not None:
+                self.share(action, task)
 
     def run(self, task: int) -> None:
         graph, buffers = self.graph, self.graph.buffers
@@ -164,6 +170,14 @@ class Sweep:
         else:
             (there,) = graph.frees[task]
             self.host -= self.size(graph.buffers[there])
+
+    def share(self, action: Action, task: int) -> None:
+        """Of a gather and a scatter; the last op that needs what was gathered frees it."""
+        if action is Action.GATHER:
+            self.take(*self.graph.writes[task])
+            self.check()
+        elif action is Action.SCATTERED:
+            self.free(*self.graph.frees[task])
 
     def take(self, number: int, category: int = -1) -> None:
         buffer = self.graph.buffers[number]

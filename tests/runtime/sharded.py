@@ -18,6 +18,7 @@ from megatron.core import parallel_state
 
 from helixpipe.lowering.lower import lower
 from helixpipe.model import PipelineModel
+from helixpipe.planning.sharding import shared_out
 from helixpipe.program.program import Piece, Program, forward_only
 from helixpipe.runtime.executor import Executor, LossSum, Step
 from helixpipe.runtime.replicas import replicated_weights
@@ -53,14 +54,18 @@ class Watched(ShardedWeights):
 
     def gather(self, pieces: Sequence[Piece], kind: str) -> None:
         assert not self.gathered, "one stage at a time"
-        assert all(weight.numel() == 0 and weight.grad is None for weight in self._model.parameters())
+        assert all(weight.grad is None for weight in self._model.parameters())
+        whole = [weight for weight in self._model.parameters() if weight.numel()]
+        mine = [weight for unit in self.used(pieces) for weight in unit.weights.values()]
+        if kind != "W":  # which needs none, and another stage's may stay
+            assert all(any(weight is own for own in mine) for weight in whole), "more is whole than its weights"
         self.gathered = tuple(pieces)
         super().gather(pieces, kind)
 
-    def release(self, pieces: Sequence[Piece], kind: str) -> None:
+    def release(self, pieces: Sequence[Piece], kind: str, keeps: bool = False, scatters: bool = False) -> None:
         assert self.gathered == tuple(pieces)
         self.gathered = ()
-        super().release(pieces, kind)
+        super().release(pieces, kind, keeps, scatters)
 
     def complete(self, pieces: Sequence[Piece]) -> None:
         self.completed.append(tuple(pieces))
@@ -75,6 +80,7 @@ class Watched(ShardedWeights):
     def _sum(self, unit: Unit) -> None:
         assert unit not in self._done
         self._done.append(unit)
+        unit.finish()
         dist.all_reduce(unit.total, group=self._pipeline)
 
     def update(self) -> None:
@@ -101,22 +107,26 @@ def run_sharded(rank: int, world_size: int, cases: list[Case]) -> list[dict[str,
 
 def run_both(case: Case, transport: Transport, pipeline: dist.ProcessGroup) -> dict[str, Any]:
     data, program = parallel_state.get_data_parallel_group(), case.program()
+    shared = shared_out(program, data.size())
     rank, steps = pipeline.rank(), [make_data_step(case, data, training=training) for training in (True, False)]
     plain, model = make_model(case), make_model(case)
-    store = Watched(model, program, data, pipeline)
-    lowered, evaluation = lower(program), lower(forward_only(program))
+    store = Watched(model, shared, data, pipeline)
     whole, sharded = Executor(rank, plain, transport), Executor(rank, model, transport, weights=store)
+    plans = [
+        (whole, lower(program), lower(forward_only(program))),
+        (sharded, lower(shared), lower(forward_only(shared))),
+    ]
     losses, differing = [], []
     for _ in range(2):
         store.begin()
-        losses.append([sums(executor.run(lowered, steps[0])[0]) for executor in (whole, sharded)])
+        losses.append([sums(executor.run(plan, steps[0])[0]) for executor, plan, _ in plans])
         expected, gradients = sum_whole(plain, data, pipeline), store.whole_gradients()
         assert set(expected) == set(gradients)
         differing += [name for name, value in expected.items() if worst(value, gradients[name]) > 1e-11]
         step_whole(plain)
         store.update()
     completed, summed = list(store.completed), list(store.summed)
-    losses.append([sums(executor.run(evaluation, steps[1])[0]) for executor in (whole, sharded)])
+    losses.append([sums(executor.run(plan, steps[1])[0]) for executor, _, plan in plans])
     return {"losses": losses, "differing": differing, "completed": completed, "summed": summed, "rank": rank}
 
 

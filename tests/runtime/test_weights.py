@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from helixpipe.planning.recompute import RecomputeOptions
+from helixpipe.planning.sharding import shared_out
 from helixpipe.program.program import Piece
 from helixpipe.runtime.replicas import replica_groups, replicated_weights
 from tests.distributed import run_ranks
@@ -18,6 +19,9 @@ CASES = [
     Case("weipipe", 2, 4, "gpt", tied=True),
     Case("zb1p", 2, 3, "llama", recompute=RecomputeOptions("without-attention")),
     Case("helix", 2, 4, "llama", folds=1, ship="qkv"),
+    Case("helix", 2, 4, "gpt", folds=1, recompute=RecomputeOptions("full")),
+    Case("seq1f1b", 2, 3, "gpt", lengths=(5, 7)),
+    Case("interleaved-1f1b", 2, 4, "llama", v=2, dropout=0.1),
 ]
 
 
@@ -43,7 +47,7 @@ def test_a_stage_is_complete_once_after_its_last_backward(
     case: Case, results: dict[Case, list[dict[str, Any]]]
 ) -> None:
     """But for those that travel. Nothing came after it, as the store has asserted."""
-    program = case.program()
+    program = shared_out(case.program(), 2)
     for found in results[case]:
         ops = [op for op in program.ranks[found["rank"]] if op.kind in "BW" and program.stages[op.stage].owner is None]
         order = dict.fromkeys(op.stage for op in reversed(ops))
@@ -52,7 +56,7 @@ def test_a_stage_is_complete_once_after_its_last_backward(
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_replicated_stages_are_summed_once_in_one_order(case: Case, results: dict[Case, list[dict[str, Any]]]) -> None:
-    replicated = [stage.pieces for stage in case.program().stages if stage.placement == "replicated"]
+    replicated = [stage.pieces for stage in shared_out(case.program(), 2).stages if stage.placement == "replicated"]
     assert sorted(results[case][0]["summed"]) == sorted(replicated)
     assert all(found["summed"] == results[case][0]["summed"] for found in results[case])
 

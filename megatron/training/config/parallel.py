@@ -121,6 +121,11 @@ class ParallelConfig:
         return self.data_parallel_sharding_strategy == "optim_grads_params"
 
     @property
+    def weight_parts(self) -> int:
+        """Data-parallel ranks that have a part of each weight."""
+        return self.data_parallel_size if self.shards_weights else 1
+
+    @property
     def timeout_seconds(self) -> float:
         """--distributed-timeout-minutes, which validation has settled."""
         assert self.distributed_timeout_minutes is not None

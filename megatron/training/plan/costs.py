@@ -39,6 +39,7 @@ def training_costs(config: Config) -> ModelCosts | ProfileCosts:
         parallel.use_distributed_optimizer,
         parallel.kv_grad_fp32,
         adam_on_host=training.optimizer_offload_fraction if training.optimizer_cpu_offload else 0.0,
+        shards_weights=parallel.shards_weights,
     )
 
 
@@ -70,7 +71,7 @@ def _measured(config: Config, path: str) -> ProfileCosts:
     ):
         if here != there:
             raise UserError(f"--cost-profile {path} was measured with {flag} {there}, not {here}.")
-    return ProfileCosts(profile, config.parallel.kv_grad_fp32)
+    return ProfileCosts(profile, config.parallel.kv_grad_fp32, config.parallel.weight_parts)
 
 
 def memory_limit(config: Config) -> float | None:

@@ -66,8 +66,10 @@ class TrainedParts(OptimizerUpdate):
         self._own = [part.parameter for part in sharded.parts()]
         super().__init__(optimizer, parallel, self._own)
         self.sharded, self._model, self._per_token = sharded, model, per_token
-        self.gather, self.release, self.leave_to_w = sharded.gather, sharded.release, sharded.leave_to_w
-        self.complete = sharded.complete
+        self.begin, self.gather, self.release = sharded.begin, sharded.gather, sharded.release
+        self.start_gathering, self.start_scattering = sharded.start_gathering, sharded.start_scattering
+        self.finish_scattering = sharded.finish_scattering
+        self.leave_to_w, self.complete = sharded.leave_to_w, sharded.complete
         self._held: list[Any] = [None] * parallel.pp_size
         dist.all_gather_object(self._held, model.pieces, group=parallel.pp_group)
         self._partial = [part for part in self._own if getattr(part, "sequence_parallel", False)]
@@ -85,13 +87,13 @@ class TrainedParts(OptimizerUpdate):
 
     def sum_replicas(self, pieces: Sequence[Piece]) -> None:
         for unit in self.sharded.used(pieces):
-            unit.finish_scattering()
+            unit.finish()
         self._replicas.start(pieces)
 
     def reduce(self, tokens: Tensor | None) -> None:
         """What is left of sums over tensor-parallel ranks and replicas; those over data-parallel ranks have been."""
         for unit in self.sharded.units:
-            unit.finish_scattering()
+            unit.finish()
         if self._parallel.tp_size > 1:
             Sum(self._partial, self._parallel.tp_group).finish()
         self._replicas.finish()
