@@ -17,7 +17,7 @@ from helixpipe.cli.profile import profile_costs, simulation_json, simulation_tex
 from helixpipe.cli.programs import make_simulations, plan_of
 from helixpipe.common.flags import dataclass_from_namespace
 from helixpipe.costs.profile_costs import ProfileCosts
-from helixpipe.draw.text import chunk_times, chunks_text, copies_text, summary, text_timeline
+from helixpipe.draw.text import chunk_times, chunks_text, copies_text, sharing_text, summary, text_timeline
 from helixpipe.lowering.build import build_graph
 from helixpipe.lowering.lower import lower_graph
 from helixpipe.planning.chunk_options import ChunkOptions
@@ -88,7 +88,7 @@ def _print(
         longer = simulation.makespan / many - 1 if many else 0.0
         print(f"One hardware queue: {100 * longer:.1f} % longer than with one for each stream ({many:.6g}).")
     documents = None if batch is None else BatchReport(batch, simulation).text()
-    for text in (documents, copies_text(simulation), chunks_text(simulation)):
+    for text in (documents, copies_text(simulation), sharing_text(simulation), chunks_text(simulation)):
         if text is not None:
             print(f"\n{text}")
     if plan is not None and batch is None and (warning := chunk_warning(plan, program)) is not None:

@@ -60,6 +60,11 @@ class ModelOptions:
         "Keep the whole optimizer state on every data-parallel rank.",
         flags=("--disable-distributed-optimizer",),
     )
+    data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads_params"] | None = option(
+        None,
+        "What data-parallel GPUs share out: nothing, optimizer state (the default), or that, gradients and weights, "
+        "which are gathered around each op that needs them.",
+    )
     optimizer_cpu_offload: bool = option(
         False, "Keep Adam's state, float32 weights among it, in host memory, and update there."
     )
@@ -189,8 +194,9 @@ def make_plan(
         ),
         seq_length,
         data_parallel,
-        options.distributed_optimizer,
+        options.distributed_optimizer and options.data_parallel_sharding_strategy != "no_shard",
         adam_on_host=_adam_on_host(options),
+        shards_weights=options.data_parallel_sharding_strategy == "optim_grads_params",
     )
     count = _microbatches(options.global_batch_size, microbatches, micro, data_parallel, ranks)
     reserved = RESERVED_MEMORY if options.reserved_memory is None else options.reserved_memory * GIB

@@ -179,6 +179,7 @@ def _setup(step: StepReport) -> str:
         split += f", context parallel {costs.layout.context_parallel} ({costs.layout.cp_comm_type})"
     sizes = {"MLP": costs.layout.mlp_chunk, "loss": costs.layout.loss_chunk}
     sliced = "".join(f"; {what} over slices of {size} tokens" for what, size in sizes.items() if size)
+    shared = " with weights in parts" if costs.sharded > 1 else ""
     optimizer = "distributed " if costs.distributed_optimizer and costs.weight_holders > 1 else ""
     moved = f", {100 * costs.adam_on_host:.0f} % of it on the host" if costs.adam_on_host else ""
     sequences = f"{costs.seq_length} tokens a sequence, {costs.layout.micro_batch_size} in a microbatch, "
@@ -191,7 +192,7 @@ def _setup(step: StepReport) -> str:
             f"{plan.sequences} a step{sliced}",
             f"{plan.gpus} x {costs.hardware.name} in {count(plan.nodes, 'node')}: "
             f"tensor parallel {costs.layout.tensor_parallel}{split}, "
-            f"pipeline {plan.ranks}, data parallel {costs.data_parallel}, {optimizer}Adam{moved}",
+            f"pipeline {plan.ranks}, data parallel {costs.data_parallel}{shared}, {optimizer}Adam{moved}",
         ]
     )
 

@@ -22,6 +22,7 @@ from helixpipe.planning.chunk_options import ChunkOptions
 from helixpipe.planning.early import recomputed
 from helixpipe.planning.offload import OffloadOptions, check_offloads
 from helixpipe.planning.recompute import RecomputeOptions, check_recomputes
+from helixpipe.planning.sharding import shared_out
 from helixpipe.program.costs import Costs
 from helixpipe.program.files import is_file, load_program, says_all
 from helixpipe.program.program import Program, forward_only
@@ -152,6 +153,8 @@ def _programs(
                 program = recomputed(program, given.recompute, given.costs, given.memory_limit)
             shape = Shape(program.num_ranks, program.num_microbatches, program.num_layers, **vars(given))
             program = namespace.catalogue.offloaded(name, program, shape)
+        if plan is not None and program.sharded == 1:  # else a file has said it
+            program = shared_out(program, plan.costs.sharded)
         programs.append(forward_only(program) if namespace.forward_only else program)
     return programs
 

@@ -99,10 +99,10 @@ class ModelCosts(CountsBytes):
     @property
     def sharded(self) -> int:
         """GPUs that have parts of each weight."""
-        return self.data_parallel if self.shards_weights else 1
+        return self.weight_holders if self.shards_weights else 1
 
     def sharing_time(self, sharing: Sharing) -> float:
-        """A ring over the data-parallel GPUs, alone on their links."""
+        """A ring over the data-parallel and context-parallel GPUs, alone on their links."""
         latency = self.hardware.latency * (sharing.ranks - 1)
         return latency + self.sharing_bytes(sharing) / self._data_parallel_bandwidth
 
@@ -172,9 +172,9 @@ class ModelCosts(CountsBytes):
 
     @property
     def _data_parallel_bandwidth(self) -> float:
-        """Bytes a second of a ring over the data-parallel GPUs."""
+        """Bytes a second of a ring over the data-parallel and context-parallel GPUs."""
         hardware, bandwidth = self.hardware, self.hardware.nvlink
-        if self.layout.tensor_parallel * self.data_parallel > hardware.gpus_per_node:
+        if self.layout.tensor_parallel * self.weight_holders > hardware.gpus_per_node:
             # A ring crosses from node to node once, over all adapters, beside the rings of the other GPUs of the node
             # that do not belong to it: one for each tensor-parallel rank that the node has.
             rings = min(self.layout.tensor_parallel, hardware.gpus_per_node)

@@ -31,7 +31,7 @@ from helixpipe.draw.style import (
     scale_note,
 )
 from helixpipe.program.program import Op
-from helixpipe.program.timeline import CopyEvent, OpEvent, Timeline
+from helixpipe.program.timeline import CopyEvent, OpEvent, SharingEvent, Timeline
 
 IMAGE_SUFFIXES = (".png", ".svg", ".pdf")
 SUFFIXES = (*IMAGE_SUFFIXES, ".html", ".json")
@@ -139,6 +139,7 @@ def chrome_trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
             args = {"kind": KIND_STYLES[event.op.kind].name, **_unit(event.op)}
             events.append(_complete(event, pid, event.rank, str(event.op), event.op.kind, scale, args))
         events += _copies(timeline, pid, scale)
+        events += _sharing(timeline, pid, scale)
         for message in timeline.messages:
             producer, consumer = by_op.get(message.producer), by_op.get(message.consumer)
             if producer is None or consumer is None or producer is consumer:  # weights come from no op
@@ -174,6 +175,20 @@ def _copies(timeline: Timeline, pid: int, scale: float) -> list[dict[str, Any]]:
     return events
 
 
+def _sharing(timeline: Timeline, pid: int, scale: float) -> list[dict[str, Any]]:
+    """A lane for each rank whose weights are in parts, with gathers and scatters, numbered after all others."""
+    events: list[dict[str, Any]] = []
+    first = timeline.num_ranks * (1 + len(LANES))
+    for rank in sorted({event.rank for event in timeline.sharing}):
+        events += _thread(pid, first + rank, _sort_index(rank) + len(LANES), f"rank {rank} data-parallel")
+    for event in timeline.sharing:
+        which = "before" if event.kind == "gather" else "after"
+        args = {which: str(event.op), **_unit(event.op)}
+        name = f"{event.kind} {event.op}"
+        events.append(_complete(event, pid, first + event.rank, name, "sharing", scale, args))
+    return events
+
+
 def _lane_thread(timeline: Timeline, rank: int, lane: str) -> int:
     return timeline.num_ranks + len(LANES) * rank + LANES.index(lane)
 
@@ -188,7 +203,13 @@ def _unit(op: Op) -> dict[str, int]:
 
 
 def _complete(
-    event: OpEvent | CopyEvent, pid: int, tid: int, name: str, category: str, scale: float, args: dict[str, Any]
+    event: OpEvent | CopyEvent | SharingEvent,
+    pid: int,
+    tid: int,
+    name: str,
+    category: str,
+    scale: float,
+    args: dict[str, Any],
 ) -> dict[str, Any]:
     duration = max(event.end - event.start, 0.0) * scale
     where = {"pid": pid, "tid": tid, "ts": event.start * scale}

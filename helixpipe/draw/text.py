@@ -13,6 +13,7 @@ from helixpipe.draw.style import LANES, copying_ranks, count, duration_text, is_
 from helixpipe.program.program import Op, Program
 from helixpipe.program.stages import LAYER_PIECES, Stage
 from helixpipe.program.timeline import Timeline
+from helixpipe.simulate.copying import hidden_share
 from helixpipe.simulate.simulator import Simulation
 
 MAX_TEXT_OPS = 2000
@@ -178,6 +179,20 @@ def copies_text(simulation: Simulation) -> str | None:
         for rank, shares in enumerate(_offloading(simulation.lowered.program))
     ]
     return "\n".join([first, f"rank  copied out  most on host  ({memory})  units that offload", *rows])
+
+
+def sharing_text(simulation: Simulation) -> str | None:
+    """What gathers of weights and scatters of gradients take, and how much of it is hidden; None when weights are
+    whole."""
+    took, held_up = simulation.sharing_time, simulation.held_up_by_sharing
+    if not simulation.timeline.sharing:
+        return None
+    unit, hidden = simulation.timeline.unit, hidden_share(took, held_up)
+    return (
+        f"Weights in parts over {simulation.lowered.program.sharded} data-parallel ranks: gathers and scatters take "
+        f"{duration_text(max(took), unit)} of a rank's network at most,\n"
+        f"{100 * hidden:.1f} % of all of it hidden; a rank waits {duration_text(max(held_up), unit)} for them at most."
+    )
 
 
 def _offloading(program: Program) -> Iterator[str]:

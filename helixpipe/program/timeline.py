@@ -45,6 +45,17 @@ class CopyEvent(NamedTuple):
     end: float
 
 
+class SharingEvent(NamedTuple):
+    """A gather of weights or a scatter of gradients over the data-parallel ranks of a rank. op: the first that needs
+    the weights, or the one that made the gradients."""
+
+    rank: int
+    kind: str
+    op: Op
+    start: float
+    end: float
+
+
 @dataclass(frozen=True)
 class Timeline:
     """One step of a schedule on `num_ranks` ranks. unit: `s` for seconds, or `` where piece times carry none."""
@@ -55,6 +66,7 @@ class Timeline:
     messages: Sequence[MessageEvent] = field(default_factory=tuple)
     unit: str = ""
     copies: Sequence[CopyEvent] = field(default_factory=tuple)
+    sharing: Sequence[SharingEvent] = field(default_factory=tuple)
 
     @property
     def makespan(self) -> float:
@@ -74,7 +86,15 @@ class Timeline:
             times[event.rank] += event.end - event.start
         return times
 
+    def sharing_time(self) -> list[float]:
+        """Time that gathers and scatters of each rank take."""
+        times = [0.0] * self.num_ranks
+        for event in self.sharing:
+            times[event.rank] += event.end - event.start
+        return times
+
     def to_json(self) -> dict[str, Any]:
+        sharing = [[e.rank, e.kind, str(e.op), e.start, e.end] for e in self.sharing]
         copies = [[e.rank, e.inward, str(e.op), e.start, e.end] for e in self.copies]
         return {
             "title": self.title,
@@ -84,7 +104,7 @@ class Timeline:
             "messages": [
                 [e.kind, e.source, e.target, str(e.producer), str(e.consumer), e.start, e.end] for e in self.messages
             ],
-        } | ({"copies": copies} if copies else {})
+        } | {name: events for name, events in (("copies", copies), ("sharing", sharing)) if events}
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(json.dumps(self.to_json()) + "\n", encoding="utf-8")
@@ -103,7 +123,11 @@ class Timeline:
                 CopyEvent(int(rank), bool(inward), _op(cell), float(start), float(end))
                 for rank, inward, cell, start, end in data.get("copies", ())
             ]
-            return cls(str(data["title"]), int(data["ranks"]), ops, messages, str(data["unit"]), copies)
+            sharing = [
+                SharingEvent(int(rank), str(kind), _op(cell), float(start), float(end))
+                for rank, kind, cell, start, end in data.get("sharing", ())
+            ]
+            return cls(str(data["title"]), int(data["ranks"]), ops, messages, str(data["unit"]), copies, sharing)
         except OSError as error:
             raise UserError(f"cannot read the timeline {path}: {error.strerror}.") from None
         except (ValueError, KeyError, TypeError) as error:

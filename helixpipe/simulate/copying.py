@@ -1,8 +1,9 @@
-"""How much of the time that copies to the host and back take is hidden behind ops. No torch here."""
+"""How much of the time that copies to the host and back take is hidden behind ops, and how much of that of gathers and
+scatters over data-parallel ranks. No torch here."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 
 from helixpipe.lowering.bound import BoundCosts
@@ -19,20 +20,41 @@ def hidden_share(copy_time: Sequence[float], held_up: Sequence[float]) -> float:
 
 
 def held_up_by_copies(graph: Graph, times: Times, waits: Waits) -> list[float]:
-    """For each rank how long its ops start later than the op before them and all they wait for but copies would have
-    let them. Meanwhile the rank is idle, and an engine of it copies: it is never more than its copies take."""
+    """For each rank how long its ops wait for copies alone. Meanwhile the rank is idle, and an engine of it copies: it
+    is never more than its copies take."""
+    return _held_up(graph, times, waits, range(graph.first_copy, graph.num_tasks))
+
+
+def held_up_by_sharing(graph: Graph, times: Times, waits: Waits) -> list[float]:
+    """For each rank how long its ops wait for gathers and scatters alone, and these last after its last op."""
+    first = graph.num_ops + len(graph.messages)
+    shared = [first + each.number for each in graph.collectives if each.op is not None]
+    held_up = _held_up(graph, times, waits, shared)
+    over = [times.end[tasks[-1]] if tasks else 0.0 for tasks in graph.rank_tasks]
+    last = list(over)
+    for task in shared:
+        rank = graph.collective(task).ranks[0]
+        last[rank] = max(last[rank], times.end[task])
+    return [held + end - begin for held, end, begin in zip(held_up, last, over, strict=True)]
+
+
+def _held_up(graph: Graph, times: Times, waits: Waits, transfers: Collection[int]) -> list[float]:
+    """For each rank how long its ops start later than the op before them and all they wait for but these transfers
+    would have let them."""
     held_up, start, end = [0.0] * len(graph.rank_tasks), times.start, times.end
-    after_copy: set[int] = set()
-    for copy in range(graph.first_copy, graph.num_tasks):
-        after_copy.update(task for task in (*graph.successors[copy], *waits.get(copy, ())) if task < graph.num_ops)
-    if not after_copy:
+    after: set[int] = set()
+    for transfer in transfers:
+        after.update(task for task in (*graph.successors[transfer], *waits.get(transfer, ())) if task < graph.num_ops)
+    if not after:
         return held_up
-    ready = dict.fromkeys(after_copy, 0.0)
+    ready, transfers = dict.fromkeys(after, 0.0), frozenset(transfers)
     for tasks in graph.rank_tasks:
         for before, task in pairwise(tasks):
             if task in ready:
                 ready[task] = end[before]
-    for before in range(graph.first_copy):
+    for before in range(graph.num_tasks):
+        if before in transfers:
+            continue
         for task in (*graph.successors[before], *waits.get(before, ())):
             if task in ready and end[before] > ready[task]:
                 ready[task] = end[before]

@@ -17,8 +17,8 @@ from helixpipe.lowering.order import list_schedule
 from helixpipe.lowering.project import LoweredProgram
 from helixpipe.program.costs import Costs
 from helixpipe.program.text import format_rows
-from helixpipe.program.timeline import CopyEvent, MessageEvent, OpEvent, Timeline
-from helixpipe.simulate.copying import held_up_by_copies, hidden_share, leaving
+from helixpipe.program.timeline import CopyEvent, MessageEvent, OpEvent, SharingEvent, Timeline
+from helixpipe.simulate.copying import held_up_by_copies, held_up_by_sharing, hidden_share, leaving
 from helixpipe.simulate.streams import queue_waits, stream_waits, transfer_orders
 from helixpipe.simulate.sweep import Peak, sweep
 
@@ -31,7 +31,8 @@ class Simulation:
     busy: time in ops of each rank. peaks: of each rank's memory, in the costs' unit.
     costs: what it was simulated with. peak_activation: the most that units and keys and values keep at once on each
     rank. offloaded: what leaves each rank for its host. held_up: how long ops of each rank wait for copies alone (see
-    `copying`). hidden: the share of all copy time for which none does.
+    `copying`). held_up_by_sharing: how long they wait for gathers and scatters
+    alone. hidden: the share of all copy time for which none does.
     """
 
     lowered: LoweredProgram
@@ -42,6 +43,7 @@ class Simulation:
     costs: Costs
     offloaded: list[float]
     held_up: list[float]
+    held_up_by_sharing: list[float]
 
     @property
     def copies(self) -> bool:
@@ -51,6 +53,11 @@ class Simulation:
     @property
     def copy_time(self) -> list[float]:
         return self.timeline.copy_time()
+
+    @property
+    def sharing_time(self) -> list[float]:
+        """Of gathers and scatters over data-parallel ranks, on each rank."""
+        return self.timeline.sharing_time()
 
     @property
     def hidden(self) -> float:
@@ -127,6 +134,12 @@ class Simulation:
                 "offloaded": [_plain(value) for value in self.offloaded],
                 "peak_host": [_plain(value) for value in self.peak_host],
             }
+        if self.timeline.sharing:
+            result |= {
+                "sharing_time": [_plain(value) for value in self.sharing_time],
+                "held_up_by_sharing": [_plain(value) for value in self.held_up_by_sharing],
+                "sharing_time_hidden": round(hidden_share(self.sharing_time, self.held_up_by_sharing), 9),
+            }
         if order:
             result["order"] = format_rows(program)
         return result
@@ -165,10 +178,16 @@ def simulate(
         CopyEvent(copy.rank, copy.inward, copy.op, times.start[i], times.end[i])
         for i, copy in enumerate(graph.copies, start=graph.first_copy)
     ]
-    timeline = Timeline(program.schedule, program.num_ranks, ops, messages, unit, copies)
+    sharing = [
+        SharingEvent(each.ranks[0], each.kind, each.op, times.start[i], times.end[i])
+        for i, each in enumerate(graph.collectives, start=graph.num_ops + len(graph.messages))
+        if each.op is not None
+    ]
+    timeline = Timeline(program.schedule, program.num_ranks, ops, messages, unit, copies, sharing)
     peaks = [sweep(lowered, bound, rank) for rank in range(program.num_ranks)]
     offloaded, held_up = leaving(graph, bound), held_up_by_copies(graph, times, waits)
-    return Simulation(lowered, timeline, times.makespan, timeline.busy(), peaks, costs, offloaded, held_up)
+    shared = held_up_by_sharing(graph, times, waits)
+    return Simulation(lowered, timeline, times.makespan, timeline.busy(), peaks, costs, offloaded, held_up, shared)
 
 
 def _plain(value: float) -> float | int:
