@@ -88,7 +88,13 @@ def make_simulations(
         raise UserError("--offload-activations auto needs a limit: --memory-limit, or --model with its hardware.")
     plan = given if isinstance(given, Plan) else None
     host_limit = math.inf if plan is None else plan.costs.host_memory
-    programs = _programs(names, size, _Given(costs, limit, recompute, offload, host_limit), plan, namespace)
+    programs = _programs(
+        names,
+        size,
+        _Given(costs, limit, recompute, offload, host_limit, 1 if plan is None else plan.costs.sharded),
+        plan,
+        namespace,
+    )
     unit = "" if given is None else "s"
     simulations = [simulate(lower(program, costs), costs, unit, one_queue=one_queue) for program in programs]
     if not all(math.isfinite(simulation.makespan + sum(simulation.busy)) for simulation in simulations):
@@ -105,6 +111,7 @@ class _Given:
     recompute: RecomputeOptions
     offload: OffloadOptions
     host_limit: float
+    sharded: int
 
 
 def _programs(
@@ -147,14 +154,12 @@ def _programs(
             if says_all(name):
                 check_recomputes(name, files[name], given.recompute)
                 check_offloads(name, files[name], given.offload)
-                program = chunking.of_file(name, files[name])
+                program = shared_out(chunking.of_file(name, files[name]), given.sharded)
             else:
-                program = chunking.of_file(name, program_of_file(name, own, layers))
+                program = shared_out(chunking.of_file(name, program_of_file(name, own, layers)), given.sharded)
                 program = recomputed(program, given.recompute, given.costs, given.memory_limit)
             shape = Shape(program.num_ranks, program.num_microbatches, program.num_layers, **vars(given))
             program = namespace.catalogue.offloaded(name, program, shape)
-        if plan is not None and program.sharded == 1:  # else a file has said it
-            program = shared_out(program, plan.costs.sharded)
         programs.append(forward_only(program) if namespace.forward_only else program)
     return programs
 

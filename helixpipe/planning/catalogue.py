@@ -14,6 +14,7 @@ from helixpipe.planning.early import recomputed
 from helixpipe.planning.offload import OffloadOptions, check_offloads, offloaded
 from helixpipe.planning.offload_choice import Limits, choose
 from helixpipe.planning.recompute import RecomputeOptions, check_recomputes
+from helixpipe.planning.sharding import shared_out
 from helixpipe.program.costs import Costs
 from helixpipe.program.files import is_file, load_program, says_all
 from helixpipe.program.program import Program
@@ -30,7 +31,7 @@ class Shape:
     ragged: the chunks of each microbatch, where they are not all cut alike; chunks is then left out or the most of any.
     costs: what ops take, for schedules found from costs; None = unknown. recompute: what every stage recomputes.
     memory_limit: what a rank may use, in the costs' unit of memory; None = unknown. offload: what waits in the host's
-    memory, of which a rank has host_limit.
+    memory, of which a rank has host_limit. sharded: data-parallel ranks that have parts of the weights.
     """
 
     ranks: int
@@ -45,6 +46,7 @@ class Shape:
     offload: OffloadOptions = field(default_factory=OffloadOptions)
     host_limit: float = inf
     ragged: Workload | None = None
+    sharded: int = 1
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -191,7 +193,9 @@ class Catalogue(Mapping[str, Schedule]):
         if says_all(name):
             check_recomputes(name, program, shape.recompute)
             check_offloads(name, program, shape.offload)
+            program = shared_out(program, shape.sharded)
         else:
+            program = shared_out(program, shape.sharded)
             program = recomputed(program, shape.recompute, shape.costs, shape.memory_limit)
         return self.offloaded(name, program, shape)
 

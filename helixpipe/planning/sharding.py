@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from helixpipe.common.errors import ScheduleError
 from helixpipe.program.program import Op, Program, Unit
 from helixpipe.program.stages import LAYER_PIECES, Activations, Piece, Stage
 
@@ -15,9 +16,15 @@ def shared_out(program: Program, ranks: int) -> Program:
 
     Of a stage the whole weights are there while its op runs; so that this is not more than a layer's, stages whose
     weights stay on their ranks are cut between layers, after the embedding and before the head, and their ops run one
-    after the other. What runs where, and when, is as before. With one rank nothing changes.
+    after the other. What runs where, and when, is as before. With one rank nothing changes. Raises ScheduleError for a
+    program that has been shared out over another number of them.
     """
-    if ranks == 1:
+    if program.sharded != 1 and program.sharded != ranks:
+        raise ScheduleError(
+            f"the program has weights in parts over {program.sharded} data-parallel ranks, and there are {ranks} that "
+            "share them."
+        )
+    if ranks == program.sharded:
         return program
     parts = [_parts(stage) for stage in program.stages]
     first, count = [], 0

@@ -62,6 +62,8 @@ class Devices:
             for task in range(graph.first_copy, self.first + len(self.members))
             if not graph.copy(task).inward
         }
+        first = self.first + len(graph.messages)
+        self.gathers = [first + each.number for each in graph.collectives if each.kind == "gather"]
         self.position = [0 for _ in ranks]
         self.issued = [0 for _ in ranks]  # ops
         self.ended = [0 for _ in ranks]
@@ -104,10 +106,11 @@ class Devices:
         if action is Action.RUN and ahead is not None and self.issued[rank] - self.ended[rank] >= ahead:
             return False
         self.position[rank] += 1
-        if action in (Action.WAIT, Action.GONE, Action.BACK):
+        if action in (Action.WAIT, Action.GONE, Action.BACK, Action.SCATTERED):
             self.waited[rank].add(task)
         elif action is Action.RUN:
-            self.put(rank, Kernel(action, task, COMPUTE, 0, frozenset(self.waited[rank])))
+            gathers = (each for each in self.gathers if task in self.lowered.graph.successors[each])
+            self.put(rank, Kernel(action, task, COMPUTE, 0, frozenset(self.waited[rank].union(gathers))))
             self.issued[rank] += 1
             self.waited[rank].clear()
         elif action in (Action.OFFLOAD, Action.FETCH):  # after all that the stream that computes was given

@@ -10,6 +10,7 @@ from helixpipe.lowering.project import Action, Instruction, LoweredProgram
 from helixpipe.program.message import Collective, Message
 from helixpipe.program.program import Op, Unit
 from tests.lowering.random_programs import needs
+from tests.lowering.sharing import Sharing
 
 
 class Travel:
@@ -136,6 +137,7 @@ class Machine:
         self.present = {op for ops in lowered.program.ranks for op in ops}
         self.travel = Travel(lowered)
         self.copies = Copies(lowered)
+        self.sharing = Sharing(lowered)
 
     def run(self) -> bool:
         """Whether every stream comes to its end."""
@@ -160,6 +162,7 @@ class Machine:
         if ended:
             self.travel.finish()
             self.copies.finish()
+            self.sharing.finish()
         return ended
 
     def host(self, rank: int) -> bool:
@@ -173,6 +176,10 @@ class Machine:
             return False
         if action in (Action.GONE, Action.BACK) and task not in self.copies.complete:
             return False
+        if action is Action.SCATTERED and collective not in self.complete:
+            return False
+        if action is Action.RUN and not self.sharing.ready(rank, op, self.complete):
+            return False
         self.position[rank] += 1
         if action is Action.RUN:
             self.check_run(rank, op)
@@ -181,6 +188,10 @@ class Machine:
             own = {op for op in self.lowered.program.ranks[rank] if op.stage == collective.stage}
             assert own <= set(self.ran[rank]) and rank in collective.ranks
             self.posted[rank].append((action, collective))
+        elif action in (Action.GATHER, Action.SCATTER, Action.SCATTERED):
+            self.sharing.take(rank, action, collective)
+            if action is not Action.SCATTERED:
+                self.posted[rank].append((Action.REDUCE, collective))
         elif action is Action.WAIT:
             assert message.target == rank and message not in self.waited[rank]
             self.waited[rank].add(message)
@@ -207,14 +218,14 @@ class Machine:
 
     def passed(self, before: Instruction) -> bool:
         """Whether a host that waits there can go on after an instruction."""
-        if before.action is Action.REDUCE:
+        if before.action in (Action.REDUCE, Action.GATHER, Action.SCATTER):
             return before.collective in self.complete or not self.blocking
         if before.action in (Action.OFFLOAD, Action.FETCH):
             return before.task in self.copies.complete or not self.blocking
         return (
             before.message in self.complete
             or not self.blocking
-            or before.action in (Action.WAIT, Action.FREE, Action.RUN, Action.GONE, Action.BACK)
+            or before.action in (Action.WAIT, Action.FREE, Action.RUN, Action.GONE, Action.BACK, Action.SCATTERED)
         )
 
     def check_run(self, rank: int, op: Op) -> None:
@@ -224,6 +235,7 @@ class Machine:
         assert needs(self.lowered.program, op, self.present) <= arrived.union(self.ran[rank])
         self.travel.run(rank, op)
         self.copies.run(op)
+        self.sharing.run(rank, op)
         assert self.travel.bounded(rank)
 
     def transfer(self, link: tuple[int, int]) -> bool:

@@ -17,6 +17,7 @@ from tests.lowering.devices import Devices, Hardware, most_lanes
 from tests.lowering.offloads import offloading_program
 from tests.lowering.random_programs import DETERMINISTIC, random_costs, random_program
 from tests.lowering.rendezvous import with_crossed_receives
+from tests.lowering.sharing import sharing_program
 
 
 def any_device(lowered: LoweredProgram, rng: Random) -> Iterable[Hardware]:
@@ -32,6 +33,7 @@ def any_device(lowered: LoweredProgram, rng: Random) -> Iterable[Hardware]:
 def test_random_programs_end_on_any_device(seed: int) -> None:
     rng = Random(seed)
     program, costs = random_program(rng), replace(random_costs(rng), copy=rng.choice((0.0, 0.1, 5.0)))
+    program = sharing_program(program, seed)
     lowered = lower(offloading_program(program, seed) if seed % 2 else program, costs)
     for hardware in any_device(lowered, rng):
         assert Devices(lowered, rng, hardware).run()

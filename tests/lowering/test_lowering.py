@@ -22,6 +22,7 @@ from schedules import Shape, build
 from tests.lowering.offloads import offloading_program
 from tests.lowering.random_programs import DETERMINISTIC, can_run, mutate, random_costs, random_program
 from tests.lowering.rendezvous import Machine, with_crossed_receives
+from tests.lowering.sharing import sharing_program
 
 
 def test_random_programs() -> None:
@@ -45,7 +46,7 @@ def test_random_programs() -> None:
         lowered = lower(program)
         assert Machine(lowered, rng, blocking=rng.random() < 0.5).run()
         copying = replace(random_costs(rng), copy=rng.choice((0.0, 0.1, 5.0)))
-        lowered = lower(offloading_program(program, seed), copying)
+        lowered = lower(sharing_program(offloading_program(program, seed), seed), copying)
         assert Machine(lowered, rng, blocking=rng.random() < 0.5).run()
         check_opening(lowered)
 

@@ -14,7 +14,6 @@ from helixpipe.costs.profile_costs import ProfileCosts
 from helixpipe.lowering.validate import untrainable
 from helixpipe.planning.chunk_lengths import FEW_COUNTS, best_chunks, chunk_counts
 from helixpipe.planning.plan import Plan, Plans
-from helixpipe.planning.sharding import shared_out
 from helixpipe.program.program import Program
 from helixpipe.simulate.simulator import Simulation
 from megatron.training.config import Config
@@ -54,6 +53,7 @@ def make_program(config: Config, num_microbatches: int, costs: ModelCosts | Prof
         memory_limit=limit,
         offload=config.offload,
         host_limit=host_limit(config),
+        sharded=config.parallel.weight_parts,
     )
 
     def cut(chunks: int) -> Program:
@@ -68,8 +68,7 @@ def make_program(config: Config, num_microbatches: int, costs: ModelCosts | Prof
                 config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size, config.parallel.parts
             ),
         )
-        program = build(name, replace(shape, chunks=chunks, chunk_lengths=lengths), config.schedule_options)
-        return shared_out(program, config.parallel.weight_parts)
+        return build(name, replace(shape, chunks=chunks, chunk_lengths=lengths), config.schedule_options)
 
     def fits(simulation: Simulation) -> bool:
         return limit is None or max(simulation.device_needs) <= limit
