@@ -11,6 +11,7 @@ from pathlib import Path
 from helixpipe.cli.profile import profile_costs
 from helixpipe.cli.programs import make_simulations, plan_of
 from helixpipe.common.errors import UserError
+from helixpipe.common.files import try_file
 from helixpipe.draw.formats import check_suffix, draw
 from helixpipe.program.files import is_file
 from helixpipe.program.timeline import Timeline
@@ -24,6 +25,7 @@ def run(namespace: argparse.Namespace) -> None:
     check_suffix(output)
     if any(is_file(name) and Path(name).resolve() == Path(output).resolve() for name in names):
         raise UserError(f"--output {output} is the program that is to be drawn.")
+    try_file("--output", output)  # before minutes of planning
     measured = [_measured(path) for path in namespace.measured]
     measured_costs = profile_costs(namespace)
     simulations = make_simulations(names, namespace, plan_of(names, namespace) or measured_costs)

@@ -6,11 +6,13 @@ import argparse
 import json
 
 from helixpipe.cli.profile import ProfileOptions, efficiency_table, hardware_measured, measure, profile_table
+from helixpipe.common.files import try_file
 from helixpipe.common.flags import dataclass_from_namespace
 
 
 def run(namespace: argparse.Namespace) -> None:
     options = dataclass_from_namespace(ProfileOptions, namespace)
+    try_file("--output", options.output)  # before minutes of measuring
     measured = measure(options)
     if namespace.json:
         print(json.dumps(measured.to_json()))

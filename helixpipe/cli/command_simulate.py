@@ -15,6 +15,7 @@ from helixpipe.cli.model_report import report, step_text
 from helixpipe.cli.options import SimulateOptions
 from helixpipe.cli.profile import profile_costs, simulation_json, simulation_text
 from helixpipe.cli.programs import make_simulations, plan_of
+from helixpipe.common.files import try_file
 from helixpipe.common.flags import dataclass_from_namespace
 from helixpipe.costs.profile_costs import ProfileCosts
 from helixpipe.draw.text import chunk_times, chunks_text, copies_text, sharing_text, summary, text_timeline
@@ -29,6 +30,8 @@ from helixpipe.simulate.simulator import Simulation, simulate
 
 def run(namespace: argparse.Namespace) -> None:
     options = dataclass_from_namespace(SimulateOptions, namespace)
+    if options.save_program is not None:
+        try_file("--save-program", options.save_program)
     measured = profile_costs(namespace)
     plan = plan_of([namespace.schedule], namespace)
     (simulation,) = make_simulations([namespace.schedule], namespace, plan or measured, options.one_queue)

@@ -3,7 +3,9 @@
 
 class UserError(ValueError):
     """A mistake in flags, files or a program of one's own; the message is one sentence that says what would be
-    valid."""
+    valid. status: the exit status of a program that ends with it."""
+
+    status = 2
 
 
 class ScheduleError(UserError):
@@ -20,3 +22,9 @@ class DataError(UserError):
 
 class CheckpointError(UserError):
     """A checkpoint cannot be read or written."""
+
+
+class LostSaveError(CheckpointError):
+    """Training went well to its end, but what came of it could not be saved."""
+
+    status = 1

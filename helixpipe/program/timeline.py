@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from helixpipe.common.errors import UserError
+from helixpipe.common.files import whole_file
 from helixpipe.program.program import Op
 from helixpipe.program.text import parse_cell
 
@@ -107,7 +108,9 @@ class Timeline:
         } | {name: events for name, events in (("copies", copies), ("sharing", sharing)) if events}
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps(self.to_json()) + "\n", encoding="utf-8")
+        """Write the file, whole or not at all. Raises UserError when it cannot be written."""
+        with whole_file(path) as temporary:
+            temporary.write_text(json.dumps(self.to_json()) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Timeline:

@@ -23,6 +23,7 @@ from megatron.training.plan.loss_slices import settle
 from megatron.training.plan.programs import check_program, predicted_step
 from megatron.training.process.output import complain, say
 from megatron.training.validation import validate
+from megatron.training.validation.inputs import one_iteration
 from megatron.training.validation.values import timeouts
 from schedules import CATALOGUE, find, foreign_options
 
@@ -94,6 +95,7 @@ def parse_and_plan(
     launch = LaunchConfig.from_environment(environ)
     groups: dict[str, Any] = {name: dataclass_from_namespace(cls, namespace) for name, (_, cls) in GROUPS.items()}
     config = Config(**groups, launch=launch, warnings=tuple(warnings))
+    config = one_iteration(config)
     if config.checkpoint.use_checkpoint_args:
         saved = load_checkpoint_args(config.checkpoint) if load_checkpoint_args is not None else None
         config = overlay_checkpoint_args(config, saved)

@@ -50,7 +50,7 @@ def run(started: float, argv: Sequence[str] | None = None) -> int:
         pretrain(config, plans, started)
     except UserError as error:
         _tell(str(error))
-        _leave(2)
+        _leave(error.status)
     except KeyboardInterrupt:
         _leave(130)
     except BaseException as error:
@@ -65,7 +65,7 @@ def _saved_arguments(options: CheckpointConfig) -> dict[str, Any] | None:
     prepare()
     from megatron.training.checkpoint.checkpointing import read_arguments
 
-    return read_arguments(options.load) if options.load else None
+    return read_arguments(options.load, options.ckpt_step) if options.load else None
 
 
 def _tell(sentence: str) -> None:

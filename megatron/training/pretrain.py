@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from megatron.training.data.options import DataOptions
 from megatron.training.data.samplers import MicrobatchSampler, consumed_valid_samples, samples_needed
 from megatron.training.plan.loss_slices import settled_again
 from megatron.training.process.output import say
+from megatron.training.process.outputs import try_outputs
 from megatron.training.validation import check_device
 
 
@@ -48,14 +50,23 @@ def pretrain(config: Config, plans: Plans[int], started: float) -> None:
         torch.use_deterministic_algorithms(True)
     parallel = initialize(config)
     with watched(config, parallel) as position:
-        _run(config, plans, parallel, position, started)
-        dist.barrier()
+        from megatron.training.checkpoint.checkpointing import Checkpointer
+        from megatron.training.checkpoint.options import CheckpointOptions
+        from megatron.training.checkpoint.ranks import together
+
+        together(lambda: try_outputs(config), "output")
+        checkpointer = Checkpointer(CheckpointOptions.from_config(config))
+        with nullcontext() if config.training.skip_train else checkpointer.folder.locked():
+            _run(config, plans, parallel, checkpointer, position, started)
+            dist.barrier()
     dist.destroy_process_group()
 
 
-def _run(config: Config, plans: Plans[int], parallel: Any, position: Position, started: float) -> None:
+def _run(
+    config: Config, plans: Plans[int], parallel: Any, checkpointer: Any, position: Position, started: float
+) -> None:
     # These import megatron-core, which `prepare` has to see first.
-    from megatron.training.checkpoint.checkpointing import Checkpointer, CheckpointOptions, Progress, read_arguments
+    from megatron.training.checkpoint.checkpointing import Progress, read_arguments
     from megatron.training.data.tokenizer import build_tokenizer
     from megatron.training.log.log import TrainingLog, build_timers, parameters_line
     from megatron.training.log.metrics import MetricsWriter
@@ -87,12 +98,12 @@ def _run(config: Config, plans: Plans[int], parallel: Any, position: Position, s
         say(_summary(config, pipeline, evaluation_size, total))
         say_kernels(state, config, chunked=pipeline.program(evaluation_size).num_chunks > 1)
 
-    checkpointer = Checkpointer(CheckpointOptions.from_config(config), sharded=state.sharded)
+    checkpointer.keep(state.sharded)
     loaded = checkpointer.load(state.model, state.optimizer, scheduler)
     progress = loaded[0] if loaded is not None else Progress()
     make_feed = _document_feed if config.data.variable_seq_lengths else _sample_feed
     feed = make_feed(config, parallel, pipeline, tokenizer, schedule, length, progress)
-    # Until here SIGTERM kills: there is nothing to save, and a rank that waits for a dead one would not notice a flag.
+    # Until here signals kill: there is nothing to save, and a rank that waits for a dead one would not notice a flag.
     with SignalFlag(active=config.training.exit_signal_handler) as flag:
         trainer = Trainer(
             config=config,
@@ -115,6 +126,8 @@ def _run(config: Config, plans: Plans[int], parallel: Any, position: Position, s
             stop=StopCheck(config, flag, agree=all_ranks_max(parallel.device), started=started),
             position=position,
         )
+        if loaded is None and config.checkpoint.load and parallel.is_first:
+            say(f" > no checkpoint in {config.checkpoint.load} yet: starting from scratch")
         try:
             trainer.run()
         finally:
@@ -124,14 +137,14 @@ def _run(config: Config, plans: Plans[int], parallel: Any, position: Position, s
     pipeline.close()
 
 
-def _fix_vocabulary(config: Config, vocab_size: int, read_arguments: Callable[[str], Any]) -> Config:
+def _fix_vocabulary(config: Config, vocab_size: int, read_arguments: Callable[..., Any]) -> Config:
     """Settle the padded vocabulary: the flags', the checkpoint's, or padded as --make-vocab-size-divisible-by says.
 
     The padding depends on the tensor-parallel size, and the padded rows take part in the loss: a run that resumes under
     another size keeps the vocabulary it was saved with where that can be divided, and so its losses.
     """
     if config.data.padded_vocab_size is None and config.checkpoint.load:
-        saved = (read_arguments(config.checkpoint.load) or {}).get("padded_vocab_size")
+        saved = (read_arguments(config.checkpoint.load, config.checkpoint.ckpt_step) or {}).get("padded_vocab_size")
         tp = config.parallel.tensor_model_parallel_size
         if isinstance(saved, int) and saved >= (config.data.vocab_size or vocab_size) and saved % tp == 0:
             return config.replace("data", padded_vocab_size=saved)

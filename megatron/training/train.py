@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
-from helixpipe.common.errors import UserError
+from helixpipe.common.errors import CheckpointError, LostSaveError, UserError
 from helixpipe.model import Microbatch
 from helixpipe.runtime.recording import Record
 from helixpipe.watch.position import Patience, Position
@@ -22,7 +22,7 @@ from megatron.training.log.log import StepResult, TrainingLog
 from megatron.training.log.profiling import Profiler
 from megatron.training.log.timelines import write_timelines
 from megatron.training.plan.pipeline import Pipeline
-from megatron.training.process.output import say
+from megatron.training.process.output import complain, say
 from megatron.training.process.parallel import Parallel
 from megatron.training.process.signals import StopCheck, all_ranks_max
 from megatron.training.step.microbatches import RunLength
@@ -64,12 +64,20 @@ class Trainer:
         self._unfinished: _Unfinished | None = None
         self._wait = True  # the first norm is unlike any other
         self._asked_to_stop = False
+        self._not_saved: CheckpointError | None = None
 
     def run(self) -> None:
-        """Train from `progress` to the end or to a reason to stop; evaluate and save when due and at the end."""
+        """Train from `progress` to the end or to a reason to stop; evaluate and save when due and at the end.
+
+        Raises LostSaveError when the last checkpoint that was due could not be written.
+        """
         stopped = False if self.config.training.skip_train else self._train()
-        if stopped:
-            return
+        if not stopped:
+            self._evaluate_at_end()
+        if self._not_saved is not None:
+            raise LostSaveError(f"the last checkpoint was not saved: {self._not_saved}")
+
+    def _evaluate_at_end(self) -> None:
         at_end = f"iteration {self.progress.iteration}"
         if self.feed.has_valid:
             self._evaluate("valid", f"{at_end} on validation set")
@@ -82,6 +90,8 @@ class Trainer:
         """Returns whether training stopped before its end."""
         config, progress = self.config, self.progress
         interval = config.logging.eval_interval
+        if progress.iteration >= self.length.iterations and self.parallel.is_last:
+            say(f" > already at iteration {progress.iteration} of {self.length.iterations}: nothing is left to train")
         with Profiler(config, self.parallel.rank, progress.iteration) as profiler:
             while progress.iteration < self.length.iterations:
                 last = progress.iteration + 1 == self.length.iterations
@@ -259,11 +269,19 @@ class Trainer:
         return bool(interval) and self.progress.iteration % (interval or 1) == 0
 
     def _save(self) -> None:
-        if self.config.checkpoint.save:
-            with self.log.paused(), self._timed("save-checkpoint", Patience.ENDLESS):
+        """A checkpoint that cannot be written, on a full disk for example, does not end the run: the next may be."""
+        if not self.config.checkpoint.save:
+            return
+        with self.log.paused(), self._timed("save-checkpoint", Patience.ENDLESS):
+            try:
                 self.checkpointer.save(
                     self.progress, self.state.model, self.state.optimizer, self.scheduler, self.config.flat()
                 )
+                self._not_saved = None
+            except CheckpointError as error:
+                self._not_saved = error
+                if self.parallel.is_first:
+                    complain(f"WARNING: iteration {self.progress.iteration} was not saved: {error}")
 
     def _wants_timeline(self) -> bool:
         return bool(self.config.logging.record_timeline or self.config.logging.timeline_png)

@@ -23,7 +23,8 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from helixpipe.common.errors import CheckpointError
-from megatron.training.checkpoint import checkpointing
+from megatron.training.checkpoint import checkpointing, save_folder
+from megatron.training.checkpoint import folder as folders
 from megatron.training.checkpoint import tensors as checkpoint_tensors
 from megatron.training.checkpoint.checkpointing import read_arguments
 from tests.checkpoint.runs import Layout, Run, contents
@@ -225,7 +226,11 @@ def mistakes(results: dict[str, Any], saved: Path, directory: Path) -> None:
     before = run.tensors()
     results["step"] = message(lambda: run.load(saved, ckpt_step=4))
     results["missing"] = message(lambda: run.load(directory / "none", exit_on_missing_checkpoint=True))
-    results["fresh"] = [run.load(directory / "none"), run.load(directory), read_arguments(str(directory / "none"))]
+    results["nothing there"] = message(lambda: run.load(directory / "none"))
+    none = [run.load(path, save=str(path)) for path in (directory / "none", directory)]
+    results["fresh"] = [*none, read_arguments(str(directory / "none"))]
+    results["holds checkpoints"] = message(lambda: run.save(saved, locked=True))
+    results["holds checkpoints, but of --load"] = message(lambda: run.save(saved, locked=True, load=str(directory)))
     results["untouched"] = len(before) == len(run.tensors()) and all(map(torch.equal, before, run.tensors()))
     results["arguments"] = read_arguments(str(saved))
     loaded = run.load(saved, finetune=True)
@@ -269,13 +274,13 @@ def written(results: dict[str, Any], directory: Path) -> None:
         with mock.patch.object(owner, name, replacement) if here else contextlib.nullcontext():
             text = message(lambda: run.save(target))
         dist.barrier()
-        return text, sorted(path.name for path in target.iterdir() if path.name[0] != "."), read(target / TRACKER)
+        return text, sorted(path.name for path in target.iterdir()), read(target / TRACKER)
 
     writer = checkpoint_tensors.FileSystemWriter
     results["disk full, shard"] = save_with(writer, "write_data", full, rank == 1)
     results["disk full, common"] = save_with(checkpointing, "save_config", full, rank == 0)
-    results["not shared"] = save_with(checkpointing, "appears", lambda folder: rank == 0, True)
-    results["no tracker yet"] = save_with(checkpointing.folders, "write_tracker", full, rank == 0)
+    results["not shared"] = save_with(save_folder, "appears", lambda folder: rank == 0, True)
+    results["no tracker yet"] = save_with(folders, "write_tracker", full, rank == 0)
     run.save(target).save(target)
     results["hidden left"] = sorted(path.name for path in target.iterdir() if path.name[0] == ".")
     for _ in range(3):
@@ -292,17 +297,16 @@ def read(path: Path) -> str:
 
 
 def killed(rank: int, world_size: int, folder: str) -> None:
-    """Save, train on, and be killed when the shards of the next checkpoint are written."""
+    """Save, train on, and be killed, on all ranks, when the shards of the next checkpoint are written."""
     run = Run(PP).train(3).save(folder).train(2)
     save = checkpoint_tensors.InProcessSave.save
 
     def save_and_die(*args: Any) -> None:
         save(*args)
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     with mock.patch.object(checkpoint_tensors.InProcessSave, "save", save_and_die):
-        run.save(folder)
+        run.save(folder, locked=True, load=folder)
 
 
 def after_kill(directory: Path) -> dict[str, Any]:
@@ -312,7 +316,7 @@ def after_kill(directory: Path) -> dict[str, Any]:
     run = Run(PP, seed=2)
     run.load(directory)
     resumed = run.progress.iteration
-    run.train(2).save(directory)
+    run.train(2).save(directory, locked=True, load=str(directory))
     return {"left": left, "resumed at": resumed, "in the end": sorted(path.name for path in directory.iterdir())}
 
 

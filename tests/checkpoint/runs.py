@@ -5,6 +5,7 @@ The gradient of a weight is a function of its own value, so training is elementw
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from helixpipe.program.stages import Piece, Stage, model_pieces
 from helixpipe.program.text import parse_rows
 from helixpipe.program.workload import uniform
 from helixpipe.runtime.sharded_weights import ShardedWeights
-from megatron.training.checkpoint.checkpointing import Checkpointer, CheckpointOptions, Progress
+from megatron.training.checkpoint.checkpointing import Checkpointer, Progress
+from megatron.training.checkpoint.options import CheckpointOptions
 from megatron.training.checkpoint.tensors import quiet
 from megatron.training.config.core import keep_state_on_host
 from megatron.training.step.sharded import PartsOfModel
@@ -173,9 +175,11 @@ class Run:
             self.progress.num_floating_point_operations_so_far += 1e18
         return self
 
-    def save(self, directory: Path | str, **options: Any) -> Run:
-        checkpointer = Checkpointer(CheckpointOptions(save=str(directory), **options), sharded=self.sharded)
-        checkpointer.save(self.progress, self.model, self.optimizer, self.scheduler, self.arguments)
+    def save(self, directory: Path | str, locked: bool = False, **options: Any) -> Run:
+        checkpointer = Checkpointer(CheckpointOptions(save=str(directory), **options))
+        checkpointer.keep(self.sharded)
+        with checkpointer.folder.locked() if locked else nullcontext():
+            checkpointer.save(self.progress, self.model, self.optimizer, self.scheduler, self.arguments)
         return self
 
     def tensors(self) -> list[torch.Tensor]:
@@ -190,7 +194,8 @@ class Run:
         return [tensor.detach().clone() for tensor in [*self.model.parameters(), *states]]
 
     def load(self, directory: Path | str, **options: Any) -> tuple[Progress, dict[str, Any]] | None:
-        checkpointer = Checkpointer(CheckpointOptions(load=str(directory), **options), sharded=self.sharded)
+        checkpointer = Checkpointer(CheckpointOptions(load=str(directory), **options))
+        checkpointer.keep(self.sharded)
         loaded = checkpointer.load(self.model, self.optimizer, self.scheduler)
         if loaded is not None:
             self.progress = loaded[0]

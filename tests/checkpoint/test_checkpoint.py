@@ -54,6 +54,9 @@ def test_tracker(ranks: list[dict[str, Any]], case: str) -> None:
         ("schedule", ["another learning-rate schedule", "--override-opt-param-scheduler"]),
         ("step", ["iter_0000004: the folder is missing"]),
         ("missing", ["holds no checkpoint", "--exit-on-missing-checkpoint"]),
+        ("nothing there", ["--load ", "holds no checkpoint; leave it out to start from scratch", "--save the same"]),
+        ("holds checkpoints", ["--save ", "up to iteration 5", "--load ", "--overwrite-checkpoints"]),
+        ("holds checkpoints, but of --load", ["--save ", "up to iteration 5", "--overwrite-checkpoints"]),
         ("no optimizer", ["holds no optimizer", "--no-load-optim"]),
         ("lying", ["of shape [2, ", "these flags make it [4, "]),
     ],
@@ -123,7 +126,7 @@ def test_save_leaves_nothing_but_checkpoints(ranks: list[dict[str, Any]]) -> Non
 def test_run_killed_while_saving_resumes_and_its_leftovers_go(ranks: list[dict[str, Any]]) -> None:
     for results in ranks:
         after = results["after kill"]
-        assert after["left"] == [".iter_0000005.tmp", "iter_0000003", cases.TRACKER]
+        assert after["left"] == [".iter_0000005.tmp", ".lock", "iter_0000003", cases.TRACKER]
         assert after["resumed at"] == 3
         assert after["in the end"] == ["iter_0000003", "iter_0000005", cases.TRACKER]
 

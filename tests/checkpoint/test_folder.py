@@ -46,11 +46,13 @@ def test_candidates_of_an_empty_directory(tmp_path: Path) -> None:
 def test_publishing_replaces_a_folder_and_clears_leftovers(tmp_path: Path) -> None:
     make(tmp_path, 10)
     (tmp_path / "iter_0000010" / "old").touch()
-    (tmp_path / ".iter_0000020.tmp-0123abcd").mkdir()
-    temporary = folders.begin(tmp_path, 10)
+    for owner in ("aaaa", "bbbb", "cccc"):
+        (tmp_path / f".iter_0000020.tmp-{owner}").mkdir()
+    temporary = folders.begin(tmp_path, 10, "aaaa", heir_of=("bbbb",))
     (temporary / "new").write_text("new")
     folders.publish(temporary, folders.describe_files(temporary, ["new"]), 10)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000010"]
+    others = ".iter_0000020.tmp-cccc"  # another job may be writing there
+    assert sorted(path.name for path in tmp_path.iterdir()) == [others, "iter_0000010"]
     assert sorted(path.name for path in (tmp_path / "iter_0000010").iterdir()) == ["manifest.json", "new"]
 
 
@@ -73,8 +75,8 @@ def test_tracker_is_replaced_whole(tmp_path: Path) -> None:
 def test_removed_folder_never_looks_like_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make(tmp_path, 10)
     monkeypatch.setattr(folders.shutil, "rmtree", lambda *_, **__: None)  # killed before anything was removed
-    folders.remove(tmp_path / "iter_0000010")
+    folders.remove(tmp_path / "iter_0000010", "aaaa")
     assert folders.iterations(tmp_path) == []
     monkeypatch.undo()
-    folders.begin(tmp_path, 20)
+    folders.begin(tmp_path, 20, "aaaa")
     assert len(list(tmp_path.iterdir())) == 1

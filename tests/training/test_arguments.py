@@ -314,3 +314,12 @@ def test_more_processes_than_gpus_share_them_over_gloo_only() -> None:
 def test_the_environment_must_hold_numbers() -> None:
     with pytest.raises(UserError, match="WORLD_SIZE='two' is not a whole number"):
         LaunchConfig.from_environment({"WORLD_SIZE": "two"})
+
+
+def test_a_checkpoints_own_folder_names_its_iteration() -> None:
+    for given in ("dir/iter_0000004", "dir/iter_0000004/", "dir/iter_0000004 --ckpt-step 4"):
+        checkpoint = config(f"--load {given}").checkpoint
+        assert (checkpoint.load, checkpoint.ckpt_step) == ("dir", 4)
+    assert config("--load dir/iter_4").checkpoint.load == "dir/iter_4"
+    with pytest.raises(UserError, match="name two iterations"):
+        config("--load dir/iter_0000004 --ckpt-step 5")

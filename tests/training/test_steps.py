@@ -240,10 +240,39 @@ def test_a_signal_is_noted_once_and_the_handler_restored() -> None:
     with SignalFlag() as flag:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert flag.received
+        assert flag.received is signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) is before
     with SignalFlag(active=False):
         assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_ctrl_c_and_a_closed_terminal_are_noted_too(number: signal.Signals) -> None:
+    with SignalFlag() as flag:
+        os.kill(os.getpid(), number)
+        assert flag.received is number
+        stop = StopCheck(config(), flag, agree=all_ranks_max("cpu"))
+        assert stop.message(StopReason(stop.after(1) or 0), 1) == f"exiting program after receiving {number.name}."
+
+
+def test_a_second_ctrl_c_ends_the_program() -> None:
+    with SignalFlag() as flag:
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        assert flag.received is signal.SIGINT
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    """As SIGHUP is under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with SignalFlag() as flag:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert flag.received is None
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_why_a_run_stops() -> None:
@@ -255,9 +284,9 @@ def test_why_a_run_stops() -> None:
     assert stop.after(4) is StopReason.INTERVAL
     now[0] = 150.0
     assert stop.after(5) is StopReason.DURATION
-    flag.received = True
-    assert stop.after(8) is StopReason.SIGNAL
-    assert stop.message(StopReason.SIGNAL, 8) == "exiting program after receiving SIGTERM."
+    flag.received = signal.SIGTERM
+    assert stop.after(8) is StopReason.SIGTERM
+    assert stop.message(StopReason.SIGTERM, 8) == "exiting program after receiving SIGTERM."
     assert stop.message(StopReason.DURATION, 8) == "exiting program after 2.5 minutes"
     assert stop.message(StopReason.INTERVAL, 8) == "exiting program at iteration 8"
 
@@ -268,10 +297,10 @@ def test_ranks_agree_on_the_strongest_reason() -> None:
 
     def agree(number: int) -> int:
         heard.append(number)
-        return max(number, StopReason.SIGNAL)
+        return max(number, StopReason.SIGINT)
 
     stop = StopCheck(config(), SignalFlag(), agree=agree)
-    assert stop.after(3) is StopReason.SIGNAL
+    assert stop.after(3) is StopReason.SIGINT
     assert heard == [0]
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import shutil
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +39,9 @@ from helixpipe.model.device import redirect
 from megatron.training.checkpoint import folder as folders
 from megatron.training.checkpoint import optimizer as optimizers
 from megatron.training.checkpoint import tensors
-from megatron.training.checkpoint.ranks import DamagedError, appears, gather, on_first, place, say, together
+from megatron.training.checkpoint.options import CheckpointOptions
+from megatron.training.checkpoint.ranks import DamagedError, gather, on_first, say, together
+from megatron.training.checkpoint.save_folder import SaveFolder
 from megatron.training.checkpoint.sharded_optimizer import saved_optimizer, whole_weights
 
 _VERSION = 3.0  # of the state's keys; what Megatron-LM writes since its version 3
@@ -58,43 +59,23 @@ class Progress:
     num_floating_point_operations_so_far: float = 0.0
 
 
-@dataclass(frozen=True)
-class CheckpointOptions:
-    """Flags of the checkpoint group that saving and loading depend on; the texts are in `config/checkpoint.py`."""
-
-    save: str | None = None
-    load: str | None = None
-    ckpt_step: int | None = None
-    ckpt_format: str = "torch_dist"
-    save_retain_interval: int | None = None
-    no_save_optim: bool = False
-    no_save_rng: bool = False
-    no_load_optim: bool = False
-    no_load_rng: bool = False
-    finetune: bool = False
-    exit_on_missing_checkpoint: bool = False
-    dist_ckpt_strictness: str = "assume_ok_unexpected"
-    ckpt_fully_parallel_save: bool = True
-    ckpt_fully_parallel_load: bool = False
-
-    @classmethod
-    def from_config(cls, config: Any) -> CheckpointOptions:
-        """The options of a `megatron.training.config.Config`."""
-        return cls(**{field.name: getattr(config.checkpoint, field.name) for field in dataclasses.fields(cls)})
-
-
 class Checkpointer:
     """Saves and loads; every method is collective over all ranks and raises CheckpointError alike on all of them.
 
-    groups: needs `tp`, `pp` and `dp_cp`; None takes megatron-core's parallel state. sharded: the model's
-    `ShardedWeights`, where data-parallel ranks have parts of them.
+    groups: needs `tp`, `pp` and `dp_cp`; None takes megatron-core's parallel state.
     """
 
-    def __init__(self, options: CheckpointOptions, groups: ProcessGroupCollection | None = None, sharded: Any = None):
-        self._options, self._sharded = options, sharded
+    def __init__(self, options: CheckpointOptions, groups: ProcessGroupCollection | None = None):
+        self._options = options
+        self._sharded: Any = None
         if groups is None:
             groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "dp_cp"])
         self._groups = groups
+        self.folder = SaveFolder(options)
+
+    def keep(self, sharded: Any) -> None:
+        """Of a model whose weights data-parallel ranks have parts of, its `ShardedWeights`; else None."""
+        self._sharded = sharded
 
     # ------------------------------------------------------------------------------------------------------------ save
 
@@ -107,21 +88,13 @@ class Checkpointer:
         """
         if self._options.save is None:
             return
-        directory, iteration = Path(self._options.save), progress.iteration
-        where = f"--save {directory}"
+        directory, where, iteration = self.folder.path, self.folder.where, progress.iteration
         say(f"saving checkpoint at iteration {iteration:7d} to {directory} in {self._options.ckpt_format} format")
-        name = on_first(lambda: folders.begin(directory, iteration).name, where)
-        temporary = directory / name
-        missing = [host for host in gather(None if appears(temporary) else place()) if host]
-        if missing:
-            on_first(lambda: shutil.rmtree(temporary), where)
-            raise CheckpointError(
-                f"{where} is not seen by {', '.join(missing)}: every rank needs the same file system."
-            )
-        with tensors.quiet(), redirect(), whole_weights(self._sharded):
-            state = together(lambda: self._state_to_save(progress, model, optimizer, scheduler, arguments), where)
-            files = self._write(state, temporary, where)
-        on_first(lambda: self._publish(directory, temporary, files, iteration), where)
+        with self.folder.begun(iteration) as temporary:
+            with tensors.quiet(), redirect(), whole_weights(self._sharded):
+                state = together(lambda: self._state_to_save(progress, model, optimizer, scheduler, arguments), where)
+                files = self._write(state, temporary, where)
+            self.folder.publish(temporary, files, iteration)
         tp, pp = self._groups.tp, self._groups.pp
         say(
             f"  successfully saved checkpoint from iteration {iteration:7d} to {directory} "
@@ -171,14 +144,6 @@ class Checkpointer:
         described = gather(together(lambda: folders.describe_files(folder, own), where))
         return {name: entry for files in described for name, entry in files.items()}
 
-    def _publish(self, directory: Path, temporary: Path, files: dict[str, list[int]], iteration: int) -> None:
-        previous = folders.read_tracker(directory)
-        folders.publish(temporary, files, iteration)
-        folders.write_tracker(directory, iteration)
-        keep = self._options.save_retain_interval
-        if keep and previous is not None and previous < iteration and previous % keep:
-            folders.remove(directory / folders.folder_name(previous))
-
     # ------------------------------------------------------------------------------------------------------------ load
 
     def load(self, model: Any, optimizer: Any | None, scheduler: Any | None) -> tuple[Progress, dict[str, Any]] | None:
@@ -199,7 +164,11 @@ class Checkpointer:
                 raise CheckpointError(
                     f"--load {directory} holds no checkpoint, and --exit-on-missing-checkpoint is given."
                 )
-            say(f" > no checkpoint in {directory} yet: starting from scratch")
+            if not self._options.continues:
+                raise CheckpointError(
+                    f"--load {directory} holds no checkpoint; leave it out to start from scratch, or give --save the "
+                    "same folder, as a run has that is launched again and again."
+                )
             return None
         reasons = []
         for name in found.names:
@@ -326,13 +295,13 @@ class Checkpointer:
         return ShardedObject("rng_state", [state], grid, place, replica_id=self._groups.dp_cp.rank())
 
 
-def read_arguments(load_dir: str) -> dict[str, Any] | None:
+def read_arguments(load_dir: str, step: int | None = None) -> dict[str, Any] | None:
     """The `args` of the checkpoint that `load` would try first among those that look complete; not collective.
 
     None when the directory holds no checkpoint. Raises CheckpointError when none is readable.
     """
     directory = Path(load_dir)
-    found = folders.candidates(directory, None)
+    found = folders.candidates(directory, step)
     reasons = []
     for name in found.names:
         reason = folders.problem(directory / name, shares=0)

@@ -4,7 +4,9 @@ DIR/latest_checkpointed_iteration.txt   the newest checkpoint's iteration, or `r
 DIR/iter_0000100/                       one checkpoint, always complete: it is renamed here when all ranks are done
     metadata.json common.pt .metadata __R_0.distcp   megatron-core's torch_dist format
     manifest.json                                    size and CRC-32 of every other file; Megatron-LM's have none
-DIR/.iter_0000100.tmp-XXXXXXXX/         being written; what a killed run leaves is removed at the next save
+DIR/.iter_0000100.tmp-TOKEN/            being written by the job of that token; what it leaves when it is killed is
+                                        removed at the first save of the job that takes over its lock
+DIR/.lock                               held by the job that saves here (`lock.py`)
 DIR/.iter_0000100.replaced/             the old one, for the instant in which a folder is replaced
 """
 
@@ -13,23 +15,23 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from helixpipe.common.errors import CheckpointError
+from helixpipe.common.files import new_file
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
 RELEASE = "release"
 _FOLDER = re.compile(r"iter_(\d{7,})")
 _REPLACED = re.compile(r"\.(iter_\d{7,})\.replaced")
-_TEMPORARY = re.compile(r"\.iter_\d{7,}\.tmp-[0-9a-f]+")
+_TEMPORARY = re.compile(r"\.iter_\d{7,}\.tmp-([0-9a-f]+)")
 _BLOCK = 1 << 22
 
 
@@ -191,13 +193,17 @@ def _wrong_size(path: Path, size: int, exactly: bool) -> str | None:
 # ------------------------------------------------------------------------------------------------- writing, one rank
 
 
-def begin(directory: Path, iteration: int) -> Path:
-    """Clear what killed runs left and make an empty temporary folder for this iteration."""
+def begin(directory: Path, iteration: int, owner: str, heir_of: Collection[str] = ()) -> Path:
+    """Make an empty temporary folder for this iteration, and clear what this job left before, or those it is heir of.
+
+    owner: a name for the job that no other has. What other jobs left may be what they still write.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    for entry in _entries(directory):
-        if _TEMPORARY.fullmatch(entry.name):
+    for entry in list(_entries(directory)):
+        match = _TEMPORARY.fullmatch(entry.name)
+        if match and match[1] in (owner, *heir_of):
             shutil.rmtree(entry, ignore_errors=True)
-    temporary = directory / f".{folder_name(iteration)}.tmp-{secrets.token_hex(4)}"
+    temporary = directory / f".{folder_name(iteration)}.tmp-{owner}"
     temporary.mkdir()
     return temporary
 
@@ -232,9 +238,7 @@ def _replaced(folder: Path) -> Path:
 
 def write_tracker(directory: Path, iteration: int) -> None:
     """Point the tracker file at an iteration, atomically."""
-    temporary = directory / f".{TRACKER}.tmp"
-    _write(temporary, str(iteration))
-    temporary.replace(directory / TRACKER)
+    new_file(directory / TRACKER, str(iteration).encode()).replace(directory / TRACKER)
     _sync(directory)
 
 
@@ -247,10 +251,10 @@ def read_tracker(directory: Path) -> int | None:
     return int(content) if content.isdecimal() else None
 
 
-def remove(folder: Path) -> None:
+def remove(folder: Path, owner: str) -> None:
     """Remove a checkpoint so that being killed half-way leaves nothing that looks like one."""
     if folder.exists():
-        doomed = folder.with_name(f".{folder.name}.tmp-{secrets.token_hex(4)}")
+        doomed = folder.with_name(f".{folder.name}.tmp-{owner}")
         folder.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 

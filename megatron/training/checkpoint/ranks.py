@@ -81,10 +81,10 @@ def place() -> str:
     return f"rank {dist.get_rank()} on {socket.gethostname()}"
 
 
-def appears(folder: Path) -> bool:
-    """Whether a new folder becomes visible here soon."""
+def appears(path: Path) -> bool:
+    """Whether a new file or folder becomes visible here soon."""
     deadline = time.monotonic() + _VISIBLE_WITHIN
-    while not folder.is_dir():
+    while not path.exists():
         if time.monotonic() > deadline:
             return False
         time.sleep(0.1)

@@ -21,7 +21,12 @@ class CheckpointConfig:
     save_retain_interval: int | None = option(
         None, "Keep only the newest checkpoint and those at multiples of this; by default all are kept."
     )
-    load: str | None = option(None, "Folder to load the newest usable checkpoint from.", metavar="DIR")
+    overwrite_checkpoints: bool = option(
+        False, "Replace checkpoints that are in --save already, without --load of the same folder."
+    )
+    load: str | None = option(
+        None, "Folder to load the newest usable checkpoint from, or one iter_N in it.", metavar="DIR"
+    )
     ckpt_step: int | None = option(None, "Load the checkpoint of this iteration instead of the newest.")
     no_save_optim: bool = option(False, "Leave the optimizer out of checkpoints.")
     no_save_rng: bool = option(False, "Leave the random state out of checkpoints.")

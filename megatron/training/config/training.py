@@ -123,5 +123,7 @@ class TrainingConfig:
     exit_interval: int | None = option(None, "Save and exit after an iteration divisible by this.")
     exit_duration_in_mins: float | None = option(None, "Save and exit after this many minutes.")
     exit_signal_handler: bool = option(
-        True, "Save and exit on SIGTERM, as is always done; --no-exit-signal-handler lets the signal kill the process."
+        True,
+        "Save and exit on SIGTERM, SIGINT and SIGHUP, as is always done; --no-exit-signal-handler lets them kill the "
+        "process.",
     )

@@ -100,8 +100,9 @@ class _Collation:
 
 
 def _settle_worker(worker: int) -> None:
-    """Tie a loader process to its rank. Launchers send SIGTERM to all processes of a job, but this one has to go on for
-    the step that comes before saving. And it must not outlive a killed rank, whose connections it inherited: the other
+    """Tie a loader process to its rank. Launchers send SIGTERM to all processes of a job, terminals SIGINT and SIGHUP,
+    but this one has to go on for the step that comes before saving. And it must not outlive a killed rank, whose connections it inherited: the other
     ranks would not see them close (torch's own watch takes 5 s)."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     end_with_parent()

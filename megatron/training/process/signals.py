@@ -1,11 +1,11 @@
-"""When to stop before the end: SIGTERM, --exit-duration-in-mins, --exit-interval, decided alike on all ranks."""
+"""When to stop before the end: a signal, --exit-duration-in-mins, --exit-interval, decided alike on all ranks."""
 
 from __future__ import annotations
 
 import enum
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -17,38 +17,49 @@ class StopReason(enum.IntEnum):
 
     INTERVAL = 1
     DURATION = 2
-    SIGNAL = 3
+    SIGHUP = 3
+    SIGINT = 4
+    SIGTERM = 5
 
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""What launchers and clusters, a person at the keyboard, and a closed terminal send."""
 
 Agree = Callable[[int], int]
 """The greatest of all ranks' numbers, on every rank: a collective."""
 
 
 class SignalFlag:
-    """Context in which a signal sets `received` instead of killing the process; the handler before it comes back after.
+    """Context in which a signal sets `received` instead of killing the process; the handlers before it come back after.
 
-    With `active=False` (--no-exit-signal-handler) nothing is installed. Must be entered on the main thread.
+    A second SIGINT is for who cannot wait: it does what it did before the context, which is to end the process. A
+    signal that is ignored, as SIGHUP is under nohup, stays so. With `active=False` (--no-exit-signal-handler) nothing is
+    installed. Must be entered on the main thread.
     """
 
-    def __init__(self, signum: signal.Signals = signal.SIGTERM, *, active: bool = True) -> None:
-        self.received = False
-        self._signum = signum
-        self._active = active
-        self._previous: Any = None
+    def __init__(self, signals: Sequence[signal.Signals] = SIGNALS, *, active: bool = True) -> None:
+        self.received: signal.Signals | None = None
+        self._signals = signals if active else ()
+        self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> SignalFlag:
-        if self._active:
-            self._previous = signal.signal(self._signum, self._handle)
+        for signum in self._signals:
+            if signal.getsignal(signum) != signal.SIG_IGN:
+                self._previous[signum] = signal.signal(signum, self._handle)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._active:
-            signal.signal(self._signum, self._previous)
+        for signum, previous in self._previous.items():
+            signal.signal(signum, previous)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        self.received = True  # the launcher and the cluster may both send it: a second one changes nothing
+        again = signum == signal.SIGINT == self.received
+        if again and callable(self._previous[signal.SIGINT]):
+            self._previous[signal.SIGINT](signum, frame)
+        elif self.received is None:  # the launcher and the cluster may both send one: a second changes nothing
+            self.received = signal.Signals(signum)
 
 
 class StopCheck:
@@ -86,8 +97,8 @@ class StopCheck:
     def wish(self, iteration: int) -> StopReason | None:
         """What this rank alone would do; clocks and signals differ between ranks."""
         minutes, interval = self._training.exit_duration_in_mins, self._training.exit_interval
-        if self._flag.received:
-            return StopReason.SIGNAL
+        if self._flag.received is not None:
+            return StopReason[self._flag.received.name]
         if minutes is not None and self.minutes() > minutes:
             return StopReason.DURATION
         if interval is not None and iteration % interval == 0:
@@ -100,8 +111,8 @@ class StopCheck:
 
     def message(self, reason: StopReason, iteration: int) -> str:
         """Megatron-LM's line about it."""
-        if reason is StopReason.SIGNAL:
-            return "exiting program after receiving SIGTERM."
+        if reason >= StopReason.SIGHUP:
+            return f"exiting program after receiving {reason.name}."
         if reason is StopReason.DURATION:
             return f"exiting program after {self.minutes():.1f} minutes"
         return f"exiting program at iteration {iteration}"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import PurePath
+
 from helixpipe.common.errors import UserError
 from megatron.training.config import Config
 from megatron.training.data.options import DataOptions, parse_split
@@ -24,6 +27,18 @@ def tokenizer(config: Config) -> Config:
     """Megatron-LM's pretrain_gpt.py defaults to GPT2BPETokenizer."""
     data = config.data
     return config if data.tokenizer_type is not None else config.replace("data", tokenizer_type="GPT2BPETokenizer")
+
+
+def one_iteration(config: Config) -> Config:
+    """--load DIR/iter_0000004, a checkpoint's own folder, is --load DIR --ckpt-step 4."""
+    checkpoint = config.checkpoint
+    path = PurePath(checkpoint.load or "")
+    found = re.fullmatch(r"iter_(\d{7,})", path.name)
+    if not found:
+        return config
+    if checkpoint.ckpt_step not in (None, int(found[1])):
+        raise UserError(f"--load {path} and --ckpt-step {checkpoint.ckpt_step} name two iterations; give one.")
+    return config.replace("checkpoint", load=str(path.parent), ckpt_step=int(found[1]))
 
 
 def checkpoints(config: Config) -> Config:

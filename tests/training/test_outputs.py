@@ -1,0 +1,66 @@
+"""Where a run writes is tried before it trains; a checkpoint that cannot be written does not end it."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from helixpipe.common.errors import CheckpointError, LostSaveError, UserError
+from megatron.training.process.outputs import try_outputs
+from megatron.training.train import Trainer
+from tests.training.helpers import config
+
+
+@pytest.mark.parametrize(
+    "flag", ["--save", "--tensorboard-dir", "--wandb-save-dir", "--record-timeline", "--timeline-png"]
+)
+def test_every_output_is_tried(tmp_path: Path, flag: str) -> None:
+    (tmp_path / "file").touch()
+    good, bad = (tmp_path / name / "out.png" for name in (".", "file"))
+    try_outputs(config(f"{flag} {good}"))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    with pytest.raises(UserError, match=f"{flag}: cannot write .*{bad}"):
+        try_outputs(config(f"{flag} {bad}"))
+    with pytest.raises(UserError, match="its name must end in"):
+        try_outputs(config(f"--timeline-png {tmp_path / 'out'}"))
+
+
+def trainer(failures: list[bool]) -> Any:
+    """With a checkpointer that fails as often as said, and nothing else."""
+
+    def save(*_: Any) -> None:
+        if failures.pop(0):
+            raise CheckpointError("--save here: No space left on device.")
+
+    made: Any = object.__new__(Trainer)
+    made.config = config("--save here --train-iters 3 --save-interval 1")
+    made.checkpointer = SimpleNamespace(save=save)
+    made.log = SimpleNamespace(paused=nullcontext)
+    made.parallel = SimpleNamespace(is_first=True)
+    made.progress = SimpleNamespace(iteration=7)
+    made.batches = SimpleNamespace(has_valid=False, has_test=False)
+    made.state = SimpleNamespace(ddp=None, optimizer=None)
+    made.scheduler, made._not_saved = None, None
+    made._timed = lambda *_: nullcontext()
+    return made
+
+
+def test_a_failed_save_is_told_and_the_next_tried(capsys: pytest.CaptureFixture[str]) -> None:
+    run = trainer([True, False])
+    run._train = lambda: [run._save(), run._save()] and False
+    run.run()
+    told = capsys.readouterr().err
+    assert told == "WARNING: iteration 7 was not saved: --save here: No space left on device.\n"
+
+
+def test_a_run_whose_last_save_failed_ends_with_status_1() -> None:
+    for stopped in (False, True):
+        run = trainer([False, True])
+        run._train = lambda run=run, stopped=stopped: [run._save(), run._save()] and stopped
+        with pytest.raises(LostSaveError, match="the last checkpoint was not saved: .*No space left") as caught:
+            run.run()
+        assert caught.value.status == 1
