@@ -65,7 +65,7 @@ def _saved_arguments(options: CheckpointConfig) -> dict[str, Any] | None:
     prepare()
     from megatron.training.checkpoint.checkpointing import read_arguments
 
-    return read_arguments(options.load, options.ckpt_step) if options.load else None
+    return read_arguments(options.load, options.ckpt_step, options.trust_checkpoint) if options.load else None
 
 
 def _tell(sentence: str) -> None:

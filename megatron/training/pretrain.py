@@ -143,8 +143,10 @@ def _fix_vocabulary(config: Config, vocab_size: int, read_arguments: Callable[..
     The padding depends on the tensor-parallel size, and the padded rows take part in the loss: a run that resumes under
     another size keeps the vocabulary it was saved with where that can be divided, and so its losses.
     """
-    if config.data.padded_vocab_size is None and config.checkpoint.load:
-        saved = (read_arguments(config.checkpoint.load, config.checkpoint.ckpt_step) or {}).get("padded_vocab_size")
+    checkpoint = config.checkpoint
+    if config.data.padded_vocab_size is None and checkpoint.load:
+        arguments = read_arguments(checkpoint.load, checkpoint.ckpt_step, checkpoint.trust_checkpoint) or {}
+        saved = arguments.get("padded_vocab_size")
         tp = config.parallel.tensor_model_parallel_size
         if isinstance(saved, int) and saved >= (config.data.vocab_size or vocab_size) and saved % tp == 0:
             return config.replace("data", padded_vocab_size=saved)

@@ -27,6 +27,7 @@ from megatron.training.checkpoint import checkpointing, save_folder
 from megatron.training.checkpoint import folder as folders
 from megatron.training.checkpoint import tensors as checkpoint_tensors
 from megatron.training.checkpoint.checkpointing import read_arguments
+from tests.checkpoint import malicious
 from tests.checkpoint.runs import Layout, Run, contents
 
 PP, TP, DP, SHARDED = Layout(pp=2), Layout(tp=2), Layout(), Layout(sharded=True)
@@ -72,6 +73,7 @@ def all_cases(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         resumed(results, directory / name, layout, others)
     damaged(results, directory / "pp2", directory / "damaged")
     mistakes(results, directory / "pp2", directory)
+    untrusted(results, directory / "pp2", directory / "untrusted")
     written(results, directory)
     results["from megatron-core"] = from_megatron_core(directory / "megatron-core")
     return results
@@ -181,7 +183,11 @@ def damaged(results: dict[str, Any], original: Path, directory: Path) -> None:
             run.load(directory)
         iteration = run.progress.iteration
         equal = all(map(torch.equal, run.tensors(), expected[iteration]))
-        return iteration, equal, [line for line in output.getvalue().splitlines() if "WARNING" in line]
+        return (
+            iteration,
+            equal,
+            [line for line in output.getvalue().splitlines() if "WARNING" in line and "manifest.json (" not in line],
+        )
 
     for name, change in DAMAGES.items():
         results[name] = load(lambda folder, change=change: change(folder / "iter_0000005"))  # type: ignore[misc]
@@ -256,6 +262,24 @@ def mistakes(results: dict[str, Any], saved: Path, directory: Path) -> None:
     with mock.patch.dict(run.arguments, args):  # what the arguments say may also be wrong: the tensors decide
         run.save(directory / "lying")
     results["lying"] = message(lambda: Run(Layout(pp=2, num_layers=4)).load(directory / "lying"))
+
+
+def untrusted(results: dict[str, Any], saved: Path, directory: Path) -> None:
+    """Loading what runs code: refused, and no older checkpoint is taken in its place."""
+    run = Run(PP)
+    for name, change in malicious.FILES.items():
+        mark = directory / "ran"
+        on_first(lambda: (shutil.rmtree(directory, ignore_errors=True), shutil.copytree(saved, directory)))
+        newest = directory / "iter_0000005"
+        on_first(lambda change=change, mark=mark, newest=newest: (change(newest, mark), UNLISTED(newest)))
+        told = message(lambda: run.load(directory))
+        arguments = message(lambda: read_arguments(str(directory))) if name in ("index", "common") else told
+        dist.barrier()
+        ran = mark.exists()
+        with contextlib.suppress(CheckpointError):  # what it is worth is another question
+            run.load(directory, trust_checkpoint=True)
+        dist.barrier()
+        results[f"untrusted {name}"] = told, arguments, ran, mark.exists()
 
 
 # ------------------------------------------------------------------------------------------------------------- writing

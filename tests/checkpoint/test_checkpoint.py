@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint import cases
+from tests.checkpoint import cases, malicious
 from tests.distributed import run_ranks
 
 
@@ -65,6 +65,16 @@ def test_mistakes_are_one_sentence_on_every_rank(ranks: list[dict[str, Any]], ca
     first, second = (results[case] for results in ranks)
     assert first == second and "\n" not in first and first.endswith(".")
     assert all(word in first for word in words), first
+
+
+@pytest.mark.parametrize("file", malicious.FILES)
+def test_no_file_of_a_checkpoint_runs_code(ranks: list[dict[str, Any]], file: str) -> None:
+    """Unless it is trusted; the tensors of a checkpoint, which torch reads itself, do not even then."""
+    for told, arguments, ran, ran_when_trusted in (results[f"untrusted {file}"] for results in ranks):
+        assert "iter_0000005" in told or "rng_state" in told
+        assert f"asks for {malicious.NAME}" in told and "--trust-checkpoint" in told and "\n" not in told
+        assert arguments == told
+        assert not ran and ran_when_trusted == (file != "tensor")
 
 
 def test_without_a_checkpoint_training_starts_afresh(ranks: list[dict[str, Any]]) -> None:

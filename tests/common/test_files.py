@@ -67,9 +67,9 @@ def test_a_full_disk_is_noticed_beforehand(tmp_path: Path, monkeypatch: pytest.M
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(UserError, match="--output: cannot write .*No space left on device"):
+    with pytest.raises(UserError, match=r"--output: cannot write .*No space left on device"):
         try_file("--output", tmp_path / "out")
-    with pytest.raises(UserError, match="--save: cannot write into the folder .*No space left on device"):
+    with pytest.raises(UserError, match=r"--save: cannot write into the folder .*No space left on device"):
         try_folder("--save", tmp_path / "a" / "b")
     assert list(tmp_path.iterdir()) == []
 

@@ -51,7 +51,7 @@ def trainer(failures: list[bool]) -> Any:
 
 def test_a_failed_save_is_told_and_the_next_tried(capsys: pytest.CaptureFixture[str]) -> None:
     run = trainer([True, False])
-    run._train = lambda: [run._save(), run._save()] and False
+    run._train = lambda: bool([run._save(), run._save()].count(0))
     run.run()
     told = capsys.readouterr().err
     assert told == "WARNING: iteration 7 was not saved: --save here: No space left on device.\n"
@@ -61,6 +61,6 @@ def test_a_run_whose_last_save_failed_ends_with_status_1() -> None:
     for stopped in (False, True):
         run = trainer([False, True])
         run._train = lambda run=run, stopped=stopped: [run._save(), run._save()] and stopped
-        with pytest.raises(LostSaveError, match="the last checkpoint was not saved: .*No space left") as caught:
+        with pytest.raises(LostSaveError, match=r"the last checkpoint was not saved: .*No space left") as caught:
             run.run()
         assert caught.value.status == 1

@@ -12,6 +12,7 @@ behind. torch.distributed.checkpoint's own writer produces the same files in the
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from argparse import Namespace
 from dataclasses import dataclass
@@ -30,15 +31,14 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from helixpipe.common.errors import CheckpointError
 from helixpipe.model.device import redirect
 from megatron.training.checkpoint import folder as folders
+from megatron.training.checkpoint import known, tensors
 from megatron.training.checkpoint import optimizer as optimizers
-from megatron.training.checkpoint import tensors
 from megatron.training.checkpoint.options import CheckpointOptions
 from megatron.training.checkpoint.ranks import DamagedError, gather, on_first, say, together
 from megatron.training.checkpoint.save_folder import SaveFolder
@@ -192,18 +192,25 @@ class Checkpointer:
     ) -> tuple[Progress, dict[str, Any]]:
         """Load one folder; raises DamagedError, on all ranks, to have the next tried."""
         rank, size = dist.get_rank(), dist.get_world_size()
-        reasons = gather(together(lambda: folders.problem(folder, rank, size)))
+        trusted = self._options.trust_checkpoint
+        read_index = functools.partial(known.read_index, trusted=trusted)
+        reasons = gather(together(lambda: folders.problem(folder, read_index, rank, size)))
         wrong = next((reason for reason in reasons if reason), None)
         if wrong:
             raise DamagedError(wrong)
-        common = together(lambda: dist_checkpointing.load_common_state_dict(str(folder)))
+        if not folders.has_manifest(folder):
+            say(
+                f"WARNING: {folder} has no {folders.MANIFEST} (another program wrote it?): nothing says whether its "
+                "files are what was written."
+            )
+        common = together(lambda: known.load_common(folder, trusted))
         weights_only = self._options.finetune or folder.name == folders.RELEASE
         wanted = None if self._options.no_load_optim or weights_only else optimizer
         own, old = None if wanted is None else saved_optimizer(wanted, self._sharded, self._metadata()), ""
 
         def request() -> dict[str, Any]:
             nonlocal old
-            saved = tensors.saved_shapes(folder)
+            saved = tensors.saved_shapes(read_index(folder))
             tensors.check_model(vars(common.get("args", Namespace())), tensors.unwrap(model), folder)
             state = {"model": self._model_state(model)}
             tensors.forget_extra_state(state["model"], saved)
@@ -238,7 +245,7 @@ class Checkpointer:
         return self._progress(common, weights_only)
 
     def _read(self, state: dict[str, Any], folder: Path) -> dict[str, Any]:
-        strategy: Any = TorchDistLoadShardedStrategy()
+        strategy, common = known.strategies(self._options.trust_checkpoint)
         if self._options.ckpt_fully_parallel_load and self._groups.dp_cp.size() > 1:
             strategy = FullyParallelLoadStrategyWrapper(strategy, self._groups.dp_cp)
 
@@ -249,6 +256,7 @@ class Checkpointer:
                 state,
                 str(folder),
                 sharded_strategy=strategy,
+                common_strategy=common,
                 validate_access_integrity=False,
                 strict=self._options.dist_ckpt_strictness,
             )
@@ -295,7 +303,7 @@ class Checkpointer:
         return ShardedObject("rng_state", [state], grid, place, replica_id=self._groups.dp_cp.rank())
 
 
-def read_arguments(load_dir: str, step: int | None = None) -> dict[str, Any] | None:
+def read_arguments(load_dir: str, step: int | None = None, trusted: bool = False) -> dict[str, Any] | None:
     """The `args` of the checkpoint that `load` would try first among those that look complete; not collective.
 
     None when the directory holds no checkpoint. Raises CheckpointError when none is readable.
@@ -304,11 +312,13 @@ def read_arguments(load_dir: str, step: int | None = None) -> dict[str, Any] | N
     found = folders.candidates(directory, step)
     reasons = []
     for name in found.names:
-        reason = folders.problem(directory / name, shares=0)
+        reason = folders.problem(directory / name, functools.partial(known.read_index, trusted=trusted), shares=0)
         if reason is None:
             try:
-                common = dist_checkpointing.load_common_state_dict(str(directory / name))
+                common = known.load_common(directory / name, trusted)
                 return dict(vars(common.get("args", Namespace())))
+            except CheckpointError:
+                raise
             except Exception:  # unpickling garbage may raise anything
                 reason = "common.pt is corrupt"
         reasons.append(f"{name}: {reason}")

@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,8 @@ RELEASE = "release"
 _FOLDER = re.compile(r"iter_(\d{7,})")
 _REPLACED = re.compile(r"\.(iter_\d{7,})\.replaced")
 _TEMPORARY = re.compile(r"\.iter_\d{7,}\.tmp-([0-9a-f]+)")
+_READ_BY_ALL = ("metadata.json", "common.pt", ".metadata")
+"""Of a checkpoint, what every rank reads."""
 _BLOCK = 1 << 22
 
 
@@ -107,33 +109,39 @@ def describe_files(folder: Path, names: list[str]) -> dict[str, list[int]]:
     return {name: [(folder / name).stat().st_size, checksum(folder / name)] for name in names}
 
 
-def problem(folder: Path, share: int = 0, shares: int = 1) -> str | None:
+def problem(folder: Path, read_index: Callable[[Path], Any], share: int = 0, shares: int = 1) -> str | None:
     """What is wrong with a checkpoint folder, None when it can be loaded.
 
-    The files that every rank reads are always checked; sizes and checksums, which means reading every byte, of every
-    `shares`-th file from number `share` on, so that the ranks divide them. shares = 0: all sizes, no checksums. Folders
-    without a manifest (written by Megatron-LM) have no checksums: sizes come from their index of shards.
+    The files that every rank reads are checked first, checksums and all, before anything of them is read; sizes and
+    checksums, which means reading every byte, of every `shares`-th file from number `share` on, so that the ranks
+    divide them. shares = 0: of the shards sizes alone. Folders without a manifest (written by Megatron-LM) have no
+    checksums: sizes come from their index of shards.
     """
     if not folder.is_dir():
         return "the folder is missing"
     mine = slice(share, None, max(shares, 1))
     try:
         manifest = _read_manifest(folder)
-        for name in sorted(manifest)[mine]:
+        shards = sorted(manifest.keys() - set(_READ_BY_ALL))
+        for name in (*(name for name in _READ_BY_ALL if name in manifest), *shards[mine]):
             if wrong := _wrong_size(folder / name, manifest[name][0], exactly=True):
                 return wrong
-            if shares and checksum(folder / name) != manifest[name][1]:
+            if (shares or name in _READ_BY_ALL) and checksum(folder / name) != manifest[name][1]:
                 return f"{name} is corrupt (checksum)"
-        if wrong := _wrong_structure(folder, mine):
+        if wrong := _wrong_structure(folder, read_index, manifest, mine):
             return wrong
     except OSError as error:
         return f"{Path(error.filename or folder).name} cannot be read ({error.strerror})"
-    except _Malformed as error:
+    except MalformedError as error:
         return str(error)
     return None
 
 
-class _Malformed(Exception):
+def has_manifest(folder: Path) -> bool:
+    return (folder / MANIFEST).exists()
+
+
+class MalformedError(Exception):
     """A file of a checkpoint does not hold what it should."""
 
 
@@ -143,41 +151,45 @@ def _read_manifest(folder: Path) -> Mapping[str, list[int]]:
         return {}
     try:
         files = json.loads(path.read_bytes())["files"]
-        return {str(name): [int(size), int(crc)] for name, (size, crc) in files.items()}
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise _Malformed(f"{MANIFEST} is corrupt") from None
+        manifest = {_plain(str(name)): [int(size), int(crc)] for name, (size, crc) in files.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise MalformedError(f"{MANIFEST} is corrupt") from None
+    missing = [name for name in _READ_BY_ALL if name not in manifest]
+    if missing:
+        raise MalformedError(f"{MANIFEST} has no {missing[0]}")
+    return manifest
 
 
-def _wrong_structure(folder: Path, mine: slice) -> str | None:
-    for name in ("metadata.json", "common.pt", ".metadata"):
+def _plain(name: str) -> str:
+    """The name of a file, once it is known to lie in the folder itself."""
+    if name != Path(name).name:
+        raise MalformedError(f"it names a file elsewhere, {name}")
+    return name
+
+
+def _wrong_structure(
+    folder: Path, read_index: Callable[[Path], Any], manifest: Mapping[str, list[int]], mine: slice
+) -> str | None:
+    for name in _READ_BY_ALL:
         if wrong := _wrong_size(folder / name, 1, exactly=False):
             return wrong
     try:
         backend = json.loads((folder / "metadata.json").read_bytes())["sharded_backend"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return "metadata.json is corrupt"
     if backend != "torch_dist":
         return f"its format is {backend}, not torch_dist"
     needed: dict[str, int] = {}
     for info in read_index(folder).storage_data.values():
         end = info.offset + info.length
-        needed[info.relative_path] = max(end, needed.get(info.relative_path, 0))
+        name = _plain(info.relative_path)
+        if manifest and name not in manifest:
+            return f"{MANIFEST} has no {name}"
+        needed[name] = max(end, needed.get(name, 0))
     for name in sorted(needed)[mine]:
         if wrong := _wrong_size(folder / name, needed[name], exactly=False):
             return wrong
     return None
-
-
-def read_index(folder: Path) -> Any:
-    """The torch `Metadata` of a folder: names, shapes and places of its tensors."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-
-    try:
-        return FileSystemReader(folder).read_metadata()
-    except OSError:
-        raise
-    except Exception:  # unpickling garbage may raise anything
-        raise _Malformed(".metadata is corrupt") from None
 
 
 def _wrong_size(path: Path, size: int, exactly: bool) -> str | None:

@@ -2,9 +2,9 @@
 
 DIR/.lock   host, pid and start of the job, and a count that goes up every few seconds
 
-A lock is left behind when a job is killed. On the same machine its process is looked for; from another machine the count
-is watched, since clocks differ: a job whose count stands still for a minute is dead. Of several that find the same
-dead lock one takes it over: whoever makes the file `.lock.over-TOKEN` first, and then still finds that lock.
+A lock is left behind when a job is killed. On the same machine its process is looked for; from another machine the
+count is watched, since clocks differ: a job whose count stands still for a minute is dead. Of several that find the
+same dead lock one takes it over: whoever makes the file `.lock.over-TOKEN` first, and then still finds that lock.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class FolderLock:
         self._beats.start()
 
     def check(self) -> None:
-        """Raise CheckpointError when another job has taken the folder meanwhile, as it may from one that was stopped."""
+        """Raise CheckpointError when another job has taken the folder meanwhile, as it may from a stopped one."""
         holder = _read(self._path)
         if holder is None and self._make(self._path, self._me):
             return

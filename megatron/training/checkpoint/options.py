@@ -18,6 +18,7 @@ class CheckpointOptions:
     ckpt_format: str = "torch_dist"
     save_retain_interval: int | None = None
     overwrite_checkpoints: bool = False
+    trust_checkpoint: bool = False
     no_save_optim: bool = False
     no_save_rng: bool = False
     no_load_optim: bool = False

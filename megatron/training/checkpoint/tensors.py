@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from helixpipe.common.errors import CheckpointError
-from megatron.training.checkpoint import folder as folders
 
 
 @contextmanager
@@ -69,10 +68,10 @@ def storable(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, float, str, torch.dtype)) else str(value)
 
 
-def saved_shapes(folder: Path) -> dict[str, tuple[int, ...] | None]:
-    """Name -> global shape of everything sharded in a checkpoint; None for objects."""
-    index = folders.read_index(folder).state_dict_metadata
-    return {name: tuple(entry.size) if hasattr(entry, "size") else None for name, entry in index.items()}
+def saved_shapes(index: Any) -> dict[str, tuple[int, ...] | None]:
+    """Name -> global shape of everything sharded in a checkpoint; None for objects. index: its torch `Metadata`."""
+    entries = index.state_dict_metadata
+    return {name: tuple(entry.size) if hasattr(entry, "size") else None for name, entry in entries.items()}
 
 
 def forget_extra_state(state: dict[str, Any], saved: dict[str, Any]) -> None:

@@ -28,6 +28,9 @@ class CheckpointConfig:
         None, "Folder to load the newest usable checkpoint from, or one iter_N in it.", metavar="DIR"
     )
     ckpt_step: int | None = option(None, "Load the checkpoint of this iteration instead of the newest.")
+    trust_checkpoint: bool = option(
+        False, "Load also what is not known to be part of a checkpoint, which may run code of whoever wrote it."
+    )
     no_save_optim: bool = option(False, "Leave the optimizer out of checkpoints.")
     no_save_rng: bool = option(False, "Leave the random state out of checkpoints.")
     no_load_optim: bool = option(False, "Do not load the optimizer.")
