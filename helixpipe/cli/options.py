@@ -6,28 +6,43 @@ from dataclasses import dataclass
 from typing import Literal
 
 from helixpipe.common.flags import option
+from helixpipe.common.ranges import MOST_CHUNKS, MOST_LAYERS, MOST_MICROBATCHES, MOST_RANKS
 
 
 @dataclass(frozen=True)
 class ShapeOptions:
     """The size of the problem; what is not given is the file's, or chosen so that every schedule fits."""
 
-    ranks: int | None = option(None, "Pipeline ranks p (default: 4, or the file's).", flags=("--ranks", "-p"))
+    ranks: int | None = option(
+        None, "Pipeline ranks p (default: 4, or the file's).", flags=("--ranks", "-p"), at_least=1, at_most=MOST_RANKS
+    )
     microbatches: int | None = option(
-        None, "Microbatches m a step (default: 2p, or the file's).", flags=("--microbatches", "-m")
+        None,
+        "Microbatches m a step (default: 2p, or the file's).",
+        flags=("--microbatches", "-m"),
+        at_least=1,
+        at_most=MOST_MICROBATCHES,
     )
     layers: int | None = option(
         None,
         "Layers L of the model (default: the fewest that every named schedule can divide, two a rank or more).",
         flags=("--layers", "-L"),
+        at_least=1,
+        at_most=MOST_LAYERS,
     )
     chunks: int | None = option(
-        None, "Chunks k each microbatch's sequence is cut into (default: 1, or the file's).", flags=("--chunks", "-k")
+        None,
+        "Chunks k each microbatch's sequence is cut into (default: 1, or the file's).",
+        flags=("--chunks", "-k"),
+        at_least=1,
+        at_most=MOST_CHUNKS,
     )
     virtual_stages: int | None = option(
         None,
         "Stages v a rank, for schedules that interleave (default: the schedule's).",
         flags=("--virtual-stages", "-v"),
+        at_least=1,
+        at_most=MOST_LAYERS,
     )
 
 
@@ -42,15 +57,16 @@ class CostOptions:
         metavar="NAME=TIME,...",
     )
     backward_ratio: float = option(2.0, "Time of a full backward over its forward, at least 1.")
-    message_time: float = option(0.0, "Time of any message between ranks.")
+    message_time: float = option(0.0, "Time of any message between ranks.", at_least=0)
     copy_time: float = option(
-        0.0, "Time of copying what one layer keeps of one microbatch to host memory, or back (0: free)."
+        0.0, "Time of copying what one layer keeps of one microbatch to host memory, or back (0: free).", at_least=0
     )
     memory_limit: float | None = option(
         None,
         "What a rank may keep, for schedules that choose by it: in microbatch-layers, or beside --profile in GiB "
         "(default: no limit; with --model the GPU's memory).",
         metavar="X",
+        more_than=0,
     )
     profile: str | None = option(
         None, "Take costs from this file of `helixpipe profile`, in seconds and bytes.", metavar="FILE.json"

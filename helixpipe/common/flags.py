@@ -9,7 +9,7 @@
     options = dataclass_from_namespace(Options, parser.parse(["--virtual-stages", "4"]))
 
 A field `some_name` becomes `--some-name`. Its metadata may hold:
-help (required), flags (option strings instead of the one derived from the name), choices, nargs, metavar,
+help (required), flags (option strings instead of the one derived from the name), choices, nargs, metavar, range,
 cli (False: no flag).
 Types: bool, int, float, str, Literal[...], each also optional (`X | None`), and list/tuple of them (several values).
 """
@@ -21,12 +21,14 @@ import dataclasses
 import difflib
 import math
 import re
+import sys
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from helixpipe.common.errors import UserError
+from helixpipe.common.ranges import Range
 
 T = TypeVar("T")
 
@@ -39,12 +41,28 @@ def option(
     choices: Sequence[Any] = (),
     nargs: str | int | None = None,
     metavar: str | None = None,
+    at_least: float | None = None,
+    more_than: float | None = None,
+    at_most: float | None = None,
+    less_than: float | None = None,
+    unit: str = "",
 ) -> Any:
     """A dataclass field with the text of its flag; see the module's docstring for the other arguments.
 
+    at_least, more_than, at_most, less_than, unit: the range of its value (`ranges.Range`), or of each of its values.
+
     `flags` given for a bool whose default is True name the switches that set it to False (`--disable-bias-linear`).
     """
-    metadata = {"help": help, "flags": tuple(flags), "choices": tuple(choices), "nargs": nargs, "metavar": metavar}
+    metadata: dict[str, Any] = {
+        "help": help,
+        "flags": tuple(flags),
+        "choices": tuple(choices),
+        "nargs": nargs,
+        "metavar": metavar,
+    }
+    limits = Range(at_least, more_than, at_most, less_than, unit)
+    if limits != Range(unit=unit):
+        metadata["range"] = limits
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -60,9 +78,31 @@ class FlagParser(argparse.ArgumentParser):
         kwargs.setdefault("allow_abbrev", False)
         kwargs.setdefault("formatter_class", _HelpFormatter)
         super().__init__(*args, **kwargs)
+        self.ranges: dict[str, Range] = {}
+        """Of what is given for a field, by its name."""
+        self._given: Sequence[str] = ()
+        self._negative_number_matcher = _NEGATIVE  # argparse's own takes -1e-8 for a flag
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(_one_sentence(message))
+        raise UserError(self._as_typed(_one_sentence(message)))
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """argparse's, and the ranges of what it has found. Raises UserError."""
+        self._given = sys.argv[1:] if args is None else list(args)
+        found, rest = super().parse_known_args(args, namespace)
+        flags = self.given(self._given)
+        for name, limits in self.ranges.items():
+            limits.check(flags.get(name, "--" + name.replace("_", "-")), getattr(found, name, None))
+        return found, rest
+
+    def _as_typed(self, message: str) -> str:
+        """argparse names all spellings of a flag (`-L/--layers`): only the one that was given."""
+        for action in self._actions:
+            spellings = "/".join(action.option_strings)
+            if len(action.option_strings) > 1 and message.startswith(spellings):
+                given = self.given(self._given).get(action.dest, action.option_strings[0])
+                return given + message.removeprefix(spellings)
+        return message
 
     def parse(self, argv: Sequence[str] | None = None, *, also_known: Iterable[str] = ()) -> argparse.Namespace:
         """Parse `argv` (default: the process's). Raises UserError that names the nearest known flag for an unknown one.
@@ -76,9 +116,13 @@ class FlagParser(argparse.ArgumentParser):
 
     def given(self, argv: Iterable[str]) -> dict[str, str]:
         """Field -> flag as it is written, of each flag of this parser in `argv`, whatever its value."""
-        flags = [word.partition("=")[0] for word in argv if word.startswith("--")]
         actions = self._option_string_actions
-        return {actions[flag].dest: flag for flag in flags if flag in actions}
+        flags = []
+        for word in argv:
+            flag = word.partition("=")[0] if word.startswith("--") or word in actions else word[:2]
+            if flag.startswith("-") and flag in actions:
+                flags.append(flag)
+        return {actions[flag].dest: flag for flag in flags}
 
     def option_strings(self) -> list[str]:
         """Every `--flag` this parser takes, in the order they were added."""
@@ -125,6 +169,8 @@ def add_dataclass_arguments(parser: argparse.ArgumentParser, cls: type, *, title
                 raise TypeError(f"{cls.__name__}.{field.name} disagrees with an earlier definition of {flags[0]}")
             continue
         target.add_argument(*flags, dest=field.name, **arguments)
+        if isinstance(parser, FlagParser) and "range" in field.metadata:
+            parser.ranges[field.name] = field.metadata["range"]
 
 
 def dataclass_from_namespace(cls: type[T], namespace: argparse.Namespace | Mapping[str, Any]) -> T:
@@ -138,6 +184,14 @@ def dataclass_from_namespace(cls: type[T], namespace: argparse.Namespace | Mappi
             container = typing.get_origin(_required(hints[field.name]))
             arguments[field.name] = container(value) if container in (tuple, list) and value is not None else value
     return cls(**arguments)
+
+
+def check_ranges(options: Any) -> None:
+    """Raise UserError, one sentence, for the first field of a dataclass of options whose value is out of its range."""
+    for field in dataclasses.fields(options):
+        if "range" in field.metadata:
+            flag = next(iter(field.metadata.get("flags") or ()), "--" + field.name.replace("_", "-"))
+            field.metadata["range"].check(flag, getattr(options, field.name))
 
 
 def _argument(cls: type, field: dataclasses.Field[Any], hint: Any) -> tuple[list[str], dict[str, Any]]:
@@ -220,6 +274,9 @@ def _float(text: str) -> float:
 
 
 _CONVERTERS: Mapping[type, Any] = types.MappingProxyType({int: whole_number, float: _float, str: str})
+
+
+_NEGATIVE = re.compile(r"-\.?\d[\d.]*([eE][-+]?\d+)?$")
 
 
 class _HelpFormatter(argparse.HelpFormatter):

@@ -209,6 +209,8 @@ def parse_piece_times(text: str) -> dict[str, float]:
             seconds = float(value)
         except ValueError:
             raise UserError(f"--piece-times: {value.strip()!r} is not a number (in {part.strip()!r}).") from None
+        if not 0 <= seconds < float("inf"):
+            raise UserError(f"--piece-times: the time of {name} must be a finite number and not negative, not {value}.")
         piece = PIECE_ALIASES.get(name, name)
         if piece in times:
             raise UserError(f"--piece-times gives {piece} twice ({name} means {piece}).")

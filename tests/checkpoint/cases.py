@@ -298,7 +298,9 @@ def written(results: dict[str, Any], directory: Path) -> None:
         with mock.patch.object(owner, name, replacement) if here else contextlib.nullcontext():
             text = message(lambda: run.save(target))
         dist.barrier()
-        return text, sorted(path.name for path in target.iterdir()), read(target / TRACKER)
+        found = text, sorted(path.name for path in target.iterdir()), read(target / TRACKER)
+        dist.barrier()
+        return found
 
     writer = checkpoint_tensors.FileSystemWriter
     results["disk full, shard"] = save_with(writer, "write_data", full, rank == 1)

@@ -180,6 +180,7 @@ class Run:
         checkpointer.keep(self.sharded)
         with checkpointer.folder.locked() if locked else nullcontext():
             checkpointer.save(self.progress, self.model, self.optimizer, self.scheduler, self.arguments)
+        torch.distributed.barrier()  # the first rank lets go of the lock
         return self
 
     def tensors(self) -> list[torch.Tensor]:

@@ -71,7 +71,7 @@ def test_mistakes_are_one_sentence_on_every_rank(ranks: list[dict[str, Any]], ca
 def test_no_file_of_a_checkpoint_runs_code(ranks: list[dict[str, Any]], file: str) -> None:
     """Unless it is trusted; the tensors of a checkpoint, which torch reads itself, do not even then."""
     for told, arguments, ran, ran_when_trusted in (results[f"untrusted {file}"] for results in ranks):
-        assert "iter_0000005" in told or "rng_state" in told
+        assert "iter_0000005" in told
         assert f"asks for {malicious.NAME}" in told and "--trust-checkpoint" in told and "\n" not in told
         assert arguments == told
         assert not ran and ran_when_trusted == (file != "tensor")

@@ -112,13 +112,13 @@ def test_lengths_that_nothing_takes(capsys: pytest.CaptureFixture[str], tmp_path
         ("1f1b --pipe-sp-splits 3", f"--pipe-sp-splits 3 {UNCUT.format('schedule 1f1b')}"),
         ("1f1b --chunk-lengths 2,2", f"--chunk-lengths 2,2 {UNCUT.format('schedule 1f1b')}"),
         ("1f1b --pipe-sp-splits auto", f"--pipe-sp-splits auto {UNCUT.format('schedule 1f1b')}"),
-        ("1f1b -k 0", "the number of chunks must be at least 1, not 0."),
+        ("1f1b -k 0", "-k 0 must be at least 1."),
         ("seq1f1b --pipe-sp-strategy average", "--pipe-sp-strategy needs --pipe-sp-splits of 2 or more, or auto."),
         ("seq1f1b -k 3 --pipe-sp-splits 2", "the flags disagree: --chunks 3 chunks and --pipe-sp-splits 2 chunks."),
         ("seq1f1b -k 2 --pipe-sp-strategy even", "invalid choice: 'even'"),
         (f"seq1f1b {MODEL} --chunk-lengths 4,4", "add up to 8 tokens, but the sequence has 32768."),
         (f"seq1f1b {MODEL} -k 4 --seq-length 3", "--seq-length 3 is too short for 4 chunks of 1 tokens"),
-        ("seq1f1b -k 0", "the number of chunks must be at least 1, not 0."),
+        ("seq1f1b -k 0", "-k 0 must be at least 1."),
     ],
 )
 def test_refusals(capsys: pytest.CaptureFixture[str], command: str, said: str) -> None:

@@ -144,7 +144,7 @@ def test_file_and_drawing(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
         ("simulate 1f1b --model llama", "--model llama is unknown: did you mean llama"),
         ("simulate 1f1b --model llama2-7b --hardware b100", "--hardware b100 is unknown: did you mean h100"),
         ("simulate 1f1b --model llama2-7b -p 3", "--ranks 3 times --tensor-parallel 1 must divide the 8 GPUs"),
-        ("simulate 1f1b --model llama2-7b -p 0", "--ranks 0"),
+        ("simulate 1f1b --model llama2-7b -p 0", "-p 0 must be"),
         ("simulate 1f1b --model llama2-7b --tensor-parallel 24", "--tensor-parallel 24 must divide the 32 heads"),
         ("simulate 1f1b --model llama2-7b --nodes 0", "--nodes must be at least 1, not 0"),
         ("simulate 1f1b --model llama2-7b --chunk-size -4", "--chunk-size must be at least 0, not -4"),

@@ -125,7 +125,7 @@ def test_a_field_without_help_is_refused() -> None:
         (["--cou", "2"], "unknown flag --cou; did you mean --count?"),
         (["stray"], "unexpected argument 'stray': every value must follow its --flag."),
         (["--zzzzzzzz"], "unknown flag --zzzzzzzz; --help lists the flags."),
-        (["--eager=yes"], "--eager/--no-eager: ignored explicit argument 'yes'."),
+        (["--eager=yes"], "--eager: ignored explicit argument 'yes'."),
         (["--count"], "--count: expected one argument."),
     ],
 )

@@ -34,7 +34,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from megatron.core.safe_globals import SAFE_GLOBALS
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import set_element
+from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load_state_dict
 
@@ -80,8 +80,9 @@ _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 class UntrustedError(CheckpointError):
     """A checkpoint names what no checkpoint needs: loading it could run code."""
 
-    def __init__(self, path: Path | str, name: str) -> None:
-        super().__init__(
+    @classmethod
+    def of(cls, path: Path | str, name: str) -> UntrustedError:
+        return cls(
             f"{path} is not loaded: it asks for {name}, which is not part of a checkpoint, and loading it could run "
             "code of whoever wrote the file; --trust-checkpoint loads it all the same."
         )
@@ -112,9 +113,11 @@ class _Reader(FileSystemReader):
 class _Planner(MCoreLoadPlanner):
     """megatron-core's planner, with objects that are made of what is known."""
 
+    folder: Path
+
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
-        loaded = load_objects(value, name)
+        loaded = load_objects(value, f"{self.folder}: {name}")
         if self.flatten_state_dict:
             set_element(self.original_state_dict, self.mappings[name], loaded)
         else:
@@ -132,7 +135,7 @@ class _Shards(TorchDistLoadShardedStrategy):
             shapes_validation_sharded_tensors=[each for each in tensors if not each.allow_shape_mismatch],
             allow_shape_mismatch_sharded_tensors={each.key: each for each in tensors if each.allow_shape_mismatch},
         )
-        reader = _Reader(checkpoint_dir)
+        planner.folder, reader = checkpoint_dir, _Reader(checkpoint_dir)
         try:
             load_state_dict(wanted, reader, planner=planner)
         except CheckpointException as error:
@@ -184,7 +187,7 @@ def read_index(folder: Path, trusted: bool = False) -> Any:
         raise
     except _Unknown as error:
         if _NAME.fullmatch(str(error)):
-            raise UntrustedError(path, str(error)) from None
+            raise UntrustedError.of(path, str(error)) from None
         raise MalformedError(".metadata is corrupt") from None  # garbage that happens to name something
     except Exception:  # unpickling garbage may raise anything
         raise MalformedError(".metadata is corrupt") from None
@@ -202,7 +205,8 @@ def load_common(folder: Path, trusted: bool = False) -> dict[str, Any]:
 def load_objects(source: Path | io.BytesIO, where: Path | str) -> Any:
     """What torch.save wrote, made of tensors, plain values and `_OBJECTS`. Raises UntrustedError, which names `where`,
     for anything else."""
-    with torch.serialization.safe_globals(list(_OBJECTS)):
+    there = torch.serialization.get_safe_globals()  # what is added would be taken away from who had added it before
+    with torch.serialization.safe_globals([each for each in _OBJECTS if each not in there]):
         try:
             return torch.load(source, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
@@ -213,7 +217,7 @@ def load_objects(source: Path | io.BytesIO, where: Path | str) -> Any:
 def _refuse(error: BaseException, where: Path | str) -> None:
     """Raise UntrustedError where an error of loading is about a name that torch does not allow."""
     if isinstance(error, UntrustedError):
-        raise error from None
+        raise UntrustedError(str(error)) from None
     found = _REFUSED.search(str(error))
     if found and _NAME.fullmatch(found[1]):
-        raise UntrustedError(where, found[1]) from None
+        raise UntrustedError.of(where, found[1]) from None

@@ -17,9 +17,10 @@ class CheckpointConfig:
         None,
         "Iterations between checkpoints; by default only the end of training is saved.",
         flags=["--save-interval", "--persistent-save-interval"],
+        at_least=1,
     )
     save_retain_interval: int | None = option(
-        None, "Keep only the newest checkpoint and those at multiples of this; by default all are kept."
+        None, "Keep only the newest checkpoint and those at multiples of this; by default all are kept.", at_least=1
     )
     overwrite_checkpoints: bool = option(
         False, "Replace checkpoints that are in --save already, without --load of the same folder."
@@ -27,7 +28,7 @@ class CheckpointConfig:
     load: str | None = option(
         None, "Folder to load the newest usable checkpoint from, or one iter_N in it.", metavar="DIR"
     )
-    ckpt_step: int | None = option(None, "Load the checkpoint of this iteration instead of the newest.")
+    ckpt_step: int | None = option(None, "Load the checkpoint of this iteration instead of the newest.", at_least=1)
     trust_checkpoint: bool = option(
         False, "Load also what is not known to be part of a checkpoint, which may run code of whoever wrote it."
     )

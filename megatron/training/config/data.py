@@ -39,11 +39,11 @@ class DataConfig:
     mmap_bin_files: bool = option(
         True, "Read .bin files instead of mapping them into memory.", flags=["--no-mmap-bin-files"]
     )
-    num_dataset_builder_threads: int = option(1, "Threads that build the indices of a blend.")
+    num_dataset_builder_threads: int = option(1, "Threads that build the indices of a blend.", at_least=1)
     mid_level_dataset_surplus: float = option(
-        0.005, "Spare samples drawn from each dataset of a weighted blend, as a fraction."
+        0.005, "Spare samples drawn from each dataset of a weighted blend, as a fraction.", at_least=0
     )
-    num_workers: int = option(2, "Processes that load data, for each rank.")
+    num_workers: int = option(2, "Processes that load data, for each rank.", at_least=0)
     dataloader_type: Literal["single", "cyclic"] = option(
         "single", "Pass over the data in order (single) or shuffled anew each epoch (cyclic)."
     )
@@ -69,7 +69,7 @@ class DataConfig:
         "Batches of whole documents, none longer than --seq-length: --global-batch-size of them a step, or as many as "
         "have --max-tokens.",
     )
-    max_tokens: int | None = option(None, "--variable-seq-lengths: most tokens of one optimizer step.")
+    max_tokens: int | None = option(None, "--variable-seq-lengths: most tokens of one optimizer step.", at_least=1)
     long_documents: Literal["truncate", "skip", "refuse"] = option(
         "truncate", "--variable-seq-lengths, --sft: what to do with documents of more tokens than --seq-length."
     )
@@ -81,9 +81,11 @@ class DataConfig:
     tokenizer_model: str | None = option(None, "The tokenizer's model: a file, or a Hugging Face name or folder.")
     vocab_file: str | None = option(None, "Vocabulary file of a BPE tokenizer.", metavar="FILE")
     merge_file: str | None = option(None, "Merges file of a BPE tokenizer.", metavar="FILE")
-    vocab_size: int | None = option(None, "Vocabulary before padding; by default the tokenizer's.")
+    vocab_size: int | None = option(None, "Vocabulary before padding; by default the tokenizer's.", at_least=1)
     padded_vocab_size: int | None = option(
-        None, "Vocabulary of the model; by default --vocab-size padded as --make-vocab-size-divisible-by says."
+        None,
+        "Vocabulary of the model; by default --vocab-size padded as --make-vocab-size-divisible-by says.",
+        at_least=1,
     )
     tiktoken_pattern: Literal["v1", "v2"] = option("v2", "Splitting pattern of TikTokenizer.")
-    tiktoken_num_special_tokens: int = option(1000, "Number of special tokens of TikTokenizer.")
+    tiktoken_num_special_tokens: int = option(1000, "Number of special tokens of TikTokenizer.", at_least=0)

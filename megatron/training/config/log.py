@@ -12,9 +12,9 @@ from helixpipe.common.flags import option
 class LoggingConfig:
     """What is measured and where it is written."""
 
-    log_interval: int = option(100, "Iterations between log lines.")
-    eval_interval: int | None = option(1000, "Iterations between evaluations on the validation data.")
-    eval_iters: int = option(100, "Iterations of one evaluation; 0 turns evaluation off.")
+    log_interval: int = option(100, "Iterations between log lines.", at_least=1)
+    eval_interval: int | None = option(1000, "Iterations between evaluations on the validation data.", at_least=0)
+    eval_iters: int = option(100, "Iterations of one evaluation; 0 turns evaluation off.", at_least=0)
     log_throughput: bool = option(False, "Log the throughput in TFLOP/s for each GPU.")
     log_params_norm: bool = option(False, "Log the norm of the weights.")
     log_num_zeros_in_grad: bool = option(False, "Log the number of zeros in the gradient.")
@@ -27,8 +27,8 @@ class LoggingConfig:
     )
     logging_level: int | None = option(None, "Level of Python's logging, such as 20 for information.")
     tensorboard_dir: str | None = option(None, "Folder for TensorBoard logs.", metavar="DIR")
-    tensorboard_log_interval: int = option(1, "Iterations between TensorBoard values.")
-    tensorboard_queue_size: int = option(1000, "Values TensorBoard's writer holds back before it writes.")
+    tensorboard_log_interval: int = option(1, "Iterations between TensorBoard values.", at_least=1)
+    tensorboard_queue_size: int = option(1000, "Values TensorBoard's writer holds back before it writes.", at_least=1)
     log_timers_to_tensorboard: bool = option(False, "Write timings to TensorBoard.")
     log_loss_scale_to_tensorboard: bool = option(
         True, "Do not write the loss scale to TensorBoard.", flags=["--no-log-loss-scale-to-tensorboard"]
@@ -49,9 +49,9 @@ class LoggingConfig:
         None, "Draw the simulated timeline above the measured one of the last iteration.", metavar="FILE"
     )
     profile: bool = option(False, "Profile the iterations after --profile-step-start up to --profile-step-end.")
-    profile_step_start: int = option(10, "Iteration after which profiling starts.")
-    profile_step_end: int = option(12, "Iteration after which profiling stops.")
-    profile_ranks: tuple[int, ...] = option((0,), "Ranks to profile.")
+    profile_step_start: int = option(10, "Iteration after which profiling starts.", at_least=0)
+    profile_step_end: int = option(12, "Iteration after which profiling stops.", at_least=0)
+    profile_ranks: tuple[int, ...] = option((0,), "Ranks to profile.", at_least=0)
     use_pytorch_profiler: bool = option(
         False, "Profile with torch.profiler, into --tensorboard-dir, instead of marking the range for nsys."
     )

@@ -6,39 +6,45 @@ from dataclasses import dataclass
 from typing import Literal
 
 from helixpipe.common.flags import option, setting
+from helixpipe.common.ranges import MOST_LAYERS
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """Shape and numerics of the GPT model, under Megatron-LM's names. Validation fills in every derived size."""
 
-    num_layers: int | None = option(None, "Number of transformer layers.")
-    hidden_size: int | None = option(None, "Width of the hidden states.")
+    num_layers: int | None = option(None, "Number of transformer layers.", at_least=1, at_most=MOST_LAYERS)
+    hidden_size: int | None = option(None, "Width of the hidden states.", at_least=1)
     ffn_hidden_size: int | None = option(
         None,
         "Width of the MLP; by default 4 x hidden-size, or with --swiglu 2/3 of that rounded down to a multiple of 64.",
+        at_least=1,
     )
     chunk_size: int = option(
         0,
         "Run every MLP over slices of this many tokens, whose inner activations are made again in the backward, slice "
         "by slice; 0: over the whole sequence.",
+        at_least=0,
     )
     loss_chunk_size: int | None = option(
         None,
         "Run output layer and loss over slices of this many tokens, whose logits are made in the backward, slice by "
         "slice; 0: over the whole sequence. By default slices are taken where --memory-limit or --hardware says that a "
         "step does not fit without.",
+        at_least=0,
     )
     loss_slices_why: str | None = setting(None, "Why output layer and loss run over slices; None where flags say so.")
-    num_attention_heads: int | None = option(None, "Number of attention (query) heads.")
+    num_attention_heads: int | None = option(None, "Number of attention (query) heads.", at_least=1)
     kv_channels: int | None = option(
-        None, "Channels of one attention head; by default hidden-size / num-attention-heads."
+        None, "Channels of one attention head; by default hidden-size / num-attention-heads.", at_least=1
     )
     group_query_attention: bool = option(False, "Share keys and values between groups of query heads.")
-    num_query_groups: int = option(1, "Number of key/value heads with --group-query-attention.")
-    seq_length: int | None = option(None, "Tokens in a training sequence.")
+    num_query_groups: int = option(1, "Number of key/value heads with --group-query-attention.", at_least=1)
+    seq_length: int | None = option(None, "Tokens in a training sequence.", at_least=1)
     max_position_embeddings: int | None = option(
-        None, "Longest sequence the position embedding allows; at least --seq-length, which is the default with rope."
+        None,
+        "Longest sequence the position embedding allows; at least --seq-length, which is the default with rope.",
+        at_least=1,
     )
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = option(
         "learned_absolute", "How positions enter: a learned table, rotary embeddings, or not at all."
@@ -47,20 +53,20 @@ class ModelConfig:
     add_position_embedding: bool = option(
         True, "Older spelling of --position-embedding-type none; nothing with rope.", flags=["--no-position-embedding"]
     )
-    rotary_base: int = option(10000, "Base period of the rotary embeddings.")
-    rotary_percent: float = option(1.0, "Fraction of each head's channels that is rotated.")
+    rotary_base: int = option(10000, "Base period of the rotary embeddings.", at_least=1)
+    rotary_percent: float = option(1.0, "Fraction of each head's channels that is rotated.", more_than=0, at_most=1)
     normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "Kind of normalization.")
-    norm_epsilon: float = option(1e-5, "Epsilon of the normalization.")
+    norm_epsilon: float = option(1e-5, "Epsilon of the normalization.", more_than=0)
     swiglu: bool = option(False, "Gated MLP with SiLU instead of GELU.")
     squared_relu: bool = option(False, "Squared ReLU instead of GELU.")
     add_bias_linear: bool = option(True, "No bias in the linear layers.", flags=["--disable-bias-linear"])
     add_qkv_bias: bool = option(False, "Bias in the QKV projection although --disable-bias-linear is given.")
     untie_embeddings_and_output_weights: bool = option(False, "Give the output layer weights of its own.")
     make_vocab_size_divisible_by: int = option(
-        128, "The vocabulary is padded to a multiple of this times the tensor-parallel size."
+        128, "The vocabulary is padded to a multiple of this times the tensor-parallel size.", at_least=1
     )
-    attention_dropout: float = option(0.1, "Dropout probability of the attention weights.")
-    hidden_dropout: float = option(0.1, "Dropout probability of the hidden states.")
+    attention_dropout: float = option(0.1, "Dropout probability of the attention weights.", at_least=0, less_than=1)
+    hidden_dropout: float = option(0.1, "Dropout probability of the hidden states.", at_least=0, less_than=1)
     attention_softmax_in_fp32: bool = option(False, "Compute the attention softmax in float32.")
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = option(
         "auto",
@@ -84,9 +90,9 @@ class ModelConfig:
         "Do not rotate queries and keys in one kernel (done on GPUs where Transformer Engine is installed).",
         flags=["--no-rope-fusion"],
     )
-    init_method_std: float = option(0.02, "Standard deviation of the normal initialization of weights.")
+    init_method_std: float = option(0.02, "Standard deviation of the normal initialization of weights.", at_least=0)
     embedding_init_method_std: float | None = option(
-        None, "Standard deviation for the embedding; by default that of the other weights."
+        None, "Standard deviation for the embedding; by default that of the other weights.", at_least=0
     )
     init_method_xavier_uniform: bool = option(False, "Initialize weights with Xavier uniform.")
     use_cpu_initialization: bool = option(False, "Initialize weights on the CPU also where there is a GPU.")

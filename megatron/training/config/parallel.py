@@ -9,6 +9,7 @@ from typing import Literal
 
 from helixpipe.common.errors import UserError
 from helixpipe.common.flags import option, setting
+from helixpipe.common.ranges import MOST_RANKS
 from helixpipe.costs.hardware import HARDWARE
 from helixpipe.costs.models import P2P, context_parts, shared_unit
 
@@ -17,8 +18,10 @@ from helixpipe.costs.models import P2P, context_parts, shared_unit
 class ParallelConfig:
     """Tensor, pipeline and data parallelism. Validation fills in `pipeline_schedule` and the derived sizes."""
 
-    tensor_model_parallel_size: int = option(1, "Ranks each layer's weights are split over.")
-    pipeline_model_parallel_size: int = option(1, "Pipeline ranks.")
+    tensor_model_parallel_size: int = option(
+        1, "Ranks each layer's weights are split over.", at_least=1, at_most=MOST_RANKS
+    )
+    pipeline_model_parallel_size: int = option(1, "Pipeline ranks.", at_least=1, at_most=MOST_RANKS)
     pipeline_schedule: str | None = option(
         None,
         "Pipeline schedule: a name from `helixpipe list`, or the path of a .json or .csv file with a schedule of one's "
@@ -37,14 +40,22 @@ class ParallelConfig:
         metavar="FILE",
     )
     memory_limit: float | None = option(
-        None, "GiB of each GPU that a schedule may plan with, instead of what --hardware has.", metavar="GIB"
+        None,
+        "GiB of each GPU that a schedule may plan with, instead of what --hardware has.",
+        metavar="GIB",
+        more_than=0,
+        unit=" GiB",
     )
     host_memory: float | None = option(
         None,
         "GiB of host memory of a node that offloaded activations may take, instead of what --hardware has.",
         metavar="GIB",
+        more_than=0,
+        unit=" GiB",
     )
-    context_parallel_size: int = option(1, "Ranks that share the tokens of every sequence, or of every chunk of it.")
+    context_parallel_size: int = option(
+        1, "Ranks that share the tokens of every sequence, or of every chunk of it.", at_least=1, at_most=MOST_RANKS
+    )
     cp_comm_type: tuple[str, ...] = option(
         (P2P,),
         "What context-parallel ranks exchange for core attention: p2p (keys and values round a ring) or a2a (rows for "
@@ -52,13 +63,16 @@ class ParallelConfig:
         nargs="+",
     )
     num_layers_per_virtual_pipeline_stage: int | None = option(
-        None, "Layers of one stage when a rank holds several stages (interleaved-1f1b)."
+        None, "Layers of one stage when a rank holds several stages (interleaved-1f1b).", at_least=1
     )
     num_virtual_stages_per_pipeline_rank: int | None = option(
-        None, "Stages each pipeline rank holds (interleaved-1f1b); instead of --num-layers-per-virtual-pipeline-stage."
+        None,
+        "Stages each pipeline rank holds (interleaved-1f1b); instead of --num-layers-per-virtual-pipeline-stage.",
+        at_least=1,
     )
     plan_ahead: int = option(
-        2, "--variable-seq-lengths: steps that are planned, in a process beside training, before they are needed."
+        2, "--variable-seq-lengths: steps that are planned, in a process beside training, before they are needed.",
+        at_least=0,
     )
     kv_grad_fp32: bool = option(False, "Sum the gradients of keys and values over the chunks of a sequence in float32.")
     sequence_parallel: bool = option(
@@ -76,7 +90,9 @@ class ParallelConfig:
     use_megatron_fsdp: bool = option(
         False, "Accepted for Megatron-LM's command lines: --data-parallel-sharding-strategy alone says what is shared."
     )
-    ddp_bucket_size: int | None = option(None, "Elements in a bucket of the data-parallel gradient reduction.")
+    ddp_bucket_size: int | None = option(
+        None, "Elements in a bucket of the data-parallel gradient reduction.", at_least=1
+    )
     ddp_average_in_collective: bool = option(False, "Average gradients inside the data-parallel collective.")
     distributed_backend: Literal["nccl", "gloo"] | None = option(
         None, "torch.distributed backend; by default nccl where there are GPUs, else gloo."
@@ -86,6 +102,7 @@ class ParallelConfig:
         "How long a collective or a message may wait for a rank that is alive but stuck (fractions allowed; default: "
         "10, or three times the step that --cost-profile or --hardware predicts, if that is longer). A rank that died "
         "is noticed at once: its connections close and torchrun ends the other ranks.",
+        more_than=0,
     )
     stall_timeout_seconds: float | None = option(
         None,

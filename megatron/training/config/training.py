@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from helixpipe.common.flags import option
+from helixpipe.common.ranges import MOST_SAMPLES, MOST_STEPS
 
 
 @dataclass(frozen=True)
@@ -13,9 +14,12 @@ class TrainingConfig:
     """How the model is trained. After validation `global_batch_size` and the weight-decay range are filled in."""
 
     # batch and length
-    micro_batch_size: int | None = option(None, "Sequences a rank processes at a time.")
+    micro_batch_size: int | None = option(None, "Sequences a rank processes at a time.", at_least=1)
     global_batch_size: int | None = option(
-        None, "Sequences in one optimizer step; by default micro-batch-size x data-parallel size."
+        None,
+        "Sequences in one optimizer step; by default micro-batch-size x data-parallel size.",
+        at_least=1,
+        at_most=MOST_SAMPLES,
     )
     rampup_batch_size: tuple[int, ...] | None = option(
         None, "Grow the batch: START INCREMENT SAMPLES, from START by INCREMENT over SAMPLES samples.", nargs=3
@@ -23,8 +27,12 @@ class TrainingConfig:
     decrease_batch_size_if_needed: bool = option(
         False, "Shrink the batch to a multiple of micro-batch-size x data-parallel size instead of refusing."
     )
-    train_iters: int | None = option(None, "Iterations of the whole training; give this or --train-samples.")
-    train_samples: int | None = option(None, "Samples of the whole training; give this or --train-iters.")
+    train_iters: int | None = option(
+        None, "Iterations of the whole training; give this or --train-samples.", at_least=1, at_most=MOST_STEPS
+    )
+    train_samples: int | None = option(
+        None, "Samples of the whole training; give this or --train-iters.", at_least=1, at_most=MOST_SAMPLES
+    )
     skip_train: bool = option(False, "Only evaluate on the validation and test data, then exit.")
     # learning rate and weight decay
     lr: float | None = option(None, "Peak learning rate.")
@@ -35,16 +43,22 @@ class TrainingConfig:
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = option(
         "exponential", "Shape of the last phase of WSD."
     )
-    lr_decay_iters: int | None = option(None, "Iterations until --min-lr is reached; by default train-iters.")
-    lr_decay_samples: int | None = option(None, "Samples until --min-lr is reached; by default train-samples.")
+    lr_decay_iters: int | None = option(
+        None, "Iterations until --min-lr is reached; by default train-iters.", at_least=1
+    )
+    lr_decay_samples: int | None = option(
+        None, "Samples until --min-lr is reached; by default train-samples.", at_least=1
+    )
     lr_wsd_decay_iters: int | None = option(None, "Iterations of the last phase of WSD.")
     lr_wsd_decay_samples: int | None = option(None, "Samples of the last phase of WSD.")
     lr_warmup_fraction: float | None = option(None, "Warm-up as a fraction of the decay's length.")
-    lr_warmup_iters: int = option(0, "Iterations of linear warm-up.")
-    lr_warmup_samples: int = option(0, "Samples of linear warm-up.")
+    lr_warmup_iters: int = option(0, "Iterations of linear warm-up.", at_least=0)
+    lr_warmup_samples: int = option(0, "Samples of linear warm-up.", at_least=0)
     lr_warmup_init: float = option(0.0, "Learning rate at the start of the warm-up.")
-    decoupled_lr: float | None = option(None, "Peak learning rate of the embedding and the output layer.")
-    decoupled_min_lr: float | None = option(None, "Final learning rate of the embedding and the output layer.")
+    decoupled_lr: float | None = option(None, "Peak learning rate of the embedding and the output layer.", at_least=0)
+    decoupled_min_lr: float | None = option(
+        None, "Final learning rate of the embedding and the output layer.", at_least=0
+    )
     override_opt_param_scheduler: bool = option(
         False,
         "Take the learning-rate schedule from these flags, not from the checkpoint.",
@@ -55,7 +69,7 @@ class TrainingConfig:
         "Take the learning-rate schedule from the checkpoint, not from these flags.",
         flags=["--use-checkpoint-opt-param-scheduler", "--use-checkpoint-opt_param-scheduler"],
     )
-    weight_decay: float = option(0.01, "Weight decay.")
+    weight_decay: float = option(0.01, "Weight decay.", at_least=0)
     start_weight_decay: float | None = option(None, "First value when the weight decay changes over training.")
     end_weight_decay: float | None = option(None, "Last value when the weight decay changes over training.")
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = option(
@@ -63,11 +77,11 @@ class TrainingConfig:
     )
     # optimizer
     optimizer: Literal["adam", "sgd"] = option("adam", "Optimizer (adam is AdamW).")
-    adam_beta1: float = option(0.9, "Adam: decay of the first moment.")
-    adam_beta2: float = option(0.999, "Adam: decay of the second moment.")
-    adam_eps: float = option(1e-8, "Adam: term added to the denominator.")
-    sgd_momentum: float = option(0.9, "SGD: momentum.")
-    clip_grad: float = option(1.0, "Clip the global gradient norm to this; 0 turns clipping off.")
+    adam_beta1: float = option(0.9, "Adam: decay of the first moment.", at_least=0, less_than=1)
+    adam_beta2: float = option(0.999, "Adam: decay of the second moment.", at_least=0, less_than=1)
+    adam_eps: float = option(1e-8, "Adam: term added to the denominator.", at_least=0)
+    sgd_momentum: float = option(0.9, "SGD: momentum.", at_least=0, less_than=1)
+    clip_grad: float = option(1.0, "Clip the global gradient norm to this; 0 turns clipping off.", at_least=0)
     enable_optimizer_post_validation: bool = option(
         False,
         "Start the next step before the norm of the gradients is known, and go back where it had to be clipped: the "
@@ -79,7 +93,10 @@ class TrainingConfig:
         "--use-distributed-optimizer and --bf16 or --fp16.",
     )
     optimizer_offload_fraction: float = option(
-        1.0, "--optimizer-cpu-offload: share of the weights, from 0 to 1, whose state is on the host."
+        1.0,
+        "--optimizer-cpu-offload: share of the weights, from 0 to 1, whose state is on the host.",
+        at_least=0,
+        at_most=1,
     )
     use_precision_aware_optimizer: bool = option(
         False, "What Megatron-LM wants beside --optimizer-cpu-offload, which implies it here; not offered without."
@@ -99,11 +116,11 @@ class TrainingConfig:
     # precision
     bf16: bool = option(False, "Compute in bfloat16, with float32 main weights.")
     fp16: bool = option(False, "Compute in float16 with loss scaling, with float32 main weights.")
-    loss_scale: float | None = option(None, "fp16: fixed loss scale; by default the scale adapts.")
-    initial_loss_scale: float = option(2.0**32, "fp16: first value of the adaptive loss scale.")
-    min_loss_scale: float = option(1.0, "fp16: least value of the adaptive loss scale.")
-    loss_scale_window: float = option(1000, "fp16: iterations without overflow before the scale grows.")
-    hysteresis: int = option(2, "fp16: overflows before the scale shrinks.")
+    loss_scale: float | None = option(None, "fp16: fixed loss scale; by default the scale adapts.", more_than=0)
+    initial_loss_scale: float = option(2.0**32, "fp16: first value of the adaptive loss scale.", more_than=0)
+    min_loss_scale: float = option(1.0, "fp16: least value of the adaptive loss scale.", more_than=0)
+    loss_scale_window: float = option(1000, "fp16: iterations without overflow before the scale grows.", at_least=1)
+    hysteresis: int = option(2, "fp16: overflows before the scale shrinks.", at_least=1)
     accumulate_allreduce_grads_in_fp32: bool = option(
         False, "Accumulate and reduce gradients in float32; always so with --bf16 unless --grad-reduce-in-bf16."
     )
@@ -117,11 +134,11 @@ class TrainingConfig:
         "--variable-seq-lengths, which does so always.",
     )
     # randomness
-    seed: int = option(1234, "Seed of weights, data order and dropout.")
+    seed: int = option(1234, "Seed of weights, data order and dropout.", at_least=0, at_most=2**32 - 1)
     deterministic_mode: bool = option(False, "Use deterministic kernels only.")
     # stopping
-    exit_interval: int | None = option(None, "Save and exit after an iteration divisible by this.")
-    exit_duration_in_mins: float | None = option(None, "Save and exit after this many minutes.")
+    exit_interval: int | None = option(None, "Save and exit after an iteration divisible by this.", at_least=1)
+    exit_duration_in_mins: float | None = option(None, "Save and exit after this many minutes.", at_least=0)
     exit_signal_handler: bool = option(
         True,
         "Save and exit on SIGTERM, SIGINT and SIGHUP, as is always done; --no-exit-signal-handler lets them kill the "

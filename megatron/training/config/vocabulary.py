@@ -8,14 +8,19 @@ from megatron.training.config.container import Config
 
 def padded_vocabulary(config: Config, tokenizer: int) -> int:
     """Rows of the model's embedding: as the flags say, else for a tokenizer with so many tokens."""
-    data = config.data
-    if data.padded_vocab_size is not None:
-        return data.padded_vocab_size
+    data, tp = config.data, config.parallel.tensor_model_parallel_size
     size = data.vocab_size if data.vocab_size is not None else tokenizer
     if data.vocab_size is not None and data.tokenizer_type == "NullTokenizer":
         size = data.vocab_size + 1  # the end of a document comes after the numbers that the flag counts
+    if data.padded_vocab_size is not None:
+        if data.padded_vocab_size < size or data.padded_vocab_size % tp:
+            raise UserError(
+                f"--padded-vocab-size {data.padded_vocab_size} must be at least {size}, the size of the vocabulary, "
+                f"and a multiple of --tensor-model-parallel-size {tp}."
+            )
+        return data.padded_vocab_size
     multiple = config.model.make_vocab_size_divisible_by
-    return padded_vocab_size(size, multiple, config.parallel.tensor_model_parallel_size)
+    return padded_vocab_size(size, multiple, tp)
 
 
 def padded_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tensor_model_parallel_size: int) -> int:

@@ -108,7 +108,7 @@ class DataOptions:
         if self.sft and self.mock_data:
             raise UserError("--sft reads conversations from .jsonl files, so --mock-data does not go with it")
         if sum([bool(self.data_path), any(per_split), self.mock_data]) != 1:
-            raise UserError("give exactly one of --data-path, --train-data-path or --mock-data")
+            raise UserError("give exactly one of --data-path, --train-data-path or --mock-data.")
         if any(per_split) and not self.train_data_path:
             raise UserError("--valid-data-path and --test-data-path need --train-data-path")
         if self.split is not None and not self.data_path:

@@ -42,6 +42,11 @@ def attention_heads(config: Config) -> Config:
                 f"{nearest(hidden, heads)}, unless --kv-channels is given."
             )
         config = config.replace("model", kv_channels=hidden // heads)
+    channels = checked(config.model.kv_channels)
+    if config.model.position_embedding_type == "rope" and channels % 2:
+        raise UserError(
+            f"--kv-channels {channels} must be even with --position-embedding-type rope, which rotates pairs of them."
+        )
     return config
 
 

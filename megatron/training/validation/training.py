@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from helixpipe.common.errors import UserError
+from helixpipe.common.ranges import MOST_MICROBATCHES
 from megatron.training.config import Config
 from megatron.training.validation.documents import documents_a_step
 from megatron.training.validation.wording import checked, listing, nearest
@@ -24,6 +25,11 @@ def batch_size(config: Config) -> Config:
         raise UserError(
             f"--global-batch-size {size} must be a multiple of --micro-batch-size {training.micro_batch_size} x "
             f"data-parallel size {dp} = {unit}; the nearest valid values are {nearest(size, unit)}."
+        )
+    if size // unit > MOST_MICROBATCHES:
+        raise UserError(
+            f"--global-batch-size {size} means {size // unit} microbatches a step, of which there may be "
+            f"{MOST_MICROBATCHES}; make it smaller or --micro-batch-size larger."
         )
     return config.replace("training", global_batch_size=size)
 
@@ -146,7 +152,7 @@ def precision(config: Config) -> Config:
 def optimizer_on_host(config: Config) -> Config:
     """--optimizer-cpu-offload as megatron-core has it: of Adam's float32 weights and moments, where weights are in half
     precision and the distributed optimizer, which then keeps none of these on the device, has them."""
-    training, fraction = config.training, config.training.optimizer_offload_fraction
+    training = config.training
     if not training.optimizer_cpu_offload:
         if training.use_precision_aware_optimizer:
             raise UserError(
@@ -154,8 +160,6 @@ def optimizer_on_host(config: Config) -> Config:
                 "kept in float32."
             )
         return config
-    if not 0 <= fraction <= 1:
-        raise UserError(f"--optimizer-offload-fraction {fraction:g} must be at least 0 and at most 1.")
     for flag, fits in (
         ("--optimizer adam", training.optimizer == "adam"),
         ("--bf16 or --fp16", training.bf16 or training.fp16),

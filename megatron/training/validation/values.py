@@ -3,49 +3,10 @@
 from __future__ import annotations
 
 from helixpipe.common.errors import UserError
+from helixpipe.common.flags import check_ranges
 from megatron.training.config import Config
+from megatron.training.config.container import GROUPS
 from megatron.training.validation.wording import listing
-
-_AT_LEAST_1 = {
-    "model": (
-        "num_layers",
-        "hidden_size",
-        "ffn_hidden_size",
-        "num_attention_heads",
-        "kv_channels",
-        "num_query_groups",
-        "seq_length",
-        "max_position_embeddings",
-        "rotary_base",
-        "make_vocab_size_divisible_by",
-    ),
-    "parallel": (
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "context_parallel_size",
-        "num_layers_per_virtual_pipeline_stage",
-        "num_virtual_stages_per_pipeline_rank",
-        "ddp_bucket_size",
-    ),
-    "training": (
-        "micro_batch_size",
-        "global_batch_size",
-        "train_iters",
-        "train_samples",
-        "lr_decay_iters",
-        "lr_decay_samples",
-        "exit_interval",
-    ),
-    "data": ("vocab_size", "padded_vocab_size", "max_tokens"),
-    "checkpoint": ("save_interval", "save_retain_interval", "ckpt_step"),
-    "logging": ("log_interval", "tensorboard_log_interval", "tensorboard_queue_size"),
-}
-_AT_LEAST_0 = {
-    "model": ("chunk_size", "loss_chunk_size"),
-    "training": ("clip_grad", "exit_duration_in_mins", "seed"),
-    "data": ("num_workers",),
-    "logging": ("eval_interval", "eval_iters"),
-}
 
 _TIMEOUT_MINUTES = 10.0
 """torch's timeout at least, by default: Megatron-LM's. Ranks wait for each other in more than steps: while checkpoints
@@ -73,26 +34,11 @@ def required_flags(config: Config) -> Config:
 
 
 def ranges(config: Config) -> Config:
-    """Sizes, counts and intervals are not 0 or negative; probabilities are probabilities."""
-    for least, table in ((1, _AT_LEAST_1), (0, _AT_LEAST_0)):
-        for group, names in table.items():
-            for name in names:
-                value = getattr(getattr(config, group), name)
-                if value is not None and value < least:
-                    raise UserError(f"{_flag(name)} {value} must be at least {least}.")
-    for name in ("attention_dropout", "hidden_dropout"):
-        value = getattr(config.model, name)
-        if not 0 <= value < 1:
-            raise UserError(f"{_flag(name)} {value:g} must be at least 0 and less than 1.")
-    if not 0 < config.model.rotary_percent <= 1:
-        raise UserError(f"--rotary-percent {config.model.rotary_percent:g} must be more than 0 and at most 1.")
-    if config.parallel.memory_limit is not None and not config.parallel.memory_limit > 0:
-        raise UserError(f"--memory-limit {config.parallel.memory_limit:g} must be more than 0 GiB.")
-    if config.parallel.host_memory is not None and not config.parallel.host_memory > 0:
-        raise UserError(f"--host-memory {config.parallel.host_memory:g} must be more than 0 GiB.")
-    minutes = config.parallel.distributed_timeout_minutes
-    if minutes is not None and not minutes > 0:
-        raise UserError(f"--distributed-timeout-minutes {minutes:g} must be more than 0.")
+    """Every value lies in the range that stands beside its flag."""
+    for group in (*GROUPS, "schedule_options"):
+        options = getattr(config, group)
+        if options is not None:
+            check_ranges(options)
     return config
 
 
@@ -117,7 +63,3 @@ def timeouts(config: Config, step: float | None) -> Config:
             "seconds, and at least 0 (never)."
         )
     return config
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
