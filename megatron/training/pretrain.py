@@ -21,6 +21,7 @@ from helixpipe.watch.position import Patience, Position
 from megatron.training.arguments import print_arguments
 from megatron.training.config import Config, core
 from megatron.training.data.datasets import build_datasets
+from megatron.training.data.identity import identities
 from megatron.training.data.loading import Isolation, batch_iterator
 from megatron.training.data.options import DataOptions
 from megatron.training.data.samplers import MicrobatchSampler, consumed_valid_samples, samples_needed
@@ -67,6 +68,7 @@ def _run(
 ) -> None:
     # These import megatron-core, which `prepare` has to see first.
     from megatron.training.checkpoint.checkpointing import Progress, read_arguments
+    from megatron.training.checkpoint.ranks import on_first
     from megatron.training.data.tokenizer import build_tokenizer
     from megatron.training.log.log import TrainingLog, build_timers, parameters_line
     from megatron.training.log.metrics import MetricsWriter
@@ -98,8 +100,12 @@ def _run(
         say(_summary(config, pipeline, evaluation_size, total))
         say_kernels(state, config, chunked=pipeline.program(evaluation_size).num_chunks > 1)
 
+    data_options = DataOptions.from_flags(
+        config.data, seq_length=config.model.seq_length or 0, seed=config.training.seed
+    )
+    arguments = {**config.flat(), **on_first(lambda: identities(data_options, tokenizer), "data")}
     checkpointer.keep(state.sharded)
-    loaded = checkpointer.load(state.model, state.optimizer, scheduler)
+    loaded = checkpointer.load(state.model, state.optimizer, scheduler, arguments)
     progress = loaded[0] if loaded is not None else Progress()
     make_feed = _document_feed if config.data.variable_seq_lengths else _sample_feed
     feed = make_feed(config, parallel, pipeline, tokenizer, schedule, length, progress)
@@ -114,6 +120,7 @@ def _run(
             length=length,
             feed=feed,
             checkpointer=checkpointer,
+            arguments=arguments,
             progress=progress,
             log=TrainingLog(
                 config,

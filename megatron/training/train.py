@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,6 +56,8 @@ class Trainer:
     log: TrainingLog
     timers: Any
     stop: StopCheck
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Kept in checkpoints: the flags, and what identifies the data."""
     position: Position = field(default_factory=Position)
 
     def __post_init__(self) -> None:
@@ -275,7 +277,7 @@ class Trainer:
         with self.log.paused(), self._timed("save-checkpoint", Patience.ENDLESS):
             try:
                 self.checkpointer.save(
-                    self.progress, self.state.model, self.state.optimizer, self.scheduler, self.config.flat()
+                    self.progress, self.state.model, self.state.optimizer, self.scheduler, dict(self.arguments)
                 )
                 self._not_saved = None
             except CheckpointError as error:

@@ -19,8 +19,16 @@ def test_relaunching_with_the_same_flags_goes_on_and_other_flags_replace_nothing
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "save").rglob("*")}
     assert "iteration 2 of 2" in run_forked(Launch("finished", again, ranks=1)).done().output
 
+    longer = again.replace("--train-iters 2", "--train-iters 4")
+    other = run_forked(Launch("other vocabulary", f"{longer} --vocab-size 99", ranks=1))
+    assert "was trained with other tokenizer (--vocab-size 100)" in other.sentence()
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "save").rglob("*")} == before
+    more = run_forked(Launch("longer", longer, ranks=1)).done()
+    assert "training is longer than the checkpoint's" in more.output and sorted(more.losses()) == [3, 4]
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "save").rglob("*")}
+
     unloaded = run_forked(Launch("without --load", f"{RUN} --train-iters 1 --save {tmp_path}/save", ranks=1))
-    assert "up to iteration 2" in unloaded.sentence() and "--overwrite-checkpoints" in unloaded.sentence()
+    assert "up to iteration 4" in unloaded.sentence() and "--overwrite-checkpoints" in unloaded.sentence()
     empty = run_forked(Launch("nothing to load", f"{RUN} --train-iters 1 --load {tmp_path}", ranks=1))
     assert f"--load {tmp_path} holds no checkpoint" in empty.sentence()
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "save").rglob("*")} == before

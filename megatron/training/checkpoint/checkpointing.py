@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import random
 from argparse import Namespace
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from helixpipe.common.errors import CheckpointError
 from helixpipe.model.device import redirect
 from megatron.training.checkpoint import folder as folders
-from megatron.training.checkpoint import known, tensors
+from megatron.training.checkpoint import known, resumed, tensors
 from megatron.training.checkpoint import optimizer as optimizers
 from megatron.training.checkpoint.options import CheckpointOptions
 from megatron.training.checkpoint.ranks import DamagedError, gather, on_first, say, together
@@ -146,8 +147,12 @@ class Checkpointer:
 
     # ------------------------------------------------------------------------------------------------------------ load
 
-    def load(self, model: Any, optimizer: Any | None, scheduler: Any | None) -> tuple[Progress, dict[str, Any]] | None:
+    def load(
+        self, model: Any, optimizer: Any | None, scheduler: Any | None, arguments: Mapping[str, Any] | None = None
+    ) -> tuple[Progress, dict[str, Any]] | None:
         """Restore the newest usable checkpoint of --load, in place: (progress, its `args`).
+
+        arguments: the flags of this run, as `save` is given them, to see what differs; None: nothing may.
 
         None, with model and optimizer untouched, without --load or when the directory holds no checkpoint. Says on rank
         0, in one line each, which folders are damaged. Raises CheckpointError when all are, when the checkpoint is of
@@ -174,7 +179,7 @@ class Checkpointer:
         for name in found.names:
             try:
                 with tensors.quiet(), redirect(), whole_weights(self._sharded):
-                    result = self._load_folder(directory / name, model, optimizer, scheduler)
+                    result = self._load_folder(directory / name, model, optimizer, scheduler, arguments)
             except DamagedError as damage:
                 reasons.append(f"{name}: {damage}")
                 say(f"WARNING: checkpoint {directory / name} is not usable: {damage}")
@@ -188,7 +193,12 @@ class Checkpointer:
         raise CheckpointError(f"no checkpoint in --load {directory} is usable ({'; '.join(reasons)}).")
 
     def _load_folder(
-        self, folder: Path, model: Any, optimizer: Any | None, scheduler: Any | None
+        self,
+        folder: Path,
+        model: Any,
+        optimizer: Any | None,
+        scheduler: Any | None,
+        arguments: Mapping[str, Any] | None,
     ) -> tuple[Progress, dict[str, Any]]:
         """Load one folder; raises DamagedError, on all ranks, to have the next tried."""
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -207,6 +217,11 @@ class Checkpointer:
         weights_only = self._options.finetune or folder.name == folders.RELEASE
         wanted = None if self._options.no_load_optim or weights_only else optimizer
         own, old = None if wanted is None else saved_optimizer(wanted, self._sharded, self._metadata()), ""
+
+        if not weights_only and arguments is not None:
+            resumed.check_identities(
+                vars(common.get("args", Namespace())), arguments, self._options.resume_with_other, folder
+            )
 
         def request() -> dict[str, Any]:
             nonlocal old
@@ -235,7 +250,7 @@ class Checkpointer:
             if own is not None:
                 own.load(optimizers.convert(state["optimizer"], common, old, own.saved_as))
                 if scheduler is not None:
-                    tensors.load_scheduler(scheduler, common, folder)
+                    resumed.load_scheduler(scheduler, common, folder, arguments)
             elif optimizer is not None:
                 optimizer.reload_model_params()
             if "rng_state" in state:

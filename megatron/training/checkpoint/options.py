@@ -19,6 +19,7 @@ class CheckpointOptions:
     save_retain_interval: int | None = None
     overwrite_checkpoints: bool = False
     trust_checkpoint: bool = False
+    resume_with_other: tuple[str, ...] = ()
     no_save_optim: bool = False
     no_save_rng: bool = False
     no_load_optim: bool = False

@@ -120,19 +120,6 @@ def check_tensors(state: dict[str, Any], saved: dict[str, Any], folder: Path) ->
             raise CheckpointError(f"{folder} holds {tensor.key} of shape {found}, but these flags make it {wanted}.")
 
 
-def load_scheduler(scheduler: Any, common: dict[str, Any], folder: Path) -> None:
-    if "opt_param_scheduler" not in common:
-        return
-    try:
-        scheduler.load_state_dict(common["opt_param_scheduler"])
-    except AssertionError as error:
-        detail = str(error).removeprefix("OptimizerParamScheduler: ")
-        raise CheckpointError(
-            f"{folder} was trained with another learning-rate schedule ({detail}); choose the flags' with "
-            "--override-opt-param-scheduler or the checkpoint's with --use-checkpoint-opt-param-scheduler."
-        ) from None
-
-
 def set_rng_state(state: dict[str, Any]) -> None:
     random.setstate(state["random_rng_state"])
     np.random.set_state(state["np_rng_state"])

@@ -32,6 +32,13 @@ class CheckpointConfig:
     trust_checkpoint: bool = option(
         False, "Load also what is not known to be part of a checkpoint, which may run code of whoever wrote it."
     )
+    resume_with_other: tuple[str, ...] = option(
+        (),
+        "Resume although the tokenizer, or the data, is not that of the checkpoint; --finetune and --no-load-optim are "
+        "other things.",
+        choices=("tokenizer", "data"),
+        nargs="+",
+    )
     no_save_optim: bool = option(False, "Leave the optimizer out of checkpoints.")
     no_save_rng: bool = option(False, "Leave the random state out of checkpoints.")
     no_load_optim: bool = option(False, "Do not load the optimizer.")

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 
 from helixpipe.common.errors import DataError
+from megatron.training.data.arrays import numbers_only
 from megatron.training.data.boundaries import check_boundaries, end_of_document
 from megatron.training.data.document_splits import build_orders, padded
 from megatron.training.data.indexed_files import IndexedFile, check_vocabulary, read_indexed_file
@@ -240,10 +241,10 @@ def _build(options: DataOptions, tokenizer: Any, source: _Source, cache: str | N
     if source.blend_per_split is None:
         config.split_matrix = source.matrix
     try:
-        with _quiet():
+        with _quiet(), numbers_only():
             kind = MockGPTDataset if config.mock else GPTDataset
             return Builder(kind, list(source.samples), lambda: True, config).build()
-    except OSError:
+    except (OSError, DataError):
         raise  # the caller knows the folder
     except Exception as error:
         raise DataError(f"the data index cannot be built: {type(error).__name__}: {error}") from error

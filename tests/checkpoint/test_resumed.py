@@ -1,0 +1,103 @@
+"""What may differ between a checkpoint and the run that resumes from it."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from helixpipe.common.errors import CheckpointError
+from megatron.training.checkpoint import resumed
+from megatron.training.checkpoint.resumed import check_identities, load_scheduler
+
+FOLDER = Path("saved/iter_0000001")
+
+
+def scheduler(samples: int, **changes: Any) -> OptimizerParamScheduler:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    optimizer.param_groups[0].update(max_lr=1.0, min_lr=0.0)
+    values: dict[str, Any] = {
+        "init_lr": 0.0, "max_lr": 1.0, "min_lr": 0.0, "lr_warmup_steps": 0, "lr_decay_steps": samples,
+        "lr_decay_style": "linear", "start_wd": 0.1, "end_wd": 0.1, "wd_incr_steps": samples,
+        "wd_incr_style": "constant", "use_checkpoint_opt_param_scheduler": False,
+    }  # fmt: skip
+    return OptimizerParamScheduler(optimizer, **{**values, **changes})
+
+
+def saved(samples: int = 100, at: int = 50, **arguments: Any) -> dict[str, Any]:
+    made = scheduler(samples)
+    made.step(at)
+    return {"opt_param_scheduler": made.state_dict(), "args": Namespace(**arguments)}
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    lines: list[str] = []
+    monkeypatch.setattr(resumed, "say", lines.append)
+    return lines
+
+
+@pytest.mark.parametrize(("samples", "word", "rate"), [(200, "longer", 0.75), (80, "shorter", 0.375)])
+def test_another_length_of_training_just_works(said: list[str], samples: int, word: str, rate: float) -> None:
+    now = scheduler(samples)
+    load_scheduler(now, saved(), FOLDER, {"lr_decay_iters": None})
+    assert now.num_steps == 50 and now.get_lr(now.optimizer.param_groups[0]) == pytest.approx(rate)
+    (line,) = said
+    assert f"training is {word}" in line and f"over {samples} samples instead of 100" in line
+    assert f"from 5.000000E-01 to {rate:.6E}" in line
+
+
+def test_the_same_length_needs_no_word(said: list[str]) -> None:
+    load_scheduler(scheduler(100), saved(), FOLDER, {})
+    assert said == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags", "arguments"),
+    [
+        ({"max_lr": 2.0}, {}, {}),
+        ({"lr_decay_style": "cosine"}, {}, {}),
+        ({}, {"lr_decay_iters": 20}, {}),
+        ({}, {"lr_decay_iters": 20}, {"lr_decay_iters": 20}),
+        ({}, {}, {"global_batch_size": 3}),
+        ({"lr_warmup_steps": 5}, {}, {}),
+    ],
+)
+def test_other_differences_are_refused(
+    said: list[str], changes: dict[str, Any], flags: dict[str, Any], arguments: dict[str, Any]
+) -> None:
+    with pytest.raises(CheckpointError, match=r"another learning-rate schedule .*--override-opt-param-scheduler"):
+        load_scheduler(scheduler(200, **changes), saved(**arguments), FOLDER, flags)
+    assert said == []
+
+
+def test_a_warm_up_that_is_a_share_grows_with_the_length(said: list[str]) -> None:
+    common = saved(lr_warmup_fraction=0.1)
+    now = scheduler(200, lr_warmup_steps=20)
+    load_scheduler(now, common, FOLDER, {"lr_warmup_fraction": 0.1})
+    assert now.lr_warmup_steps == 20 and len(said) == 1
+
+
+def test_without_the_flags_nothing_may_differ(said: list[str]) -> None:
+    with pytest.raises(CheckpointError):
+        load_scheduler(scheduler(200), saved(), FOLDER)
+
+
+@pytest.mark.parametrize("what", ["tokenizer", "data"])
+def test_other_data_or_another_tokenizer_is_refused_unless_wanted(what: str) -> None:
+    identity, (name, *_) = resumed.IDENTITIES[what]
+    before, now = {identity: "1", name: "before"}, {identity: "2", name: "now"}
+    with pytest.raises(CheckpointError) as caught:
+        check_identities(before, now, (), FOLDER)
+    flag = "--" + name.replace("_", "-")
+    assert f"trained with other {what} ({flag} before)" in str(caught.value)
+    assert f"--resume-with-other {what}." in str(caught.value)
+    with pytest.raises(CheckpointError, match="files of the same names"):
+        check_identities({identity: "1"}, {identity: "2"}, (), FOLDER)
+    check_identities(before, now, (what,), FOLDER)
+    check_identities(before, {**before}, (), FOLDER)
+    check_identities({}, now, (), FOLDER)  # another program's
