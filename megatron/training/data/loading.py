@@ -101,8 +101,8 @@ class _Collation:
 
 def _settle_worker(worker: int) -> None:
     """Tie a loader process to its rank. Launchers send SIGTERM to all processes of a job, terminals SIGINT and SIGHUP,
-    but this one has to go on for the step that comes before saving. And it must not outlive a killed rank, whose connections it inherited: the other
-    ranks would not see them close (torch's own watch takes 5 s)."""
+    but this one has to go on for the step that comes before saving. And it must not outlive a killed rank,
+    whose connections it inherited: the other ranks would not see them close (torch's own watch takes 5 s)."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     end_with_parent()
