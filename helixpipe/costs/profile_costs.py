@@ -105,7 +105,7 @@ class Profile:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise UserError(f"{flag}: cannot read {path}: {error.strerror or error}.") from None
-        except ValueError:  # of JSON or of UTF-8
+        except (ValueError, RecursionError):  # of JSON or of UTF-8; nested too deeply
             raise UserError(f"{flag}: {path} is not JSON; `helixpipe profile` writes such files.") from None
         if not isinstance(content, dict) or content.get("format") != _FORMAT:
             raise UserError(f"{flag}: {path} was not written by `helixpipe profile`.")

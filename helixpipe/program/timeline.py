@@ -133,7 +133,7 @@ class Timeline:
             return cls(str(data["title"]), int(data["ranks"]), ops, messages, str(data["unit"]), copies, sharing)
         except OSError as error:
             raise UserError(f"cannot read the timeline {path}: {error.strerror}.") from None
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(f"{path} is not a timeline file ({type(error).__name__}: {error}).") from None
 
 

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from helixpipe.common.errors import UserError
-from megatron.training.config import CheckpointConfig
+from helixpipe.planning.plan import Plans
+from megatron.training.config import CheckpointConfig, Config
 from megatron.training.process.lifetime import end_with_parent
 from megatron.training.process.output import complain
 
@@ -49,12 +50,12 @@ def run(started: float, argv: Sequence[str] | None = None) -> int:
     try:
         pretrain(config, plans, started)
     except UserError as error:
-        _tell(str(error))
+        _tell(error)
         _leave(error.status)
     except KeyboardInterrupt:
         _leave(130)
     except BaseException as error:
-        _explain(error, config.launch.rank)
+        _explain(error, config, plans)
         _leave(1)
     return 0
 
@@ -68,10 +69,13 @@ def _saved_arguments(options: CheckpointConfig) -> dict[str, Any] | None:
     return read_arguments(options.load, options.ckpt_step, options.trust_checkpoint) if options.load else None
 
 
-def _tell(sentence: str) -> None:
+def _tell(error: UserError) -> None:
     """Print a sentence that several ranks may have, once: whoever comes first, as the job's store knows."""
-    if _first_to_say(sentence):
-        complain(f"pretrain_gpt.py: {sentence}")
+    from megatron.training.process.meeting import MeetingError
+
+    alone = isinstance(error, MeetingError) and os.environ.get("LOCAL_RANK", "0") == "0"
+    if alone or _first_to_say(str(error)):
+        complain(f"pretrain_gpt.py: {error}")
 
 
 def _first_to_say(sentence: str) -> bool:
@@ -86,10 +90,20 @@ def _first_to_say(sentence: str) -> bool:
         return True
 
 
-def _explain(error: BaseException, rank: int) -> None:
+def _explain(error: BaseException, config: Config, plans: Plans[int]) -> None:
+    from torch import OutOfMemoryError
+
     from helixpipe.runtime.executor import ExecutionError
 
-    if any(words in str(error) for words in _LOST_CONNECTION):
+    rank, cause = config.launch.rank, error
+    while cause is not None and not isinstance(cause, OutOfMemoryError):
+        cause = cause.__cause__ or cause.__context__
+    if isinstance(cause, OutOfMemoryError):
+        from megatron.training.plan.out_of_memory import out_of_memory
+
+        if _first_to_say("out of memory"):
+            complain(f"pretrain_gpt.py: rank {rank}: {out_of_memory(config, plans, str(cause))}")
+    elif any(words in str(error) for words in _LOST_CONNECTION):
         sentence = (
             "lost the connection to another rank, which has ended; if it said why, that is printed above or below."
         )

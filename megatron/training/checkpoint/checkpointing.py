@@ -219,9 +219,10 @@ class Checkpointer:
         own, old = None if wanted is None else saved_optimizer(wanted, self._sharded, self._metadata()), ""
 
         if not weights_only and arguments is not None:
-            resumed.check_identities(
-                vars(common.get("args", Namespace())), arguments, self._options.resume_with_other, folder
-            )
+            saved = vars(common.get("args", Namespace()))
+            resumed.check_identities(saved, arguments, self._options.resume_with_other, folder)
+            if wanted is not None:
+                resumed.check_optimizer(saved, arguments, folder)
 
         def request() -> dict[str, Any]:
             nonlocal old
@@ -245,6 +246,8 @@ class Checkpointer:
 
         def apply() -> None:
             self._apply_model(model, state["model"], folder)
+            if arguments is not None and arguments.get("check_for_nan_in_loss_and_grad"):
+                resumed.check_finite(tensors.unwrap(model).named_parameters(), folder)
             if self._sharded is not None:
                 self._sharded.keep()
             if own is not None:

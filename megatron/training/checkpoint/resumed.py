@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,26 @@ def check_identities(
             f"{folder} was trained with other {what} ({was}); resume with that, or allow this with "
             f"--resume-with-other {what}."
         )
+
+
+def check_optimizer(saved: Mapping[str, Any], flags: Mapping[str, Any], folder: Path | str) -> None:
+    """Raise CheckpointError where the checkpoint has the state of another optimizer."""
+    before, now = saved.get("optimizer"), flags.get("optimizer")
+    if isinstance(before, str) and before != now and now is not None:
+        raise CheckpointError(
+            f"{folder} was trained with --optimizer {before}, not {now}; give that, or --no-load-optim to begin its "
+            "state anew."
+        )
+
+
+def check_finite(weights: Iterable[tuple[str, Any]], folder: Path | str) -> None:
+    """Raise CheckpointError where a weight that was loaded is not a number: training cannot mend that."""
+    for name, weight in weights:
+        if not bool(weight.detach().isfinite().all()):
+            raise CheckpointError(
+                f"{folder} holds NaN or infinity in {name}: that run had diverged before it was saved; load an older "
+                "checkpoint with --ckpt-step, or go on all the same with --no-check-for-nan-in-loss-and-grad."
+            )
 
 
 def load_scheduler(

@@ -189,6 +189,6 @@ def _per_split(path: str) -> dict[str, list[str]]:
     try:
         lists = json.loads(_read(flag, path))
         values = {f"{name}_data_path": [str(word) for word in lists[name]] for name in SPLITS if lists.get(name)}
-    except (ValueError, AttributeError, TypeError) as error:
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise UserError(f"{flag} {path} must hold a JSON object of lists under train, valid and test") from error
     return values

@@ -8,6 +8,7 @@ from typing import Any
 
 from helixpipe.common.errors import UserError
 from megatron.training.config import Config
+from megatron.training.process.output import complain
 
 
 class MetricsWriter:
@@ -58,18 +59,31 @@ class MetricsWriter:
         return self.tensorboard is not None or self._wandb is not None
 
     def scalars(self, values: Mapping[str, float], iteration: int, consumed_samples: int | None = None) -> None:
-        """Write values by tag; with `consumed_samples` also `TAG vs samples` (TensorBoard only)."""
+        """Write values by tag; with `consumed_samples` also `TAG vs samples` (TensorBoard only).
+
+        A full disk, which TensorBoard's own thread meets and the next call is told of, ends TensorBoard, not the run.
+        """
         if self.tensorboard is not None:
-            for tag, value in values.items():
-                self.tensorboard.add_scalar(tag, value, iteration)
-                if consumed_samples is not None:
-                    self.tensorboard.add_scalar(f"{tag} vs samples", value, consumed_samples)
+            try:
+                for tag, value in values.items():
+                    self.tensorboard.add_scalar(tag, value, iteration)
+                    if consumed_samples is not None:
+                        self.tensorboard.add_scalar(f"{tag} vs samples", value, consumed_samples)
+            except OSError as error:
+                self._give_up(error)
         if self._wandb is not None:
             self._wandb.log(dict(values), step=iteration)
+
+    def _give_up(self, error: OSError) -> None:
+        self.tensorboard = None
+        complain(f"WARNING: --tensorboard-dir cannot be written ({error.strerror or error}): nothing more goes there.")
 
     def close(self) -> None:
         """Write what is held back and close."""
         if self.tensorboard is not None:
-            self.tensorboard.close()
+            try:
+                self.tensorboard.close()
+            except OSError as error:
+                self._give_up(error)
         if self._wandb is not None:
             self._wandb.finish()

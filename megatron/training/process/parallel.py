@@ -14,6 +14,7 @@ import torch.distributed as dist
 from helixpipe.common.errors import UserError
 from helixpipe.model.device import device as current_device
 from megatron.training.config import Config
+from megatron.training.process.meeting import check_master
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,8 @@ def initialize(config: Config) -> Parallel:
         torch.cuda.set_device(launch.local_rank % torch.cuda.device_count())
     if "MASTER_ADDR" not in os.environ:  # started without torchrun: one process
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()), RANK="0", WORLD_SIZE="1")
+    else:
+        check_master(wait=min(parallel.timeout_seconds, 300.0))
     dist.init_process_group(backend, timeout=timedelta(seconds=parallel.timeout_seconds))
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
