@@ -7,9 +7,10 @@
     helixpipe memory 1f1b --model llama2-7b --seq-length 131072 --hardware h20 --nodes 8 --tensor-parallel 8
     helixpipe plan --schedule sppo --model sppo-7b --hardware a100-80 --gpus 32 --seq-length 524288
     helixpipe profile --model llama2-7b --seq-length 4096 --output profile.json
+    helixpipe train -p 2 --num-layers 4 --hidden-size 64 ...
 
 It is handed the catalogue (see `schedules.command`). It never imports torch (`profile` leaves that to the processes it
-starts), and what is slow to import (matplotlib, rich) only where it is used.
+starts, as does `train`), and what is slow to import (matplotlib, rich) only where it is used.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from helixpipe.cli import (
     command_plan,
     command_profile,
     command_simulate,
+    command_train,
 )
 from helixpipe.cli.parser import parsers
 from helixpipe.common.collector import collector_paused
@@ -42,6 +44,8 @@ def main(catalogue: Catalogue, argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code. Errors of the user's are one sentence on standard error."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
+        if arguments[:1] == ["train"]:  # its flags are those of another program
+            return command_train.run(arguments[1:])
         code = _run(arguments, catalogue)
         sys.stdout.flush()
     except UserError as error:

@@ -85,6 +85,12 @@ def parsers(schedules: Mapping[str, type]) -> tuple[FlagParser, dict[str, FlagPa
     )
     add_dataclass_arguments(profiling, ProfileOptions, title="what to measure")
 
+    training = subparsers.add_parser(
+        "train",
+        help="train a model on this host, one rank a GPU",
+        description="Start pretrain_gpt.py on each rank of this host: helixpipe train -p 2 [--ranks N] [its flags].",
+        add_help=False,
+    )
     for command in (simulating, weighing, drawing, checking):
         add_dataclass_arguments(command, ShapeOptions, title="size")
     for command in (simulating, weighing, drawing):
@@ -103,7 +109,7 @@ def parsers(schedules: Mapping[str, type]) -> tuple[FlagParser, dict[str, FlagPa
         add_dataclass_arguments(command, OutputOptions, title="output")
     add_dataclass_arguments(simulating, SimulateOptions, title="output of simulate")
     commands = {"list": listing, "simulate": simulating, "memory": weighing, "draw": drawing, "check": checking}
-    return parser, {**commands, "plan": planning, "profile": profiling}
+    return parser, {**commands, "plan": planning, "profile": profiling, "train": training}
 
 
 def _planning(subparsers: Any) -> FlagParser:

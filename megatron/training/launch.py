@@ -20,6 +20,9 @@ from megatron.training.process.output import complain
 _LOST_CONNECTION = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 """Parts of gloo's messages when the process at the other end is gone."""
 
+_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "HELIXPIPE_LAUNCHER")
+"""Variables that torchrun and `helixpipe train` set, which a rank does not outlive."""
+
 _WAIT_FOR_RANK_0 = 3.0  # seconds; torchrun ends the others as soon as rank 0 has ended
 
 
@@ -29,8 +32,8 @@ def run(started: float, argv: Sequence[str] | None = None) -> int:
     After a failure the process ends at once, without waiting for other ranks: their connections to it close, which ends
     them too. A mistake that all ranks see is told once, by rank 0.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank that no launcher watches would train on, against its successor
-        end_with_parent()
+    if any(name in os.environ for name in _LAUNCHERS):
+        end_with_parent()  # a rank that no launcher watches would train on, against its successor
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # torch's profiler tells of every start and stop
     gc.disable()  # while much is imported and all of it stays; `pretrain` turns it on again
     from megatron.training.arguments import parse_and_plan
@@ -39,10 +42,10 @@ def run(started: float, argv: Sequence[str] | None = None) -> int:
         config, plans = parse_and_plan(argv, load_checkpoint_args=_saved_arguments)
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":
-            complain(f"pretrain_gpt.py: {error}")
+            complain(f"helixpipe: {error}")
         else:
             time.sleep(_WAIT_FOR_RANK_0)  # the first rank to end makes torchrun stop the others: let rank 0 speak
-            complain(f"[Rank {os.environ['RANK']}] pretrain_gpt.py: {error}")  # rank 0 had nothing to say
+            complain(f"[Rank {os.environ['RANK']}] helixpipe: {error}")  # rank 0 had nothing to say
         return 2
 
     from megatron.training.pretrain import pretrain
@@ -75,7 +78,7 @@ def _tell(error: UserError) -> None:
 
     alone = isinstance(error, MeetingError) and os.environ.get("LOCAL_RANK", "0") == "0"
     if alone or _first_to_say(str(error)):
-        complain(f"pretrain_gpt.py: {error}")
+        complain(f"helixpipe: {error}")
 
 
 def _first_to_say(sentence: str) -> bool:
@@ -102,7 +105,7 @@ def _explain(error: BaseException, config: Config, plans: Plans[int]) -> None:
         from megatron.training.plan.out_of_memory import out_of_memory
 
         if _first_to_say("out of memory"):
-            complain(f"pretrain_gpt.py: rank {rank}: {out_of_memory(config, plans, str(cause))}")
+            complain(f"helixpipe: rank {rank}: {out_of_memory(config, plans, str(cause))}")
     elif any(words in str(error) for words in _LOST_CONNECTION):
         sentence = (
             "lost the connection to another rank, which has ended; if it said why, that is printed above or below."

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from megatron.training.config import Config
@@ -65,9 +65,11 @@ def iteration_line(
     nan: int,
     tflops: float | None = None,
     tokens_per_second: float | None = None,
+    remaining: float | None = None,
     now: datetime | None = None,
 ) -> str:
-    """The line about one interval; `seconds` is for one iteration, the throughputs for one GPU."""
+    """The line about one interval; `seconds` is for one iteration, the throughputs for one GPU, remaining: the seconds
+    that training still takes at this rate."""
     stamp = (now or datetime.now()).strftime("%Y-%m-%d %H:%M:%S.%f")
     fields = [
         f" [{stamp}] iteration {iteration:8d}/{total_iterations:8d}",
@@ -92,6 +94,8 @@ def iteration_line(
     if tokens_per_second is not None:
         fields.append(f"tokens per second per GPU: {tokens_per_second:.1f}")
     fields += [f"{name}: {figure_text(name, value)}" for name, value in result.figures.items()]
+    if remaining is not None:
+        fields.append(f"time left: {timedelta(seconds=round(remaining))}")
     return " | ".join(fields) + " |"
 
 
@@ -197,6 +201,7 @@ class TrainingLog:
         self._emit = emit
         self._last_rank = config.launch.rank == config.launch.world_size - 1
         self._interval = _Interval()
+        self._first = True  # of this run; unlike the others, so it has a line of its own
         self._start = clock()
 
     @contextmanager
@@ -219,7 +224,8 @@ class TrainingLog:
             interval.losses.append(result.loss)
         if self._writer.active and iteration % logging.tensorboard_log_interval == 0:
             self._write_metrics(iteration, consumed_samples, result)
-        if iteration % logging.log_interval == 0:
+        if self._first or iteration % logging.log_interval == 0 or iteration == self._total:
+            self._first = False
             self._write_line(iteration, consumed_samples, result)
             self._interval = _Interval()
             self._start = self._clock()
@@ -255,6 +261,7 @@ class TrainingLog:
                     nan=len(losses) - len(finite),
                     tflops=tflops if config.logging.log_throughput else None,
                     tokens_per_second=tokens,
+                    remaining=per_iteration * (self._total - iteration),
                 )
             )
         if self._report_memory:

@@ -26,7 +26,7 @@ def out_of_memory(config: Config, plans: Plans[int], said: str) -> str:
     found = re.search(r"Tried to allocate ([\d.]+ \w+)", said)
     there = re.search(r"total capacity of ([\d.]+ \w+)", said)
     asked = f" ({found[1]} more were asked for)" if found else ""
-    capacity = f", which has {there[1]}" if there else ""
+    capacity = f", which has {there[1]}," if there else ""
     needs = _needs(plans, config)
     sentence = (
         f"the GPU{capacity} is out of memory{asked}; a rank needs up to {needs / GIB:.3g} GiB on paper, as `helixpipe "

@@ -1,0 +1,160 @@
+"""`helixpipe train`: start pretrain_gpt.py on each rank of this host, and say last what went wrong. No torch here.
+
+torchrun does the same and more (several hosts, restarts); here the ranks' sentence is the last thing on the screen.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from types import FrameType
+
+from helixpipe.common.errors import UserError
+
+_PREFIX = "helixpipe: "
+_LEFT = 15.0  # seconds that the other ranks have to end after the first has failed
+
+_USAGE = """usage: helixpipe train [-p P] [--ranks N] [flags of pretrain_gpt.py]
+
+Train on this host: N ranks, by default one a GPU, or without GPUs as many as -p and --tensor-model-parallel-size need.
+-p is --pipeline-model-parallel-size; all others are flags of pretrain_gpt.py, which `pretrain_gpt.py --help` lists."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Start the ranks, forward signals to them, and return the status of the first that failed, or 0. Raises
+    UserError."""
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(_USAGE)
+        return 0
+    ranks, flags = _split(arguments)
+    command = [sys.executable, "-m", "megatron.training", *flags]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([path for path in sys.path if path]),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks))),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "HELIXPIPE_LAUNCHER": str(os.getpid()),
+    }
+    return _Ranks(command, environment, ranks).wait()
+
+
+class _Ranks:
+    """Processes that run side by side, and what they say of mistakes."""
+
+    def __init__(self, command: list[str], environment: dict[str, str], count: int) -> None:
+        self._told: list[str] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._previous = {number: signal.signal(number, self._forward) for number in _FORWARDED}
+        for rank in range(count):
+            own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            self._processes.append(
+                subprocess.Popen(command, env=own, stderr=subprocess.PIPE, start_new_session=True, bufsize=0)
+            )
+        self._readers = [threading.Thread(target=self._read, args=(each,), daemon=True) for each in self._processes]
+        for reader in self._readers:
+            reader.start()
+
+    def wait(self) -> int:
+        """Until all have ended; the others are killed a while after the first has failed."""
+        try:
+            status = 0
+            deadline = float("inf")
+            while any(each.poll() is None for each in self._processes):
+                failed = [each.returncode for each in self._processes if each.returncode not in (None, 0)]
+                if failed and not status:
+                    status, deadline = failed[0], time.monotonic() + _LEFT
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.05)
+            status = status or next((each.returncode for each in self._processes if each.returncode), 0)
+        finally:
+            for each in self._processes:
+                with suppress(ProcessLookupError):
+                    os.killpg(each.pid, signal.SIGKILL)  # what they have started, too
+                each.wait()
+            for number, handler in self._previous.items():
+                signal.signal(number, handler)
+        for reader in self._readers:
+            reader.join(2.0)
+        for line in dict.fromkeys(self._told):
+            print(line, file=sys.stderr)
+        return status if status >= 0 else 128 - status
+
+    def _read(self, process: subprocess.Popen[bytes]) -> None:
+        """Pass on what a rank complains of; its sentence about a mistake is kept for the end."""
+        assert process.stderr is not None
+        with process.stderr as stream:
+            for raw in stream:
+                line = raw.decode(errors="replace").rstrip("\n")
+                if line.startswith(_PREFIX):
+                    self._told.append(line)
+                else:
+                    sys.stderr.write(line + "\n")
+                    sys.stderr.flush()
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        for each in self._processes:
+            if each.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.kill(each.pid, number)
+
+
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def _split(arguments: Sequence[str]) -> tuple[int, list[str]]:
+    """The number of ranks, and the flags of the training program. Raises UserError."""
+    flags: list[str] = []
+    given: dict[str, str] = {}
+    words = iter(arguments)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name not in ("-p", "--ranks"):
+            flags.append(word)
+            continue
+        given[name] = value if equals else next(words, "")
+        if not given[name].isdecimal() or int(given[name]) < 1:
+            raise UserError(f"{name}: {given[name]!r} is not a number of ranks, which is 1 or more.")
+    if "-p" in given:
+        flags += ["--pipeline-model-parallel-size", given["-p"]]
+    if "--ranks" in given:
+        return int(given["--ranks"]), flags
+    return gpus() or _needed(flags), flags
+
+
+def _needed(flags: Sequence[str]) -> int:
+    """Ranks that one copy of the model takes; what is wrong with these flags the training program says."""
+    needed = 1
+    for name in ("--pipeline-model-parallel-size", "--tensor-model-parallel-size"):
+        found = re.findall(rf"(?:^|\s){name}[= ](\d+)", " ".join(flags))
+        needed *= max(1, int(found[-1])) if found else 1
+    return needed
+
+
+def gpus() -> int:
+    """GPUs of this host that its processes may use."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([each for each in visible.split(",") if each.strip() and each.strip() != "-1"])
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

@@ -1,0 +1,91 @@
+"""`helixpipe train`: ranks, ports and signals, and the sentence about a mistake last."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from helixpipe.cli import command_train
+from schedules import command
+
+RANK = """
+import os, signal, sys, time
+if "wrong" in sys.argv:
+    sys.stderr.write("helixpipe: --lr 0 is wrong.\\n"); sys.stderr.flush()
+    time.sleep(0.2 * int(os.environ["RANK"]))
+    sys.stderr.write("something else\\n"); sys.exit(2)
+if "waits" in sys.argv:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+    open(f"ready-{os.environ['RANK']}", "w").close()
+    time.sleep(60)
+open(f"rank-{os.environ['RANK']}", "w").write(" ".join([
+    *[os.environ[name] for name in ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")], *sys.argv[1:]
+]))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Ranks are a small program instead of the training program; no GPUs."""
+    package = tmp_path / "megatron" / "training"
+    package.mkdir(parents=True)
+    (package / "__main__.py").write_text(RANK)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "count", "flags"),
+    [
+        ("-p 2 --lr 1", 2, "--lr 1 --pipeline-model-parallel-size 2"),
+        ("--tensor-model-parallel-size 2 -p=1", 2, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 1"),
+        ("--ranks 3 -p 1", 3, "--pipeline-model-parallel-size 1"),
+        ("", 1, ""),
+    ],
+)
+def test_every_rank_is_started(folder: Path, arguments: str, count: int, flags: str) -> None:
+    assert command.main(["train", *arguments.split()]) == 0
+    started = [path.read_text().split(" ") for path in sorted(folder.glob("rank-*"))]
+    assert [words[:3] for words in started] == [[str(count), str(rank), "127.0.0.1"] for rank in range(count)]
+    assert all(" ".join(words[4:]) == flags for words in started)
+    assert len({words[3] for words in started}) == 1 and int(started[0][3]) > 0
+
+
+def test_one_rank_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2,5")
+    assert command_train.gpus() == 3
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert command_train.gpus() == 0
+
+
+def test_the_sentence_of_a_mistake_comes_last_and_once(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["train", "-p", "2", "wrong"]) == command.USER_ERROR
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[-1] == "helixpipe: --lr 0 is wrong." and lines.count(lines[-1]) == 1
+    assert lines.count("something else") == 2
+
+
+def test_signals_reach_every_rank(folder: Path) -> None:
+    def when_ready() -> None:
+        while len(list(folder.glob("ready-*"))) < 2:
+            threading.Event().wait(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    threading.Thread(target=when_ready, daemon=True).start()
+    assert command.main(["train", "-p", "2", "waits"]) == 7
+    assert signal.getsignal(signal.SIGTERM) is before and not list(folder.glob("rank-*"))
+
+
+@pytest.mark.parametrize("words", ["-p 0", "-p two", "--ranks", "--ranks=-1"])
+def test_no_number_of_ranks(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["train", *words.split()]) == command.USER_ERROR
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"helixpipe: {words.split()[0].split('=')[0]}: ") and line.endswith("1 or more.")
