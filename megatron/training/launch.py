@@ -93,15 +93,20 @@ def _first_to_say(sentence: str) -> bool:
         return True
 
 
+def _cause(error: BaseException | None, kind: type[Exception]) -> BaseException | None:
+    """The error of that kind that led to this one, or itself; None where there is none."""
+    while error is not None and not isinstance(error, kind):
+        error = error.__cause__ or error.__context__
+    return error
+
+
 def _explain(error: BaseException, config: Config, plans: Plans[int]) -> None:
     from torch import OutOfMemoryError
 
     from helixpipe.runtime.executor import ExecutionError
 
-    rank, cause = config.launch.rank, error
-    while cause is not None and not isinstance(cause, OutOfMemoryError):
-        cause = cause.__cause__ or cause.__context__
-    if isinstance(cause, OutOfMemoryError):
+    rank, cause = config.launch.rank, _cause(error, OutOfMemoryError)
+    if cause is not None:
         from megatron.training.plan.out_of_memory import out_of_memory
 
         if _first_to_say("out of memory"):

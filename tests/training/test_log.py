@@ -31,7 +31,7 @@ ITERATION = re.compile(
     rf"learning rate: {NUMBER} \| global batch size: [ \d]{{5}} \| (lm loss: {NUMBER} \| )?loss scale: \d+\.\d \| "
     r"(grad norm: \d+\.\d{3} \| )?(num zeros: \d+\.\d \| )?(params norm: \d+\.\d{3} \| )?"
     r"number of skipped iterations: [ \d]{3} \| number of nan iterations: [ \d]{3} \| "
-    r"tokens per second per GPU: \d+\.\d \|"
+    r"tokens per second per GPU: \d+\.\d \| time left: [\d:]+ \|"
 )
 
 
@@ -73,15 +73,26 @@ def result(loss: float | torch.Tensor = 2.0, **changes: float) -> StepResult:
 
 def test_the_iteration_line() -> None:
     run = Run("--log-interval 2 --log-throughput")
-    run.steps(1, result(2.0), result(torch.tensor(4.0)))
-    assert len(run.lines) == 1 and ITERATION.fullmatch(run.lines[0])
-    shown = run.lines[0].split("] ", 1)[1]
+    run.steps(1, result(9.0), result(9.0), result(2.0), result(torch.tensor(4.0)))
+    assert len(run.lines) == 3 and ITERATION.fullmatch(run.lines[2])
+    shown = run.lines[2].split("] ", 1)[1]
     assert shown == (
-        "iteration        2/      10 | consumed samples:            8 | elapsed time per iteration (ms): 2000.0 | "
+        "iteration        4/      10 | consumed samples:           16 | elapsed time per iteration (ms): 2000.0 | "
         "throughput per GPU (TFLOP/s/GPU): 1.0 | learning rate: 1.500000E-04 | global batch size:     4 | "
         "lm loss: 3.000000E+00 | loss scale: 1.0 | grad norm: 0.500 | number of skipped iterations:   0 | "
-        "number of nan iterations:   0 | tokens per second per GPU: 64.0 |"
+        "number of nan iterations:   0 | tokens per second per GPU: 64.0 | time left: 0:00:12 |"
     )
+
+
+def test_the_first_and_the_last_iteration_have_lines_of_their_own() -> None:
+    """Whatever the interval, also of a run that resumes; the first, which is slower, is not in the next mean."""
+    run = Run("--log-interval 4")
+    run.steps(6, result(), seconds=50.0)
+    run.steps(7, result(), result(), result(), result())
+    assert [line.split("iteration ")[1][:8].strip() for line in run.lines] == ["6", "8", "10"]
+    assert "(ms): 50000.0 " in run.lines[0] and "time left: 0:03:20 |" in run.lines[0]
+    assert "(ms): 2000.0 " in run.lines[1] and "time left: 0:00:00 |" in run.lines[2]
+    assert config().logging.log_interval == 10
 
 
 def test_throughput_is_for_one_gpu_and_optional() -> None:
@@ -93,12 +104,13 @@ def test_throughput_is_for_one_gpu_and_optional() -> None:
 
 def test_skipped_and_nan_iterations_are_counted_and_left_out_of_the_mean() -> None:
     run = Run("--log-interval 4")
+    run.steps(0, result(9.0))
     run.steps(1, result(1.0), result(math.nan), result(7.0, skipped=True), result(3.0))
-    assert ITERATION.fullmatch(run.lines[0])
-    assert "lm loss: 2.000000E+00" in run.lines[0]
-    assert "skipped iterations:   1 | number of nan iterations:   1 |" in run.lines[0]
+    assert ITERATION.fullmatch(run.lines[1])
+    assert "lm loss: 2.000000E+00" in run.lines[1]
+    assert "skipped iterations:   1 | number of nan iterations:   1 |" in run.lines[1]
     run.steps(5, *[result(skipped=True)] * 4)
-    assert "lm loss" not in run.lines[1] and ITERATION.fullmatch(run.lines[1])
+    assert "lm loss" not in run.lines[2] and ITERATION.fullmatch(run.lines[2])
 
 
 def test_optional_fields() -> None:
@@ -205,14 +217,15 @@ def test_timings_are_logged_and_written_with_every_line() -> None:
     chosen = config("--log-interval 2 --timing-log-level 1 --log-timers-to-tensorboard")
     log = TrainingLog(
         chosen,
-        total_iterations=2,
+        total_iterations=4,
         timers=timers,  # type: ignore[arg-type]
         report_memory=False,
         emit=lines.append,
     )
-    for iteration in (1, 2):
+    for iteration in (1, 2, 3, 4):
         log.step(iteration, iteration, result())
-    assert timers.calls == [(["optimizer"], 2, 2, False), (2, True)]
+    first, later = [(["optimizer"], 1, 1, False), (1, True)], [(["optimizer"], 4, 2, False), (2, True)]
+    assert timers.calls[:2] == first and timers.calls[-2:] == later
     assert lines[1] == "(min, max) time across ranks (ms): ..."
 
 
