@@ -2,6 +2,7 @@
 
     helixpipe list
     helixpipe simulate 1f1b -p 4 -m 8
+    helixpipe compare -p 4 -m 16
     helixpipe draw 1f1b interleaved-1f1b -o compare.png
     helixpipe check my_schedule.csv
     helixpipe memory 1f1b --model llama2-7b --seq-length 131072 --hardware h20 --nodes 8 --tensor-parallel 8
@@ -23,6 +24,7 @@ from types import MappingProxyType
 
 from helixpipe.cli import (
     command_check,
+    command_compare,
     command_draw,
     command_list,
     command_memory,
@@ -100,6 +102,7 @@ _COMMANDS: MappingProxyType[str, Callable[[argparse.Namespace], None]] = Mapping
         "draw": command_draw.run,
         "check": command_check.run,
         "plan": command_plan.run,
+        "compare": command_compare.run,
         "profile": command_profile.run,
     }
 )

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from helixpipe import __version__
+from helixpipe.cli.command_compare import CompareOptions
 from helixpipe.cli.command_plan import PlanOptions
 from helixpipe.cli.documents import BatchOptions
 from helixpipe.cli.model import ModelOptions
@@ -91,9 +92,18 @@ def parsers(schedules: Mapping[str, type]) -> tuple[FlagParser, dict[str, FlagPa
         description="Start pretrain_gpt.py on each rank of this host: helixpipe train -p 2 [--ranks N] [its flags].",
         add_help=False,
     )
-    for command in (simulating, weighing, drawing, checking):
+    comparing = subparsers.add_parser(
+        "compare",
+        help="schedules side by side",
+        description="Simulate schedules of one size, all of the catalogue by default: time, bubble, memory, fit.",
+    )
+    comparing.add_argument(
+        "schedules", nargs="*", metavar=_PROGRAM, help="names from `helixpipe list`, or files (default: all there are)"
+    )
+    add_dataclass_arguments(comparing, CompareOptions, title="sizes")
+    for command in (simulating, weighing, drawing, checking, comparing):
         add_dataclass_arguments(command, ShapeOptions, title="size")
-    for command in (simulating, weighing, drawing):
+    for command in (simulating, weighing, drawing, comparing):
         add_dataclass_arguments(command, ChunkOptions, title="chunks")
         for group in (LengthOptions, BatchOptions, PackingOptions):
             add_dataclass_arguments(command, group, title="documents of all lengths")
@@ -101,15 +111,15 @@ def parsers(schedules: Mapping[str, type]) -> tuple[FlagParser, dict[str, FlagPa
         add_dataclass_arguments(command, ModelOptions, title="model and hardware")
         add_dataclass_arguments(command, RecomputeOptions, title="recomputation")
         add_dataclass_arguments(command, OffloadOptions, title="offloading")
-    for command in (simulating, weighing, drawing, planning):
+    for command in (simulating, weighing, drawing, planning, comparing):
         for name, options in schedules.items():
             if dataclasses.fields(options):
                 add_dataclass_arguments(command, options, title=f"options of {name}")
-    for command in (listing, simulating, weighing, drawing, checking, planning, profiling):
+    for command in (listing, simulating, weighing, drawing, checking, planning, profiling, comparing):
         add_dataclass_arguments(command, OutputOptions, title="output")
     add_dataclass_arguments(simulating, SimulateOptions, title="output of simulate")
     commands = {"list": listing, "simulate": simulating, "memory": weighing, "draw": drawing, "check": checking}
-    return parser, {**commands, "plan": planning, "profile": profiling, "train": training}
+    return parser, {**commands, "plan": planning, "profile": profiling, "compare": comparing, "train": training}
 
 
 def _planning(subparsers: Any) -> FlagParser:
