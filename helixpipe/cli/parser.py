@@ -86,21 +86,7 @@ def parsers(schedules: Mapping[str, type]) -> tuple[FlagParser, dict[str, FlagPa
     )
     add_dataclass_arguments(profiling, ProfileOptions, title="what to measure")
 
-    training = subparsers.add_parser(
-        "train",
-        help="train a model on this host, one rank a GPU",
-        description="Start pretrain_gpt.py on each rank of this host: helixpipe train -p 2 [--ranks N] [its flags].",
-        add_help=False,
-    )
-    comparing = subparsers.add_parser(
-        "compare",
-        help="schedules side by side",
-        description="Simulate schedules of one size, all of the catalogue by default: time, bubble, memory, fit.",
-    )
-    comparing.add_argument(
-        "schedules", nargs="*", metavar=_PROGRAM, help="names from `helixpipe list`, or files (default: all there are)"
-    )
-    add_dataclass_arguments(comparing, CompareOptions, title="sizes")
+    training, comparing = _training(subparsers), _comparing(subparsers)
     for command in (simulating, weighing, drawing, checking, comparing):
         add_dataclass_arguments(command, ShapeOptions, title="size")
     for command in (simulating, weighing, drawing, comparing):
@@ -132,4 +118,29 @@ def _planning(subparsers: Any) -> FlagParser:
     )
     add_dataclass_arguments(parser, PlanOptions, title="what to plan")
     add_dataclass_arguments(parser, ModelOptions, title="model and hardware")
+    return parser
+
+
+def _training(subparsers: Any) -> FlagParser:
+    """`train`, whose flags are those of the training program."""
+    parser: FlagParser = subparsers.add_parser(
+        "train",
+        help="train a model on this host, one rank a GPU",
+        description="Start pretrain_gpt.py on each rank of this host: helixpipe train -p 2 [--ranks N] [its flags].",
+        add_help=False,
+    )
+    return parser
+
+
+def _comparing(subparsers: Any) -> FlagParser:
+    """`compare`, but for what it shares with others."""
+    parser: FlagParser = subparsers.add_parser(
+        "compare",
+        help="schedules side by side",
+        description="Simulate schedules of one size, all of the catalogue by default: time, bubble, memory, fit.",
+    )
+    parser.add_argument(
+        "schedules", nargs="*", metavar=_PROGRAM, help="names from `helixpipe list`, or files (default: all there are)"
+    )
+    add_dataclass_arguments(parser, CompareOptions, title="sizes")
     return parser

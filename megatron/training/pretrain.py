@@ -68,7 +68,6 @@ def _run(
 ) -> None:
     # These import megatron-core, which `prepare` has to see first.
     from megatron.training.checkpoint.checkpointing import Progress, read_arguments
-    from megatron.training.checkpoint.ranks import on_first
     from megatron.training.data.tokenizer import build_tokenizer
     from megatron.training.log.log import TrainingLog, build_timers, parameters_line
     from megatron.training.log.metrics import MetricsWriter
@@ -100,11 +99,8 @@ def _run(
         say(_summary(config, pipeline, evaluation_size, total))
         say_kernels(state, config, chunked=pipeline.program(evaluation_size).num_chunks > 1)
 
-    data_options = DataOptions.from_flags(
-        config.data, seq_length=config.model.seq_length or 0, seed=config.training.seed
-    )
-    arguments = {**config.flat(), **on_first(lambda: identities(data_options, tokenizer), "data")}
     checkpointer.keep(state.sharded)
+    arguments = _arguments(config, tokenizer)
     loaded = checkpointer.load(state.model, state.optimizer, scheduler, arguments)
     progress = loaded[0] if loaded is not None else Progress()
     make_feed = _document_feed if config.data.variable_seq_lengths else _sample_feed
@@ -142,6 +138,14 @@ def _run(
             writer.close()
             feed.close()
     pipeline.close()
+
+
+def _arguments(config: Config, tokenizer: Any) -> dict[str, Any]:
+    """What a checkpoint keeps as `args`: the flags, and what identifies data and tokenizer. Collective."""
+    from megatron.training.checkpoint.ranks import on_first
+
+    options = DataOptions.from_flags(config.data, seq_length=config.model.seq_length or 0, seed=config.training.seed)
+    return {**config.flat(), **on_first(lambda: identities(options, tokenizer), "data")}
 
 
 def _fix_vocabulary(config: Config, vocab_size: int, read_arguments: Callable[..., Any]) -> Config:

@@ -28,6 +28,7 @@ from megatron.training.checkpoint import folder as folders
 from megatron.training.checkpoint import tensors as checkpoint_tensors
 from megatron.training.checkpoint.checkpointing import read_arguments
 from tests.checkpoint import malicious
+from tests.checkpoint.damage import DAMAGES, SHARD, TRACKER, TRACKERS, UNLISTED, remove, truncate
 from tests.checkpoint.runs import Layout, Run, contents
 
 PP, TP, DP, SHARDED = Layout(pp=2), Layout(tp=2), Layout(), Layout(sharded=True)
@@ -119,53 +120,6 @@ def named(folder: Path) -> dict[str, torch.Tensor]:
 
 
 # -------------------------------------------------------------------------------------------------------------- damage
-
-
-def remove(name: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).unlink()
-
-
-def truncate(name: str) -> Callable[[Path], None]:
-    return lambda folder: os.truncate(folder / name, (folder / name).stat().st_size // 2)
-
-
-def overwrite(name: str) -> Callable[[Path], None]:
-    """Nonsense from a third of the file on."""
-
-    def change(folder: Path) -> None:
-        content = (folder / name).read_bytes()
-        third = len(content) // 3
-        (folder / name).write_bytes(content[:third] + bytes(b ^ 0x5A for b in content[third:]))
-
-    return change
-
-
-def all_of(*changes: Callable[[Path], None]) -> Callable[[Path], None]:
-    return lambda folder: [change(folder) for change in changes] and None
-
-
-SHARD = "__1_0.distcp"
-UNLISTED = remove("manifest.json")  # as a checkpoint of Megatron-LM
-DAMAGES: dict[str, Callable[[Path], Any]] = {
-    "shard missing": remove(SHARD),
-    "shard truncated": truncate(SHARD),
-    "shard corrupt": overwrite(SHARD),
-    "index missing": remove(".metadata"),
-    "index corrupt": overwrite(".metadata"),
-    "common missing": remove("common.pt"),
-    "common truncated": truncate("common.pt"),
-    "format missing": remove("metadata.json"),
-    "manifest corrupt": overwrite("manifest.json"),
-    "folder missing": shutil.rmtree,
-    "unlisted, shard missing": all_of(UNLISTED, remove(SHARD)),
-    "unlisted, shard truncated": all_of(UNLISTED, truncate(SHARD)),
-    "unlisted, shard corrupt": all_of(UNLISTED, overwrite(SHARD)),
-    "unlisted, index corrupt": all_of(UNLISTED, overwrite(".metadata")),
-    "unlisted, common corrupt": all_of(UNLISTED, overwrite("common.pt")),
-    "unlisted, format corrupt": all_of(UNLISTED, overwrite("metadata.json")),
-}
-TRACKERS = {"set back": ("3", 3), "garbage": ("\x00\xff nonsense", 5), "empty": ("", 5), "missing": (None, 5)}
-TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def damaged(results: dict[str, Any], original: Path, directory: Path) -> None:
