@@ -73,7 +73,7 @@ def solve(covering: Covering, exact: bool = True, time_limit: float = TIME_LIMIT
     if covering.covers(np.zeros_like(covering.most)):
         return Solution(np.zeros_like(covering.most), 0.0, 0.0, True)
     relaxed, bound = _relaxed(covering)
-    best = _lowered(covering, np.minimum(np.ceil(relaxed - 1e-6), covering.most), relaxed)
+    best = lowered(covering, np.minimum(np.ceil(relaxed - 1e-6), covering.most), relaxed)
     found = Solution(best, covering.objective(best), bound, False)
     if not exact or found.gap <= RELATIVE_GAP:
         return found
@@ -114,10 +114,10 @@ def _searched(covering: Covering, time_limit: float) -> tuple[np.ndarray | None,
     if found.x is None:
         return None, bound
     values = np.rint(found.x)
-    return (_lowered(covering, values, found.x) if covering.covers(values) else None), bound
+    return (lowered(covering, values, found.x) if covering.covers(values) else None), bound
 
 
-def _lowered(covering: Covering, values: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+def lowered(covering: Covering, values: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """Each number lowered as far as the others allow, those first that are furthest above what is wanted; a number
     raised first where rounding has left a need uncovered."""
     import numpy as np

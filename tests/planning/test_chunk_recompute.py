@@ -15,7 +15,7 @@ from scipy.sparse import csc_array
 from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.planning.chunk_recompute import Estimates, recompute_chunks
 from helixpipe.planning.early import peak_memory
-from helixpipe.planning.integer_program import Covering, solve
+from helixpipe.planning.integer_program import Covering, lowered, solve
 from helixpipe.planning.recompute_needs import LayerSizes
 from helixpipe.program.program import Program
 from helixpipe.program.stages import Activations
@@ -72,6 +72,15 @@ def test_nothing_to_cover_and_nothing_found_in_time() -> None:
     assert late is not None and hard.covers(late.values)
 
 
+def test_numbers_are_lowered_as_far_as_the_others_allow() -> None:
+    """Those first that are furthest above what is wanted."""
+    covering = Covering(
+        csc_array([[1.0, 1.0, 1.0], [0.0, 0.0, 2.0]]), np.array([2.5, 1.0]), np.full(3, 3.0), np.ones(3)
+    )
+    assert lowered(covering, np.array([3.0, 3.0, 3.0]), np.array([2.0, 0.0, 1.0])).tolist() == [2.0, 0.0, 1.0]
+    assert lowered(covering, np.array([0.0, 0.0, 1.0]), np.array([1.0, 1.0, 1.0])).tolist() == [0.0, 0.0, 3.0]
+
+
 def limited(program: Program, part: float) -> float:
     """A limit between what the program needs with all layers recomputed, and without."""
     most = max(peak_memory(program, COSTS))
@@ -100,8 +109,8 @@ def test_every_rank_is_within_the_limit(name: str, p: int, m: int, part: float, 
 
 def test_no_layer_is_recomputed_for_nothing() -> None:
     """One layer less of any unit, and its rank is over the limit."""
-    program = build("seq1f1b", Shape(2, 3, 4, ragged=equal_chains((3, 1, 2))))
-    limit = limited(program, 0.5)
+    program = build("seq1f1b", Shape(3, 5, 9, ragged=equal_chains((3, 1, 2, 1, 1))))
+    limit = limited(program, 0.3)
     found = recompute_chunks(program, COSTS, limit)
     assert found.layers and found.solution is not None
     for unit, count in found.layers.items():

@@ -46,6 +46,11 @@ def test_microbatches_that_are_all_alike_run_as_in_seq1f1b(
     assert infinipipe(shape).ranks == build("seq1f1b", shape).ranks
 
 
+def test_without_groups_chains_run_as_in_seq1f1b() -> None:
+    shape = Shape(3, 6, 3, ragged=equal_chains((1, 3, 1, 2, 4, 1)))
+    assert infinipipe(shape, infinipipe_grouping=False).ranks == build("seq1f1b", shape).ranks
+
+
 @pytest.mark.parametrize("p", [2, 4, 8])
 def test_changes_of_groups_cost_nothing(p: int) -> None:
     """Bubble (p-1)(F+B) of a chunk once a step, and each group keeps a(p-r-1) + N chunks on rank r."""
