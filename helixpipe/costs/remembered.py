@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from helixpipe.program.costs import Contents, Costs, Payload, Work
+from helixpipe.program.costs import Contents, Costs, Payload, Sharing, Work
 from helixpipe.program.stages import Piece
 
 
@@ -30,6 +30,9 @@ class RememberedCosts:
         if found is None:
             found = self._known[payload] = self._costs.message_time(payload)
         return found
+
+    def sharing_time(self, sharing: Sharing) -> float:
+        return self._costs.sharing_time(sharing)
 
     def size(self, contents: Contents) -> float:
         found = self._known.get(contents)

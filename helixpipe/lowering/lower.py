@@ -15,8 +15,8 @@ issued and at the head of every queue and resource it stands in; and all that it
 it passes on and whose memory it takes among them, so finished: it runs. So there is never an earliest task that is
 stuck. (Tested with random programs, on machines that do everything in the least helpful order.)
 
-Weights in parts (`Program.sharded`). Pipelines that share weights out run one program, so a gather or a scatter stands at
-the same place of the list of each, and the proof holds for all their lists merged place by place.
+Weights in parts (`Program.sharded`). Pipelines that share weights out run one program, so a gather or a scatter stands
+at the same place of the list of each, and the proof holds for all their lists merged place by place.
 
 Weights that travel. The handlers of an executor need no more than the instruction and three tables of the graph, all by
 message (`Message.number`), so copies of one stage on a rank are never mixed up:

@@ -38,9 +38,9 @@ Made = TypeVar("Made")
 class BackgroundPlanner(Generic[Size, Made]):
     """A planner that may be told early what will be asked for.
 
-    make: from the size of a step to its plan, a `Plan` or what holds more; a function of a module, a `functools.partial`
-    of one, or an object that can be pickled. Plans that were not announced, that the child could not make, or that it did not make within `patience`
-    seconds, are made here. say: told once that the child is gone, and each time that it is late.
+    make: from the size of a step to its plan, a `Plan` or what holds more; anything that can be pickled, such as a
+    function of a module. Plans that were not announced, that the child could not make, or that it did not make within
+    `patience` seconds, are made here. say: told once that the child is gone, and each time that it is late.
     """
 
     def __init__(self, make: Callable[[Size], Made], patience: float = PATIENCE, say: Callable[[str], None] = complain):

@@ -61,7 +61,9 @@ def test_documents_are_read_whole_in_the_splits_of_samples(
 
 def test_a_path_for_each_split_and_blends(make_pair: MakePair) -> None:
     one, two = make_pair("a", ["A" * 30] * 9), make_pair("b", ["B" * 30] * 5)
-    options = DataOptions(20, train_data_path=["1", one, "3", two], valid_data_path=[two, one], long_documents="truncate")
+    options = DataOptions(
+        20, train_data_path=["1", one, "3", two], valid_data_path=[two, one], long_documents="truncate"
+    )
     found = build_orders(options, TOKENIZER)
     assert found.test is None and found.train is not None and found.valid is not None
     trained = texts(build_stream(found.train, options, TOKENIZER, 14), 10)
@@ -116,7 +118,9 @@ def test_mock_documents(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_data_without_documents_is_told(make_pair: MakePair, caplog: pytest.LogCaptureFixture) -> None:
     joined = make_pair("joined", ["a" * 500])
-    with pytest.raises(DataError, match="joined_text_document is one document of 501 tokens, more than --seq-length 200: an"):
+    with pytest.raises(
+        DataError, match="joined_text_document is one document of 501 tokens, more than --seq-length 200: an"
+    ):
         orders(data_path=[joined], split="1")
     few = make_pair("few", ["aaa", "b"], eod=False)
     with pytest.raises(DataError, match=r"no training data: .*few_text_document has no document for it .0 documents"):

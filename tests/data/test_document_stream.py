@@ -108,7 +108,9 @@ def test_what_becomes_of_long_and_empty_documents() -> None:
     assert skipping.counts == Counts(used=2, truncated=0, skipped=2, empty=2)
     assert str(skipping.counts) == "2 documents, 2 too long and skipped, 2 without two tokens left out"
     assert sorted(skipping.trained(0, 9).tolist()) == [1, 10]
-    with pytest.raises(DataError, match="fake has 2 documents of more than --seq-length 10 tokens, the first of them numb"):
+    with pytest.raises(
+        DataError, match="fake has 2 documents of more than --seq-length 10 tokens, the first of them numb"
+    ):
         ordered(sizes, 10, long_documents="refuse")
     with pytest.raises(NoDocuments, match=r"fake has no document for it .0 documents, 3 without two tokens left out"):
         ordered([0, 1, 1])

@@ -49,7 +49,9 @@ def test_round_trip(tmp_path: Path, flags: tuple[str, ...], end: bytes) -> None:
     texts = [text for text in TEXTS if text]  # a document without tokens is left out
     assert [bytes(dataset[i].tolist()) for i in range(len(dataset))] == [text.encode() + end for text in texts]
     assert dataset.document_indices.tolist() == list(range(len(texts) + 1))
-    assert IndexedDocuments(read_indexed_file(str(outputs["text"]))).lengths.tolist() == dataset.sequence_lengths.tolist()
+    assert (
+        IndexedDocuments(read_indexed_file(str(outputs["text"]))).lengths.tolist() == dataset.sequence_lengths.tolist()
+    )
     assert dataset[0].dtype == numpy.uint16
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "a.jsonl",

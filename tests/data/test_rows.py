@@ -105,7 +105,9 @@ def test_a_plan_for_other_documents_and_steps_out_of_turn_are_refused() -> None:
     lengths = stream.lengths(0)
     workload = Workload((((Slice(0, 0, lengths[0]),),), ((Slice(1, 0, lengths[1]),),)))
     reader = RowReader(stream, CPU)
-    with pytest.raises(ValueError, match=f"document 0 of the plan has {lengths[0]} tokens, in step 0 it has {lengths[1]}"):
+    with pytest.raises(
+        ValueError, match=f"document 0 of the plan has {lengths[0]} tokens, in step 0 it has {lengths[1]}"
+    ):
         reader.ask(0, workload, [1, 0])
     reader.ask(0, workload, [0, 1])
     with pytest.raises(ValueError, match="the rows of step 0 come next, not those of step 1"):

@@ -1,4 +1,4 @@
-"""Training over whole documents: the same under every schedule, size and packing; plans that come late or not at all."""
+"""Training over whole documents: the same under every schedule, size and packing; plans that come late or never."""
 
 from __future__ import annotations
 

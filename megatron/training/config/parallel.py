@@ -71,7 +71,8 @@ class ParallelConfig:
         at_least=1,
     )
     plan_ahead: int = option(
-        2, "--variable-seq-lengths: steps that are planned, in a process beside training, before they are needed.",
+        2,
+        "--variable-seq-lengths: steps that are planned, in a process beside training, before they are needed.",
         at_least=0,
     )
     kv_grad_fp32: bool = option(False, "Sum the gradients of keys and values over the chunks of a sequence in float32.")

@@ -18,7 +18,6 @@ from helixpipe.common.errors import DataError
 from megatron.training.data.document_files import DocumentFile
 from megatron.training.data.options import LongDocuments
 
-
 _ROUND, _FILE = 1, 2  # apart, since a seed of numbers is no other with zeros behind it
 
 
@@ -132,7 +131,9 @@ class DocumentOrder:
         size, parts = len(self._documents[file]), []
         while count:
             epoch, offset = divmod(first, size)
-            shuffled = numpy.random.default_rng((self._seed, _FILE, file, epoch)).permutation(size)[offset : offset + count]
+            shuffled = numpy.random.default_rng((self._seed, _FILE, file, epoch)).permutation(size)[
+                offset : offset + count
+            ]
             parts.append(shuffled)
             first, count = first + len(shuffled), count - len(shuffled)
         return numpy.concatenate(parts)

@@ -141,8 +141,8 @@ class DocumentPlanner:
             )
         if not chunks and config.packing.chunks not in (None, 1):
             raise ScheduleError(
-                f"schedule {name} does not cut sequences, so documents have one chunk each: --infinipipe-chunks must be 1 "
-                "or left out."
+                f"schedule {name} does not cut sequences, so documents have one chunk each: --infinipipe-chunks must "
+                "be 1 or left out."
             )
         return StepPacker(
             build=lambda shape: build(name, shape, options),

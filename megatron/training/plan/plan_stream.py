@@ -53,8 +53,8 @@ class Taken(NamedTuple):
 class PlanStream:
     """The plans of one rank.
 
-    planner: makes them; it is sent to the planning process, which `beside` starts. arrived: told of each plan, in the thread, in the order of
-    the announcements. say: told when a plan was late. Collective over all ranks when made.
+    planner: makes them; it is sent to the planning process, which `beside` starts. arrived: told of each plan, in the
+    thread, in the order of the announcements. say: told when a plan was late. Collective over all ranks when made.
     """
 
     def __init__(

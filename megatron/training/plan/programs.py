@@ -23,8 +23,8 @@ from schedules import Shape, build
 
 
 def make_planner(config: Config) -> Plans[int]:
-    """The plans of training steps, by their number of microbatches on each data-parallel rank; of steps of documents one
-    that stands for them all, of the longest documents there may be."""
+    """The plans of training steps, by their number of microbatches on each data-parallel rank; of steps of documents
+    one that stands for them all, of the longest documents there may be."""
     costs = training_costs(config)
     if config.data.variable_seq_lengths:
         return Plans(lambda _: DocumentPlanner(config).nominal(), costs)
