@@ -47,6 +47,8 @@ RUNS = [
     Run("llama", f"{SHARDED} --sequence-parallel {COUNTED}", tp=2, batch=4),
     Run("llama", f"{SHARDED} --pipeline-schedule zb1p --recompute-granularity without-attention", pp=2),
     Run("llama", f"{SHARDED} {PER_TOKEN} --pipeline-schedule seq1f1b --pipe-sp-splits 3 --chunk-alignment 1", pp=2),
+    Run("llama", f"{SHARDED} --pipeline-schedule seq1f1b --pipe-sp-splits 2 {COUNTED}", pp=2, cp=2),
+    Run("gpt", f"{SHARDED} --cp-comm-type a2a", cp=2),
     Run("gpt", f"{SHARDED} --pipeline-schedule helix {COUNTED}", pp=2),
     Run("llama", f"{SHARDED} --bf16 --pipeline-schedule helix --helix-ship none {COUNTED}", pp=2),
 ]

@@ -140,8 +140,8 @@ class ParallelConfig:
 
     @property
     def weight_parts(self) -> int:
-        """Data-parallel ranks that have a part of each weight."""
-        return self.data_parallel_size if self.shards_weights else 1
+        """Data-parallel times context-parallel ranks, which have a part of each weight; 1 where weights are whole."""
+        return self.data_parallel_size * self.context_parallel_size if self.shards_weights else 1
 
     @property
     def timeout_seconds(self) -> float:
