@@ -86,7 +86,8 @@ def model_options(options: ModelOptions, documents: Documents | None) -> ModelOp
     """With sequences as long as the longest document."""
     if documents is None or options.model is None:
         return options
-    return replace(options, seq_length=aligned(max(documents.lengths), options.tensor_parallel or 1))
+    unit = 2 * (options.tensor_parallel or 1) * (options.context_parallel or 1)  # whatever way they share
+    return replace(options, seq_length=aligned(max(documents.lengths), unit))
 
 
 def batch_of(documents: Documents, plan: Plan | None) -> Batch:
@@ -144,7 +145,7 @@ class Packer:
         """The packing with nothing to tune; None where there is."""
         lengths, how, longest = self.batch.lengths, self.rows.document_packing, self.batch.longest
         if how == "pad":
-            return padded(lengths, times, longest)
+            return padded(lengths, times, aligned(longest, self.alignment))
         if how == "whole":
             return packed_whole(lengths, times, longest, self.alignment)
         if how == "infinipipe":
@@ -160,11 +161,12 @@ def packer_of(namespace: argparse.Namespace, plan: Plan | None) -> Packer | None
     size = dataclass_from_namespace(ShapeOptions, namespace)
     if size.virtual_stages is not None:
         raise UserError(f"--virtual-stages {size.virtual_stages} cannot be given beside --lengths.")
-    tensor_parallel = plan.costs.layout.tensor_parallel if plan is not None else 1
-    alignment = tensor_parallel if namespace.chunk_alignment is None else namespace.chunk_alignment
-    if alignment < 1 or alignment % tensor_parallel:
+    unit = plan.costs.layout.unit if plan is not None else 1
+    alignment = unit if namespace.chunk_alignment is None else namespace.chunk_alignment
+    if alignment < 1 or alignment % unit:
         raise UserError(
-            f"--chunk-alignment {alignment} must be a multiple of the tensor-parallel size {tensor_parallel}."
+            f"--chunk-alignment {alignment} must be a multiple of {unit}, which tensor- and context-parallel ranks can "
+            "share."
         )
     least = plan.costs.hardware.short_chunk if plan is not None else 1
     packing = dataclass_from_namespace(PackingOptions, namespace)

@@ -41,6 +41,15 @@ def test_packing_beats_what_is_compared_with_it(capsys: pytest.CaptureFixture[st
     assert fixed["documents"]["most_chunks"] == 4 and fixed["documents"]["spread_of_tokens"] < 0.3
 
 
+@pytest.mark.parametrize("how", ["infinipipe", "pad", "whole"])
+def test_chunks_are_multiples_of_what_ranks_share(capsys: pytest.CaptureFixture[str], how: str) -> None:
+    parallel = "-p 2 --tensor-parallel 2 --context-parallel 2 --nodes 1"
+    chunks = "--infinipipe-chunks 3" if how == "infinipipe" else ""
+    command = f"simulate seq1f1b --lengths github --documents 6 --max-length 5000 {chunks} --document-packing {how}"
+    found = run_json(capsys, f"{command} {MODEL} {parallel}")
+    assert all(tokens % 4 == 0 for tokens in found["documents"]["chunk_tokens"])
+
+
 def test_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     lengths = tmp_path / "lengths"
     lengths.write_text("\n".join(map(str, [300, 80, 7, 7, 20, 33, 900, 64])))
@@ -65,6 +74,10 @@ def test_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         ("--lengths github --model infinipipe-7b --seq-length 9", "with --lengths give --max-length"),
         ("--lengths github -v 2", "--virtual-stages 2 cannot be given beside --lengths"),
         ("--lengths github --documents 3 --infinipipe-chunks 2 --chunk-alignment 0", "--chunk-alignment"),
+        (
+            "--lengths github --model infinipipe-7b -p 2 --tensor-parallel 4 --nodes 1 --chunk-alignment 6",
+            "--chunk-alignment 6 must be a multiple of 4",
+        ),
         ("--lengths nowhere.txt", "nowhere.txt is no name of a histogram"),
         ("--lengths github --model infinipipe-7b --nodes 1 -p 2 --documents 3", "3 documents a step are too few for 4"),
     ],
