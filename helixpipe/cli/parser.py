@@ -23,6 +23,18 @@ from helixpipe.planning.tuning import PackingOptions
 _PROGRAM = "SCHEDULE|FILE"
 _PROGRAM_HELP = "a name from `helixpipe list`, or a .json or .csv file (default 1f1b)"
 
+_PROBLEM: tuple[tuple[type, str], ...] = (
+    (ChunkOptions, "chunks"),
+    (LengthOptions, "documents of all lengths"),
+    (BatchOptions, "documents of all lengths"),
+    (PackingOptions, "documents of all lengths"),
+    (CostOptions, "costs"),
+    (ModelOptions, "model and hardware"),
+    (RecomputeOptions, "recomputation"),
+    (OffloadOptions, "offloading"),
+)
+"""What `simulate`, `memory` and `draw` are told of the problem, and the heading it is under."""
+
 
 def parsers(schedules: Mapping[str, type]) -> tuple[FlagParser, dict[str, FlagParser]]:
     """The command's parser and those of its subcommands by name. schedules: the options class of each schedule."""
@@ -90,13 +102,8 @@ def parsers(schedules: Mapping[str, type]) -> tuple[FlagParser, dict[str, FlagPa
     for command in (simulating, weighing, drawing, checking, comparing):
         add_dataclass_arguments(command, ShapeOptions, title="size")
     for command in (simulating, weighing, drawing, comparing):
-        add_dataclass_arguments(command, ChunkOptions, title="chunks")
-        for group in (LengthOptions, BatchOptions, PackingOptions):
-            add_dataclass_arguments(command, group, title="documents of all lengths")
-        add_dataclass_arguments(command, CostOptions, title="costs")
-        add_dataclass_arguments(command, ModelOptions, title="model and hardware")
-        add_dataclass_arguments(command, RecomputeOptions, title="recomputation")
-        add_dataclass_arguments(command, OffloadOptions, title="offloading")
+        for group, title in _PROBLEM:
+            add_dataclass_arguments(command, group, title=title)
     for command in (simulating, weighing, drawing, planning, comparing):
         for name, options in schedules.items():
             if dataclasses.fields(options):
