@@ -27,8 +27,8 @@ def check_master(environ: Mapping[str, str] | None = None, *, wait: float = _WAI
     served = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun, on rank 0's host
     if environ.get("RANK", "0") == "0" and not served:
         _can_listen(port)
-    else:
-        _answers(host, port, wait, each)
+    else:  # torchrun's own process, where it is on this host, answers or is gone
+        _answers(host, port, min(wait, each) if served and environ.get("GROUP_RANK") == "0" else wait, each)
 
 
 def _port(environ: Mapping[str, str]) -> int:
