@@ -51,13 +51,7 @@ def parsers(schedules: Mapping[str, type]) -> tuple[FlagParser, dict[str, FlagPa
     )
     simulating.add_argument("schedule", nargs="?", default="1f1b", metavar=_PROGRAM, help=_PROGRAM_HELP)
 
-    weighing = subparsers.add_parser(
-        "memory",
-        help="bytes a rank that a model needs under a schedule",
-        description="Memory of each GPU by kind, for a model on named hardware, and whether it fits.",
-    )
-    weighing.add_argument("schedule", nargs="?", default="1f1b", metavar=_PROGRAM, help=_PROGRAM_HELP)
-
+    weighing = _weighing(subparsers)
     drawing = subparsers.add_parser(
         "draw",
         help="a picture of schedules and of measured runs",
@@ -150,4 +144,15 @@ def _comparing(subparsers: Any) -> FlagParser:
         "schedules", nargs="*", metavar=_PROGRAM, help="names from `helixpipe list`, or files (default: all there are)"
     )
     add_dataclass_arguments(parser, CompareOptions, title="sizes")
+    return parser
+
+
+def _weighing(subparsers: Any) -> FlagParser:
+    """`memory`, but for what it shares with others."""
+    parser: FlagParser = subparsers.add_parser(
+        "memory",
+        help="bytes a rank that a model needs under a schedule",
+        description="Memory of each GPU by kind, for a model on named hardware, and whether it fits.",
+    )
+    parser.add_argument("schedule", nargs="?", default="1f1b", metavar=_PROGRAM, help=_PROGRAM_HELP)
     return parser
