@@ -22,7 +22,7 @@ from helixpipe.cli.model_report import report
 from helixpipe.costs.hardware import GIB, RESERVED_MEMORY
 from helixpipe.lowering.lower import lower
 from helixpipe.planning.baselines import concatenated, packed_whole, padded
-from helixpipe.planning.capacity import fits, token_capacity
+from helixpipe.planning.capacity import fits, over_capacity, token_capacity
 from helixpipe.planning.catalogue import Shape
 from helixpipe.planning.chunk_times import ChunkTimes
 from helixpipe.planning.dealing import deal, document_times
@@ -78,9 +78,20 @@ def tuned_for(
     """The packing with the number of slices that is best; what does not fit with all layers recomputed is left out."""
     times, even = times_of(plan, lengths), even_stages(plan.layers, plan.ranks)
     held = token_capacity(plan.costs, RecomputeOptions("full").stages(even), plan.limit, 8192, times.whole)
+    kept = token_capacity(plan.costs, even, plan.limit, 8192, times.whole)
     predict = Predicted(plan.costs, even) if simulated else None
     least = plan.costs.hardware.short_chunk
-    return tuned(lengths, times, plan.ranks, options, TENSOR_PARALLEL, least, lambda p: fits(p.workload, held), predict)
+    return tuned(
+        lengths,
+        times,
+        plan.ranks,
+        options,
+        TENSOR_PARALLEL,
+        least,
+        lambda packing: fits(packing.workload, held),
+        predict,
+        lambda packing: over_capacity(packing.workload, kept),
+    )
 
 
 # ------------------------------------------------------------------------------------------------- balance and planning

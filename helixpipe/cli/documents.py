@@ -13,7 +13,7 @@ from helixpipe.common.errors import UserError
 from helixpipe.common.flags import dataclass_from_namespace, option
 from helixpipe.draw.style import count
 from helixpipe.planning.baselines import concatenated, packed_whole, padded
-from helixpipe.planning.capacity import fits, token_capacity
+from helixpipe.planning.capacity import fits, over_capacity, token_capacity
 from helixpipe.planning.catalogue import Schedule, Shape
 from helixpipe.planning.chunk_options import ChunkOptions
 from helixpipe.planning.chunk_times import ChunkTimes
@@ -129,6 +129,7 @@ class Packer:
         stages = RecomputeOptions("full").stages(even) if adapts else shape.recompute.stages(even)
         tokens = max(min(sum(self.batch.lengths) // (8 * shape.ranks), max(self.batch.lengths)), 1)
         held = token_capacity(costs, stages, shape.memory_limit, tokens, times.whole)
+        kept = token_capacity(costs, even, shape.memory_limit, tokens, times.whole)
         found = tuned(
             self.batch.lengths,
             times,
@@ -138,6 +139,7 @@ class Packer:
             self.least,
             lambda packing: fits(packing.workload, held),
             Predicted(costs, shape.even_stages(shape.ranks), None if adapts else shape.memory_limit),
+            lambda packing: over_capacity(packing.workload, kept) if adapts else 0.0,
         )
         return build(found.packing.workload)
 

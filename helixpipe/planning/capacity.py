@@ -55,6 +55,13 @@ def tokens_in_flight(workload: Workload, ranks: int, rank: int) -> int:
     return max(accumulate(count * sign for count, sign in order))
 
 
+def over_capacity(workload: Workload, capacity: Sequence[float]) -> float:
+    """The part of what a rank keeps at its fullest that it has no room for, of the rank where that is most; 0 where all
+    fits. capacity: of each rank (`token_capacity`)."""
+    kept = [tokens_in_flight(workload, len(capacity), rank) for rank in range(len(capacity))]
+    return max(max(1 - most / tokens, 0.0) for tokens, most in zip(kept, capacity, strict=True))
+
+
 def fits(workload: Workload, capacity: Sequence[float]) -> bool:
     """Whether no rank ever keeps more than it can hold. capacity: of each rank (`token_capacity`)."""
     return all(tokens_in_flight(workload, len(capacity), rank) <= most for rank, most in enumerate(capacity))

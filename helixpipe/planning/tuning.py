@@ -179,11 +179,13 @@ def tuned(
     least: int = 1,
     fits: Callable[[Packing], bool] = lambda packing: True,
     predict: Callable[[Packing], float] | None = None,
+    recomputed: Callable[[Packing], float] = lambda packing: 0.0,
 ) -> Tuned:
     """The packing with the shortest step: every choice is estimated, and where `predict` is given the fastest few of
     those are simulated by it (inf: does not fit).
 
-    fits: whether the memory holds it, asked before. least: tokens below which chunks waste the hardware. Raises
+    fits: whether the memory holds it, asked before. recomputed: the share of the forwards that are made again so that
+    it does, which takes its time. least: tokens below which chunks waste the hardware. Raises
     UserError where nothing fits, naming N, and for a number of slices that cannot be.
     """
     options = options or PackingOptions()
@@ -197,9 +199,10 @@ def tuned(
         if not (fitting := fits(packing)):
             packing = make_packing(lengths, times, choice, options, alignment, room=1.0)
             fitting = fits(packing)
-        tried.append(Tried(choice, packing, estimate(packing, ranks) if fitting else inf))
+        longer = 1 + FORWARD_SHARE * recomputed(packing) if fitting else inf
+        tried.append(Tried(choice, packing, estimate(packing, ranks) * longer))
     if predict is not None:
-        tried = _simulated(tried, predict)
+        tried = _simulated(tried, lambda packing: predict(packing) * (1 + FORWARD_SHARE * recomputed(packing)))
     best = min(tried, key=_time)
     if _time(best) == inf:
         counts = ", ".join(str(each.choice.slices) for each in tried if each.choice.documents == 1)

@@ -13,7 +13,7 @@ from helixpipe.common.errors import UserError
 from helixpipe.lowering.lower import lower
 from helixpipe.lowering.validate_workload import check_workload
 from helixpipe.planning.baselines import concatenated, packed_whole, padded
-from helixpipe.planning.capacity import fits, token_capacity, tokens_in_flight
+from helixpipe.planning.capacity import fits, over_capacity, token_capacity, tokens_in_flight
 from helixpipe.planning.chunk_times import ChunkTimes
 from helixpipe.planning.packing import Packing
 from helixpipe.planning.recompute import RecomputeOptions
@@ -143,3 +143,15 @@ def test_baselines_have_every_token(lengths, alignment):
 def test_whole_documents_fit_best():
     packing = packed_whole([10, 6, 5, 4, 3, 2], times_of())
     assert sorted(packing.chunk_tokens, reverse=True) == [10, 10, 10]
+
+
+def test_what_has_to_be_recomputed_counts():
+    times = times_of(pair=0.01)
+    best = tuned(LENGTHS, times, 3).packing
+    kept = [0.5 * tokens_in_flight(best.workload, 3, 0)] * 3
+    assert over_capacity(best.workload, kept) == pytest.approx(0.5)
+    assert over_capacity(best.workload, [1e9] * 3) == 0.0
+    found = tuned(LENGTHS, times, 3, recomputed=lambda packing: float(packing == best))
+    assert found.packing != best  # others are less than a third slower
+    told = tuned(LENGTHS, times, 3, predict=lambda packing: 1.0, recomputed=lambda packing: float(packing != best))
+    assert told.packing == best
