@@ -42,9 +42,9 @@ def trainer(failures: list[bool]) -> Any:
     made.log = SimpleNamespace(paused=nullcontext)
     made.parallel = SimpleNamespace(is_first=True)
     made.progress = SimpleNamespace(iteration=7)
-    made.batches = SimpleNamespace(has_valid=False, has_test=False)
-    made.state = SimpleNamespace(ddp=None, optimizer=None)
-    made.scheduler, made._not_saved = None, None
+    made.feed = SimpleNamespace(has_valid=False, has_test=False)
+    made.state = SimpleNamespace(model=None, optimizer=None)
+    made.scheduler, made._not_saved, made.arguments = None, None, {}
     made._timed = lambda *_: nullcontext()
     return made
 
