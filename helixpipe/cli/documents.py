@@ -13,18 +13,15 @@ from helixpipe.common.errors import UserError
 from helixpipe.common.flags import dataclass_from_namespace, option
 from helixpipe.draw.style import count
 from helixpipe.planning.baselines import concatenated, packed_whole, padded
-from helixpipe.planning.capacity import fits, over_capacity, token_capacity
 from helixpipe.planning.catalogue import Schedule, Shape
 from helixpipe.planning.chunk_options import ChunkOptions
 from helixpipe.planning.chunk_times import ChunkTimes
-from helixpipe.planning.dealing import deal, document_times
+from helixpipe.planning.document_steps import StepPacker, adapting, dealt
 from helixpipe.planning.filling import aligned
 from helixpipe.planning.lengths import Documents, LengthOptions, documents_of
 from helixpipe.planning.packing import Packing, spread
-from helixpipe.planning.recompute import RecomputeOptions
-from helixpipe.planning.tuning import PackingOptions, Predicted, tuned
+from helixpipe.planning.tuning import PackingOptions
 from helixpipe.program.program import Program
-from helixpipe.program.stages import even_stages
 from helixpipe.program.workload import Workload
 from helixpipe.simulate.simulator import Simulation
 
@@ -94,9 +91,7 @@ def batch_of(documents: Documents, plan: Plan | None) -> Batch:
     """The documents dealt over the plan's pipelines."""
     if plan is None or plan.costs.data_parallel == 1:
         return Batch(documents, documents.lengths)
-    times = ChunkTimes(plan.costs, even_stages(plan.layers, 1), 2.0)
-    each = document_times(documents.lengths, times)
-    hands = deal(each, documents.lengths, plan.costs.data_parallel)
+    hands, each = dealt(documents.lengths, plan.costs, plan.layers, plan.costs.data_parallel)
     sums = [sum(each[document] for document in hand) for hand in hands]
     slowest = hands[sums.index(max(sums))]
     mean = sum(sums) / len(sums)
@@ -115,33 +110,11 @@ class Packer:
     least: int
 
     def program(self, schedule: Schedule, shape: Shape, build: Callable[[Workload], Program]) -> Program:
-        """The schedule's program of the batch, with the best number of slices where that is left open: by simulation of
-        1F1B over its chunks, whatever the schedule. Where layers are recomputed as the memory asks for it, all that
-        fits with all of them recomputed may be chosen. shape: but for the workload."""
-        costs = shape.costs
-        assert costs is not None
-        times = ChunkTimes(costs, even_stages(shape.layers, 1), sum(self.batch.lengths) / len(self.batch.lengths))
-        if (fixed := self._fixed(times)) is not None:
-            return build(fixed.workload)
-        even = even_stages(shape.layers, shape.ranks)
-
-        adapts = "infinipipe_recompute" in vars(schedule.options()) and shape.recompute.granularity is None
-        stages = RecomputeOptions("full").stages(even) if adapts else shape.recompute.stages(even)
-        tokens = max(min(sum(self.batch.lengths) // (8 * shape.ranks), max(self.batch.lengths)), 1)
-        held = token_capacity(costs, stages, shape.memory_limit, tokens, times.whole)
-        kept = token_capacity(costs, even, shape.memory_limit, tokens, times.whole)
-        found = tuned(
-            self.batch.lengths,
-            times,
-            shape.ranks,
-            self.packing,
-            self.alignment,
-            self.least,
-            lambda packing: fits(packing.workload, held),
-            Predicted(costs, shape.even_stages(shape.ranks), None if adapts else shape.memory_limit),
-            lambda packing: over_capacity(packing.workload, kept) if adapts else 0.0,
-        )
-        return build(found.packing.workload)
+        """The schedule's program of the batch. shape: but for the workload."""
+        adapts = adapting(schedule.options()) and shape.recompute.granularity is None
+        packer = StepPacker(shape, self.packing, adapts, self.alignment, self.least)
+        fixed = self._fixed(packer.times(self.batch.lengths))
+        return build((fixed or packer.pack(self.batch.lengths)).workload)
 
     def _fixed(self, times: ChunkTimes) -> Packing | None:
         """The packing with nothing to tune; None where there is."""

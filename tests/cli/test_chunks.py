@@ -9,7 +9,10 @@ import pytest
 from schedules import command as cli
 from tests.cli.commands import run, run_json
 
-UNCUT = "cuts sequences into chunks, which {} cannot run; terapipe, seq1f1b, seq1f1b-interleaved, seq1f1b-zb, sppo can."
+UNCUT = (
+    "cuts sequences into chunks, which {} cannot run; terapipe, seq1f1b, seq1f1b-interleaved, seq1f1b-zb, infinipipe, "
+    "sppo can."
+)
 MODEL = "--model seq1f1b-2.7b --hardware a100-80 -p 8 -m 8"
 
 

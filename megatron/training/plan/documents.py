@@ -14,7 +14,7 @@ from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.profile_costs import ProfileCosts
 from helixpipe.lowering.project import LoweredProgram
 from helixpipe.planning.catalogue import Shape
-from helixpipe.planning.document_steps import StepPacker, dealt
+from helixpipe.planning.document_steps import StepPacker, adapting, dealt, row_program
 from helixpipe.planning.packing import Packing, spread
 from helixpipe.planning.plan import Plan, make_plan
 from helixpipe.program.files import is_file
@@ -85,9 +85,8 @@ class DocumentPlanner:
         hands, _ = dealt(request.lengths, self.costs, self._layers, self.config.parallel.data_parallel_size)
         numbers = hands[request.dp_rank]
         lengths = [request.lengths[number] for number in numbers]
-        packer = self.quick_packer if request.quick else self.packer
-        program, packing = packer.pack(lengths, search=not request.quick)
-        plan = make_plan(program, self.costs)
+        packing = self._packer.pack(lengths, search=not request.quick)
+        plan = make_plan(self._program(packing, request.quick), self.costs)
         chosen = plan if request.split == "train" else plan.evaluation
         lowered = chosen.lowered
         digest = hashlib.sha256(repr((request.step, request.lengths, hands)).encode()).hexdigest()
@@ -100,28 +99,48 @@ class DocumentPlanner:
         count = 2 * parallel.pipeline_model_parallel_size
         if (most := self.config.data.max_tokens) is not None:
             count = max(1, min(count, most // (length * parallel.data_parallel_size)))
-        return self.quick_packer.pack([length] * count, search=False)[0]
+        return self._program(self._packer.pack([length] * count, search=False), quick=True)
 
     @cached_property
     def costs(self) -> ModelCosts | ProfileCosts:
         return training_costs(self.config)
 
-    @cached_property
-    def packer(self) -> StepPacker:
-        return self._packer(self.config.schedule_options)
-
-    @cached_property
-    def quick_packer(self) -> StepPacker:
-        """Whose program is not searched for either."""
-        options = self.config.schedule_options
-        if hasattr(options, "infinipipe_grouping"):
+    def _program(self, packing: Packing, quick: bool) -> Program:
+        """The schedule's. quick: one that is not searched for."""
+        config, options = self.config, self.config.schedule_options
+        if quick and hasattr(options, "infinipipe_grouping"):
             options = replace(options, infinipipe_grouping=False, infinipipe_ahead=options.infinipipe_ahead or 1)
-        return self._packer(options)
+        name, alignment = config.parallel.pipeline_schedule or "none", self._packer.alignment
+        return row_program(lambda shape: build(name, shape, options), self._shape, packing.workload, alignment)
 
-    def _packer(self, options: object) -> StepPacker:
+    @cached_property
+    def _packer(self) -> StepPacker:
         config, parallel = self.config, self.config.parallel
         name = parallel.pipeline_schedule or "none"
-        shape = Shape(
+        chunks = is_file(name) or find(name).chunks
+        if not chunks and config.packing.chunks not in (None, 1):
+            raise ScheduleError(
+                f"schedule {name} does not cut sequences, so documents have one chunk each: --infinipipe-chunks must "
+                "be 1 or left out."
+            )
+        alignment = config.chunks.chunk_alignment or parallel.unit
+        if alignment % parallel.unit:
+            raise UserError(
+                f"--chunk-alignment {alignment} must be a multiple of {parallel.unit}, which tensor- and "
+                "context-parallel ranks can share."
+            )
+        return StepPacker(
+            shape=self._shape,
+            options=config.packing if chunks else replace(config.packing, infinipipe_chunks="1"),
+            adapts=adapting(config.schedule_options) and config.recompute.granularity is None,
+            alignment=alignment,
+            least=1 if parallel.hardware is None else find_hardware(parallel.hardware).short_chunk,
+        )
+
+    @cached_property
+    def _shape(self) -> Shape:
+        config, parallel = self.config, self.config.parallel
+        return Shape(
             ranks=parallel.pipeline_model_parallel_size,
             microbatches=1,
             layers=self._layers,
@@ -131,26 +150,7 @@ class DocumentPlanner:
             memory_limit=memory_limit(config),
             offload=config.offload,
             host_limit=host_limit(config),
-        )
-        chunks = is_file(name) or find(name).chunks
-        alignment = config.chunks.chunk_alignment or parallel.unit
-        if alignment % parallel.unit:
-            raise UserError(
-                f"--chunk-alignment {alignment} must be a multiple of {parallel.unit}, which tensor- and "
-                "context-parallel ranks can share."
-            )
-        if not chunks and config.packing.chunks not in (None, 1):
-            raise ScheduleError(
-                f"schedule {name} does not cut sequences, so documents have one chunk each: --infinipipe-chunks must "
-                "be 1 or left out."
-            )
-        return StepPacker(
-            build=lambda shape: build(name, shape, options),
-            shape=shape,
-            options=config.packing if chunks else replace(config.packing, infinipipe_chunks="1"),
-            adapts=bool(getattr(options, "infinipipe_recompute", False)),
-            alignment=alignment,
-            least=1 if parallel.hardware is None else find_hardware(parallel.hardware).short_chunk,
+            sharded=parallel.weight_parts,
         )
 
     @property
