@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart test pytest mutants lint format clean distclean
 .PHONY: bench bench-predict bench-steps bench-setups bench-choosing bench-network bench-planning bench-queues
-.PHONY: bench-host bench-gpu bench-offload bench-sppo bench-sppo-steps bench-infinipipe
+.PHONY: bench-host bench-gpu bench-offload bench-sppo bench-sppo-steps bench-infinipipe bench-infinipipe-steps
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -70,6 +70,9 @@ bench-sppo-steps: install  ## SPPO's published setups with offloading, simulated
 
 bench-infinipipe: install  ## InfiniPipe's published setups, simulated; make bench-infinipipe ARGS="--models 7b --balance"
 	PYTHONPATH=. .venv/bin/python benchmarks/infinipipe.py $(ARGS)
+
+bench-infinipipe-steps: install  ## training on documents of all lengths, measured on this machine: 20 minutes on a quiet one
+	PYTHONPATH=. .venv/bin/python benchmarks/infinipipe_steps.py $(ARGS)
 
 bench-offload: install  ## activations in the host's memory beside recomputation; make bench-offload ARGS="--part 0.5"
 	.venv/bin/python benchmarks/offload.py $(ARGS)

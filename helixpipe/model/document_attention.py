@@ -1,11 +1,13 @@
 """Causal attention within the documents of a chunk: what `CoreAttention` calls where a microbatch has several.
 
 flash-attn has a kernel for parts of different lengths side by side, whose causal mask ends in the lower right corner of
-each; the others, and the CPU, run part by part.
+each, and so has torch from 2.10 on, without dropout; the others, and the CPU, run part by part.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
@@ -33,6 +35,8 @@ def make_attend_documents(kernel: str, config: TransformerConfig, attend: Attend
         return _by_sample(_flash_attn(config.deterministic_mode))
     if kernel == backends.FLASH_ATTN_3:
         return _by_sample(_flash_attn_3())
+    if kernel == backends.TORCH_FLASH and not config.attention_dropout and (packed := _torch_flash()) is not None:
+        return _by_sample(packed)
     return _on_cpu(attend) if kernel == backends.TORCH_CPU else _part_by_part(attend)
 
 
@@ -76,6 +80,23 @@ def _flash_attn_3() -> _Packed:
             causal=True,
         )
         output: Tensor = result[0] if isinstance(result, tuple) else result
+        return output
+
+    return packed
+
+
+def _torch_flash() -> _Packed | None:
+    """torch's; None where it has none, as before 2.10 and without CUDA."""
+    if not torch.cuda.is_available() or importlib.util.find_spec("torch.nn.attention.varlen") is None:
+        return None
+    function = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+
+    def packed(
+        query: Tensor, key: Tensor, value: Tensor, ends: tuple[Tensor, Tensor, int, int], scale: float, dropout: float
+    ) -> Tensor:
+        if query.size(1) != key.size(1):
+            key, value = (each.repeat_interleave(query.size(1) // each.size(1), dim=1) for each in (key, value))
+        output: Tensor = function(query, key, value, *ends, scale=scale, window_size=(-1, 0))  # causal
         return output
 
     return packed

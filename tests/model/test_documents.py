@@ -10,10 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helixpipe.model import document_attention
 from helixpipe.model.attention import CoreAttention, Rotary
 from helixpipe.model.documents import Documents
 from tests import fakes
-from tests.model.common import make_config, make_options
+from tests.distributed import run_ranks
+from tests.model.common import CHAIN, CONTEXT, make_batch, make_config, make_model, make_options, set_parallel
 from tests.model.test_attention_kernels import CHANNELS, HEADS, make
 
 CUTS = [(0, 12), (0, 5), (5, 4), (9, 3), (4, 1)]
@@ -102,6 +104,60 @@ def test_the_fused_kernel_is_called_once_for_all_documents_of_a_sample() -> None
     assert library.calls == [
         {"dropout_p": 0.25, "deterministic": True, "shapes": (query[:, 0].shape, keys[:, 0].shape)}
     ]
+
+
+def test_torchs_own_kernel_for_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU without flash-attn runs: with as many keys as queries have heads, and a window that ends at each."""
+    calls: list[tuple[Any, ...]] = []
+
+    class Module:
+        @staticmethod
+        def varlen_attn(
+            query: Any, key: Any, value: Any, queries: Any, keys: Any, most: int, most_keys: int, *, scale: float,
+            window_size: tuple[int, int],
+        ) -> torch.Tensor:  # fmt: skip
+            calls.append((key.size(1), most, most_keys, window_size))
+            return fakes.packed(query, key, value, queries, keys, scale)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(document_attention.importlib, "import_module", lambda name: Module)
+    attend = document_attention._torch_flash()
+    assert attend is not None
+    documents = Documents([(9, 2, 1)])
+    query, key = torch.randn(7, 1, HEADS, CHANNELS).double(), torch.randn(12, 1, 2, CHANNELS).double()
+    ours = document_attention._by_sample(attend)(query, key, key, documents.spans(5, 7), CHANNELS**-0.5, 0.0)
+    torch.testing.assert_close(ours, by_document(query, key, key, documents, 5))
+    assert calls == [(HEADS, 4, 9, (-1, 0))]
+
+
+def test_what_one_document_says_changes_nothing_for_the_others() -> None:
+    """Not a bit of their logits, and of the gradients of their tokens."""
+    (found,) = run_ranks(changed_logits, 1)
+    assert found == {"seen": True, "logits": True, "gradients": True}
+
+
+def changed_logits(rank: int, world_size: int) -> dict[str, bool]:
+    set_parallel(tp=1)
+    lengths = (4, 5, 3)
+    model, documents = make_model("llama", False), Documents([lengths, lengths])
+    results = []
+    for changed in (0, 1):
+        batch = replace(make_batch(), documents=documents)
+        tokens = batch.tokens.clone()
+        tokens[:, 4:9] = (tokens[:, 4:9] + changed) % 48
+        batch = replace(batch, tokens=tokens)
+        (hidden,) = model.run(CHAIN[:1], (), batch, CONTEXT)
+        hidden = hidden.detach().requires_grad_()
+        logits = model.logits(*model.run(CHAIN[1:-1], (hidden,), batch, CONTEXT))
+        torch.sin(logits).sum().backward()
+        results.append((logits.detach(), hidden.grad))
+    others = [0, 1, 2, 3, 9, 10, 11]
+    (logits, gradients), (new_logits, new_gradients) = results
+    return {
+        "seen": not torch.equal(logits[4:9], new_logits[4:9]),
+        "logits": torch.equal(logits[others], new_logits[others]),
+        "gradients": torch.equal(gradients[others], new_gradients[others]),
+    }
 
 
 def test_dropout_on_the_cpu_keeps_documents_apart_too() -> None:

@@ -46,10 +46,10 @@ class Here:
 def losses_of_runs(rank: int, world_size: int, runs: list[Run]) -> list[tuple[list[float], list[Any]]]:
     """The losses of every run, and what this rank's steps were: (rows, chunks, documents) each."""
     results: dict[int, tuple[list[float], list[Any]]] = {}
-    for tp, pp in sorted({(run.tp, run.pp) for run in runs}):
-        set_parallel(tp=tp, pp=pp)
+    for tp, pp, cp in sorted({(run.tp, run.pp, run.cp) for run in runs}):
+        set_parallel(tp=tp, pp=pp, cp=cp)
         for index, run in enumerate(runs):
-            if (run.tp, run.pp) == (tp, pp):
+            if (run.tp, run.pp, run.cp) == (tp, pp, cp):
                 results[index] = losses_of(run, rank, world_size)
     return [results[index] for index in range(len(runs))]
 

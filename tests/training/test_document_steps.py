@@ -18,6 +18,13 @@ RUNS = [
     Run("llama", f"{DOCUMENTS} 3 --pipeline-schedule infinipipe", pp=2, batch=9),
     Run("llama", f"{DOCUMENTS} auto --pipeline-schedule infinipipe", pp=4, batch=9),
     Run("llama", f"{DOCUMENTS} 2 --pipeline-schedule seq1f1b-zb", pp=2, tp=2, batch=9),
+    Run("llama", f"{DOCUMENTS} 2 --pipeline-schedule infinipipe", pp=2, cp=2, batch=9),
+    Run(
+        "llama",
+        f"{DOCUMENTS} 3 --pipeline-schedule infinipipe --cp-comm-type a2a --recompute-granularity full",
+        cp=2,
+        batch=9,
+    ),
     Run("llama", f"{DOCUMENTS} 1 --pipeline-schedule helix", pp=2, batch=9),
     Run("llama", f"{DOCUMENTS} 2 --pipeline-schedule seq1f1b --infinipipe-split fixed", pp=4, batch=9),
 ]

@@ -44,10 +44,12 @@ class DocumentFeed:
         self._next = dict(self._announced)
         self.has_valid, self.has_test = ("valid" in streams and eval_iters > 0, "test" in streams and eval_iters > 0)
         self._planned = self._waited = 0.0
+        self._first: int | None = None
         self.plans = plans(self._arrived)
 
     def train(self, progress: Progress) -> StepWork:
         step = progress.iteration
+        self._first = step if self._first is None else self._first
         last = min(step + self._ahead, self._steps - 1)
         for number in range(self._announced.get(TRAIN, step), last + 1):
             self.plans.announce(self._request(TRAIN, number))
@@ -93,14 +95,16 @@ class DocumentFeed:
 
     def _figures(self, taken: Taken) -> dict[str, float]:
         report = taken.plan.report
-        self._planned += report.seconds
-        self._waited += min(taken.waited, report.seconds)
+        if taken.plan.request.step != self._first:  # there is nothing to hide the first one behind
+            self._planned += report.seconds
+            self._waited += min(taken.waited, report.seconds)
         return {
             "tokens": report.tokens,
             "chunks": report.chunks,
             "chunk time spread": report.spread_of_time,
             "chunk token spread": report.spread_of_tokens,
             "planned bubble": report.bubble,
+            "planned step (s)": report.predicted,
             "planning time (s)": report.seconds,
             "planning hidden": 1 - self._waited / self._planned if self._planned else 1.0,
             "late plan": float(taken.late),
