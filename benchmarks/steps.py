@@ -133,10 +133,9 @@ class Run:
 
     def predicted(self) -> tuple[float, float]:
         """Seconds of a step's ops with and without a flush; collective."""
-        size = self.trainer.schedule.final().num_microbatches
-        record = self.trainer._iteration(record=True)
+        work, record = self.trainer._iteration(record=True)
         assert record is not None
-        ops = self.trainer.pipeline.recorded(record, size).simulated.ops
+        ops = self.trainer.pipeline.recorded(record, work.lowered).simulated.ops
         first = {event.rank: event.start for event in reversed(ops)}
         last = {event.rank: max(each.end for each in ops if each.rank == event.rank) for event in ops}
         return max(last.values()), max(last[rank] - first[rank] for rank in last)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -163,6 +163,11 @@ def read(
                     f"data_iterator gives tokens of shape {tuple(batch.tokens.shape)}, but micro_batch_size and "
                     f"seq_length are {shape}."
                 )
+            if batch.documents is not None:
+                raise UserError(
+                    "Microbatch.documents is not taken here, as ranks between the first and the last would not know of "
+                    "it: train with pretrain_gpt.py --reset-attention-mask."
+                )
             batches.append(batch)
     zero = torch.zeros((), dtype=torch.float64, device=device())
     tokens = [batch.loss_mask.sum() for batch in batches]
@@ -172,11 +177,13 @@ def read(
 def own_step(
     call: OwnCall, iteration: int, shape: tuple[int, int], data_group: dist.ProcessGroup, training: bool
 ) -> Step:
+    empty = torch.empty(0, device=device())
+    nothing = Microbatch(empty, empty, empty)
     return Step(
         iteration=iteration,
         # as Megatron-LM's sampler deals them out, so that dropout differs between data-parallel ranks
         microbatch_number=lambda index: index * data_group.size() + data_group.rank(),
-        batch=call.batches.__getitem__ if call.batches else lambda index: cast(Microbatch, None),
+        batch=call.batches.__getitem__ if call.batches else lambda index: nothing,
         root_gradient=call.root_gradient,
         micro_batch_size=shape[0],
         seq_length=shape[1],

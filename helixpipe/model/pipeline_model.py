@@ -179,7 +179,7 @@ class PipelineModel(MegatronModule):
     def _run_piece(
         self, piece: Piece, state: tuple[Tensor, ...], batch: Microbatch, context: UnitContext
     ) -> tuple[Tensor, ...]:
-        training = context.training
+        training, documents = context.training, batch.documents
         if piece.kind == "embed":
             self._seed_dropout(piece, context, self.config.hidden_dropout, split=self.config.sequence_parallel)
             return (self.embedding(*self.context.share(batch, context)),)
@@ -189,7 +189,7 @@ class PipelineModel(MegatronModule):
         if piece.kind == "norm":
             return layer.norm(*state)
         if piece.kind == "qkv":
-            return layer.qkv(*state, offset=context.offset, documents=batch.documents)
+            return layer.qkv(*state, offset=context.offset, documents=documents)
         if piece.kind == "attn":
             self._seed_dropout(piece, context, self.config.attention_dropout, split=True)
             return layer.attn(
@@ -197,7 +197,7 @@ class PipelineModel(MegatronModule):
                 training=training,
                 offset=context.offset,
                 keys_values=context.keys_values,
-                documents=batch.documents,
+                documents=documents,
             )
         self._seed_dropout(piece, context, self.config.hidden_dropout, split=self.config.sequence_parallel)
         return layer.proj(*state, training=training) if piece.kind == "proj" else layer.ffn(*state, training=training)

@@ -96,7 +96,7 @@ def test_refusals() -> None:
             "collect_non_loss_data is not supported",
             "decoder_seq_length must be seq_length, 12",
             "model has 2 chunks, a PipelineModel among them",
-            r"chunk lengths \(5, 6\) of microbatch 0 do not add up to the sequence's 12 tokens",
+            r"chunk lengths \(5, 6\) do not add up to the sequence's 12 tokens",
             "helix with 4 microbatches places other pieces on pipeline rank",
             "is a program for 8 layers, but num_layers is 4",
             "num_microbatches is 2",

@@ -193,5 +193,6 @@ def test_what_is_not_executed_yet() -> None:
     assert untrainable(good) is None
     assert untrainable(replace(good, activations={Unit(0, 1): Activations(((MLP,),))})) is None
     assert untrainable(replace(good, activations={Unit(0, 1): Activations((), (((MLP,), 0.5),))})) is None
-    packed = untrainable(replace(good, workload=placed("0:0+5 1:0+3", "2:0+8")))
-    assert packed == "schedule 1f1b does not cut all microbatches alike, each a document: not trained yet."
+    assert untrainable(replace(good, workload=placed("0:0+5 1:0+3", "2:0+8"))) is None
+    spanning = untrainable(replace(good, workload=placed("0:0+5 1:0+3", "1:3+8")))
+    assert spanning == "schedule 1f1b does not have every document in one piece of one microbatch: not trained."

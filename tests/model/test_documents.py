@@ -179,11 +179,11 @@ def test_rotation_counts_by_document(percent: float) -> None:
     rotary = Rotary(make_config("llama"), replace(make_options("llama", False), rotary_percent=percent))
     documents = Documents(((2, 6, 4), (5, 7)))
     tensor = torch.randn(12, 2, HEADS, CHANNELS, dtype=torch.float64).requires_grad_()
-    together = torch.cat([rotary.rotate_documents(tensor[:5], documents, slice(0, 5)),
-                          rotary.rotate_documents(tensor[5:], documents, slice(5, 12))])  # fmt: skip
+    together = torch.cat([rotary.rotate(tensor[:5], (range(5),), documents),
+                          rotary.rotate(tensor[5:], (range(5, 12),), documents)])  # fmt: skip
     alone = torch.cat(
         [
-            torch.cat([rotary.rotate(part, 0) for part in tensor[:, i : i + 1].split(lengths)])
+            torch.cat([rotary.rotate_from(part, 0) for part in tensor[:, i : i + 1].split(lengths)])
             for i, lengths in enumerate(documents.lengths)
         ],
         dim=1,

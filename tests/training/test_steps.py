@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -246,6 +247,19 @@ def test_a_signal_is_noted_once_and_the_handler_restored() -> None:
         assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.fixture
+def in_the_foreground() -> Iterator[None]:
+    """As a program is that a shell has not told to ignore these signals."""
+    before = {
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
+        signal.SIGHUP: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+    }
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("in_the_foreground")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_ctrl_c_and_a_closed_terminal_are_noted_too(number: signal.Signals) -> None:
     with SignalFlag() as flag:
@@ -255,6 +269,7 @@ def test_ctrl_c_and_a_closed_terminal_are_noted_too(number: signal.Signals) -> N
         assert stop.message(StopReason(stop.after(1) or 0), 1) == f"exiting program after receiving {number.name}."
 
 
+@pytest.mark.usefixtures("in_the_foreground")
 def test_a_second_ctrl_c_ends_the_program() -> None:
     with SignalFlag() as flag:
         os.kill(os.getpid(), signal.SIGINT)

@@ -6,16 +6,18 @@ from helixpipe.common.errors import UserError
 from megatron.training.config.container import Config
 
 
-def padded_vocabulary(config: Config, tokenizer: int) -> int:
-    """Rows of the model's embedding: as the flags say, else for a tokenizer with so many tokens."""
+def padded_vocabulary(config: Config, tokenizer: int, guessed: bool = False) -> int:
+    """Rows of the model's embedding: as the flags say, else for a tokenizer with so many tokens. guessed: the tokenizer
+    has not been read yet. Raises UserError where the flags have fewer rows than there are tokens."""
     data, tp = config.data, config.parallel.tensor_model_parallel_size
     size = data.vocab_size if data.vocab_size is not None else tokenizer
     if data.vocab_size is not None and data.tokenizer_type == "NullTokenizer":
         size = data.vocab_size + 1  # the end of a document comes after the numbers that the flag counts
     if data.padded_vocab_size is not None:
-        if data.padded_vocab_size < size or data.padded_vocab_size % tp:
+        least = 1 if guessed and data.vocab_size is None else size
+        if data.padded_vocab_size < least or data.padded_vocab_size % tp:
             raise UserError(
-                f"--padded-vocab-size {data.padded_vocab_size} must be at least {size}, the size of the vocabulary, "
+                f"--padded-vocab-size {data.padded_vocab_size} must be at least {least}, the size of the vocabulary, "
                 f"and a multiple of --tensor-model-parallel-size {tp}."
             )
         return data.padded_vocab_size

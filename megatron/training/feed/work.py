@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Protocol
 
 from helixpipe.lowering.project import LoweredProgram
@@ -24,7 +23,7 @@ class StepWork:
     scheduled_samples: int
     tokens: int
     flops: float
-    figures: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    figures: Mapping[str, float] = field(default_factory=dict)
 
 
 class Feed(Protocol):

@@ -106,7 +106,7 @@ def model_shape(config: Config) -> ModelShape:
         groups=model.num_query_groups if model.group_query_attention else heads,
         ffn=model.ffn_hidden_size or 4 * hidden,
         gated=model.swiglu,
-        vocab=padded_vocabulary(config, tokenizer=50257),
+        vocab=padded_vocabulary(config, tokenizer=50257, guessed=True),
         tied=not model.untie_embeddings_and_output_weights,
         norm=model.normalization,
         positions=model.position_embedding_type,

@@ -25,6 +25,7 @@ SCHEDULES = [
     Case("seq1f1b", 4, 2, "llama", lengths=(7, 5)),
     Case("seq1f1b-interleaved", 4, 2, "gpt", v=2, layers=8, lengths=(6, 6)),
     Case("seq1f1b-zb", 4, 2, "gpt", lengths=(7, 5)),
+    Case("infinipipe", 4, 2, "llama", lengths=(7, 5)),
     Case("sppo", 4, 2, "gpt", tied=True, lengths=(7, 5)),
     Case("helix", 4, 4, "gpt", folds=1, ship="none"),
     Case("weipipe-naive", 4, 4, "gpt"),
