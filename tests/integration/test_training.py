@@ -113,7 +113,7 @@ def test_log_lines_are_those_of_megatron(whole: Result, folder: Path) -> None:
             r"learning rate: \d\.\d{6}E[-+]\d\d \| global batch size: {5}8 \| "
             r"lm loss: \d\.\d{6}E\+\d\d \| loss scale: 1\.0 \| "
             r"grad norm: \d+\.\d{3} \| params norm: \d+\.\d{3} \| number of skipped iterations:   0 \| "
-            r"number of nan iterations:   0 \| tokens per second per GPU: \d+\.\d \|"
+            r"number of nan iterations:   0 \| tokens per second per GPU: \d+\.\d \| time left: [\d:]+ \|"
         )
         .replace(" {12}", " +")
         .replace(" {5}", " +")
