@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.training.plan.documents import DocumentPlanner, StepRequest
 from tests.distributed import run_ranks
 from tests.training.document_steps import STEPS, losses_of_runs, resumed, troubled
 from tests.training.steps import Run
@@ -47,6 +48,17 @@ def test_the_same_losses_however_documents_run() -> None:
 def test_a_resumed_run_goes_on_in_the_middle_of_an_epoch() -> None:
     run = Run("gpt", f"{DOCUMENTS} 2 --pipeline-schedule infinipipe", pp=2, batch=5)
     assert all(run_ranks(resumed, 2, run))
+
+
+def test_a_step_of_fewer_documents_than_pipelines() -> None:
+    """As --max-tokens may make: the others run a document of padding."""
+    run = Run("gpt", f"{DOCUMENTS} 2 --pipeline-schedule infinipipe", pp=2, batch=6)
+    planner = DocumentPlanner(run.config(0, 8))
+    plans = [planner(StepRequest("train", 0, (30, 12), dp_rank)) for dp_rank in range(4)]
+    assert sorted(plan.numbers for plan in plans) == [(), (), (0,), (1,)]
+    tokens = {plan.numbers: sum(plan.lowered.program.workload.tokens(0)) for plan in plans}
+    assert tokens == {(): 1, (0,): 30, (1,): 12}
+    assert len({plan.deal for plan in plans}) == 1
 
 
 def test_plans_that_are_late_fail_or_deviate_and_a_killed_planner() -> None:

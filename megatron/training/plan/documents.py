@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -82,10 +83,13 @@ class DocumentPlanner:
     def __call__(self, request: StepRequest) -> StepPlan:
         """Raises UserError where nothing fits, ScheduleError where the schedule cannot run so many microbatches."""
         begin = time.perf_counter()
-        hands, _ = dealt(request.lengths, self.costs, self._layers, self.config.parallel.data_parallel_size)
-        numbers = hands[request.dp_rank]
-        lengths = [request.lengths[number] for number in numbers]
-        packing = self._packer.pack(lengths, search=not request.quick)
+        given, pipelines = len(request.lengths), self.config.parallel.data_parallel_size
+        # A step of fewer documents than pipelines, as --max-tokens may make, has one of padding for each of the others.
+        every = (*request.lengths, *[self._packer.alignment] * (pipelines - given))
+        hands, _ = dealt(every, self.costs, self._layers, pipelines)
+        lengths = [every[number] for number in hands[request.dp_rank]]
+        numbers = tuple(number for number in hands[request.dp_rank] if number < given)
+        packing = self._packer_for(lengths).pack(lengths, search=not request.quick)
         plan = make_plan(self._program(packing, request.quick), self.costs)
         chosen = plan if request.split == "train" else plan.evaluation
         lowered = chosen.lowered
@@ -112,6 +116,14 @@ class DocumentPlanner:
             options = replace(options, infinipipe_grouping=False, infinipipe_ahead=options.infinipipe_ahead or 1)
         name, alignment = config.parallel.pipeline_schedule or "none", self._packer.alignment
         return row_program(lambda shape: build(name, shape, options), self._shape, packing.workload, alignment)
+
+    def _packer_for(self, lengths: Sequence[int]) -> StepPacker:
+        """With no more slices than these documents can have, whatever flags ask for: a step may have short ones."""
+        packer = self._packer
+        asked, most = packer.options.chunks, max(max(lengths) // packer.alignment, 1)
+        if asked is None or asked <= most:
+            return packer
+        return replace(packer, options=replace(packer.options, infinipipe_chunks=str(most)))
 
     @cached_property
     def _packer(self) -> StepPacker:
