@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere, installed or not
 
 from helixpipe.common.errors import DataError, UserError
+from megatron.training.data.conversations import token_ids
 from tools.slices import Slice, cut, find_files, line_number
 
 _REPORT_AFTER = 100  # documents a worker does between two words to the parent
@@ -108,7 +109,7 @@ def tokenize_slice(part: Slice, work: Work, tokenizer: Any, folder: str, number:
                 continue
             try:
                 for key, text in _texts(line, work.keys):
-                    ids = _ids(tokenizer, text)
+                    ids = token_ids(tokenizer, text)
                     empty += not ids
                     if ids:  # a document without tokens has no place in an index of tokens
                         builders[key].add_document(ids + eod, [len(ids) + len(eod)])
@@ -137,18 +138,6 @@ def _texts(line: bytes, keys: Sequence[str]) -> list[tuple[str, str]]:
         if not isinstance(record[key], str):
             raise DataError(f"the value of {key!r} is {type(record[key]).__name__}, not text")
     return [(key, record[key]) for key in keys]
-
-
-def _ids(tokenizer: Any, text: str) -> list[int]:
-    if not text:
-        return []
-    try:
-        ids: list[int] = tokenizer.tokenize(text)
-    except Exception as error:
-        raise DataError(f"the tokenizer fails on the text ({error})") from error
-    if ids and not 0 <= min(ids) <= max(ids) < tokenizer.vocab_size:
-        raise DataError(f"tokens {min(ids)} to {max(ids)} do not fit the vocabulary of {tokenizer.vocab_size}")
-    return ids
 
 
 def _build_tokenizer(work: Work) -> Any:

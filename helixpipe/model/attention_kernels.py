@@ -26,6 +26,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from helixpipe.common.errors import UserError
 from helixpipe.model import backends
+from helixpipe.model.log_sums import FlashOnCPU, has_cpu_kernel
 
 Attend = Callable[[Tensor, Tensor, Tensor, float, float], Tensor]
 """(query [n, b, heads, d], key and value [c + n, b, groups, d], scale, dropout) to [n, b, heads * d]: causal attention
@@ -165,18 +166,6 @@ def _attend_on_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, drop
     return output.permute(2, 0, 1, 3).flatten(2)
 
 
-def has_cpu_kernel(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
-    """Whether torch's fused kernel for the CPU can do this: not with dropout, nor grouped queries in older versions."""
-    query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-    gqa = query.size(1) != key.size(1)
-    choice = torch._fused_sdp_choice(query, key, value, None, dropout, False, enable_gqa=gqa)
-    return choice == SDPBackend.FLASH_ATTENTION.value
-
-
-_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_kernel_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-
 def cpu_forward(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Attention of the last n of c + n tokens of a document on the CPU, without a mask, and its log-sums [b, heads, n].
 
@@ -186,7 +175,7 @@ def cpu_forward(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tu
     """
     results = []
     for rows, causal in _parts(query, keys):
-        results.append(_kernel(query, keys[:, :, rows], values[:, :, rows], 0.0, causal, scale=scale))
+        results.append(FlashOnCPU().forward(query, keys[:, :, rows], values[:, :, rows], causal, scale))
     if len(results) == 1:
         output, log_sum = results[0]
         return output, log_sum
@@ -204,9 +193,8 @@ def cpu_backward(
     query_gradient = None
     key_gradients, value_gradients = [], []
     for rows, causal in _parts(query, keys):
-        part = _kernel_backward(
-            gradient, query, keys[:, :, rows], values[:, :, rows], output, log_sum, 0.0, causal, scale=scale
-        )
+        seen = keys[:, :, rows], values[:, :, rows]
+        part = FlashOnCPU().backward(gradient, query, *seen, output, log_sum, causal, scale)
         query_gradient = part[0] if query_gradient is None else query_gradient.add_(part[0])
         key_gradients.append(part[1])
         value_gradients.append(part[2])

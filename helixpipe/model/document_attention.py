@@ -1,15 +1,15 @@
 """Causal attention within the documents of a chunk: what `CoreAttention` calls where a microbatch has several.
 
 flash-attn has a kernel for parts of different lengths side by side, whose causal mask ends in the lower right corner of
-each, and so has torch from 2.10 on, without dropout; the others, and the CPU, run part by part.
+each, and so has torch in its newer versions, without dropout; the others, and the CPU, run part by part.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 from collections.abc import Callable
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,8 +17,9 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from helixpipe.model import backends
-from helixpipe.model.attention_kernels import Attend, cpu_backward, cpu_forward, has_cpu_kernel
+from helixpipe.model.attention_kernels import Attend, cpu_backward, cpu_forward
 from helixpipe.model.documents import Span, Spans
+from helixpipe.model.log_sums import has_cpu_kernel
 
 AttendDocuments = Callable[[Tensor, Tensor, Tensor, Spans, float, float], Tensor]
 """(query [n, b, heads, d], key and value [c + n, b, groups, d], parts of documents, scale, dropout) to
@@ -86,10 +87,12 @@ def _flash_attn_3() -> _Packed:
 
 
 def _torch_flash() -> _Packed | None:
-    """torch's; None where it has none, as before 2.10 and without CUDA."""
+    """torch's; None where it has none that can be told to be causal so, as in older versions and without CUDA."""
     if not torch.cuda.is_available() or importlib.util.find_spec("torch.nn.attention.varlen") is None:
         return None
     function = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    if "window_size" not in inspect.signature(function).parameters:
+        return None
 
     def packed(
         query: Tensor, key: Tensor, value: Tensor, ends: tuple[Tensor, Tensor, int, int], scale: float, dropout: float
@@ -109,23 +112,13 @@ def _by_sample(packed: _Packed) -> AttendDocuments:
     def attend(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float, dropout: float) -> Tensor:
         outputs = []
         for sample in range(query.size(1)):
-            parts = spans.of(sample)
-            own = slice(parts[0].key, None)
-            ends = _ends(parts, query.device)
+            own, ends = slice(spans.of(sample)[0].key, None), spans.ends(sample, query.device)
             outputs.append(packed(query[:, sample], key[own, sample], value[own, sample], ends, scale, dropout))
         if len(outputs) == 1:
             return outputs[0].flatten(1)[:, None]
         return torch.stack([output.flatten(1) for output in outputs], dim=1)
 
     return attend
-
-
-def _ends(parts: tuple[Span, ...], device: torch.device) -> tuple[Tensor, Tensor, int, int]:
-    lengths = [part.end - part.first for part in parts], [part.key_end - part.key for part in parts]
-    on_host = torch.tensor([list(accumulate(each, initial=0)) for each in lengths], dtype=torch.int32)
-    if device.type == "cuda":
-        on_host = on_host.pin_memory().to(device, non_blocking=True)
-    return on_host[0], on_host[1], max(lengths[0]), max(lengths[1])
 
 
 def _part_by_part(attend: Attend) -> AttendDocuments:

@@ -7,11 +7,15 @@ and a chunk of a sequence may begin and end inside documents.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+Ends = tuple[Tensor, Tensor, int, int]
+"""Of a sample's parts: the first rows of queries and of keys of each, and the end (int32), and the most of both."""
 
 
 class Span(NamedTuple):
@@ -33,7 +37,8 @@ class Span(NamedTuple):
         return self.key_end - self.key - (self.end - self.first)
 
 
-class Spans(NamedTuple):
+@dataclass(frozen=True)
+class Spans:
     """The parts of documents in a chunk, sample by sample and in their order.
 
     since: the first row of the microbatch whose key any of them needs: keys are those from there to the chunk's end.
@@ -41,9 +46,21 @@ class Spans(NamedTuple):
 
     since: int
     parts: tuple[Span, ...]
+    _ends: dict[int, Ends] = field(default_factory=dict, repr=False)
 
     def of(self, sample: int) -> tuple[Span, ...]:
         return tuple(part for part in self.parts if part.sample == sample)
+
+    def ends(self, sample: int, device: torch.device) -> Ends:
+        """For kernels of parts side by side; on the device once, whatever layers ask."""
+        if sample not in self._ends:
+            parts = self.of(sample)
+            lengths = [part.end - part.first for part in parts], [part.key_end - part.key for part in parts]
+            on_host = torch.tensor([list(accumulate(each, initial=0)) for each in lengths], dtype=torch.int32)
+            if device.type == "cuda":
+                on_host = on_host.pin_memory().to(device, non_blocking=True)
+            self._ends[sample] = on_host[0], on_host[1], max(lengths[0]), max(lengths[1])
+        return self._ends[sample]
 
 
 class Documents:

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 _cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -139,14 +140,19 @@ def _scores(query: Tensor, key: Tensor, causal: bool, scale: float) -> Tensor:
     return scores
 
 
+def has_cpu_kernel(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
+    """Whether torch's fused kernel for the CPU can do this, [n, b, heads, d] and [m, b, groups, d]: not with dropout,
+    nor grouped queries in older versions."""
+    query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+    gqa = query.size(1) != key.size(1)
+    choice = torch._fused_sdp_choice(query, key, value, None, dropout, False, enable_gqa=gqa)
+    return bool(choice == SDPBackend.FLASH_ATTENTION.value)
+
+
 def choose_kernel(query: Tensor, key: Tensor) -> LogSumKernel:
     """The fastest that takes these tensors, [n, b, heads, d] and [m, b, groups, d]."""
     if query.device.type == "cpu":
-        # Older versions of torch's have no grouped queries.
-        grouped = query.size(2) != key.size(2)
-        q, k = (tensor.permute(1, 2, 0, 3) for tensor in (query, key))
-        choice = torch._fused_sdp_choice(q, k, k, None, 0.0, False, enable_gqa=grouped)
-        return FlashOnCPU() if choice == torch.nn.attention.SDPBackend.FLASH_ATTENTION.value else Plain()
+        return FlashOnCPU() if has_cpu_kernel(query, key, key, 0.0) else Plain()
     half = query.dtype in (torch.float16, torch.bfloat16)
     channels = query.size(3)
     modern = torch.cuda.get_device_capability(query.device) >= (8, 0)

@@ -42,16 +42,13 @@ class StepRequest(NamedTuple):
 class StepReport(NamedTuple):
     """What is said of a plan in the log.
 
-    documents, tokens: of the step, over all pipelines. chunks: of this pipeline; most_chunks: of its longest row.
-    padding: tokens. spread_of_time, spread_of_tokens: standard deviation over mean of all its chunks. seconds: that it
-    took to plan. predicted: seconds of the step, bubble: share of idle time, both on paper.
+    tokens: of the step, over all pipelines. chunks: of this pipeline. spread_of_time, spread_of_tokens: standard
+    deviation over mean of all its chunks. seconds: that it took to plan. predicted: seconds of the step, bubble:
+    share of idle time, both on paper.
     """
 
-    documents: int
     tokens: int
     chunks: int
-    most_chunks: int
-    padding: int
     spread_of_time: float
     spread_of_tokens: float
     seconds: float
@@ -175,11 +172,8 @@ class DocumentPlanner:
             unit = event.op.microbatch, event.op.chunk
             times[unit] = times.get(unit, 0.0) + event.end - event.start
         return StepReport(
-            documents=len(request.lengths),
             tokens=sum(request.lengths),
             chunks=len(times),
-            most_chunks=packing.workload.most_chunks,
-            padding=packing.padding,
             spread_of_time=spread(list(times.values())),
             spread_of_tokens=packing.spread_of_tokens,
             seconds=seconds,
