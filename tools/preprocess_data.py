@@ -12,7 +12,6 @@ temporary folder beside the output and renamed at the end, the .idx last: where 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import shutil
@@ -31,7 +30,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere, installed or not
 
 from helixpipe.common.errors import DataError, UserError
-from megatron.training.data.conversations import token_ids
+from megatron.training.data.conversations import json_object, token_ids
 from tools.slices import Slice, cut, find_files, line_number
 
 _REPORT_AFTER = 100  # documents a worker does between two words to the parent
@@ -126,12 +125,7 @@ def tokenize_slice(part: Slice, work: Work, tokenizer: Any, folder: str, number:
 
 
 def _texts(line: bytes, keys: Sequence[str]) -> list[tuple[str, str]]:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"not JSON ({error})") from error
-    if not isinstance(record, dict):
-        raise DataError(f"a JSON object is expected, not {type(record).__name__}")
+    record = json_object(line)
     for key in keys:
         if key not in record:
             raise DataError(f"no key {key!r}; there are {', '.join(map(repr, record)) or 'none'} (--json-keys)")

@@ -161,10 +161,6 @@ class Workload:
         is needed by that one."""
         return self._earlier.get((microbatch, chunk), ())
 
-    def later_chunks(self, microbatch: int, chunk: int) -> tuple[tuple[int, int], ...]:
-        """Those that need this one's directly."""
-        return self._later.get((microbatch, chunk), ())
-
     @cached_property
     def _earlier(self) -> dict[tuple[int, int], tuple[tuple[int, int], ...]]:
         if self.most_chunks == 1 and not self.spans_microbatches:
@@ -181,14 +177,6 @@ class Workload:
                 before.insert(0, (place[0], place[1] - 1))
             if own := tuple(dict.fromkeys(each for each in before if each is not None and each != place)):
                 needed[place] = own
-        return needed
-
-    @cached_property
-    def _later(self) -> dict[tuple[int, int], tuple[tuple[int, int], ...]]:
-        needed: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {}
-        for place, earlier in self._earlier.items():
-            for each in earlier:
-                needed[each] = (*needed.get(each, ()), place)
         return needed
 
     def in_tokens(self, seq_length: int) -> Workload:

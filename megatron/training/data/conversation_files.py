@@ -10,8 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
-import tempfile
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from typing import Any
 import numpy
 
 from helixpipe.common.errors import DataError
+from megatron.training.data.cache import made_once
 from megatron.training.data.conversations import Renderer
 from megatron.training.data.document_files import IndexedDocuments
 from megatron.training.data.indexed_files import read_indexed_file
@@ -36,22 +35,7 @@ def tokenize_once(path: str, tokenizer: Any, prompt_format: str, cache: str | No
     description = [_FORMAT, _digest(path), tokenizer.unique_identifiers, renderer.template, prompt_format]
     key = hashlib.sha256(json.dumps(description).encode()).hexdigest()[:24]
     final = Path(cache or f"{path}.cache") / key
-    if final.is_dir():
-        return str(final)
-    try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        temporary = tempfile.mkdtemp(prefix=".", dir=final.parent)
-    except OSError as error:
-        raise DataError(f"{final.parent} cannot be written: {error.strerror}; set --data-cache-path") from error
-    try:
-        _write(path, renderer, Path(temporary))
-        os.chmod(temporary, 0o755)  # mkdtemp's folders are private; other ranks may run as other users
-        os.rename(temporary, final)
-    except OSError as error:
-        if not final.is_dir():  # else another job made the same meanwhile
-            raise DataError(f"{final} cannot be written: {error.strerror or error}; set --data-cache-path") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    made_once(final, lambda folder: _write(path, renderer, Path(folder)))
     return str(final)
 
 

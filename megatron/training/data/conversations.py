@@ -120,13 +120,19 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _record(line: bytes | str) -> dict[str, Any]:
+def json_object(line: bytes | str) -> dict[str, Any]:
+    """What a line says. Raises DataError where that is no object."""
     try:
         record = json.loads(line)
     except ValueError as error:
         raise DataError(f"not JSON ({error})") from error
     if not isinstance(record, dict):
         raise DataError(f"a JSON object is expected, not {type(record).__name__}")
+    return record
+
+
+def _record(line: bytes | str) -> dict[str, Any]:
+    record = json_object(line)
     if "messages" not in record and not {"prompt", "completion"} <= set(record):
         there = ", ".join(map(repr, record)) or "none"
         raise DataError(f"neither 'messages' nor 'prompt' and 'completion' are among its keys; there are {there}")

@@ -14,9 +14,6 @@ import dataclasses
 import hashlib
 import json
 import logging
-import os
-import shutil
-import tempfile
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +29,7 @@ from torch.utils.data import Dataset
 from helixpipe.common.errors import DataError
 from megatron.training.data.arrays import numbers_only
 from megatron.training.data.boundaries import check_boundaries, end_of_document
+from megatron.training.data.cache import made_once
 from megatron.training.data.document_splits import build_orders, padded
 from megatron.training.data.indexed_files import IndexedFile, check_vocabulary, read_indexed_file
 from megatron.training.data.options import DEFAULT_SPLIT, Blend, DataOptions, SplitSource, split_sources
@@ -140,8 +138,7 @@ def _prepare(options: DataOptions, tokenizer: Any, samples: tuple[int, int, int]
     }
     key = hashlib.sha256(json.dumps(description).encode()).hexdigest()[:24]
     final = root / key
-    if not final.is_dir():
-        _make_index(options, tokenizer, found, final)
+    made_once(final, lambda folder: _build(options, tokenizer, found, folder))
     return dataclasses.replace(found, cache=str(final))
 
 
@@ -157,23 +154,6 @@ def _lack(files: dict[str, IndexedFile], source: SplitSource, seq_length: int) -
         if tokens <= seq_length and weights is None and len(prefixes) > 1:
             return f"{prefix} has {tokens} tokens for it, less than one sample of --seq-length {seq_length}"
     return None
-
-
-def _make_index(options: DataOptions, tokenizer: Any, source: _Source, final: Path) -> None:
-    try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        temporary = tempfile.mkdtemp(prefix=".", dir=final.parent)
-    except OSError as error:
-        raise DataError(f"{final.parent} cannot be written: {error.strerror}; set --data-cache-path") from error
-    try:
-        _build(options, tokenizer, source, temporary)
-        os.chmod(temporary, 0o755)  # mkdtemp's folders are private; other ranks may run as other users
-        os.rename(temporary, final)
-    except OSError as error:
-        if not final.is_dir():  # else another job made the same index meanwhile
-            raise DataError(f"{final} cannot be written: {error.strerror or error}; set --data-cache-path") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _load(options: DataOptions, tokenizer: Any, source: _Source) -> Datasets:
