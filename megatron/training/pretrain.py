@@ -26,7 +26,7 @@ from megatron.training.data.loading import Isolation, batch_iterator
 from megatron.training.data.options import DataOptions
 from megatron.training.data.samplers import MicrobatchSampler, consumed_valid_samples, samples_needed
 from megatron.training.plan.loss_slices import settled_again
-from megatron.training.process.output import say
+from megatron.training.process.output import complain, say
 from megatron.training.process.outputs import try_outputs
 from megatron.training.validation import check_device
 
@@ -242,7 +242,7 @@ def _document_feed(
     from megatron.training.feed.documents import DocumentFeed
     from megatron.training.log.flops import flops_per_sample
     from megatron.training.plan.documents import DocumentPlanner
-    from megatron.training.plan.plan_stream import PlanStream, complain
+    from megatron.training.plan.plan_stream import PlanStream
 
     training, logging = config.training, config.logging
     options = DataOptions.from_flags(config.data, seq_length=config.model.seq_length or 0, seed=training.seed)

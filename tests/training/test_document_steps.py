@@ -27,6 +27,8 @@ RUNS = [
         batch=9,
     ),
     Run("llama", f"{DOCUMENTS} 1 --pipeline-schedule helix", pp=2, batch=9),
+    Run("llama", f"{DOCUMENTS} 1 --pipeline-schedule weipipe", pp=2, batch=9),
+    Run("llama", f"{DOCUMENTS} 3 --pipeline-schedule sppo", pp=2, batch=9),
     Run("llama", f"{DOCUMENTS} 2 --pipeline-schedule seq1f1b --infinipipe-split fixed", pp=4, batch=9),
 ]
 

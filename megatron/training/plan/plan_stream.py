@@ -11,7 +11,6 @@ then the planning rank makes a simpler one at once.
 from __future__ import annotations
 
 import pickle
-import sys
 import threading
 import time
 import traceback
@@ -178,7 +177,3 @@ class _Groups:
         dist.broadcast(content, self._source, group=self._pipeline)
         found: StepPlan | Exception = pickle.loads(content.numpy().tobytes())
         return found
-
-
-def complain(sentence: str) -> None:
-    sys.stderr.write(f"{sentence}\n")
