@@ -125,6 +125,8 @@ def _run_rank(
     faulthandler.dump_traceback_later(0.9 * timeout, exit=False)  # shows where a rank hangs
     try:
         torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        if backend == "gloo":  # a rank whose function returns at once must not leave while others still connect to it
+            torch.distributed.barrier()
         result = function(rank, world_size, *args)
         if torch.distributed.is_initialized():  # a function may have ended it, as a failing program does
             torch.distributed.destroy_process_group()
