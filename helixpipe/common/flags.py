@@ -10,7 +10,7 @@
 
 A field `some_name` becomes `--some-name`. Its metadata may hold:
 help (required), flags (option strings instead of the one derived from the name), choices, nargs, metavar, range,
-cli (False: no flag).
+heading (in --help, instead of the dataclass's), cli (False: no flag).
 Types: bool, int, float, str, Literal[...], each also optional (`X | None`), and list/tuple of them (several values).
 """
 
@@ -41,6 +41,7 @@ def option(
     choices: Sequence[Any] = (),
     nargs: str | int | None = None,
     metavar: str | None = None,
+    heading: str | None = None,
     at_least: float | None = None,
     more_than: float | None = None,
     at_most: float | None = None,
@@ -59,6 +60,7 @@ def option(
         "choices": tuple(choices),
         "nargs": nargs,
         "metavar": metavar,
+        "heading": heading,
     }
     limits = Range(at_least, more_than, at_most, less_than, unit)
     if limits != Range(unit=unit):
@@ -155,7 +157,6 @@ def add_dataclass_arguments(parser: argparse.ArgumentParser, cls: type, *, title
     must agree on its default. Raises TypeError, a programmer's error, for a field without help, of an unsupported type,
     or that disagrees.
     """
-    target: Any = parser.add_argument_group(title) if title else parser
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         if not field.metadata.get("cli", True):
@@ -168,9 +169,17 @@ def add_dataclass_arguments(parser: argparse.ArgumentParser, cls: type, *, title
             if any(a.dest != field.name or a.default != arguments["default"] for a in existing):
                 raise TypeError(f"{cls.__name__}.{field.name} disagrees with an earlier definition of {flags[0]}")
             continue
-        target.add_argument(*flags, dest=field.name, **arguments)
+        _heading(parser, field.metadata.get("heading") or title).add_argument(*flags, dest=field.name, **arguments)
         if isinstance(parser, FlagParser) and "range" in field.metadata:
             parser.ranges[field.name] = field.metadata["range"]
+
+
+def _heading(parser: argparse.ArgumentParser, title: str | None) -> Any:
+    """What takes the flags under a heading: the group of that title, made at its first flag."""
+    if title is None:
+        return parser
+    there = [group for group in parser._action_groups if group.title == title]
+    return there[0] if there else parser.add_argument_group(title)
 
 
 def dataclass_from_namespace(cls: type[T], namespace: argparse.Namespace | Mapping[str, Any]) -> T:

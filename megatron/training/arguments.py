@@ -2,7 +2,6 @@
 
 config = parse_args()          # raises UserError, one sentence, for anything wrong
 config, plans = parse_and_plan()
-print_arguments(config)        # on rank 0: warnings, then Megatron-LM's dump of all values
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from helixpipe.planning.plan import Plans
 from helixpipe.program.files import is_file
 from megatron.training.config import CheckpointConfig, Config, LaunchConfig, compat
 from megatron.training.config.container import GROUPS
+from megatron.training.config.parallel import PIPELINE
 from megatron.training.plan.loss_slices import settle
 from megatron.training.plan.programs import check_program, predicted_step
-from megatron.training.process.output import complain, say
 from megatron.training.validation import validate
 from megatron.training.validation.inputs import one_iteration
 from megatron.training.validation.values import timeouts
@@ -52,6 +51,9 @@ MODEL_SHAPE = (
     "hidden_dropout",
 )
 """The model's values that --use-checkpoint-args takes from the checkpoint."""
+
+PLANNED = ("chunks", "packing", "recompute", "offload")
+"""Groups of flags that say how a step is planned; --help has them before Megatron-LM's."""
 
 OTHER_MODELS = (
     "apply_layernorm_1p",
@@ -121,10 +123,14 @@ def build_parser() -> FlagParser:
         "warning, and those that ask for something this project does not do are refused, saying why: "
         "megatron/training/config/compat.py lists both.",
     )
-    for title, cls in GROUPS.values():
-        add_dataclass_arguments(parser, cls, title=title)
+    parser.add_argument_group(PIPELINE)  # whatever group of the configuration they belong to, they are the first
+    for name in PLANNED:
+        add_dataclass_arguments(parser, GROUPS[name][1], title=GROUPS[name][0])
     for schedule in CATALOGUE.values():
         add_dataclass_arguments(parser, schedule.options, title=f"schedule {schedule.name}")
+    for name, (title, cls) in GROUPS.items():
+        if name not in PLANNED:
+            add_dataclass_arguments(parser, cls, title=title)
     aliases = parser.add_argument_group("flags of HelixPipe's authors")
     for flag, (field, help_text, value) in compat.ALIASES.items():
         how: dict[str, Any] = {"action": "store_const", "const": value}
@@ -211,19 +217,3 @@ def overlay_checkpoint_args(config: Config, saved: Mapping[str, Any] | argparse.
     config = config.replace("model", **model)
     vocabulary = {name: values[name] for name in ("tokenizer_type", "vocab_size") if values.get(name) is not None}
     return config.replace("data", **{k: v for k, v in vocabulary.items() if getattr(config.data, k) is None})
-
-
-def format_arguments(config: Config) -> str:
-    """Megatron-LM's dump: a line `  name ....... value` for each value, dots to column 48, sorted by name."""
-    lines = [f"  {name} {'.' * (48 - len(name))} {value}" for name, value in config.flat().items()]
-    head = f"{'-' * 24} arguments {'-' * 24}"
-    tail = f"{'-' * 20} end of arguments {'-' * 21}"
-    return "\n".join([head, *sorted(lines, key=str.lower), tail])
-
-
-def print_arguments(config: Config) -> None:
-    """On rank 0, print the warnings (standard error) and the dump of all values (standard output)."""
-    if config.launch.rank == 0:
-        for sentence in config.warnings:
-            complain(f"WARNING: {sentence}")
-        say(format_arguments(config))

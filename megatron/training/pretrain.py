@@ -13,18 +13,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from helixpipe.draw.text import stage_count, stage_lines
 from helixpipe.model import Microbatch
 from helixpipe.model.device import prepare
 from helixpipe.planning.plan import Plans
 from helixpipe.watch.position import Patience, Position
-from megatron.training.arguments import print_arguments
 from megatron.training.config import Config, core
 from megatron.training.data.datasets import build_datasets
 from megatron.training.data.identity import identities
 from megatron.training.data.loading import Isolation, batch_iterator
 from megatron.training.data.options import DataOptions
 from megatron.training.data.samplers import MicrobatchSampler, consumed_valid_samples, samples_needed
+from megatron.training.log.summary import print_arguments, record_arguments, spread, summary
 from megatron.training.plan.loss_slices import settled_again
 from megatron.training.process.output import complain, say
 from megatron.training.process.outputs import try_outputs
@@ -93,12 +92,14 @@ def _run(
     pipeline.attach(state.model, state.weights)
     scheduler = build_param_scheduler(state.optimizer, config, schedule)
     own, total = state.weights.count()
-    if parallel.dp_rank == parallel.cp_rank == 0:
+    if config.logging.log_arguments and parallel.dp_rank == parallel.cp_rank == 0:
         say(parameters_line(parallel.tp_rank, parallel.pp_rank, own))
+    ends = spread(own, parallel.device)
     if parallel.is_first:
-        say(_summary(config, pipeline, evaluation_size, total))
+        say(summary(config, pipeline, evaluation_size, total, ends))
         say_kernels(state, config, chunked=pipeline.program(evaluation_size).num_chunks > 1)
 
+    record_arguments(config)
     checkpointer.keep(state.sharded)
     arguments = _arguments(config, tokenizer)
     loaded = checkpointer.load(state.model, state.optimizer, scheduler, arguments)
@@ -271,28 +272,4 @@ def _document_feed(
         flops=flops,
         eval_iters=logging.eval_iters,
         evaluations=progress.iteration // logging.eval_interval if logging.eval_interval else 0,
-    )
-
-
-def _summary(config: Config, pipeline: Any, num_microbatches: int, parameters: int) -> str:
-    """Two lines about what is about to run."""
-    program = pipeline.program(num_microbatches)
-    parallel = config.parallel
-    lines, slices = list(stage_lines(program.stages)), config.model.loss_chunk_size
-    if slices and config.model.loss_slices_why:
-        lines.append(f"--loss-chunk-size {slices}: {config.model.loss_slices_why}")
-    context = f"context {parallel.context_parallel_size} x " if parallel.context_parallel_size > 1 else ""
-    stages = "".join(f" > {line}\n" for line in lines)
-    if config.data.variable_seq_lengths:
-        each = f"{parallel.plan_ahead} steps of documents planned ahead, {stage_count(program.stages)}"
-    else:
-        each = (
-            f"{num_microbatches} microbatches a step, {stage_count(program.stages)}; simulated bubble "
-            f"{pipeline.bubble(num_microbatches):.1%} (equal layers, backward twice forward, no message time)"
-        )
-    return (
-        f" > pipeline schedule {program.schedule}: {program.num_ranks} ranks, {each}\n"
-        f"{stages}{pipeline.chunks(num_microbatches)}{pipeline.offloading(num_microbatches)}"
-        f" > {parameters:,} parameters; tensor {parallel.tensor_model_parallel_size} x {context}"
-        f"pipeline {program.num_ranks} x data {parallel.data_parallel_size}"
     )

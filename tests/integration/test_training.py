@@ -33,7 +33,8 @@ WHOLE = Launch(
     "with everything that can be written",
     f"{DROPOUT} {P2} --pipeline-schedule 1f1b --save {{save}} --eval-interval 4 --eval-iters 2 --log-throughput "
     "--timing-log-level 2 --tensorboard-dir {out}/tensorboard --record-timeline {out}/timeline.json "
-    "--timeline-png {out}/timeline.png --profile --profile-step-start 3 --profile-step-end 4 --log-params-norm",
+    "--timeline-png {out}/timeline.png --profile --profile-step-start 3 --profile-step-end 4 --log-params-norm "
+    "--log-arguments",
 )
 STOPPED = Launch("stopped by --exit-interval", f"{DROPOUT} {P2} --save {{save}} --exit-interval 5")
 RESUMED = [
@@ -136,6 +137,18 @@ def test_log_lines_are_those_of_megatron(whole: Result, folder: Path) -> None:
     assert f"  successfully saved checkpoint from iteration       8 to {folder}/whole [ t 1/1, p 1/2 ]" in lines
     assert f"  num_layers {'.' * 38} 4" in lines
     assert any("forward-backward" in line for line in lines), "timings of level 1"
+
+
+def test_a_run_says_little_before_its_first_step(interleaved: Result, folder: Path) -> None:
+    lines = interleaved.output.splitlines()
+    first = next(i for i, line in enumerate(lines) if " iteration        1/" in line)
+    summary = [line for line in lines[:first] if line.startswith(" > ")]
+    assert len(lines[:first]) <= 25 and not any(line.startswith("  num_layers ") for line in lines)
+    assert re.fullmatch(r" > model: [\d,]+ parameters; 4 layers of width \d+, MLP \d+, \d+ heads, .*", summary[0])
+    assert summary[2].startswith(" > ranks: tensor 1 x pipeline 2 x data 1, ")
+    file = folder / "interleaved" / "arguments.txt"
+    assert f" > all arguments: {file} (--log-arguments prints them)" in summary
+    assert f"  num_layers {'.' * 38} 4" in file.read_text().splitlines()
 
 
 def test_a_run_says_nothing_else(stopped: Result) -> None:

@@ -56,6 +56,13 @@ def test_the_flags_are_those_on_record() -> None:
     assert flag_lines(build_parser()) == GOLDEN.read_text(encoding="utf-8").splitlines()
 
 
+def test_help_begins_with_what_megatron_does_not_have() -> None:
+    titles = [group.title for group in build_parser()._action_groups if group._group_actions]
+    assert titles[1] == "pipeline schedule" and "model" in titles[7:] and len(set(titles)) == len(titles)
+    text = build_parser().format_help()
+    assert text.index("--pipeline-schedule NAME") < text.index("--infinipipe-split") < text.index("--hidden-size")
+
+
 def test_every_flag_has_help() -> None:
     assert all(action.help for action in build_parser()._actions)
 

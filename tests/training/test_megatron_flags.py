@@ -10,12 +10,11 @@ import pytest
 from helixpipe.common.errors import CheckpointError, UserError
 from megatron.training.arguments import (
     build_parser,
-    format_arguments,
     overlay_checkpoint_args,
     parse_args,
-    print_arguments,
 )
 from megatron.training.config import compat, core
+from megatron.training.log.summary import format_arguments, print_arguments
 from tests.training.helpers import config
 
 # --------------------------------------------------------------------------------------- flags of Megatron-LM, the dump

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from helixpipe.common.flags import option
+from megatron.training.config.parallel import PIPELINE
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,9 @@ class LoggingConfig:
     eval_interval: int | None = option(1000, "Iterations between evaluations on the validation data.", at_least=0)
     eval_iters: int = option(100, "Iterations of one evaluation; 0 turns evaluation off.", at_least=0)
     log_throughput: bool = option(False, "Log the throughput in TFLOP/s for each GPU.")
+    log_arguments: bool = option(
+        False, "Print all values, as Megatron-LM does; without, they are in arguments.txt in --save and in TensorBoard."
+    )
     log_params_norm: bool = option(False, "Log the norm of the weights.")
     log_num_zeros_in_grad: bool = option(False, "Log the number of zeros in the gradient.")
     timing_log_level: Literal[0, 1, 2] = option(
@@ -46,9 +50,13 @@ class LoggingConfig:
         None,
         "Write a measured timeline of the last iteration (every op of every pipeline rank) as JSON.",
         metavar="FILE",
+        heading=PIPELINE,
     )
     timeline_png: str | None = option(
-        None, "Draw the simulated timeline above the measured one of the last iteration.", metavar="FILE"
+        None,
+        "Draw the simulated timeline above the measured one of the last iteration.",
+        metavar="FILE",
+        heading=PIPELINE,
     )
     profile: bool = option(False, "Profile the iterations after --profile-step-start up to --profile-step-end.")
     profile_step_start: int = option(10, "Iteration after which profiling starts.", at_least=0)

@@ -13,6 +13,9 @@ from helixpipe.common.ranges import MOST_RANKS
 from helixpipe.costs.hardware import HARDWARE
 from helixpipe.costs.models import P2P, context_parts, shared_unit
 
+PIPELINE = "pipeline schedule"
+"""Heading of the flags, of any group, that Megatron-LM does not have and whoever chooses a schedule looks for."""
+
 
 @dataclass(frozen=True)
 class ParallelConfig:
@@ -27,17 +30,20 @@ class ParallelConfig:
         "Pipeline schedule: a name from `helixpipe list`, or the path of a .json or .csv file with a schedule of one's "
         "own; by default none with one pipeline rank, interleaved-1f1b with virtual stages, else 1f1b.",
         metavar="NAME|FILE",
+        heading=PIPELINE,
     )
     hardware: str | None = option(
         None,
         "GPUs whose cost model schedules are found from, and whose memory they keep to: "
         f"{', '.join(HARDWARE)} (default: h100, and no memory limit).",
         metavar="NAME",
+        heading=PIPELINE,
     )
     cost_profile: str | None = option(
         None,
         "Find schedules from the costs in this file of `helixpipe profile` instead of --hardware's.",
         metavar="FILE",
+        heading=PIPELINE,
     )
     memory_limit: float | None = option(
         None,
@@ -45,6 +51,7 @@ class ParallelConfig:
         metavar="GIB",
         more_than=0,
         unit=" GiB",
+        heading=PIPELINE,
     )
     host_memory: float | None = option(
         None,
@@ -52,6 +59,7 @@ class ParallelConfig:
         metavar="GIB",
         more_than=0,
         unit=" GiB",
+        heading=PIPELINE,
     )
     context_parallel_size: int = option(
         1, "Ranks that share the tokens of every sequence, or of every chunk of it.", at_least=1, at_most=MOST_RANKS
@@ -74,8 +82,11 @@ class ParallelConfig:
         2,
         "--variable-seq-lengths: steps that are planned, in a process beside training, before they are needed.",
         at_least=0,
+        heading=PIPELINE,
     )
-    kv_grad_fp32: bool = option(False, "Sum the gradients of keys and values over the chunks of a sequence in float32.")
+    kv_grad_fp32: bool = option(
+        False, "Sum the gradients of keys and values over the chunks of a sequence in float32.", heading=PIPELINE
+    )
     sequence_parallel: bool = option(
         False,
         "Split norms and dropout over the tensor-parallel ranks along the sequence; off when there is one such rank.",
@@ -109,6 +120,7 @@ class ParallelConfig:
         None,
         "When no rank has got any further in a training step for so long, say which ranks wait for what from whom, and "
         "end the job; 0 never does (default: half of --distributed-timeout-minutes, which would end it without that).",
+        heading=PIPELINE,
     )
     nccl_communicator_config_path: str | None = option(
         None,

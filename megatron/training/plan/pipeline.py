@@ -178,26 +178,25 @@ class Pipeline:
         """Simulated share of idle time with equal layers, backward twice forward, and no message time."""
         return simulate(self.plans.plan(num_microbatches).lowered, PieceTimes({"mlp": 1.0})).bubble_ratio
 
-    def chunks(self, num_microbatches: int) -> str:
-        """A line about the chunks of a sequence and their simulated times, empty where sequences are not cut."""
+    def chunks(self, num_microbatches: int) -> list[str]:
+        """Lines about the chunks of a sequence and their simulated times, none where sequences are not cut."""
         plan = self.plans.plan(num_microbatches)
         if plan.program.num_chunks == 1 or self._config.data.variable_seq_lengths:
-            return ""
+            return []
         lengths = plan.program.workload.in_tokens(self._config.model.seq_length or 1).tokens(0)
         times = chunk_times(plan.simulation)
         shares = ", ".join(f"{length} ({time / sum(times):.1%})" for length, time in zip(lengths, times, strict=True))
-        line = f" > tokens of each chunk (share of a microbatch's simulated time): {shares}\n"
+        line = f"tokens of each chunk (share of a microbatch's simulated time): {shares}"
         name, micro = self._config.parallel.hardware, self._config.training.micro_batch_size or 1
         short = None if name is None else short_chunks(sum(lengths), len(lengths), micro, find_hardware(name))
-        return line if short is None else f"{line} > {short}\n"
+        return [line] if short is None else [line, short]
 
-    def offloading(self, num_microbatches: int) -> str:
-        """Lines about what leaves the device in a step, empty where nothing does."""
+    def offloading(self, num_microbatches: int) -> list[str]:
+        """Lines about what leaves the device in a step, none where nothing does."""
         text = copies_text(self.plans.plan(num_microbatches).simulation)
         costs = self._config.parallel.cost_profile or self._config.parallel.hardware or DEFAULT_HARDWARE
         first, _, rest = (text or "").partition("\n")
-        lines = [f"{first} (predicted from {costs})", *rest.splitlines()] if first else []
-        return "".join(f" > {line}\n" for line in lines)
+        return [f"{first} (predicted from {costs})", *rest.splitlines()] if first else []
 
     def close(self) -> None:
         self._executor.close()
