@@ -28,7 +28,7 @@ from helixpipe.costs.models import Chunk, Layout, ModelShape
 from helixpipe.costs.piece_bytes import PieceBytes
 from helixpipe.model import Microbatch, UnitContext
 from helixpipe.profile.accounting import AliveBytes
-from helixpipe.profile.profiler import Task, build_model, initialize_parallel_state
+from helixpipe.profile.subject import Task, build_model, initialize_parallel_state
 from helixpipe.program.stages import Piece
 
 HEAD = (Piece("head"),)

@@ -22,7 +22,7 @@ from helixpipe.model.device import device
 from helixpipe.planning.offload import OffloadOptions
 from helixpipe.planning.offload_choice import Choice, Limits, choose
 from helixpipe.planning.recompute import RecomputeOptions
-from helixpipe.profile.profiler import Task, build_model, initialize_parallel_state
+from helixpipe.profile.subject import Task, build_model, initialize_parallel_state
 from helixpipe.runtime.copies import ThreadEngine
 from helixpipe.runtime.executor import Executor, Step
 from helixpipe.runtime.offload import Offloader

@@ -144,7 +144,7 @@ def run_rank(name: str, profile_path: str, output: str, steps: int) -> None:
     from helixpipe.lowering.lower import lower
     from helixpipe.model import Microbatch
     from helixpipe.model.device import device
-    from helixpipe.profile.profiler import Task, build_model, initialize_parallel_state
+    from helixpipe.profile.subject import Task, build_model, initialize_parallel_state
     from helixpipe.runtime.executor import Executor, Step
     from helixpipe.runtime.transport import make_transport
     from helixpipe.simulate.simulator import simulate

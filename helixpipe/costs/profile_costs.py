@@ -19,6 +19,7 @@ from typing import Any
 from helixpipe.common.errors import UserError
 from helixpipe.common.files import whole_file
 from helixpipe.costs.hardware import find_device
+from helixpipe.costs.measured_chunks import ChunkTimes, MeasuredChunks
 from helixpipe.costs.models import Chunk, Layout, ModelShape
 from helixpipe.costs.piece_bytes import CountsBytes, PieceBytes
 from helixpipe.costs.sizes import GRADIENT_BYTES
@@ -26,22 +27,8 @@ from helixpipe.program.costs import Payload, Sharing, Work
 from helixpipe.program.program import OP_KINDS
 from helixpipe.program.stages import PIECE_KINDS, Piece
 
-VERSION = 1
-"""Of the file's format; a file of another version is refused."""
-
-
-@dataclass(frozen=True)
-class ChunkTimes:
-    """Seconds on one chunk: of each piece (`F`, `I`, `W`, `B` and `R` of it), and of an op beside its pieces.
-
-    tokens, earlier: the chunk's place in the sequence; a whole sequence has none earlier. pieces: by piece kind, then
-    op kind. overhead: by op kind.
-    """
-
-    tokens: int
-    earlier: int
-    pieces: Mapping[str, Mapping[str, float]]
-    overhead: Mapping[str, float]
+VERSION = 2
+"""Of the file's format. In version 1 a chunk has no number of documents, and there is one chunk: still read."""
 
 
 @dataclass(frozen=True)
@@ -109,10 +96,10 @@ class Profile:
             raise UserError(f"{flag}: {path} is not JSON; `helixpipe profile` writes such files.") from None
         if not isinstance(content, dict) or content.get("format") != _FORMAT:
             raise UserError(f"{flag}: {path} was not written by `helixpipe profile`.")
-        if content.get("version") != VERSION:
+        if content.get("version") not in range(1, VERSION + 1):
             raise UserError(
-                f"{flag}: {path} has version {content.get('version')} of the format and this program reads version "
-                f"{VERSION}; measure again with `helixpipe profile`."
+                f"{flag}: {path} has version {content.get('version')} of the format and this program reads versions 1 "
+                f"to {VERSION}; measure again with `helixpipe profile`."
             )
         try:
             profile = cls(
@@ -133,6 +120,10 @@ class Profile:
         if not self.chunks:
             raise ValueError("it has no chunk")
         for chunk in self.chunks:
+            if not (chunk.tokens >= chunk.documents >= 1 and chunk.earlier >= 0):
+                raise ValueError(
+                    f"a chunk has {chunk.tokens} tokens after {chunk.earlier}, {chunk.documents} documents"
+                )
             for kind in OP_KINDS:
                 times = {f"{piece} {kind}": chunk.pieces[piece][kind] for piece in PIECE_KINDS}
                 _check_numbers({**times, f"overhead {kind}": chunk.overhead[kind]})
@@ -164,7 +155,7 @@ class ProfileCosts(CountsBytes):
 
     def op_time(self, work: Work) -> float:
         chunk = self.chunk(work.extents, work.whole)
-        times = self._times(chunk)
+        times = self._measured.times(chunk)
         pieces = sum(times.pieces[piece.kind][work.kind] for piece in work.pieces)
         if work.alone and self.profile.layout.loss_chunk and any(piece.kind == "head" for piece in work.pieces):
             pieces += times.pieces["head"]["B"] / 3  # of its three products the one that a training step's F leaves out
@@ -223,26 +214,9 @@ class ProfileCosts(CountsBytes):
     def _sequence(self) -> tuple[int, bool]:
         return self.profile.seq_length, self.fp32_kv_gradients
 
-    def _times(self, chunk: Chunk) -> ChunkTimes:
-        """Those measured, or, of a chunk that was not, those of the first measured one in proportion: attention to the
-        queries times the keys they see, all else to the tokens."""
-        for times in self.profile.chunks:
-            if not chunk.slices and (times.tokens, times.earlier) == (round(chunk.tokens), round(chunk.earlier)):
-                return times
-        if chunk not in self._scaled:
-            base = self.profile.chunks[0]
-            linear = chunk.tokens / base.tokens
-            attention = chunk.pairs / Chunk(base.tokens, base.earlier).pairs
-            pieces = {
-                piece: {kind: time * (attention if piece == "attn" else linear) for kind, time in times.items()}
-                for piece, times in base.pieces.items()
-            }
-            self._scaled[chunk] = ChunkTimes(round(chunk.tokens), round(chunk.earlier), pieces, base.overhead)
-        return self._scaled[chunk]
-
     @cached_property
-    def _scaled(self) -> dict[Chunk, ChunkTimes]:
-        return {}
+    def _measured(self) -> MeasuredChunks:
+        return MeasuredChunks(self.profile.chunks)
 
 
 def _message_times(

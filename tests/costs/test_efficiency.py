@@ -13,10 +13,11 @@ import pytest
 from helixpipe.cli.profile import ProfileOptions, efficiency_table, hardware_measured
 from helixpipe.costs.efficiency import fitted, reached
 from helixpipe.costs.hardware import HARDWARE, Efficiency, find_device
+from helixpipe.costs.measured_chunks import ChunkTimes
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import MODELS, Chunk, Layout
 from helixpipe.costs.piece_work import flops
-from helixpipe.costs.profile_costs import ChunkTimes, MessageTimes, Profile
+from helixpipe.costs.profile_costs import MessageTimes, Profile
 from helixpipe.program.program import OP_KINDS
 from helixpipe.program.stages import PIECE_KINDS
 from schedules import command as cli

@@ -11,14 +11,15 @@ import pytest
 
 from helixpipe.common.errors import UserError
 from helixpipe.costs.hardware import HARDWARE
+from helixpipe.costs.measured_chunks import ChunkTimes
 from helixpipe.costs.models import Chunk, Layout, ModelShape
 from helixpipe.costs.piece_bytes import PieceBytes
-from helixpipe.costs.profile_costs import ChunkTimes, CopyTimes, MessageTimes, Profile, ProfileCosts
+from helixpipe.costs.profile_costs import CopyTimes, MessageTimes, Profile, ProfileCosts
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.lower import lower
 from helixpipe.planning.recompute import RecomputeOptions
+from helixpipe.profile.measurement import Row, rows, scale_to_whole_units
 from helixpipe.profile.message_times import fit_line
-from helixpipe.profile.profiler import scale_to_whole_units
 from helixpipe.program.program import Op, Program
 from helixpipe.program.stages import PIECE_KINDS, Stage, even_stages, model_pieces
 from helixpipe.program.workload import uniform
@@ -63,7 +64,7 @@ def test_file_comes_back_as_it_was(saved: str) -> None:
     other.save(saved)
     assert Profile.load(saved) == other
     content = json.loads(Path(saved).read_text(encoding="utf-8"))
-    assert (content["format"], content["version"]) == ("helixpipe profile", 1)
+    assert (content["format"], content["version"]) == ("helixpipe profile", 2)
 
 
 def test_an_op_takes_its_pieces_and_the_overhead() -> None:
@@ -159,6 +160,30 @@ def test_chunks_are_found_by_their_place() -> None:
     assert op_time(costs, program, Op("F", 0, 0, 1)) == sum(SECONDS.values()) + 100.0
 
 
+def test_a_file_of_version_1(saved: str) -> None:
+    """Its chunks say nothing of documents."""
+    content = json.loads(Path(saved).read_text(encoding="utf-8"))
+    content["version"] = 1
+    del content["chunks"][0]["documents"]
+    Path(saved).write_text(json.dumps(content), encoding="utf-8")
+    assert Profile.load(saved) == make_profile()
+
+
+def test_rows_that_are_measured() -> None:
+    """Fourths down to 64 tokens; the two longest in four chunks; eight documents in all but the longest."""
+    assert rows(16) == [Row((16,))]
+    assert rows(1030) == [
+        *(Row((1030,)), Row((257,)), Row((64,))),
+        *(Row((257,) * 4), Row((64,) * 4)),
+        *(Row((256,), 8), Row((64,), 8)),
+    ]
+    assert [row.whole for row in rows(256)] == [True, True, False, False]
+
+
+def _no_documents(content: dict[str, Any]) -> None:
+    content["chunks"][0]["documents"] = 0
+
+
 def _without_attention(content: dict[str, Any]) -> None:
     del content["chunks"][0]["pieces"]["attn"]
 
@@ -191,6 +216,7 @@ def _more_of_a_model(content: dict[str, Any]) -> None:
     ("damage", "reason"),
     [
         (_without_attention, r"is damaged \('attn' is missing\); measure again"),
+        (_no_documents, r"is damaged \(a chunk has 16 tokens after 0 in 0 documents\)"),
         (_negative, r"is damaged \(mlp B is -1.0\)"),
         (_text, r"is damaged \(overhead W is 'short'\)"),
         (_no_bandwidth, r"is damaged \(bandwidth is 0.0\)"),
@@ -198,7 +224,10 @@ def _more_of_a_model(content: dict[str, Any]) -> None:
         (_one_way, r"is damaged \('out' is missing\)"),
         (_more_of_a_model, r"is damaged \(.*unexpected keyword argument 'experts'\)"),
         (lambda content: content.update(chunks=[]), r"is damaged \(it has no chunk\)"),
-        (lambda content: content.update(version=0), "has version 0 of the format and this program reads version 1"),
+        (
+            lambda content: content.update(version=0),
+            "has version 0 of the format and this program reads versions 1 to 2",
+        ),
         (lambda content: content.update(format="timeline"), "was not written by `helixpipe profile`"),
     ],
 )
@@ -228,7 +257,7 @@ def test_the_line_through_message_times() -> None:
 def test_pieces_add_up_to_what_whole_units_take() -> None:
     """A layer's pieces measured alone take 31; whole units of one and three layers say 62 a layer and 5 beside."""
     samples = {(piece, "F"): [seconds] for piece, seconds in SECONDS.items()}
-    samples["short", "F"], samples["long", "F"] = [62 + 32.5 + 5], [3 * 62 + 32.5 + 5]
+    samples["short 0", "F"], samples["long 0", "F"] = [62 + 32.5 + 5], [3 * 62 + 32.5 + 5]
     scaled, overhead = scale_to_whole_units(samples, "F")
     assert scaled == {name: seconds * (1 if name in ("embed", "head") else 2) for name, seconds in SECONDS.items()}
     assert overhead == 5.0

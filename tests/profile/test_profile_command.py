@@ -132,29 +132,32 @@ def test_a_process_that_fails_is_told(capsys: pytest.CaptureFixture[str], monkey
 
 
 @pytest.mark.parametrize(
-    ("style", "processes"),
+    ("style", "processes", "length"),
     [
-        ("", 2),
+        ("", 2, 16),
         (
             "--swiglu --normalization RMSNorm --position-embedding-type rope --dtype bfloat16 --processes 1 "
             "--chunk-size 5 --loss-chunk-size 6",
             1,
+            256,
         ),
     ],
 )
 def test_a_tiny_model_from_end_to_end(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, style: str, processes: int
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, style: str, processes: int, length: int
 ) -> None:
     path = tmp_path / "measured.json"
-    assert cli.main(f"profile {OWN} {style} --repeats 2 --output {path}".split()) == 0
+    assert cli.main(f"profile {OWN} {style} --seq-length {length} --repeats 2 --output {path}".split()) == 0
     output = capsys.readouterr()
     assert output.err == ""
     assert f"wrote {path}; next: helixpipe simulate 1f1b" in output.out
     measured = Profile.load(path)
     slices = {"mlp_chunk": 5, "loss_chunk": 6} if style else {}
     assert measured.layout == Layout(element_bytes=2 if style else 4, fused_kernels=False, **slices)
-    (times,) = measured.chunks
-    assert (times.tokens, times.earlier) == (16, 0)
+    (times, *shorter) = measured.chunks
+    assert (times.tokens, times.earlier) == (length, 0)
+    places = [(64, 0, 1), *((64, earlier, 1) for earlier in (0, 64, 128, 192)), (64, 0, 8)]
+    assert [(each.tokens, each.earlier, each.documents) for each in shorter] == (places if length == 256 else [])
     for piece in PIECE_KINDS:
         assert all(times.pieces[piece][kind] > 0 for kind in "FBI")
         assert times.pieces[piece]["R"] == times.pieces[piece]["F"]

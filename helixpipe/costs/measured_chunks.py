@@ -1,0 +1,131 @@
+"""Times of any chunk from those of a few that were measured. No torch here.
+
+What a piece takes for a token depends on how many there are: launches, small products, reading the weights. So all but
+core attention is interpolated between the measured lengths. Attention, which also depends on what comes before the
+chunk and on how many documents are in it, is fitted: so much once, for each document, for each query, for each key
+read, and for each query times the keys it sees, none of them negative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from helixpipe.costs.models import Chunk
+from helixpipe.program.program import OP_KINDS
+from helixpipe.program.workload import Extent
+
+
+@dataclass(frozen=True)
+class ChunkTimes:
+    """Seconds on one chunk: of each piece (`F`, `I`, `W`, `B` and `R` of it), and of an op beside its pieces.
+
+    tokens, earlier: the chunk's place in the sequence; a whole sequence has none earlier. pieces: by piece kind, then
+    op kind. overhead: by op kind. documents: how many there are in it, all equally long.
+    """
+
+    tokens: int
+    earlier: int
+    pieces: Mapping[str, Mapping[str, float]]
+    overhead: Mapping[str, float]
+    documents: int = 1
+
+    @property
+    def chunk(self) -> Chunk:
+        if self.documents == 1:
+            return Chunk(self.tokens, self.earlier)
+        return Chunk(self.tokens, slices=(Extent(self.tokens / self.documents, 0.0),) * self.documents)
+
+
+class MeasuredChunks:
+    """The times of `chunks`, the first of them a whole sequence, and of any other chunk.
+
+    One alone is scaled: attention to the queries times the keys they see, all else to the tokens.
+    """
+
+    def __init__(self, chunks: Sequence[ChunkTimes]):
+        self.chunks = tuple(chunks)
+        self._known: dict[Chunk, ChunkTimes] = {}
+
+    def times(self, chunk: Chunk) -> ChunkTimes:
+        """Those measured, where they were."""
+        if chunk not in self._known:
+            self._known[chunk] = self._measured(chunk) or self._found(chunk)
+        return self._known[chunk]
+
+    def _measured(self, chunk: Chunk) -> ChunkTimes | None:
+        place = round(chunk.tokens), round(chunk.earlier), 1
+        same = (each for each in self.chunks if (each.tokens, each.earlier, each.documents) == place)
+        return None if chunk.slices else next(same, None)
+
+    def _found(self, chunk: Chunk) -> ChunkTimes:
+        first = self.chunks[0]
+        pieces = {
+            piece: {
+                kind: self._attention(kind, chunk)
+                if piece == "attn"
+                else _between([(each.tokens, each.pieces[piece][kind]) for each in self._lengths], chunk.tokens)
+                for kind in kinds
+            }
+            for piece, kinds in first.pieces.items()
+        }
+        overhead = {
+            kind: _held([(each.tokens, each.overhead[kind]) for each in self._lengths], chunk.tokens)
+            for kind in first.overhead
+        }
+        return ChunkTimes(round(chunk.tokens), round(chunk.earlier), pieces, overhead)
+
+    @cached_property
+    def _lengths(self) -> list[ChunkTimes]:
+        """Those of one document with nothing before it, by length, or the first where there is none."""
+        found = {each.tokens: each for each in reversed(self.chunks) if not each.earlier and each.documents == 1}
+        return [found[tokens] for tokens in sorted(found)] or [self.chunks[0]]
+
+    def _attention(self, kind: str, chunk: Chunk) -> float:
+        return sum(weight * size for weight, size in zip(self._weights[kind], _sizes(chunk), strict=True))
+
+    @cached_property
+    def _weights(self) -> dict[str, tuple[float, ...]]:
+        """Of each of `_sizes`, by op kind."""
+        return {kind: self._fit(kind) for kind in OP_KINDS}
+
+    def _fit(self, kind: str) -> tuple[float, ...]:
+        """The non-negative weights with the least squares of the relative errors."""
+        rows = [(_sizes(each.chunk), each.pieces["attn"][kind]) for each in self.chunks]
+        rows = [row for row in rows if row[1] > 0]
+        count = len(_sizes(self.chunks[0].chunk))
+        if len(rows) < 2:
+            pairs = [(0.0,) * (count - 1) + (time / sizes[-1],) for sizes, time in rows]
+            return pairs[0] if pairs else (0.0,) * count
+        from scipy.optimize import nnls
+
+        most = [max(sizes[column] for sizes, _ in rows) or 1.0 for column in range(count)]
+        scaled = [[size / most[column] / time for column, size in enumerate(sizes)] for sizes, time in rows]
+        weights, _ = nnls(scaled, [1.0] * len(rows))
+        return tuple(float(weight) / scale for weight, scale in zip(weights, most, strict=True))
+
+
+def _sizes(chunk: Chunk) -> tuple[float, ...]:
+    """What core attention's time is made of; the last are queries times the keys they see."""
+    return 1.0, float(max(len(chunk.slices), 1)), chunk.tokens, chunk.seen, chunk.pairs
+
+
+def _between(points: Sequence[tuple[int, float]], tokens: float) -> float:
+    """The line through the two measured lengths around so many tokens; below and above all, through the nearest two,
+    and not below proportional to the tokens there. One alone: in proportion."""
+    if len(points) == 1:
+        return points[0][1] * tokens / points[0][0]
+    low, high = next((pair for pair in pairwise(points) if tokens <= pair[1][0]), points[-2:])
+    slope = (high[1] - low[1]) / (high[0] - low[0])
+    if tokens < low[0]:
+        slope = min(max(slope, 0.0), low[1] / low[0])
+    elif tokens > high[0]:
+        low, slope = high, min(max(slope, 0.0), high[1] / high[0])
+    return low[1] + slope * (tokens - low[0])
+
+
+def _held(points: Sequence[tuple[int, float]], tokens: float) -> float:
+    """The same for what does not grow with the tokens: beyond the measured lengths as at the nearest."""
+    return _between(points, min(max(tokens, points[0][0]), points[-1][0])) if len(points) > 1 else points[0][1]

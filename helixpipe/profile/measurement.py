@@ -1,0 +1,282 @@
+"""Times of pieces and of whole units on one rank, on chunks of several lengths, with tokens before them and without.
+
+A piece is timed alone, with a graph of its own. Whole units, run by the executor, say what that leaves out: a further
+layer of a unit decides how the times of a layer's pieces are scaled, and what remains is the overhead of an op.
+
+That is done for sequences of several lengths. Of rows of several chunks or documents only whole units are timed; what a
+layer takes there beyond its other pieces, at as many tokens, is attention's.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Variable
+
+from helixpipe.costs.measured_chunks import ChunkTimes, MeasuredChunks
+from helixpipe.costs.models import Chunk
+from helixpipe.lowering.lower import lower
+from helixpipe.lowering.project import Action, Instruction, LoweredProgram
+from helixpipe.model import Microbatch, UnitContext
+from helixpipe.model.device import device
+from helixpipe.model.documents import Documents
+from helixpipe.profile.machine import needs_wall_clock
+from helixpipe.profile.subject import DTYPES, Task, build_model
+from helixpipe.program.program import Op, Program
+from helixpipe.program.stages import LAYER_PIECES, PIECE_KINDS, Piece, Stage, model_pieces
+from helixpipe.program.workload import uniform
+from helixpipe.runtime.executor import Executor, Step
+from helixpipe.runtime.recording import Clock
+from helixpipe.runtime.transport import Alone
+from helixpipe.watch.position import Position
+
+SHORT, LONG = 1, 3
+"""Layers of the two whole units that are timed."""
+
+MICROBATCHES = 4
+"""Of a row in one chunk; of others one."""
+
+WARM_UP = 2
+
+SHORTER, PARTS = 4, 4
+"""Each further length is a fourth of the one before; rows of several chunks have four."""
+
+LEAST, LEAST_PART = 64, 16
+"""Tokens of a sequence and of a chunk, and of a document, that are measured."""
+
+
+class Row(NamedTuple):
+    """What a microbatch is made of: chunks of these lengths; and so many documents, equally long, where more than 1."""
+
+    chunks: tuple[int, ...]
+    documents: int = 1
+
+    @property
+    def whole(self) -> bool:
+        return len(self.chunks) == self.documents == 1
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.chunks)
+
+
+def rows(seq_length: int) -> list[Row]:
+    """What is measured: whole sequences from `seq_length` down, the two longest in chunks, and documents side by
+    side."""
+    lengths = [seq_length]
+    while lengths[-1] // SHORTER >= LEAST:
+        lengths.append(lengths[-1] // SHORTER)
+    found = [Row((length,)) for length in lengths]
+    found += [Row((length // PARTS,) * PARTS) for length in lengths[:2] if length // PARTS >= LEAST]
+    counts = [(length, 2 * PARTS) for length in lengths[1:]]
+    return found + [Row((length // many * many,), many) for length, many in counts if length // many >= LEAST_PART // 2]
+
+
+class _Marks(Position):
+    """Marks the start of every op; an op lasts until the next begins, so that freeing what it kept is in it."""
+
+    def __init__(self, clock: Clock):
+        super().__init__()
+        self._clock = clock
+        self._stream: Sequence[Instruction] = ()
+        self.marks: list[tuple[Op | None, Any]] = []
+
+    def begin(self, lowered: LoweredProgram, pp_rank: int) -> None:
+        super().begin(lowered, pp_rank)
+        self._stream, self.marks = lowered.streams[pp_rank], []
+
+    def at(self, instruction: int) -> None:
+        super().at(instruction)
+        op = self._stream[instruction].op if instruction < len(self._stream) else None
+        if op is not None and self._stream[instruction].action is Action.RUN:
+            self.marks.append((op, self._clock.mark()))
+
+    def end(self) -> None:
+        super().end()
+        self.marks.append((None, self._clock.mark()))
+
+    def times(self) -> Iterator[tuple[Op, float]]:
+        """Seconds of every op of the step that ran last."""
+        for (op, start), (_, end) in pairwise(self.marks):
+            if op is not None:
+                yield op, self._clock.seconds(start, end)
+
+
+Samples = dict[tuple[str, str], list[float]]
+"""Seconds, by what (a piece kind; of a whole unit `short` or `long`, and the chunk's number) and op kind."""
+
+
+class Measurement:
+    """Times on one rank, while the other ranks of `group` do the same."""
+
+    def __init__(self, task: Task, group: Any):
+        self._task, self._group = task, group
+        wall = needs_wall_clock(task.threads, dist.get_world_size(group))
+        self._clock = Clock(device(), time.perf_counter if wall else time.thread_time)
+        self._pieces = model_pieces(LONG)
+        self._model, self._ddp = build_model(task, LONG, self._pieces)
+
+    def kernels(self, transport: str) -> str:
+        """What the model runs on, as the training program says it."""
+        gradients = torch.promote_types(DTYPES[self._task.dtype], torch.float32)
+        return self._model.kernels.line(self._model.config, chunked=False, transport=transport, gradients=gradients)
+
+    def run(self) -> tuple[ChunkTimes, ...]:
+        """Of each row's chunks, the whole sequence first."""
+        every = rows(self._task.seq_length)
+        joint = [self._rounds(row, split=False) for row in every]
+        split = [self._rounds(row, split=True) for row in every]  # from here on linear layers can put W off
+        samples = [dict(zip("FBIW", (a, a, b, b), strict=True)) for a, b in zip(joint, split, strict=True)]
+        whole = [_whole_times(row, of) for row, of in zip(every, samples, strict=True) if row.whole]
+        known = MeasuredChunks(whole)
+        others = [_chunk_times(row, of, known) for row, of in zip(every, samples, strict=True) if not row.whole]
+        return (*whole, *(times for each in others for times in each))
+
+    def _rounds(self, row: Row, split: bool) -> Samples:
+        if split:
+            self._model.weight_gradients()
+        layers = {"short": SHORT, "long": LONG}
+        lowered = {name: lower(_program(row, number, split)) for name, number in layers.items()}
+        marks = _Marks(self._clock)
+        executor = Executor(0, self._model, Alone(), position=marks)
+        batch, root = self._batch(row)
+        step = Step(0, int, lambda index: batch, lambda index: root, self._task.micro_batch_size, row.tokens)
+        samples: Samples = {}
+        for number in range(WARM_UP + self._task.repeats):
+            dist.barrier(self._group)
+            self._ddp.zero_grad_buffer()
+            found = [*self._time_pieces(batch, root, row.tokens, split)] if row.whole else []
+            for name, program in lowered.items():
+                executor.run(program, step)
+                found += [((f"{name} {op.chunk}", op.kind), seconds) for op, seconds in marks.times()]
+            if number >= WARM_UP:
+                for key, seconds in found:
+                    samples.setdefault(key, []).append(seconds)
+        return samples
+
+    def _batch(self, row: Row) -> tuple[Microbatch, Tensor]:
+        """A microbatch, and the gradient of its loss sum."""
+        samples, on = self._task.micro_batch_size, device()
+        shape = (samples, row.tokens)
+        tokens, labels = (torch.randint(0, self._task.model.vocab, shape, device=on) for _ in range(2))
+        lengths = [[row.tokens // row.documents] * row.documents] * samples
+        documents = Documents(lengths, on) if row.documents > 1 else None
+        batch = Microbatch(tokens, labels, torch.ones(shape, device=on), documents=documents)
+        return batch, torch.tensor(1.0 / (samples * row.tokens), device=on)
+
+    def _time_pieces(
+        self, batch: Microbatch, root: Tensor, length: int, split: bool
+    ) -> Iterator[tuple[tuple[str, str], float]]:
+        """Every piece forward, then every piece backward, each in a graph of its own."""
+        clock, marks = self._clock, []
+        context = UnitContext(step=0, microbatch=0, length=length)
+        units: list[tuple[Piece, tuple[Tensor, ...], tuple[Tensor, ...]]] = []
+        state: tuple[Tensor, ...] = ()
+        for piece in self._pieces:
+            inputs = tuple(tensor.detach().requires_grad_() for tensor in state)
+            start = clock.mark()
+            state = self._model.run((piece,), inputs, batch, context)
+            marks.append(((piece.kind, "F"), start, clock.mark()))
+            units.append((piece, inputs, state))
+        gradients: tuple[Tensor, ...] = (root,)
+        store = self._model.weight_gradients() if split else None
+        for piece, inputs, outputs in reversed(units):
+            start = clock.mark()
+            with store.keep(piece) if store is not None else nullcontext():
+                gradients = _backward(inputs, outputs, gradients)
+            marks.append(((piece.kind, "I" if split else "B"), start, clock.mark()))
+        del outputs, inputs, state
+        while units and store is not None:
+            piece, *_ = units.pop()
+            start = clock.mark()
+            store.compute(piece)
+            marks.append(((piece.kind, "W"), start, clock.mark()))
+        for key, start, end in marks:
+            yield key, clock.seconds(start, end)
+
+
+def _program(row: Row, layers: int, split: bool) -> Program:
+    """The whole of a model of `layers` on one rank: microbatches of one chunk two at once in flight, F0 F1 B0 F2 B1 F3
+    B2 B3; of several all forwards and, in reverse, all backwards."""
+    backward, many = "IW" if split else "B", len(row.chunks)
+    if many > 1:
+        order = [Op("F", 0, 0, chunk) for chunk in range(many)]
+        order += [Op(kind, 0, 0, chunk) for chunk in reversed(range(many)) for kind in backward]
+    else:
+        order = [Op("F", 0, 0)]
+        for microbatch in range(MICROBATCHES):
+            if microbatch + 1 < MICROBATCHES:
+                order.append(Op("F", 0, microbatch + 1))
+            order += [Op(kind, 0, microbatch) for kind in backward]
+    workload = uniform(1 if many > 1 else MICROBATCHES, many, row.chunks)
+    return Program("profile", (Stage(model_pieces(layers)),), (tuple(order),), workload)
+
+
+def _backward(
+    inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    """Backward of one piece; a residual that passes through takes its gradient along, at no cost."""
+    passed = [next((i for i, tensor in enumerate(inputs) if tensor is output), -1) for output in outputs]
+    own = [index for index, source in enumerate(passed) if source < 0]
+    Variable._execution_engine.run_backward(
+        tuple(outputs[index] for index in own),
+        tuple(gradients[index] for index in own),
+        False,  # keep_graph
+        False,  # create_graph
+        (),  # inputs: all leaves
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+    result = [tensor.grad for tensor in inputs]
+    for source, gradient in zip(passed, gradients, strict=True):
+        if source >= 0:
+            mine = result[source]
+            result[source] = gradient if mine is None else mine + gradient
+    return tuple(gradient for gradient in result if gradient is not None)
+
+
+def _whole_times(row: Row, samples: dict[str, Samples]) -> ChunkTimes:
+    """Of a whole sequence. samples: by op kind."""
+    found = {kind: scale_to_whole_units(samples[kind], kind) for kind in "FIWB"}
+    found["R"] = found["F"]
+    pieces = {piece: {kind: times[piece] for kind, (times, _) in found.items()} for piece in PIECE_KINDS}
+    return ChunkTimes(row.tokens, 0, pieces, {kind: overhead for kind, (_, overhead) in found.items()})
+
+
+def _chunk_times(row: Row, samples: dict[str, Samples], whole: MeasuredChunks) -> list[ChunkTimes]:
+    """Of each chunk of a row of several, or of several documents."""
+    found = []
+    for number, tokens in enumerate(row.chunks):
+        known = whole.times(Chunk(tokens))
+        attention = {}
+        for kind in "FIWB":
+            others = sum(known.pieces[piece][kind] for piece in LAYER_PIECES if piece != "attn")
+            attention[kind] = max(_layer(samples[kind], kind, number) - others, 0.0)
+        attention["R"] = attention["F"]
+        pieces = {**known.pieces, "attn": attention}
+        found.append(ChunkTimes(tokens, sum(row.chunks[:number]), pieces, known.overhead, row.documents))
+    return found
+
+
+def _layer(samples: Samples, kind: str, chunk: int) -> float:
+    """What a further layer costs a whole unit."""
+    short, long = (statistics.median(samples[f"{name} {chunk}", kind]) for name in ("short", "long"))
+    return (long - short) / (LONG - SHORT)
+
+
+def scale_to_whole_units(samples: Samples, kind: str) -> tuple[dict[str, float], float]:
+    """(seconds by piece, overhead of an op): pieces of a layer add up to what a further layer costs a whole unit."""
+    alone = {piece: statistics.median(samples[piece, kind]) for piece in PIECE_KINDS}
+    layer, together = _layer(samples, kind, 0), sum(alone[piece] for piece in LAYER_PIECES)
+    scale = layer / together if layer > 0 and together > 0 else 1.0
+    scaled = {piece: seconds * (scale if piece in LAYER_PIECES else 1.0) for piece, seconds in alone.items()}
+    rest = statistics.median(samples["short 0", kind]) - sum(scaled[piece] for piece in PIECE_KINDS)
+    return scaled, max(rest - (SHORT - 1) * layer, 0.0)
