@@ -70,10 +70,18 @@ class PieceBytes:
     def saved(self, pieces: Sequence[Piece], chunk: Chunk, graph: Sequence[Piece] = ()) -> LayerTensors:
         """What autograd saves in the forward of consecutive pieces. graph: all that have one graph with them."""
         sizes, tensors = self.sizes(chunk), LayerTensors()
+        inside: dict[int, list[str]] = {}
+        for piece in graph or pieces:
+            inside.setdefault(piece.layer, []).append(piece.kind)
+        known: dict[tuple[str, ...], Tensors] = {}  # layers are alike
         for piece in pieces:
-            inside = [other.kind for other in graph or pieces if other.layer == piece.layer]
-            own = KINDS[piece.kind].saved(sizes, inside)
-            tensors |= {(name, piece.layer): size for name, size in own.items()}
+            beside = inside.get(piece.layer, [])
+            key = piece.kind, *beside
+            own = known.get(key)
+            if own is None:
+                own = known[key] = KINDS[piece.kind].saved(sizes, beside)
+            for name, size in own.items():
+                tensors[name, piece.layer] = size
         return tensors
 
     def message(self, first: Piece, chunk: Chunk) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
@@ -58,11 +58,23 @@ class LayerSizes:
             own = segments(pieces, Activations(tuple(runs[:count])))
             return bound.costs.size(Contents(kind, own, extents, bound.whole, in_backward=True))
 
-        kept = np.array([size("saved", count) for count in range(len(runs) + 1)])
+        kept = np.array(_along(lambda count: size("saved", count), len(runs)))
         inside = np.zeros_like(kept)
         if runs:
-            inside[1:] = [size("recomputed", count) for count in range(1, len(runs) + 1)]
+            inside[1:] = _along(lambda count: size("recomputed", count + 1), len(runs) - 1)
         return kept, inside, bound.costs.op_time(Work("R", runs[0], extents, bound.whole)) if runs else 0.0
+
+
+def _along(size: Callable[[int], float], most: int) -> list[float]:
+    """The sizes at 0, 1, ... most. Layers are alike, so between the second and the last but one they lie on a line;
+    where the ends of that say otherwise, all are asked for."""
+    if most <= 4:
+        return [size(count) for count in range(most + 1)]
+    first, second, third, before, last = (size(count) for count in (0, 1, 2, most - 1, most))
+    line = [second + (third - second) * count for count in range(most - 1)]
+    if abs(line[-1] - before) > 1e-9 * max(abs(before), abs(second)):
+        return [first, second, third, *(size(count) for count in range(3, most - 1)), before, last]
+    return [first, *line[:-1], before, last]
 
 
 class Need(NamedTuple):

@@ -256,6 +256,8 @@ def _document_feed(
         if order is not None
     }
 
+    planner = DocumentPlanner(config)
+
     def flops(tokens: int) -> float:
         return flops_per_sample(dataclasses.replace(config.model, seq_length=tokens), vocabulary)
 
@@ -264,7 +266,7 @@ def _document_feed(
         lambda stream: RowReader(
             stream, parallel.device, threads=max(1, options.num_workers), whole=pipeline.reads_data
         ),
-        lambda arrived: PlanStream(DocumentPlanner(config), parallel, arrived, complain),
+        lambda arrived: PlanStream(planner, parallel, arrived, complain, together=planner.together),
         ahead=config.parallel.plan_ahead,
         steps=length.iterations,
         dp_rank=parallel.dp_rank,

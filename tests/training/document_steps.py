@@ -15,6 +15,7 @@ from helixpipe.common.errors import UserError
 from helixpipe.planning.background import BackgroundPlanner
 from megatron.training import pretrain
 from megatron.training.checkpoint.checkpointing import Progress
+from megatron.training.config import core
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.plan import plan_stream
 from megatron.training.plan.documents import DocumentPlanner, StepPlan, StepRequest
@@ -82,8 +83,8 @@ def make_feed(trainer: Any, progress: Progress, beside: Any = Here) -> Any:
     tokenizer = build_tokenizer(tokenizer_type="NullTokenizer", vocab_size=config.data.vocab_size)
     config = config.replace("data", padded_vocab_size=128)
 
-    def plans(planner: Any, parallel: Any, arrived: Any, say: Any) -> PlanStream:
-        return PlanStream(planner, parallel, arrived, say, beside=beside)
+    def plans(planner: Any, parallel: Any, arrived: Any, say: Any, together: bool) -> PlanStream:
+        return PlanStream(planner, parallel, arrived, say, beside=beside, together=together)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan_stream, "PlanStream", plans)
@@ -188,4 +189,40 @@ def troubled(rank: int, world_size: int, run: Run) -> dict[str, Any]:
     whole_or_quick = [planner(requests[0]._replace(quick=quick)).lowered.program for quick in (False, True)]
     taken, said, _ = take(planner, BackgroundPlanner, kill)
     found["killed"] = [each.plan.lowered.program in whole_or_quick for each in taken], said
+    return found
+
+
+# --------------------------------------------------------------------------------------------------- double precision
+
+
+def gradients_of_runs(rank: int, world_size: int, runs: list[Run]) -> list[list[dict[str, torch.Tensor]]]:
+    """Of every run, all in double precision, the whole gradients of this rank's weights in its first two steps."""
+    found: dict[int, list[dict[str, torch.Tensor]]] = {}
+    for sizes in sorted({(run.tp, run.pp, run.cp) for run in runs}):
+        set_parallel(*sizes)
+        for index, run in enumerate(runs):
+            if (run.tp, run.pp, run.cp) == sizes:
+                found[index] = gradients_of(run.config(rank, world_size))
+    return [found[index] for index in range(len(runs))]
+
+
+def gradients_of(config: Any) -> list[dict[str, torch.Tensor]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(core, "params_dtype", lambda config: torch.float64)
+        trainer = make_trainer(config)
+    trainer.log = Figures(0)  # type: ignore[assignment]
+    trainer.feed = make_feed(trainer, Progress())
+    found: list[dict[str, torch.Tensor]] = []
+    weights, model = trainer.state.weights, trainer.state.model
+    reduce = weights.reduce
+
+    def noted(tokens: torch.Tensor | None) -> None:
+        reduce(tokens)
+        found.append({name: weight.main_grad.clone() for name, weight in model.named_parameters()})
+
+    weights.reduce = noted  # type: ignore[method-assign]
+    for _ in range(2):
+        trainer._iteration(record=False)
+    trainer.feed.close()
+    trainer.pipeline.close()
     return found

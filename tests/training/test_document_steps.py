@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from megatron.training.plan.documents import DocumentPlanner, StepRequest
 from tests.distributed import run_ranks
@@ -13,6 +14,8 @@ DOCUMENTS = "--seq-length 192 --max-position-embeddings 192 --variable-seq-lengt
 
 ALONE = f"{DOCUMENTS} 1 --infinipipe-packing none"
 """Every document in a row of its own."""
+
+SHARDED = "--data-parallel-sharding-strategy optim_grads_params"
 
 RUNS = [
     Run("llama", f"{ALONE} --pipeline-schedule none", batch=9),
@@ -26,6 +29,8 @@ RUNS = [
         cp=2,
         batch=9,
     ),
+    Run("llama", f"{DOCUMENTS} auto --pipeline-schedule infinipipe {SHARDED}", pp=2, batch=9),
+    Run("llama", f"{DOCUMENTS} 2 --pipeline-schedule seq1f1b-zb {SHARDED}", cp=2, batch=9),
     Run("llama", f"{DOCUMENTS} 1 --pipeline-schedule helix", pp=2, batch=9),
     Run("llama", f"{DOCUMENTS} 1 --pipeline-schedule weipipe", pp=2, batch=9),
     Run("llama", f"{DOCUMENTS} 3 --pipeline-schedule sppo", pp=2, batch=9),
@@ -45,6 +50,27 @@ def test_the_same_losses_however_documents_run() -> None:
     chunks = {steps[1] for results in by_rank for steps in results[1][1]}
     assert max(chunks) == 3
     assert len({steps[0] for steps in by_rank[0][2][1]}) > 1  # successive steps have unlike plans
+
+
+def test_gradients_in_double_precision_of_data_and_context_parallel_ranks() -> None:
+    """Every weight's gradient of the whole batch, of two successive steps: one pipeline of each document alone, two
+    pipelines that deal them, and context-parallel ranks that share them both ways."""
+    runs = [
+        Run("llama", f"{ALONE} --pipeline-schedule 1f1b", pp=2, batch=7),
+        Run("llama", f"{DOCUMENTS} 3 --pipeline-schedule infinipipe", batch=7),
+        Run("llama", f"{DOCUMENTS} 3 --pipeline-schedule infinipipe --cp-comm-type a2a", cp=2, batch=7),
+        Run("llama", f"{DOCUMENTS} 2 --pipeline-schedule infinipipe --cp-comm-type p2p", cp=2, batch=7),
+    ]
+    by_rank = run_ranks(gradients_of_runs, 2, runs)
+    for step in range(2):
+        alone = by_rank[0][0][step] | by_rank[1][0][step]
+        for number in (1, 2, 3):
+            for results in by_rank:
+                assert set(results[number][step]) == set(alone)
+                for name, gradient in results[number][step].items():
+                    assert gradient.dtype == torch.float64
+                    error = (gradient - alone[name]).abs().max() / alone[name].abs().max()
+                    assert error < 1e-9, f"{runs[number]}, step {step}, {name}: {error}"
 
 
 def test_a_resumed_run_goes_on_in_the_middle_of_an_epoch() -> None:

@@ -14,12 +14,15 @@ from helixpipe.costs.hardware import find_hardware
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.profile_costs import ProfileCosts
 from helixpipe.lowering.project import LoweredProgram
+from helixpipe.planning.alike import lowered_with_rows, rows_alike, with_rows
 from helixpipe.planning.catalogue import Shape
 from helixpipe.planning.document_steps import StepPacker, adapting, dealt, row_program
+from helixpipe.planning.early import peak_memory
 from helixpipe.planning.packing import Packing, spread
 from helixpipe.planning.plan import Plan, make_plan
 from helixpipe.program.files import is_file
 from helixpipe.program.program import Program
+from helixpipe.program.workload import Workload
 from megatron.training.config import Config
 from megatron.training.plan.costs import host_limit, memory_limit, training_costs
 from schedules import build, find
@@ -59,13 +62,22 @@ class StepReport(NamedTuple):
 @dataclass(frozen=True)
 class StepPlan:
     """lowered: of a training step, or of an evaluation. numbers: of each document of its workload, its number in the
-    step; higher ones are padding. deal: tells whether all pipelines mean the same dealing."""
+    step; higher ones are padding. deal: tells whether all pipelines mean the same dealing. shares: where all pipelines
+    run one order, the rows and the numbers of each."""
 
     request: StepRequest
     lowered: LoweredProgram
     numbers: tuple[int, ...]
     deal: str
     report: StepReport
+    shares: tuple[tuple[Workload, tuple[int, ...]], ...] = ()
+
+    def of(self, dp_rank: int) -> StepPlan:
+        """The plan of that pipeline."""
+        if not self.shares:
+            return self
+        workload, numbers = self.shares[dp_rank]
+        return replace(self, lowered=lowered_with_rows(self.lowered, workload), numbers=numbers, shares=())
 
 
 @dataclass(frozen=True)
@@ -84,15 +96,45 @@ class DocumentPlanner:
         # A step of fewer documents than pipelines, as --max-tokens may make, has one of padding for each of the others.
         every = (*request.lengths, *[self._packer.alignment] * (pipelines - given))
         hands, _ = dealt(every, self.costs, self._layers, pipelines)
-        lengths = [every[number] for number in hands[request.dp_rank]]
-        numbers = tuple(number for number in hands[request.dp_rank] if number < given)
-        packing = self._packer_for(lengths).pack(lengths, search=not request.quick)
-        plan = make_plan(self._program(packing, request.quick), self.costs)
+        numbers = [tuple(number for number in hand if number < given) for hand in hands]
+        together = range(pipelines) if self.together else (request.dp_rank,)
+        packings = [self._packed([every[number] for number in hands[rank]], request.quick) for rank in together]
+        packing = max(packings, key=lambda each: each.time)
+        program, workloads = self._program_of(packings, request.quick)
+        plan = make_plan(program, self.costs)
         chosen = plan if request.split == "train" else plan.evaluation
-        lowered = chosen.lowered
         digest = hashlib.sha256(repr((request.step, request.lengths, hands)).encode()).hexdigest()
         report = self._report(request, chosen, packing, time.perf_counter() - begin)
-        return StepPlan(request, lowered, numbers, digest, report)
+        shares = tuple(zip(workloads, numbers, strict=True)) if self.together else ()
+        return StepPlan(request, chosen.lowered, numbers[request.dp_rank], digest, report, shares)
+
+    @property
+    def together(self) -> bool:
+        """Whether all pipelines run one order, because they share weights: then one plan is made for all."""
+        return self.config.parallel.shards_weights and self.config.parallel.data_parallel_size > 1
+
+    def _packed(self, lengths: Sequence[int], quick: bool) -> Packing:
+        return self._packer_for(lengths).pack(lengths, search=not quick)
+
+    def _program_of(self, packings: Sequence[Packing], quick: bool) -> tuple[Program, list[Workload]]:
+        """One program for the rows of all, and these, cut alike. The order is that of the pipeline that takes longest,
+        or of the next with which all fit into the memory."""
+        slowest = sorted(range(len(packings)), key=lambda number: -packings[number].time)
+        if len(packings) == 1:
+            return self._program(packings[0].workload, quick), [packings[0].workload]
+        unit, limit = self._packer.alignment, memory_limit(self.config)
+        alike = rows_alike([each.workload for each in packings], unit)
+        first: tuple[Program, list[Workload]] | None = None
+        for number in slowest:
+            program = self._program(alike[number], quick)
+            _, *workloads = rows_alike([program.workload, *alike], unit)  # the schedule may ask for more rows
+            first = first or (program, workloads)
+            if limit is None or all(
+                max(peak_memory(with_rows(program, each), self.costs)) <= limit * (1 + 1e-9) for each in workloads
+            ):
+                return program, workloads
+        assert first is not None
+        return first
 
     def nominal(self) -> Program:
         """Of a step of the longest documents there may be, two for each pipeline rank."""
@@ -100,19 +142,19 @@ class DocumentPlanner:
         count = 2 * parallel.pipeline_model_parallel_size
         if (most := self.config.data.max_tokens) is not None:
             count = max(1, min(count, most // (length * parallel.data_parallel_size)))
-        return self._program(self._packer.pack([length] * count, search=False), quick=True)
+        return self._program(self._packer.pack([length] * count, search=False).workload, quick=True)
 
     @cached_property
     def costs(self) -> ModelCosts | ProfileCosts:
         return training_costs(self.config)
 
-    def _program(self, packing: Packing, quick: bool) -> Program:
+    def _program(self, workload: Workload, quick: bool) -> Program:
         """The schedule's. quick: one that is not searched for."""
         config, options = self.config, self.config.schedule_options
         if quick and hasattr(options, "infinipipe_grouping"):
             options = replace(options, infinipipe_grouping=False, infinipipe_ahead=options.infinipipe_ahead or 1)
         name, alignment = config.parallel.pipeline_schedule or "none", self._packer.alignment
-        return row_program(lambda shape: build(name, shape, options), self._shape, packing.workload, alignment)
+        return row_program(lambda shape: build(name, shape, options), self._shape, workload, alignment)
 
     def _packer_for(self, lengths: Sequence[int]) -> StepPacker:
         """With no more slices than these documents can have, whatever flags ask for: a step may have short ones."""

@@ -53,7 +53,8 @@ class PlanStream:
     """The plans of one rank.
 
     planner: makes them; it is sent to the planning process, which `beside` starts. arrived: told of each plan, in the
-    thread, in the order of the announcements. say: told when a plan was late. Collective over all ranks when made.
+    thread, in the order of the announcements. say: told when a plan was late. together: one plan is made for all
+    pipelines, on the first rank of all. Collective over all ranks when made.
     """
 
     def __init__(
@@ -64,9 +65,10 @@ class PlanStream:
         say: Callable[[str], None],
         patience: float = PATIENCE,
         beside: Callable[..., Beside] = BackgroundPlanner,
+        together: bool = False,
     ):
-        self._arrived, self._patience, self._say = arrived, patience, say
-        self._groups = _Groups(parallel)
+        self._arrived, self._patience, self._say, self._dp_rank = arrived, patience, say, parallel.dp_rank
+        self._groups = _Groups(parallel, together)
         self._planner = beside(planner, say=say) if self._groups.plans_here else None
         self._asked: SimpleQueue[StepRequest | None] = SimpleQueue()
         self._done: dict[StepRequest, StepPlan | Exception] = {}
@@ -109,6 +111,7 @@ class PlanStream:
             try:
                 found = self._groups.send(self._made(request)) if self._planner is not None else self._groups.receive()
                 if isinstance(found, StepPlan):
+                    found = found.of(self._dp_rank)
                     self._arrived(found)
             except Exception as error:
                 found = error
@@ -134,17 +137,19 @@ class PlanStream:
 
 
 class _Groups:
-    """Who sends plans to whom. plans_here: whether this rank plans for its pipeline.
+    """Who sends plans to whom. together: the first rank of all plans for all pipelines, else the first of each for its
+    own. plans_here: whether this rank plans.
 
     Every rank of the job makes all groups, in one order, as torch's new_group asks.
     """
 
-    def __init__(self, parallel: Parallel):
+    def __init__(self, parallel: Parallel, together: bool):
         known: list[Any] = [None] * parallel.world_size
-        dist.all_gather_object(known, parallel.dp_rank)
-        pipelines = [[rank for rank, own in enumerate(known) if own == number] for number in sorted(set(known))]
+        number = 0 if together else parallel.dp_rank
+        dist.all_gather_object(known, number)
+        pipelines = [[rank for rank, own in enumerate(known) if own == each] for each in sorted(set(known))]
         made = [dist.new_group(ranks, backend="gloo") if len(ranks) > 1 else None for ranks in pipelines]
-        mine = sorted(set(known)).index(parallel.dp_rank)
+        mine = sorted(set(known)).index(number)
         self._pipeline, self._source = made[mine], pipelines[mine][0]
         planning = [ranks[0] for ranks in pipelines]
         self._planning = dist.new_group(planning, backend="gloo") if len(planning) > 1 else None

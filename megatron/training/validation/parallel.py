@@ -163,11 +163,6 @@ def sharding(config: Config) -> Config:
             "--optimizer-cpu-offload cannot be combined with --data-parallel-sharding-strategy optim_grads_params; "
             "use optim, or leave the optimizer's parts on the device."
         )
-    if strategy == "optim_grads_params" and config.data.variable_seq_lengths and parallel.data_parallel_size > 1:
-        raise UserError(
-            "--variable-seq-lengths gives each data-parallel rank a plan of its own, but weights in parts are gathered "
-            "by all of them together: use --data-parallel-sharding-strategy optim instead of optim_grads_params."
-        )
     return config.replace("parallel", data_parallel_sharding_strategy=strategy)
 
 

@@ -1,0 +1,52 @@
+"""Rows of several pipelines cut alike, so that one order runs them all. No torch here.
+
+Data-parallel ranks that have parts of the same weights gather and scatter them together, so all must come to each of
+these collectives in one order; but documents give each pipeline rows of its own. What stands in a program's streams
+follows from the numbers of chunks of its rows, its stages and what it recomputes; of lengths only the times do, by
+which the one order was found. So rows are filled up until each has as many chunks in all pipelines, an order is found
+for one of these, and the others run the same streams with their own lengths: what holds of the order (see
+`lowering.lower`) holds for any times, and collectives stand in the same places everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from helixpipe.lowering.project import LoweredProgram
+from helixpipe.program.program import Program
+from helixpipe.program.workload import Chunk, Slice, Workload
+
+
+def rows_alike(workloads: Sequence[Workload], tokens: int) -> list[Workload]:
+    """The same with as many rows in each and as many chunks in each row: documents of padding of so many tokens,
+    numbered after the others, make up what is missing. Rows of the most chunks come first."""
+    rows = [sorted(each.microbatches, key=len, reverse=True) for each in workloads]
+    most = max(map(len, rows))
+    counts = [max(len(own[number]) for own in rows if number < len(own)) for number in range(most)]
+    return [_filled(own, counts, tokens) for own in rows]
+
+
+def _filled(rows: Sequence[tuple[Chunk, ...]], counts: Sequence[int], tokens: int) -> Workload:
+    number = 1 + max((part.document for chunks in rows for chunk in chunks for part in chunk), default=-1)
+    filled = []
+    for place, count in enumerate(counts):
+        own = rows[place] if place < len(rows) else ()
+        missing = count - len(own)
+        filled.append((*own, *((Slice(number + each, 0, tokens),) for each in range(missing))))
+        number += missing
+    return Workload(tuple(filled))
+
+
+def with_rows(program: Program, workload: Workload) -> Program:
+    """The program's order for other rows. Raises ValueError where these are not cut into as many chunks."""
+    counts, own = (tuple(map(len, each.microbatches)) for each in (program.workload, workload))
+    if counts != own:
+        raise ValueError(f"rows of {own} chunks cannot run in the order of rows of {counts}")
+    return replace(program, workload=workload)
+
+
+def lowered_with_rows(lowered: LoweredProgram, workload: Workload) -> LoweredProgram:
+    """The streams of a lowered program for other rows. Raises ValueError as `with_rows`."""
+    program = with_rows(lowered.program, workload)
+    return replace(lowered, program=program, graph=replace(lowered.graph, program=program))
