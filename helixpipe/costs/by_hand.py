@@ -73,13 +73,15 @@ class PieceTimes(_LayerMemory):
     """Costs given by hand: the forward time of each piece for a whole microbatch; missing pieces take no time.
 
     backward_ratio: full backward over forward, for every piece. message: time of any message between ranks. copy: time
-    of copying to the host, or back, what one layer keeps of one microbatch.
+    of copying to the host, or back, what one layer keeps of one microbatch. op_overhead: time that every op takes
+    beside its pieces; one that recomputes takes it once.
     """
 
     forward: Mapping[str, float] = field(default_factory=lambda: {"mlp": 1.0})
     backward_ratio: float = 2.0
     message: float = 0.0
     copy: float = 0.0
+    op_overhead: float = 0.0
 
     def __post_init__(self) -> None:
         others = (("backward ratio", self.backward_ratio), ("message", self.message), ("copy", self.copy))
@@ -91,10 +93,11 @@ class PieceTimes(_LayerMemory):
         extents, whole = _in_whole_numbers(work.extents) if work.whole == 1 else (work.extents, work.whole)
         share = sum(part.tokens for part in extents) / whole
         attention = attention_pairs(extents) / (whole * whole / 2)
-        return sum(
+        pieces = sum(
             self._piece_time(piece.kind, work.kind, attention if piece.kind == "attn" else share)
             for piece in work.pieces
         )
+        return pieces if work.kind == "R" else pieces + self.op_overhead
 
     def message_time(self, payload: Payload) -> float:
         return self.message

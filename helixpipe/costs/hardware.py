@@ -44,7 +44,8 @@ class Efficiency:
     NVLink's and the network's, and of PCIe's between device and host."""
 
     matmul: float = 0.65
-    attention: float = 0.5
+    attention: float = 0.63
+    """Of heads of 128 channels; see `attention_share`."""
     memory: float = 0.75
     network: float = 0.75
     host: float = 0.8
@@ -85,6 +86,9 @@ class Hardware:
     short_chunk: int = 2048
     """Tokens of a microbatch below which an op's kernels no longer keep the GPU busy. Seq1F1B measures 3655, 3449 and
     3262 tokens a second and GPU (2.7B, A100) with chunks of 8k, 4k and 2k tokens on average; nothing shorter."""
+    ramp_tokens: float = 96
+    """Rows whose time a matrix product loses while it fills the GPU and runs empty: n rows take as long as n + this
+    many would at the full share. Chosen so that the 4k and 2k tokens of these chunks lose what Seq1F1B measured."""
     duplex: float = 0.7
     """What of two directions' bandwidth is left to both together when both are in use: of an A100's 2 x 25.5 GB/s, 24
     out of the device and 12.5 into it (NVIDIA/nvbandwidth, issue 11). Taken to be the same on other hosts."""
@@ -120,6 +124,21 @@ class Hardware:
         link = self.host_link * self.efficiency.host / min(self.gpus_per_uplink, self.gpus_per_node)
         memory = self.host_memory_bandwidth * self.efficiency.memory / self.gpus_per_node
         return min(link * self.duplex, memory / 2) if both else min(link, memory)
+
+
+SOFTMAX_CHANNELS = 18
+"""Channels of a head whose products take as long as the softmax between them, for each query and key. FlashAttention-2
+on an A100, causal, forward and backward: 171 TFLOP/s with heads of 64 channels, 189 with 128 (its figure 4)."""
+
+_KERNEL_CHANNELS = (32, 64, 96, 128, 192, 256)
+"""Sizes of heads that FlashAttention-2 has kernels for; others run padded to the next."""
+
+
+def attention_share(channels: int) -> float:
+    """What attention with heads of so many channels reaches, of what it reaches with 128; at most 1."""
+    padded = next((size for size in _KERNEL_CHANNELS if size >= channels), channels)
+    softmax = (1 + SOFTMAX_CHANNELS / 128) / (1 + SOFTMAX_CHANNELS / padded)
+    return min(channels / padded * softmax, 1.0)
 
 
 _HOPPER = Efficiency(matmul=0.6, attention=0.4)

@@ -3,7 +3,7 @@
 An op takes the sum of its kernels' times; a kernel takes the longer of its arithmetic and its memory traffic, each at
 the share of the peak that `Efficiency` assumes. Collectives over tensor-parallel and context-parallel ranks go over
 NVLink, over the network too where a node has fewer GPUs, and are not overlapped with anything but a ring's with the
-attention of its rounds; launching kernels from Python costs nothing. A message takes a latency and its bytes over
+attention of its rounds; launching kernels from Python costs nothing but `op_overhead`. A message takes a latency and its bytes over
 NVLink within a node, or over this GPU's share of the node's network; a copy to the host takes one and its bytes over
 this GPU's share of the host link.
 
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from helixpipe.common.errors import UserError
 from helixpipe.costs.context_parallel import nearest_sizes
-from helixpipe.costs.hardware import Hardware
+from helixpipe.costs.hardware import Hardware, attention_share
 from helixpipe.costs.models import Chunk, Layout, ModelShape, shared_unit
 from helixpipe.costs.piece_bytes import CountsBytes, PieceBytes
 from helixpipe.costs.piece_work import model_flops, work
@@ -48,7 +48,8 @@ class ModelCosts(CountsBytes):
     seq_length: tokens of a microbatch's sequences, which the program's chunks share. data_parallel: pipelines side
     by side. distributed_optimizer: Adam's state is divided over them. fp32_kv_gradients: gradients of keys and values
     are summed over chunks in float32. adam_on_host: share of Adam's state that is in host memory. shards_weights:
-    weights and gradients are divided over the pipelines, too, and so is Adam's state.
+    weights and gradients are divided over the pipelines, too, and so is Adam's state. op_overhead: seconds that every
+    op takes beside its kernels, whatever its size; one that recomputes takes them once.
     """
 
     model: ModelShape
@@ -60,6 +61,7 @@ class ModelCosts(CountsBytes):
     fp32_kv_gradients: bool = False
     adam_on_host: float = 0.0
     shards_weights: bool = False
+    op_overhead: float = 0.0
 
     def __post_init__(self) -> None:
         tp, cp, layout = self.layout.tensor_parallel, self.layout.context_parallel, self.layout
@@ -89,7 +91,8 @@ class ModelCosts(CountsBytes):
     def op_time(self, work: Work) -> float:
         chunk = self.chunk(work.extents, work.whole)
         kinds = Counter(piece.kind for piece in work.pieces)
-        return sum(count * self.piece_time(kind, work.kind, chunk, work.alone) for kind, count in kinds.items())
+        kernels = sum(count * self.piece_time(kind, work.kind, chunk, work.alone) for kind, count in kinds.items())
+        return kernels if work.kind == "R" else kernels + self.op_overhead
 
     def message_time(self, payload: Payload) -> float:
         same_node = self._node(payload.source) == self._node(payload.target)
@@ -251,10 +254,17 @@ class ModelCosts(CountsBytes):
         if kernel.kind == "all-to-all":
             return hardware.latency + self._all_to_all_time(kernel.bytes)
         if kernel.kind == "ring":
-            covered = kernel.behind / (hardware.flops * efficiency.attention)
+            covered = kernel.behind / (hardware.flops * self._attention_share)
             return max(hardware.latency + kernel.bytes / self._context_ring_bandwidth() - covered, 0.0)
         memory = kernel.bytes / (hardware.memory_bandwidth * efficiency.memory)
         if kernel.kind == "memory":
             return memory
-        share = efficiency.attention if kernel.kind == "attention" else efficiency.matmul
-        return max(memory, kernel.flops / (hardware.flops * share))
+        if kernel.kind == "attention":
+            return max(memory, kernel.flops / (hardware.flops * self._attention_share))
+        ramp = 1 + hardware.ramp_tokens / kernel.rows if kernel.rows else 1.0
+        return max(memory, kernel.flops * ramp / (hardware.flops * efficiency.matmul))
+
+    @cached_property
+    def _attention_share(self) -> float:
+        """Of the peak, with this model's heads."""
+        return self.hardware.efficiency.attention * attention_share(self.model.channels)

@@ -92,9 +92,9 @@ MODELS: Mapping[str, ModelShape] = MappingProxyType(
             _gpt("helix-1.3b", 24, 16, 2048, 128 * _K),
             _gpt("helix-3b", 16, 32, 4096, 128 * _K),
             _gpt("helix-7b", 32, 32, 4096, 128 * _K),
-            # Seq1F1B's 2.7B and 7B, as GPT-3's table of sizes (Brown et al., 2020) has them
-            _gpt("seq1f1b-2.7b", 32, 32, 2560, 32 * _K),
-            _gpt("seq1f1b-7b", 32, 32, 4096, 128 * _K),
+            # Seq1F1B's 2.7B and 7B: GPT-3's sizes (Brown et al., 2020); RoPE and a head of its own, as its scripts say
+            replace(_gpt("seq1f1b-2.7b", 32, 32, 2560, 32 * _K, "rope"), tied=False),
+            replace(_gpt("seq1f1b-7b", 32, 32, 4096, 128 * _K, "rope"), tied=False),
             # WeiPipe's setups: 32 layers of 12 H^2 weights, 32 heads
             _gpt("weipipe-1024", 32, 32, 1024, 16 * _K),
             _gpt("weipipe-2048", 32, 32, 2048, 16 * _K),
@@ -139,7 +139,9 @@ class Layout:
     of the MLP, whose inner activations are made again in the backward, slice by slice; 0: the whole MLP at once.
     loss_chunk: tokens of a slice of head and loss, whose logits are made in the backward, slice by slice; 0: those of
     all tokens at once. context_parallel: ranks that share every chunk's rows outside core attention; cp_comm_type: what
-    they exchange for it, `a2a` (heads for rows) or `p2p` (keys and values round a ring).
+    they exchange for it, `a2a` (heads for rows) or `p2p` (keys and values round a ring). kv_passes: how often a chunk's
+    backward goes over the keys and values of earlier chunks to add their gradients (ours reads the sum and what comes to
+    it, and writes the sum). kv_copies: how many there are of keys and values of chunks.
     """
 
     tensor_parallel: int = 1
@@ -151,6 +153,8 @@ class Layout:
     loss_chunk: int = 0
     context_parallel: int = 1
     cp_comm_type: str = P2P
+    kv_passes: int = 3
+    kv_copies: int = 1
 
     @property
     def swaps(self) -> bool:

@@ -53,14 +53,15 @@ class PieceBytes:
         """Buffers of a document's keys and values in all layers whose attention is among the pieces. tokens: of the
         whole document."""
         sizes = self.sizes(Chunk(tokens))
-        return copies_of_groups(sizes) * sum(
+        return self.layout.kv_copies * copies_of_groups(sizes) * sum(
             sizes.bytes(KINDS[piece.kind].inputs[name]) for piece in pieces for name in KINDS[piece.kind].in_store
         )
 
     def key_value_gradients(self, pieces: Sequence[Piece], tokens: float, in_float32: bool = False) -> float:
         """Buffers of their gradients. tokens: those before the last slice."""
         element = self.layout.element_bytes
-        return self.keys_values(pieces, tokens) * (max(element, 4 if in_float32 else 0) / element)
+        once = self.keys_values(pieces, tokens) / self.layout.kv_copies
+        return once * (max(element, 4 if in_float32 else 0) / element)
 
     def deferred_stash(self, pieces: Sequence[Piece], chunk: Chunk) -> float:
         """Kept from I to W."""

@@ -161,7 +161,19 @@ class Attention(PieceKind):
         queries, keys = sizes.tokens * sizes.query, keys_read(sizes)
         # F reads q, k, v and writes the output; I reads those four and a gradient and writes three.
         kernels.add("attention", flops, (2 if op == "F" else 4) * (queries + keys) * sizes.element)
+        if chunk.stored:
+            self._store(kernels)
         exchange(kernels, flops)
+
+    def _store(self, kernels: Kernels) -> None:
+        """Keys and values go to their buffers; what later chunks have summed up joins a chunk's own gradients, and what
+        it finds for earlier ones the sums there (`helixpipe/model/kv_store.py`)."""
+        sizes = kernels.sizes
+        own, seen = 2 * sizes.tokens * sizes.kv, 2 * keys_read(sizes)
+        if kernels.op == "F":
+            kernels.move_elements(2 * own)
+        else:
+            kernels.move_elements(3 * own + sizes.layout.kv_passes * max(seen - own, 0.0))
 
     def workspace(self, sizes: Sizes) -> float:
         """Gradients of q, k, v, and a float32 sum; what is on its way between context-parallel ranks."""

@@ -47,12 +47,14 @@ class Sizes:
 class Kernel(NamedTuple):
     """Work of one kind: `matmul`, `attention`, `memory`, or `network` between tensor-parallel ranks; between
     context-parallel ranks `all-to-all` or `ring`. bytes: of device memory read and written; for the last three, those
-    that one rank sends. behind: of a ring, the FLOPs of the attention that it may take as long as at no cost."""
+    that one rank sends. behind: of a ring, the FLOPs of the attention that it may take as long as at no cost. rows: of a
+    product, the tokens it multiplies."""
 
     kind: str
     flops: float
     bytes: float
     behind: float = 0.0
+    rows: float = 0.0
 
 
 class Kernels:
@@ -62,8 +64,8 @@ class Kernels:
         self.sizes, self.op, self.alone = sizes, op, alone
         self.list: list[Kernel] = []
 
-    def add(self, kind: str, flops: float, moved: float, behind: float = 0.0) -> None:
-        self.list.append(Kernel(kind, flops, moved, behind))
+    def add(self, kind: str, flops: float, moved: float, behind: float = 0.0, rows: float = 0.0) -> None:
+        self.list.append(Kernel(kind, flops, moved, behind, rows))
 
     def move(self, count: float) -> None:
         """Read or write that many bytes of device memory."""
@@ -84,7 +86,7 @@ class Kernels:
         for inputs, outputs in linears:
             weight_bytes = 2 * GRADIENT_BYTES if (op or self.op) == "W" else self.sizes.element
             moved = tokens * (inputs + outputs) * self.sizes.element + inputs * outputs * weight_bytes
-            self.add("matmul", 2 * tokens * inputs * outputs, moved)
+            self.add("matmul", 2 * tokens * inputs * outputs, moved, rows=tokens)
 
     def exchange(self, forward: str, backward: str, again: bool = False) -> None:
         """Collectives of a hidden state over the tensor-parallel ranks, at a linear layer or the embedding.

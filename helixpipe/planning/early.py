@@ -17,6 +17,7 @@ from helixpipe.lowering.validate import validate
 from helixpipe.planning.recompute import RecomputeOptions
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Op, Program, Unit
+from helixpipe.simulate.streams import stream_waits, transfer_orders
 from helixpipe.simulate.sweep import sweep
 
 SWEEPS = 8
@@ -45,8 +46,9 @@ def place_early(program: Program, costs: Costs, limit: float | None = None) -> P
     makes is kept until its backward: a rank that would then keep more than `limit` (in the costs' unit, weights and
     optimizer included) keeps its R inside the backward, or in its place before it. Without a limit every R goes before
     its backward, and into earlier gaps as long as its rank keeps no more for it. One that is still right before
-    its backward, on a rank that makes the gradient itself, is left to the backward. Beside ring stages an R is one more
-    turn, so other messages may bring the weights: there the order stays as it was where that is faster.
+    its backward, on a rank that makes the gradient itself, is left to the backward. Messages then leave at other times
+    and weights may come with other ones, so a step may be slower for it all the same: the order stays as it was where
+    that is faster.
     """
     if program.forward_only or not any(stage.recompute for stage in program.stages):
         return program
@@ -60,12 +62,16 @@ def place_early(program: Program, costs: Costs, limit: float | None = None) -> P
             break
         program = moved
     program = replace(program, ranks=tuple(_without_vain(ops, explicit) for ops in program.ranks))
-    travelling = any(stage.placement == "ring" for stage in program.stages)
-    return given if travelling and _makespan(given, costs) < _makespan(program, costs) else program
+    if program.ranks == given.ranks or _makespan(program, costs) <= _makespan(given, costs):
+        return program
+    return given
 
 
 def _makespan(program: Program, costs: Costs) -> float:
-    return list_schedule(build_graph(program), *BoundCosts(program, costs).timers).makespan
+    """As it runs: with the order of messages and the waits of streams that lowering makes."""
+    lowered, timers = lower_graph(build_graph(program), costs), BoundCosts(program, costs).timers
+    orders, waits = transfer_orders(lowered), stream_waits(lowered)
+    return list_schedule(lowered.graph, *timers, orders, waits).makespan
 
 
 def _with_r(program: Program, ops: Sequence[Op], explicit: Container[Unit]) -> Iterator[Op]:

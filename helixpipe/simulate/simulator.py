@@ -18,6 +18,7 @@ from helixpipe.lowering.project import LoweredProgram
 from helixpipe.program.costs import Costs
 from helixpipe.program.text import format_rows
 from helixpipe.program.timeline import CopyEvent, MessageEvent, OpEvent, SharingEvent, Timeline
+from helixpipe.simulate.blocking import blocking_schedule
 from helixpipe.simulate.copying import held_up_by_copies, held_up_by_sharing, hidden_share, leaving
 from helixpipe.simulate.streams import queue_waits, stream_waits, transfer_orders
 from helixpipe.simulate.sweep import Peak, sweep
@@ -153,13 +154,16 @@ def simulate(
     noise: float = 0.0,
     seed: int = 0,
     one_queue: bool = False,
+    blocking: bool = False,
 ) -> Simulation:
     """Run a lowered program on paper.
 
     unit: that of the costs' times, for the timeline's axis. noise: every op takes up to this part longer or shorter
     than it should, drawn evenly with that seed; the order of ops and messages stays. one_queue: on devices that start
-    work in the order it was issued in; see `streams`.
+    work in the order it was issued in; see `streams`. blocking: no rank computes while it sends or receives; see
+    `blocking`. Not both.
     """
+    assert not (one_queue and blocking), "messages beside no op need no queue"
     program, graph = lowered.program, lowered.graph
     bound = BoundCosts(program, costs)
     op_time, message_time, copy_time, collective_time = bound.timers
@@ -168,7 +172,8 @@ def simulate(
         exact = op_time
         op_time = lambda op: exact(op) * (1 + noise * (2 * rng.random() - 1))  # noqa: E731
     waits = queue_waits(lowered) if one_queue else stream_waits(lowered)
-    times = list_schedule(graph, op_time, message_time, copy_time, collective_time, transfer_orders(lowered), waits)
+    run = blocking_schedule if blocking else list_schedule
+    times = run(graph, op_time, message_time, copy_time, collective_time, transfer_orders(lowered), waits)
     ops = [OpEvent(graph.ranks[i], op, times.start[i], times.end[i]) for i, op in enumerate(graph.ops)]
     messages = [
         MessageEvent(m.kind, m.source, m.target, m.producer, m.consumer, times.start[i], times.end[i])

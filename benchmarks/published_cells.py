@@ -1,0 +1,100 @@
+"""Published figures as cells of a JSON file: what was run, where, and what was measured. No torch here.
+
+The file is a list of objects; `Cell` has their fields. `flags` are the training program's own, without the two dashes;
+true gives a flag without a value, false leaves it out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from helixpipe.common.errors import UserError
+
+RUNTIMES = ("ours", "megatron")
+
+
+@dataclass(frozen=True)
+class Published:
+    """What a paper says. memory_gib: of the fullest GPU. over_best: throughput over that of the fastest other schedule
+    of the same row; None: not said. oom: whether it ran out of memory."""
+
+    tokens_per_second_per_gpu: float | None = None
+    memory_gib: float | None = None
+    oom: bool = False
+    over_best: float | None = None
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One figure of a table, or one line of it under one schedule.
+
+    Ratios are formed within (table, row) against the schedule `1f1b`. hardware: a preset's name. network_gbits_per_node:
+    of a node, in one direction; None: the preset's. pcie: GPUs of a node are joined by PCIe alone. runtime: whose
+    engine: `megatron` does not compute while it sends or receives. calibrate: whether the table's factor is found from
+    this cell.
+    """
+
+    id: str
+    table: str
+    row: str
+    schedule: str
+    hardware: str
+    gpus: int
+    flags: Mapping[str, Any]
+    published: Published
+    gpus_per_node: int = 8
+    network_gbits_per_node: float | None = None
+    pcie: bool = False
+    runtime: str = "ours"
+    calibrate: bool = False
+
+
+def load(path: str | Path) -> list[Cell]:
+    """The cells of a file. Raises UserError, which names the cell and the field, for what is not of the form."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"CELLS={path} cannot be read: {error}.") from None
+    if not isinstance(content, list):
+        raise UserError(f"CELLS={path} must be a list of cells, not {type(content).__name__}.")
+    cells = [_cell(f"{path}, cell {number}", each) for number, each in enumerate(content, start=1)]
+    for name in {cell.id for cell in cells}:
+        if sum(cell.id == name for cell in cells) > 1:
+            raise UserError(f"CELLS={path} has several cells of id {name!r}; give each one of its own.")
+    return cells
+
+
+def _cell(place: str, content: Any) -> Cell:
+    if isinstance(content, dict) and content.get("id"):
+        place = f"{place} ({content['id']})"
+    values = _checked(place, content, Cell)
+    values["published"] = Published(**_checked(f"{place}, published", values["published"], Published))
+    if not isinstance(values["flags"], dict):
+        raise UserError(f"{place}: flags must be an object of flags and values, not {values['flags']!r}.")
+    for name, least in (("gpus", 1), ("gpus_per_node", 1)):
+        value = values.get(name, 1)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise UserError(f"{place}: {name} must be a whole number from {least} on, not {value!r}.")
+    if values.get("runtime", "ours") not in RUNTIMES:
+        raise UserError(f"{place}: runtime {values['runtime']!r} is unknown; known are {' and '.join(RUNTIMES)}.")
+    network = values.get("network_gbits_per_node")
+    if network is not None and (not isinstance(network, (int, float)) or not network > 0):
+        raise UserError(f"{place}: network_gbits_per_node must be a number above 0, not {network!r}.")
+    return Cell(**values)
+
+
+def _checked(place: str, content: Any, cls: type) -> dict[str, Any]:
+    """The object's values by field. Raises UserError for fields that are missing or unknown."""
+    if not isinstance(content, dict):
+        raise UserError(f"{place} must be an object, not {type(content).__name__}.")
+    known = {field.name: field for field in fields(cls)}
+    if unknown := [name for name in content if name not in known]:
+        raise UserError(f"{place}: {unknown[0]!r} is not a field; known are {', '.join(known)}.")
+    needed = [name for name, field in known.items() if field.default is MISSING and name not in content]
+    if needed:
+        raise UserError(f"{place}: {needed[0]!r} is missing.")
+    return dict(content)
