@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from benchmarks.published_cells import Cell
 from helixpipe.common.collector import collector_paused
@@ -11,21 +13,26 @@ from helixpipe.costs.hardware import GIB, RESERVED_MEMORY, Hardware, find_hardwa
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.lowering.lower import lower
 from helixpipe.simulate.memory import rank_memory
-from helixpipe.simulate.simulator import simulate
+from helixpipe.simulate.simulator import Simulation, simulate
 from megatron.training.arguments import parse_args
 from megatron.training.plan.costs import training_costs
 from megatron.training.plan.programs import full_batch, make_program
 
-OP_OVERHEAD = 12e-3
-"""Seconds of an op of Megatron-LM's engine that sends and receives between nodes: the host waits for the device after
-each exchange, so that the op's kernels are launched one by one again."""
+OP_OVERHEAD = 11e-3
+"""Seconds of an op of Megatron-LM's engine between nodes: the host waits for the device after each exchange, and so
+launches the kernels of the next op, with those of tensor parallelism, while the device is idle."""
 
-OP_OVERHEAD_IN_NODE = 0.0
+OP_OVERHEAD_IN_NODE = 0.5e-3
+"""The same where no message leaves its node."""
+
 KV_PASSES = 10
 """How often the engine of Seq1F1B goes over the keys and values of earlier chunks in a chunk's backward."""
 
 KV_COPIES = 2
 """It joins the keys and values so far for every chunk, and keeps both."""
+
+ETHERNET, TCP = 25, 0.94
+"""Networks up to so many Gb/s a node are taken to be Ethernet; of which TCP reaches 1448 of 1538 bytes a frame."""
 
 _ALWAYS = {
     "lr": 1e-3,
@@ -37,6 +44,18 @@ _ALWAYS = {
     "loss-chunk-size": 0,
 }
 """Flags that no table says and training needs, or chooses by memory."""
+
+
+_AS_PUBLISHED: Mapping[str, Mapping[str, Any]] = {
+    "weipipe": {"no-weipipe-eager": True, "weipipe-slots": 3},
+    "helix": {
+        "helix-ship": "qkv",
+        "no-helix-spread-head": True,
+        "helix-folds": 2,
+        "recompute-granularity": "without-attention",
+    },
+}
+"""The published form of schedules that are better by default here, unless a cell's flags say otherwise."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +76,11 @@ def hardware_of(cell: Cell) -> Hardware:
     """The cell's node."""
     hardware = replace(find_hardware(cell.hardware), gpus_per_node=cell.gpus_per_node)
     if cell.network_gbits_per_node is not None:
-        network = cell.network_gbits_per_node * 1e9 / 8
-        adapter = hardware.network / hardware.adapters
-        hardware = replace(hardware, network=network, adapters=max(1, min(hardware.adapters, round(network / adapter))))
+        network, adapter = cell.network_gbits_per_node * 1e9 / 8, hardware.network / hardware.adapters
+        adapters = max(1, min(hardware.adapters, round(network / adapter)))
+        if cell.network_gbits_per_node <= ETHERNET:
+            network *= TCP / hardware.efficiency.network
+        hardware = replace(hardware, network=network, adapters=adapters)
     return replace(hardware, nvlink=hardware.host_link) if cell.pcie else hardware
 
 
@@ -71,6 +92,8 @@ def arguments(cell: Cell) -> list[str]:
         flags |= {"data-parallel-sharding-strategy": "optim_grads_params", "use-distributed-optimizer": True}
     else:
         flags["pipeline-schedule"] = cell.schedule
+        for name, value in _AS_PUBLISHED.get(cell.schedule, {}).items():
+            flags.setdefault(name, value)
     words = []
     for name, value in flags.items():
         if value is False or value is None:
@@ -86,22 +109,49 @@ def travels(cell: Cell) -> bool:
     return cell.runtime == "megatron" and cell.schedule != "fsdp" and not cell.schedule.startswith(("wei", "wzb"))
 
 
+def is_plain(cell: Cell) -> bool:
+    """Whether the cell's model is one of plain PyTorch: WeiPipe's is."""
+    return any("weipipe" in name.lower() for name in (cell.table, cell.id))
+
+
+def slower(hardware: Hardware, factor: float) -> Hardware:
+    """With so much of the GPU's arithmetic and of its memory's bandwidth."""
+    return replace(hardware, flops=hardware.flops * factor, memory_bandwidth=hardware.memory_bandwidth * factor)
+
+
+def _in_turn(simulation: Simulation) -> float:
+    """Seconds of a rank that gathers weights, computes and scatters gradients (of 16 bits) one after the other."""
+    sharing = sum(
+        (event.end - event.start) * (0.5 if event.kind == "scatter" else 1.0)
+        for event in simulation.timeline.sharing
+        if event.rank == 0
+    )
+    return simulation.busy[0] + sharing
+
+
 @collector_paused()
-def predict(cell: Cell, hardware: Hardware | None = None) -> Predicted:
-    """Simulate the cell's step. Raises UserError, in the words of the flags, for one that cannot be."""
+def predict(cell: Cell, speed: float = 1.0) -> Predicted:
+    """Simulate the cell's step. Raises UserError, in the words of the flags, for one that cannot be. speed: of what its
+    GPUs are taken to reach."""
     config = parse_args(arguments(cell), environ={"WORLD_SIZE": str(cell.gpus), "RANK": "0", "LOCAL_RANK": "0"})
     assumed = training_costs(config)
     if not isinstance(assumed, ModelCosts):
         raise UserError("--cost-profile says what another machine takes; leave it out.")
-    hardware = hardware or hardware_of(cell)
+    hardware = slower(hardware_of(cell), speed)
     theirs = cell.runtime == "megatron"
-    layout = replace(assumed.layout, kv_passes=KV_PASSES, kv_copies=KV_COPIES) if theirs else assumed.layout
+    layout = assumed.layout
+    if is_plain(cell):
+        layout = replace(layout, eager=True, fused_kernels=False)
+    elif theirs:
+        layout = replace(layout, kv_passes=KV_PASSES, kv_copies=KV_COPIES, own_values=True)
     overhead = (OP_OVERHEAD if cell.gpus > cell.gpus_per_node else OP_OVERHEAD_IN_NODE) if travels(cell) else 0.0
     costs = replace(assumed, hardware=hardware, layout=layout, op_overhead=overhead)
     program = make_program(config, full_batch(config), costs)
     lowered = lower(program, costs)
     simulation = simulate(lowered, costs, "s", blocking=travels(cell))
-    seconds = simulation.makespan + sum(costs.after_time(program))
+    seconds = sum(costs.after_time(program)) + (
+        _in_turn(simulation) if theirs and cell.schedule == "fsdp" else simulation.makespan
+    )
     tokens = (config.training.global_batch_size or 1) * costs.seq_length
     memory = max(rank_memory(lowered, costs, rank).total for rank in range(program.num_ranks))
     return Predicted(tokens / seconds / cell.gpus, memory, hardware.memory - RESERVED_MEMORY)

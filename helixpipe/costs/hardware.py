@@ -34,6 +34,13 @@ TERA, GIGA, GIB = 1e12, 1e9, 2.0**30
 
 DEFAULT_HARDWARE = "h100"
 
+RESERVED_OVER_ALLOCATED = 1.15
+"""What torch's allocator takes of a device for each byte of tensors, because of fragments: Seq1F1B's published figures
+(`torch.cuda.max_memory_reserved`) over what is counted here are 1.06 to 1.35."""
+
+NEAR_LIMIT = 0.8
+"""Share of a limit above which a step may fail for fragments alone."""
+
 RESERVED_MEMORY = 3 * GIB
 """Bytes of a GPU for the driver, NCCL and fragmentation, unless a flag says otherwise."""
 
@@ -86,9 +93,9 @@ class Hardware:
     short_chunk: int = 2048
     """Tokens of a microbatch below which an op's kernels no longer keep the GPU busy. Seq1F1B measures 3655, 3449 and
     3262 tokens a second and GPU (2.7B, A100) with chunks of 8k, 4k and 2k tokens on average; nothing shorter."""
-    ramp_tokens: float = 96
+    ramp_tokens: float = 128
     """Rows whose time a matrix product loses while it fills the GPU and runs empty: n rows take as long as n + this
-    many would at the full share. Chosen so that the 4k and 2k tokens of these chunks lose what Seq1F1B measured."""
+    many would at the full share. One tile of the usual kernels; it gives most of what those chunks lose."""
     duplex: float = 0.7
     """What of two directions' bandwidth is left to both together when both are in use: of an A100's 2 x 25.5 GB/s, 24
     out of the device and 12.5 into it (NVIDIA/nvbandwidth, issue 11). Taken to be the same on other hosts."""

@@ -118,7 +118,9 @@ class Qkv(PieceKind):
         kernels.exchange(forward="gather", backward="scatter", again=True)
         kernels.multiply(self.linears(sizes))
         rotated = sizes.tokens * (sizes.query + sizes.kv)
-        rope = 9 * rotated if model.positions == "rope" else 0  # four products, two sums, one concatenation
+        # Four products, two sums, one concatenation; eager in float32, with casts.
+        passes = {"F": 24, "I": 28, "W": 0}[kernels.op] if sizes.layout.eager else 9
+        rope = passes * rotated if model.positions == "rope" else 0
         if kernels.op == "F":
             kernels.move_elements(rope + (2 * sizes.tokens * sizes.mixed if model.bias else 0))
         elif kernels.op == "I":
@@ -142,7 +144,7 @@ class Attention(PieceKind):
         model, stored = sizes.model, sizes.chunk.stored
         if sizes.layout.swaps:
             return saved_of_own_heads(sizes)
-        if stored or "qkv" not in inside:
+        if stored or "qkv" not in inside or sizes.layout.own_values:
             names = ("q",) if stored else ("q", "k", "v")
             return tensors | {name: sizes.bytes(self.inputs[name]) for name in names}
         tensors["qkv"] = sizes.tokens * sizes.mixed * sizes.element  # as the QKV layer leaves them

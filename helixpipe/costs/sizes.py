@@ -77,8 +77,9 @@ class Kernels:
 
     def normalize(self) -> None:
         """A norm; in I it reads its input and the output's gradient and writes its own, to which the residual's is
-        added."""
-        self.move_elements({"F": 2, "I": 3 + 3, "W": 0}[self.op] * self.sizes.rows * self.sizes.model.hidden)
+        added. Eager: a pass to read and one or two to write for each function; float32 counts twice."""
+        passes = {"F": 18, "I": 41, "W": 0} if self.sizes.layout.eager else {"F": 2, "I": 3 + 3, "W": 0}
+        self.move_elements(passes[self.op] * self.sizes.rows * self.sizes.model.hidden)
 
     def multiply(self, linears: Iterable[Linear], tokens: float | None = None, op: str | None = None) -> None:
         """Linear layers. tokens, op: all of the chunk and the one asked for, if not given."""

@@ -4,6 +4,7 @@ So does Megatron-LM's engine: a rank exchanges what it has made and what it need
 at once, and computes on when all of that is through. Here a message travels while neither of its ends computes, and
 holds up both. A rank starts its next op when it has sent all that was ready to go. What comes to a rank between two ops
 is taken in whether it is needed next or not, so nobody waits in a circle: whoever waits to send can receive.
+Ranks with several stages exchange once for a forward and the backward after it, if that can start at once.
 """
 
 from __future__ import annotations
@@ -70,6 +71,9 @@ class _Machine:
                 self.waiting[task] += 1
         self.start, self.end = [0.0] * graph.num_tasks, [0.0] * graph.num_tasks
         self.order: list[int] = []
+        stages = [{op.stage for op in own} for own in graph.program.ranks]
+        self.paired = [False] * ranks
+        self.pairs = [len(own) > 1 for own in stages]
         self.completions: list[tuple[float, int]] = []
 
     def run(self) -> Times:
@@ -89,8 +93,10 @@ class _Machine:
         """Resources on which something may start now."""
         touched = {self.resource[task]}
         if task < self.graph.num_ops:
-            self.computing[self.resource[task]] = False
+            rank = self.resource[task]
             self.order.append(task)
+            self.computing[rank] = False
+            self.paired[rank] = self.pairs[rank] and self.graph.ops[task].kind == "F"
         else:
             self.busy[self.resource[task]] = False
             if task < self.first_other:
@@ -122,6 +128,11 @@ class _Machine:
             if queue and not self.busy[number] and not self.waiting[queue[0]]:
                 self.busy[number] = True
                 self._begin(queue.popleft(), now)
+        for rank in touched:
+            if rank < ranks and self.paired[rank] and not self.computing[rank] and not self.moving[rank]:
+                self.paired[rank] = False
+                if self.ops[rank] and self.graph.ops[self.ops[rank][0]].kind in "BI":
+                    self._compute(rank, now)
         left = []
         for task in self.pending:
             message, link = self.graph.message(task), self.resource[task]
@@ -136,9 +147,13 @@ class _Machine:
         for rank in touched:
             if rank >= ranks or self.computing[rank] or self.moving[rank] or self.outgoing[rank]:
                 continue
-            if self.ops[rank] and not self.waiting[self.ops[rank][0]]:
-                self.computing[rank] = True
-                self._begin(self.ops[rank].popleft(), now)
+            self._compute(rank, now)
+
+    def _compute(self, rank: int, now: float) -> None:
+        """Start the rank's next op, if it waits for nothing."""
+        if self.ops[rank] and not self.waiting[self.ops[rank][0]]:
+            self.computing[rank] = True
+            self._begin(self.ops[rank].popleft(), now)
 
     def _begin(self, task: int, now: float) -> None:
         self.start[task], self.end[task] = now, now + self.durations[task]
