@@ -45,6 +45,7 @@ class ProfileOptions:
     hidden_size: int | None = option(None, "Size of the hidden states.")
     num_attention_heads: int | None = option(None, "Attention heads.")
     num_query_groups: int | None = option(None, "Heads of keys and values (default: as many as heads).")
+    kv_channels: int | None = option(None, "Channels of a head (default: --hidden-size / --num-attention-heads).")
     ffn_hidden_size: int | None = option(None, "Inner size of the MLP (default: 4 times --hidden-size).")
     swiglu: bool | None = option(None, "Gated MLP with SiLU in place of GELU.")
     vocab_size: int | None = option(None, "Size of the vocabulary, before padding to a multiple of 128.")
@@ -53,6 +54,8 @@ class ProfileOptions:
         None, "Positions (default: learned_absolute)."
     )
     disable_bias_linear: bool = option(False, "No bias in linear layers.")
+    add_qkv_bias: bool = option(False, "A bias in the QKV layer all the same.")
+    qk_layernorm: bool = option(False, "Norms of each head's query and key.")
     untie_embeddings_and_output_weights: bool | None = option(None, "An output layer with weights of its own.")
     seq_length: int | None = option(None, "Tokens of a sequence (default: the model's).")
     micro_batch_size: int = option(1, "Sequences in a microbatch.")
@@ -99,10 +102,13 @@ def model_shape(options: ProfileOptions) -> ModelShape:
         if options.untie_embeddings_and_output_weights is None
         else not options.untie_embeddings_and_output_weights,
         "seq_length": options.seq_length,
+        "head_channels": options.kv_channels,
+        "qkv_bias": options.add_qkv_bias or None,
+        "qk_norm": options.qk_layernorm or None,
     }
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     model = dataclasses.replace(model, **changes)
-    if model.hidden % model.heads:
+    if model.hidden % model.heads and not model.head_channels:
         raise UserError(f"--hidden-size {model.hidden} must be a multiple of --num-attention-heads {model.heads}.")
     if model.heads % model.groups:
         raise UserError(f"--num-query-groups {model.groups} must divide --num-attention-heads {model.heads}.")

@@ -14,11 +14,13 @@ from helixpipe.program.workload import Extent, Extents
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A GPT. Channels of a head: hidden / heads. Words of megatron-core's configuration in brackets.
+    """A GPT. Words of megatron-core's configuration in brackets.
 
     groups: key and value heads [num_query_groups]. ffn: inner size of the MLP, of each half when gated. vocab: not
     padded. tied: the head uses the embedding's weights. norm: `LayerNorm` or `RMSNorm`. positions: `learned_absolute`
-    (seq_length of them), `rope` or `none`. bias: in the linear layers [add_bias_linear].
+    (seq_length of them), `rope` or `none`. bias: in the linear layers [add_bias_linear]. head_channels: of a head
+    [kv_channels]; 0: hidden / heads. qkv_bias: in the QKV layer, whatever the others have [add_qkv_bias]. qk_norm:
+    norms of each head's query and key [qk_layernorm]. centered: weights of norms are less 1 [layernorm_zero_centered_gamma].
     """
 
     name: str
@@ -34,10 +36,23 @@ class ModelShape:
     positions: str
     bias: bool
     seq_length: int
+    head_channels: int = 0
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    centered: bool = False
 
     @property
     def channels(self) -> int:
-        return self.hidden // self.heads
+        return self.head_channels or self.hidden // self.heads
+
+    @property
+    def query_hidden(self) -> int:
+        """Elements of a token's queries, and of its attention output."""
+        return self.heads * self.channels
+
+    @property
+    def biased_qkv(self) -> bool:
+        return self.bias or self.qkv_bias
 
     @property
     def kv_hidden(self) -> int:
@@ -46,7 +61,12 @@ class ModelShape:
 
     @property
     def norm_parameters(self) -> int:
-        return self.hidden * (2 if self.norm == "LayerNorm" else 1)
+        return self.hidden * self.norm_vectors
+
+    @property
+    def norm_vectors(self) -> int:
+        """A weight, and a bias where it has one."""
+        return 2 if self.norm == "LayerNorm" else 1
 
     def padded_vocab(self, tensor_parallel: int, divisible_by: int = 128) -> int:
         """Rows of the embedding as Megatron pads them: a multiple of `divisible_by` for each tensor-parallel rank."""

@@ -20,6 +20,8 @@ What is saved follows what `helixpipe.model` makes autograd keep, tensor by tens
   RMSNorm the normalized input as well;
 - with RoPE, queries and keys are new tensors, while values stay a view of the QKV layer's whole output, which is
   therefore kept too; without RoPE all three are views of it (queries are copied if several share each of several keys);
+- norms of queries and keys keep what the QKV layer gave and statistics of every head, and give new tensors; norms whose
+  weights are centered around zero keep the sum of theirs and one;
 - attention keeps queries, keys, values, output and a float32 log-sum of every row; keys are not expanded;
 - keys and values of a microbatch that runs in chunks lie in buffers of all of it, as do their gradients, and
   belong to no unit; queries are then copied, and the QKV layer's output goes;
@@ -85,6 +87,30 @@ def _norm(sizes: Sizes, kind: PieceKind) -> Tensors:
         tensors[f"means for {kind.name}"] = sizes.rows * 4
     if sizes.model.norm == "RMSNorm" and not sizes.layout.fused_kernels:
         tensors[f"normalized for {kind.name}"] = sizes.bytes("hidden")
+    if sizes.model.centered:
+        tensors[f"scale for {kind.name}"] = sizes.model.hidden * sizes.element
+    return tensors
+
+
+def _copies_queries(sizes: Sizes) -> bool:
+    """Whether heads that lie group by group are copied to lie side by side: with one group here, or one a head, they
+    stay a view."""
+    return sizes.tp < sizes.model.groups < sizes.model.heads
+
+
+def _head_norms(sizes: Sizes) -> Tensors:
+    """What the norms of each head's query and key save."""
+    tensors = {"qkv": sizes.tokens * sizes.mixed * sizes.element}
+    if _copies_queries(sizes):
+        tensors["q before its norm"] = sizes.bytes("query")
+    for name, shape, heads in (("q", "query", sizes.model.heads), ("k", "key", sizes.model.groups)):
+        tensors[f"deviations for {name}"] = sizes.tokens * heads / sizes.tp * 4
+        if sizes.model.norm == "LayerNorm":
+            tensors[f"means for {name}"] = sizes.tokens * heads / sizes.tp * 4
+        elif not sizes.layout.fused_kernels:
+            tensors[f"normalized for {name}"] = sizes.bytes(shape)
+        if sizes.model.centered:
+            tensors[f"scale for {name}"] = sizes.model.channels * sizes.element
     return tensors
 
 
@@ -111,7 +137,7 @@ class Qkv(PieceKind):
         return ((sizes.model.hidden, sizes.mixed),)
 
     def saved(self, sizes: Sizes, inside: Collection[str]) -> Tensors:
-        return {"normed": sizes.bytes("hidden")}
+        return {"normed": sizes.bytes("hidden")} | (_head_norms(sizes) if sizes.model.qk_norm else {})
 
     def work(self, kernels: Kernels) -> None:
         sizes, model = kernels.sizes, kernels.sizes.model
@@ -121,8 +147,10 @@ class Qkv(PieceKind):
         # Four products, two sums, one concatenation; eager in float32, with casts.
         passes = {"F": 24, "I": 28, "W": 0}[kernels.op] if sizes.layout.eager else 9
         rope = passes * rotated if model.positions == "rope" else 0
+        if model.qk_norm and kernels.op in "FI":  # F reads and writes; I reads two and writes one
+            kernels.move_elements((2 if kernels.op == "F" else 3) * rotated)
         if kernels.op == "F":
-            kernels.move_elements(rope + (2 * sizes.tokens * sizes.mixed if model.bias else 0))
+            kernels.move_elements(rope + (2 * sizes.tokens * sizes.mixed if model.biased_qkv else 0))
         elif kernels.op == "I":
             kernels.move_elements(rope + 2 * sizes.tokens * sizes.mixed)  # gradients of q, k and v joined
 
@@ -130,7 +158,8 @@ class Qkv(PieceKind):
         return sizes.tokens * (sizes.model.hidden + 2 * sizes.mixed) * sizes.element
 
     def weights(self, model: ModelShape, tp: int, rows: int) -> int:
-        return (model.hidden + model.bias) * (model.hidden + 2 * model.kv_hidden) // tp
+        linear = (model.hidden + model.biased_qkv) * (model.query_hidden + 2 * model.kv_hidden) // tp
+        return linear + (2 * model.norm_vectors * model.channels if model.qk_norm else 0)
 
 
 class Attention(PieceKind):
@@ -148,10 +177,10 @@ class Attention(PieceKind):
             names = ("q",) if stored else ("q", "k", "v")
             return tensors | {name: sizes.bytes(self.inputs[name]) for name in names}
         tensors["qkv"] = sizes.tokens * sizes.mixed * sizes.element  # as the QKV layer leaves them
-        rope = model.positions == "rope"
-        if rope or sizes.tp < model.groups < model.heads:  # with one group here, or one a head, queries stay a view
+        new = model.positions == "rope" or model.qk_norm
+        if new or _copies_queries(sizes):
             tensors["q"] = sizes.bytes("query")
-        if rope:
+        if new:
             tensors["k"] = sizes.bytes("key")
         return tensors
 
@@ -203,7 +232,7 @@ class Proj(PieceKind):
         return 2 * sizes.tokens * sizes.model.hidden * sizes.element
 
     def weights(self, model: ModelShape, tp: int, rows: int) -> int:
-        return model.hidden * model.hidden // tp + model.bias * model.hidden
+        return model.query_hidden * model.hidden // tp + model.bias * model.hidden
 
 
 def _leave(kernels: Kernels) -> None:

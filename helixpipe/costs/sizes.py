@@ -28,8 +28,8 @@ class Sizes:
         self.length = chunk.tokens / self.cp
         self.tokens = self.length * layout.micro_batch_size
         self.rows = self.tokens / (self.tp if layout.sequence_parallel else 1)
-        self.query, self.kv = model.hidden / self.tp, model.kv_hidden / self.tp
-        self.mixed = (model.hidden + 2 * model.kv_hidden) / self.tp
+        self.query, self.kv = model.query_hidden / self.tp, model.kv_hidden / self.tp
+        self.mixed = self.query + 2 * self.kv
         self.ffn, self.first = model.ffn / self.tp, 2 if model.gated else 1
         self.vocab = model.padded_vocab(self.tp) // self.tp
 

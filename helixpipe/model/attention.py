@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
@@ -23,6 +22,7 @@ from helixpipe.model.device import device
 from helixpipe.model.document_attention import make_attend_documents
 from helixpipe.model.documents import Documents, Spans
 from helixpipe.model.options import GPTOptions
+from helixpipe.model.rope_scaling import frequencies
 
 
 class CoreAttention(torch.nn.Module):
@@ -78,20 +78,20 @@ class Rotary:
     """RoPE at any offset in the sequence, from one table of angles, or of cosines and sines, that grows when it must.
 
     kernel: `backends.ENGINE` for Transformer Engine's, else plain torch, which rounds cosines and sines to the type of
-    what it rotates.
+    what it rotates. Neighbouring channels as pairs, and rotations that change lengths, are plain torch's.
     """
 
     def __init__(self, config: TransformerConfig, gpt: GPTOptions, kernel: str = TORCH):
-        self._embedding = RotaryEmbedding(
-            kv_channels=config.kv_channels,
-            rotary_percent=gpt.rotary_percent,
-            rotary_base=gpt.rotary_base,
-            use_cpu_initialization=True,  # a few numbers, moved to the device with the first table
-        )
+        assert config.kv_channels is not None  # TransformerConfig fills it in
+        channels = int(config.kv_channels * gpt.rotary_percent)
+        self._frequencies = frequencies(channels, gpt.rotary_base, gpt.rope_scaling)
+        self._scale = gpt.rope_scaling.length
+        self._neighbours = config.rotary_interleaved
         self._length = gpt.max_sequence_length
         self._table: tuple[Tensor, Tensor] | None = None
         self._angles: Tensor | None = None
-        self._fused = load_engine().fused_apply_rotary_pos_emb if kernel == ENGINE else None
+        fused = kernel == ENGINE and not self._neighbours and self._scale == 1
+        self._fused = load_engine().fused_apply_rotary_pos_emb if fused else None
 
     def constants(self) -> Iterator[Tensor]:
         """Tables that are kept."""
@@ -104,7 +104,7 @@ class Rotary:
         if self._table is None or offset + length > self._length or self._table[0].dtype != dtype:
             self._length = max(self._length, offset + length)
             angles = self._first_angles(self._length)
-            self._table = angles.cos().to(dtype), angles.sin().to(dtype)
+            self._table = (angles.cos() * self._scale).to(dtype), (angles.sin() * self._scale).to(dtype)
         cosine, sine = self._table
         return cosine[offset : offset + length], sine[offset : offset + length]
 
@@ -113,7 +113,7 @@ class Rotary:
         where there are several."""
         if documents is not None:
             tables = self.table(0, documents.longest, tensor.dtype)
-            rotated: Tensor = _RotatedAt.apply(tensor, select(documents.positions(), runs, 0), tables)
+            rotated: Tensor = _RotatedAt.apply(tensor, select(documents.positions(), runs, 0), tables, self._neighbours)
             return rotated
         parts = tensor.split(len(runs[0])) if len(runs) > 1 else (tensor,)
         turned = [self.rotate_from(part, run.start) for part, run in zip(parts, runs, strict=True)]
@@ -128,20 +128,27 @@ class Rotary:
 
     def _first_angles(self, length: int) -> Tensor:
         """Of positions 0 to length - 1, float32 [length, 1, 1, rotated channels / 2]."""
-        self._embedding.inv_freq = self._embedding.inv_freq.to(device())
-        return self._embedding.get_freqs_non_repeated(length)[:, None, None, :]
+        self._frequencies = self._frequencies.to(device())
+        positions = torch.arange(length, dtype=torch.float32, device=self._frequencies.device)
+        return torch.outer(positions, self._frequencies)[:, None, None, :]
 
     def rotate_from(self, tensor: Tensor, offset: int) -> Tensor:
-        """Rotate [s, b, heads, d] whose tokens begin at `offset`; channels of the first half pair with the second's."""
+        """Rotate [s, b, heads, d] whose tokens begin at `offset`; channels of the first half pair with the second's, or
+        each with its neighbour."""
         if self._fused is not None and tensor.size(0) * tensor.stride(0) < FUSED_SPAN:
             rotated: Tensor = self._fused(tensor, self.angles(offset, tensor.size(0)))
             return rotated
-        return _rotated(tensor, *self.table(offset, tensor.size(0), tensor.dtype))
+        return _rotated(tensor, *self.table(offset, tensor.size(0), tensor.dtype), self._neighbours)
 
 
-def _rotated(tensor: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+def _rotated(tensor: Tensor, cosine: Tensor, sine: Tensor, neighbours: bool) -> Tensor:
     half = cosine.size(-1)
-    first, second, rest = tensor.split([half, half, tensor.size(-1) - 2 * half], dim=-1)
+    turned, rest = tensor.split([2 * half, tensor.size(-1) - 2 * half], dim=-1)
+    if neighbours:
+        first, second = turned.unflatten(-1, (half, 2)).unbind(-1)
+        pairs = torch.stack((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+        return torch.cat((pairs.flatten(-2), rest), dim=-1)
+    first, second = turned.split(half, dim=-1)
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine, rest), dim=-1)
 
 
@@ -150,12 +157,12 @@ class _RotatedAt(torch.autograd.Function):
     rotates back, so nothing but the positions is kept; these are the microbatch's."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, positions: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-        ctx.positions, ctx.tables = positions, tables
+    def forward(ctx: Any, tensor: Tensor, positions: Tensor, tables: tuple[Tensor, Tensor], neighbours: bool) -> Tensor:
+        ctx.positions, ctx.tables, ctx.neighbours = positions, tables, neighbours
         cosine, sine = (table[:, 0][positions] for table in tables)
-        return _rotated(tensor, cosine, sine)
+        return _rotated(tensor, cosine, sine, neighbours)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         cosine, sine = (table[:, 0][ctx.positions] for table in ctx.tables)
-        return _rotated(gradients[0], cosine, -sine), None, None
+        return _rotated(gradients[0], cosine, -sine, ctx.neighbours), None, None, None

@@ -43,6 +43,8 @@ _PIECES = {
     "embedding": "embed",
     "input_layernorm": "norm",
     "linear_qkv": "qkv",
+    "q_layernorm": "qkv",
+    "k_layernorm": "qkv",
     "linear_proj": "proj",
     "pre_mlp_layernorm": "mlp",
     "mlp": "mlp",
@@ -60,7 +62,8 @@ def piece_of(parameter: str) -> Piece:
 
 
 class SelfAttention(MegatronModule):
-    """The projections around core attention; `qkv` and `proj` may be on different ranks."""
+    """The projections around core attention, and the norms of each head's query and key; `qkv` and `proj` may be on
+    different ranks. norm: the kernel of norms."""
 
     def __init__(
         self,
@@ -69,6 +72,7 @@ class SelfAttention(MegatronModule):
         kinds: Collection[str],
         tp_group: torch.distributed.ProcessGroup,
         draw: DrawWeights,
+        norm: str,
     ):
         super().__init__(config)
         self.tp_group = tp_group
@@ -86,6 +90,9 @@ class SelfAttention(MegatronModule):
                     skip_bias_add=False,
                     tp_group=tp_group,
                 )
+            if config.qk_layernorm:
+                self.q_layernorm = make_norm(config, norm, channels)
+                self.k_layernorm = make_norm(config, norm, channels)
         if "proj" in kinds:
             with draw(str(Piece("proj", index))):
                 self.linear_proj = RowParallelLinear(
@@ -105,7 +112,10 @@ class SelfAttention(MegatronModule):
         """[s, b, heads / tp, d] query, [s, b, groups / tp, d] key and value; the weight's rows lie group by group."""
         mixed, _ = self.linear_qkv(normed)
         query, key, value = mixed.unflatten(-1, (self._groups, -1)).split(self._split, dim=-1)
-        return query.reshape(*query.shape[:2], -1, self._split[1]), key, value
+        query = query.reshape(*query.shape[:2], -1, self._split[1])
+        if self.config.qk_layernorm:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        return query, key, value
 
 
 class Layer(MegatronModule):
@@ -135,7 +145,7 @@ class Layer(MegatronModule):
         if "norm" in kinds:
             self.input_layernorm = make_norm(config, kernels.norm)
         if "qkv" in kinds or "proj" in kinds:
-            self.self_attention = SelfAttention(config, index, kinds, tp_group, draw)
+            self.self_attention = SelfAttention(config, index, kinds, tp_group, draw, kernels.norm)
         if "attn" in kinds:
             self.core_attention = CoreAttention(config, kernels, index, tp_group)
         if "mlp" in kinds:

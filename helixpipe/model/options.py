@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from helixpipe.common.errors import UserError
 from helixpipe.costs.context_parallel import nearest_sizes
 from helixpipe.costs.models import A2A, P2P
+from helixpipe.model.rope_scaling import RopeScaling
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -28,11 +29,13 @@ class GPTOptions:
     max_sequence_length: int
     """Longest sequence the model can be given: the number of learned positions."""
     position_embedding_type: str = "learned_absolute"
-    """`learned_absolute`, `rope` or `none`."""
+    """`learned_absolute`, `rope`, `yarn` or `none`."""
     rotary_percent: float = 1.0
     """Share of every head's channels that RoPE rotates."""
     rotary_base: int = 10000
     """Base period of RoPE."""
+    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    """What extends the context of RoPE: `yarn`'s with those positions, none or another with `rope`."""
     share_embeddings_and_output_weights: bool = True
     """Whether the head uses the word embedding's weights."""
     chunk_size: int = 0
@@ -42,6 +45,11 @@ class GPTOptions:
     of the whole chunk at once."""
     cp_comm_type: str = P2P
     """What context-parallel ranks exchange for core attention, where there are several: `a2a` or `p2p`."""
+
+    @property
+    def rotates(self) -> bool:
+        """Whether positions enter by rotating queries and keys."""
+        return self.position_embedding_type in ("rope", "yarn")
 
 
 @dataclass(frozen=True)
@@ -100,16 +108,13 @@ class _Requirement(NamedTuple):
 
 
 _NORMS = ("LayerNorm", "RMSNorm")
-_POSITIONS = ("learned_absolute", "rope", "none")
+_POSITIONS = ("learned_absolute", "rope", "yarn", "none")
 _REQUIREMENTS = (
     _Requirement("num_moe_experts", lambda value: value is None, "--num-experts is not supported: leave it out"),
     _Requirement("multi_latent_attention", lambda value: not value, "--multi-latent-attention is not supported"),
-    _Requirement("qk_layernorm", lambda value: not value, "--qk-layernorm is not supported"),
     _Requirement("attention_output_gate", lambda value: not value, "--attention-output-gate is not supported"),
     _Requirement("window_size", lambda value: value is None, "--window-size is not supported: leave it out"),
     _Requirement("softmax_type", lambda value: value == "vanilla", "--softmax-type must be vanilla"),
-    _Requirement("rotary_interleaved", lambda value: not value, "--rotary-interleaved is not supported"),
-    _Requirement("layernorm_zero_centered_gamma", lambda value: not value, "--apply-layernorm-1p is not supported"),
     _Requirement("fp32_residual_connection", lambda value: not value, "--fp32-residual-connection is not supported"),
     _Requirement(
         "context_parallel_size",
@@ -133,6 +138,11 @@ def check_supported(config: TransformerConfig, gpt: GPTOptions, context_parallel
         raise UserError(
             f"--position-embedding-type {gpt.position_embedding_type} is not supported; "
             f"valid values are {', '.join(_POSITIONS)}."
+        )
+    if (gpt.position_embedding_type == "yarn") != (gpt.rope_scaling.kind == "yarn"):
+        raise UserError(
+            f"--position-embedding-type {gpt.position_embedding_type} does not go with rope_scaling.kind "
+            f"{gpt.rope_scaling.kind!r}: yarn needs yarn."
         )
     for flag, size in (("--chunk-size", gpt.chunk_size), ("--loss-chunk-size", gpt.loss_chunk_size)):
         if type(size) is not int or size < 0:

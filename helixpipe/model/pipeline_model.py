@@ -129,7 +129,7 @@ class PipelineModel(MegatronModule):
             kinds_of_layer.setdefault(piece.layer, set()).add(piece.kind)
         ends = kinds_of_layer.pop(-1, set())
         draw = partial(initial_weights, seed, tp_rank=group.rank())
-        rotary = Rotary(config, gpt, self.kernels.rope) if gpt.position_embedding_type == "rope" else None
+        rotary = Rotary(config, gpt, self.kernels.rope) if gpt.rotates else None
         self._rotary = rotary
         self.decoder = Decoder(config, group)
         if "embed" in ends:

@@ -39,6 +39,22 @@ MODEL_SHAPE = (
     "position_embedding_type",
     "rotary_base",
     "rotary_percent",
+    "rotary_interleaved",
+    "rotary_seq_len_interpolation_factor",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "rope_scaling_low_freq_factor",
+    "rope_scaling_high_freq_factor",
+    "rope_scaling_original_max_position_embeddings",
+    "rotary_scaling_factor",
+    "mscale",
+    "mscale_all_dim",
+    "yarn_original_max_position_embeddings",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_correction_range_round_to_int",
+    "apply_layernorm_1p",
+    "qk_layernorm",
     "normalization",
     "norm_epsilon",
     "swiglu",
@@ -55,13 +71,7 @@ MODEL_SHAPE = (
 PLANNED = ("chunks", "packing", "recompute", "offload")
 """Groups of flags that say how a step is planned; --help has them before Megatron-LM's."""
 
-OTHER_MODELS = (
-    "apply_layernorm_1p",
-    "multi_latent_attention",
-    "qk_layernorm",
-    "rotary_interleaved",
-    "use_rope_scaling",
-)
+OTHER_MODELS = ("multi_latent_attention", "qk_l2_norm", "window_size")
 """Values under which a checkpoint of Megatron-LM holds a model that cannot be built here."""
 
 CheckpointArgs = Callable[[CheckpointConfig], Mapping[str, Any] | argparse.Namespace | None]
@@ -205,7 +215,7 @@ def overlay_checkpoint_args(config: Config, saved: Mapping[str, Any] | argparse.
     if not model.get("group_query_attention", True):
         model["num_query_groups"] = 1
     positions = model.get("position_embedding_type")
-    if positions not in (None, "learned_absolute", "rope", "none"):
+    if positions not in (None, "learned_absolute", "rope", "yarn", "none"):
         raise CheckpointError(
             f"the checkpoint's model has position_embedding_type {positions!r}, which is not supported."
         )

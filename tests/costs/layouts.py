@@ -13,6 +13,8 @@ SHAPES = {
     "gpt": ModelShape("gpt", LAYERS, 32, 4, 4, 128, False, VOCABULARY, False, *GPT),
     "gpt-gqa": ModelShape("gpt-gqa", LAYERS, 32, 4, 2, 96, False, VOCABULARY, True, "LayerNorm", "none", True, TOKENS),
     "llama": ModelShape("llama", LAYERS, 32, 4, 2, 40, True, VOCABULARY, False, *LLAMA),
+    "qwen3": ModelShape("qwen3", LAYERS, 32, 4, 2, 40, True, VOCABULARY, True, *LLAMA, 12, True, True),
+    "gpt-centered": ModelShape("gpt", LAYERS, 32, 4, 4, 96, False, VOCABULARY, False, *GPT, 6, False, True, True),
     "llama-mha": ModelShape("llama-mha", LAYERS, 32, 4, 4, 40, True, VOCABULARY, True, *LLAMA),
 }
 
@@ -24,6 +26,9 @@ CASES = {
     "llama-tp2": ("llama", 2, False, 0),
     "llama-tp2-sp": ("llama", 2, True, 0),
     "llama-mha-tp1": ("llama-mha", 1, False, 0),
+    "qwen3-tp1": ("qwen3", 1, False, 0),
+    "qwen3-tp2-sp": ("qwen3", 2, True, 0),
+    "gpt-centered-tp2": ("gpt-centered", 2, False, 0),
     "gpt-tp2-sp-slices": ("gpt", 2, True, 9),
     "llama-tp1-slices": ("llama", 1, False, 9),
     "llama-tp2-slices": ("llama", 2, False, 9),

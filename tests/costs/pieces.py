@@ -59,8 +59,12 @@ def make(shape: ModelShape, layout: Layout, pieces: Sequence[Piece] = CHAIN) -> 
         params_dtype=torch.float32,
         sequence_parallel=layout.sequence_parallel,
         num_query_groups=shape.groups,
+        kv_channels=shape.channels,
         ffn_hidden_size=shape.ffn,
         add_bias_linear=shape.bias,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,
+        layernorm_zero_centered_gamma=shape.centered,
         **(llama if shape.gated else {}),
     )
     options = GPTOptions(

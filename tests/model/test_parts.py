@@ -102,8 +102,8 @@ def test_chunk_of_a_sequence() -> None:
 @pytest.mark.parametrize(
     ("changes", "flag"),
     [
-        ({"qk_layernorm": True}, "--qk-layernorm"),
-        ({"layernorm_zero_centered_gamma": True}, "--apply-layernorm-1p"),
+        ({"attention_output_gate": True}, "--attention-output-gate"),
+        ({"softmax_type": "learnable"}, "--softmax-type"),
         ({"window_size": (4, 0)}, "--window-size"),
         ({"tensor_model_parallel_size": 4}, "--num-query-groups 2 must be a multiple"),
     ],
@@ -114,7 +114,9 @@ def test_unsupported_settings_are_named(changes: dict[str, Any], flag: str) -> N
 
 
 def test_unknown_position_embedding_lists_the_valid_ones() -> None:
-    with pytest.raises(UserError, match="learned_absolute, rope, none"):
+    with pytest.raises(UserError, match="learned_absolute, rope, yarn, none"):
+        check_supported(make_config("gpt"), GPTOptions(48, 12, "mrope"))
+    with pytest.raises(UserError, match="yarn needs yarn"):
         check_supported(make_config("gpt"), GPTOptions(48, 12, "yarn"))
 
 

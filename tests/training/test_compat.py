@@ -105,10 +105,9 @@ def test_the_kernels_asked_for_arrive() -> None:
 @pytest.mark.parametrize(
     ("extra", "reason"),
     [
-        ("--apply-layernorm-1p", "norm weights are not centered around zero"),
         ("--fp8-format hybrid --fp8-amax-history-len 1024 --fp8-param-gather", "8-bit and 4-bit training"),
         ("--num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 2", "mixture-of-experts"),
-        ("--use-rope-scaling", "scaled rotary embeddings"),
+        ("--rope-type yarn", "give --position-embedding-type yarn"),
         ("--multi-latent-attention --q-lora-rank 512", "multi-latent attention"),
         ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", "shared out with the weights"),
         ("--distribute-saved-activations --recompute-activations", "--sequence-parallel splits what is kept"),
@@ -123,7 +122,7 @@ def test_what_is_asked_beyond_is_refused_in_one_sentence(extra: str, reason: str
     assert message.startswith("--") and reason in message and message.count(". ") == 0 and message.endswith(".")
 
 
-@pytest.mark.parametrize("name", ["apply_layernorm_1p", "qk_layernorm", "multi_latent_attention", "use_rope_scaling"])
+@pytest.mark.parametrize("name", ["multi_latent_attention", "qk_l2_norm", "window_size"])
 def test_a_checkpoint_of_another_model_is_refused(name: str) -> None:
     overlay_checkpoint_args(config(""), {name: False})
     with pytest.raises(CheckpointError, match=f"the checkpoint's model has {name}"):

@@ -248,6 +248,5 @@ NEUTRAL: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "--encoder-pipeline-model-parallel-size": ("0",),
         "--vocab-extra-ids": ("0",),
         "--sample-rate": ("1", "1.0"),
-        "--rotary-scaling-factor": ("1", "1.0"),
     }
 )

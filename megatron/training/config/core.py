@@ -12,6 +12,7 @@ from megatron.core.transformer.enums import AttnBackend
 from helixpipe.common.errors import UserError
 from helixpipe.model import GPTOptions
 from helixpipe.model.backends import Machine, fuses_rope, fuses_weight_gradients
+from helixpipe.model.rope_scaling import RopeScaling
 from megatron.training.config.container import Config
 from megatron.training.config.vocabulary import padded_vocabulary
 
@@ -50,6 +51,9 @@ def transformer_config(config: Config, machine: Machine | None = None) -> Transf
         activation_func=activation,
         add_bias_linear=model.add_bias_linear,
         add_qkv_bias=model.add_qkv_bias,
+        qk_layernorm=model.qk_layernorm,
+        layernorm_zero_centered_gamma=model.apply_layernorm_1p,
+        rotary_interleaved=model.rotary_interleaved,
         attention_dropout=model.attention_dropout,
         hidden_dropout=model.hidden_dropout,
         attention_softmax_in_fp32=model.attention_softmax_in_fp32,
@@ -80,7 +84,8 @@ def transformer_config(config: Config, machine: Machine | None = None) -> Transf
         transformer_impl=model.transformer_impl,
     )
     # Set afterwards: the class would import Transformer Engine to see whether it is there, which `machine` says.
-    made.apply_rope_fusion = model.apply_rope_fusion and model.position_embedding_type == "rope" and fuses_rope(machine)
+    plain_rope = model.position_embedding_type == "rope" and not model.rotary_interleaved
+    made.apply_rope_fusion = model.apply_rope_fusion and plain_rope and fuses_rope(machine)
     return made
 
 
@@ -152,10 +157,38 @@ def gpt_options(config: Config, vocab_size: int | None = None) -> GPTOptions:
         position_embedding_type=model.position_embedding_type,
         rotary_percent=model.rotary_percent,
         rotary_base=model.rotary_base,
+        rope_scaling=rope_scaling(config),
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
         chunk_size=model.chunk_size,
         loss_chunk_size=model.loss_chunk_size or 0,
         cp_comm_type=config.parallel.cp_comm_type[0],
+    )
+
+
+def rope_scaling(config: Config) -> RopeScaling:
+    """What extends the context of rotary embeddings."""
+    model = config.model
+    if model.position_embedding_type == "yarn":
+        return RopeScaling(
+            "yarn",
+            model.rotary_scaling_factor,
+            original_length=model.yarn_original_max_position_embeddings,
+            beta_fast=model.yarn_beta_fast,
+            beta_slow=model.yarn_beta_slow,
+            round_ramp=model.yarn_correction_range_round_to_int,
+            mscale=model.mscale,
+            mscale_all_dim=model.mscale_all_dim,
+        )
+    interpolation = model.rotary_seq_len_interpolation_factor or 1.0
+    if model.position_embedding_type != "rope" or not model.use_rope_scaling:
+        return RopeScaling(interpolation=interpolation)
+    return RopeScaling(
+        "llama3",
+        model.rope_scaling_factor,
+        interpolation,
+        model.rope_scaling_original_max_position_embeddings,
+        model.rope_scaling_low_freq_factor,
+        model.rope_scaling_high_freq_factor,
     )
 
 

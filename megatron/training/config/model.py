@@ -46,8 +46,9 @@ class ModelConfig:
         "Longest sequence the position embedding allows; at least --seq-length, which is the default with rope.",
         at_least=1,
     )
-    position_embedding_type: Literal["learned_absolute", "rope", "none"] = option(
-        "learned_absolute", "How positions enter: a learned table, rotary embeddings, or not at all."
+    position_embedding_type: Literal["learned_absolute", "rope", "yarn", "none"] = option(
+        "learned_absolute",
+        "How positions enter: a learned table, rotary embeddings, these extended as YaRN does, or not at all.",
     )
     use_rotary_position_embeddings: bool = option(False, "Older spelling of --position-embedding-type rope.")
     add_position_embedding: bool = option(
@@ -55,8 +56,38 @@ class ModelConfig:
     )
     rotary_base: int = option(10000, "Base period of the rotary embeddings.", at_least=1)
     rotary_percent: float = option(1.0, "Fraction of each head's channels that is rotated.", more_than=0, at_most=1)
+    rotary_interleaved: bool = option(False, "Rotate each channel with its neighbour, not with that of the other half.")
+    rotary_seq_len_interpolation_factor: float | None = option(
+        None, "Position interpolation: divide the positions of the rotary embeddings by this.", at_least=1
+    )
+    use_rope_scaling: bool = option(False, "Extend rotary embeddings as Llama 3.1 does.")
+    rope_scaling_factor: float = option(8.0, "--use-rope-scaling: by how much.", at_least=1)
+    rope_scaling_low_freq_factor: float = option(
+        1.0, "--use-rope-scaling: channels that turn less often in the original length are slowed down.", more_than=0
+    )
+    rope_scaling_high_freq_factor: float = option(
+        4.0, "--use-rope-scaling: channels that turn more often in the original length are left alone.", more_than=0
+    )
+    rope_scaling_original_max_position_embeddings: int = option(
+        8192, "--use-rope-scaling: longest sequence that the model was trained on before.", at_least=1
+    )
+    rotary_scaling_factor: float = option(1.0, "YaRN: by how much the context is extended.", at_least=1)
+    mscale: float = option(1.0, "YaRN: how much longer queries and keys become.", at_least=0)
+    mscale_all_dim: float = option(0.0, "YaRN: what --mscale is held against.", at_least=0)
+    yarn_original_max_position_embeddings: int = option(
+        4096, "YaRN: longest sequence that the model was trained on before.", at_least=1
+    )
+    yarn_beta_fast: float = option(32.0, "YaRN: channels that turn more often are left alone.", more_than=0)
+    yarn_beta_slow: float = option(1.0, "YaRN: channels that turn less often are slowed down.", more_than=0)
+    yarn_correction_range_round_to_int: bool = option(
+        True,
+        "YaRN: let the ramp between both begin and end inside a channel.",
+        flags=["--no-yarn-correction-range-round-to-int"],
+    )
     normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "Kind of normalization.")
     norm_epsilon: float = option(1e-5, "Epsilon of the normalization.", more_than=0)
+    apply_layernorm_1p: bool = option(False, "Norms scale by their weight plus 1; weights begin at 0.")
+    qk_layernorm: bool = option(False, "Normalize the query and the key of each head.")
     swiglu: bool = option(False, "Gated MLP with SiLU instead of GELU.")
     squared_relu: bool = option(False, "Squared ReLU instead of GELU.")
     add_bias_linear: bool = option(True, "No bias in the linear layers.", flags=["--disable-bias-linear"])

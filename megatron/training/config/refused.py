@@ -16,7 +16,6 @@ _LOW_PRECISION = "8-bit and 4-bit training is not supported"
 _MOE = "mixture-of-experts models are not supported"
 _MLA = "multi-latent attention is not supported"
 _MTP = "multi-token prediction is not supported"
-_ROPE = "scaled rotary embeddings are not supported"
 _MUP = "maximal update parametrization is not supported"
 _OPTIMIZER = "optimizer state is kept in float32 on the device"
 _SPLIT = "a schedule of one's own is a .json or .csv file for --pipeline-schedule"
@@ -39,9 +38,7 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "--decoder-num-layers": f"{_NOT_GPT}; use --num-layers",
         "--encoder-seq-length": f"{_NOT_GPT}; use --seq-length",
         "--decoder-seq-length": f"{_NOT_GPT}; use --seq-length",
-        "--apply-layernorm-1p": "norm weights are not centered around zero",
         "--apply-residual-connection-post-layernorm": _LAYERS,
-        "--qk-layernorm": _LAYERS,
         "--qk-l2-norm": _LAYERS,
         "--qk-clip": _LAYERS,
         "--softmax-type": _LAYERS,
@@ -53,23 +50,16 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "--onnx-safe": "models are not exported",
         "--activation-func-clamp-value": "the activation is GELU, SwiGLU or squared ReLU",
         "--glu-linear-offset": "the activation is GELU, SwiGLU or squared ReLU",
-        "--relative-attention-num-buckets": "positions are learned_absolute, rope or none",
-        "--relative-attention-max-distance": "positions are learned_absolute, rope or none",
-        "--rotary-interleaved": "rotary embeddings rotate the two halves of a head",
-        "--mrope-section": "positions are learned_absolute, rope or none",
-        "--rotary-seq-len-interpolation-factor": _ROPE,
-        "--use-rope-scaling": _ROPE,
-        "--rope-scaling-factor": _ROPE,
-        "--rope-type": _ROPE,
-        "--rotary-scaling-factor": _ROPE,
+        "--relative-attention-num-buckets": "positions are learned_absolute, rope, yarn or none",
+        "--relative-attention-max-distance": "positions are learned_absolute, rope, yarn or none",
+        "--mrope-section": "positions are learned_absolute, rope, yarn or none",
+        "--rope-type": "it is for multi-latent attention; give --position-embedding-type yarn",
         "--multi-latent-attention": _MLA,
         "--q-lora-rank": _MLA,
         "--kv-lora-rank": _MLA,
         "--qk-head-dim": _MLA,
         "--qk-pos-emb-head-dim": _MLA,
         "--v-head-dim": _MLA,
-        "--mscale": _MLA,
-        "--mscale-all-dim": _MLA,
         "--cache-mla-latents": _MLA,
         "--mtp-num-layers": _MTP,
         "--mtp-loss-scaling-factor": _MTP,

@@ -52,6 +52,8 @@ def _measured(config: Config, path: str) -> ProfileCosts:
         ("--num-query-groups", "groups"),
         ("--ffn-hidden-size", "ffn"),
         ("--swiglu", "gated"),
+        ("--kv-channels", "channels"),
+        ("--qk-layernorm", "qk_norm"),
     ):
         if getattr(ours, name) != getattr(theirs, name):
             raise UserError(
@@ -109,7 +111,11 @@ def model_shape(config: Config) -> ModelShape:
         vocab=padded_vocabulary(config, tokenizer=50257, guessed=True),
         tied=not model.untie_embeddings_and_output_weights,
         norm=model.normalization,
-        positions=model.position_embedding_type,
+        positions="rope" if model.position_embedding_type == "yarn" else model.position_embedding_type,
         bias=model.add_bias_linear,
         seq_length=model.seq_length or 1,
+        head_channels=model.kv_channels or 0,
+        qkv_bias=model.add_qkv_bias,
+        qk_norm=model.qk_layernorm,
+        centered=model.apply_layernorm_1p,
     )

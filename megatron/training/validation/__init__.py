@@ -28,6 +28,7 @@ STEPS: tuple[Callable[[Config], Config], ...] = (
     values.ranges,
     model.position_embeddings,
     model.attention_heads,
+    model.rotary_embeddings,
     model.query_groups,
     model.ffn_hidden_size,
     parallel.world_size,

@@ -42,10 +42,34 @@ def attention_heads(config: Config) -> Config:
                 f"{nearest(hidden, heads)}, unless --kv-channels is given."
             )
         config = config.replace("model", kv_channels=hidden // heads)
-    channels = checked(config.model.kv_channels)
-    if config.model.position_embedding_type == "rope" and channels % 2:
+    channels, positions = checked(config.model.kv_channels), config.model.position_embedding_type
+    if positions in ("rope", "yarn") and channels % 2:
         raise UserError(
-            f"--kv-channels {channels} must be even with --position-embedding-type rope, which rotates pairs of them."
+            f"--kv-channels {channels} must be even with --position-embedding-type {positions}, which rotates pairs of "
+            "them."
+        )
+    return config
+
+
+def rotary_embeddings(config: Config) -> Config:
+    """What extends rotary embeddings needs them: YaRN's own positions, the others `rope`."""
+    model, positions = config.model, config.model.position_embedding_type
+    for flag, given, needed in (
+        ("--use-rope-scaling", model.use_rope_scaling, ("rope",)),
+        (
+            "--rotary-seq-len-interpolation-factor",
+            model.rotary_seq_len_interpolation_factor not in (None, 1),
+            ("rope",),
+        ),
+        ("--rotary-interleaved", model.rotary_interleaved, ("rope", "yarn")),
+        ("--rotary-scaling-factor", model.rotary_scaling_factor != 1, ("yarn",)),
+    ):
+        if given and positions not in needed:
+            raise UserError(f"{flag} needs --position-embedding-type {' or '.join(needed)}, not {positions}.")
+    low, high = model.rope_scaling_low_freq_factor, model.rope_scaling_high_freq_factor
+    if model.use_rope_scaling and low >= high:
+        raise UserError(
+            f"--rope-scaling-low-freq-factor {low:g} must be less than --rope-scaling-high-freq-factor {high:g}."
         )
     return config
 
