@@ -9,6 +9,7 @@ truncated file ends in a traceback in the middle of training. Here every defect 
 from __future__ import annotations
 
 import hashlib
+import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,45 +67,61 @@ def read_indexed_file(prefix: str) -> IndexedFile:
                 f"{path} does not exist: a data path is the prefix of a .bin/.idx pair made by tools/preprocess_data.py"
             )
     try:
-        content = idx_path.read_bytes()
+        with idx_path.open("rb") as file:
+            code, sequences, boundaries = _counts(idx_path, file.read(_HEADER.size), os.fstat(file.fileno()).st_size)
+            file.seek(0)
+            content = file.read()
         bin_bytes = bin_path.stat().st_size
-    except OSError as error:
-        raise DataError(f"{idx_path} cannot be read: {error.strerror or error}") from error
-    if content[: len(MAGIC)] != MAGIC:
-        raise DataError(f"{idx_path} is not an index of Megatron's .bin/.idx format: it does not begin with MMIDIDX")
-    if len(content) < _HEADER.size:
-        raise DataError(f"{idx_path} is truncated: {len(content)} bytes are less than its header; preprocess it again")
-    _, version, code, sequences, boundaries = _HEADER.unpack_from(content)
-    if version != 1:
-        raise DataError(f"{idx_path} has version {version}; only version 1 can be read")
-    if code not in _TOKEN_TYPES:
-        raise DataError(f"{idx_path} has token type {code}; valid are {sorted(_TOKEN_TYPES)} (integers)")
-    expected = _HEADER.size + 12 * sequences + 8 * boundaries
-    if len(content) < expected:
-        raise DataError(f"{idx_path} is truncated: {len(content)} bytes of {expected}; preprocess it again")
-    if len(content) > expected:
-        raise DataError(f"{idx_path} has {len(content)} bytes instead of {expected}; multimodal data is not supported")
-    if sequences == 0:
-        raise DataError(f"{idx_path} holds no documents")
-
+    except (OSError, MemoryError) as error:
+        raise DataError(f"{idx_path} cannot be read: {getattr(error, 'strerror', None) or 'out of memory'}") from error
     lengths = numpy.frombuffer(content, numpy.int32, sequences, _HEADER.size)
     offsets = numpy.frombuffer(content, numpy.int64, sequences, _HEADER.size + 4 * sequences)
     ends = numpy.frombuffer(content, numpy.int64, boundaries, _HEADER.size + 12 * sequences)
     token_type = _TOKEN_TYPES[code]
+    size = numpy.dtype(token_type).itemsize
     if lengths.min() < 0 or offsets.min() < 0 or boundaries == 0 or ends[-1] != sequences or _falls(ends):
         raise DataError(f"{idx_path} is corrupt: negative lengths or wrong document boundaries; preprocess it again")
-    described = int((offsets + lengths.astype(numpy.int64) * numpy.dtype(token_type).itemsize).max())
+    described = int(offsets.max())
+    if described < 1 << 62:  # else its sum with a length may not be a number of 64 bits any more
+        described = int((offsets + lengths.astype(numpy.int64) * size).max())
     if bin_bytes < described:
         raise DataError(f"{bin_path} is truncated: {bin_bytes} bytes of the {described} that its .idx describes")
     if bin_bytes > described:
         raise DataError(f"{bin_path} has {bin_bytes} bytes but its .idx describes {described}: they are of two runs")
     if described == 0:
         raise DataError(f"{bin_path} holds no tokens")
+    if (told := int(lengths.sum(dtype=numpy.int64)) * size) > bin_bytes:
+        raise DataError(
+            f"{idx_path} is corrupt: its sequences are {told} bytes of the {bin_bytes} of {bin_path.name}, so they lie "
+            "upon each other; preprocess it again"
+        )
     return IndexedFile(prefix, token_type, lengths, offsets, ends, hashlib.sha256(content).hexdigest())
 
 
+def _counts(path: Path, header: bytes, size: int) -> tuple[int, int, int]:
+    """Code of the token type, sequences and boundaries that a header tells of, if the file is of that size."""
+    if header[: len(MAGIC)] != MAGIC:
+        raise DataError(f"{path} is not an index of Megatron's .bin/.idx format: it does not begin with MMIDIDX")
+    if len(header) < _HEADER.size:
+        raise DataError(f"{path} is truncated: {len(header)} bytes are less than its header; preprocess it again")
+    _, version, code, sequences, boundaries = _HEADER.unpack(header)
+    if version != 1:
+        raise DataError(f"{path} has version {version}; only version 1 can be read")
+    if code not in _TOKEN_TYPES:
+        raise DataError(f"{path} has token type {code}; valid are {sorted(_TOKEN_TYPES)} (integers)")
+    expected = _HEADER.size + 12 * sequences + 8 * boundaries
+    if size < expected:
+        raise DataError(f"{path} is truncated: {size} bytes of {expected}; preprocess it again")
+    if size > expected:
+        raise DataError(f"{path} has {size} bytes instead of {expected}; multimodal data is not supported")
+    if sequences == 0:
+        raise DataError(f"{path} holds no documents")
+    return code, sequences, boundaries
+
+
 def _falls(ends: numpy.ndarray) -> bool:
-    return bool(ends[0] != 0 or (numpy.diff(ends) < 0).any())
+    """Whether boundaries do not start at 0 or decrease; compared, as their difference may not be one of 64 bits."""
+    return bool(ends[0] != 0 or (ends[1:] < ends[:-1]).any())
 
 
 def check_vocabulary(file: IndexedFile, vocab_size: int) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from helixpipe.common.errors import UserError
+from megatron.training.data.tokenizer_folder import check_folder
 
 if TYPE_CHECKING:
     from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
@@ -53,8 +54,9 @@ def build_tokenizer(
         raise UserError(f"--tokenizer-type {tokenizer_type} is unknown; valid are {', '.join(TOKENIZER_TYPES)}")
     library, package = _LIBRARIES[tokenizer_type]
     if package is not None and importlib.util.find_spec(package) is None:
-        extra = " (the extra hf)" if package == "transformers" else ""
-        raise UserError(f"--tokenizer-type {tokenizer_type} needs the package {package}{extra}, which is not installed")
+        raise UserError(
+            f"--tokenizer-type {tokenizer_type} needs the package {package}, which is not installed: pip install {package}"
+        )
     if library == "null":
         if vocab_size is None:
             raise UserError("--tokenizer-type NullTokenizer needs --vocab-size, the number of token ids")
@@ -69,7 +71,8 @@ def build_tokenizer(
     if tokenizer_model is None:
         raise UserError(f"--tokenizer-type {tokenizer_type} needs --tokenizer-model")
     if tokenizer_type == "HuggingFaceTokenizer":  # a folder, or a name that the Hugging Face hub or its cache knows
-        return _load(tokenizer_type, library, tokenizer_model, use_fast=True)
+        check_folder(tokenizer_model)
+        return _load(tokenizer_type, library, tokenizer_model, use_fast=True, trust_remote_code=False)
     model = _existing("--tokenizer-model", tokenizer_model, tokenizer_type)
     if tokenizer_type == "TikTokenizer":
         size = {} if vocab_size is None else {"vocab_size": vocab_size}
