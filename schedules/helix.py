@@ -23,8 +23,8 @@ from itertools import groupby
 from types import MappingProxyType
 from typing import Literal
 
-from helixpipe.common.errors import ScheduleError
 from helixpipe.common.flags import option
+from helixpipe.common.ranges import MOST_MICROBATCHES
 from helixpipe.costs.by_hand import unit_costs
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.build import build_graph
@@ -50,7 +50,12 @@ SHIPPED = MappingProxyType(
 class HelixOptions:
     """Options of `helix`."""
 
-    helix_folds: int = option(2, "Microbatches a slot holds: messages of one travel while another computes.")
+    helix_folds: int = option(
+        2,
+        "Microbatches a slot holds: messages of one travel while another computes.",
+        at_least=1,
+        at_most=MOST_MICROBATCHES,
+    )
     helix_ship: Literal["none", "qkv", "attention"] = option(
         "attention",
         "Weights that travel with attention, so that less waits in the combined stage: none; qkv (the paper's); "
@@ -76,8 +81,6 @@ def helix(shape: Shape, options: HelixOptions) -> Program:
     multiple of p, and m of pf.
     """
     p, folds = shape.ranks, options.helix_folds
-    if folds < 1:
-        raise ScheduleError(f"--helix-folds must be at least 1, not {folds}.")
     even_stages(shape.layers, p)  # refuses layers that the ranks cannot share evenly
     require_multiple("helix", shape.microbatches, p * folds, "the pipeline size times --helix-folds,")
     spread = options.helix_spread_head and p > 1

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from helixpipe.common.collector import collector_paused
-from helixpipe.common.errors import ScheduleError
 from helixpipe.common.flags import option
+from helixpipe.common.ranges import MOST_CHUNKS
 from helixpipe.planning.catalogue import Shape
 from helixpipe.planning.grouping import Chains, best_chains
 from helixpipe.planning.orders import grouped_one_f_one_b
@@ -34,6 +34,8 @@ class InfinipipeOptions:
         None,
         "infinipipe: chunks that run forward ahead for each rank downstream (default: 1; or 2, where that is faster "
         "and fits into the memory that is known).",
+        at_least=1,
+        at_most=MOST_CHUNKS,
     )
     infinipipe_recompute: bool = option(
         True,
@@ -50,8 +52,6 @@ def infinipipe(shape: Shape, options: InfinipipeOptions) -> Program:
     that are all cut alike and a = 1 it is seq1f1b.
     """
     ahead = options.infinipipe_ahead
-    if ahead is not None and ahead < 1:
-        raise ScheduleError(f"--infinipipe-ahead must be at least 1, not {ahead}.")
     stages, workload = shape.even_stages(shape.ranks), shape.workload
 
     def program(chains: Chains) -> Program:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from helixpipe.common.errors import ScheduleError
 from helixpipe.common.flags import option
+from helixpipe.common.ranges import MOST_CHUNKS
 from helixpipe.planning.catalogue import Shape
 from helixpipe.planning.orders import backward_units, forward_units
 from helixpipe.program.program import Op, Program
@@ -26,6 +26,8 @@ class SppoOptions:
         4,
         "sppo: chunks of the next microbatches, for each rank downstream, that run forward before the backwards of "
         "this one: 0 keeps one microbatch's activations and idles between microbatches.",
+        at_least=0,
+        at_most=MOST_CHUNKS,
     )
 
 
@@ -41,8 +43,6 @@ def sppo(shape: Shape, options: SppoOptions) -> Program:
     for it are what the chunk's backward would have kept as the head's input anyway.
     """
     p, workload, ahead = shape.ranks, shape.workload, options.sppo_ahead
-    if ahead < 0:
-        raise ScheduleError(f"--sppo-ahead must be at least 0, not {ahead}.")
     forwards, backwards = forward_units(workload), backward_units(workload)
     ranks = []
     for rank in range(p):

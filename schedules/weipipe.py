@@ -23,8 +23,8 @@ from dataclasses import dataclass, replace
 from itertools import count, takewhile, zip_longest
 from typing import Literal
 
-from helixpipe.common.errors import ScheduleError
 from helixpipe.common.flags import option
+from helixpipe.common.ranges import MOST_LAYERS
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.build import build_graph
 from helixpipe.lowering.order import list_schedule
@@ -53,6 +53,8 @@ class WeipipeOptions:
         "WeiPipe: stages whose weights, and stages whose gradients, a rank has room for beside its own; the more, the "
         "less is sent, until the ranks of a ring less one send each weight once a step. By default what is fastest of "
         "3, 6, 12 ... that fit, where costs and a memory limit are known, and else 3.",
+        at_least=1,
+        at_most=MOST_LAYERS,
     )
 
 
@@ -175,8 +177,6 @@ def _program(
 ) -> Program:
     """order: the ops of a rank that runs these microbatches, for p ranks. direction: of the stages' owners."""
     slots = options.weipipe_slots
-    if slots is not None and slots < 1:
-        raise ScheduleError(f"--weipipe-slots must be at least 1, not {slots}.")
     p = shape.ranks
     stages = shape.recompute.stages(ring_stages(shape.layers, p, direction))
     ranks = tuple(tuple(order(p, range(rank, shape.microbatches, p))) for rank in range(p))

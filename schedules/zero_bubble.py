@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import accumulate, chain
 from math import floor
 
-from helixpipe.common.errors import ScheduleError
 from helixpipe.common.flags import option
+from helixpipe.common.ranges import MOST_MICROBATCHES
 from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.planning.catalogue import Shape
 from helixpipe.planning.list_scheduling import Rules, greedy
@@ -32,6 +32,8 @@ class ZeroBubbleOptions:
         "zb1p, zb2p, zbv, zb-interleaved, seq1f1b-zb: microbatches whose activations a rank may keep at once, until "
         "their weight gradients are computed (default: p, 2p for zb2p, (p-1)/k + 1 for seq1f1b-zb, interleaved-1f1b's "
         "for zb-interleaved).",
+        at_least=1,
+        at_most=MOST_MICROBATCHES,
     )
 
 
@@ -115,11 +117,8 @@ def one_stage_a_rank(name: str, shape: Shape, options: ZeroBubbleOptions, defaul
 
 
 def inflight_limit(options: ZeroBubbleOptions, default: float) -> float:
-    """Microbatches a rank may keep. Raises ScheduleError for a number of the options that is below 1."""
-    limit = options.zb_max_inflight
-    if limit is not None and limit < 1:
-        raise ScheduleError(f"--zb-max-inflight must be at least 1, not {limit}.")
-    return default if limit is None else limit
+    """Microbatches a rank may keep."""
+    return default if options.zb_max_inflight is None else options.zb_max_inflight
 
 
 # ------------------------------------------------------------------------------------------------------- fixed orders

@@ -83,5 +83,5 @@ def test_the_tables_name_every_field_and_placement() -> None:
 
 
 def test_what_cannot_be_is_refused(example: Schedule) -> None:
-    with pytest.raises(ScheduleError, match="--eager-warmup must be at least 1, not 0"):
+    with pytest.raises(ScheduleError, match="--eager-warmup 0 must be at least 1"):
         run(example, Shape(2, 2, 2), message=0, warmup=0)

@@ -14,10 +14,11 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from helixpipe.cli.model import ModelOptions, make_plan
+from helixpipe.cli.model import MAX_GPUS, ModelOptions, make_plan
 from helixpipe.cli.torchrun import torchrun_command
 from helixpipe.common.errors import ScheduleError, UserError
 from helixpipe.common.flags import dataclass_from_namespace, option
+from helixpipe.common.ranges import MOST_MICROBATCHES
 from helixpipe.costs.hardware import GIB
 from helixpipe.planning.catalogue import Catalogue, Schedule
 from helixpipe.planning.solver import Problem, Solution, solve
@@ -28,8 +29,8 @@ class PlanOptions:
     """What `plan` is asked for."""
 
     schedule: str = option("sppo", "The schedule, a name from `helixpipe list`.", metavar="NAME")
-    gpus: int | None = option(None, "GPUs of all nodes together.")
-    top: int = option(3, "So many plans are printed, the fastest first.")
+    gpus: int | None = option(None, "GPUs of all nodes together.", at_least=1, at_most=MAX_GPUS)
+    top: int = option(3, "So many plans are printed, the fastest first.", at_least=1)
 
 
 def run(namespace: argparse.Namespace) -> None:
@@ -68,26 +69,26 @@ def _problem(options: PlanOptions, schedule: Schedule, namespace: argparse.Names
     for flag, value in (("--nodes", model.nodes), ("--tensor-parallel", model.tensor_parallel), *context):
         if value is not None:
             raise UserError(f"{flag} {value} has no place in plan, which is given --gpus and finds the sizes.")
-    for flag, count in (("--gpus", options.gpus), ("--top", options.top)):
-        if count is not None and count < 1:
-            raise UserError(f"{flag} must be at least 1, not {count}.")
     one = make_plan(dataclasses.replace(model, global_batch_size=None), 1, 1, None)
     assert one is not None
     gpus, hardware = options.gpus or 1, one.costs.hardware
     hardware = dataclasses.replace(hardware, gpus_per_node=min(hardware.gpus_per_node, gpus))
     if gpus % hardware.gpus_per_node:
         raise UserError(f"--gpus {gpus} must be a multiple of the {hardware.gpus_per_node} GPUs of a node.")
+    if (model.global_batch_size or 1) > MOST_MICROBATCHES * gpus * (model.micro_batch_size or 1):
+        raise UserError(
+            f"--global-batch-size {model.global_batch_size} means more than {MOST_MICROBATCHES} microbatches a step on "
+            f"--gpus {gpus}."
+        )
     own = dataclass_from_namespace(schedule.options, namespace)
     catalogue: Catalogue = namespace.catalogue
-    if (sequences := model.global_batch_size or 1) < 1:
-        raise UserError(f"--global-batch-size must be at least 1, not {sequences}.")
     return Problem(
         schedule,
         lambda shape: catalogue.build(schedule.name, shape, own),
         one.costs.model,
         hardware,
         gpus,
-        sequences,
+        model.global_batch_size or 1,
         dataclasses.replace(one.costs.layout, sequence_parallel=model.sequence_parallel),
         one.limit,
         model.distributed_optimizer,

@@ -5,17 +5,23 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from helixpipe.common.errors import UserError
-from helixpipe.common.flags import option
+from helixpipe.common.flags import check_ranges, option
+from helixpipe.common.ranges import MOST_GIB, MOST_RANKS, MOST_TOKENS
 from helixpipe.costs.efficiency import hardware_as_measured
 from helixpipe.costs.hardware import DEFAULT_HARDWARE, GIB, HARDWARE, RESERVED_MEMORY, find_hardware
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import MODELS, P2P, Layout, find_model
 from helixpipe.planning.lengths import Documents
 
-MAX_GPUS = 1_000_000
+MAX_GPUS = MOST_RANKS
+
+
+def _share(of: str) -> Any:
+    """The flag for a share of a peak."""
+    return option(None, f"Share of {of} (default: the hardware's).", more_than=0, at_most=1)
 
 
 @dataclass(frozen=True)
@@ -23,23 +29,38 @@ class ModelOptions:
     """Costs of a model on named hardware, in place of times given by hand. None: not given."""
 
     model: str | None = option(None, f"Take costs from a model: {', '.join(MODELS)}.", metavar="NAME")
-    seq_length: int | None = option(None, "Tokens of a sequence (default: the model's).")
-    micro_batch_size: int | None = option(None, "Sequences in a microbatch (default: 1).")
+    seq_length: int | None = option(
+        None, "Tokens of a sequence (default: the model's).", at_least=1, at_most=MOST_TOKENS
+    )
+    micro_batch_size: int | None = option(None, "Sequences in a microbatch (default: 1).", at_least=1)
     global_batch_size: int | None = option(
-        None, "Sequences a step over all pipelines; gives the number of microbatches (default: 2p microbatches each)."
+        None,
+        "Sequences a step over all pipelines; gives the number of microbatches (default: 2p microbatches each).",
+        at_least=1,
     )
     hardware: str | None = option(
         None, f"GPUs: {', '.join(HARDWARE)} (default: {DEFAULT_HARDWARE}).", metavar="NAME"
     )  # fmt: skip
     nodes: int | None = option(
-        None, "Nodes (default: as few as --ranks times --tensor-parallel times --context-parallel need)."
+        None,
+        "Nodes (default: as few as --ranks times --tensor-parallel times --context-parallel need).",
+        at_least=1,
+        at_most=MAX_GPUS,
     )
-    gpus_per_node: int | None = option(None, "GPUs of a node (default: the hardware's, 8).")
+    gpus_per_node: int | None = option(
+        None, "GPUs of a node (default: the hardware's, 8).", at_least=1, at_most=MAX_GPUS
+    )
     tensor_parallel: int | None = option(
-        None, "Tensor-parallel GPUs of each pipeline rank (default: 1). Data parallel is what the other GPUs give."
+        None,
+        "Tensor-parallel GPUs of each pipeline rank (default: 1). Data parallel is what the other GPUs give.",
+        at_least=1,
+        at_most=MAX_GPUS,
     )
     context_parallel: int | None = option(
-        None, "GPUs of each pipeline rank that share the tokens of every chunk, times --tensor-parallel (default: 1)."
+        None,
+        "GPUs of each pipeline rank that share the tokens of every chunk, times --tensor-parallel (default: 1).",
+        at_least=1,
+        at_most=MAX_GPUS,
     )
     cp_comm_type: Literal["p2p", "a2a"] | None = option(
         None, "What they exchange: p2p (keys and values round a ring) or a2a (rows for heads) (default: p2p)."
@@ -50,10 +71,14 @@ class ModelOptions:
     chunk_size: int | None = option(
         None,
         "Tokens of a slice of the MLP, whose inner activations are made again in the backward (default: 0, whole).",
+        at_least=0,
+        at_most=MOST_TOKENS,
     )
     loss_chunk_size: int | None = option(
         None,
         "Tokens of a slice of head and loss, whose logits are made in the backward (default: 0, all at once).",
+        at_least=0,
+        at_most=MOST_TOKENS,
     )
     distributed_optimizer: bool = option(
         True,
@@ -69,17 +94,16 @@ class ModelOptions:
         False, "Keep Adam's state, float32 weights among it, in host memory, and update there."
     )
     optimizer_offload_fraction: float | None = option(
-        None, "Share of Adam's state, from 0 to 1, that --optimizer-cpu-offload moves (default: 1)."
+        None,
+        "Share of Adam's state, from 0 to 1, that --optimizer-cpu-offload moves (default: 1).",
+        at_least=0,
+        at_most=1,
     )
-    matmul_efficiency: float | None = option(None, "Share of peak FLOP/s in matrix products (default: the hardware's).")
-    attention_efficiency: float | None = option(None, "Share of peak FLOP/s in attention (default: the hardware's).")
-    memory_efficiency: float | None = option(None, "Share of memory bandwidth reached (default: the hardware's).")
-    network_efficiency: float | None = option(
-        None, "Share of NVLink's and the network's bandwidth reached (default: the hardware's)."
-    )
-    host_efficiency: float | None = option(
-        None, "Share of PCIe's bandwidth between device and host reached (default: the hardware's)."
-    )
+    matmul_efficiency: float | None = _share("peak FLOP/s in matrix products")
+    attention_efficiency: float | None = _share("peak FLOP/s in attention")
+    memory_efficiency: float | None = _share("memory bandwidth reached")
+    network_efficiency: float | None = _share("NVLink's and the network's bandwidth reached")
+    host_efficiency: float | None = _share("PCIe's bandwidth between device and host reached")
     efficiency_from: str | None = option(
         None,
         "Take the shares of matrix products, attention and memory that are not given from this file of `helixpipe "
@@ -87,10 +111,20 @@ class ModelOptions:
         metavar="FILE.json",
     )
     reserved_memory: float | None = option(
-        None, "GiB of each GPU for the driver, NCCL and fragmentation (default: 3).", metavar="GIB"
+        None,
+        "GiB of each GPU for the driver, NCCL and fragmentation (default: 3).",
+        metavar="GIB",
+        at_least=0,
+        at_most=MOST_GIB,
+        unit=" GiB",
     )
     host_memory: float | None = option(
-        None, "GiB of host memory of a node, which its GPUs share evenly (default: the hardware's).", metavar="GIB"
+        None,
+        "GiB of host memory of a node, which its GPUs share evenly (default: the hardware's).",
+        metavar="GIB",
+        at_least=0,
+        at_most=MOST_GIB,
+        unit=" GiB",
     )
 
 
@@ -144,7 +178,7 @@ def make_plan(
                 flag = field.metadata["flags"][0] if field.metadata["flags"] else "--" + field.name.replace("_", "-")
                 raise UserError(f"{flag} needs --model: one of {', '.join(MODELS)}.")
         return None
-    _require_positive(options)
+    check_ranges(options)
     model = find_model(options.model)
     seq_length = options.seq_length or model.seq_length
     model = dataclasses.replace(model, seq_length=seq_length, layers=layers or model.layers)
@@ -212,22 +246,7 @@ def _adam_on_host(options: ModelOptions) -> float:
         return 0.0
     if not options.distributed_optimizer:
         raise UserError("--optimizer-cpu-offload cannot be combined with --disable-distributed-optimizer; give one.")
-    if fraction is not None and not 0 <= fraction <= 1:
-        raise UserError(f"--optimizer-offload-fraction {fraction:g} must be at least 0 and at most 1.")
     return 1.0 if fraction is None else fraction
-
-
-def _require_positive(options: ModelOptions) -> None:
-    names = ("seq_length", "micro_batch_size", "global_batch_size", "nodes", "gpus_per_node")
-    sizes = (*names, "tensor_parallel", "context_parallel")
-    for name, least in (*((name, 1) for name in sizes), ("chunk_size", 0), ("loss_chunk_size", 0)):
-        value = getattr(options, name)
-        if value is not None and value < least:
-            raise UserError(f"--{name.replace('_', '-')} must be at least {least}, not {value}.")
-    for name in ("reserved_memory", "host_memory"):
-        size = getattr(options, name)
-        if size is not None and not 0 <= size < math.inf:
-            raise UserError(f"--{name.replace('_', '-')} must be a number of GiB, 0 or more, not {size:g}.")
 
 
 def _microbatches(

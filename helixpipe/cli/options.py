@@ -56,7 +56,7 @@ class CostOptions:
         "pre means qkv and post mlp; pieces not given take no time.",
         metavar="NAME=TIME,...",
     )
-    backward_ratio: float = option(2.0, "Time of a full backward over its forward, at least 1.")
+    backward_ratio: float = option(2.0, "Time of a full backward over its forward, at least 1.", at_least=1)
     message_time: float = option(0.0, "Time of any message between ranks.", at_least=0)
     copy_time: float = option(
         0.0, "Time of copying what one layer keeps of one microbatch to host memory, or back (0: free).", at_least=0

@@ -22,7 +22,8 @@ from typing import Any, Literal
 from helixpipe.cli.model import ModelOptions
 from helixpipe.cli.options import CostOptions
 from helixpipe.common.errors import UserError
-from helixpipe.common.flags import option
+from helixpipe.common.flags import check_ranges, option
+from helixpipe.common.ranges import MOST_LAYERS, MOST_STEPS, MOST_TOKENS, MOST_WIDTH
 from helixpipe.costs.efficiency import fitted, reached
 from helixpipe.costs.hardware import HARDWARE, TERA, Hardware, find_device, find_hardware
 from helixpipe.costs.models import MODELS, ModelShape, find_model
@@ -32,6 +33,7 @@ from helixpipe.program.stages import LAYER_PIECES, PIECE_KINDS
 from helixpipe.simulate.simulator import Simulation
 
 MIB = 2**20
+MOST_THREADS = 10_000
 _KINDS = ("F", "I", "W", "B")
 
 
@@ -41,14 +43,27 @@ class ProfileOptions:
 
     output: str = option("profile.json", "The file to write.", flags=("-o", "--output"), metavar="FILE")
     model: str | None = option(None, f"A model to start from: {', '.join(MODELS)}.", metavar="NAME")
-    num_layers: int | None = option(None, "Layers that simulate takes unless told; their number is not measured.")
-    hidden_size: int | None = option(None, "Size of the hidden states.")
-    num_attention_heads: int | None = option(None, "Attention heads.")
-    num_query_groups: int | None = option(None, "Heads of keys and values (default: as many as heads).")
-    kv_channels: int | None = option(None, "Channels of a head (default: --hidden-size / --num-attention-heads).")
-    ffn_hidden_size: int | None = option(None, "Inner size of the MLP (default: 4 times --hidden-size).")
+    num_layers: int | None = option(
+        None, "Layers that simulate takes unless told; their number is not measured.", at_least=1, at_most=MOST_LAYERS
+    )
+    hidden_size: int | None = option(None, "Size of the hidden states.", at_least=1, at_most=MOST_WIDTH)
+    num_attention_heads: int | None = option(None, "Attention heads.", at_least=1, at_most=MOST_WIDTH)
+    num_query_groups: int | None = option(
+        None, "Heads of keys and values (default: as many as heads).", at_least=1, at_most=MOST_WIDTH
+    )
+    kv_channels: int | None = option(
+        None,
+        "Channels of a head (default: --hidden-size / --num-attention-heads).",
+        at_least=1,
+        at_most=MOST_WIDTH,
+    )
+    ffn_hidden_size: int | None = option(
+        None, "Inner size of the MLP (default: 4 times --hidden-size).", at_least=1, at_most=MOST_WIDTH
+    )
     swiglu: bool | None = option(None, "Gated MLP with SiLU in place of GELU.")
-    vocab_size: int | None = option(None, "Size of the vocabulary, before padding to a multiple of 128.")
+    vocab_size: int | None = option(
+        None, "Size of the vocabulary, before padding to a multiple of 128.", at_least=1, at_most=MOST_TOKENS
+    )
     normalization: Literal["LayerNorm", "RMSNorm"] | None = option(None, "The norm (default: LayerNorm).")
     position_embedding_type: Literal["learned_absolute", "rope", "none"] | None = option(
         None, "Positions (default: learned_absolute)."
@@ -57,18 +72,26 @@ class ProfileOptions:
     add_qkv_bias: bool = option(False, "A bias in the QKV layer all the same.")
     qk_layernorm: bool = option(False, "Norms of each head's query and key.")
     untie_embeddings_and_output_weights: bool | None = option(None, "An output layer with weights of its own.")
-    seq_length: int | None = option(None, "Tokens of a sequence (default: the model's).")
-    micro_batch_size: int = option(1, "Sequences in a microbatch.")
-    chunk_size: int | None = option(None, "Tokens of a slice of the MLP (default: whole).")
-    loss_chunk_size: int | None = option(None, "Tokens of a slice of head and loss (default: whole).")
+    seq_length: int | None = option(
+        None, "Tokens of a sequence (default: the model's).", at_least=1, at_most=MOST_TOKENS
+    )
+    micro_batch_size: int = option(1, "Sequences in a microbatch.", at_least=1)
+    chunk_size: int | None = option(
+        None, "Tokens of a slice of the MLP (default: whole).", at_least=1, at_most=MOST_TOKENS
+    )
+    loss_chunk_size: int | None = option(
+        None, "Tokens of a slice of head and loss (default: whole).", at_least=1, at_most=MOST_TOKENS
+    )
     dtype: Literal["float32", "bfloat16"] = option("float32", "Type of weights and activations.")
     processes: int | None = option(
         None,
         "Processes that measure at the same time: as many as ranks will run on this machine, which share its memory's "
         "bandwidth (default: 2, or 1 where there is one GPU).",
+        at_least=1,
+        at_most=MOST_THREADS,
     )
-    threads: int = option(1, "Threads of a process, as OMP_NUM_THREADS in training.")
-    repeats: int = option(15, "Rounds that count; figures are medians over them.")
+    threads: int = option(1, "Threads of a process, as OMP_NUM_THREADS in training.", at_least=1, at_most=MOST_THREADS)
+    repeats: int = option(15, "Rounds that count; figures are medians over them.", at_least=1, at_most=MOST_STEPS)
     hardware: str | None = option(
         None,
         f"Also print the shares of the peaks of this hardware that were reached: {', '.join(HARDWARE)} (default: the "
@@ -79,10 +102,7 @@ class ProfileOptions:
 
 def model_shape(options: ProfileOptions) -> ModelShape:
     """The model of the flags. Raises UserError for sizes that are missing or do not fit each other."""
-    for field in dataclasses.fields(options):
-        value = getattr(options, field.name)
-        if isinstance(value, int) and not isinstance(value, bool) and value < 1:
-            raise UserError(f"--{field.name.replace('_', '-')} must be at least 1, not {value}.")
+    check_ranges(options)
     if options.model is not None:
         model = find_model(options.model)
     else:

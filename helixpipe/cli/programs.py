@@ -65,11 +65,6 @@ def make_simulations(
     """Simulate each schedule or file, all of one size. given: in place of times by hand. one_queue: see `simulate`."""
     size = dataclass_from_namespace(ShapeOptions, namespace)
     options = dataclass_from_namespace(CostOptions, namespace)
-    if options.backward_ratio < 1:
-        raise UserError(
-            f"--backward-ratio {options.backward_ratio:g} must be at least 1: "
-            "the input gradient alone takes as long as the forward."
-        )
     pieces = parse_piece_times(options.piece_times)
     costs: Costs = PieceTimes(pieces, options.backward_ratio, options.message_time, options.copy_time)
     limit = options.memory_limit

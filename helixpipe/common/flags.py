@@ -28,7 +28,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from helixpipe.common.errors import UserError
-from helixpipe.common.ranges import Range
+from helixpipe.common.ranges import MOST_SAMPLES, Range
 
 T = TypeVar("T")
 
@@ -47,10 +47,13 @@ def option(
     at_most: float | None = None,
     less_than: float | None = None,
     unit: str = "",
+    words: Sequence[str] = (),
+    whole: bool = True,
 ) -> Any:
     """A dataclass field with the text of its flag; see the module's docstring for the other arguments.
 
     at_least, more_than, at_most, less_than, unit: the range of its value (`ranges.Range`), or of each of its values.
+    words: of text, what may stand in place of a number, a whole one unless not `whole`.
 
     `flags` given for a bool whose default is True name the switches that set it to False (`--disable-bias-linear`).
     """
@@ -62,7 +65,7 @@ def option(
         "metavar": metavar,
         "heading": heading,
     }
-    limits = Range(at_least, more_than, at_most, less_than, unit)
+    limits = Range(at_least, more_than, at_most, less_than, unit, tuple(words), whole)
     if limits != Range(unit=unit):
         metadata["range"] = limits
     return dataclasses.field(default=default, metadata=metadata)
@@ -170,8 +173,10 @@ def add_dataclass_arguments(parser: argparse.ArgumentParser, cls: type, *, title
                 raise TypeError(f"{cls.__name__}.{field.name} disagrees with an earlier definition of {flags[0]}")
             continue
         _heading(parser, field.metadata.get("heading") or title).add_argument(*flags, dest=field.name, **arguments)
-        if isinstance(parser, FlagParser) and "range" in field.metadata:
-            parser.ranges[field.name] = field.metadata["range"]
+        whole = arguments.get("type") is whole_number
+        if isinstance(parser, FlagParser) and ("range" in field.metadata or whole):
+            limits = field.metadata.get("range", Range())
+            parser.ranges[field.name] = limits.bounded(MOST_SAMPLES) if whole else limits
 
 
 def _heading(parser: argparse.ArgumentParser, title: str | None) -> Any:
@@ -195,12 +200,15 @@ def dataclass_from_namespace(cls: type[T], namespace: argparse.Namespace | Mappi
     return cls(**arguments)
 
 
-def check_ranges(options: Any) -> None:
-    """Raise UserError, one sentence, for the first field of a dataclass of options whose value is out of its range."""
+def check_ranges(options: Any, error: type[UserError] = UserError) -> None:
+    """Raise the error, one sentence, for the first field of a dataclass of options whose value is out of its range.
+
+    For options that no parser made: a parser has looked at its own, and names flags as they were typed.
+    """
     for field in dataclasses.fields(options):
         if "range" in field.metadata:
             flag = next(iter(field.metadata.get("flags") or ()), "--" + field.name.replace("_", "-"))
-            field.metadata["range"].check(flag, getattr(options, field.name))
+            field.metadata["range"].check(flag, getattr(options, field.name), error)
 
 
 def _argument(cls: type, field: dataclasses.Field[Any], hint: Any) -> tuple[list[str], dict[str, Any]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 from helixpipe.common.errors import UserError
@@ -10,22 +11,34 @@ from helixpipe.common.errors import UserError
 MOST_LAYERS, MOST_RANKS, MOST_MICROBATCHES, MOST_CHUNKS = 100_000, 1_000_000, 100_000, 100_000
 """Sizes beyond which it is a slip of the hand, and planning would not end."""
 
+MOST_TOKENS = 10**9
+"""Of a sequence, and of anything that is counted in tokens of one; also the most entries of a vocabulary."""
+
+MOST_WIDTH = 10**7
+"""Of hidden states, and the most heads or channels."""
+
 MOST_STEPS = 10**9
 """Of a training run: 30 years of a step a second."""
 
 MOST_SAMPLES = 10**13
-"""Of a training run, and of anything that is counted in samples."""
+"""Of a training run, and of anything that is counted in samples; no flag takes a greater whole number."""
+
+MOST_GIB = 10**6
+"""Of memory, a petabyte."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """Limits of a number; None where there is none. unit: named behind the limit (` GiB`)."""
+    """Limits of a number; None where there is none. unit: named behind the limit (` GiB`). words: for a flag that takes
+    text, what it may say in place of a number, which is whole where `whole`."""
 
     at_least: float | None = None
     more_than: float | None = None
     at_most: float | None = None
     less_than: float | None = None
     unit: str = ""
+    words: tuple[str, ...] = ()
+    whole: bool = True
 
     def holds(self, value: float) -> bool:
         return (
@@ -35,11 +48,26 @@ class Range:
             and (self.less_than is None or value < self.less_than)
         )
 
-    def check(self, flag: str, value: Any) -> None:
-        """Raise UserError, one sentence, for a number outside; of several all are looked at, and None fits."""
+    def bounded(self, most: float) -> Range:
+        """With a limit above, where there is none."""
+        return self if self.at_most is not None or self.less_than is not None else replace(self, at_most=most)
+
+    def check(self, flag: str, value: Any, error: type[UserError] = UserError) -> None:
+        """Raise the error, one sentence, for a number outside; of several all are looked at, and None fits."""
         for each in value if isinstance(value, (list, tuple)) else (value,):
-            if each is not None and not self.holds(each):
-                raise UserError(f"{flag} {_shown(each)} must be {self._words(each)}{self.unit}.")
+            if isinstance(each, str):
+                self._check_text(flag, each, error)
+            elif each is not None and not self.holds(each):
+                raise error(f"{flag} {_shown(each)} must be {self._words(each)}{self.unit}.")
+
+    def _check_text(self, flag: str, text: str, error: type[UserError]) -> None:
+        if text in self.words:
+            return
+        number = _number(text, self.whole)
+        if number is None or not self.holds(number):
+            what = "a whole number" if self.whole else "a number"
+            limits = self._words(-math.inf if number is None else number)
+            raise error(f"{flag} {text} must be {what}, {limits}{self.unit}, or {' or '.join(self.words)}.")
 
     def _words(self, value: float) -> str:
         """The limits; where both are far apart, the one that the value is beyond."""
@@ -57,6 +85,15 @@ class Range:
             above = Range(self.at_least, self.more_than).holds(value)
             return (high if above else low)[0]
         return " and ".join([*low, *high])
+
+
+def _number(text: str, whole: bool) -> float | None:
+    """The number that a text is; None where it is none."""
+    try:
+        number = int(text) if whole else float(text)
+    except ValueError:
+        return None
+    return number if text.isascii() and math.isfinite(number) else None
 
 
 def _shown(number: float) -> str:

@@ -8,7 +8,7 @@ from math import inf
 from typing import Any
 
 from helixpipe.common.errors import ScheduleError
-from helixpipe.common.flags import nearest_name
+from helixpipe.common.flags import check_ranges, nearest_name
 from helixpipe.costs.by_hand import unit_costs
 from helixpipe.planning.early import recomputed
 from helixpipe.planning.offload import OffloadOptions, check_offloads, offloaded
@@ -250,4 +250,6 @@ class Catalogue(Mapping[str, Schedule]):
             raise ScheduleError(
                 f"schedule {name} is found for equal microbatches; microbatches that differ need another."
             )
-        return schedule.build(shape, options if options is not None else schedule.options())
+        options = schedule.options() if options is None else options
+        check_ranges(options, ScheduleError)
+        return schedule.build(shape, options)

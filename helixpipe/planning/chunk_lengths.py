@@ -147,10 +147,6 @@ def best_chunks(
 
 
 def _require_room(seq_length: int, chunks: int, alignment: int) -> None:
-    if alignment < 1:
-        raise UserError(f"--chunk-alignment must be at least 1, not {alignment}.")
-    if chunks < 1:
-        raise UserError(f"--pipe-sp-splits must be at least 1, not {chunks}.")
     if seq_length < chunks * alignment:
         raise UserError(
             f"--seq-length {seq_length} is too short for {chunks} chunks of {alignment} tokens (--chunk-alignment) or "

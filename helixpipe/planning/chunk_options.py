@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from helixpipe.common.errors import UserError
-from helixpipe.common.flags import option
+from helixpipe.common.flags import check_ranges, option
+from helixpipe.common.ranges import MOST_CHUNKS, MOST_TOKENS
 from helixpipe.planning.chunk_lengths import (
     CHUNK_COUNTS,
     FEW_CHUNKS,
@@ -30,6 +31,9 @@ class ChunkOptions:
         f"Chunks k each microbatch's sequence is cut into; auto: the best of {', '.join(map(str, CHUNK_COUNTS))} by "
         f"simulation that fits into the memory, those above {FEW_CHUNKS} with --hardware alone (default: 1).",
         metavar="N|auto",
+        at_least=1,
+        at_most=MOST_CHUNKS,
+        words=("auto",),
     )
     pipe_sp_strategy: Literal["uniform_comp", "average"] | None = option(
         None,
@@ -43,6 +47,8 @@ class ChunkOptions:
         None,
         "Chunk lengths are multiples of this, but for the last one's remainder (default: the least common multiple of "
         "the tensor-parallel size and 64, where the sequence is long enough).",
+        at_least=1,
+        at_most=MOST_TOKENS,
     )
 
     @property
@@ -95,10 +101,9 @@ class ChunkOptions:
 
     def _counts(self, chunks: int | None) -> dict[str, int]:
         """The number of chunks each flag that was given says."""
+        check_ranges(self)
         counts = {"--chunks": chunks}
         if self.pipe_sp_splits is not None and not self.auto:
-            if not (self.pipe_sp_splits.isascii() and self.pipe_sp_splits.isdigit() and int(self.pipe_sp_splits)):
-                raise UserError(f"--pipe-sp-splits {self.pipe_sp_splits} must be a whole number, at least 1, or auto.")
             counts["--pipe-sp-splits"] = int(self.pipe_sp_splits)
         if self.lengths is not None:
             counts["--chunk-lengths"] = len(self.lengths)
@@ -120,6 +125,7 @@ class ChunkOptions:
         """
         if chunks == 1:
             return None
+        check_ranges(self)
         unit = unit or tensor_parallel
         shared = f"the tensor-parallel size {tensor_parallel}"
         if unit != tensor_parallel:

@@ -11,7 +11,8 @@ from itertools import accumulate
 from pathlib import Path
 
 from helixpipe.common.errors import UserError
-from helixpipe.common.flags import nearest_name, option
+from helixpipe.common.flags import check_ranges, nearest_name, option
+from helixpipe.common.ranges import MOST_MICROBATCHES
 from helixpipe.planning.length_data import LENGTHS, Histogram
 
 DOCUMENTS = 512
@@ -32,10 +33,13 @@ class LengthOptions:
         metavar="FILE|NAME",
     )
     documents: int | None = option(
-        None, f"Documents a step, with --lengths (default: {DOCUMENTS}, or a file's if fewer)."
+        None,
+        f"Documents a step, with --lengths (default: {DOCUMENTS}, or a file's if fewer).",
+        at_least=1,
+        at_most=MOST_MICROBATCHES,
     )
     max_length: int | None = option(
-        None, "Documents longer than this are left out, with --lengths (default: none are)."
+        None, "Documents longer than this are left out, with --lengths (default: none are).", at_least=1
     )
     seed: int | None = option(None, "Of the drawing of lengths (default: 0).")
 
@@ -65,9 +69,7 @@ def documents_of(options: LengthOptions) -> Documents | None:
             if getattr(options, name) is not None:
                 raise UserError(f"--{name.replace('_', '-')} needs --lengths, which says how long documents are.")
         return None
-    for flag, value in (("--documents", options.documents), ("--max-length", options.max_length)):
-        if value is not None and value < 1:
-            raise UserError(f"{flag} must be at least 1, not {value}.")
+    check_ranges(options)
     draws = random.Random(options.seed or 0)
     name = options.lengths
     if name in LENGTHS:

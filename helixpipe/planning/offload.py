@@ -13,7 +13,7 @@ from itertools import groupby
 from types import MappingProxyType
 
 from helixpipe.common.errors import ScheduleError
-from helixpipe.common.flags import option
+from helixpipe.common.flags import check_ranges, option
 from helixpipe.costs.piece_bytes import CountsBytes
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.build import build_graph
@@ -51,12 +51,16 @@ class OffloadOptions:
         "limit needs, beside recomputation, at the least predicted time (nothing where all fits); a share from 0 to 1, "
         "of every unit alike; off (default: off; auto for sppo).",
         metavar="auto|SHARE|off",
+        at_least=0,
+        at_most=1,
+        words=("auto", "off"),
+        whole=False,
     )
     offload_modules: tuple[str, ...] | None = option(
         None, "What may be offloaded (default: everything).", choices=tuple(MODULES), nargs="+"
     )
     min_offloaded_tensor_size: int = option(
-        1024 * 1024, "Saved tensors of fewer elements stay on the device.", metavar="ELEMENTS"
+        1024 * 1024, "Saved tensors of fewer elements stay on the device.", metavar="ELEMENTS", at_least=0
     )
 
     @property
@@ -67,22 +71,11 @@ class OffloadOptions:
     def share(self) -> float:
         """Of every unit; 0 for off."""
         text = self.offload_activations
-        if text in (None, "off", "auto"):
-            return 0.0
-        try:
-            share = float(text or "")
-        except ValueError:
-            share = -1.0
-        if not 0 <= share <= 1:
-            raise ScheduleError(f"--offload-activations must be auto, off or a share from 0 to 1, not {text}.")
-        return share
+        return 0.0 if text in (None, "off", "auto") else float(text or "")
 
     def check(self) -> None:
         """Raise ScheduleError, naming the flag, for values that cannot be."""
-        if self.min_offloaded_tensor_size < 0:
-            raise ScheduleError(
-                f"--min-offloaded-tensor-size must not be negative, as {self.min_offloaded_tensor_size} is."
-            )
+        check_ranges(self, ScheduleError)
         if not self.auto and not self.share and self.offload_modules is not None:
             raise ScheduleError("--offload-modules needs --offload-activations auto or a share.")
 

@@ -124,8 +124,6 @@ def fixed_mesh(lengths: Sequence[int], slices: int, alignment: int = 1, document
 
 
 def _check_slices(longest: int, slices: int, alignment: int) -> None:
-    if slices < 1:
-        raise UserError(f"--infinipipe-chunks must be at least 1 or auto, not {slices}.")
     if longest < slices * alignment:
         raise UserError(
             f"--infinipipe-chunks {slices} is too many for a longest document of {longest} tokens: chunks have "

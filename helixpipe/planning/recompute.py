@@ -13,7 +13,8 @@ from itertools import groupby
 from typing import Literal
 
 from helixpipe.common.errors import ScheduleError
-from helixpipe.common.flags import option
+from helixpipe.common.flags import check_ranges, option
+from helixpipe.common.ranges import MOST_LAYERS
 from helixpipe.costs.piece_kinds import KINDS, MODULES
 from helixpipe.program.program import Program
 from helixpipe.program.stages import Piece, Stage
@@ -35,7 +36,10 @@ class RecomputeOptions:
         "of each stage, one by one (default: uniform).",
     )
     recompute_num_layers: int | None = option(
-        None, "With full: layers recomputed together (uniform) or in each stage (block) (default: 1)."
+        None,
+        "With full: layers recomputed together (uniform) or in each stage (block) (default: 1).",
+        at_least=1,
+        at_most=MOST_LAYERS,
     )
     recompute_modules: tuple[str, ...] | None = option(
         None, "With selective: what to recompute (default: core_attn).", choices=tuple(MODULES), nargs="+"
@@ -48,6 +52,7 @@ class RecomputeOptions:
 
     def check(self) -> None:
         """Raise ScheduleError, naming the flag, for options that do not go together."""
+        check_ranges(self, ScheduleError)
         given = self.recompute_granularity
         if self.recompute_activations and given not in (None, "selective"):
             raise ScheduleError(f"--recompute-activations means selective, but --recompute-granularity is {given}.")
@@ -58,8 +63,6 @@ class RecomputeOptions:
         ):
             if value is not None and self.granularity != needed:
                 raise ScheduleError(f"{flag} needs --recompute-granularity {needed}.")
-        if self.recompute_num_layers is not None and self.recompute_num_layers < 1:
-            raise ScheduleError(f"--recompute-num-layers must be at least 1, not {self.recompute_num_layers}.")
 
     def stages(self, stages: Iterable[Stage]) -> tuple[Stage, ...]:
         """The stages with what these options recompute."""

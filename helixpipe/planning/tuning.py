@@ -8,7 +8,8 @@ from math import inf
 from typing import Literal, NamedTuple
 
 from helixpipe.common.errors import UserError
-from helixpipe.common.flags import option
+from helixpipe.common.flags import check_ranges, option
+from helixpipe.common.ranges import MOST_CHUNKS
 from helixpipe.lowering.lower import lower
 from helixpipe.planning.chunk_lengths import CHUNK_COUNTS
 from helixpipe.planning.chunk_times import ChunkTimes
@@ -48,6 +49,9 @@ class PackingOptions:
         "Slices N of the longest document; all chunks take about as long; auto: the best by predicted step time that "
         "fits into the memory.",
         metavar="N|auto",
+        at_least=1,
+        at_most=MOST_CHUNKS,
+        words=("auto",),
     )
     infinipipe_packing: Literal["level", "best-fit", "none"] = option(
         "level",
@@ -59,11 +63,8 @@ class PackingOptions:
     def chunks(self) -> int | None:
         """N; None for auto. Raises UserError."""
         given = self.infinipipe_chunks
-        if given == "auto":
-            return None
-        if not (given.isascii() and given.isdigit() and int(given)):
-            raise UserError(f"--infinipipe-chunks {given} must be a whole number, at least 1, or auto.")
-        return int(given)
+        check_ranges(self)
+        return None if given == "auto" else int(given)
 
 
 class Choice(NamedTuple):

@@ -57,7 +57,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
         ("--gpus 8", "plan needs --model."),
         ("--model llama2-7b", "plan needs --gpus."),
         ("--model llama2-7b --gpus 12", "--gpus 12 must be a multiple of the 8 GPUs of a node."),
-        ("--model llama2-7b --gpus 0", "--gpus must be at least 1, not 0."),
+        ("--model llama2-7b --gpus 0", "--gpus 0 must be at least 1."),
         (
             "--model llama2-7b --gpus 8 --tensor-parallel 4",
             "--tensor-parallel 4 has no place in plan, which is given --gpus and finds the sizes.",

@@ -27,7 +27,9 @@ HONEST: Pairs = ((4, 8), (0, 8), (0, 1, 2))
 FAR = 2**63 - 1
 
 
-def index(content: Pairs = HONEST, *, sequences: int | None = None, boundaries: int | None = None, code: int = 8) -> bytes:
+def index(
+    content: Pairs = HONEST, *, sequences: int | None = None, boundaries: int | None = None, code: int = 8
+) -> bytes:
     """An .idx file of lengths, offsets and boundaries; sequences, boundaries: what the header says of how many."""
     lengths, offsets, ends = content
     counts = len(lengths) if sequences is None else sequences, len(ends) if boundaries is None else boundaries

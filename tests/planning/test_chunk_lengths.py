@@ -169,10 +169,6 @@ def test_too_few_tokens_are_refused(cut: object) -> None:
     assert callable(cut)
     with pytest.raises(UserError, match=r"^--seq-length 100 is too short for 4 chunks of 32 tokens .* at most 3 such"):
         cut(100, 4, 32)
-    with pytest.raises(UserError, match=r"^--chunk-alignment must be at least 1, not 0\.$"):
-        cut(100, 4, 0)
-    with pytest.raises(UserError, match=r"^--pipe-sp-splits must be at least 1, not 0\.$"):
-        cut(100, 0, 1)
 
 
 def test_short_chunks() -> None:
@@ -297,7 +293,7 @@ def test_what_the_flags_come_to() -> None:
         (ChunkOptions(chunk_lengths="4096,2048"), 2, "add up to 6144 tokens, but the sequence has 8192."),
         (ChunkOptions(chunk_lengths="4095,4097"), 2, "must be multiples of the tensor-parallel size 2."),
         (ChunkOptions(chunk_alignment=3), 2, "--chunk-alignment 3 must be a multiple of the tensor-parallel size 2."),
-        (ChunkOptions(chunk_alignment=0), 2, "--chunk-alignment must be at least 1, not 0."),
+        (ChunkOptions(chunk_alignment=0), 2, "--chunk-alignment 0 must be at least 1."),
     ]:
         with pytest.raises(UserError) as caught:
             options.resolve(chunks, costs, 32, 8192, 2)

@@ -71,7 +71,7 @@ def test_file(tmp_path):
     ("options", "says"),
     [
         (LengthOptions(seed=3), "--seed needs --lengths"),
-        (LengthOptions("github", documents=0), "--documents must be at least 1, not 0"),
+        (LengthOptions("github", documents=0), "--documents 0 must be at least 1"),
         (LengthOptions("githib"), "did you mean github"),
         (LengthOptions("github", max_length=10), "--max-length 10 leaves next to no document"),
         (LengthOptions("lognormal:6"), "lognormal:MU,SIGMA"),

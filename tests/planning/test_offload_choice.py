@@ -93,7 +93,7 @@ def test_what_cannot_fit_is_said(limits: Limits, sentence: str) -> None:
 
 @pytest.mark.parametrize("value", ["1.5", "-0.1", "most", "nan", ""])
 def test_shares_that_cannot_be(value: str) -> None:
-    with pytest.raises(ScheduleError, match="--offload-activations must be auto, off or a share from 0 to 1"):
+    with pytest.raises(ScheduleError, match="must be a number, at least 0 and at most 1, or auto or off"):
         OffloadOptions(value).check()
 
 

@@ -187,7 +187,6 @@ def test_a_real_model_keeps_its_limits():
         ([], 1, 1, "no documents"),
         ([4, 0, 3], 1, 1, "document 1 has 0 tokens"),
         ([30, 7], 16, 2, "--infinipipe-chunks 16 is too many for a longest document of 30 tokens.*at most 15"),
-        ([30, 7], 0, 1, "must be at least 1 or auto, not 0"),
     ],
 )
 def test_refused(lengths, slices, alignment, says):

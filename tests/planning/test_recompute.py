@@ -76,7 +76,7 @@ def test_what_is_recomputed(options: RecomputeOptions, runs: list[str]) -> None:
         ),
         (
             RecomputeOptions("full", recompute_num_layers=0),
-            "--recompute-num-layers must be at least 1, not 0.",
+            "--recompute-num-layers 0 must be at least 1.",
         ),
         (
             RecomputeOptions("full", recompute_activations=True),

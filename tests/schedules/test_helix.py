@@ -131,7 +131,7 @@ def test_every_shape_runs_or_is_refused(p: int) -> None:
             2,
             "--num-layers 6 cannot be divided evenly over 4 pipeline stages; the nearest valid values are 4 and 8.",
         ),
-        (Shape(4, 8, 8), 0, "--helix-folds must be at least 1, not 0."),
+        (Shape(4, 8, 8), 0, "--helix-folds 0 must be at least 1."),
     ],
 )
 def test_what_it_cannot_have(shape: Shape, folds: int, sentence: str) -> None:

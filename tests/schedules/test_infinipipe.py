@@ -110,7 +110,7 @@ def test_more_ahead_idles_less_and_keeps_more() -> None:
     assert run(infinipipe(shape)).makespan == one.makespan
     roomy = infinipipe(replace(shape, memory_limit=1e9))
     assert run(roomy).makespan == two.makespan
-    with pytest.raises(ScheduleError, match=r"^--infinipipe-ahead must be at least 1, not 0\.$"):
+    with pytest.raises(ScheduleError, match=r"^--infinipipe-ahead 0 must be at least 1\.$"):
         infinipipe(shape, infinipipe_ahead=0)
 
 

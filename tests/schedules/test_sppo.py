@@ -44,7 +44,7 @@ def test_without_forwards_ahead_it_comes_once_a_microbatch() -> None:
     assert run(4, 5, 8, ahead=0).bubble_time == pytest.approx(5 * 3 * 3 / 8)
     assert run(4, 5, 8, ahead=0).peak_activation == pytest.approx([1] * 4)
     assert run(4, 5, 8, ahead=2).bubble_time < run(4, 5, 8, ahead=1).bubble_time < 5 * 3 * 3 / 8
-    with pytest.raises(ScheduleError, match=r"^--sppo-ahead must be at least 0, not -1\.$"):
+    with pytest.raises(ScheduleError, match=r"^--sppo-ahead -1 must be at least 0\.$"):
         run(4, 5, 8, ahead=-1)
 
 

@@ -98,7 +98,7 @@ def inside(program: Program, op: Op) -> bool:
 
 
 def test_slots_are_at_least_one() -> None:
-    with pytest.raises(ScheduleError, match=r"^--weipipe-slots must be at least 1, not 0\.$"):
+    with pytest.raises(ScheduleError, match=r"^--weipipe-slots 0 must be at least 1\.$"):
         build("weipipe", PAPER, WeipipeOptions(weipipe_slots=0))
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from helixpipe.common.flags import option, setting
-from helixpipe.common.ranges import MOST_LAYERS
+from helixpipe.common.ranges import MOST_LAYERS, MOST_TOKENS, MOST_WIDTH
 
 
 @dataclass(frozen=True)
@@ -14,11 +14,12 @@ class ModelConfig:
     """Shape and numerics of the GPT model, under Megatron-LM's names. Validation fills in every derived size."""
 
     num_layers: int | None = option(None, "Number of transformer layers.", at_least=1, at_most=MOST_LAYERS)
-    hidden_size: int | None = option(None, "Width of the hidden states.", at_least=1)
+    hidden_size: int | None = option(None, "Width of the hidden states.", at_least=1, at_most=MOST_WIDTH)
     ffn_hidden_size: int | None = option(
         None,
         "Width of the MLP; by default 4 x hidden-size, or with --swiglu 2/3 of that rounded down to a multiple of 64.",
         at_least=1,
+        at_most=MOST_WIDTH,
     )
     chunk_size: int = option(
         0,
@@ -34,17 +35,23 @@ class ModelConfig:
         at_least=0,
     )
     loss_slices_why: str | None = setting(None, "Why output layer and loss run over slices; None where flags say so.")
-    num_attention_heads: int | None = option(None, "Number of attention (query) heads.", at_least=1)
+    num_attention_heads: int | None = option(None, "Number of attention (query) heads.", at_least=1, at_most=MOST_WIDTH)
     kv_channels: int | None = option(
-        None, "Channels of one attention head; by default hidden-size / num-attention-heads.", at_least=1
+        None,
+        "Channels of one attention head; by default hidden-size / num-attention-heads.",
+        at_least=1,
+        at_most=MOST_WIDTH,
     )
     group_query_attention: bool = option(False, "Share keys and values between groups of query heads.")
-    num_query_groups: int = option(1, "Number of key/value heads with --group-query-attention.", at_least=1)
-    seq_length: int | None = option(None, "Tokens in a training sequence.", at_least=1)
+    num_query_groups: int = option(
+        1, "Number of key/value heads with --group-query-attention.", at_least=1, at_most=MOST_WIDTH
+    )
+    seq_length: int | None = option(None, "Tokens in a training sequence.", at_least=1, at_most=MOST_TOKENS)
     max_position_embeddings: int | None = option(
         None,
         "Longest sequence the position embedding allows; at least --seq-length, which is the default with rope.",
         at_least=1,
+        at_most=MOST_TOKENS,
     )
     position_embedding_type: Literal["learned_absolute", "rope", "yarn", "none"] = option(
         "learned_absolute",

@@ -121,6 +121,7 @@ class ParallelConfig:
         "When no rank has got any further in a training step for so long, say which ranks wait for what from whom, and "
         "end the job; 0 never does (default: half of --distributed-timeout-minutes, which would end it without that).",
         heading=PIPELINE,
+        at_least=0,
     )
     nccl_communicator_config_path: str | None = option(
         None,

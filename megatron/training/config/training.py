@@ -22,7 +22,10 @@ class TrainingConfig:
         at_most=MOST_SAMPLES,
     )
     rampup_batch_size: tuple[int, ...] | None = option(
-        None, "Grow the batch: START INCREMENT SAMPLES, from START by INCREMENT over SAMPLES samples.", nargs=3
+        None,
+        "Grow the batch: START INCREMENT SAMPLES, from START by INCREMENT over SAMPLES samples.",
+        nargs=3,
+        at_least=1,
     )
     decrease_batch_size_if_needed: bool = option(
         False, "Shrink the batch to a multiple of micro-batch-size x data-parallel size instead of refusing."
@@ -35,8 +38,8 @@ class TrainingConfig:
     )
     skip_train: bool = option(False, "Only evaluate on the validation and test data, then exit.")
     # learning rate and weight decay
-    lr: float | None = option(None, "Peak learning rate.")
-    min_lr: float = option(0.0, "Learning rate at the end of the decay.")
+    lr: float | None = option(None, "Peak learning rate.", at_least=0)
+    min_lr: float = option(0.0, "Learning rate at the end of the decay.", at_least=0)
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = option(
         "linear", "Shape of the learning-rate decay (WSD: warm-up, stable, decay)."
     )
@@ -49,12 +52,14 @@ class TrainingConfig:
     lr_decay_samples: int | None = option(
         None, "Samples until --min-lr is reached; by default train-samples.", at_least=1
     )
-    lr_wsd_decay_iters: int | None = option(None, "Iterations of the last phase of WSD.")
-    lr_wsd_decay_samples: int | None = option(None, "Samples of the last phase of WSD.")
-    lr_warmup_fraction: float | None = option(None, "Warm-up as a fraction of the decay's length.")
+    lr_wsd_decay_iters: int | None = option(None, "Iterations of the last phase of WSD.", at_least=1)
+    lr_wsd_decay_samples: int | None = option(None, "Samples of the last phase of WSD.", at_least=1)
+    lr_warmup_fraction: float | None = option(
+        None, "Warm-up as a fraction of the decay's length.", at_least=0, less_than=1
+    )
     lr_warmup_iters: int = option(0, "Iterations of linear warm-up.", at_least=0)
     lr_warmup_samples: int = option(0, "Samples of linear warm-up.", at_least=0)
-    lr_warmup_init: float = option(0.0, "Learning rate at the start of the warm-up.")
+    lr_warmup_init: float = option(0.0, "Learning rate at the start of the warm-up.", at_least=0)
     decoupled_lr: float | None = option(None, "Peak learning rate of the embedding and the output layer.", at_least=0)
     decoupled_min_lr: float | None = option(
         None, "Final learning rate of the embedding and the output layer.", at_least=0
@@ -70,8 +75,10 @@ class TrainingConfig:
         flags=["--use-checkpoint-opt-param-scheduler", "--use-checkpoint-opt_param-scheduler"],
     )
     weight_decay: float = option(0.01, "Weight decay.", at_least=0)
-    start_weight_decay: float | None = option(None, "First value when the weight decay changes over training.")
-    end_weight_decay: float | None = option(None, "Last value when the weight decay changes over training.")
+    start_weight_decay: float | None = option(
+        None, "First value when the weight decay changes over training.", at_least=0
+    )
+    end_weight_decay: float | None = option(None, "Last value when the weight decay changes over training.", at_least=0)
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = option(
         "constant", "How the weight decay goes from its first to its last value."
     )

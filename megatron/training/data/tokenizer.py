@@ -55,7 +55,8 @@ def build_tokenizer(
     library, package = _LIBRARIES[tokenizer_type]
     if package is not None and importlib.util.find_spec(package) is None:
         raise UserError(
-            f"--tokenizer-type {tokenizer_type} needs the package {package}, which is not installed: pip install {package}"
+            f"--tokenizer-type {tokenizer_type} needs the package {package}, which is not installed: pip install "
+            f"{package}"
         )
     if library == "null":
         if vocab_size is None:

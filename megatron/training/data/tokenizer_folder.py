@@ -28,8 +28,8 @@ def check_folder(name: str) -> None:
             )
         if path.is_symlink() and not _leads_inside(path, folder):
             raise UserError(
-                f"--tokenizer-model {name}: {path.name} is a link to {path.readlink()}, which is no file of the folder: "
-                "copy there what is meant."
+                f"--tokenizer-model {name}: {path.name} is a link to {path.readlink()}, which is no file of the "
+                "folder: copy there what is meant."
             )
         if not (path.is_file() or path.is_dir()):
             raise UserError(f"--tokenizer-model {name}: {path.name} is neither a file nor a folder; remove it.")

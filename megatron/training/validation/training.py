@@ -42,8 +42,6 @@ def rampup(config: Config) -> Config:
     start, increment, samples = training.rampup_batch_size
     shown, size = f"--rampup-batch-size {start} {increment} {samples}", checked(training.global_batch_size)
     unit = checked(training.micro_batch_size) * config.parallel.data_parallel_size
-    if min(start, increment, samples) < 1:
-        raise UserError(f"{shown}: all three numbers must be at least 1.")
     if start >= size or (size - start) % increment:
         raise UserError(f"{shown}: the start plus a whole number of increments must give --global-batch-size {size}.")
     if not training.decrease_batch_size_if_needed and (start % unit or increment % unit):
@@ -73,14 +71,9 @@ def learning_rate(config: Config) -> Config:
     training = config.training
     if training.lr is None:
         return config
-    for flag, low, high in (
-        ("--lr", training.lr, training.lr),
-        ("--min-lr", training.min_lr, training.lr),
-        ("--lr-warmup-init", training.lr_warmup_init, training.lr),
-    ):
-        if not 0 <= low <= high:
-            limit = "must not be negative" if low < 0 else f"must not be more than --lr {training.lr:g}"
-            raise UserError(f"{flag} {low:g} {limit}.")
+    for flag, low in (("--min-lr", training.min_lr), ("--lr-warmup-init", training.lr_warmup_init)):
+        if low > training.lr:
+            raise UserError(f"{flag} {low:g} must not be more than --lr {training.lr:g}.")
     if training.override_opt_param_scheduler and training.use_checkpoint_opt_param_scheduler:
         raise UserError(
             "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler contradict each other."
@@ -97,16 +90,13 @@ def warmup_and_decay(config: Config) -> Config:
     length = getattr(training, f"lr_decay_{by}")
     if length is None:
         length = getattr(training, f"train_{by}")
-    warmup, fraction = getattr(training, f"lr_warmup_{by}"), training.lr_warmup_fraction
-    if fraction is not None:
-        if warmup:
-            raise UserError(f"--lr-warmup-fraction and --lr-warmup-{by} both say the warm-up; give one.")
-        if not 0 <= fraction < 1:
-            raise UserError(f"--lr-warmup-fraction {fraction:g} must be at least 0 and less than 1.")
-    if not 0 <= warmup < length:
+    warmup = getattr(training, f"lr_warmup_{by}")
+    if training.lr_warmup_fraction is not None and warmup:
+        raise UserError(f"--lr-warmup-fraction and --lr-warmup-{by} both say the warm-up; give one.")
+    if warmup >= length:
         raise UserError(f"--lr-warmup-{by} {warmup} must be less than the {length} {by} over which the rate decays.")
     last = getattr(training, f"lr_wsd_decay_{by}")
-    if training.lr_decay_style == "WSD" and (last is None or not 1 <= last <= length):
+    if training.lr_decay_style == "WSD" and (last is None or last > length):
         raise UserError(f"--lr-decay-style WSD needs --lr-wsd-decay-{by}, from 1 to {length}.")
     return config
 
@@ -126,8 +116,8 @@ def weight_decay(config: Config) -> Config:
             f"--weight-decay-incr-style {training.weight_decay_incr_style} needs --start-weight-decay and "
             "--end-weight-decay."
         )
-    if not 0 <= start <= end:
-        raise UserError(f"the weight decay from {start:g} to {end:g} must not be negative and must not fall.")
+    if start > end:
+        raise UserError(f"the weight decay from {start:g} to {end:g} must not fall.")
     return config.replace("training", start_weight_decay=start, end_weight_decay=end)
 
 

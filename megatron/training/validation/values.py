@@ -57,9 +57,9 @@ def timeouts(config: Config, step: float | None) -> Config:
     torchs, given = config.parallel.timeout_seconds, config.parallel.stall_timeout_seconds
     if given is None:
         return config.replace("parallel", stall_timeout_seconds=torchs / 2)
-    if not 0 <= given < torchs:
+    if given >= torchs:
         raise UserError(
             f"--stall-timeout-seconds {given:g} must be less than --distributed-timeout-minutes, which are {torchs:g} "
-            "seconds, and at least 0 (never)."
+            "seconds."
         )
     return config
