@@ -13,8 +13,11 @@ from helixpipe.cli.programs import make_simulations, plan_of
 from helixpipe.common.errors import UserError
 from helixpipe.common.files import try_file
 from helixpipe.draw.formats import check_suffix, draw
+from helixpipe.draw.page import draw_circle
+from helixpipe.lowering.validate import CircleError
 from helixpipe.program.files import is_file
 from helixpipe.program.timeline import Timeline
+from helixpipe.simulate.simulator import Simulation
 
 
 def run(namespace: argparse.Namespace) -> None:
@@ -28,15 +31,24 @@ def run(namespace: argparse.Namespace) -> None:
     try_file("--output", output)  # before minutes of planning
     measured = [_measured(path) for path in namespace.measured]
     measured_costs = profile_costs(namespace)
-    simulations = make_simulations(names, namespace, plan_of(names, namespace) or measured_costs)
-    simulated = [simulation.timeline for simulation in simulations]
-    if measured:
-        simulated = [dataclasses.replace(timeline, title=f"{timeline.title} (simulated)") for timeline in simulated]
+    try:
+        simulations = make_simulations(names, namespace, plan_of(names, namespace) or measured_costs)
+    except CircleError as error:
+        if Path(output).suffix.lower() != ".html":
+            raise
+        draw_circle(error, output)
+        raise UserError(f"{str(error).rstrip('.')}; {output} shows it.") from None
+    simulated = [_titled(simulation, "simulated") if measured else simulation for simulation in simulations]
     draw([*simulated, *measured], output)
     if namespace.json:
         print(json.dumps({"output": str(output), "simulations": [simulation.to_json() for simulation in simulations]}))
     else:
         print(f"wrote {output}")
+
+
+def _titled(simulation: Simulation, how: str) -> Simulation:
+    timeline = simulation.timeline
+    return dataclasses.replace(simulation, timeline=dataclasses.replace(timeline, title=f"{timeline.title} ({how})"))
 
 
 def _measured(path: str) -> Timeline:

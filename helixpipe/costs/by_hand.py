@@ -29,7 +29,7 @@ _TEXTBOOK = Sizes(
 )
 """Of one element of b·s·h, and an MLP of 4 h."""
 
-_SPLIT_BACKWARD = frozenset(name for name, kind in KINDS.items() if kind.linears(_TEXTBOOK))
+SPLIT_BACKWARD = frozenset(name for name, kind in KINDS.items() if kind.linears(_TEXTBOOK))
 """Pieces made of linear layers: their weight gradients may be computed later than their input gradients."""
 
 LAYER_ELEMENTS = sum({name: size for kind in LAYER_PIECES for name, size in KINDS[kind].textbook.items()}.values())
@@ -113,7 +113,7 @@ class PieceTimes(_LayerMemory):
         backward = forward * self.backward_ratio
         if op == "B":
             return backward
-        inputs = min(forward, backward) if piece in _SPLIT_BACKWARD else backward
+        inputs = min(forward, backward) if piece in SPLIT_BACKWARD else backward
         return inputs if op == "I" else backward - inputs
 
 

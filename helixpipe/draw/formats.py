@@ -7,31 +7,24 @@ No torch here.
 
 from __future__ import annotations
 
-import html
 import json
-import re
 from collections.abc import Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from helixpipe.common.errors import UserError
 from helixpipe.common.files import whole_file
+from helixpipe.draw.page import draw_html
 from helixpipe.draw.style import (
-    IDLE_COLOUR,
     KIND_STYLES,
-    LANE_COLOUR,
     LANE_STYLES,
     LANES,
     copying_ranks,
-    heading,
-    is_chunked,
     lane_of,
-    rank_bubbles,
-    scale_note,
 )
 from helixpipe.program.program import Op
 from helixpipe.program.timeline import CopyEvent, OpEvent, SharingEvent, Timeline
+from helixpipe.simulate.simulator import Simulation
 
 IMAGE_SUFFIXES = (".png", ".svg", ".pdf")
 SUFFIXES = (*IMAGE_SUFFIXES, ".html", ".json")
@@ -46,18 +39,19 @@ def check_suffix(path: str | Path) -> None:
         )
 
 
-def draw(timelines: Sequence[Timeline], path: str | Path) -> None:
+def draw(shown: Sequence[Timeline | Simulation], path: str | Path) -> None:
     """Draw in the format that the suffix of `path` says: .png, .svg, .pdf, .html or .json (Chrome trace).
 
-    The file appears whole or not at all. Raises UserError for another suffix, no timeline, or a file that cannot be
-    written.
+    Of a simulation the page shows memory, too, and what waits for what. The file appears whole or not at all. Raises
+    UserError for another suffix, no timeline, or a file that cannot be written.
     """
     check_suffix(path)
     suffix = Path(path).suffix.lower()
+    timelines = [each.timeline if isinstance(each, Simulation) else each for each in shown]
     if suffix in IMAGE_SUFFIXES:
         draw_png(timelines, path)
     elif suffix == ".html":
-        draw_html(timelines, path)
+        draw_html(shown, path)
     else:
         with whole_file(path) as temporary:
             temporary.write_text(json.dumps(chrome_trace(timelines)) + "\n", encoding="utf-8")
@@ -72,50 +66,6 @@ def draw_png(timelines: Sequence[Timeline], path: str | Path) -> None:
     kind = suffix[1:] if suffix in IMAGE_SUFFIXES else "png"
     with whole_file(path) as temporary:
         figure.savefig(temporary, format=kind, dpi=150)
-
-
-def draw_html(timelines: Sequence[Timeline], path: str | Path) -> None:
-    """Write one self-contained page: zoom, pan, and what each op was and waited for.
-
-    Raises UserError when the file cannot be written.
-    """
-    with whole_file(path) as temporary:
-        temporary.write_text(html_page(timelines), encoding="utf-8")
-
-
-def html_page(timelines: Sequence[Timeline]) -> str:
-    """The page that `draw_html` writes. It loads nothing: its policy forbids it."""
-    data = {
-        "kinds": {kind: {"name": style.name, "colour": style.colour} for kind, style in KIND_STYLES.items()},
-        "lanes": [{"lane": lane, "name": style.name, "colour": style.colour} for lane, style in LANE_STYLES.items()],
-        "lane": LANE_COLOUR,
-        "idle": IDLE_COLOUR,
-        "timelines": [
-            {
-                "title": heading(timeline),
-                "ranks": timeline.num_ranks,
-                "unit": timeline.unit,
-                "makespan": timeline.makespan,
-                "bubble": rank_bubbles(timeline),
-                "chunked": is_chunked(timeline),
-                "ops": [[e.rank, *e.op, _short(e.start), _short(e.end)] for e in timeline.ops],
-                "messages": [
-                    [m.kind, m.source, m.target, str(m.producer), str(m.consumer), _short(m.start), _short(m.end)]
-                    for m in timeline.messages
-                ],
-                "copies": [[e.rank, *e.op, _short(e.start), _short(e.end), int(e.inward)] for e in timeline.copies],
-            }
-            for timeline in _some(timelines)
-        ],
-    }
-    fields = {
-        "TITLE": html.escape(" / ".join(timeline.title for timeline in timelines)),
-        "SCALE": html.escape(scale_note(timelines).capitalize()),
-        # `<` could end the script element or open a comment in it; JSON may write it as an escape wherever it occurs.
-        "DATA": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
-    }
-    template = (resources.files("helixpipe.draw") / "timeline.html").read_text(encoding="utf-8")
-    return re.sub(r"@@(TITLE|SCALE|DATA)@@", lambda match: fields[match[1]], template)
 
 
 def chrome_trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
@@ -229,7 +179,3 @@ def _some(timelines: Sequence[Timeline]) -> Sequence[Timeline]:
 def _metadata(kind: str, pid: int, tid: int, value: str | int) -> dict[str, Any]:
     key = "sort_index" if kind.endswith("sort_index") else "name"
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {key: value}}
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.10g}")

@@ -33,6 +33,19 @@ LANES = ("out", "in")
 LANE_STYLES: Mapping[str, KindStyle] = MappingProxyType(
     {"out": KindStyle("copy to the host", "#c3b1e1"), "in": KindStyle("copy back", "#e4a9c4")}
 )
+LINK_STYLES: Mapping[str, KindStyle] = MappingProxyType(
+    {
+        "activation": KindStyle("activation", "#7fa6c9"),
+        "gradient": KindStyle("gradient", "#c9907b"),
+        "weights": KindStyle("weights", "#a3a86b"),
+        "weight_gradients": KindStyle("weight gradients", "#6fa596"),
+    }
+)
+"""Messages in the lane of their link: as ops that make or take them, muted."""
+
+SHARING_STYLES: Mapping[str, KindStyle] = MappingProxyType(
+    {"gather": KindStyle("gather of weights", "#b7c98b"), "scatter": KindStyle("scatter of gradients", "#8fb9b4")}
+)
 LANE_COLOUR = "#f6f6f6"
 """Where nothing is copied."""
 

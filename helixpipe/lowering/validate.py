@@ -14,6 +14,17 @@ from helixpipe.program.program import OP_KINDS, Op, Program, Unit
 from helixpipe.program.stages import OWNED, PLACEMENTS, Stage, model_pieces
 
 
+class CircleError(ProgramError):
+    """A program whose ops wait for each other. circle: of each op of it the next one, and whether the first waits for
+    what that makes or only comes after it on its rank. ended: the ops that can run all the same."""
+
+    def __init__(
+        self, sentence: str, program: Program, circle: Sequence[tuple[Op, Op, bool]], ended: Collection[Op]
+    ) -> None:
+        super().__init__(sentence)
+        self.program, self.circle, self.ended = program, circle, ended
+
+
 def validate(program: Program, ends: bool = True) -> Graph:
     """Check that the program is complete and that running it ends; raises ProgramError with the first fault.
 
@@ -53,7 +64,10 @@ def check_ends(graph: Graph, order: Collection[int]) -> None:
         for previous, op in pairwise(ops):
             before[op].append(previous)
     ranks = dict(zip(graph.ops, graph.ranks, strict=True))
-    raise ProgramError(_describe_cycle(_find_cycle(stuck, before), needed, ranks))
+    cycle = _find_cycle(stuck, before)
+    circle = [(op, target, target in needed[op]) for op, target in zip(cycle, cycle[1:] + cycle[:1], strict=True)]
+    sentence = _describe_cycle(circle, ranks)
+    raise CircleError(sentence, graph.program, circle, frozenset(graph.ops) - stuck)
 
 
 def untrainable(program: Program) -> str | None:
@@ -214,7 +228,11 @@ def _check_own_order(graph: Graph) -> None:
         for successor in successors:
             if successor < task and graph.ranks[successor] == graph.ranks[task]:
                 op, producer = graph.ops[successor], graph.ops[task]
-                raise ProgramError(f"rank {graph.ranks[task]}: {op} comes before {producer}, which it needs.")
+                sentence = f"rank {graph.ranks[task]}: {op} comes before {producer}, which it needs."
+                circle = [(op, producer, True), (producer, op, False)]
+                raise CircleError(
+                    sentence, graph.program, circle, {graph.ops[each] for each in _ended(graph) if each < graph.num_ops}
+                )
 
 
 def _ended(graph: Graph) -> list[int]:
@@ -246,13 +264,12 @@ def _find_cycle(stuck: set[Op], before: dict[Op, list[Op]]) -> list[Op]:
         path.append(op)
 
 
-def _describe_cycle(cycle: list[Op], needed: dict[Op, list[Op]], ranks: dict[Op, int]) -> str:
-    direct = [target in needed[op] for op, target in zip(cycle, cycle[1:] + cycle[:1], strict=True)]
+def _describe_cycle(circle: Sequence[tuple[Op, Op, bool]], ranks: dict[Op, int]) -> str:
     # A run of ops that only come after one another on a rank is told as its two ends.
-    corners = [i for i in range(len(cycle)) if direct[i] or direct[i - 1]]
+    corners = [i for i in range(len(circle)) if circle[i][2] or circle[i - 1][2]]
     parts = []
     for i, j in zip(corners, corners[1:] + corners[:1], strict=True):
-        op, target = cycle[i], cycle[j]
-        relation = "waits for" if direct[i] else "comes after"
+        (op, _, direct), target = circle[i], circle[j][0]
+        relation = "waits for" if direct else "comes after"
         parts.append(f"{op} (rank {ranks[op]}) {relation} {target} (rank {ranks[target]})")
     return "the program can never finish, its ops wait for each other in a circle: " + ", ".join(parts) + "."

@@ -5,11 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import re
 import struct
 from collections import Counter
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ import pytest
 
 from helixpipe.common.errors import UserError
 from helixpipe.costs.by_hand import PieceTimes
-from helixpipe.draw.formats import chrome_trace, draw, html_page
+from helixpipe.draw.formats import chrome_trace, draw
 from helixpipe.draw.picture import picture
 from helixpipe.draw.style import KIND_STYLES, rank_bubbles, scale_note
 from helixpipe.lowering.lower import lower
@@ -137,52 +135,6 @@ def test_a_device_is_written_in_place_and_a_link_stays(tmp_path: Path) -> None:
     draw([timeline(ranks=1, microbatches=1, name="none")], tmp_path / "pipe.json")
     assert json.loads(os.read(reader, 1 << 16)) and not (tmp_path / "pipe.json").is_file()
     os.close(reader)
-
-
-# ----------------------------------------------------------------------------------------------------------------- page
-
-
-class Page(HTMLParser):
-    """Collects what a browser would fetch, and the data."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.fetched: list[str] = []
-        self.data = ""
-        self._in_data = False
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.fetched += [str(value) for name, value in attrs if name in ("src", "href", "action")]
-        self._in_data = ("id", "data") in attrs
-
-    def handle_data(self, data: str) -> None:
-        self.data += data if self._in_data else ""
-
-
-def test_page_is_whole_and_loads_nothing() -> None:
-    simulated = timeline()
-    page = html_page([simulated, measured(simulated)])
-    assert not re.search(r"https?://|//cdn|@import|url\(", page)
-    parsed = Page()
-    parsed.feed(page)
-    assert parsed.fetched == []
-    data = json.loads(parsed.data)
-    assert [len(t["ops"]) for t in data["timelines"]] == [64, 64]
-    assert data["timelines"][0]["ops"][0] == [0, "F", 0, 0, 0, 0.0, 12.0]
-    assert len(data["timelines"][0]["messages"]) == 48
-    assert [t["unit"] for t in data["timelines"]] == ["", "s"]
-    assert "@@" not in page
-
-
-def test_page_escapes_titles() -> None:
-    evil = "</script><script>alert(1)</script><!-- & @@DATA@@"
-    page = html_page([replace(timeline(), title=evil)])
-    parsed = Page()
-    parsed.feed(page)
-    assert parsed.tags.count("script") == 2
-    assert json.loads(parsed.data)["timelines"][0]["title"].startswith(evil)
 
 
 # ---------------------------------------------------------------------------------------------------------------- trace

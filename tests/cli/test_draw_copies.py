@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from helixpipe.costs.by_hand import PieceTimes
-from helixpipe.draw.formats import chrome_trace, draw, html_page
+from helixpipe.draw.formats import chrome_trace, draw
 from helixpipe.draw.picture import picture
 from helixpipe.draw.style import KIND_STYLES, LANE_STYLES
 from helixpipe.draw.text import copies_text, text_timeline
@@ -69,13 +69,6 @@ def test_copies_are_drawn_where_they_are() -> None:
 def test_text_has_a_row_for_each_lane() -> None:
     lines = ["rank 0 |F5   B5--|", "   out |  F5     |", "    in |    <    |", "rank 1 |  F5     |"]
     assert text_timeline(BY_HAND, 100) == "\n".join(lines)
-
-
-def test_the_page_has_the_copies() -> None:
-    page = html_page([BY_HAND, replace(BY_HAND, copies=())])
-    data = json.loads(page.split('id="data">')[1].split("</script>")[0])
-    assert [t["copies"] for t in data["timelines"]] == [[[0, "F", 0, 5, 0, 4, 7, 0], [0, "B", 0, 5, 0, 8, 10, 1]], []]
-    assert [lane["lane"] for lane in data["lanes"]] == ["out", "in"]
 
 
 def test_the_trace_has_a_thread_for_each_lane() -> None:

@@ -1,0 +1,255 @@
+"""What the page of timelines is given: tasks in columns, what they wait for and take, memory. No torch here.
+
+A simulated timeline comes as its program's tasks with their times of work, and the page runs it again by itself, with
+these times or others (see `simulate.js`); a measured one comes with the times that were measured. Tasks are numbered as
+in the graph: ops, messages, collectives, copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from helixpipe.costs.by_hand import SPLIT_BACKWARD, PieceTimes
+from helixpipe.draw.style import heading, is_chunked
+from helixpipe.lowering.bound import BoundCosts
+from helixpipe.lowering.graph import Graph
+from helixpipe.lowering.project import LoweredProgram
+from helixpipe.lowering.validate import CircleError
+from helixpipe.program.costs import Costs, Work
+from helixpipe.program.program import Op
+from helixpipe.program.stages import PIECE_KINDS
+from helixpipe.program.tasks import Buffer
+from helixpipe.program.timeline import Timeline
+from helixpipe.simulate.curve import MemoryCurve, memory_curves
+from helixpipe.simulate.simulator import Simulation
+from helixpipe.simulate.streams import stream_waits
+
+Amounts = dict[str, float]
+"""How much of each rate a task takes, by the rate's name: `F attn`, `message`, `copy`, or `rest`, whose rate is 1."""
+
+MESSAGE_KINDS = ("activation", "gradient", "weights", "weight_gradients")
+COLLECTIVE_KINDS = ("gather", "scatter", "replica_sum")
+
+
+def panel_data(shown: Timeline | Simulation) -> dict[str, Any]:
+    """Of one timeline."""
+    timeline = shown.timeline if isinstance(shown, Simulation) else shown
+    facts = {
+        "heading": heading(timeline),
+        "title": timeline.title,
+        "ranks": timeline.num_ranks,
+        "unit": timeline.unit,
+        "chunked": is_chunked(timeline),
+        "measured": not isinstance(shown, Simulation),
+    }
+    return facts | (_simulated(shown) if isinstance(shown, Simulation) else _measured(timeline))
+
+
+def knobs(simulations: Sequence[Simulation]) -> list[dict[str, Any]]:
+    """What can be changed in the page, and what it is: times by hand are given anew, all others are multiplied.
+
+    Empty where timelines do not share their costs. splits: whether the piece's backward can be done in two halves.
+    """
+    if not simulations or any(each.costs != simulations[0].costs for each in simulations):
+        return []
+    costs = simulations[0].costs
+    if isinstance(costs, PieceTimes):
+        found = [
+            _knob(piece, f"{piece}, forward", costs.forward.get(piece, 0.0)) | {"splits": piece in SPLIT_BACKWARD}
+            for piece in PIECE_KINDS
+        ]
+        found.append(_knob("ratio", "backward over forward", costs.backward_ratio) | {"least": 1})
+        found.append(_knob("message", "a message", costs.message))
+        copy = [_knob("copy", "a copy of a layer's microbatch", costs.copy)]
+        return found + copy * any(each.copies for each in simulations)
+    found = [_knob(piece, f"{piece} ×", 1.0) for piece in PIECE_KINDS]
+    found.append(_knob("message", "messages ×", 1.0))
+    found += [_knob("copy", "copies to the host and back ×", 1.0)] * any(each.copies for each in simulations)
+    shares = any(each.timeline.sharing for each in simulations)
+    return found + [_knob("sharing", "gathers and scatters ×", 1.0)] * shares
+
+
+def _knob(name: str, label: str, value: float) -> dict[str, Any]:
+    return {"name": name, "label": label, "value": value}
+
+
+# ------------------------------------------------------------------------------------------------------------ simulated
+
+
+def _simulated(simulation: Simulation) -> dict[str, Any]:
+    lowered, graph = simulation.lowered, simulation.lowered.graph
+    number = {op: task for task, op in enumerate(graph.ops)}
+    classes, class_of = _classes(graph, BoundCosts(lowered.program, simulation.costs))
+    return {
+        "ops": _op_columns(graph.ops, graph.ranks),
+        "messages": [
+            [MESSAGE_KINDS.index(m.kind), m.source, m.target, number[m.producer], number[m.consumer]]
+            for m in graph.messages
+        ],
+        "collectives": [
+            [COLLECTIVE_KINDS.index(c.kind), c.ranks[0], -1 if c.op is None else number[c.op], list(c.ranks)]
+            for c in graph.collectives
+        ],
+        "copies": [[copy.rank, int(copy.inward), number[copy.op]] for copy in graph.copies],
+        "classes": classes,
+        "classOf": class_of,
+        "order": list(lowered.order),
+        "before": _before(lowered),
+        "makespan": simulation.makespan,
+        "memory": {
+            "unit": simulation.costs.memory_unit,
+            "ranks": [_levels(curve) for curve in memory_curves(lowered, simulation.costs)],
+        },
+    }
+
+
+def _op_columns(ops: Sequence[Op], ranks: Sequence[int]) -> dict[str, Any]:
+    return {
+        "kind": "".join(op.kind for op in ops),
+        "rank": list(ranks),
+        "stage": [op.stage for op in ops],
+        "microbatch": [op.microbatch for op in ops],
+        "chunk": [op.chunk for op in ops] if any(op.chunk for op in ops) else [],
+    }
+
+
+def _before(lowered: LoweredProgram) -> list[list[int]]:
+    """For each task how far back those lie that it waits for; what runs before it on its resource is left out."""
+    before: list[list[int]] = [[] for _ in range(lowered.graph.num_tasks)]
+    for waits in (enumerate(lowered.graph.successors), stream_waits(lowered).items()):
+        for task, successors in waits:
+            for successor in successors:
+                before[successor].append(successor - task)
+    return before
+
+
+def _levels(curve: MemoryCurve) -> dict[str, Any]:
+    """Of one rank, in columns: twice the task's number, and one more at its end; host memory only if there is any."""
+    levels = curve.levels
+    hosted = any(level.host for level in levels)
+    return {
+        "at": [2 * level.task + level.at_end for level in levels],
+        "device": [_short(level.device) for level in levels],
+        "host": [_short(level.host) for level in levels] if hosted else [],
+        "static": [_short(curve.static_device), _short(curve.static_host)],
+    }
+
+
+def _classes(graph: Graph, bound: BoundCosts) -> tuple[list[dict[str, Any]], list[int]]:
+    """Tasks that take the same time for the same reason: that time and its amounts; and the class of each task."""
+    rates = _Rates(bound)
+    found: dict[tuple[Any, ...], int] = {}
+    classes: list[dict[str, Any]] = []
+    class_of = []
+    op_time, message_time, copy_time, collective_time = bound.timers
+
+    def add(time: float, amounts: Amounts) -> None:
+        key = (time, *amounts.items())
+        if key not in found:
+            found[key] = len(classes)
+            classes.append({"time": time, "amounts": amounts})
+        class_of.append(found[key])
+
+    for op in graph.ops:
+        add(op_time(op), rates.op(op))
+    for message in graph.messages:
+        time = message_time(message)
+        add(time, {"message": 1.0 if rates.by_hand else time})
+    for collective in graph.collectives:
+        time = collective_time(collective)
+        rate = "message" if rates.by_hand else "sharing"
+        add(time, {} if collective.kind == "replica_sum" else {rate: 1.0 if rates.by_hand else time})
+    for copy in graph.copies:
+        time = copy_time(copy)
+        add(time, {"copy": bound.size(Buffer("offloaded", copy.rank, *copy.unit)) if rates.by_hand else time})
+    return classes, class_of
+
+
+class _Rates:
+    """The amounts of ops. by_hand: of a piece's rate a share of a microbatch; else seconds, and the rates are 1."""
+
+    def __init__(self, bound: BoundCosts):
+        self.bound, self.by_hand = bound, isinstance(bound.costs, PieceTimes)
+        self._units: dict[str, Costs] = {piece: PieceTimes({piece: 1.0}, 1.0) for piece in PIECE_KINDS}
+        self._known: dict[Work, Amounts] = {}
+
+    def op(self, op: Op) -> Amounts:
+        amounts = dict(self._work(self.bound.work(op)))
+        if self.bound.recomputes_inside(op):
+            for rate, amount in self._work(self.bound.work(op._replace(kind="R"))).items():
+                amounts[rate] = amounts.get(rate, 0.0) + amount
+        return amounts
+
+    def _work(self, work: Work) -> Amounts:
+        if work not in self._known:
+            own = self._shares(work) if self.by_hand else self._seconds(work)
+            self._known[work] = {rate: amount for rate, amount in own.items() if amount}
+        return self._known[work]
+
+    def _shares(self, work: Work) -> Amounts:
+        forward = work._replace(kind="F")
+        return {f"{work.kind} {piece}": self._units[piece].op_time(forward) for piece in _kinds(work)}
+
+    def _seconds(self, work: Work) -> Amounts:
+        """Of each kind of piece what it adds to an op of none; the rest is what does not depend on pieces."""
+        costs, alone = self.bound.costs, work._replace(receives=None, sends=None)
+        nothing = costs.op_time(alone._replace(pieces=()))
+        amounts = {}
+        for kind in _kinds(work):
+            pieces = tuple(piece for piece in work.pieces if piece.kind == kind)
+            amounts[f"{work.kind} {kind}"] = costs.op_time(alone._replace(pieces=pieces)) - nothing
+        return amounts | {"rest": costs.op_time(work) - sum(amounts.values())}
+
+
+def _kinds(work: Work) -> Iterable[str]:
+    return dict.fromkeys(piece.kind for piece in work.pieces)
+
+
+# ------------------------------------------------------------------------------------------------- measured, and stuck
+
+
+def _measured(timeline: Timeline) -> dict[str, Any]:
+    """Messages and copies of ops that were not recorded are left out."""
+    ops = sorted(timeline.ops, key=lambda event: (event.rank, event.start, event.end))
+    number = {event.op: task for task, event in enumerate(ops)}
+    messages = [m for m in timeline.messages if m.producer in number and m.consumer in number]
+    sharing = [event for event in timeline.sharing if event.op in number]
+    copies = [event for event in timeline.copies if event.op in number]
+    events = [*ops, *messages, *sharing, *copies]
+    return {
+        "ops": _op_columns([event.op for event in ops], [event.rank for event in ops]),
+        "messages": [
+            [MESSAGE_KINDS.index(m.kind), m.source, m.target, number[m.producer], number[m.consumer]] for m in messages
+        ],
+        "collectives": [
+            [COLLECTIVE_KINDS.index(event.kind), event.rank, number[event.op], [event.rank]] for event in sharing
+        ],
+        "copies": [[event.rank, int(event.inward), number[event.op]] for event in copies],
+        "start": [_short(event.start) for event in events],
+        "end": [_short(event.end) for event in events],
+        "makespan": timeline.makespan,
+    }
+
+
+def circle_data(error: CircleError) -> dict[str, Any]:
+    """Of a program that can never finish: its ops in the order of each rank, which of them can end, and the circle."""
+    program = error.program
+    ops = [op for own in program.ranks for op in own]
+    ranks = [rank for rank, own in enumerate(program.ranks) for _ in own]
+    number = {op: task for task, op in enumerate(ops)}
+    return {
+        "heading": f"{program.schedule}: cannot run",
+        "title": program.schedule,
+        "ranks": program.num_ranks,
+        "unit": "",
+        "chunked": any(op.chunk for op in ops),
+        "ops": _op_columns(ops, ranks),
+        "circle": [[number[op], number[target], int(direct)] for op, target, direct in error.circle],
+        "ended": [int(op in error.ended) for op in ops],
+        "reason": str(error),
+    }
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.10g}")

@@ -1,0 +1,106 @@
+"""What a rank has at each moment of a step, on its device and on its host, for drawings. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from helixpipe.lowering.bound import BoundCosts
+from helixpipe.lowering.graph import Graph
+from helixpipe.lowering.project import Action, LoweredProgram
+from helixpipe.program.costs import Costs
+from helixpipe.simulate.sweep import Sweep
+
+_AT_END = frozenset({Action.WAIT, Action.GONE, Action.BACK, Action.SCATTERED, Action.FREE})
+"""What a rank does when the task has ended; the rest it does when the task starts."""
+
+
+class Level(NamedTuple):
+    """From the start of a task, or from its end, a rank has so much, in the costs' unit of memory."""
+
+    task: int
+    at_end: bool
+    device: float
+    host: float
+
+
+@dataclass(frozen=True)
+class MemoryCurve:
+    """Of one rank. levels: in the order of its stream; several may be of one moment, the highest of which is the most
+    there is then. static_device, static_host: what is there at all times, which the levels contain."""
+
+    levels: list[Level]
+    static_device: float
+    static_host: float
+
+
+def memory_curves(lowered: LoweredProgram, costs: Costs) -> list[MemoryCurve]:
+    """Of every rank. The highest level on the device is the `Simulation`'s `device_needs`."""
+    bound, program = BoundCosts(lowered.program, costs), lowered.program
+    curves = []
+    for rank in range(program.num_ranks):
+        pieces = program.pieces_of_rank(rank)
+        device, host = costs.static_memory(pieces), costs.static_host_memory(pieces)
+        recorder = _Recorder(lowered.graph, bound, rank, device, host)
+        recorder.go_through(lowered)
+        curves.append(MemoryCurve(recorder.levels, device, host))
+    return curves
+
+
+class _Recorder(Sweep):
+    """A sweep that notes each level; of one moment the highest and the last."""
+
+    def __init__(self, graph: Graph, costs: BoundCosts, rank: int, device: float, host: float):
+        super().__init__(graph, costs, rank)
+        self.device, self.on_host = device, host
+        self.levels: list[Level] = []
+        self._moment = (-1, False)
+        self._during: list[float] | None = None  # an op: what there is at each check
+
+    def run(self, task: int) -> None:
+        self._during = []
+        super().run(task)
+        *inside, after = self._during
+        self._during = None
+        for at_end, totals in ((False, inside), (True, [after])):
+            self._moment = (task, at_end)
+            for total in totals:
+                self._note(total)
+
+    def transfer(self, action: Action, kind: str, number: int, task: int) -> None:
+        self._at(action, task)
+        super().transfer(action, kind, number, task)
+        self._note(sum(self.now))
+
+    def copy(self, action: Action, task: int) -> None:
+        self._at(action, task)
+        super().copy(action, task)
+        self._note(sum(self.now))
+
+    def share(self, action: Action, task: int) -> None:
+        self._at(action, task)
+        super().share(action, task)
+        self._note(sum(self.now))
+
+    def free(self, number: int) -> None:
+        super().free(number)
+        if self._during is None:  # what an op's end has freed
+            self._note(sum(self.now))
+
+    def check(self) -> None:
+        super().check()
+        if self._during is not None:
+            self._during.append(sum(self.now))
+
+    def _at(self, action: Action, task: int) -> None:
+        self._moment = (task, action in _AT_END)
+
+    def _note(self, total: float) -> None:
+        device, host, levels = total + self.device, self.host + self.on_host, self.levels
+        if levels and (levels[-1].device, levels[-1].host) == (device, host):
+            return
+        level = Level(*self._moment, device, host)
+        if len(levels) > 1 and levels[-1][:2] == levels[-2][:2] == self._moment:
+            highest = max(levels[-2].device, levels[-1].device), max(levels[-2].host, levels[-1].host)
+            levels[-2:] = [Level(*self._moment, *highest)]
+        levels.append(level)
