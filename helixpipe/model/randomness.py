@@ -42,7 +42,9 @@ def initial_weights(seed: int, part: str, tp_rank: int) -> Iterator[None]:
         torch.cuda.manual_seed(derive_seed(part_seed, tp_rank))
         if "model-parallel-rng" in states:
             tracker.set_states({**states, "model-parallel-rng": torch.cuda.get_rng_state()})
-        torch.manual_seed(part_seed)
+        # not torch.manual_seed: where a device has not been used yet, that formats a traceback for it at every call
+        torch.default_generator.manual_seed(part_seed)
+        torch.cuda.manual_seed(part_seed)
         try:
             yield
         finally:
