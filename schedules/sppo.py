@@ -9,10 +9,12 @@ earlier ones are longer (`--pipe-sp-strategy uniform_comp`).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from helixpipe.common.flags import option
 from helixpipe.common.ranges import MOST_CHUNKS
 from helixpipe.planning.catalogue import Shape
+from helixpipe.planning.multiplexed import multiplexed
 from helixpipe.planning.orders import backward_units, forward_units
 from helixpipe.program.program import Op, Program
 from helixpipe.program.stages import Stage, even_stages
@@ -29,6 +31,11 @@ class SppoOptions:
         at_least=0,
         at_most=MOST_CHUNKS,
     )
+    sppo_multiplex: Literal["off", "left", "both"] = option(
+        "off",
+        "sppo: with one microbatch a step, ranks that have nothing to do yet (left), or nothing any more (both), run "
+        "parts of others' first chunks, of their last too.",
+    )
 
 
 def sppo(shape: Shape, options: SppoOptions) -> Program:
@@ -43,6 +50,8 @@ def sppo(shape: Shape, options: SppoOptions) -> Program:
     for it are what the chunk's backward would have kept as the head's input anyway.
     """
     p, workload, ahead = shape.ranks, shape.workload, options.sppo_ahead
+    if options.sppo_multiplex != "off" and p > 1:
+        return multiplexed("sppo", shape, left=True, right=options.sppo_multiplex == "both")
     forwards, backwards = forward_units(workload), backward_units(workload)
     ranks = []
     for rank in range(p):

@@ -14,7 +14,7 @@ from helixpipe.program.message import Collective, Copy, Message
 from helixpipe.program.program import Op, Program
 from helixpipe.program.stages import Activations, Piece, Segment, Stage, segments
 from helixpipe.program.tasks import OF_WEIGHTS, Buffer
-from helixpipe.program.workload import Extents
+from helixpipe.program.workload import Extent, Extents
 
 _NOTHING: tuple[Extents, Extents] = ((), ())
 
@@ -100,8 +100,8 @@ class BoundCosts:
         return op[0] in "BI" and bool(self._activations(unit).recompute) and unit not in self._explicit
 
     def message_time(self, message: Message) -> float:
-        _, kind, producer, consumer, source, target, _ = message
-        _, stage, microbatch, chunk = consumer if kind == "activation" else producer
+        _, kind, _, _, source, target, _ = message
+        stage, microbatch, chunk = message.carries
         extents = () if message.ships else self._extents[microbatch][chunk]
         key = (kind, stage, id(extents), source, target)
         time = self._message_times.get(key)
@@ -133,7 +133,7 @@ class BoundCosts:
         unit = (stage, microbatch, chunk)
         if kind in OF_WEIGHTS:
             key = (kind, stage, 0, 0, False)
-        elif kind in ("keys_values", "kv_gradients"):
+        elif kind in ("keys_values", "kv_gradients") and chunk < 0:
             key = (kind, stage, id(self._rows.get(microbatch, _NOTHING)), 0, False)
         else:
             inside = kind == "recomputed" and unit not in self._explicit
@@ -156,13 +156,14 @@ class BoundCosts:
 
     def payload(self, message: Message) -> Payload:
         """What a message carries."""
-        _, kind, producer, consumer, source, target, _ = message
-        stage = (consumer if kind == "activation" else producer).stage
+        _, kind, _, _, source, target, _ = message
+        stage, microbatch, chunk = message.carries
         pieces, gradient_bytes = self.program.stages[stage].pieces, self._gradient_bytes(stage)
         if message.ships:
             return Payload(kind, pieces, (), self.whole, source, target, gradient_bytes)
-        extents = self._extents[producer.microbatch][producer.chunk]
-        return Payload(kind, pieces[:1], extents, self.whole, source, target)
+        if kind in ("keys_values", "kv_gradients"):
+            return Payload(kind, pieces, self._block(microbatch, chunk), self.whole, source, target)
+        return Payload(kind, pieces[:1], self._extents[microbatch][chunk], self.whole, source, target)
 
     def contents(self, buffer: Buffer) -> Contents | None:
         """What a buffer holds; None for nothing: keys and values of a row that is not cut."""
@@ -171,7 +172,8 @@ class BoundCosts:
         if kind in OF_WEIGHTS:
             return Contents(kind, own.segments, (), self.whole, gradient_bytes=self._gradient_bytes(stage))
         if kind in ("keys_values", "kv_gradients"):
-            extents = self._rows.get(microbatch, _NOTHING)[kind == "kv_gradients"]
+            whole = self._rows.get(microbatch, _NOTHING)[kind == "kv_gradients"]
+            extents = whole if chunk < 0 else self._block(microbatch, chunk)
             return Contents(kind, own.segments, extents, self.whole) if extents else None
         extents = self._extents[microbatch][chunk]
         if kind in ("activation", "gradient"):
@@ -188,6 +190,10 @@ class BoundCosts:
             leaving = Leaving(activations.offload, *neighbours, self.program.min_offloaded_bytes)
             return Contents("offloaded", segments(own.pieces, activations), extents, self.whole, leaving=leaving)
         return Contents(kind, segments(own.pieces, activations), extents, self.whole, inside)
+
+    def _block(self, microbatch: int, chunk: int) -> Extents:
+        """Of the keys and values of one chunk: its tokens."""
+        return (Extent(sum(part.tokens for part in self._extents[microbatch][chunk]), 0.0, True),)
 
     def _activations(self, unit: tuple[int, ...]) -> Activations:
         return (self._own.get(unit) if self._own else None) or self._usual[unit[0]]

@@ -194,7 +194,7 @@ def _check_placement(program: Program, index: OpIndex) -> None:
             first = number * index.per_stage
             units = range(first, first + index.per_stage)
             _check_same_rank(index, units, f"stage {number} is resident, so all its ops belong on one rank")
-        elif stage.has_attention:
+        elif stage.has_attention and not program.kv_blocks:
             for place in program.workload.units():
                 for earlier in program.workload.earlier_chunks(*place):
                     _check_same_rank(

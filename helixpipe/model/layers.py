@@ -19,11 +19,14 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from helixpipe.common.errors import UserError
 from helixpipe.model.attention import CoreAttention, Rotary
 from helixpipe.model.backends import Kernels
+from helixpipe.model.block_attention import BlockAttention, block_attention
 from helixpipe.model.chunked_mlp import make_mlp
 from helixpipe.model.context_parallel import ALONE, ContextParallel, to_heads, to_rows
 from helixpipe.model.documents import Documents
+from helixpipe.model.kv_blocks import UnitBlocks
 from helixpipe.model.kv_store import UnitKeyValues
 from helixpipe.model.log_sums import choose_kernel
 from helixpipe.model.norms import make_norm
@@ -177,7 +180,7 @@ class Layer(MegatronModule):
         *,
         training: bool,
         offset: int = 0,
-        keys_values: UnitKeyValues | None = None,
+        keys_values: UnitKeyValues | UnitBlocks | None = None,
         documents: Documents | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(query, key, value, residual) to (attention output [s, b, heads / tp * d], residual).
@@ -188,6 +191,9 @@ class Layer(MegatronModule):
         context, chunked = self._context, keys_values is not None
         if context.rings:
             return self._ring(query, key, value, offset, keys_values, documents), residual
+        if isinstance(keys_values, UnitBlocks):
+            blocks = BlockAttention(keys_values, self._index, documents, self.core_attention.scale)
+            return block_attention(query.contiguous(), key, value, blocks), residual
         if context.group is not None and context.swaps:
             query, key, value = to_heads(context.group, query, key, value)
         spans = None if documents is None else documents.spans(offset, query.size(0))

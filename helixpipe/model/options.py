@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
     from helixpipe.model.documents import Documents
+    from helixpipe.model.kv_blocks import UnitBlocks
     from helixpipe.model.kv_store import UnitKeyValues
 
 
@@ -90,7 +91,7 @@ class UnitContext(NamedTuple):
     """Tokens of the chunk; None means up to the end of the sequence."""
     training: bool = True
     """Whether dropout is applied."""
-    keys_values: UnitKeyValues | None = None
+    keys_values: UnitKeyValues | UnitBlocks | None = None
     """The earlier chunks' keys and values; None when the chunk is all of its microbatch."""
 
     @property

@@ -148,7 +148,7 @@ class _Passing:
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, keys: Tensor, values: Tensor, ring: Ring) -> Tensor:
-        group, cut = ring.parallel.group, _Cut(query.shape)
+        group, cut = ring.parallel.group, TileViews(query.shape)
         assert group is not None
         log_sum = torch.full(
             (query.size(1), query.size(2), query.size(0)),
@@ -162,7 +162,7 @@ class _RingAttention(torch.autograd.Function):
             passing = _Passing(group, block) if number + 1 < len(ring.rounds) else None
             for tile in work:
                 q, k, v = cut.queries(query, tile), cut.keys(block[0], tile), cut.keys(block[1], tile)
-                _merge(cut, tile, output, log_sum, *ring.kernel.forward(q, k, v, tile.causal, ring.scale))
+                merge(cut, tile, output, log_sum, *ring.kernel.forward(q, k, v, tile.causal, ring.scale))
             if passing is not None:
                 block = passing.wait()
         attention = output.to(query.dtype).flatten(2)
@@ -173,7 +173,7 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, keys, values, attention, log_sum = ctx.saved_tensors
-        ring, cut = ctx.ring, _Cut(query.shape)
+        ring, cut = ctx.ring, TileViews(query.shape)
         output, gradient = (tensor.reshape(query.shape) for tensor in (attention, gradients[0]))
         query_gradient = torch.zeros_like(query, dtype=log_sum.dtype)
         block, passed = [keys, values], None
@@ -205,7 +205,7 @@ class _RingAttention(torch.autograd.Function):
         return query_gradient.to(query.dtype), key_gradient, value_gradient, None
 
 
-class _Cut(NamedTuple):
+class TileViews(NamedTuple):
     """Views [b, heads, rows, d] of what a tile has of tensors [rows, b, heads, d]."""
 
     shape: torch.Size
@@ -229,9 +229,9 @@ def _view(tensor: Tensor, sample: int | None, rows: slice) -> Tensor:
     return tensor[rows, _samples(sample)].permute(1, 2, 0, 3)
 
 
-def _merge(cut: _Cut, tile: Tile, output: Tensor, log_sum: Tensor, part: Tensor, part_sum: Tensor) -> None:
+def merge(views: TileViews, tile: Tile, output: Tensor, log_sum: Tensor, part: Tensor, part_sum: Tensor) -> None:
     """Take a tile's output and log-sum into those of all keys so far; in place."""
-    own, sums = cut.queries(output, tile), cut.sums(log_sum, tile)
+    own, sums = views.queries(output, tile), views.sums(log_sum, tile)
     merged = torch.logaddexp(sums, part_sum.to(sums.dtype))
     own.mul_(torch.exp(sums - merged)[..., None]).add_(part * torch.exp(part_sum - merged)[..., None])
     sums.copy_(merged)

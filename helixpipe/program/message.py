@@ -10,7 +10,9 @@ from helixpipe.program.program import Op, Unit
 class Message(NamedTuple):
     """What crosses ranks for one dependency: `producer` on rank `source` to `consumer` on rank `target`.
 
-    kind: `activation` (what crosses the cut between two stages) or `gradient` (its gradient, same shapes); of a shipped
+    kind: `activation` (what crosses the cut between two stages) or `gradient` (its gradient, same shapes);
+    `keys_values`, a chunk's block from the op that made it to the first op of the target that reads it, or
+    `kv_gradients`, from the last backward of the source that read it to the op that needs the sum; of a shipped
     or ring stage `weights`, whose producer and consumer are both the first op that runs with the copy, on rank
     `target`, or `weight_gradients`, where both are the last op that adds to the sum, on rank `source`.
     number: its place among the program's messages, equal on every rank.
@@ -30,6 +32,17 @@ class Message(NamedTuple):
     def ships(self) -> bool:
         """Whether it carries weights or their gradients, not what an op has made for another."""
         return self.kind in ("weights", "weight_gradients")
+
+    @property
+    def of_keys_values(self) -> bool:
+        return self.kind in ("keys_values", "kv_gradients")
+
+    @property
+    def carries(self) -> Unit:
+        """Whose it is: the stage that says what it carries, the microbatch and chunk that this is of."""
+        kind, producer, consumer = self.kind, self.producer, self.consumer
+        stage = (consumer if kind in ("activation", "keys_values") else producer).stage
+        return (consumer if kind == "kv_gradients" else producer).unit._replace(stage=stage)
 
     def __str__(self) -> str:
         return f"{self.kind} {self.producer} -> {self.consumer} (rank {self.source} -> rank {self.target})"

@@ -57,6 +57,7 @@ class Program:
     activations: of the units whose activations are not treated as their stage says.
     min_offloaded_bytes: saved tensors smaller than that stay on the device, whatever is to be offloaded.
     sharded: data-parallel ranks that have parts of each rank's weights; 1: weights are whole.
+    kv_blocks: keys and values of microbatches that run in chunks lie in a block for each chunk.
     """
 
     schedule: str
@@ -68,6 +69,7 @@ class Program:
     activations: Mapping[Unit, Activations] = field(default_factory=dict)
     min_offloaded_bytes: int = 0
     sharded: int = 1
+    kv_blocks: bool = False
 
     @property
     def num_ranks(self) -> int:

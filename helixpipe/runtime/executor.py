@@ -12,6 +12,7 @@ import torch
 
 from helixpipe.lowering.project import LoweredProgram
 from helixpipe.model.device import device
+from helixpipe.model.kv_blocks import KeyValueBlocks
 from helixpipe.model.kv_store import KeyValueStore
 from helixpipe.runtime.borrowed_weights import BorrowedWeights, ModelWithWeights
 from helixpipe.runtime.copies import make_engine
@@ -100,12 +101,17 @@ class Executor:
         self.position.end()
 
     def _begin(self, plan: PlanOnRank, step: Step, record: bool) -> StepRun:
-        self.keys_values = KeyValueStore(self._fp32_kv_gradients, getattr(self.model, "rows_apart", 1))
+        self.keys_values = self._store(plan)
         self.borrowed.begin(plan.graph)
         self.weights.begin()
         self.position.begin(plan.lowered, self.rank)
         self.last = self.step_run(self, plan, step, record)
         return self.last
+
+    def _store(self, plan: PlanOnRank) -> KeyValueStore | KeyValueBlocks:
+        if plan.program.kv_blocks:
+            return KeyValueBlocks(self._fp32_kv_gradients)
+        return KeyValueStore(self._fp32_kv_gradients, getattr(self.model, "rows_apart", 1))
 
     def _plan(self, lowered: LoweredProgram) -> PlanOnRank:
         plan = self._plans.get(id(lowered))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from helixpipe.costs.piece_kinds import KINDS
 from helixpipe.costs.saved import staying
+from helixpipe.lowering.passes.spread_rows import makes_blocks
 from helixpipe.lowering.project import Action, Instruction, LoweredProgram
 from helixpipe.model import Microbatch, UnitContext
 from helixpipe.model.linear import WeightGradients
@@ -75,7 +76,9 @@ class PlannedOp(NamedTuple):
     `Graph`). leaves: whether a message carries away what it gives. first, last: whether its stage is the model's first,
     its last. borrowed: whether it runs with a copy of its stage's weights. completes: whether nothing adds to the
     gradients of its stage's weights, which are here, after it. keeps, scatters: see `StageWeights.release`. offloading:
-    of an F, what of its unit leaves the device.
+    of an F, what of its unit leaves the device. drops: of blocks of keys and values, the first rows of those that
+    nobody needs after it. makes_blocks: the layer whose block its stage makes for the next one's attention, -1 if that
+    makes its own.
     """
 
     op: Op
@@ -96,6 +99,8 @@ class PlannedOp(NamedTuple):
     keeps: bool = False
     scatters: bool = False
     offloading: Offloading | None = None
+    drops: tuple[int, ...] = ()
+    makes_blocks: int = -1
 
 
 class Incoming(NamedTuple):
@@ -170,7 +175,20 @@ class PlanOnRank:
             keeps=self.program.sharded > 1 and "gathered" not in self._kinds(graph.frees[task]),
             scatters="made_gradients" in self._kinds(graph.writes[task]),
             offloading=self._offloading(op),
+            drops=tuple(
+                sum(tokens[: buffer.chunk])
+                for buffer in map(graph.buffers.__getitem__, graph.frees[task])
+                if buffer.kind == "keys_values" and buffer.chunk >= 0
+            ),
+            makes_blocks=self._makes_blocks.get(op.stage, -1),
         )
+
+    @cached_property
+    def _makes_blocks(self) -> dict[int, int]:
+        """Stages that make the blocks of the attention behind them, with its layer."""
+        stages = self.program.stages
+        spread = {message.consumer.stage for message in self.graph.messages if message.kind == "keys_values"}
+        return {stage - 1: stages[stage].pieces[0].layer for stage in spread if makes_blocks(stages, stage)}
 
     def _kinds(self, buffers: Sequence[int]) -> list[str]:
         return [self.graph.buffers[number].kind for number in buffers]
@@ -209,13 +227,26 @@ class PlanOnRank:
     def _payload(self, message: Message, model: Model, step: Step) -> tuple[tuple[torch.Size, ...], torch.dtype]:
         """Shapes and type of an activation or gradient. A gradient has the shapes of what it is the gradient of: what
         crossed the cut after the consumer's stage."""
+        carried = message.carries
         stage = message.producer.stage if message.kind == "activation" else message.consumer.stage
+        length = self._workload(step.seq_length).tokens(carried.microbatch)[carried.chunk]
+        if message.of_keys_values:
+            layers = self.layers(carried.stage)
+            _, key, value, _ = model.payload_shapes(Piece("qkv", layers[0]), step.micro_batch_size, length)
+            return (key, value) * len(layers), model.payload_dtype
         after = self.program.stages[stage].pieces[-1]
-        length = self._workload(step.seq_length).tokens(message.producer.microbatch)[message.producer.chunk]
-        key = after, step.micro_batch_size, length
-        if key not in self._shapes:
-            self._shapes[key] = model.payload_shapes(*key)
-        return self._shapes[key], model.payload_dtype
+        place = after, step.micro_batch_size, length
+        if place not in self._shapes:
+            self._shapes[place] = model.payload_shapes(*place)
+        return self._shapes[place], model.payload_dtype
+
+    def layers(self, stage: int) -> list[int]:
+        """Those whose attention is in a stage."""
+        return [piece.layer for piece in self.program.stages[stage].pieces if piece.kind == "attn"]
+
+    def first_row(self, unit: Unit, seq_length: int) -> int:
+        """Of a unit's chunk in its microbatch."""
+        return sum(self._workload(seq_length).tokens(unit.microbatch)[: unit.chunk])
 
     def where(self, index: int) -> str:
         """A failing instruction among its neighbours."""

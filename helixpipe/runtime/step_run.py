@@ -17,8 +17,10 @@ from helixpipe.common.errors import UserError
 from helixpipe.lowering.project import Action, Instruction
 from helixpipe.model import Microbatch, UnitContext
 from helixpipe.model.device import device
+from helixpipe.model.kv_blocks import KeyValueBlocks, UnitBlocks
 from helixpipe.model.kv_store import KeyValueStore, UnitKeyValues
 from helixpipe.program.stages import Piece
+from helixpipe.runtime.block_transfers import BlockTransfers
 from helixpipe.runtime.borrowed_weights import BorrowedWeights
 from helixpipe.runtime.offload import KeepsConstants, Offloader, StepCopies, UnitSaving
 from helixpipe.runtime.recording import Clock, Recorder
@@ -48,7 +50,7 @@ class OnRank(Protocol):
     position: Position
     run_ahead: RunAhead | None
     offloader: Offloader | None
-    keys_values: KeyValueStore
+    keys_values: KeyValueStore | KeyValueBlocks
 
 
 class StepRun:
@@ -61,6 +63,7 @@ class StepRun:
         self.buffers: dict[int, Any] = {}
         self.receipts: dict[int, Receipt] = {}
         self.losses: list[LossSum] = []
+        self.blocks = BlockTransfers(executor.keys_values, plan, step)
         self.recorder = Recorder(Clock(device())) if record else None
         self._actions: dict[Action, Callable[[Any], None]] = {
             Action.RECV: self._receive,
@@ -117,6 +120,8 @@ class StepRun:
         assert message is not None
         if isinstance(subject, Incoming):
             shapes, dtype = subject.shapes, subject.dtype
+            if message.kind == "kv_gradients":
+                dtype = self.blocks.gradient_type(dtype)
         else:
             size, dtype = self.borrowed.payload(message)
             shapes = (size,)
@@ -131,6 +136,8 @@ class StepRun:
             tensors = self.receipts.pop(message.number).wait()
             if message.kind == "weight_gradients":
                 self.borrowed.add(message, tensors[0])
+            elif message.of_keys_values:
+                self.blocks.take_in(message, tensors)
             else:
                 self.buffers[self.graph.targets[message.number]] = tensors
         if self.recorder is not None:
@@ -149,6 +156,8 @@ class StepRun:
             tensors: tuple[Tensor, ...] = (self.borrowed.pack(message.producer.stage),)
         elif message.kind == "weight_gradients":
             tensors = (self.borrowed.take_sum(message),)
+        elif message.of_keys_values:
+            tensors = self.blocks.carried(message)
         else:
             tensors, since = self.buffers.pop(self.graph.sources[message.number])
         self.transport.send(tensors, message.target, message.number, since)
@@ -202,7 +211,9 @@ class StepRun:
             outputs = self._run_pieces(op, op.pieces, state)
             if (keys_values := self._keys_values(op)) is not None:
                 keys_values.release()
+            self.blocks.make(op, outputs)
             self._give(op, outputs)
+            self.blocks.drop(op)
             return
         graphs: list[SegmentGraph] = []
         saving = UnitSaving(op.offloading) if op.offloading is not None else None
@@ -220,6 +231,7 @@ class StepRun:
                 graph.roots = roots(inputs, outputs)
             graphs.append(graph)
             state = outputs
+        self.blocks.make(op, outputs)
         self._give(op, outputs)
         given = [tensor.detach() for tensor in outputs] if saving is not None else []  # one may be a residual that goes
         for each in graphs:
@@ -262,6 +274,7 @@ class StepRun:
         graphs: list[SegmentGraph] = self.buffers[op.saved]
         gradients: tuple[Tensor, ...]
         gradients = (self.step.root_gradient(op.op.microbatch),) if op.last else self.buffers.pop(op.takes)
+        gradients = self.blocks.with_others(op, gradients)
         while graphs:
             graph = graphs.pop()
             if graph.segment.inputs_again and graphs[-1].roots is None:
@@ -271,6 +284,7 @@ class StepRun:
             gradients = self._through(op, graph, gradients)
         if not op.first:
             self._deliver(op, gradients)
+        self.blocks.drop(op)
 
     def _through(self, op: PlannedOp, graph: SegmentGraph, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """From the gradients of a segment's outputs to those of its inputs."""
@@ -330,7 +344,7 @@ class StepRun:
         """What holds the weights of the op's stage here."""
         return cast(Model, self.borrowed.shell) if op.borrowed else self.executor.model
 
-    def _keys_values(self, op: PlannedOp) -> UnitKeyValues | None:
+    def _keys_values(self, op: PlannedOp) -> UnitKeyValues | UnitBlocks | None:
         """Of the op's microbatch, where that runs in several chunks."""
         if op.row_length is None:
             return None

@@ -97,7 +97,7 @@ class Sweep:
             if action is run:
                 self.run(task)
             elif message is not None:
-                if action is not wait or message.ships:  # what is waited for has its place since its RECV
+                if action is not wait or message.ships or message.of_keys_values:  # others have their place since RECV
                     self.transfer(action, message.kind, message.number, task)
             elif action is free:
                 for number in frees[task]:
@@ -152,7 +152,7 @@ class Sweep:
                 self.free(each)
         elif action is Action.FREE or (action is Action.WAIT and kind == "weight_gradients"):
             self.free(graph.targets[number])
-        elif action is Action.WAIT and kind == "weights":
+        elif action is Action.WAIT:  # of weights, keys and values: from now on no message
             self.free(graph.targets[number])
             self.take(graph.targets[number])
 

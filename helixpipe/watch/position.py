@@ -242,6 +242,9 @@ def _in_program(lowered: LoweredProgram, pp_rank: int, index: int, peers: Peers,
 def _cargo(message: Message) -> str:
     if message.kind in ("weights", "weight_gradients"):
         return f"the {message.kind.replace('_', ' ')} of stage {message.producer.stage}"
+    if message.of_keys_values:
+        gradients = "gradients of the " if message.kind == "kv_gradients" else ""
+        return f"the {gradients}keys and values of {Op('F', *message.carries)}"
     return f"the {message.kind} of {message.producer}"
 
 

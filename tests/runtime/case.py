@@ -27,6 +27,7 @@ from helixpipe.program.stages import Piece, Stage, even_stages, model_pieces
 from helixpipe.program.text import parse_rows
 from schedules import Shape, build
 from schedules.helix import HelixOptions
+from schedules.sppo import SppoOptions
 from schedules.weipipe import WeipipeOptions
 from tests.lowering.offloads import offloading_program
 from tests.model.common import (
@@ -79,6 +80,10 @@ class Case:
     """Seed of what is offloaded, at random, with copies that come late; None: nothing."""
     documents: int | None = None
     """Seed of the documents that every sample is made of; None: each is one. Of `ragged` the documents of its rows."""
+    blocks: bool = False
+    """Keys and values in a block for each chunk."""
+    multiplex: str = "off"
+    """Of sppo: at which ends ranks help each other."""
     cp: int = 1
     """Context-parallel ranks."""
     cp_comm_type: str = "a2a"
@@ -106,6 +111,8 @@ class Case:
             + [f"offload{self.offload}"] * (self.offload is not None)
             + ["again"] * self.again
             + [f"documents{self.documents}"] * (self.documents is not None)
+            + ["blocks"] * self.blocks
+            + [f"multiplex-{self.multiplex}"] * (self.multiplex != "off")
             + [f"cp{self.cp}-{self.cp_comm_type}"] * (self.cp > 1)
             + [str(self.dtype).removeprefix("torch.")] * (self.dtype is not torch.float64)
         )
@@ -132,6 +139,8 @@ class Case:
             return self._changed(ragged_program(self.pp, self.layers))
         if self.schedule == "helix":
             options = HelixOptions(self.folds, cast(Any, self.ship), False, helix_spread_head=self.spread)
+        if self.multiplex != "off":
+            options = SppoOptions(sppo_multiplex=cast(Any, self.multiplex))
         program = build(self.schedule, shape, options)
         if self.cut_after:
             chain = model_pieces(self.layers)
@@ -144,6 +153,7 @@ class Case:
             program = replace(program, ranks=tuple(_split(ops) for ops in program.ranks))
         if self.recompute.granularity is not None:
             program = replace(program, stages=self.recompute.stages(program.stages))
+        program = replace(program, kv_blocks=program.kv_blocks or self.blocks)
         program = place_early(program, unit_costs()) if self.recompute.recompute_early else program
         return program if self.offload is None else offloading_program(program, self.offload)
 

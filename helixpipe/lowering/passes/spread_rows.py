@@ -1,0 +1,114 @@
+"""Keys and values of a row whose chunks run on several ranks: messages that bring blocks and take gradients back.
+
+A chunk's block (`Program.kv_blocks`) is made on the rank that runs the chunk. Every other rank that runs a later chunk
+of the row in this stage gets it in a message, keeps it for all its chunks, and sums up its share of the gradients; when
+its last backward has run, the first of its later chunks', the sum goes back in a message and into the chunk's own.
+
+Where attention is a stage of its own, the block is made by the stage before, which computes it, and its gradient needed
+by that one's backward. So ranks that run chunks of a row at the same time wait for each other's keys and values, and
+not for each other's attention. That is how multiplexed chunks (Chen et al., SPPO, arXiv 2503.10377, section 6) run here.
+
+Theorem. Messages make no order of ops impossible that was possible without: as an op of the row waits for all chunks
+before it anyway (for those of its own rank; a message waits for nothing but the op that makes what it carries), put
+each message right behind that op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from helixpipe.lowering.graph import Draft
+from helixpipe.program.message import Message
+from helixpipe.program.stages import Stage
+from helixpipe.program.tasks import Buffer
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Tasks of a row's chunks in a stage with attention, in the row's order.
+
+    makers: that make the block, the chunk's forward in the stage or in the one before. forwards, backwards: attention's
+    own. takers: that need the sum of what other ranks have of the block's gradients. ranks: of each chunk.
+    """
+
+    makers: list[int]
+    forwards: list[int]
+    backwards: list[int]
+    takers: list[int]
+    ranks: list[int]
+
+    def later(self, chunk: int, rank: int) -> list[int]:
+        """The chunks after one that a rank runs."""
+        return [other for other in range(chunk + 1, len(self.ranks)) if self.ranks[other] == rank]
+
+
+def makes_blocks(stages: Sequence[Stage], stage: int) -> bool:
+    """Whether the blocks of a stage's attention are made by the stage before, which ends with what computes them."""
+    return stages[stage].pieces[0].kind == "attn" and stages[stage - 1].pieces[-1].kind == "qkv"
+
+
+def spread(draft: Draft, stage: int, places: Sequence[tuple[int, int]]) -> None:
+    """Add the blocks, messages and sums of one row in one stage. places: the (microbatch, chunk) of the row."""
+    row = _row(draft, stage, places)
+    for rank in sorted(set(row.ranks)):
+        own = [chunk for chunk, home in enumerate(row.ranks) if home == rank]
+        for before, after in pairwise(own):
+            draft.wait(row.forwards[after], row.makers[before])
+            if row.backwards:
+                draft.wait(row.backwards[before], row.backwards[after])
+    for chunk in range(len(row.ranks)):
+        _block(draft, stage, row, chunk)
+
+
+def _row(draft: Draft, stage: int, places: Sequence[tuple[int, int]]) -> _Row:
+    units = [draft.unit(stage, *place) for place in places]
+    forwards = [draft.forward[unit] for unit in units]
+    ranks = [draft.graph.ranks[task] for task in forwards]
+    training = not draft.program.forward_only
+    backwards = [draft.backward[unit] for unit in units] if training else []
+    if not makes_blocks(draft.program.stages, stage):
+        return _Row(forwards, forwards, backwards, backwards, ranks)
+    before = [unit - draft.per_stage for unit in units]
+    makers = [draft.forward[unit] for unit in before]
+    takers = [draft.backward[unit] for unit in before] if training else []
+    return _Row(makers, forwards, backwards, takers, ranks)
+
+
+def _block(draft: Draft, stage: int, row: _Row, chunk: int) -> None:
+    graph, home, training = draft.graph, row.ranks[chunk], bool(row.backwards)
+    op = graph.ops[row.forwards[chunk]]
+    block = Buffer("keys_values", home, stage, op.microbatch, op.chunk)
+    made = draft.buffer(block, row.makers[chunk], (), row.backwards[chunk] if training else -1)
+    for rank in sorted({rank for rank in row.ranks[chunk + 1 :]}):
+        later = row.later(chunk, rank)
+        first, last = later[0], later[-1]
+        if rank != home:
+            reader = row.forwards[first]
+            message = _message(draft, "keys_values", row.makers[chunk], reader, made)
+            freed_by = row.backwards[first] if training else -1
+            there = draft.buffer(block._replace(rank=rank), message, (reader,), freed_by)
+            graph.targets[message - graph.num_ops] = there
+        if not training:
+            continue
+        sums = block._replace(kind="kv_gradients", rank=rank)
+        if rank == home:
+            draft.buffer(sums, row.backwards[last], (), row.backwards[chunk])
+            continue
+        taker = row.takers[chunk]
+        number = draft.buffer(sums, row.backwards[last])
+        message = _message(draft, "kv_gradients", row.backwards[first], taker, number)
+        graph.frees[message] += (number,)
+        graph.targets[message - graph.num_ops] = draft.buffer(sums._replace(rank=home), message, (taker,), taker)
+
+
+def _message(draft: Draft, kind: str, producer: int, consumer: int, source: int) -> int:
+    """Add a message from one op to another that carries a buffer; returns its task."""
+    graph = draft.graph
+    ends = graph.ops[producer], graph.ops[consumer]
+    message = Message(len(graph.messages), kind, *ends, graph.ranks[producer], graph.ranks[consumer])
+    task = draft.transfer(message)
+    graph.sources[message.number] = source
+    draft.wait(task, producer)
+    return task

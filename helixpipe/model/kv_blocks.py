@@ -1,0 +1,174 @@
+"""Keys and values of a microbatch that runs chunk by chunk, in a block for each chunk and layer.
+
+Where one buffer for all rows (`kv_store`) is there from the first forward to the last backward, a block is made by its
+chunk's forward, or comes from the rank that made it, and goes when the last backward that reads it here has run; the
+sums of its gradients are made by the first backward that adds to them, and go into the chunk's own. Attention reads
+blocks one by one (`block_attention`), so no graph keeps any of them.
+
+When a block goes the program's graph says: see `lowering.passes.keys_values`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Pair = tuple[Tensor, Tensor]
+"""Of keys and of values, each [rows, b, groups, d]."""
+
+
+class Block(NamedTuple):
+    """first: its first row in the microbatch."""
+
+    first: int
+    key: Tensor
+    value: Tensor
+
+
+class KeyValueBlocks:
+    """Those of one pipeline rank. fp32_gradients: sum gradients in float32 where keys and values are of half
+    precision."""
+
+    def __init__(self, fp32_gradients: bool = False):
+        self._fp32_gradients = fp32_gradients
+        self._blocks: dict[tuple[int, int], dict[int, Pair]] = {}  # (microbatch, layer) -> first row -> block
+        self._gradients: dict[tuple[int, int, int], Pair] = {}  # (microbatch, layer, first row)
+        self._bytes = 0
+        self._peak = 0
+
+    def unit(self, microbatch: int, offset: int, length: int, seq_length: int) -> UnitBlocks:
+        """The blocks as one chunk sees them, whose `length` tokens begin at `offset`."""
+        return UnitBlocks(self, microbatch, offset, length)
+
+    def bytes_alive(self) -> int:
+        """Bytes of all blocks and sums of gradients now."""
+        return self._bytes
+
+    def peak_bytes(self) -> int:
+        """The most that `bytes_alive` ever was."""
+        return self._peak
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All that are there now."""
+        for blocks in self._blocks.values():
+            for pair in blocks.values():
+                yield from pair
+        for pair in self._gradients.values():
+            yield from pair
+
+    def put(self, microbatch: int, layer: int, first: int, key: Tensor, value: Tensor) -> Pair:
+        """The block from that row on: the one that is there, else these, which from now on are the store's."""
+        blocks = self._blocks.setdefault((microbatch, layer), {})
+        if first not in blocks:
+            blocks[first] = key, value
+            self._count(key.nbytes + value.nbytes)
+        return blocks[first]
+
+    def get(self, microbatch: int, layer: int, first: int) -> Pair:
+        """Raises RuntimeError when it is not there."""
+        block = self._blocks.get((microbatch, layer), {}).get(first)
+        if block is None:
+            raise RuntimeError(f"no keys and values of microbatch {microbatch} from row {first} on in layer {layer}")
+        return block
+
+    def before(self, microbatch: int, layer: int, row: int) -> list[Block]:
+        """The blocks of all rows before one, in their order. Raises RuntimeError when one is missing."""
+        found, end = [], 0
+        for first, (key, value) in sorted(self._blocks.get((microbatch, layer), {}).items()):
+            if first >= row:
+                break
+            if first != end:
+                break
+            found.append(Block(first, key, value))
+            end = first + key.size(0)
+        if end != row:
+            raise RuntimeError(f"tokens {end} to {row - 1} must run before those from {row} on")
+        return found
+
+    def drop(self, microbatch: int, layers: Sequence[int], first: int) -> None:
+        """Let go of a block in some layers."""
+        for layer in layers:
+            blocks = self._blocks[microbatch, layer]
+            self._count(-sum(tensor.nbytes for tensor in blocks.pop(first)))
+            if not blocks:
+                del self._blocks[microbatch, layer]
+
+    def gradient_type(self, dtype: torch.dtype) -> torch.dtype:
+        """Of the sums of gradients of keys and values of a type."""
+        return torch.promote_types(dtype, torch.float32) if self._fp32_gradients else dtype
+
+    def gradients(self, microbatch: int, layer: int, first: int) -> Pair:
+        """The sums of a block's gradients, zero if nothing has been added yet."""
+        place = microbatch, layer, first
+        if place not in self._gradients:
+            key, value = self.get(*place)
+            self._make(place, torch.zeros_like(key, dtype=self.gradient_type(key.dtype)),
+                       torch.zeros_like(value, dtype=self.gradient_type(value.dtype)))  # fmt: skip
+        return self._gradients[place]
+
+    def add_gradients(self, microbatch: int, layer: int, first: int, key: Tensor, value: Tensor) -> None:
+        """Add sums that another rank has made; the tensors are the store's from now on."""
+        place = microbatch, layer, first
+        if place in self._gradients:
+            for total, more in zip(self._gradients[place], (key, value), strict=True):
+                total.add_(more)
+        else:
+            self._make(place, key, value)
+
+    def take_gradients(self, microbatch: int, layer: int, first: int) -> Pair | None:
+        """The sums of a block's gradients, which leave the store; None if there are none."""
+        pair = self._gradients.pop((microbatch, layer, first), None)
+        if pair is not None:
+            self._count(-sum(tensor.nbytes for tensor in pair))
+        return pair
+
+    def _make(self, place: tuple[int, int, int], key: Tensor, value: Tensor) -> None:
+        self._gradients[place] = key, value
+        self._count(key.nbytes + value.nbytes)
+
+    def _count(self, nbytes: int) -> None:
+        self._bytes += nbytes
+        self._peak = max(self._peak, self._bytes)
+
+
+class UnitBlocks(NamedTuple):
+    """Keys and values of a microbatch as one chunk sees them, in all layers of a pipeline rank."""
+
+    store: KeyValueBlocks
+    microbatch: int
+    offset: int
+    length: int
+
+    def keep(self, layer: int, key: Tensor, value: Tensor) -> Pair:
+        """The chunk's block of a layer, made of these if it is not there yet: recomputed ones must equal those that
+        later chunks have seen. A leaf that is given loses its memory for the block's. Raises RuntimeError for tensors
+        of another length."""
+        if key.size(0) != self.length or value.size(0) != self.length:
+            raise RuntimeError(f"{self.length} keys and values were expected, not {key.size(0)} and {value.size(0)}")
+        if self.offset in self.store._blocks.get((self.microbatch, layer), {}):
+            block = self.store.get(self.microbatch, layer, self.offset)
+        else:
+            both = torch.stack((key.detach(), value.detach()))  # so a leaf that has this memory has not all of a storage
+            block = self.store.put(self.microbatch, layer, self.offset, both[0], both[1])
+        for tensor, kept in zip((key, value), block, strict=True):
+            if tensor.is_leaf and tensor.requires_grad:
+                tensor.data = kept.data
+        return block
+
+    def blocks(self, layer: int) -> list[Block]:
+        """Those of all rows before the chunk, then its own."""
+        own = self.store.get(self.microbatch, layer, self.offset)
+        return [*self.store.before(self.microbatch, layer, self.offset), Block(self.offset, *own)]
+
+    def roots(self, layers: Sequence[int]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """A backward has no more roots: attention's own takes what later chunks have summed up."""
+        return (), ()
+
+    def finish(self, layers: Sequence[int]) -> None:
+        """What goes after a backward the graph says."""
+
+    def release(self) -> None:
+        """The same of a forward in evaluation."""

@@ -1,0 +1,68 @@
+"""Blocks of keys and values in a step: made for other ranks, sent and taken in, let go of when the graph says so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from helixpipe.model.kv_blocks import KeyValueBlocks
+from helixpipe.model.kv_store import KeyValueStore
+from helixpipe.program.message import Message
+from helixpipe.runtime.step import PlannedOp, PlanOnRank, Step
+
+
+class BlockTransfers:
+    """Of one step on one rank; without blocks there is nothing to do."""
+
+    def __init__(self, store: KeyValueStore | KeyValueBlocks, plan: PlanOnRank, step: Step):
+        self._any_store, self._plan, self._step = store, plan, step
+
+    @property
+    def _store(self) -> KeyValueBlocks:
+        assert isinstance(self._any_store, KeyValueBlocks)
+        return self._any_store
+
+    def gradient_type(self, dtype: torch.dtype) -> torch.dtype:
+        """Of the sums of gradients of keys and values of a type."""
+        return self._store.gradient_type(dtype)
+
+    def carried(self, message: Message) -> tuple[Tensor, ...]:
+        """What a message takes to another rank; sums of gradients leave the store."""
+        get = self._store.get if message.kind == "keys_values" else self._store.take_gradients
+        return tuple(tensor for place in self._places(message) for tensor in get(*place) or ())
+
+    def take_in(self, message: Message, tensors: Sequence[Tensor]) -> None:
+        """What a message has brought."""
+        put = self._store.put if message.kind == "keys_values" else self._store.add_gradients
+        for number, place in enumerate(self._places(message)):
+            put(*place, tensors[2 * number], tensors[2 * number + 1])
+
+    def _places(self, message: Message) -> list[tuple[int, int, int]]:
+        """The (microbatch, layer, first row) of the blocks, or sums of gradients, that a message carries."""
+        unit = message.carries
+        first = self._plan.first_row(unit, self._step.seq_length)
+        return [(unit.microbatch, layer, first) for layer in self._plan.layers(unit.stage)]
+
+    def make(self, op: PlannedOp, outputs: tuple[Tensor, ...]) -> None:
+        """Of the keys and values that an F has computed for the attention of the next stage, which other ranks wait
+        for."""
+        if op.makes_blocks >= 0 and op.row_length is not None:
+            unit = self._store.unit(op.op.microbatch, op.offset, op.length, op.row_length)
+            unit.keep(op.makes_blocks, outputs[1].detach(), outputs[2].detach())
+
+    def with_others(self, op: PlannedOp, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The gradients of what such an F has computed, with what other ranks have summed up."""
+        if op.makes_blocks < 0:
+            return gradients
+        sums = self._store.take_gradients(op.op.microbatch, op.makes_blocks, op.offset)
+        if sums is None:
+            return gradients
+        query, key, value, residual = gradients
+        return query, key + sums[0].to(key.dtype), value + sums[1].to(value.dtype), residual
+
+    def drop(self, op: PlannedOp) -> None:
+        """Let go of the blocks that nobody needs after the op."""
+        for first in op.drops:
+            self._store.drop(op.op.microbatch, self._plan.layers(op.op.stage), first)
