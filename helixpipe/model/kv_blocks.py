@@ -96,6 +96,12 @@ class KeyValueBlocks:
             if not blocks:
                 del self._blocks[microbatch, layer]
 
+    def clear(self) -> None:
+        """Let go of all."""
+        self._blocks.clear()
+        self._gradients.clear()
+        self._bytes = 0
+
     def gradient_type(self, dtype: torch.dtype) -> torch.dtype:
         """Of the sums of gradients of keys and values of a type."""
         return torch.promote_types(dtype, torch.float32) if self._fp32_gradients else dtype

@@ -189,6 +189,8 @@ class Layer(MegatronModule):
         is a view, since attention saves it and with it the memory of the key and value beside it.
         """
         context, chunked = self._context, keys_values is not None
+        if isinstance(keys_values, UnitBlocks) and (context.size > 1 or (training and self.config.attention_dropout)):
+            raise UserError("keys and values in blocks go without context parallelism and attention dropout.")
         if context.rings:
             return self._ring(query, key, value, offset, keys_values, documents), residual
         if isinstance(keys_values, UnitBlocks):

@@ -202,6 +202,8 @@ class Catalogue(Mapping[str, Schedule]):
     def offloaded(self, name: str, program: Program, shape: Shape) -> Program:
         """The program of a schedule or file with what its shape says is offloaded."""
         costs, options = shape.costs or unit_costs(), shape.offload
+        if options.kv_blocks:
+            program = replace(program, kv_blocks=True)
         if options.offload_activations is None and name in self and self[name].offloads:
             options = replace(options, offload_activations="auto")
         if not options.auto:

@@ -62,6 +62,11 @@ class OffloadOptions:
     min_offloaded_tensor_size: int = option(
         1024 * 1024, "Saved tensors of fewer elements stay on the device.", metavar="ELEMENTS", at_least=0
     )
+    kv_blocks: bool = option(
+        False,
+        "Keep keys and values of a sequence in chunks, and the sums of their gradients, in a block for each chunk that "
+        "goes when its backward has run; attention runs block by block.",
+    )
 
     @property
     def auto(self) -> bool:

@@ -62,6 +62,11 @@ class BlockTransfers:
         query, key, value, residual = gradients
         return query, key + sums[0].to(key.dtype), value + sums[1].to(value.dtype), residual
 
+    def end(self) -> None:
+        """Of the step. In an evaluation others may still need the blocks of chunks on several ranks until then."""
+        if self._plan.program.forward_only and isinstance(self._any_store, KeyValueBlocks):
+            self._any_store.clear()
+
     def drop(self, op: PlannedOp) -> None:
         """Let go of the blocks that nobody needs after the op."""
         for first in op.drops:

@@ -78,6 +78,7 @@ class Executor:
                     run.execute(range(opening))
             run.execute(range(opening, len(plan.stream)))
         self._finish(len(plan.stream))
+        run.blocks.end()
         return run.losses, self._record(run)
 
     def close(self) -> None:

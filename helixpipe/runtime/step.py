@@ -13,7 +13,6 @@ from torch import Tensor
 
 from helixpipe.costs.piece_kinds import KINDS
 from helixpipe.costs.saved import staying
-from helixpipe.lowering.passes.spread_rows import makes_blocks
 from helixpipe.lowering.project import Action, Instruction, LoweredProgram
 from helixpipe.model import Microbatch, UnitContext
 from helixpipe.model.linear import WeightGradients
@@ -77,8 +76,8 @@ class PlannedOp(NamedTuple):
     its last. borrowed: whether it runs with a copy of its stage's weights. completes: whether nothing adds to the
     gradients of its stage's weights, which are here, after it. keeps, scatters: see `StageWeights.release`. offloading:
     of an F, what of its unit leaves the device. drops: of blocks of keys and values, the first rows of those that
-    nobody needs after it. makes_blocks: the layer whose block its stage makes for the next one's attention, -1 if that
-    makes its own.
+    nobody needs after it. makes_blocks: the layer of the next stage's attention, if an F makes its block, or
+    sums of that one's gradients come from other ranks; else -1.
     """
 
     op: Op
@@ -180,15 +179,15 @@ class PlanOnRank:
                 for buffer in map(graph.buffers.__getitem__, graph.frees[task])
                 if buffer.kind == "keys_values" and buffer.chunk >= 0
             ),
-            makes_blocks=self._makes_blocks.get(op.stage, -1),
+            makes_blocks=self._makes_blocks(op, task),
         )
 
-    @cached_property
-    def _makes_blocks(self) -> dict[int, int]:
-        """Stages that make the blocks of the attention behind them, with its layer."""
-        stages = self.program.stages
-        spread = {message.consumer.stage for message in self.graph.messages if message.kind == "keys_values"}
-        return {stage - 1: stages[stage].pieces[0].layer for stage in spread if makes_blocks(stages, stage)}
+    def _makes_blocks(self, op: Op, task: int) -> int:
+        for number in self.graph.writes[task] if op.kind == "F" else self.graph.frees[task]:
+            buffer = self.graph.buffers[number]
+            if buffer.kind in ("keys_values", "kv_gradients") and buffer.stage == op.stage + 1:
+                return self.program.stages[buffer.stage].pieces[0].layer
+        return -1
 
     def _kinds(self, buffers: Sequence[int]) -> list[str]:
         return [self.graph.buffers[number].kind for number in buffers]

@@ -75,7 +75,8 @@ def one_rank(rng: Random, m: int) -> Program:
     )
     ends = [*sorted(rng.sample(range(1, SEQUENCE), rng.choice((0, 0, 1, 2)))), SEQUENCE]
     lengths = tuple(end - start for start, end in pairwise([0, *ends]))
-    empty = Program("random", stages, ((),), uniform(m, len(lengths), lengths if len(lengths) > 1 else None))
+    workload = uniform(m, len(lengths), lengths if len(lengths) > 1 else None)
+    empty = Program("random", stages, ((),), workload, kv_blocks=rng.random() < 0.4)
     ops = set()
     for stage, each in enumerate(stages):
         for microbatch in range(m):

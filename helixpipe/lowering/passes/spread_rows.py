@@ -6,7 +6,7 @@ its last backward has run, the first of its later chunks', the sum goes back in 
 
 Where attention is a stage of its own, the block is made by the stage before, which computes it, and its gradient needed
 by that one's backward. So ranks that run chunks of a row at the same time wait for each other's keys and values, and
-not for each other's attention. That is how multiplexed chunks (Chen et al., SPPO, arXiv 2503.10377, section 6) run here.
+not for each other's attention. In an evaluation blocks are there until its end. That is how multiplexed chunks (Chen et al., SPPO, arXiv 2503.10377, section 6) run here.
 
 Theorem. Messages make no order of ops impossible that was possible without: as an op of the row waits for all chunks
 before it anyway (for those of its own rank; a message waits for nothing but the op that makes what it carries), put
@@ -21,7 +21,6 @@ from itertools import pairwise
 
 from helixpipe.lowering.graph import Draft
 from helixpipe.program.message import Message
-from helixpipe.program.stages import Stage
 from helixpipe.program.tasks import Buffer
 
 
@@ -44,11 +43,6 @@ class _Row:
         return [other for other in range(chunk + 1, len(self.ranks)) if self.ranks[other] == rank]
 
 
-def makes_blocks(stages: Sequence[Stage], stage: int) -> bool:
-    """Whether the blocks of a stage's attention are made by the stage before, which ends with what computes them."""
-    return stages[stage].pieces[0].kind == "attn" and stages[stage - 1].pieces[-1].kind == "qkv"
-
-
 def spread(draft: Draft, stage: int, places: Sequence[tuple[int, int]]) -> None:
     """Add the blocks, messages and sums of one row in one stage. places: the (microbatch, chunk) of the row."""
     row = _row(draft, stage, places)
@@ -68,12 +62,12 @@ def _row(draft: Draft, stage: int, places: Sequence[tuple[int, int]]) -> _Row:
     ranks = [draft.graph.ranks[task] for task in forwards]
     training = not draft.program.forward_only
     backwards = [draft.backward[unit] for unit in units] if training else []
-    if not makes_blocks(draft.program.stages, stage):
-        return _Row(forwards, forwards, backwards, backwards, ranks)
-    before = [unit - draft.per_stage for unit in units]
-    makers = [draft.forward[unit] for unit in before]
-    takers = [draft.backward[unit] for unit in before] if training else []
-    return _Row(makers, forwards, backwards, takers, ranks)
+    stages, before = draft.program.stages, [unit - draft.per_stage for unit in units]
+    if stages[stage].pieces[0].kind == "attn" and stages[stage - 1].pieces[-1].kind == "qkv":
+        makers = [draft.forward[unit] for unit in before]
+        if [draft.graph.ranks[task] for task in makers] == ranks:
+            return _Row(makers, forwards, backwards, [draft.backward[unit] for unit in before * training], ranks)
+    return _Row(forwards, forwards, backwards, backwards, ranks)
 
 
 def _block(draft: Draft, stage: int, row: _Row, chunk: int) -> None:

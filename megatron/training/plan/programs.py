@@ -94,10 +94,23 @@ def check_program(config: Config, plans: Plans[int]) -> None:
     program = plans.plan(full_batch(config)).program
     if (reason := untrainable(program)) is not None:
         raise ProgramError(reason)
+    if program.kv_blocks:
+        _check_blocks(config)
     if not config.data.variable_seq_lengths:
         workload = program.workload.in_tokens(config.model.seq_length or 1)  # refuses chunks that are not the sequence
         _check_lengths(config, {length for number in range(len(workload)) for length in workload.tokens(number)})
     _check_host(config, plans.plan(full_batch(config)))
+
+
+def _check_blocks(config: Config) -> None:
+    """Raise UserError for what attention to keys and values in blocks cannot do."""
+    flag = "--kv-blocks" if config.offload.kv_blocks else "keys and values in blocks"
+    for other, value, valid in (
+        ("--context-parallel-size", config.parallel.context_parallel_size, 1),
+        ("--attention-dropout", config.model.attention_dropout, 0),
+    ):
+        if value != valid:
+            raise UserError(f"{flag} cannot be had with {other} {value:g}; give {valid}, or leave {flag} out.")
 
 
 def _check_lengths(config: Config, lengths: Collection[float]) -> None:
