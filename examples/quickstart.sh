@@ -106,3 +106,13 @@ print(f"  curves       .venv/bin/tensorboard --logdir {run / 'tensorboard'}")
 if loss > 0.9 * unigram and int((run / "checkpoints/latest_checkpointed_iteration.txt").read_text()) >= 100:
     sys.exit("quickstart: the loss is not clearly below the unigram entropy: something is wrong")
 PYTHON
+
+# What the model writes by now, and what the schedule is worth here.
+echo
+echo "quickstart: ten lines that the model wrote"
+"$python" tools/generate.py --load "$RUN/checkpoints" --prompt "    def " --max-new-tokens 500 --temperature 0.7 \
+    --sampling-seed 7 | grep -v -e "successfully loaded" -e "^-*$" | head -n 10 || true
+other=$([ "$SCHEDULE" = 1f1b ] && echo helix || echo 1f1b)
+echo
+echo "quickstart: $("$python" tools/step_times.py --ranks 2 --schedules "$SCHEDULE" "$other" -- \
+    "${model[@]}" "${training[@]}" "${data[@]}" --lr-warmup-iters 1)"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("helixpipe", "schedules", "megatron/training")
+PACKAGES = ("helixpipe", "schedules", "megatron/training", "megatron/inference")
 MAX_LINES = 350
 """A file is for one sitting: beyond this it holds two things."""
 

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from helixpipe.common.errors import UserError
@@ -26,8 +26,13 @@ _LAUNCHERS = ("TORCHELASTIC_RUN_ID", "HELIXPIPE_LAUNCHER")
 _WAIT_FOR_RANK_0 = 3.0  # seconds; torchrun ends the others as soon as rank 0 has ended
 
 
-def run(started: float, argv: Sequence[str] | None = None) -> int:
-    """Parse, train, and return the exit status. started: `time.monotonic()` when the program began.
+Work = Callable[[Config, Plans[int], float], None]
+"""What a job does with its configuration, its planner and the time it began."""
+
+
+def run(started: float, argv: Sequence[str] | None = None, work: Work | None = None) -> int:
+    """Parse, train, and return the exit status. started: `time.monotonic()` when the program began. work: what to do
+    instead of training.
 
     After a failure the process ends at once, without waiting for other ranks: their connections to it close, which ends
     them too. A mistake that all ranks see is told once, by rank 0.
@@ -51,7 +56,7 @@ def run(started: float, argv: Sequence[str] | None = None) -> int:
     from megatron.training.pretrain import pretrain
 
     try:
-        pretrain(config, plans, started)
+        (work or pretrain)(config, plans, started)
     except UserError as error:
         _tell(error)
         _leave(error.status)

@@ -82,8 +82,8 @@ def _run(
     schedule = BatchSchedule.from_config(config)
     length = run_length(config, schedule)
     evaluation_size = schedule.final().num_microbatches
-    tokenizer = build_tokenizer(**_tokenizer_flags(config))
-    flags, config = config, _fix_vocabulary(config, tokenizer.vocab_size, read_arguments)
+    tokenizer = build_tokenizer(**tokenizer_flags(config))
+    flags, config = config, fix_vocabulary(config, tokenizer.vocab_size, read_arguments)
     config, plans = settled_again(plans, flags, config)
     position.enter("connecting the pipeline", Patience.LONG)
     pipeline = Pipeline(config, plans, parallel, schedule.step_sizes(), position)
@@ -149,7 +149,7 @@ def _arguments(config: Config, tokenizer: Any) -> dict[str, Any]:
     return {**config.flat(), **on_first(lambda: identities(options, tokenizer), "data")}
 
 
-def _fix_vocabulary(config: Config, vocab_size: int, read_arguments: Callable[..., Any]) -> Config:
+def fix_vocabulary(config: Config, vocab_size: int, read_arguments: Callable[..., Any]) -> Config:
     """Settle the padded vocabulary: the flags', the checkpoint's, or padded as --make-vocab-size-divisible-by says.
 
     The padding depends on the tensor-parallel size, and the padded rows take part in the loss: a run that resumes under
@@ -165,7 +165,8 @@ def _fix_vocabulary(config: Config, vocab_size: int, read_arguments: Callable[..
     return config.replace("data", padded_vocab_size=core.gpt_options(config, vocab_size).vocab_size)
 
 
-def _tokenizer_flags(config: Config) -> dict[str, Any]:
+def tokenizer_flags(config: Config) -> dict[str, Any]:
+    """Arguments of `build_tokenizer`."""
     data = config.data
     return {
         "tokenizer_type": data.tokenizer_type,

@@ -1,0 +1,59 @@
+"""Perplexity by position in a document: what extending a model's context is judged by.
+
+    python tools/evaluate.py --load DIR --documents data/books_text_document --context 32768
+    torchrun --nproc-per-node 4 tools/evaluate.py --load DIR --pipeline-model-parallel-size 4 --text book.txt
+
+Each document is predicted by itself from its first token on, up to --context tokens of it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere, installed or not
+
+import numpy
+
+from helixpipe.common.errors import UserError
+from helixpipe.common.files import whole_file
+from megatron.inference.commands import run_with_model
+from megatron.inference.perplexity import PerplexityOptions, perplexity, table
+from megatron.training.data.document_files import IndexedDocuments
+from megatron.training.data.indexed_files import read_indexed_file
+from megatron.training.process.output import say
+
+
+def documents(options: PerplexityOptions, tokenizer: Any, context: int) -> Iterator[numpy.ndarray]:
+    """Token ids of each. Raises UserError without any, or for a file that cannot be read."""
+    if (options.documents is None) == (options.text is None):
+        raise UserError("give either --documents, the prefix of a .bin/.idx pair, or --text, a file.")
+    if options.text is not None:
+        try:
+            text = Path(options.text).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"--text {options.text} cannot be read: {error}.") from None
+        yield numpy.asarray(tokenizer.tokenize(text))
+        return
+    indexed = IndexedDocuments(read_indexed_file(str(options.documents)))
+    for number in numpy.argsort(-indexed.lengths, kind="stable")[: options.max_documents]:
+        yield indexed.read(int(number), context).tokens
+
+
+def work(model: Any, options: PerplexityOptions) -> None:
+    """Print the table on the last rank of the pipeline, which knows the losses."""
+    context = options.context or model.config.model.seq_length
+    buckets, count = perplexity(model, documents(options, model.tokenizer, context), options)
+    if model.is_last and model.parallel.tp_rank == 0:
+        say(table(buckets, count))
+        if options.json is not None:
+            rows = [{**each._asdict(), "perplexity": each.perplexity} for each in buckets if each.tokens]
+            with whole_file(options.json) as path:
+                path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(run_with_model(PerplexityOptions, (__doc__ or "").splitlines()[0], work))
