@@ -1,137 +1,17 @@
-"""`helixpipe compare`: schedules side by side, of one size. No torch here."""
+"""`helixpipe compare`: schedules side by side, all of the catalogue unless some are named. No torch here."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import math
-from dataclasses import asdict, dataclass, fields
-from itertools import product
 
-from helixpipe.cli.model_report import report
-from helixpipe.cli.options import ShapeOptions
-from helixpipe.cli.profile import profile_costs
-from helixpipe.cli.programs import make_simulations, plan_of
-from helixpipe.common.errors import UserError
-from helixpipe.common.flags import dataclass_from_namespace, option
-from helixpipe.costs.hardware import GIB
-from helixpipe.draw.text import table
-from helixpipe.planning.catalogue import Schedule
+from helixpipe.cli.side_by_side import compare
+from helixpipe.planning.catalogue import Catalogue
 from helixpipe.program.files import is_file
 
 
-@dataclass(frozen=True)
-class CompareOptions:
-    """Sizes of which several may be given, with commas between; every schedule is tried with each that it knows."""
-
-    microbatches: str | None = option(
-        None, "Microbatches m a step, one or several (8,16).", flags=("--microbatches", "-m"), metavar="N,..."
-    )
-    chunks: str | None = option(
-        None, "Chunks k of each sequence, one or several (1,2,4).", flags=("--chunks", "-k"), metavar="N,..."
-    )
-    virtual_stages: str | None = option(
-        None, "Stages v a rank, one or several (2,4).", flags=("--virtual-stages", "-v"), metavar="N,..."
-    )
-
-
-@dataclass(frozen=True)
-class Row:
-    """One schedule at one size; refused: why there is none. bubble: idle share of all ranks' time in the step; memory:
-    of the rank that needs most, GiB, or microbatch-layers where no model is given."""
-
-    schedule: str
-    microbatches: int | None
-    chunks: int | None
-    virtual_stages: int | None
-    time: float = math.inf
-    bubble: float = math.nan
-    memory: float = math.nan
-    fits: bool | None = None
-    refused: str = ""
-
-
 def run(namespace: argparse.Namespace) -> None:
-    names: list[str] = namespace.schedules or list(namespace.catalogue)
-    options = dataclass_from_namespace(CompareOptions, namespace)
-    rows = []
-    for name in names:
-        schedule = None if is_file(name) else namespace.catalogue.find(name)
-        if namespace.schedules or (schedule is not None and schedule.one_rank == (namespace.ranks == 1)):
-            rows += [_row(name, schedule, namespace, sizes) for sizes in _sizes(options, schedule)]
-    if all(row.refused for row in rows):
-        raise UserError(f"{rows[0].schedule}: {rows[0].refused}" if rows else "there is nothing to compare.")
-    rows.sort(key=lambda row: (row.fits is False, row.time, row.schedule))
-    if namespace.json:
-        print(json.dumps([asdict(row) | {"time": row.time if math.isfinite(row.time) else None} for row in rows]))
-        return
-    _print(rows, namespace.model is not None or namespace.profile is not None)
-
-
-def _sizes(options: CompareOptions, schedule: Schedule | None) -> list[tuple[int | None, ...]]:
-    """(microbatches, chunks, virtual stages) to try: all combinations of those that the schedule has."""
-    known = {
-        "microbatches": True,
-        "chunks": schedule is not None and schedule.chunks,
-        "virtual_stages": schedule is not None and bool(schedule.virtual_stages),
-    }
-    return list(product(*(_numbers(field.metadata["flags"][1], getattr(options, field.name)) if known[field.name]
-                          else [None] for field in fields(options))))  # fmt: skip
-
-
-def _numbers(flag: str, text: str | None) -> list[int | None]:
-    if text is None:
-        return [None]
-    limits = {item.metadata["flags"][1]: item.metadata["range"] for item in fields(ShapeOptions)}[flag]
-    numbers: list[int | None] = []
-    for word in text.split(","):
-        if not word.strip().lstrip("-").isdecimal():
-            raise UserError(f"{flag}: {word!r} is not a whole number, of which several have commas between (1,2,4).")
-        limits.check(flag, int(word))
-        numbers.append(int(word))
-    return numbers
-
-
-def _row(name: str, schedule: Schedule | None, namespace: argparse.Namespace, sizes: tuple[int | None, ...]) -> Row:
-    microbatches, chunks, virtual = sizes
-    own = {field.name for field in fields(schedule.options)} if schedule is not None else set()
-    others = {
-        field.name for each in namespace.catalogue.values() for field in fields(each.options) if field.name not in own
-    }
-    values = {**vars(namespace), "microbatches": microbatches, "chunks": chunks, "virtual_stages": virtual}
-    if not any((namespace.layers, namespace.model, namespace.profile, schedule is None)):
-        stages = max(2, *(each or 0 for each in _numbers("-v", namespace.virtual_stages)))
-        values["layers"] = (namespace.ranks or 4) * stages  # of all alike, or their times would not compare
-    values["given"] = {field: flag for field, flag in namespace.given.items() if field not in others}
-    asked = argparse.Namespace(**values)
-    try:
-        measured = profile_costs(asked)
-        plan = plan_of([name], asked)
-        (simulation,) = make_simulations([name], asked, plan or measured)
-    except UserError as error:
-        return Row(name, microbatches, chunks, virtual, refused=str(error))
-    program = simulation.lowered.program
-    size = (program.num_microbatches, program.num_chunks, len(program.stages) // program.num_ranks)
-    if plan is not None:
-        step = report(simulation, plan)
-        return Row(name, *size, step.step_time, simulation.bubble_ratio, step.peak / GIB, step.fits)
-    unit = 1.0 if measured is None else GIB
-    return Row(name, *size, simulation.makespan, simulation.bubble_ratio, max(simulation.peak_activation) / unit)
-
-
-def _print(rows: list[Row], in_bytes: bool) -> None:
-    unit = "GiB" if in_bytes else "microbatch-layers"
-    headers = ("schedule", "m", "k", "v", "time" + " (s)" * in_bytes, "bubble", f"memory ({unit})", "fits")
-    fits = {True: "yes", False: "no", None: ""}
-    cells = [
-        (
-            row.schedule, str(row.microbatches), str(row.chunks), str(row.virtual_stages), f"{row.time:.6g}",
-            f"{100 * row.bubble:.1f} %", f"{row.memory:.4g}", fits[row.fits],
-        )
-        for row in rows
-        if not row.refused
-    ]  # fmt: skip
-    print(table(headers, cells))
-    for row in rows:
-        if row.refused:
-            print(f"{row.schedule}: {row.refused}")
+    catalogue: Catalogue = namespace.catalogue
+    if namespace.schedules:
+        compare({name: None if is_file(name) else catalogue.find(name) for name in namespace.schedules}, namespace)
+    else:
+        compare({name: each for name, each in catalogue.items() if each.one_rank == (namespace.ranks == 1)}, namespace)

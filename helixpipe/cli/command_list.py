@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import textwrap
 
 from helixpipe.draw.text import table
 from helixpipe.planning.catalogue import Schedule
+from helixpipe.program.timeline import BUBBLE
 
 
 def run(namespace: argparse.Namespace) -> None:
@@ -25,8 +27,9 @@ def run(namespace: argparse.Namespace) -> None:
         )
     )
     print(
-        "\nbubble: idle time of a rank; F, B = I + W: time of a rank for one microbatch\n"
-        "        forward, backward (gradients of inputs, of weights); A: attention's part of F.\n"
+        f"\n{textwrap.fill(BUBBLE + ', here as a time.', 100)}\n"
+        "F, B = I + W: time of a rank for one microbatch forward, backward (gradients of inputs, of weights);\n"
+        "A: attention's part of F.\n"
         "memory: activations that rank r keeps, in microbatches x the rank's layers.\n"
         "p ranks, m microbatches, L layers, v virtual stages, k chunks, g = p/k rounded up;\n"
         "t: time of a message with a rank's weights."

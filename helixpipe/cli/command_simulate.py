@@ -1,4 +1,4 @@
-"""`helixpipe simulate`: time, bubble and memory of a schedule. No torch here."""
+"""`helixpipe simulate`: time, bubble and memory of a schedule, or of several in a table. No torch here."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from helixpipe.cli.model_report import report, step_text
 from helixpipe.cli.options import SimulateOptions
 from helixpipe.cli.profile import profile_costs, simulation_json, simulation_text
 from helixpipe.cli.programs import make_simulations, plan_of
+from helixpipe.cli.side_by_side import compare, one_size
+from helixpipe.common.errors import UserError
 from helixpipe.common.files import try_file
 from helixpipe.common.flags import dataclass_from_namespace
 from helixpipe.costs.profile_costs import ProfileCosts
 from helixpipe.draw.text import chunk_times, chunks_text, copies_text, sharing_text, summary, text_timeline
 from helixpipe.lowering.build import build_graph
 from helixpipe.lowering.lower import lower_graph
+from helixpipe.planning.catalogue import Catalogue
 from helixpipe.planning.chunk_options import ChunkOptions
 from helixpipe.planning.lengths import LengthOptions, documents_of
 from helixpipe.program.files import is_file, save_program
@@ -30,6 +33,21 @@ from helixpipe.simulate.simulator import Simulation, simulate
 
 def run(namespace: argparse.Namespace) -> None:
     options = dataclass_from_namespace(SimulateOptions, namespace)
+    catalogue: Catalogue = namespace.catalogue
+    schedules = {name: None if is_file(name) else catalogue.find(name) for name in namespace.schedules or ["1f1b"]}
+    one = one_size(namespace)
+    if one is None or len(schedules) > 1:
+        for flag, given in (("--order", options.order), ("--save-program", options.save_program is not None)):
+            if given:
+                raise UserError(f"{flag} is for one schedule of one size; simulate that alone.")
+        compare(schedules, namespace, options.one_queue)
+    else:
+        one.schedule = next(iter(schedules))
+        _simulate(one, options)
+
+
+def _simulate(namespace: argparse.Namespace, options: SimulateOptions) -> None:
+    """The whole report of one schedule at one size."""
     if options.save_program is not None:
         try_file("--save-program", options.save_program)
     measured = profile_costs(namespace)

@@ -131,7 +131,11 @@ def step_text(step: StepReport) -> str:
         ("step time", f"{step.step_time:.4g} s", after),
         ("throughput", f"{step.tokens_per_gpu:.1f}", "tokens a second and GPU"),
         ("MFU", f"{100 * step.utilization:.1f} %", f"{flops}; causal attention counts half, recomputation nothing"),
-        ("bubble", f"{simulation.bubble_time:.4g} s", f"{100 * simulation.bubble_ratio:.1f} % of the pipeline's time"),
+        (
+            "bubble",
+            f"{simulation.bubble_time:.4g} s",
+            f"{100 * simulation.bubble_ratio:.1f} % of the makespan, the pipeline's time",
+        ),
         ("messages", str(len(simulation.lowered.messages)), "between ranks"),
     ]
     width = max(len(value) for _, value, _ in figures)

@@ -7,21 +7,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from helixpipe import __version__
-from helixpipe.cli.command_compare import CompareOptions
 from helixpipe.cli.command_plan import PlanOptions
 from helixpipe.cli.documents import BatchOptions
 from helixpipe.cli.model import ModelOptions
 from helixpipe.cli.options import CostOptions, OutputOptions, ShapeOptions, SimulateOptions
 from helixpipe.cli.profile import ProfileOptions
+from helixpipe.cli.side_by_side import SizeOptions
 from helixpipe.common.flags import FlagParser, add_dataclass_arguments
 from helixpipe.planning.chunk_options import ChunkOptions
 from helixpipe.planning.lengths import LengthOptions
 from helixpipe.planning.offload import OffloadOptions
 from helixpipe.planning.recompute import RecomputeOptions
 from helixpipe.planning.tuning import PackingOptions
+from helixpipe.program.timeline import BUBBLE
 
 _PROGRAM = "SCHEDULE|FILE"
 _PROGRAM_HELP = "a name from `helixpipe list`, or a .json or .csv file (default 1f1b)"
+
+_BUBBLE = f"{BUBBLE[0].upper()}{BUBBLE[1:]}."
 
 _PROBLEM: tuple[tuple[type, str], ...] = (
     (ChunkOptions, "chunks"),
@@ -46,16 +49,24 @@ def parsers(schedules: Mapping[str, type]) -> tuple[FlagParser, dict[str, FlagPa
 
     simulating = subparsers.add_parser(
         "simulate",
-        help="time, bubble and memory of a schedule",
-        description="Run a schedule on paper: time, bubble, memory, messages.",
+        help="time, bubble and memory of a schedule, or of several in a table",
+        description="Run a schedule on paper: time, bubble, memory, messages; of several schedules or sizes (-k 1,2,4) "
+        f"one table. {_BUBBLE}",
     )
-    simulating.add_argument("schedule", nargs="?", default="1f1b", metavar=_PROGRAM, help=_PROGRAM_HELP)
+    simulating.add_argument(
+        "schedules",
+        nargs="*",
+        metavar=_PROGRAM,
+        help="names from `helixpipe list`, or .json and .csv files; several for a table (default 1f1b)",
+    )
+    add_dataclass_arguments(simulating, SizeOptions, title="size")
 
     weighing = _weighing(subparsers)
     drawing = subparsers.add_parser(
         "draw",
         help="a picture of schedules and of measured runs",
-        description="Draw schedules, simulated, and measured runs below them. Timelines of one unit share a scale.",
+        description="Draw schedules, simulated, and measured runs below them. Timelines of one unit share a scale. "
+        f"{_BUBBLE}",
     )
     drawing.add_argument(
         "schedules",
@@ -115,7 +126,7 @@ def _planning(subparsers: Any) -> FlagParser:
         "plan",
         help="sizes, chunks and recomputation for a model on so many GPUs",
         description="Find tensor-parallel size, pipeline size, number of chunks and recomputation by predicted step "
-        "time, and print the commands that train so.",
+        f"time, and print the commands that train so. {_BUBBLE}",
     )
     add_dataclass_arguments(parser, PlanOptions, title="what to plan")
     add_dataclass_arguments(parser, ModelOptions, title="model and hardware")
@@ -138,12 +149,13 @@ def _comparing(subparsers: Any) -> FlagParser:
     parser: FlagParser = subparsers.add_parser(
         "compare",
         help="schedules side by side",
-        description="Simulate schedules of one size, all of the catalogue by default: time, bubble, memory, fit.",
+        description="Simulate schedules of one size, all of the catalogue by default: time, bubble, memory, fit. "
+        f"{_BUBBLE}",
     )
     parser.add_argument(
         "schedules", nargs="*", metavar=_PROGRAM, help="names from `helixpipe list`, or files (default: all there are)"
     )
-    add_dataclass_arguments(parser, CompareOptions, title="sizes")
+    add_dataclass_arguments(parser, SizeOptions, title="sizes")
     return parser
 
 

@@ -322,7 +322,7 @@ def simulation_text(simulation: Simulation, costs: ProfileCosts) -> str:
         ("step time", _milliseconds(simulation.makespan), scope),
         ("throughput", f"{tokens / simulation.makespan:.0f}", "tokens a second"),
         ("ideal", _milliseconds(simulation.ideal), "total work / ranks"),
-        ("bubble", _milliseconds(simulation.bubble_time), f"{100 * simulation.bubble_ratio:.1f} % of the step"),
+        ("bubble", _milliseconds(simulation.bubble_time), f"{100 * simulation.bubble_ratio:.1f} % of the makespan"),
         ("messages", str(len(simulation.lowered.messages)), "between ranks"),
     ]
     width = max(len(value) for _, value, _ in figures)

@@ -24,11 +24,10 @@ from helixpipe.draw.style import (
     heading,
     is_chunked,
     lane_of,
-    rank_bubbles,
     scale_note,
     time_scale,
 )
-from helixpipe.program.timeline import CopyEvent, OpEvent, Timeline
+from helixpipe.program.timeline import CopyEvent, OpEvent, Timeline, idle_shares
 
 WIDTH, LEFT, RIGHT = 14.0, 0.8, 0.75  # inches: of the figure, and beside the axes
 LEGEND, TITLE, BELOW = 0.42, 0.32, 0.55  # inches: above all panels, above a panel, below a panel
@@ -146,7 +145,7 @@ def _panel(axes: Axes, timeline: Timeline, rows: _Rows, longest: float, row_poin
     axes.spines["bottom"].set_color("#999999")
     beside: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "va": "center", "ha": "right", "clip_on": False}
     right = 1 + (RIGHT - 0.12) / (WIDTH - LEFT - RIGHT)
-    bubbles = rank_bubbles(timeline)
+    bubbles = idle_shares(timeline.busy(), timeline.makespan)
     for rank in shown:
         axes.text(right, rows.middle[rank], f"{100 * bubbles[rank]:.1f} %", fontsize=9, color="#333333", **beside)
     axes.annotate(

@@ -64,20 +64,8 @@ def heading(timeline: Timeline) -> str:
     microbatches = len({event.op.microbatch for event in timeline.ops})
     return (
         f"{timeline.title}: {count(timeline.num_ranks, 'rank')}, {count(microbatches, 'microbatch', 'microbatches')}, "
-        f"makespan {duration_text(timeline.makespan, timeline.unit)}, bubble {100 * bubble_ratio(timeline):.1f} %"
+        f"makespan {duration_text(timeline.makespan, timeline.unit)}, bubble {100 * timeline.bubble:.1f} %"
     )
-
-
-def bubble_ratio(timeline: Timeline) -> float:
-    """The part of all ranks' time, 0 to the makespan, in which they run no op."""
-    ratios = rank_bubbles(timeline)
-    return sum(ratios) / len(ratios) if ratios else 0.0
-
-
-def rank_bubbles(timeline: Timeline) -> list[float]:
-    """For each rank the part of the makespan in which it runs no op."""
-    makespan = timeline.makespan
-    return [1 - busy / makespan if makespan else 0.0 for busy in timeline.busy()]
 
 
 def is_chunked(timeline: Timeline) -> bool:

@@ -23,6 +23,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from helixpipe.program.timeline import bubble_of
+
 Team = tuple[int, ...]
 
 
@@ -48,7 +50,8 @@ class Outcome(NamedTuple):
 
     @property
     def bubble(self) -> float:
-        return self.makespan - sum(self.busy) / len(self.busy)
+        """In seconds."""
+        return bubble_of(self.busy, self.makespan) * self.makespan
 
 
 def teams(ranks: int, chunks: int, left: bool, right: bool) -> dict[tuple[int, int], Team]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +13,23 @@ from helixpipe.common.errors import UserError
 from helixpipe.common.files import whole_file
 from helixpipe.program.program import Op
 from helixpipe.program.text import parse_cell
+
+BUBBLE = (
+    "bubble: the share of the ranks' time, from the start of a step to the end of all its ops and transfers, in which "
+    "they run no op"
+)
+"""What the word means wherever it is printed; as a time, it is that share of the makespan."""
+
+
+def idle_shares(busy: Sequence[float], makespan: float) -> list[float]:
+    """For each rank the share of the makespan in which it runs no op. busy: time of each rank in ops."""
+    return [1 - time / makespan if makespan else 0.0 for time in busy]
+
+
+def bubble_of(busy: Sequence[float], makespan: float) -> float:
+    """`BUBBLE`, from 0 to 1: the mean of the ranks' idle shares."""
+    shares = idle_shares(busy, makespan)
+    return sum(shares) / len(shares) if shares else 0.0
 
 
 class OpEvent(NamedTuple):
@@ -59,7 +77,8 @@ class SharingEvent(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step of a schedule on `num_ranks` ranks. unit: `s` for seconds, or `` where piece times carry none."""
+    """One step of a schedule on `num_ranks` ranks. unit: `s` for seconds, or `` where piece times carry none. until:
+    the end of what is not among the events, such as sums over replicas."""
 
     title: str
     num_ranks: int
@@ -68,10 +87,17 @@ class Timeline:
     unit: str = ""
     copies: Sequence[CopyEvent] = field(default_factory=tuple)
     sharing: Sequence[SharingEvent] = field(default_factory=tuple)
+    until: float = 0.0
 
     @property
     def makespan(self) -> float:
-        return max((event.end for event in self.ops), default=0.0)
+        """From 0 to the end of the last op or transfer."""
+        events = chain(self.ops, self.messages, self.copies, self.sharing)
+        return max(self.until, max((event.end for event in events), default=0.0))
+
+    @property
+    def bubble(self) -> float:
+        return bubble_of(self.busy(), self.makespan)
 
     def busy(self) -> list[float]:
         """Time each rank spends in ops."""
@@ -105,7 +131,7 @@ class Timeline:
             "messages": [
                 [e.kind, e.source, e.target, str(e.producer), str(e.consumer), e.start, e.end] for e in self.messages
             ],
-        } | {name: events for name, events in (("copies", copies), ("sharing", sharing)) if events}
+        } | {name: value for name, value in (("copies", copies), ("sharing", sharing), ("until", self.until)) if value}
 
     def save(self, path: str | Path) -> None:
         """Write the file, whole or not at all. Raises UserError when it cannot be written."""
@@ -130,7 +156,8 @@ class Timeline:
                 SharingEvent(int(rank), str(kind), _op(cell), float(start), float(end))
                 for rank, kind, cell, start, end in data.get("sharing", ())
             ]
-            return cls(str(data["title"]), int(data["ranks"]), ops, messages, str(data["unit"]), copies, sharing)
+            until = float(data.get("until", 0.0))
+            return cls(str(data["title"]), int(data["ranks"]), ops, messages, str(data["unit"]), copies, sharing, until)
         except OSError as error:
             raise UserError(f"cannot read the timeline {path}: {error.strerror}.") from None
         except (ValueError, KeyError, TypeError, RecursionError) as error:

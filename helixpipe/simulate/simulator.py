@@ -17,7 +17,7 @@ from helixpipe.lowering.order import list_schedule
 from helixpipe.lowering.project import LoweredProgram
 from helixpipe.program.costs import Costs
 from helixpipe.program.text import format_rows
-from helixpipe.program.timeline import CopyEvent, MessageEvent, OpEvent, SharingEvent, Timeline
+from helixpipe.program.timeline import CopyEvent, MessageEvent, OpEvent, SharingEvent, Timeline, bubble_of
 from helixpipe.simulate.blocking import blocking_schedule
 from helixpipe.simulate.copying import held_up_by_copies, held_up_by_sharing, hidden_share, leaving
 from helixpipe.simulate.streams import queue_waits, stream_waits, transfer_orders
@@ -106,7 +106,7 @@ class Simulation:
 
     @property
     def bubble_ratio(self) -> float:
-        return self.bubble_time / self.makespan if self.makespan else 0.0
+        return bubble_of(self.busy, self.makespan)
 
     def to_json(self, order: bool = False) -> dict[str, Any]:
         """What `helixpipe simulate --json` prints; `order` adds the program as rows of cells."""
@@ -188,7 +188,8 @@ def simulate(
         for i, each in enumerate(graph.collectives, start=graph.num_ops + len(graph.messages))
         if each.op is not None
     ]
-    timeline = Timeline(program.schedule, program.num_ranks, ops, messages, unit, copies, sharing)
+    until = times.makespan
+    timeline = Timeline(program.schedule, program.num_ranks, ops, messages, unit, copies, sharing, until)
     peaks = [sweep(lowered, bound, rank) for rank in range(program.num_ranks)]
     offloaded, held_up = leaving(graph, bound), held_up_by_copies(graph, times, waits)
     shared = held_up_by_sharing(graph, times, waits)

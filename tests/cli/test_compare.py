@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from helixpipe.cli.parser import parsers
+from helixpipe.cli.programs import make_simulations, plan_of
+from helixpipe.program.timeline import BUBBLE, Timeline
 from schedules import CATALOGUE, command
 
 
@@ -73,3 +78,78 @@ def test_one_sentence(capsys: pytest.CaptureFixture[str], words: str, says: str)
     assert command.main(["compare", *words.split()]) == command.USER_ERROR
     (line,) = capsys.readouterr().err.splitlines()
     assert says in line
+
+
+def test_simulate_prints_the_same_table(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of several schedules, and of one at several sizes; of one at one size the whole report."""
+    words = "1f1b seq1f1b -p 2 -m 4 -k 1,2"
+    assert command.main(["compare", *words.split()]) == 0
+    table = capsys.readouterr().out
+    assert command.main(["simulate", *words.split()]) == 0
+    assert capsys.readouterr().out == table and len(table.splitlines()) == 4
+    assert command.main(["simulate", *["seq1f1b", "-p", "2", "-m", "4", "-k", "1,2"], "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert sorted((row["schedule"], row["chunks"]) for row in rows) == [("seq1f1b", 1), ("seq1f1b", 2)]
+    by_chunks = {row["chunks"]: row for row in rows}
+    for chunks in (1, 2):
+        alone = simulated(capsys, f"seq1f1b -p 2 -m 4 -k {chunks}")
+        assert (alone["makespan"], alone["chunks"]) == (by_chunks[chunks]["time"], chunks)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("1f1b gpipe --order", "--order is for one schedule of one size"),
+        ("1f1b -m 4,8 --save-program x.json", "--save-program is for one schedule of one size"),
+        ("1f1b gpipe --helix-folds 2", "--helix-folds is an option of helix, not of 1f1b, gpipe."),
+        ("1f1b -m 4,", "-m: '' is not a whole number"),
+        ("1f1b --microbatches 4,0", "--microbatches 0 must be at least 1."),
+    ],
+)
+def test_what_several_cannot_have(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert command.main(["simulate", *words.split()]) == command.USER_ERROR
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("schedule", ["weipipe", "chimera", "seq1f1b"])
+def test_a_bubble_is_one_number(capsys: pytest.CaptureFixture[str], tmp_path: Path, schedule: str) -> None:
+    """Also where gradients of weights travel, or are summed, after the last op: in the report, the table, the picture
+    and a timeline that was saved."""
+    words = f"{schedule} --model llama2-7b -p 4 -m 8 -L 8"
+    alone = simulated(capsys, words)
+    number = f"{100 * alone['bubble_ratio']:.1f} %"
+    assert alone["bubble_time"] == pytest.approx(alone["bubble_ratio"] * alone["makespan"])
+    assert compared(capsys, words)[0]["bubble"] == pytest.approx(alone["bubble_ratio"])
+    assert command.main(["simulate", *words.split()]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("bubble"))
+    assert f" {number} of the makespan" in line
+    picture = tmp_path / "x.html"
+    assert command.main(["draw", *words.split(), "-o", str(picture)]) == 0
+    assert f"bubble {number}" in picture.read_text()
+    (drawn,) = make_simulations([schedule], _flags(words), plan_of([schedule], _flags(words)))
+    drawn.timeline.save(tmp_path / "step.json")
+    loaded = Timeline.load(tmp_path / "step.json")
+    assert loaded.bubble == pytest.approx(alone["bubble_ratio"]) and loaded.makespan == drawn.makespan
+
+
+def _flags(words: str) -> argparse.Namespace:
+    parsers_of = parsers({name: each.options for name, each in CATALOGUE.items()})[1]
+    namespace = parsers_of["memory"].parse(words.split())
+    namespace.catalogue, namespace.given = CATALOGUE, {}
+    return namespace
+
+
+def test_the_definition_is_printed_and_in_the_documents(capsys: pytest.CaptureFixture[str]) -> None:
+    definition = BUBBLE.removeprefix("bubble: ")
+    for name in ("simulate", "compare", "draw", "plan"):
+        with pytest.raises(SystemExit):
+            command.main([name, "--help"])
+        assert definition in " ".join(capsys.readouterr().out.split())
+    assert command.main(["list"]) == 0
+    assert definition in " ".join(capsys.readouterr().out.split())
+    text = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert f"| bubble | {definition}" in text

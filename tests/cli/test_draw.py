@@ -17,10 +17,10 @@ from helixpipe.common.errors import UserError
 from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.draw.formats import chrome_trace, draw
 from helixpipe.draw.picture import picture
-from helixpipe.draw.style import KIND_STYLES, rank_bubbles, scale_note
+from helixpipe.draw.style import KIND_STYLES, scale_note
 from helixpipe.lowering.lower import lower
 from helixpipe.program.program import Op
-from helixpipe.program.timeline import OpEvent, Timeline
+from helixpipe.program.timeline import OpEvent, Timeline, idle_shares
 from helixpipe.simulate.simulator import simulate
 from schedules import Shape, build
 from schedules import command as cli
@@ -109,7 +109,7 @@ def test_degenerate_timelines(tmp_path: Path) -> None:
     nothing = Timeline("no time", 2, [OpEvent(0, Op("F", 0, 0), 0.0, 0.0)])
     for suffix in (".png", ".html", ".json"):
         draw([nothing], tmp_path / f"x{suffix}")
-    assert rank_bubbles(nothing) == [0.0, 0.0]
+    assert idle_shares(nothing.busy(), nothing.makespan) == [0.0, 0.0]
     with pytest.raises(UserError, match="no timeline"):
         draw([], tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()

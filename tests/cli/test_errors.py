@@ -26,7 +26,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("simulat 1f1b", "did you mean simulate?"),
         ("--json list", "a command must come before --json"),
         ("simulate 1f1", "did you mean 1f1b?"),
-        ("simulate 1f1b gpipe", "'gpipe' is one too many"),
+        ("memory 1f1b gpipe", "'gpipe' is one too many"),
         ("simulate 1f1b --rank 4", "did you mean --ranks?"),
         ("simulate 1f1b -p four", "'four' is not a whole number"),
         ("simulate 1f1b -p 0", "helixpipe: -p 0 must be at least 1."),

@@ -73,7 +73,7 @@ def test_words_in_place_of_numbers(words: str, says: str) -> None:
 def test_what_is_in_the_range_is_taken() -> None:
     parser = FlagParser()
     add_dataclass_arguments(parser, Options)
-    taken = parser.parse("--slices 8 --share 0.5".split())
+    taken = parser.parse(["--slices", "8", "--share", "0.5"])
     assert (taken.slices, taken.share) == ("8", "0.5")
     for options in (Options("1", "0"), Options("auto", "off")):
         check_ranges(options)

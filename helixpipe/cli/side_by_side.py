@@ -1,0 +1,168 @@
+"""Schedules side by side, for `helixpipe compare` and for `simulate` of several. No torch here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import product
+
+from helixpipe.cli.model_report import report
+from helixpipe.cli.options import ShapeOptions
+from helixpipe.cli.profile import profile_costs
+from helixpipe.cli.programs import make_simulations, plan_of
+from helixpipe.common.errors import ScheduleError, UserError
+from helixpipe.common.flags import option
+from helixpipe.costs.hardware import GIB
+from helixpipe.draw.text import table
+from helixpipe.planning.catalogue import Schedule
+
+
+@dataclass(frozen=True)
+class SizeOptions:
+    """Sizes of which several may be given, with commas between; every schedule is tried with each that it knows."""
+
+    microbatches: str | None = option(
+        None,
+        "Microbatches m a step, one or several (8,16) (default: 2p, or the file's).",
+        flags=("--microbatches", "-m"),
+        metavar="N,...",
+    )
+    chunks: str | None = option(
+        None,
+        "Chunks k of each sequence, one or several (1,2,4) (default: 1, or the file's).",
+        flags=("--chunks", "-k"),
+        metavar="N,...",
+    )
+    virtual_stages: str | None = option(
+        None,
+        "Stages v a rank, one or several (2,4) (default: the schedule's).",
+        flags=("--virtual-stages", "-v"),
+        metavar="N,...",
+    )
+
+
+@dataclass(frozen=True)
+class Row:
+    """One schedule at one size; refused: why there is none. bubble: idle share of all ranks' time in the step; memory:
+    of the rank that needs most, GiB, or microbatch-layers where no model is given."""
+
+    schedule: str
+    microbatches: int | None
+    chunks: int | None
+    virtual_stages: int | None
+    time: float = math.inf
+    bubble: float = math.nan
+    memory: float = math.nan
+    fits: bool | None = None
+    refused: str = ""
+
+
+def one_size(namespace: argparse.Namespace) -> argparse.Namespace | None:
+    """The flags with single numbers in place of lists; None where a list has several. Raises UserError."""
+    lists = {field.name: numbers(namespace, field.name) for field in fields(SizeOptions)}
+    if any(len(each) > 1 for each in lists.values()):
+        return None
+    return argparse.Namespace(**{**vars(namespace), **{name: each[0] for name, each in lists.items()}})
+
+
+def numbers(namespace: argparse.Namespace, name: str) -> list[int | None]:
+    """Those of a size, each looked at; None alone where it is not given. Raises UserError."""
+    text: str | None = getattr(namespace, name)
+    if text is None:
+        return [None]
+    (limits,) = (item.metadata["range"] for item in fields(ShapeOptions) if item.name == name)
+    flag = namespace.given.get(name, f"--{name.replace('_', '-')}")
+    found: list[int | None] = []
+    for word in text.split(","):
+        if not word.strip().lstrip("-").isdecimal():
+            raise UserError(f"{flag}: {word!r} is not a whole number, of which several have commas between (1,2,4).")
+        limits.check(flag, int(word))
+        found.append(int(word))
+    return found
+
+
+def compare(schedules: Mapping[str, Schedule | None], namespace: argparse.Namespace, one_queue: bool = False) -> None:
+    """Print a table, or with --json a list, of schedules and files (None) at all sizes, the fastest that fits first.
+
+    one_queue: see `simulate`. Raises UserError where nothing can be had.
+    """
+    lists = {field.name: numbers(namespace, field.name) for field in fields(SizeOptions)}
+    named = [schedule for schedule in schedules.values() if schedule is not None]
+    if foreign := namespace.catalogue.foreign_options(namespace.given, named):
+        raise ScheduleError(foreign[0])
+    rows = [
+        _row(name, schedule, namespace, sizes, one_queue)
+        for name, schedule in schedules.items()
+        for sizes in _sizes(lists, schedule)
+    ]
+    if all(row.refused for row in rows):
+        raise UserError(f"{rows[0].schedule}: {rows[0].refused}" if rows else "there is nothing to compare.")
+    rows.sort(key=lambda row: (row.fits is False, row.time, row.schedule))
+    if namespace.json:
+        print(json.dumps([asdict(row) | {"time": row.time if math.isfinite(row.time) else None} for row in rows]))
+        return
+    _print(rows, namespace.model is not None or namespace.profile is not None)
+
+
+def _sizes(lists: Mapping[str, Sequence[int | None]], schedule: Schedule | None) -> Iterator[tuple[int | None, ...]]:
+    """(microbatches, chunks, virtual stages) to try: all combinations of those that the schedule has."""
+    known = {
+        "microbatches": True,
+        "chunks": schedule is not None and schedule.chunks,
+        "virtual_stages": schedule is not None and bool(schedule.virtual_stages),
+    }
+    return product(*(each if known[name] else [None] for name, each in lists.items()))
+
+
+def _row(
+    name: str,
+    schedule: Schedule | None,
+    namespace: argparse.Namespace,
+    sizes: tuple[int | None, ...],
+    one_queue: bool,
+) -> Row:
+    microbatches, chunks, virtual = sizes
+    own = {field.name for field in fields(schedule.options)} if schedule is not None else set()
+    others = {
+        field.name for each in namespace.catalogue.values() for field in fields(each.options) if field.name not in own
+    }
+    values = {**vars(namespace), "microbatches": microbatches, "chunks": chunks, "virtual_stages": virtual}
+    if not any((namespace.layers, namespace.model, namespace.profile, schedule is None)):
+        stages = max(2, *(each or 0 for each in numbers(namespace, "virtual_stages")))
+        values["layers"] = (namespace.ranks or 4) * stages  # of all alike, or their times would not compare
+    values["given"] = {field: flag for field, flag in namespace.given.items() if field not in others}
+    asked = argparse.Namespace(**values)
+    try:
+        measured = profile_costs(asked)
+        plan = plan_of([name], asked)
+        (simulation,) = make_simulations([name], asked, plan or measured, one_queue)
+    except UserError as error:
+        return Row(name, microbatches, chunks, virtual, refused=str(error))
+    program = simulation.lowered.program
+    size = (program.num_microbatches, program.num_chunks, len(program.stages) // program.num_ranks)
+    if plan is not None:
+        step = report(simulation, plan)
+        return Row(name, *size, step.step_time, simulation.bubble_ratio, step.peak / GIB, step.fits)
+    unit = 1.0 if measured is None else GIB
+    return Row(name, *size, simulation.makespan, simulation.bubble_ratio, max(simulation.peak_activation) / unit)
+
+
+def _print(rows: list[Row], in_bytes: bool) -> None:
+    unit = "GiB" if in_bytes else "microbatch-layers"
+    headers = ("schedule", "m", "k", "v", "time" + " (s)" * in_bytes, "bubble", f"memory ({unit})", "fits")
+    fits = {True: "yes", False: "no", None: ""}
+    cells = [
+        (
+            row.schedule, str(row.microbatches), str(row.chunks), str(row.virtual_stages), f"{row.time:.6g}",
+            f"{100 * row.bubble:.1f} %", f"{row.memory:.4g}", fits[row.fits],
+        )
+        for row in rows
+        if not row.refused
+    ]  # fmt: skip
+    print(table(headers, cells))
+    for row in rows:
+        if row.refused:
+            print(f"{row.schedule}: {row.refused}")
