@@ -11,7 +11,7 @@ from helixpipe.cli.command_plan import PlanOptions
 from helixpipe.cli.documents import BatchOptions
 from helixpipe.cli.model import ModelOptions
 from helixpipe.cli.options import CostOptions, OutputOptions, ShapeOptions, SimulateOptions
-from helixpipe.cli.profile import ProfileOptions
+from helixpipe.cli.profile_options import ProfileOptions
 from helixpipe.cli.side_by_side import SizeOptions
 from helixpipe.common.flags import FlagParser, add_dataclass_arguments
 from helixpipe.planning.chunk_options import ChunkOptions

@@ -10,6 +10,7 @@ layer takes there beyond its other pieces, at as many tokens, is attention's.
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -114,6 +115,12 @@ Samples = dict[tuple[str, str], list[float]]
 """Seconds, by what (a piece kind; of a whole unit `short` or `long`, and the chunk's number) and op kind."""
 
 
+def _tell(done: int, of: int) -> None:
+    """How far this process is, for the one that has started it."""
+    sys.stdout.write(f"measured {done} of {of}\n")
+    sys.stdout.flush()
+
+
 class Measurement:
     """Times on one rank, while the other ranks of `group` do the same."""
 
@@ -130,10 +137,15 @@ class Measurement:
         return self._model.kernels.line(self._model.config, chunked=False, transport=transport, gradients=gradients)
 
     def run(self) -> tuple[ChunkTimes, ...]:
-        """Of each row's chunks, the whole sequence first."""
+        """Of each row's chunks, the whole sequence first. Tells how far it is."""
         every = rows(self._task.seq_length)
-        joint = [self._rounds(row, split=False) for row in every]
-        split = [self._rounds(row, split=True) for row in every]  # from here on linear layers can put W off
+        joint, split = [], []
+        for number, row in enumerate(every, start=1):
+            joint.append(self._rounds(row, split=False))
+            _tell(number, 2 * len(every))
+        for number, row in enumerate(every, start=len(every) + 1):
+            split.append(self._rounds(row, split=True))  # from here on linear layers can put W off
+            _tell(number, 2 * len(every))
         samples = [dict(zip("FBIW", (a, a, b, b), strict=True)) for a, b in zip(joint, split, strict=True)]
         whole = [_whole_times(row, of) for row, of in zip(every, samples, strict=True) if row.whole]
         known = MeasuredChunks(whole)

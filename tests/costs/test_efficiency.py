@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from helixpipe.cli.profile import ProfileOptions, efficiency_table, hardware_measured
+from helixpipe.cli.profile import efficiency_table, hardware_measured
+from helixpipe.cli.profile_options import ProfileOptions
 from helixpipe.costs.efficiency import fitted, reached
 from helixpipe.costs.hardware import HARDWARE, Efficiency, find_device
 from helixpipe.costs.measured_chunks import ChunkTimes

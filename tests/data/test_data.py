@@ -6,7 +6,8 @@ import itertools
 import multiprocessing
 import shutil
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,9 @@ import pytest
 import torch
 
 from helixpipe.common.errors import DataError, UserError
+from helixpipe.common.progress import Progress
 from helixpipe.model.options import Microbatch
+from megatron.training.data import datasets as datasets_module
 from megatron.training.data.datasets import Datasets, build_datasets
 from megatron.training.data.indexed_files import read_indexed_file
 from megatron.training.data.loading import batch_iterator
@@ -239,6 +242,28 @@ def test_the_index_folder_must_be_writable(make_pair: MakePair, tmp_path: Path) 
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="set --data-cache-path"):
         build(options(data_path=[make_pair("a", STORIES)], data_cache_path=str(tmp_path / "file")))
+
+
+def test_building_indices_tells_how_far_it_is(
+    make_pair: MakePair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each file and split and of their blends; indices that are there already are not told of."""
+    told: list[tuple[str, int, int]] = []
+
+    class Told(Progress):
+        @contextmanager
+        def parts(self, of: int) -> Iterator[Callable[[], None]]:
+            built: list[None] = []
+            yield lambda: built.append(None)
+            told.append((self._what, len(built), of))
+
+    monkeypatch.setattr(datasets_module, "Progress", Told)
+    pairs = ["1", make_pair("a", STORIES), "2", make_pair("b", STORIES)]
+    for given, parts in ((pairs, 3), (pairs[1:2], 1)):
+        cached = options(data_path=given, split="1,0,0", data_cache_path=str(tmp_path / "cache"))
+        build(cached)
+        build(cached)
+        assert told.pop() == ("building data indices", parts, parts) and not told
 
 
 def test_an_index_killed_half_way_is_not_used(make_pair: MakePair, tmp_path: Path) -> None:

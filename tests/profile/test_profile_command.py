@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from helixpipe.cli import profile as cli_profile
+from helixpipe.cli import profile_options
+from helixpipe.common.progress import Progress
 from helixpipe.costs.models import Layout
 from helixpipe.costs.profile_costs import Profile
 from helixpipe.program.stages import PIECE_KINDS
@@ -112,8 +115,8 @@ def test_wrong_flags_of_profile(capsys: pytest.CaptureFixture[str], flags: str, 
 
 
 def test_flags_change_a_preset() -> None:
-    shape = cli_profile.model_shape(
-        cli_profile.ProfileOptions(
+    shape = profile_options.model_shape(
+        profile_options.ProfileOptions(
             model="llama2-7b",
             num_query_groups=8,
             swiglu=False,
@@ -149,7 +152,7 @@ def test_a_tiny_model_from_end_to_end(
     path = tmp_path / "measured.json"
     assert cli.main(f"profile {OWN} {style} --seq-length {length} --repeats 2 --output {path}".split()) == 0
     output = capsys.readouterr()
-    assert output.err == ""
+    assert all(line.startswith("measuring: ") for line in output.err.splitlines())
     assert f"wrote {path}; next: helixpipe simulate 1f1b" in output.out
     measured = Profile.load(path)
     slices = {"mlp_chunk": 5, "loss_chunk": 6} if style else {}
@@ -177,3 +180,18 @@ def test_a_tiny_model_from_end_to_end(
     )
     assert cli.main(f"simulate interleaved-1f1b -p 2 -m 4 -v 2 --profile {path} --json".split()) == 0
     assert json.loads(capsys.readouterr().out)["makespan"] > 0
+
+
+def test_measuring_shows_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[tuple[int, int]] = []
+
+    class Shown(Progress):
+        def at(self, done: int, of: int) -> None:
+            shown.append((done, of))
+
+    monkeypatch.setattr(cli_profile, "Progress", Shown)
+    outputs = [tmp_path / "0", tmp_path / "1"]
+    outputs[0].write_text("a warning\nmeasured 2 of 8\nmeasured 3 of 8\nmeasured 4 of")
+    outputs[1].write_text("measured 7 of 8\n")
+    cli_profile._wait([subprocess.Popen(["true"]) for _ in outputs], outputs)
+    assert set(shown) == {(3, 8)}

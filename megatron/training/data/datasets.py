@@ -15,7 +15,7 @@ import hashlib
 import json
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 
 from helixpipe.common.errors import DataError
+from helixpipe.common.progress import Progress
 from megatron.training.data.arrays import numbers_only
 from megatron.training.data.boundaries import check_boundaries, end_of_document
 from megatron.training.data.cache import made_once
@@ -93,6 +94,13 @@ class _Source:
     cache: str | None
     """Complete folder of indices; None when each rank builds its own in memory (mock data without a cache)."""
 
+    @property
+    def indices(self) -> int:
+        """Of files and of blends that are to be built."""
+        blends = self.blend_per_split or [self.blend] * len(self.matrix)
+        files = [len(blend[0]) if blend else 1 for blend, span in zip(blends, self.matrix, strict=True) if span]
+        return sum(number + (number > 1) for number in files)
+
 
 def _prepare(options: DataOptions, tokenizer: Any, samples: tuple[int, int, int]) -> _Source:
     """Check the files, decide which splits exist, and make the index folder. Runs on rank 0 only."""
@@ -138,7 +146,12 @@ def _prepare(options: DataOptions, tokenizer: Any, samples: tuple[int, int, int]
     }
     key = hashlib.sha256(json.dumps(description).encode()).hexdigest()[:24]
     final = root / key
-    made_once(final, lambda folder: _build(options, tokenizer, found, folder))
+
+    def make(folder: str) -> None:
+        with Progress("building data indices").parts(found.indices) as built:
+            _build(options, tokenizer, found, folder, built)
+
+    made_once(final, make)
     return dataclasses.replace(found, cache=str(final))
 
 
@@ -176,8 +189,17 @@ def _load(options: DataOptions, tokenizer: Any, source: _Source) -> Datasets:
 # ------------------------------------------------------------------------------------------------ megatron-core's side
 
 
-def _build(options: DataOptions, tokenizer: Any, source: _Source, cache: str | None) -> list[Any]:
-    """The three datasets with their indices in `cache`, building there what is absent (rank 0 only)."""
+def _build(
+    options: DataOptions,
+    tokenizer: Any,
+    source: _Source,
+    cache: str | None,
+    built: Callable[[], None] = lambda: None,
+) -> list[Any]:
+    """The three datasets with their indices in `cache`, building there what is absent (rank 0 only).
+
+    built: called when a dataset is there.
+    """
     from megatron.core.datasets.blended_dataset import BlendedDataset
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
@@ -191,8 +213,10 @@ def _build(options: DataOptions, tokenizer: Any, source: _Source, cache: str | N
                 *args, config = args  # type: ignore[assignment]
                 config = copy.copy(config)
                 config.path_to_cache = None
-                return cls(*args, config)
-            return cls(*args)
+                args = (*args, config)
+            dataset = cls(*args)
+            built()
+            return dataset
 
         def _build_megatron_datasets_parallel(self, prefixes: Any, split: Any, sizes_per_dataset: Any) -> Any:
             def build(prefix: Any, sizes: Any) -> Any:
