@@ -5,7 +5,7 @@
 #
 #   examples/laptop.sh                                   1f1b and seq1f1b with 4 chunks, on 2 processes
 #   SCHEDULES="zb1p,helix" RANKS=4 examples/laptop.sh    others; "seq1f1b --pipe-sp-splits 8" brings a flag
-#   DRY_RUN=1 examples/laptop.sh                         the commands
+#   DRY_RUN=1 examples/laptop.sh                         the predictions and the commands, on any machine
 set -euo pipefail
 cd -P "$(dirname "$0")/.."
 
@@ -14,7 +14,10 @@ SCHEDULES=${SCHEDULES:-1f1b,seq1f1b --pipe-sp-splits 4}
 ITERATIONS=${ITERATIONS:-6}
 RUN=${RUN:-runs/laptop}
 export OMP_NUM_THREADS=1 GPUS=$RANKS NODES=1 BIN=${BIN:-.venv/bin}
-mkdir -p "$RUN"
+[ -x "$BIN/python" ] || BIN=$(dirname "$(command -v torchrun || command -v python3)")
+python=$BIN/python
+[ -x "$python" ] || python=$(command -v python3)
+[ -n "${DRY_RUN:-}" ] || mkdir -p "$RUN"
 
 model=(
     --num-layers $((2 * RANKS))
@@ -54,7 +57,9 @@ for schedule in "${schedules[@]}"; do
     read -r -a flags <<<"$schedule"
     flags=("${training[@]}" --pipeline-schedule "${flags[@]}")
     name=${schedule%% *}
-    if [ -n "${DRY_RUN:-}" ]; then
+    if [ -n "${DRY_RUN:-}" ]; then  # in times of pieces: what they take here is not known before it is measured
+        read -r -a chosen <<<"$schedule"
+        "$python" -m schedules.command simulate "${chosen[@]}" -p "$RANKS" -m $((2 * RANKS)) -L $((2 * RANKS))
         examples/node.sh pretrain_gpt.py "${flags[@]}"
         continue
     fi

@@ -18,6 +18,7 @@ cd -P "$(dirname "$0")/.."
 NODES=${NODES:-${SLURM_JOB_NUM_NODES:-1}}
 NODE_RANK=${NODE_RANK:-${SLURM_NODEID:-0}}
 GPUS=${GPUS:-8}
+[ $# != 0 ] || { echo "node.sh: name a program and its flags, such as pretrain_gpt.py --num-layers 4 …" >&2; exit 2; }
 
 # Tensor-parallel kernels and their communication must start in the order they were launched, which up to Hopper takes a
 # single hardware queue. Without tensor parallelism it would only serialize.

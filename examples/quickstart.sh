@@ -5,6 +5,7 @@
 # whatever SCHEDULE it is then given.
 #
 #   ITERATIONS=300 SCHEDULE=1f1b examples/quickstart.sh
+#   DRY_RUN=1 examples/quickstart.sh                     the prediction and the commands, on any machine
 set -euo pipefail
 cd -P "$(dirname "$0")/.."
 
@@ -12,13 +13,13 @@ ITERATIONS=${ITERATIONS:-150}
 SCHEDULE=${SCHEDULE:-helix}
 RUN=${RUN:-runs/quickstart}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-python=.venv/bin/python
-[ -x "$python" ] || { echo "quickstart: there is no .venv yet; run make install" >&2; exit 1; }
-mkdir -p "$RUN/data"
+python=${BIN:-.venv/bin}/python
+[ -x "$python" ] || [ -n "${DRY_RUN:-}" ] || { echo "quickstart: there is no .venv yet; run make install" >&2; exit 1; }
+[ -n "${DRY_RUN:-}" ] || mkdir -p "$RUN/data"
 
 # Data: one document a file, byte by byte, as a .bin/.idx pair.
 prefix=$RUN/data/stdlib_text_document
-if [ ! -e "$prefix.idx" ]; then
+if [ ! -e "$prefix.idx" ] && [ -z "${DRY_RUN:-}" ]; then
     echo "quickstart: writing the standard library's source as tokens to $prefix.bin"
     "$python" tools/stdlib_corpus.py --output "$RUN/data/stdlib.jsonl"
     "$python" tools/preprocess_data.py \
@@ -88,6 +89,15 @@ output=(
     --tensorboard-dir "$RUN/tensorboard"
     --timeline-png "$RUN/timeline.png"
 )
+if [ -n "${DRY_RUN:-}" ]; then  # in times of pieces: what they take here is not known before it is measured
+    [ -x "$python" ] || python=$(command -v python3)
+    "$python" -m schedules.command simulate "$SCHEDULE" -p 2 -m 8 -L 4 --piece-times pre=1,attn=1,post=2
+    printf '\nThe command, after tools/stdlib_corpus.py and tools/preprocess_data.py:'
+    printf ' %q' torchrun --standalone --nproc-per-node 2 pretrain_gpt.py \
+        "${model[@]}" "${training[@]}" "${data[@]}" "${output[@]}"
+    echo
+    exit
+fi
 "$python" -m torch.distributed.run --standalone --nproc-per-node 2 pretrain_gpt.py \
     "${model[@]}" "${training[@]}" "${data[@]}" "${output[@]}" 2>&1 | tee "$RUN/log.txt"
 

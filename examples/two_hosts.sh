@@ -5,9 +5,10 @@
 #   MASTER_ADDR=192.168.1.10 NODE_RANK=1 INTERFACE=eno1 examples/two_hosts.sh     on the other
 #   NETWORK=0.11 DRY_RUN=1 examples/two_hosts.sh                                  the predictions and the command
 #
-# SCHEDULE   weipipe: weights travel, as many bytes however large the batch is, and activations stay where they are.
-#            Between 2 A100 a step of GLOBAL_BATCH=256 takes 65 s over 10 Gbit Ethernet and 97 s over 1, 1f1b's 70 and
-#            140, zb1p's 65 and 134 (simulated). With small batches (32) zb1p is faster: the preflight prints all three.
+# SCHEDULE   by default that of 1f1b, zb1p and weipipe which is predicted to be the fastest with NETWORK and
+#            GLOBAL_BATCH. weipipe sends weights, as many bytes however large the batch is: between 2 A100 a step of
+#            GLOBAL_BATCH=256 takes 65 s over 10 Gbit Ethernet and 97 s over 1, 1f1b's 70 and 140, zb1p's 65 and 134
+#            (simulated). With small batches (32) zb1p is faster.
 # NETWORK    GB/s that one host really sends to the other (1.1 over 10 Gbit Ethernet, 0.11 over 1), for predictions;
 #            the preflight measures it
 # INTERFACE  the network interface that joins the hosts, by its name there (`ip -brief address`)
@@ -17,7 +18,6 @@ cd -P "$(dirname "$0")/.."
 . examples/launch.sh
 
 export NODES=2 GPUS=${GPUS:-1}
-SCHEDULE=${SCHEDULE:-weipipe}
 NETWORK=${NETWORK:-1.1}
 HARDWARE=${HARDWARE:-a100-80}
 SEQ=${SEQ:-8192}
@@ -39,16 +39,50 @@ if [ -n "${DATA:-}" ]; then
     data=(--data-path "$DATA" --split 969,30,1 --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$TOKENIZER")
 fi
 
-PREFLIGHT="--preflight-network $NETWORK --preflight-compare 1f1b zb1p weipipe ${PREFLIGHT:-}"
-launch \
-    --pipeline-model-parallel-size $((NODES * GPUS)) --pipeline-schedule "$SCHEDULE" --hardware "$HARDWARE" \
-    --num-layers 24 --hidden-size 2048 --ffn-hidden-size 5504 --num-attention-heads 16 \
-    --group-query-attention --num-query-groups 8 --position-embedding-type rope --normalization RMSNorm --swiglu \
-    --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 \
-    --seq-length "$SEQ" --max-position-embeddings "$SEQ" \
-    --micro-batch-size 1 --global-batch-size "$GLOBAL_BATCH" --train-iters 10000 --bf16 \
-    --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine --lr-warmup-fraction 0.01 --weight-decay 0.1 --adam-beta2 0.95 \
-    "${data[@]}" \
-    --save "$RUN/checkpoints" --load "$RUN/checkpoints" --save-interval 100 --tensorboard-dir "$RUN/tensorboard" \
-    --log-interval 1 --log-throughput --eval-interval 1000 --eval-iters 4 \
+flags=(
+    --pipeline-model-parallel-size $((NODES * GPUS))
+    --hardware "$HARDWARE"
+    --num-layers 24
+    --hidden-size 2048
+    --ffn-hidden-size 5504
+    --num-attention-heads 16
+    --group-query-attention
+    --num-query-groups 8
+    --position-embedding-type rope
+    --normalization RMSNorm
+    --swiglu
+    --disable-bias-linear
+    --untie-embeddings-and-output-weights
+    --attention-dropout 0
+    --hidden-dropout 0
+    --seq-length "$SEQ"
+    --max-position-embeddings "$SEQ"
+    --micro-batch-size 1
+    --global-batch-size "$GLOBAL_BATCH"
+    --train-iters 10000
+    --bf16
+    --lr 3e-4
+    --min-lr 3e-5
+    --lr-decay-style cosine
+    --lr-warmup-fraction 0.01
+    --weight-decay 0.1
+    --adam-beta2 0.95
+    "${data[@]}"
+    --save "$RUN/checkpoints"
+    --load "$RUN/checkpoints"
+    --save-interval 100
+    --tensorboard-dir "$RUN/tensorboard"
+    --log-interval 1
+    --log-throughput
+    --eval-interval 1000
+    --eval-iters 4
     ${extra[@]+"${extra[@]}"}
+)
+PREFLIGHT="--preflight-network $NETWORK --preflight-compare 1f1b zb1p weipipe ${PREFLIGHT:-}"
+if [ -z "${SCHEDULE:-}" ]; then  # both hosts come to the same
+    read -r -a preflight <<<"$PREFLIGHT"
+    SCHEDULE=$(WORLD_SIZE=$((NODES * GPUS)) LOCAL_WORLD_SIZE=$GPUS \
+        "$BIN/python" tools/preflight.py --preflight-fastest "${preflight[@]}" "${flags[@]}")
+    echo "two_hosts.sh: $SCHEDULE is predicted to be the fastest" >&2
+fi
+launch --pipeline-schedule "$SCHEDULE" "${flags[@]}"

@@ -71,6 +71,10 @@ class PreflightOptions:
         (), "Simulate these schedules too, with the same flags.", nargs="+", metavar="NAME"
     )
 
+    preflight_fastest: bool = option(
+        False, "Print the name alone of the fastest of --preflight-compare that fits into the memory, and end."
+    )
+
     def __post_init__(self) -> None:
         for name in ("preflight_seconds", "preflight_timeout", "preflight_network"):
             value = getattr(self, name)
@@ -90,11 +94,13 @@ class PreflightOptions:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step on paper. step_time: seconds; text: what `helixpipe simulate` says of it."""
+    """A step on paper. step_time: seconds; text: what `helixpipe simulate` says of it. fits: into the memory, where it
+    is known how much there is."""
 
     lowered: LoweredProgram
     step_time: float
     text: str
+    fits: bool = True
 
 
 def predict(config: Config, plans: Plans[int], gpus_per_node: int, network: float | None) -> Prediction:
@@ -112,7 +118,7 @@ def predict(config: Config, plans: Plans[int], gpus_per_node: int, network: floa
     program, nodes = lowered.program, max(1, config.launch.world_size // per_node)
     plan = Plan(costs, program.num_ranks, program.num_microbatches, costs.model.layers, nodes, RESERVED_MEMORY)
     step = step_report(simulate(lowered, costs, unit="s"), plan)
-    return Prediction(lowered, step.step_time, step_text(step))
+    return Prediction(lowered, step.step_time, step_text(step), step.fits)
 
 
 def _with_network(hardware: Hardware, bandwidth: float) -> Hardware:
@@ -140,6 +146,23 @@ def compare(flags: Sequence[str], schedules: Sequence[str], gpus_per_node: int, 
     return "\n".join(lines)
 
 
+def fastest(flags: Sequence[str], schedules: Sequence[str], gpus_per_node: int, network: float | None) -> str:
+    """The schedule whose step is predicted to be the fastest of those that fit, or of all where none does. Raises
+    UserError where none can run with these flags, or none is named."""
+    found: list[tuple[bool, float, str]] = []
+    refused = UserError("--preflight-fastest needs --preflight-compare, the schedules to choose among.")
+    for name in schedules:
+        try:
+            predicted = predict(*parse_and_plan([*flags, "--pipeline-schedule", name]), gpus_per_node, network)
+        except UserError as error:
+            refused = error
+        else:
+            found.append((not predicted.fits, predicted.step_time, name))
+    if not found:
+        raise refused
+    return min(found)[2]
+
+
 # -------------------------------------------------------------------------------------------------------------- command
 
 
@@ -154,8 +177,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         add_dataclass_arguments(parser, PreflightOptions)
         namespace, flags = parser.parse_known_args(arguments)
         options = dataclass_from_namespace(PreflightOptions, namespace)
-        config, plans = parse_and_plan(flags)
         per_node, network = int(os.environ.get("LOCAL_WORLD_SIZE", "0")), options.network
+        if options.preflight_fastest:
+            say(fastest(flags, options.preflight_compare, per_node, network))
+            return 0
+        config, plans = parse_and_plan(flags)
         predicted = predict(config, plans, per_node, network)
         if rank == "0":
             say(predicted.text)

@@ -5,6 +5,7 @@
 #   mkdir -p logs
 #   MODEL=7b SEQ=128k HARDWARE=h20 SCHEDULE=helix sbatch --nodes 8 examples/helixpipe/slurm.sh
 #   MODEL=7b SEQ=128k HARDWARE=h20 SCHEDULE=1f1b sbatch --nodes 8 examples/helixpipe/slurm.sh
+#   DRY_RUN=1 bash examples/helixpipe/slurm.sh        the prediction and the command, also without SLURM
 #
 #SBATCH --job-name=helixpipe
 #SBATCH --nodes=8
@@ -13,5 +14,5 @@
 #SBATCH --exclusive
 #SBATCH --output=logs/%x-%j.out
 set -euo pipefail
-cd -P "$SLURM_SUBMIT_DIR"
-NODES=$SLURM_JOB_NUM_NODES exec examples/helixpipe/train.sh
+cd -P "${SLURM_SUBMIT_DIR:-$(dirname "$0")/../..}"
+NODES=${SLURM_JOB_NUM_NODES:-${NODES:-}} exec examples/helixpipe/train.sh

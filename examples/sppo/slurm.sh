@@ -4,6 +4,7 @@
 #
 #   mkdir -p logs
 #   MODEL=7b SEQ=512k sbatch --nodes 4 examples/sppo/slurm.sh
+#   DRY_RUN=1 bash examples/sppo/slurm.sh             the prediction and the command, also without SLURM
 #
 #SBATCH --job-name=sppo
 #SBATCH --nodes=4
@@ -12,5 +13,5 @@
 #SBATCH --exclusive
 #SBATCH --output=logs/%x-%j.out
 set -euo pipefail
-cd -P "$SLURM_SUBMIT_DIR"
-NODES=$SLURM_JOB_NUM_NODES exec examples/sppo/train.sh
+cd -P "${SLURM_SUBMIT_DIR:-$(dirname "$0")/../..}"
+NODES=${SLURM_JOB_NUM_NODES:-${NODES:-}} exec examples/sppo/train.sh

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+from helixpipe.common.errors import UserError
 from helixpipe.program.stages import model_pieces
 from megatron.training.arguments import parse_args
 from megatron.training.config import Config
@@ -28,12 +29,17 @@ from tools.hosts import Lab, unavailable
 
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted([*EXAMPLES.rglob("*.sh"), *EXAMPLES.rglob("*.sbatch")])
+SOURCED = ("launch.sh", "node.sh", "slurm/llama3_8b.sh")
+STARTED = [name for path in SCRIPTS if (name := str(path.relative_to(EXAMPLES))) not in SOURCED]
 BATCH = sorted(EXAMPLES.rglob("*.sbatch"))
 
 # What SLURM and torchrun offer, as far as the scripts use it. `srun` starts a task a node, here all of them on this
 # machine, passes SIGUSR1 to them and ends with the greatest of their exit statuses.
 FAKES = {
-    "python": 'printf "PREDICT"; printf " %q" "$@"; echo',
+    "python": """
+        case "$*" in *--preflight-fastest*) echo weipipe; exit ;; esac
+        printf "PREDICT"; printf " %q" "$@"; echo
+    """,
     "torchrun": 'echo "${CUDA_DEVICE_MAX_CONNECTIONS:-unset} $SLURM_NODEID$(printf " %q" "$@")"',  # in one write
     "scontrol": """
         if [ "$1" = show ]; then echo 127.0.0.1; echo second; else echo "scontrol $*"; fi
@@ -109,6 +115,42 @@ def test_scripts_are_bash(script: Path) -> None:
     subprocess.run(["bash", "-n", script], check=True)
     if (shellcheck := shutil.which("shellcheck")) is not None:
         subprocess.run([shellcheck, "--severity=warning", "--external-sources", script], check=True)
+
+
+@pytest.mark.parametrize("script", STARTED)
+def test_a_dry_run_starts_nothing_wherever_it_is(script: str, fakes: Path, tmp_path: Path) -> None:
+    """From any folder, without SLURM, addresses or data: the prediction, then the command; nothing is written."""
+    (fakes / "torchrun").write_text(f"#!/usr/bin/env bash\ntouch {tmp_path / 'started'}\n")
+    before = sorted(ROOT.iterdir()), sorted((ROOT / "runs").glob("*"))
+    done = subprocess.run(
+        ["bash", EXAMPLES / script],
+        cwd=tmp_path,
+        env=environment(fakes, DRY_RUN="1"),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    first, *_, last = done.stdout.splitlines()
+    assert first.startswith("PREDICT ") and "torchrun " in last and " pretrain_gpt.py --" in last
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bin"]
+    assert (sorted(ROOT.iterdir()), sorted((ROOT / "runs").glob("*"))) == before
+
+
+@pytest.mark.parametrize(("batch", "name"), [(256, "weipipe"), (32, "1f1b")])
+def test_two_hosts_take_what_is_predicted_to_be_fastest(
+    batch: int, name: str, fakes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over 1 Gbit Ethernet weights are less than the activations of many microbatches, and more than those of few."""
+    from tools.preflight import fastest
+
+    launch = commands("two_hosts.sh", fakes, GLOBAL_BATCH=str(batch), NETWORK="0.11")[1]
+    assert launch[launch.index("--pipeline-schedule") + 1] == "weipipe"  # what the fake prediction says
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    flags = launch[launch.index("pretrain_gpt.py") + 1 :]
+    assert fastest(flags, ("1f1b", "weipipe"), 1, 0.11e9) == name
+    with pytest.raises(UserError, match="--preflight-fastest needs --preflight-compare"):
+        fastest(flags, (), 1, None)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,84 @@
+"""README's commands, as they stand there: each is one that this test knows how to try, and does what is said."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from helixpipe.cli import profile as cli_profile
+from helixpipe.cli.command_train import _split
+from helixpipe.costs.profile_costs import Profile
+from megatron.training.arguments import parse_args
+from schedules import command
+from tools.preprocess_data import parse_arguments
+
+ROOT = Path(__file__).resolve().parents[1]
+MEASURED = ROOT / "tests" / "pins" / "profile.json"
+
+
+def commands() -> list[list[str]]:
+    """The words of every command in README's blocks, in order."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    lines = [line[4:] for line in text.splitlines() if line.startswith("    ")]
+    joined = "\n".join(lines).replace("\\\n", " ").splitlines()
+    return [words for line in joined if (words := shlex.split(line, comments=True))]
+
+
+COMMANDS = commands()
+
+
+def test_nothing_is_left_to_fill_in() -> None:
+    assert len(COMMANDS) >= 15
+    for words in COMMANDS:
+        assert not any("…" in word or "..." in word or re.fullmatch(r"[A-Z_]{3,}", word) for word in words), words
+
+
+def test_every_command_works_as_pasted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One after another in an empty folder: what one needs another has written. Measuring, writing data and training
+    are not done; their flags are parsed, and their files are there afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli_profile, "_measure", lambda *task: Profile.load(MEASURED))
+    written: set[str] = set()
+    for words in COMMANDS:
+        program, *rest = words
+        if program == "make":
+            assert re.search(rf"^{rest[0]}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE), words
+        elif program == "export":
+            assert rest == ["PATH=$PWD/.venv/bin:$PATH"]
+        elif program == "python":
+            written |= _written(rest, written)
+        elif rest[0] == "train":
+            _train(rest[1:], written)
+        else:
+            assert program == "helixpipe", words
+            assert command.main(rest) == 0, (words, capsys.readouterr().err)
+    assert {"interleaved.png", "my_schedule.csv", "mine.json", "profile.json"} <= {
+        path.name for path in tmp_path.iterdir()
+    }
+
+
+def _written(words: list[str], before: set[str]) -> set[str]:
+    """What a program of tools/ writes; it is given what is there."""
+    program, *rest = words
+    assert (ROOT / program).is_file()
+    if program == "tools/stdlib_corpus.py":
+        flag, path = rest
+        assert flag == "--output"
+        return {path}
+    assert program == "tools/preprocess_data.py", words
+    arguments = parse_arguments(rest)
+    assert set(arguments.input) <= before
+    return {f"{arguments.output_prefix}_{key}_document" for key in arguments.json_keys}
+
+
+def _train(words: list[str], written: set[str]) -> None:
+    """The flags are valid on a processor, and on hosts of 2 and of 8 GPUs; the data is there."""
+    needed, flags = _split(words)
+    for ranks in {needed, 2, 8}:
+        config = parse_args(flags, environ={"WORLD_SIZE": str(ranks), "RANK": "0", "LOCAL_RANK": "0"})
+        assert config.data.mock_data or set(config.data.data_path or ()) <= written
