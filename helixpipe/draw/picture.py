@@ -14,6 +14,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from helixpipe.draw.labels import MOST, Label, draw_labels, font_size, points_for, text_of, width_at
 from helixpipe.draw.style import (
     IDLE_COLOUR,
     KIND_STYLES,
@@ -29,11 +30,12 @@ from helixpipe.draw.style import (
 )
 from helixpipe.program.timeline import CopyEvent, OpEvent, Timeline, idle_shares
 
-WIDTH, LEFT, RIGHT = 14.0, 0.8, 0.75  # inches: of the figure, and beside the axes
+WIDTH, LEFT, RIGHT = 14.0, 0.8, 0.75  # inches: of the figure, where it has room for labels, and beside the axes
+WIDEST, AREA = 160.0, 1200.0  # inches, and square inches, of one that grows for them
 LEGEND, TITLE, BELOW = 0.42, 0.32, 0.55  # inches: above all panels, above a panel, below a panel
 ROW, ALL_ROWS = 0.42, 5.6  # inches: the tallest row, and the height that many rows share
+LABELLED_ROW, FLATTEST_ROW = 0.12, 0.05  # inches: of many rows whose boxes are to have labels, and of very many
 TALLEST = 200.0  # inches of rows that fit a bitmap
-MAX_TEXTS = 3000  # more numbers than that take seconds to draw and cannot be read
 MAX_ARROWS = 64
 MAX_VECTOR_BOXES = 5000  # more boxes are a bitmap inside an SVG or PDF
 POINTS = 72.0
@@ -73,22 +75,25 @@ def picture(timelines: Sequence[Timeline]) -> Figure:
     """A figure with one panel a timeline, from top to bottom; timelines of one unit share a time scale."""
     rows = [_Rows(timeline) for timeline in timelines]
     totals = [each.total for each in rows]
-    row_height = min(ROW, max(ALL_ROWS / max(totals), 0.05), TALLEST / sum(totals))
+    longest = {t.unit: max(other.makespan for other in timelines if other.unit == t.unit) or 1.0 for t in timelines}
+    axis = max(points_for(timeline) * longest[timeline.unit] / POINTS for timeline in timelines)
+    least = LABELLED_ROW if axis else FLATTEST_ROW
+    row_height = min(ROW, max(ALL_ROWS / max(totals), least), TALLEST / sum(totals))
     heights = [each * row_height for each in totals]
     total = LEGEND + sum(TITLE + height + BELOW for height in heights)
-    figure = Figure(figsize=(WIDTH, total))
-    _legend(figure, timelines, total)
-    longest = {t.unit: max(other.makespan for other in timelines if other.unit == t.unit) or 1.0 for t in timelines}
+    width = max(WIDTH, min(LEFT + axis + RIGHT, WIDEST, AREA / total))
+    figure = Figure(figsize=(width, total))
+    _legend(figure, timelines, width, total)
     top = total - LEGEND
     for timeline, own, height in zip(timelines, rows, heights, strict=True):
         top -= TITLE + height
-        box = (LEFT / WIDTH, top / total, (WIDTH - LEFT - RIGHT) / WIDTH, height / total)
-        _panel(figure.add_axes(box), timeline, own, longest[timeline.unit], row_height * POINTS)
+        box = (LEFT / width, top / total, (width - LEFT - RIGHT) / width, height / total)
+        _panel(figure.add_axes(box), timeline, own, longest[timeline.unit], row_height * POINTS, width)
         top -= BELOW
     return figure
 
 
-def _legend(figure: Figure, timelines: Sequence[Timeline], total: float) -> None:
+def _legend(figure: Figure, timelines: Sequence[Timeline], width: float, total: float) -> None:
     present = {event.op.kind for timeline in timelines for event in timeline.ops}
     handles = [
         Patch(color=style.colour, label=f"{kind} {style.name}")
@@ -100,7 +105,7 @@ def _legend(figure: Figure, timelines: Sequence[Timeline], total: float) -> None
         Patch(color=style.colour, label=f"{lane} {style.name}") for lane, style in LANE_STYLES.items() if lane in lanes
     ]
     handles.append(Patch(facecolor=IDLE_COLOUR, edgecolor="#b5b5b5", linewidth=0.6, label="idle"))
-    place = (LEFT / WIDTH, 1 - 0.08 / total)
+    place = (LEFT / width, 1 - 0.08 / total)
     figure.legend(
         handles=handles, loc="upper left", bbox_to_anchor=place, ncols=len(handles), frameon=False,
         fontsize=9, borderaxespad=0, borderpad=0, handlelength=1.3, columnspacing=1.4,
@@ -109,12 +114,13 @@ def _legend(figure: Figure, timelines: Sequence[Timeline], total: float) -> None
     if any(len(stages) > 1 for timeline in timelines for stages in _stages_of_ranks(timeline)):
         notes.insert(0, "a rank's later stages lighter")
     text = "; ".join(note for note in notes if note)
-    figure.text(1 - RIGHT / WIDTH, place[1], text, ha="right", va="top", fontsize=9, color="#555555")
+    figure.text(1 - RIGHT / width, place[1], text, ha="right", va="top", fontsize=9, color="#555555")
 
 
-def _panel(axes: Axes, timeline: Timeline, rows: _Rows, longest: float, row_points: float) -> None:
+def _panel(axes: Axes, timeline: Timeline, rows: _Rows, longest: float, row_points: float, width: float) -> None:
+    """width: of the figure, in inches."""
     factor, unit = time_scale(longest) if timeline.unit == "s" else (1.0, timeline.unit)
-    points_per_time = (WIDTH - LEFT - RIGHT) * POINTS / (longest * factor)
+    points_per_time = (width - LEFT - RIGHT) * POINTS / (longest * factor)
     half = 0.41 if row_points >= 12 else 0.46
 
     span = timeline.makespan * factor
@@ -144,7 +150,7 @@ def _panel(axes: Axes, timeline: Timeline, rows: _Rows, longest: float, row_poin
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color("#999999")
     beside: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "va": "center", "ha": "right", "clip_on": False}
-    right = 1 + (RIGHT - 0.12) / (WIDTH - LEFT - RIGHT)
+    right = 1 + (RIGHT - 0.12) / (width - LEFT - RIGHT)
     bubbles = idle_shares(timeline.busy(), timeline.makespan)
     for rank in shown:
         axes.text(right, rows.middle[rank], f"{100 * bubbles[rank]:.1f} %", fontsize=9, color="#333333", **beside)
@@ -205,22 +211,21 @@ def _draw(axes: Axes, boxes: _Boxes, factor: float, points_per_time: float) -> N
 def _numbers(axes: Axes, boxes: _Boxes, chunked: bool, factor: float, points_per_time: float, height: float) -> None:
     """The microbatch (with chunks `5.1`) in every box with room for it, all in one size. height: of a box, in
     points."""
-    if len(boxes.events) > MAX_TEXTS:
+    if len(boxes.events) > MOST:
         return
-
-    def label(event: OpEvent | CopyEvent) -> str:
-        return f"{event.op.microbatch}.{event.op.chunk}" if chunked else str(event.op.microbatch)
-
-    # A digit is 0.64 of the font size wide; each box says which size it has room for.
-    rooms = [(e.end - e.start) * factor * points_per_time / (0.64 * len(label(e)) + 0.25) for e in boxes.events]
-    size = min(10.0, height * 0.7, max(5.5, float(np.quantile(rooms, 0.02))))
-    if size < 5:
+    texts = [text_of(event.op, chunked) for event in boxes.events]
+    widths = [(event.end - event.start) * factor * points_per_time for event in boxes.events]
+    size = font_size(texts, widths, height)
+    if size is None:
         return
-    for event, room, shade, height_of in zip(boxes.events, rooms, boxes.colours, boxes.middles, strict=True):
-        if room >= size:
-            middle = (event.start + event.end) / 2 * factor
-            ink = "#111111" if _lightness(shade) > 0.30 else "white"
-            axes.text(middle, height_of, label(event), fontsize=size, color=ink, ha="center", va="center_baseline")
+    labels = [
+        Label(text, (event.start + event.end) / 2 * factor, middle, _lightness(shade) > 0.30)
+        for event, text, width, shade, middle in zip(
+            boxes.events, texts, widths, boxes.colours, boxes.middles, strict=True
+        )
+        if width >= width_at(text, size)
+    ]
+    draw_labels(axes, labels, size)
 
 
 def _arrows(axes: Axes, timeline: Timeline, rows: _Rows, factor: float, half: float) -> None:

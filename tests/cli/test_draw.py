@@ -15,6 +15,8 @@ import pytest
 
 from helixpipe.common.errors import UserError
 from helixpipe.costs.by_hand import PieceTimes
+from helixpipe.draw import labels as labels_module
+from helixpipe.draw import picture as picture_module
 from helixpipe.draw.formats import chrome_trace, draw
 from helixpipe.draw.picture import picture
 from helixpipe.draw.style import KIND_STYLES, scale_note
@@ -71,10 +73,34 @@ def test_every_box_has_its_microbatch_and_every_rank_its_bubble() -> None:
     assert {"5.0", "5.1"} <= set(texts(picture([chunked])))
 
 
-def test_large_programs_have_no_text_in_boxes() -> None:
-    figure = picture([timeline(ranks=32, microbatches=64)])
-    assert len(texts(figure)) < 100
-    assert figure.get_size_inches()[1] < 10
+def labels(figure: Any) -> list[tuple[str, int, float]]:
+    """What is drawn in boxes as outlines, all that are alike at once: text, row and time."""
+    return [
+        (each.get_gid().removeprefix("label "), round(float(y)), float(x))
+        for each in figure.axes[0].collections
+        if (each.get_gid() or "").startswith("label ")
+        for x, y in each.get_offsets()
+    ]
+
+
+def test_large_programs_have_their_labels_too() -> None:
+    """The picture grows until there is room for them; each is where its op is."""
+    large = timeline(ranks=32, microbatches=64)
+    figure = picture([large])
+    assert len(texts(figure)) < 100  # so many one by one would take long
+    width, height = figure.get_size_inches()
+    assert 14 < width < 60 and height < 10
+    wanted = {(str(e.op.microbatch), e.rank, round((e.start + e.end) / 2, 6)) for e in large.ops}
+    drawn = {(text, row, round(time, 6)) for text, row, time in labels(figure)}
+    assert drawn <= wanted and len(drawn) > 0.97 * len(large.ops)
+
+
+def test_more_boxes_than_can_be_looked_at_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(labels_module, "MOST", 100)
+    monkeypatch.setattr(picture_module, "MOST", 100)
+    figure = picture([timeline(ranks=8, microbatches=16)])
+    assert not labels(figure) and len(texts(figure)) < 20
+    assert figure.get_size_inches()[0] == 14
 
 
 def test_time_scales() -> None:
