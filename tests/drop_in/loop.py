@@ -26,6 +26,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from helixpipe.drop_in.checks import unwrapped
 from helixpipe.model.norms import make_norm
+from tests.distributed import gather_tensors
 
 VOCABULARY, SEQUENCE, BATCH, STEPS = 48, 12, 2, 2
 
@@ -304,11 +305,9 @@ def gather(case: Case, model: list[Any], value: Callable[[Any], Tensor | None]) 
         for name, parameter in unwrapped(chunk).named_parameters():
             tensor = value(parameter)
             if tensor is not None:
-                own[global_name(name, stage * case.layers // (case.pp * case.v))] = tensor.clone()
+                own[global_name(name, stage * case.layers // (case.pp * case.v))] = tensor
     group = parallel_state.get_pipeline_model_parallel_group()
-    parts: list[dict[str, Tensor]] = [{} for _ in range(case.pp)]
-    torch.distributed.all_gather_object(parts, own, group=group)
-    return {name: tensor for part in parts for name, tensor in part.items()}
+    return {name: tensor for part in gather_tensors(own, group) for name, tensor in part.items()}
 
 
 def batches(count: int, step: int) -> list[tuple[Tensor, Tensor, Tensor]]:

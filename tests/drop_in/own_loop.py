@@ -25,6 +25,7 @@ from helixpipe.drop_in.checks import unwrapped
 from helixpipe.model import Microbatch, PipelineModel
 from helixpipe.program.stages import model_pieces
 from schedules.drop_in import ForwardBackward, get_forward_backward_func
+from tests.distributed import gather_tensors
 from tests.drop_in.comparing import worst
 from tests.drop_in.loop import start
 from tests.model.common import (
@@ -146,12 +147,10 @@ def gather(case: Case, model: Any) -> dict[str, Tensor]:
     for name, parameter in inner.named_parameters():
         gradient = getattr(parameter, "main_grad", parameter.grad)
         assert gradient is not None, name
-        own[copies.get(id(parameter), name)] = gradient.clone()
+        own[copies.get(id(parameter), name)] = gradient
     group = parallel_state.get_pipeline_model_parallel_group()
-    parts: list[dict[str, Tensor]] = [{} for _ in range(group.size())]
-    torch.distributed.all_gather_object(parts, own, group=group)
     found: dict[str, Tensor] = {}
-    for part in parts:
+    for part in gather_tensors(own, group):
         for name, value in part.items():
             if name in found and case.bare:
                 found[name] = found[name] + value

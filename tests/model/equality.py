@@ -8,6 +8,7 @@ import torch
 from megatron.core import parallel_state
 
 from helixpipe.model import PipelineModel
+from tests.distributed import gather_tensors
 from tests.model.common import (
     CHAIN,
     CONTEXT,
@@ -112,11 +113,11 @@ def check_split(weights: dict[str, Any], front: PipelineModel, back: PipelineMod
 
 def whole(model: PipelineModel, shards: dict[str, torch.Tensor], partial_sums: bool) -> dict[str, torch.Tensor]:
     """Tensors of the unsplit model from both tensor-parallel ranks'; gradients that are partial sums are summed."""
-    gathered: list[dict[str, torch.Tensor]] = [{}, {}]
-    torch.distributed.all_gather_object(gathered, shards, group=parallel_state.get_tensor_model_parallel_group())
+    own = {name: shards[name] for name, _ in model.named_parameters()}
+    one, other = gather_tensors(own, parallel_state.get_tensor_model_parallel_group())
     result = {}
     for name, parameter in model.named_parameters():
-        first, second = gathered[0][name], gathered[1][name]
+        first, second = one[name], other[name]
         if getattr(parameter, "tensor_model_parallel", False):
             dim, stride = parameter.partition_dim, parameter.partition_stride
             pairs = zip(first.chunk(stride, dim), second.chunk(stride, dim), strict=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, cast
 
@@ -127,8 +128,12 @@ class Case:
         schedule = "seq1f1b" if self.lengths else "none"
         return replace(alone, schedule=schedule, dropout=self.dropout, lengths=self.lengths)
 
-    @cache  # noqa: B019 (cases are as old as the process)
     def program(self) -> Program:
+        return self._program
+
+    @cached_property
+    def _program(self) -> Program:
+        """Kept in the case, so that it goes where the case is sent."""
         costs = PieceTimes(parse_piece_times("qkv=1,attn=3,mlp=2")) if self.memory_limit is not None else None
         chunks, lengths = max(len(self.lengths), 1), self.lengths or None
         shape = Shape(self.pp, self.m, self.layers, chunks, self.v, lengths, costs, memory_limit=self.memory_limit)
@@ -156,6 +161,13 @@ class Case:
         program = replace(program, kv_blocks=program.kv_blocks or self.blocks)
         program = place_early(program, unit_costs()) if self.recompute.recompute_early else program
         return program if self.offload is None else offloading_program(program, self.offload)
+
+
+def built(cases: Sequence[Case]) -> list[Case]:
+    """The same cases with their programs, which every rank they are sent to would search for again."""
+    for case in cases:
+        case.program()
+    return list(cases)
 
 
 def shared_middle(split: bool) -> Program:

@@ -29,6 +29,7 @@ from helixpipe.runtime.gloo import GlooTransport
 from helixpipe.runtime.step import PlannedOp
 from helixpipe.runtime.transport import Alone, Transport, make_transport
 from helixpipe.runtime.weights import WholeWeights
+from tests.distributed import gather_tensors
 from tests.model.common import (
     BATCH,
     SEQUENCE,
@@ -71,16 +72,25 @@ def run_cases(rank: int, world_size: int, cases: list[Case]) -> list[dict[str, A
     once for each size, since gloo gives every group threads of its own."""
     set_parallel(tp=1)
     alone = list(dict.fromkeys(case.alone() for case in cases))
-    shares: list[dict[Case, Reference]] = [{} for _ in range(world_size)]
-    torch.distributed.all_gather_object(shares, {each: reference(each) for each in alone[rank::world_size]})
-    references = {each: found for share in shares for each, found in share.items()}
+    own = {each: reference(each) for each in alone[rank::world_size]}
+    losses: list[dict[Case, dict[int, float]]] = [{} for _ in range(world_size)]
+    torch.distributed.all_gather_object(losses, {each: found for each, (_, found) in own.items()})
+    references: dict[Case, Reference] = {each: ({}, found) for part in losses for each, found in part.items()}
+    tensors = {(each, name): value for each, (found, _) in own.items() for name, value in found.items()}
+    for part in gather_tensors(tensors):
+        for (each, name), value in part.items():
+            references[each][0][name] = value
     results: dict[int, dict[str, Any]] = {}
     for tp, pp, cp in sorted({(case.tp, case.pp, case.cp) for case in cases}):
         set_parallel(tp=tp, pp=pp, cp=cp)
-        transport = make_transport(parallel_state.get_pipeline_model_parallel_group(), device())
+        group = parallel_state.get_pipeline_model_parallel_group()
+        transport = make_transport(group, device())
         for index, case in enumerate(cases):
             if (case.tp, case.pp, case.cp) == (tp, pp, cp):
-                results[index] = run_case(case, *references[case.alone()], transport)
+                late = LateTransport(group, device()) if case.late else None
+                results[index] = run_case(case, *references[case.alone()], late or transport)
+                if late is not None:
+                    late.close()
         transport.close()
     return [results[index] for index in range(len(cases))]
 
@@ -99,11 +109,6 @@ class Told(WholeWeights):
 
 
 def run_case(case: Case, expected: dict[str, Tensor], losses: dict[int, float], transport: Transport) -> dict[str, Any]:
-    if case.late:
-        late = LateTransport(parallel_state.get_pipeline_model_parallel_group(), device())
-        result = run_case(replace(case, late=False), expected, losses, late)
-        late.close()
-        return result
     model, executor = make_executor(case, transport)
     told = Told(case, model)
     executor.weights = told
@@ -273,10 +278,8 @@ def gather(model: Any, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         gradients = {names[name]: value for name, value in whole(model, shards, partial_sums=True).items()}
     gradients = over_context(gradients)
     group = parallel_state.get_pipeline_model_parallel_group()
-    gathered: list[dict[str, Tensor]] = [{} for _ in range(group.size())]
-    torch.distributed.all_gather_object(gathered, gradients, group=group)
     result: dict[str, Tensor] = {}
-    for each in gathered:
+    for each in gather_tensors(gradients, group):
         for name, value in each.items():
             result[name] = result[name] + value if name in result else value
     return result

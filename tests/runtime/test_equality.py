@@ -12,6 +12,7 @@ import torch
 from helixpipe.program.text import to_csv
 from schedules import Shape, build
 from tests.distributed import run_ranks
+from tests.runtime.case import built
 from tests.runtime.cases import GROUPS
 from tests.runtime.equality import (
     GRADIENT_TOLERANCE,
@@ -30,7 +31,7 @@ from tests.selection import selected
 def results(request: pytest.FixtureRequest) -> dict[Case, list[dict[str, Any]]]:
     """Each case's results by rank. One launch for all: starting ranks costs more than running the cases."""
     cases = selected(request, "case", [case for group in GROUPS.values() for case in group])
-    by_rank = run_ranks(run_cases, 4, cases, timeout=600.0)
+    by_rank = run_ranks(run_cases, 4, built(cases), timeout=600.0)
     return {case: [results[index] for results in by_rank] for index, case in enumerate(cases)}
 
 
@@ -56,7 +57,7 @@ ON_GPU = {
 def test_equal_to_one_process_on_a_gpu(dtype: torch.dtype) -> None:
     """Four ranks share the GPUs there are, over gloo."""
     cases = ON_GPU[dtype]
-    by_rank = run_ranks(run_cases, 4, cases, timeout=1500.0)
+    by_rank = run_ranks(run_cases, 4, built(cases), timeout=1500.0)
     failures = []
     for index, case in enumerate(cases):
         try:

@@ -11,7 +11,7 @@ import pytest
 
 from schedules import CATALOGUE
 from tests.distributed import run_ranks
-from tests.runtime.case import Case
+from tests.runtime.case import Case, built
 from tests.runtime.happens_before.cases import OFFLOADING, OTHERS, SCHEDULES
 from tests.runtime.happens_before.ranks import Found, run_checked
 from tests.selection import selected
@@ -26,7 +26,7 @@ Results = dict[tuple[str, Case], list[Found]]
 def results(request: pytest.FixtureRequest) -> Results:
     """By rank, of each transport and case. One launch for all: starting ranks costs more than running the cases."""
     cases, transports = selected(request, "case", CASES), selected(request, "transport", TRANSPORTS)
-    by_rank = run_ranks(run_checked, 4, transports, cases, timeout=300.0)
+    by_rank = run_ranks(run_checked, 4, transports, built(cases), timeout=300.0)
     return {
         (transport, case): [each[i][j] for each in by_rank]
         for i, transport in enumerate(transports)
