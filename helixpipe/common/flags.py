@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import functools
 import math
 import re
 import sys
@@ -160,7 +161,7 @@ def add_dataclass_arguments(parser: argparse.ArgumentParser, cls: type, *, title
     must agree on its default. Raises TypeError, a programmer's error, for a field without help, of an unsupported type,
     or that disagrees.
     """
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     for field in dataclasses.fields(cls):
         if not field.metadata.get("cli", True):
             continue
@@ -190,7 +191,7 @@ def _heading(parser: argparse.ArgumentParser, title: str | None) -> Any:
 def dataclass_from_namespace(cls: type[T], namespace: argparse.Namespace | Mapping[str, Any]) -> T:
     """Build dataclass `cls` from parsed flags; fields that the namespace does not have keep their defaults."""
     values = namespace if isinstance(namespace, Mapping) else vars(namespace)
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     arguments = {}
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]  # any dataclass; TypeVar cannot say so
         if field.name in values:
@@ -209,6 +210,12 @@ def check_ranges(options: Any, error: type[UserError] = UserError) -> None:
         if "range" in field.metadata:
             flag = next(iter(field.metadata.get("flags") or ()), "--" + field.name.replace("_", "-"))
             field.metadata["range"].check(flag, getattr(options, field.name), error)
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    """Types of the fields; to find them out, they are compiled from text, which is most of the time of a parser."""
+    return typing.get_type_hints(cls)
 
 
 def _argument(cls: type, field: dataclasses.Field[Any], hint: Any) -> tuple[list[str], dict[str, Any]]:
