@@ -55,10 +55,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "result.json")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
-        command += ["ranks", str(output), str(arguments.rounds), arguments.flags, *arguments.schedules]
+        command += ["ranks", str(output), str(arguments.rounds), ",".join(arguments.schedules), arguments.flags]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
         subprocess.run(command, check=True, env=environment)
         rows = json.loads(output.read_text(encoding="utf-8"))
+    report(rows)
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(rows, indent=1), encoding="utf-8")
+
+
+def report(rows: list[dict[str, Any]]) -> None:
+    """Print the table."""
     print("| schedule | ms with a flush | without | speed without over with | quartiles | predicted |")
     print("|---|--:|--:|--:|--:|--:|")
     for row in rows:
@@ -68,8 +75,6 @@ def main() -> None:
         print(
             f"| {row['name']} | {with_flush:.1f} | {without:.1f} | {middle:.3f} | {low:.3f}–{high:.3f} | {predicted} |"
         )
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(rows, indent=1), encoding="utf-8")
 
 
 class Run:
@@ -157,7 +162,7 @@ def microbatches(length: int) -> Iterator[Any]:
         yield Microbatch(tokens[:, :-1], tokens[:, 1:], torch.ones(1, length))
 
 
-def on_ranks(output: str, rounds: int, more: str, schedules: list[str]) -> None:
+def on_ranks(output: str, rounds: int, schedules: list[str], more: str) -> None:
     import torch
     import torch.distributed as dist
 
@@ -201,6 +206,6 @@ def on_ranks(output: str, rounds: int, more: str, schedules: list[str]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["ranks"]:
-        on_ranks(sys.argv[2], int(sys.argv[3]), sys.argv[4], sys.argv[5:])
+        on_ranks(sys.argv[2], int(sys.argv[3]), sys.argv[4].split(","), " ".join(sys.argv[5:]))
     else:
         main()
