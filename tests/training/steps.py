@@ -56,7 +56,8 @@ COUNTED = "--log-num-zeros-in-grad --log-params-norm"
 
 @dataclass(frozen=True)
 class Run:
-    """One training run on four ranks. flags: besides `COMMON` and the style's. batch: samples a step."""
+    """One training run on four ranks. flags: besides `COMMON` and the style's. batch: samples a step. steps: how many
+    are run."""
 
     style: str
     flags: str
@@ -64,6 +65,7 @@ class Run:
     pp: int = 1
     batch: int = 8
     cp: int = 1
+    steps: int = STEPS
 
     def __str__(self) -> str:
         context = f" cp{self.cp}" * (self.cp > 1)
@@ -92,7 +94,7 @@ def figures_of_runs(rank: int, world_size: int, runs: list[Run]) -> list[Figures
         set_parallel(*sizes)
         for index, run in enumerate(runs):
             if (run.tp, run.pp, run.cp) == sizes:
-                results[index] = figures_of(run.config(rank, world_size))
+                results[index] = figures_of(run.config(rank, world_size), run.steps)
     return [results[index] for index in range(len(runs))]
 
 
@@ -122,7 +124,7 @@ class _NoSchedule:
         """The learning rate is constant."""
 
 
-def figures_of(config: Config) -> Figures:
+def figures_of(config: Config, steps: int = STEPS) -> Figures:
     trainer = make_trainer(config)
     trainer.log = figures = Figures(trainer.state.weights.count()[1])  # type: ignore[assignment]
     finish = trainer._unconfirmed.finish
@@ -133,7 +135,7 @@ def figures_of(config: Config) -> Figures:
         return outcome
 
     trainer._unconfirmed.finish = counted  # type: ignore[method-assign]
-    for _ in range(STEPS):
+    for _ in range(steps):
         trainer._iteration(record=False)
     trainer.pipeline.close()
     return figures
