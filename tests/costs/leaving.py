@@ -102,7 +102,7 @@ def _programs() -> Iterator[tuple[str, Program]]:
             stages = options.stages(bare) if options.granularity is not None else bare
             for lengths in ((), pieces.CHUNKS):
                 for name, of in runs.items():
-                    if cut != "whole" and name == "half":
+                    if (name == "half" and cut != "whole") or (name in ("half", "some") and cut == "whole" and lengths):
                         continue
                     what = f"{cut} {name} {options.granularity} {options.recompute_modules} chunks {lengths}"
                     yield what, _program(stages, lengths, of)
