@@ -6,7 +6,6 @@ import contextlib
 import faulthandler
 import os
 import signal
-import socket
 import threading
 import time
 import traceback
@@ -23,7 +22,7 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, backend: str = "gloo"
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 280.0, backend: str = "gloo"
 ) -> list[Any]:
     """Call `function(rank, world_size, *args)` on every rank and return what each returned, by rank.
 
@@ -35,13 +34,13 @@ def run_ranks(
     seconds (TimeoutError), their stacks printed shortly before.
     """
     context = preloaded()
-    port = _free_port()
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on a port that is free
     readers: dict[Any, int] = {}
     processes = []
     for rank in range(world_size):
         reader, writer = context.Pipe(duplex=False)
         process = context.Process(
-            target=_run_rank, args=(writer, function, rank, world_size, port, timeout, backend, args)
+            target=_run_rank, args=(writer, function, rank, world_size, store.port, timeout, backend, args)
         )
         process.start()
         writer.close()
@@ -112,12 +111,6 @@ def kill_group(pid: int | None) -> None:
         os.killpg(pid or 0, signal.SIGKILL)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def die_with_parent() -> None:
     """End this process and its group when the process that asked for it is gone; for a thread of its own."""
     parent = multiprocessing.parent_process()
@@ -144,6 +137,8 @@ def _run_rank(
         WORLD_SIZE=str(world_size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",  # rank 0 connects to it as well
+        TORCHELASTIC_RESTART_COUNT="0",
         OMP_NUM_THREADS="1",
     )
     torch.set_num_threads(1)

@@ -16,7 +16,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder: Path = tmp_path_factory.mktemp("checkpoints")
     with pytest.raises(RuntimeError, match=r"died with exit code -9|Connection (closed|reset) by peer"):
         run_ranks(cases.killed, 2, str(folder / "killed"))
-    return run_ranks(cases.all_cases, 2, str(folder), timeout=240.0)
+    return run_ranks(cases.all_cases, 2, str(folder), timeout=600.0)
 
 
 @pytest.mark.parametrize("case", [f"{a} to {b}" for a, (_, others) in cases.RESUMED.items() for b in others])

@@ -51,7 +51,7 @@ GROUPS = {
 @pytest.mark.parametrize("group", GROUPS)
 def test_equals_one_process(group: str) -> None:
     pp, cases = GROUPS[group]
-    for rank, results in enumerate(run_ranks(compare, 2, pp, cases, timeout=240)):
+    for rank, results in enumerate(run_ranks(compare, 2, pp, cases, timeout=600)):
         for case, found in zip(cases, results, strict=True):
             where = f"{case} on rank {rank}: {found}"
             tolerance = BF16_TOLERANCE if case.bf16 else TOLERANCE
@@ -81,7 +81,7 @@ def test_dropout_depends_on_the_step_and_not_on_the_schedule() -> None:
 )
 def test_overlapping_data_parallel_reductions_and_gathers(ranks: int, pp: int, case: Case) -> None:
     """Weights of helix leave for another rank before their own rank has a use for them."""
-    for plain, overlapped in run_ranks(optimize, ranks, pp, case, timeout=240):
+    for plain, overlapped in run_ranks(optimize, ranks, pp, case, timeout=600):
         assert overlapped == pytest.approx(plain, rel=1e-4)
         assert len(set(plain)) == 6
 

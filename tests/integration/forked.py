@@ -58,7 +58,7 @@ class Forked:
             assert not ended or words in self._text(), f"{self._name} ended without {words!r}:\n{self._text()}"
             time.sleep(0.01)
 
-    def wait_for_rank(self, number: int, seconds: float = 120.0) -> int | None:
+    def wait_for_rank(self, number: int, seconds: float = 280.0) -> int | None:
         """Until this rank has ended; returns its exit status, or None when it has not."""
         self._ranks[number].join(seconds)
         return self._ranks[number].exitcode
@@ -67,13 +67,13 @@ class Forked:
         """The pid of a rank."""
         return int(self._ranks[number].pid or 0)
 
-    def wait(self, seconds: float = 120.0) -> Result:
+    def wait(self, seconds: float = 280.0) -> Result:
         """Until all ranks have ended by themselves; fails when a process of theirs is left."""
         deadline = time.monotonic() + seconds
         try:
             statuses = [self.wait_for_rank(rank, max(0.0, deadline - time.monotonic())) for rank in self._ranks]
             assert None not in statuses, f"{self._name}: {statuses} after {seconds} s\n{self._text()}"
-            deadline = time.monotonic() + 7.0  # a loader process looks for its rank every 5 s
+            deadline = time.monotonic() + 30.0  # a loader process looks for its rank every 5 s
             while (left := [rank for rank in self._ranks if _lives(self.rank(rank))]) and time.monotonic() < deadline:
                 time.sleep(0.02)
             assert not left, f"{self._name} left processes of ranks {left} behind"

@@ -104,11 +104,11 @@ class Job:
                 return
         raise AssertionError(f"{self._launch.name} ended without {words!r}:\n{''.join(self._lines)}")
 
-    def wait(self, seconds: float = 120.0) -> Result:
+    def wait(self, seconds: float = 280.0) -> Result:
         """Until it has ended by itself; fails when a process of it is left a little later."""
         try:
             rest, _ = self.process.communicate(timeout=seconds)
-            deadline = time.monotonic() + 7.0  # a loader process looks for its rank every 5 s
+            deadline = time.monotonic() + 30.0  # a loader process looks for its rank every 5 s
             while (left := self.processes()) and time.monotonic() < deadline:
                 time.sleep(0.05)
             assert not left, f"{self._launch.name} left processes behind: {left}"

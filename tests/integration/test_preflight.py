@@ -77,7 +77,7 @@ def test_predicting_does_without_torch() -> None:
     code = (
         "import sys; from tools.preflight import main; assert not main(sys.argv[1:]); assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code, *FLAGS.split()], cwd=ROOT, check=True, capture_output=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code, *FLAGS.split()], cwd=ROOT, check=True, capture_output=True, timeout=280)
 
 
 def test_mistakes_are_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,14 +140,15 @@ def check(rank: int, world: int, ill: int, gone: bool) -> list[tuple[int, int, s
     """A check in which rank `ill` hangs as soon as it is to connect, or is gone. Rank 0 returns what it found."""
     if rank == ill and gone:
         return []
+    patience = 60.0 if ill < 0 else 5.0  # with all of them well nothing waits for as long
     store = dist.PrefixStore("links", dist.distributed_c10d._get_default_store())
 
     def connect(name: str, peer: int, first: bool) -> GlooPair:
         if rank == ill:
             time.sleep(600)
-        return GlooPair(store, name, first, timedelta(seconds=3))
+        return GlooPair(store, name, first, timedelta(seconds=patience))
 
-    links = Check(store, rank, connect, torch.device("cpu"), slot=0.1, timeout=3.0).run(rounds(CHAIN))
+    links = Check(store, rank, connect, torch.device("cpu"), slot=0.1, timeout=patience).run(rounds(CHAIN))
     return [(link.source, link.target, link.failure) for link in links]
 
 
@@ -183,7 +184,7 @@ def test_under_torchrun() -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step time" in done.stdout and "2 links, 0 dead" in done.stdout and "process1 (rank 1)" in done.stdout

@@ -29,7 +29,7 @@ def report(result: Result) -> list[str]:
 def test_a_lost_message_is_named_and_the_job_ends() -> None:
     lowered = lower(build("1f1b", Shape(4, 8, 4)))
     lost = next(each for each in lowered.messages if str(each) == "gradient 2B5 -> 1B5 (rank 2 -> rank 1)")
-    flags = f"{MOCK} --train-iters 100000 --stall-timeout-seconds 5 --pipeline-model-parallel-size 4"
+    flags = f"{MOCK} --train-iters 100000 --stall-timeout-seconds 8 --pipeline-model-parallel-size 4"
     launch = Launch("lost message", flags, ranks=4, script=FAULTY)
     result = Forked(launch, FAULT=f"lose {lost.source} 3 {lost.number}").wait()
     assert set(result.losses()) == {1, 2}
@@ -47,7 +47,7 @@ def test_a_lost_message_is_named_and_the_job_ends() -> None:
 
 def test_a_stopped_rank_is_silent() -> None:
     """The others end by themselves; such a rank is ended by torchrun."""
-    flags = f"{MOCK} --train-iters 100000 --stall-timeout-seconds 5 --pipeline-model-parallel-size 2"
+    flags = f"{MOCK} --train-iters 100000 --stall-timeout-seconds 8 --pipeline-model-parallel-size 2"
     job = Forked(Launch("stopped", flags))
     job.wait_for("iteration        3/")
     os.kill(job.rank(1), signal.SIGSTOP)

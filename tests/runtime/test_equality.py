@@ -31,7 +31,7 @@ from tests.selection import selected
 def results(request: pytest.FixtureRequest) -> dict[Case, list[dict[str, Any]]]:
     """Each case's results by rank. One launch for all: starting ranks costs more than running the cases."""
     cases = selected(request, "case", [case for group in GROUPS.values() for case in group])
-    by_rank = run_ranks(run_cases, 4, built(cases), timeout=600.0)
+    by_rank = run_ranks(run_cases, 4, built(cases), timeout=1200.0)
     return {case: [results[index] for results in by_rank] for index, case in enumerate(cases)}
 
 
@@ -84,7 +84,7 @@ def test_program_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_a_failing_op_is_shown_and_ends_every_rank() -> None:
-    first, second = run_ranks(fail_in_the_middle, 2, timeout=60.0)
+    first, second = run_ranks(fail_in_the_middle, 2, timeout=280.0)
     assert "out of order" in second
     assert "--> " in second and "RUN 1F1" in second and "pipeline rank 1" in second
     assert first != "finished"

@@ -19,7 +19,7 @@ STREAMS = 32
 
 @pytest.fixture(scope="module")
 def played() -> dict[str, list[Played]]:
-    (results,) = run_ranks(play, 1, CASES, timeout=300.0)
+    (results,) = run_ranks(play, 1, CASES, timeout=600.0)
     return {case[0]: result for case, result in zip(CASES, results, strict=True)}
 
 

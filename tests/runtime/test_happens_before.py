@@ -26,7 +26,7 @@ Results = dict[tuple[str, Case], list[Found]]
 def results(request: pytest.FixtureRequest) -> Results:
     """By rank, of each transport and case. One launch for all: starting ranks costs more than running the cases."""
     cases, transports = selected(request, "case", CASES), selected(request, "transport", TRANSPORTS)
-    by_rank = run_ranks(run_checked, 4, transports, built(cases), timeout=300.0)
+    by_rank = run_ranks(run_checked, 4, transports, built(cases), timeout=900.0)
     return {
         (transport, case): [each[i][j] for each in by_rank]
         for i, transport in enumerate(transports)

@@ -39,7 +39,7 @@ RUNS = [
 
 
 def test_the_same_losses_however_documents_run() -> None:
-    by_rank = run_ranks(losses_of_runs, 4, RUNS, timeout=300.0)
+    by_rank = run_ranks(losses_of_runs, 4, RUNS, timeout=600.0)
     alone = by_rank[0][0][0]
     assert len(alone) == STEPS and alone[-1] < alone[0]
     for number, run in enumerate(RUNS):

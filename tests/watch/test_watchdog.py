@@ -17,13 +17,13 @@ from helixpipe.watch import watchdog
 from helixpipe.watch.position import Patience, Peers, Position
 from helixpipe.watch.watchdog import Watchdog
 
-LIMITS = {Patience.STEP: 0.5, Patience.LONG: 2.0, Patience.ENDLESS: math.inf}
+LIMITS = {Patience.STEP: 0.8, Patience.LONG: 2.5, Patience.ENDLESS: math.inf}
 DEADLINE = 60.0
 
 
 @pytest.fixture(autouse=True)
 def quick_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "ANSWER_SECONDS", 2.0)
+    monkeypatch.setattr(watchdog, "ANSWER_SECONDS", 4.0)
 
 
 class Job:
