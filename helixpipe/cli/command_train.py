@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ from contextlib import suppress
 from types import FrameType
 
 from helixpipe.common.errors import UserError
+from helixpipe.common.ports import free_port
 
 _PREFIX = "helixpipe: "
 _LEFT = 15.0  # seconds that the other ranks have to end after the first has failed
@@ -44,7 +44,7 @@ def run(arguments: Sequence[str]) -> int:
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port()),
         "HELIXPIPE_LAUNCHER": str(os.getpid()),
     }
     return _Ranks(command, environment, ranks).wait()
@@ -152,9 +152,3 @@ def gpus() -> int:
         return 0
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
     return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

@@ -10,7 +10,6 @@ import dataclasses
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from helixpipe.cli.model import ModelOptions
 from helixpipe.cli.options import CostOptions
 from helixpipe.cli.profile_options import ProfileOptions, model_shape
 from helixpipe.common.errors import UserError
+from helixpipe.common.ports import free_port
 from helixpipe.common.progress import Progress
 from helixpipe.costs.efficiency import fitted, reached
 from helixpipe.costs.hardware import TERA, Hardware, find_device, find_hardware
@@ -66,7 +66,7 @@ def _measure(task: dict[str, Any], world_size: int, threads: int) -> Profile:
             "OMP_NUM_THREADS": str(threads),
             "WORLD_SIZE": str(world_size),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
+            "MASTER_PORT": str(free_port()),
         }
         command = [sys.executable, "-m", "helixpipe.profile.profiler", str(task_path), str(result)]
         processes: list[subprocess.Popen[bytes]] = []
@@ -101,12 +101,6 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], outputs: Sequence[Path])
                 reason = text.splitlines()[-1] if text else f"exit code {code}"
                 raise UserError(f"a process that measures failed: {reason}")
     progress.end()
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 # ------------------------------------------------------------------------------------------------------------ printed

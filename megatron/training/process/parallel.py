@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -98,7 +97,7 @@ def initialize(config: Config) -> Parallel:
     if torch.cuda.is_available():
         torch.cuda.set_device(launch.local_rank % torch.cuda.device_count())
     if "MASTER_ADDR" not in os.environ:  # started without torchrun: one process
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()), RANK="0", WORLD_SIZE="1")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")  # 0: any that is free
     else:
         check_master(wait=min(parallel.timeout_seconds, 300.0))
     dist.init_process_group(backend, timeout=timedelta(seconds=parallel.timeout_seconds))
@@ -124,9 +123,3 @@ def initialize(config: Config) -> Parallel:
 
 def _not_about_initialization(record: logging.LogRecord) -> bool:
     return "RerunStateMachine initialized" not in record.getMessage()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
