@@ -66,10 +66,11 @@ class LateTransport(GlooTransport):
         self._starting.append(thread)
 
 
-def run_cases(rank: int, world_size: int, cases: list[Case]) -> list[dict[str, Any]]:
+def run_cases(rank: int, world_size: int, cases: list[Case]) -> list[dict[str, Any] | None]:
     """For each case the largest relative error of the gradients and the parameter's name, the losses' error, and the
-    forward-only losses' error. The ranks share the one-process references out among themselves. Process groups are made
-    once for each size, since gloo gives every group threads of its own."""
+    forward-only losses' error; None where the case ran on other ranks. The ranks share the one-process references out
+    among themselves, and where a case does not need all of them, as many run cases side by side as can. Process groups
+    are made once for each size, since gloo gives every group threads of its own."""
     set_parallel(tp=1)
     alone = list(dict.fromkeys(case.alone() for case in cases))
     own = {each: reference(each) for each in alone[rank::world_size]}
@@ -85,14 +86,16 @@ def run_cases(rank: int, world_size: int, cases: list[Case]) -> list[dict[str, A
         set_parallel(tp=tp, pp=pp, cp=cp)
         group = parallel_state.get_pipeline_model_parallel_group()
         transport = make_transport(group, device())
-        for index, case in enumerate(cases):
-            if (case.tp, case.pp, case.cp) == (tp, pp, cp):
-                late = LateTransport(group, device()) if case.late else None
-                results[index] = run_case(case, *references[case.alone()], late or transport)
-                if late is not None:
-                    late.close()
+        ours = [index for index, case in enumerate(cases) if (case.tp, case.pp, case.cp) == (tp, pp, cp)]
+        side_by_side = parallel_state.get_data_parallel_world_size()
+        for index in ours[parallel_state.get_data_parallel_rank() :: side_by_side]:
+            case = cases[index]
+            late = LateTransport(group, device()) if case.late else None
+            results[index] = run_case(case, *references[case.alone()], late or transport)
+            if late is not None:
+                late.close()
         transport.close()
-    return [results[index] for index in range(len(cases))]
+    return [results.get(index) for index in range(len(cases))]
 
 
 class Told(WholeWeights):
@@ -156,8 +159,10 @@ LOSS_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 1e-3
 """megatron-core's cross entropy computes in float32; sums over tokens differ in order."""
 
 
-def check(case: Case, results: list[dict[str, Any]]) -> None:
+def check(case: Case, by_rank: list[dict[str, Any] | None]) -> None:
     """Assert that what `run_cases` returned for a case, by rank, is as it should be."""
+    results = [result for result in by_rank if result is not None]
+    assert len(results) == case.tp * case.pp * case.cp
     tolerance = GRADIENT_TOLERANCE[case.dtype]
     if case.tp > 1:
         tolerance = max(tolerance, SPLIT_VOCABULARY_TOLERANCE)
@@ -168,7 +173,7 @@ def check(case: Case, results: list[dict[str, Any]]) -> None:
         assert error < tolerance, parameter
         assert result["loss"] < LOSS_TOLERANCE[case.dtype]
         assert result["evaluation"] < LOSS_TOLERANCE[case.dtype]
-    reporting = 4 // case.pp  # the ranks of a stage, over data and tensor parallelism
+    reporting = case.tp * case.cp  # the ranks of a stage
     program = case.program()
     head = len(program.stages) - 1
     losses = [sum(op.stage == head and op.kind == "F" for op in ops) for ops in program.ranks]
@@ -285,7 +290,7 @@ def gather(model: Any, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
     return result
 
 
-def run_csv(rank: int, world_size: int, path: str, m: int) -> list[dict[str, Any]]:
+def run_csv(rank: int, world_size: int, path: str, m: int) -> list[dict[str, Any] | None]:
     """A program from a file, with the same checks."""
     return run_cases(rank, world_size, [Case(path, world_size, m, "llama")])
 

@@ -28,7 +28,7 @@ from tests.selection import selected
 
 
 @pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest) -> dict[Case, list[dict[str, Any]]]:
+def results(request: pytest.FixtureRequest) -> dict[Case, list[dict[str, Any] | None]]:
     """Each case's results by rank. One launch for all: starting ranks costs more than running the cases."""
     cases = selected(request, "case", [case for group in GROUPS.values() for case in group])
     by_rank = run_ranks(run_cases, 4, built(cases), timeout=1200.0)
@@ -36,7 +36,7 @@ def results(request: pytest.FixtureRequest) -> dict[Case, list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("case", [case for group in GROUPS.values() for case in group], ids=str)
-def test_equal_to_one_process(case: Case, results: dict[Case, list[dict[str, Any]]]) -> None:
+def test_equal_to_one_process(case: Case, results: dict[Case, list[dict[str, Any] | None]]) -> None:
     check(case, results[case])
 
 
@@ -78,7 +78,7 @@ def test_program_of_ones_own(tmp_path: Path) -> None:
     """A file: the interleaved program on 2 ranks, loaded as 4 stages."""
     path = tmp_path / "mine.csv"
     to_csv(build("interleaved-1f1b", Shape(2, 4, 4, virtual_stages=2)), path)
-    for (result,) in run_ranks(run_csv, 2, str(path), 4):
+    for (result,) in run_ranks(run_csv, 2, str(path), 4):  # both ranks are of the one pipeline
         assert result["gradient"][0] < GRADIENT_TOLERANCE[torch.float64]
         assert result["loss"] < LOSS_TOLERANCE[torch.float64]
 
