@@ -24,7 +24,7 @@ test:  ## everything CI checks: install, the whole test suite, lint
 	@$(MAKE) --no-print-directory lint
 
 pytest: install  ## the test suite alone, in two processes; make pytest ARGS="tests/test_cli.py -x" runs in one
-	.venv/bin/python -m pytest $(or $(ARGS),--numprocesses 2 --dist loadfile --no-loadscope-reorder)
+	env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -m pytest $(or $(ARGS),--numprocesses 2 --dist loadfile --no-loadscope-reorder)
 
 mutants: install  ## break the code on purpose, one line at a time: tests must notice; make mutants ARGS="--only w-before-i"
 	.venv/bin/python tools/mutants.py $(ARGS)
