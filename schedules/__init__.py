@@ -21,7 +21,15 @@ _REGISTRY = (
     Schedule("none", no_pipeline, "gradient accumulation, p = 1", bubble="0", memory="1", one_rank=True),
     Schedule("gpipe", gpipe, "Huang et al., GPipe, 2019", bubble="(p-1)(F+B)", memory="m"),
     Schedule("1f1b", one_f_one_b, "Fan et al., DAPPLE, 2021", bubble="(p-1)(F+B)", memory="min(p-r, m)"),
-    Schedule("adapipe", adapipe, "Sun et al., ASPLOS 2024", bubble="at most 1f1b's", memory="the limit", ragged=False),
+    Schedule(
+        "adapipe",
+        adapipe,
+        "Sun et al., ASPLOS 2024",
+        bubble="at most 1f1b's",
+        memory="the limit",
+        ragged=False,
+        effort=8,
+    ),
     Schedule(
         "interleaved-1f1b",
         interleaved,
@@ -30,7 +38,7 @@ _REGISTRY = (
         memory="(2(p-r-1) + (v-1)p + 1)/v",
         virtual_stages=True,
     ),
-    Schedule("chimera", chimera, "Li and Hoefler, SC'21", bubble="(p-2)max(F,B)", memory="at most p"),
+    Schedule("chimera", chimera, "Li and Hoefler, SC'21", bubble="(p-2)max(F,B)", memory="at most p", spread=True),
     Schedule(
         "hanayo",
         hanayo,
@@ -40,10 +48,20 @@ _REGISTRY = (
         virtual_stages=True,
     ),
     Schedule(
-        "zb1p", zb1p, "Qi et al., ICLR 2024 (ZB-H1)", bubble="(p-1)(F+I-W)", memory="p", options=ZeroBubbleOptions
+        "zb1p",
+        zb1p,
+        "Qi et al., ICLR 2024 (ZB-H1)",
+        bubble="(p-1)(F+I-W)",
+        memory="p",
+        options=ZeroBubbleOptions,
+        effort=9,
     ),
-    Schedule("zb2p", zb2p, "Qi et al., ICLR 2024 (ZB-H2)", bubble="(p-1)F", memory="2p", options=ZeroBubbleOptions),
-    Schedule("zbv", zbv, "Qi et al., ICLR 2024 (ZB-V)", bubble="(p-1)F/2", memory="p", options=ZeroBubbleOptions),
+    Schedule(
+        "zb2p", zb2p, "Qi et al., ICLR 2024 (ZB-H2)", bubble="(p-1)F", memory="2p", options=ZeroBubbleOptions, effort=9
+    ),
+    Schedule(
+        "zbv", zbv, "Qi et al., ICLR 2024 (ZB-V)", bubble="(p-1)F/2", memory="p", options=ZeroBubbleOptions, effort=20
+    ),
     Schedule(
         "zb-interleaved",
         zb_interleaved,
@@ -51,6 +69,7 @@ _REGISTRY = (
         bubble="(p-1)(F+I-W)/v",
         memory="(2(p-1) + (v-1)p + 1)/v",
         options=ZeroBubbleOptions,
+        effort=20,
         virtual_stages=True,
     ),
     Schedule("terapipe", terapipe, "Li et al., ICML 2021", bubble="(p-1)(F+B)/k", memory="m", chunks=True),
@@ -71,6 +90,7 @@ _REGISTRY = (
         bubble="(p-1)(F+I-W)/k",
         memory="(p-1+k)/k",
         options=ZeroBubbleOptions,
+        effort=4,
         chunks=True,
     ),
     Schedule(
@@ -81,6 +101,7 @@ _REGISTRY = (
         memory="(a(p-r-1)+k)/k",
         options=InfinipipeOptions,
         chunks=True,
+        effort=4,
     ),
     Schedule(
         "sppo",
@@ -91,6 +112,7 @@ _REGISTRY = (
         options=SppoOptions,
         chunks=True,
         offloads=True,
+        variants=(SppoOptions(), SppoOptions(sppo_ahead=1)),
     ),
     Schedule(
         "helix",
@@ -99,10 +121,25 @@ _REGISTRY = (
         bubble="3(p-1)(F-A)p/L",
         memory="m, or 3m/16 recomputed",
         options=HelixOptions,
+        effort=2,
+        spread=True,
+        # What it recomputes is chosen by the search, whose trials would take far longer with the schedule's own choice.
+        variants=tuple(
+            HelixOptions(helix_folds=folds, helix_ship=ship, helix_recompute=False)
+            for folds in (2, 1)
+            for ship in ("attention", "qkv")
+        ),
     ),
     *(
         Schedule(
-            name, make, f"Lin et al., PPoPP 2025 ({variant})", bubble=bubble, memory=memory, options=WeipipeOptions
+            name,
+            make,
+            f"Lin et al., PPoPP 2025 ({variant})",
+            bubble=bubble,
+            memory=memory,
+            options=WeipipeOptions,
+            effort=4,
+            spread=True,
         )
         for name, make, variant, bubble, memory in (
             ("weipipe-naive", weipipe_naive, "WeiPipe-Naive", "pt", "p"),

@@ -1,7 +1,6 @@
-"""`helixpipe plan`: tensor-parallel size, pipeline size, chunks and recomputation for a model on so many GPUs.
+"""`helixpipe plan`: how to run a model on so many GPUs, and the commands that do.
 
-    helixpipe plan --schedule sppo --model sppo-7b --hardware a100-80 --gpus 32 --seq-length 524288 \\
-        --global-batch-size 1
+    helixpipe plan --model llama2-7b --hardware h100 --gpus 64 --seq-length 32768 --global-batch-size 128
 
 No torch here.
 """
@@ -11,133 +10,213 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
 
 from helixpipe.cli.model import MAX_GPUS, ModelOptions, make_plan
-from helixpipe.cli.torchrun import torchrun_command
+from helixpipe.cli.plan_report import Plans, pareto_front
+from helixpipe.cli.progress import Progress
 from helixpipe.common.errors import ScheduleError, UserError
 from helixpipe.common.flags import dataclass_from_namespace, option
-from helixpipe.common.ranges import MOST_MICROBATCHES
+from helixpipe.common.ranges import MOST_GIB, MOST_MICROBATCHES
 from helixpipe.costs.hardware import GIB
-from helixpipe.planning.catalogue import Catalogue, Schedule
-from helixpipe.planning.solver import Problem, Solution, solve
+from helixpipe.planning.catalogue import Catalogue
+from helixpipe.planning.search.explore import Outcome, Search, budget
+from helixpipe.planning.search.flags import limit_in_gib, rounded_limit
+from helixpipe.planning.search.space import Given, Question
+from helixpipe.planning.search.terms import AtSize, Terms, smaller
+from helixpipe.planning.search.workers import Alone, Crew, Job, Processes
+
+SMALL_SEARCH = 12_000
+"""Ops that are simulated for each smaller number of GPUs of `--explain`."""
 
 
 @dataclass(frozen=True)
 class PlanOptions:
     """What `plan` is asked for."""
 
-    schedule: str = option("sppo", "The schedule, a name from `helixpipe list`.", metavar="NAME")
-    gpus: int | None = option(None, "GPUs of all nodes together.", at_least=1, at_most=MAX_GPUS)
-    top: int = option(3, "So many plans are printed, the fastest first.", at_least=1)
+    schedule: str | None = option(
+        None, "Search these schedules alone, names from `helixpipe list` (default: all there are).", metavar="NAME,..."
+    )
+    gpus: int | None = option(None, "GPUs of all nodes together; or give --nodes.", at_least=1, at_most=MAX_GPUS)
+    pipeline_parallel: int | None = option(None, "Pipeline ranks (default: the best).", at_least=1, at_most=MAX_GPUS)
+    memory_limit: float | None = option(
+        None,
+        "GiB of each GPU that may be used (default: all but --reserved-memory).",
+        metavar="GIB",
+        more_than=0,
+        at_most=MOST_GIB,
+    )
+    memory_margin: float = option(
+        10.0,
+        "Percent by which the predicted memory of the fullest GPU must stay below what may be used.",
+        metavar="PERCENT",
+        at_least=0,
+        less_than=100,
+    )
+    network: float | None = option(
+        None,
+        "Gb/s that a node sends, in all its adapters together (default: the hardware's).",
+        metavar="GBPS",
+        more_than=0,
+    )
+    top: int = option(10, "So many plans are printed, the fastest first.", at_least=1, at_most=1000)
+    explain: bool = option(
+        False,
+        "Say where time goes, why the second lost, and what takes over as GPUs become more.",
+        flags=("--explain",),
+    )
+    pareto: str | None = option(
+        None,
+        "Also print the plans that no other beats in time and memory, and draw all into this file.",
+        metavar="FILE.png",
+    )
+    jobs: int | None = option(None, "Processes that simulate (default: one a core).", at_least=1, at_most=1024)
 
 
 def run(namespace: argparse.Namespace) -> None:
     options = dataclass_from_namespace(PlanOptions, namespace)
-    catalogue: Catalogue = namespace.catalogue
-    schedule = catalogue.find(options.schedule)
-    if foreign := catalogue.foreign_options(namespace.given, [schedule]):
-        raise ScheduleError(foreign[0])
-    problem = _problem(options, schedule, namespace)
-    solutions = solve(problem, options.top)
-    commands = [
-        torchrun_command(each, schedule.name, _own(schedule, namespace), problem.sequences, schedule.offloads)
-        for each in solutions
-    ]
+    question = _question(options, namespace)
+    with closing(_crew(question, options)) as crew:
+        progress = Progress()
+        search = Search(question, crew, options.top, say=progress.show)
+        outcome = search.run()
+        progress.end()
+        if not outcome.best:
+            raise UserError(nothing_fits(question, outcome))
+        terms = _terms(crew, outcome)
+    scan = _scan(question, options) if options.explain and not outcome.interrupted else []
+    plans = Plans(question, outcome, terms, scan)
+    front = pareto_front(outcome) if options.pareto else []
+    if options.pareto:
+        from helixpipe.draw.pareto import draw_pareto
+
+        draw_pareto([(each.trial.step, each.trial.peak / GIB) for each in plans.drawn],
+                    [(each.trial.step, each.trial.peak / GIB, each.candidate.setting.schedule) for each in front],
+                    question.limit / GIB, options.pareto)  # fmt: skip
     if namespace.json:
-        figures = [_json(each, command) for each, command in zip(solutions, commands, strict=True)]
-        print(json.dumps({"unit": "s", "memory_limit": round(problem.limit), "plans": figures}))
+        print(json.dumps(plans.to_json(front)))
         return
-    print(
-        f"{problem.model.name} on {problem.gpus} x {problem.hardware.name}: {problem.seq_length} tokens a sequence, "
-        f"{problem.sequences} a step, {problem.limit / GIB:.1f} GiB a GPU usable"
-    )
-    print(f"\n{schedule.name}, simulated, not measured:")
-    print("\n".join(_table(solutions, problem)))
-    for number, command in enumerate(commands, start=1):
-        print(f"\n{number}. {command}")
+    print(plans.text(options.explain, front))
 
 
-def _problem(options: PlanOptions, schedule: Schedule, namespace: argparse.Namespace) -> Problem:
-    """What the flags give. Raises UserError for flags that are missing or are what is searched for."""
+def _crew(question: Question, options: PlanOptions) -> Crew:
+    count = options.jobs or os.cpu_count() or 1
+    return Processes(question, count) if count > 1 else Alone(question)
+
+
+def _terms(crew: Crew, outcome: Outcome) -> list[Terms]:
+    """Of each of the best; none where the user has had enough."""
+    try:
+        return [] if outcome.interrupted else crew.run([Job(each.candidate, kind="terms") for each in outcome.best])
+    except KeyboardInterrupt:
+        return []
+
+
+def _scan(question: Question, options: PlanOptions) -> list[AtSize]:
+    """The best of a short search with fewer GPUs each time."""
+    found = []
+    for each in smaller(question):
+        with closing(_crew(each, options)) as crew:
+            best = Search(each, crew, 1, ops=min(SMALL_SEARCH, budget(each.gpus))).run().best
+            terms = crew.run([Job(best[0].candidate, kind="terms")])[0] if best else None
+            found.append(AtSize(each.gpus, best[0].candidate if best else None, terms))
+    return found
+
+
+def _question(options: PlanOptions, namespace: argparse.Namespace) -> Question:
+    """What the flags ask. Raises UserError for flags that are missing or cannot be."""
     model = dataclass_from_namespace(ModelOptions, namespace)
-    for flag, value in (("--model", model.model), ("--gpus", options.gpus)):
-        if value is None:
-            raise UserError(f"plan needs {flag}.")
-    context = ("--context-parallel", model.context_parallel), ("--cp-comm-type", model.cp_comm_type)
-    for flag, value in (("--nodes", model.nodes), ("--tensor-parallel", model.tensor_parallel), *context):
-        if value is not None:
-            raise UserError(f"{flag} {value} has no place in plan, which is given --gpus and finds the sizes.")
-    one = make_plan(dataclasses.replace(model, global_batch_size=None), 1, 1, None)
+    if model.model is None:
+        raise UserError("plan needs --model.")
+    if (options.gpus is None) == (model.nodes is None):
+        raise UserError(
+            "plan needs --gpus or --nodes, and not both." if options.gpus else "plan needs --gpus or --nodes."
+        )
+    catalogue: Catalogue = namespace.catalogue
+    names = [name.strip() for name in options.schedule.split(",")] if options.schedule else list(catalogue)
+    schedules = [catalogue.find(name) for name in names]
+    if options.schedule and (foreign := catalogue.foreign_options(namespace.given, schedules)):
+        raise ScheduleError(foreign[0])
+    plain = dataclasses.replace(model, global_batch_size=None, nodes=None, tensor_parallel=None, context_parallel=None)
+    one = make_plan(plain, 1, 1, None)
     assert one is not None
-    gpus, hardware = options.gpus or 1, one.costs.hardware
+    hardware = one.costs.hardware
+    gpus = options.gpus or (model.nodes or 1) * hardware.gpus_per_node
     hardware = dataclasses.replace(hardware, gpus_per_node=min(hardware.gpus_per_node, gpus))
     if gpus % hardware.gpus_per_node:
         raise UserError(f"--gpus {gpus} must be a multiple of the {hardware.gpus_per_node} GPUs of a node.")
-    if (model.global_batch_size or 1) > MOST_MICROBATCHES * gpus * (model.micro_batch_size or 1):
+    if options.network is not None:
+        hardware = dataclasses.replace(hardware, network=options.network * 1e9 / 8, adapters=1)
+    sequences = model.global_batch_size or 1
+    if sequences > MOST_MICROBATCHES * gpus * (model.micro_batch_size or 1):
         raise UserError(
-            f"--global-batch-size {model.global_batch_size} means more than {MOST_MICROBATCHES} microbatches a step on "
-            f"--gpus {gpus}."
+            f"--global-batch-size {sequences} means more than {MOST_MICROBATCHES} microbatches a step on --gpus {gpus}."
         )
-    own = dataclass_from_namespace(schedule.options, namespace)
-    catalogue: Catalogue = namespace.catalogue
-    return Problem(
-        schedule,
-        lambda shape: catalogue.build(schedule.name, shape, own),
+    sizes = ("--tensor-parallel", model.tensor_parallel), ("--context-parallel", model.context_parallel)
+    for flag, size in (*sizes, ("--pipeline-parallel", options.pipeline_parallel)):
+        if size is not None and gpus % size:
+            raise UserError(f"{flag} {size} must divide the {gpus} GPUs.")
+    usable = one.limit if options.memory_limit is None else options.memory_limit * GIB
+    strategy = model.data_parallel_sharding_strategy
+    own = {field.name for each in schedules for field in dataclasses.fields(each.options)} & set(namespace.given)
+    given = Given(
+        model.tensor_parallel,
+        model.context_parallel,
+        options.pipeline_parallel,
+        model.cp_comm_type,
+        None if strategy is None else strategy == "optim_grads_params",
+        mlp=model.chunk_size,
+        loss=model.loss_chunk_size,
+        options={
+            each.name: dataclass_from_namespace(each.options, namespace)
+            for each in schedules
+            if own & {field.name for field in dataclasses.fields(each.options)}
+        },
+    )
+    return Question(
+        catalogue,
+        tuple(each.name for each in schedules),
         one.costs.model,
         hardware,
         gpus,
-        model.global_batch_size or 1,
+        sequences,
         dataclasses.replace(one.costs.layout, sequence_parallel=model.sequence_parallel),
-        one.limit,
-        model.distributed_optimizer,
+        rounded_limit(usable / (1 + options.memory_margin / 100)),
+        model.distributed_optimizer and strategy != "no_shard",
         one.costs.adam_on_host,
+        given,
     )
 
 
-def _own(schedule: Schedule, namespace: argparse.Namespace) -> list[str]:
-    """The schedule's own flags as they were given."""
-    names = {field.name for field in dataclasses.fields(schedule.options)}
-    given = ((flag, getattr(namespace, name)) for name, flag in namespace.given.items() if name in names)
-    return [flag if isinstance(value, bool) else f"{flag} {value}" for flag, value in given]
-
-
-def _table(solutions: list[Solution], problem: Problem) -> list[str]:
-    headers = ("", "TP", "PP", "DP", "chunks", "recompute", "offload", "step, s", "tokens/s/GPU", "bubble", "GiB")
-    rows = [headers]
-    for number, each in enumerate(solutions, start=1):
-        tokens = problem.sequences * problem.seq_length / (each.step * problem.gpus)
-        rows.append(
-            (
-                f"{number}.",
-                str(each.tensor_parallel),
-                str(each.ranks),
-                str(each.costs.data_parallel),
-                str(each.chunks),
-                each.choice.recompute.granularity or "-",
-                "auto" if each.choice.offload.auto else "-",
-                f"{each.step:.4g}",
-                f"{tokens:.1f}",
-                f"{100 * each.bubble:.1f} %",
-                f"{each.peak / GIB:.1f}",
-            )
+def nothing_fits(question: Question, outcome: Outcome) -> str:
+    """One sentence that says why a search has found nothing, by how much, and what would do."""
+    if outcome.interrupted:
+        return "nothing was found yet."
+    counts, least = outcome.counts, outcome.least
+    if not counts.candidates or (least is None and not counts.by_memory):
+        return (
+            f"--gpus {question.gpus} cannot be divided into sizes that a schedule takes for "
+            f"{question.model.layers} layers, {question.model.groups} query groups, --seq-length "
+            f"{question.model.seq_length} and --global-batch-size {question.sequences}."
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(headers))]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-
-
-def _json(solution: Solution, command: str) -> dict[str, Any]:
-    return {
-        "tensor_parallel": solution.tensor_parallel,
-        "pipeline_parallel": solution.ranks,
-        "data_parallel": solution.costs.data_parallel,
-        "microbatches": solution.microbatches,
-        "chunks": solution.chunks,
-        "recompute": solution.choice.recompute.granularity,
-        "offload": solution.choice.offload.offload_activations,
-        "step_time": solution.step,
-        "bubble_ratio": solution.bubble,
-        "memory": round(solution.peak),
-        "command": command,
-    }
+    usable = f"{limit_in_gib(question.limit)} are usable of each, the margin taken off"
+    if least is None:
+        missing = (outcome.least_bound - question.limit) / GIB
+        return (
+            f"{question.model.name} does not fit into {question.gpus} GPUs: weights, gradients, optimizer and one "
+            f"microbatch alone need at least {outcome.least_bound / GIB:.1f} GiB of each, {missing:.1f} more than "
+            f"there is; {usable}. More GPUs, or --optimizer-cpu-offload, would do."
+        )
+    if least.trial.peak <= question.limit:
+        return (
+            f"the host's memory is too little: {least.trial.host / GIB:.3g} GiB a GPU would do; raise --host-memory, "
+            "or move less there."
+        )
+    missing = (least.trial.peak - question.limit) / GIB
+    return (
+        f"--gpus {question.gpus} are too few for --seq-length {question.model.seq_length}: the least that was found is "
+        f"{least.trial.peak / GIB:.1f} GiB a GPU, {missing:.1f} more than fit; {usable}. More GPUs, a shorter "
+        f"sequence, --optimizer-cpu-offload or GPUs of {least.trial.peak / GIB * 1.1 + 3:.0f} GiB would do."
+    )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from helixpipe.costs.hardware import GIB, find_hardware
 from helixpipe.costs.models import ModelShape
-from helixpipe.planning.solver import Solution
+from helixpipe.planning.search.flags import limit_in_gib, setting_flags, sizes_flags
+from helixpipe.planning.search.space import Candidate, Question
 
 
 def model_flags(model: ModelShape) -> list[str]:
@@ -39,42 +40,31 @@ def model_flags(model: ModelShape) -> list[str]:
     ]
 
 
-def torchrun_command(solution: Solution, schedule: str, options: list[str], sequences: int, offloads: bool) -> str:
-    """A command for each node, a line a group of flags. options: flags of the schedule. offloads: whether it offloads
-    unless told otherwise."""
-    costs, layout, offload = solution.costs, solution.costs.layout, solution.choice.offload
-    gpus = layout.tensor_parallel * solution.ranks * costs.data_parallel
-    host = costs.hardware.host_memory
-    nodes = gpus // costs.hardware.gpus_per_node
+def torchrun_command(question: Question, candidate: Candidate) -> str:
+    """A command for each node, a line a group of flags."""
+    hardware, host = question.hardware, question.hardware.host_memory
+    nodes = question.gpus // hardware.gpus_per_node
     several = " --node-rank $NODE_RANK --master-addr $MASTER_ADDR" if nodes > 1 else ""
-    parallel = [
-        f"--tensor-model-parallel-size {layout.tensor_parallel}",
-        *["--sequence-parallel"] * layout.sequence_parallel,
-        f"--pipeline-model-parallel-size {solution.ranks}",
-        *["--use-distributed-optimizer"] * costs.distributed_optimizer,
-        f"--pipeline-schedule {schedule}",
-        *options,
-        *[f"--pipe-sp-splits {solution.chunks}"] * (solution.chunks > 1),
-        *[solution.choice.flags] * bool(solution.choice.flags),
-        *[f"--offload-activations {offload.offload_activations}"] * (offloads or offload.auto),
-        *["--no-recompute-early"] * (solution.choice.recompute.granularity is not None and not solution.early),
-        *[f"--chunk-size {layout.mlp_chunk}"] * bool(layout.mlp_chunk),
-        *[f"--loss-chunk-size {layout.loss_chunk}"] * bool(layout.loss_chunk),
-        *[f"--optimizer-cpu-offload --optimizer-offload-fraction {costs.adam_on_host:g}"] * bool(costs.adam_on_host),
-        f"--hardware {costs.hardware.name}",
-        *[f"--host-memory {host / GIB:g}"] * (host != find_hardware(costs.hardware.name).host_memory),
+    schedule = question.catalogue[candidate.setting.schedule]
+    on_host = question.adam_on_host
+    limits = [
+        *[f"--optimizer-cpu-offload --optimizer-offload-fraction {on_host:g}"] * bool(on_host),
+        f"--hardware {hardware.name}",
+        f"--memory-limit {limit_in_gib(question.limit)}",
+        *[f"--host-memory {host / GIB:g}"] * (host != find_hardware(hardware.name).host_memory),
     ]
     training = [
-        f"--micro-batch-size {layout.micro_batch_size}",
-        f"--global-batch-size {sequences}",
+        f"--micro-batch-size {question.layout.micro_batch_size}",
+        f"--global-batch-size {question.sequences}",
         "--train-iters 10",
         "--lr 1e-4",
         "--bf16",
     ]
     lines = [
-        f"torchrun --nproc-per-node {costs.hardware.gpus_per_node} --nnodes {nodes}{several} pretrain_gpt.py",
-        " ".join(model_flags(costs.model)),
-        " ".join(parallel),
+        f"torchrun --nproc-per-node {hardware.gpus_per_node} --nnodes {nodes}{several} pretrain_gpt.py",
+        " ".join(model_flags(question.model)),
+        " ".join(sizes_flags(question, candidate.sizes)),
+        " ".join([*setting_flags(schedule, candidate.setting), *limits]),
         " ".join(training),
     ]
     return " \\\n    ".join(lines)

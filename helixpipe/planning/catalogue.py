@@ -107,6 +107,8 @@ class Schedule:
     one_rank: runs on a single pipeline rank only. virtual_stages, chunks: whether it takes those of the shape. ragged:
     whether microbatches may differ in length and, where it takes chunks, in their number.
     offloads: whether it offloads activations unless flags say otherwise.
+    effort: about how much longer its program takes to make, lower and simulate than one whose order is only stated.
+    spread: whether all ranks have about the same of embedding and head. variants: options worth a try by a search.
     paper, bubble, memory: what `helixpipe list` shows; formulas in p, m, k, v, F, B (times a rank) and
     microbatch-stages.
     """
@@ -122,6 +124,9 @@ class Schedule:
     chunks: bool = False
     offloads: bool = False
     ragged: bool = True
+    effort: int = 1
+    spread: bool = False
+    variants: tuple[Any, ...] = ()
 
 
 class Catalogue(Mapping[str, Schedule]):

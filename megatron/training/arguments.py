@@ -19,6 +19,7 @@ from helixpipe.program.files import is_file
 from megatron.training.config import CheckpointConfig, Config, LaunchConfig, compat
 from megatron.training.config.container import GROUPS
 from megatron.training.config.parallel import PIPELINE
+from megatron.training.plan import auto
 from megatron.training.plan.loss_slices import settle
 from megatron.training.plan.programs import check_program, predicted_step
 from megatron.training.validation import validate
@@ -87,7 +88,7 @@ def parse_args(
     """Parse and validate the command line.
 
     argv: without the program's name; default the process's. environ: for RANK, WORLD_SIZE, LOCAL_RANK.
-    load_checkpoint_args: called only with --use-checkpoint-args.
+    load_checkpoint_args: called only with --use-checkpoint-args, and for what --pipeline-schedule auto had found.
 
     Raises UserError (one sentence) for unknown flags, wrong values and combinations. --help prints and exits.
     """
@@ -104,14 +105,15 @@ def parse_and_plan(
     arguments, warnings = split_unavailable(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
     namespace = parser.parse(arguments, also_known=[*compat.IGNORED, *compat.LATER, *compat.REFUSED])
-    launch = LaunchConfig.from_environment(environ)
-    groups: dict[str, Any] = {name: dataclass_from_namespace(cls, namespace) for name, (_, cls) in GROUPS.items()}
-    config = Config(**groups, launch=launch, warnings=tuple(warnings))
-    config = one_iteration(config)
-    if config.checkpoint.use_checkpoint_args:
-        saved = load_checkpoint_args(config.checkpoint) if load_checkpoint_args is not None else None
-        config = overlay_checkpoint_args(config, saved)
-    config = validate(config)
+    config = _config(namespace, LaunchConfig.from_environment(environ), warnings)
+    if config.parallel.pipeline_schedule == auto.AUTO:
+        chosen_flags = _search(config, parser.given(arguments), load_checkpoint_args)
+        arguments = [*arguments, *chosen_flags.words]
+        namespace = parser.parse(arguments)
+        config = _config(namespace, config.launch, warnings)
+        words = " ".join(chosen_flags.words)
+        config = config.replace("parallel", auto_schedule=words, auto_schedule_why=chosen_flags.why)
+    config = validate(_of_checkpoint(config, load_checkpoint_args))
     schedule = config.parallel.pipeline_schedule or ""
     chosen = [] if is_file(schedule) else [find(schedule)]
     for found in chosen:
@@ -121,6 +123,27 @@ def parse_and_plan(
     config, plans = settle(config)
     check_program(config, plans)
     return timeouts(config, predicted_step(config, plans)), plans
+
+
+def _config(namespace: argparse.Namespace, launch: LaunchConfig, warnings: Sequence[str]) -> Config:
+    """What the flags say, not validated yet."""
+    groups: dict[str, Any] = {name: dataclass_from_namespace(cls, namespace) for name, (_, cls) in GROUPS.items()}
+    return one_iteration(Config(**groups, launch=launch, warnings=tuple(warnings)))
+
+
+def _of_checkpoint(config: Config, load: CheckpointArgs | None) -> Config:
+    """With the model of the checkpoint, where --use-checkpoint-args asks for it."""
+    if not config.checkpoint.use_checkpoint_args:
+        return config
+    return overlay_checkpoint_args(config, load(config.checkpoint) if load is not None else None)
+
+
+def _search(config: Config, given: Mapping[str, str], load: CheckpointArgs | None) -> auto.Chosen:
+    """What --pipeline-schedule auto comes to: as the checkpoint's run had it, or as it is found now."""
+    checked = validate(auto.stand_in(_of_checkpoint(config, load)))
+    saved = load(config.checkpoint) if load is not None and config.checkpoint.load else None
+    kept = auto.kept(checked, vars(saved) if isinstance(saved, argparse.Namespace) else saved)
+    return kept or auto.search(checked, given)
 
 
 def build_parser() -> FlagParser:

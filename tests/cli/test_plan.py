@@ -1,70 +1,128 @@
-"""`helixpipe plan`: the command it prints trains what it planned."""
+"""`helixpipe plan`: the commands it prints train what it planned, and what cannot be planned is said in a sentence."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import shlex
+from pathlib import Path
 
 import pytest
 
+from helixpipe.cli.command_plan import nothing_fits
+from helixpipe.costs.hardware import GIB
 from helixpipe.costs.models import MODELS
-from megatron.training.arguments import parse_args
+from helixpipe.planning.search.explore import Outcome
+from megatron.training.arguments import parse_and_plan
 from megatron.training.plan.costs import model_shape
+from megatron.training.plan.programs import full_batch
 from schedules.command import USER_ERROR, main
 from tests.cli.commands import run, run_json
+from tests.planning.search_questions import question
+
+SMALL = "plan --model weipipe-1024 --gpus 2 --seq-length 8192 --global-batch-size 4 --jobs 1"
 
 
-def test_the_command_trains_what_was_planned(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_train_what_was_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    """Their flags are training's, and give the program whose step was predicted."""
     printed = run_json(
         capsys,
-        "plan --model llama3-8b --hardware h100 --gpus 8 --seq-length 8192 --global-batch-size 2 --sppo-ahead 2 "
-        "--top 2 --loss-chunk-size 2048 --optimizer-cpu-offload --host-memory 1000",
+        "plan --model llama3-8b --hardware h100 --gpus 8 --seq-length 8192 --global-batch-size 8 --jobs 1 --top 4 "
+        "--schedule helix,zb1p,seq1f1b-interleaved,none --optimizer-cpu-offload --host-memory 1000 --memory-limit 40",
     )
-    assert [plan["step_time"] for plan in printed["plans"]] == sorted(plan["step_time"] for plan in printed["plans"])
-    plan = printed["plans"][1]
-    words = shlex.split(plan["command"].replace("\\\n", ""))
-    assert words[:5] == ["torchrun", "--nproc-per-node", "8", "--nnodes", "1"]
-    config = parse_args(words[6:], environ={"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0"})
-    shape = dataclasses.replace(MODELS["llama3-8b"], name="the model", seq_length=8192)
-    assert dataclasses.replace(model_shape(config), vocab=shape.vocab) == shape
-    parallel = config.parallel
-    assert plan["tensor_parallel"] == parallel.tensor_model_parallel_size > 1 and parallel.sequence_parallel
-    assert plan["pipeline_parallel"] == parallel.pipeline_model_parallel_size > 1
-    assert (parallel.data_parallel_size, config.chunks.count()) == (plan["data_parallel"], plan["chunks"])
-    assert config.schedule_options.sppo_ahead == 2
-    assert (config.model.loss_chunk_size, parallel.host_memory) == (2048, 1000)
-    assert config.training.optimizer_cpu_offload and config.training.optimizer_offload_fraction == 1
+    times = [plan["step_time"] for plan in printed["plans"]]
+    assert times == sorted(times) and len(times) == 4
+    assert len({plan["schedule"] for plan in printed["plans"]}) > 1
+    for plan in printed["plans"]:
+        words = shlex.split(plan["command"].replace("\\\n", ""))
+        assert words[:5] == ["torchrun", "--nproc-per-node", "8", "--nnodes", "1"]
+        config, plans = parse_and_plan(words[6:], environ={"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0"})
+        shape = dataclasses.replace(MODELS["llama3-8b"], name="the model", seq_length=8192)
+        assert dataclasses.replace(model_shape(config), vocab=shape.vocab) == shape
+        parallel = config.parallel
+        assert not [warning for warning in config.warnings if "accepted" in warning]
+        assert plan["tensor_parallel"] == parallel.tensor_model_parallel_size
+        assert plan["context_parallel"] == parallel.context_parallel_size
+        assert plan["pipeline_parallel"] == parallel.pipeline_model_parallel_size
+        assert plan["data_parallel"] == parallel.data_parallel_size
+        assert (parallel.host_memory, config.training.optimizer_cpu_offload) == (1000, True)
+        trained = plans.plan(full_batch(config))
+        terms = plan["terms"]
+        pipeline = plan["step_time"] - terms["gradients"] - terms["optimizer"]
+        assert trained.simulation.makespan == pytest.approx(pipeline, rel=2e-3)  # the vocabulary is GPT-2's until read
+        assert max(trained.simulation.device_needs) <= printed["memory_limit"] * 1.001
+        assert plan["memory"] <= printed["memory_limit"] == pytest.approx(40 * GIB / 1.1, rel=1e-4)
+        assert sum(terms.values()) == pytest.approx(plan["step_time"], rel=1e-6)
 
 
-def test_adam_must_fit_into_the_host(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = "plan --schedule 1f1b --model weipipe-1024 --gpus 1 --seq-length 4096 --optimizer-cpu-offload --host-memory"
-    assert "1f1b, simulated" in run(capsys, f"{flags} 100")
-    assert main([*flags.split(), "1"]) == USER_ERROR
-    assert "the host's memory is too little: " in capsys.readouterr().err
+def test_the_table_and_what_explains_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture = tmp_path / "front.png"
+    text = run(capsys, f"{SMALL} --schedule 1f1b,seq1f1b,none --top 2 --explain --pareto {picture}")
+    assert text.count("torchrun") == 2 and "--nproc-per-node 2 --nnodes 1 pretrain_gpt.py" in text
+    assert "\n2. takes " in text and "candidates: " in text and "No other plan beats these" in text
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "The largest loss is" not in text  # there is no smaller number of nodes
 
 
-def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    text = run(
-        capsys, "plan --schedule 1f1b --model weipipe-1024 --gpus 2 --seq-length 4096 --global-batch-size 4 --top 1"
-    )
-    assert "1f1b, simulated, not measured:" in text and text.count("torchrun") == 1
-    assert "--nproc-per-node 2 --nnodes 1 pretrain_gpt.py" in text
+def test_what_takes_over_with_more_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--schedule 1f1b,none --gpus-per-node 2 --explain --top 1"
+    printed = run_json(capsys, f"{SMALL} {flags}".replace("--gpus 2", "--nodes 2"))
+    assert [each["gpus"] for each in printed["sizes"]] == [2, 4]
+    assert set(printed["taking_over"]) >= {"bubble", "messages", "DP reduction", "TP and CP collectives"}
+    assert printed["gpus"] == 4
+
+
+def test_a_slower_network_is_a_slower_step(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = f"{SMALL} --gpus-per-node 1 --schedule 1f1b --pipeline-parallel 2 --top 1"
+    fast, slow = (run_json(capsys, f"{flags} --network {speed}")["plans"][0] for speed in (400, 1))
+    assert slow["step_time"] > fast["step_time"] and slow["terms"]["messages"] > fast["terms"]["messages"]
+
+
+def test_the_margin_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = run_json(capsys, f"{SMALL} --schedule none --memory-limit 20 --memory-margin 25 --top 1")
+    assert printed["memory_limit"] == 16 * GIB
+    assert json.dumps(printed["plans"][0]["command"]).count("--memory-limit 16 ") == 1
 
 
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
         ("--gpus 8", "plan needs --model."),
-        ("--model llama2-7b", "plan needs --gpus."),
+        ("--model llama2-7b", "plan needs --gpus or --nodes."),
+        ("--model llama2-7b --gpus 8 --nodes 1", "plan needs --gpus or --nodes, and not both."),
         ("--model llama2-7b --gpus 12", "--gpus 12 must be a multiple of the 8 GPUs of a node."),
         ("--model llama2-7b --gpus 0", "--gpus 0 must be at least 1."),
+        ("--model llama2-7b --gpus 8 --tensor-parallel 3", "--tensor-parallel 3 must divide the 8 GPUs."),
+        ("--model llama2-7c --gpus 8", "--model llama2-7c is unknown: did you mean llama2-7b? known are "),
+        ("--model llama2-7b --hardware h10 --gpus 8", "--hardware h10 is unknown: did you mean h100? known are "),
+        ("--model llama2-7b --gpus 8 --schedule 1f2b", "unknown pipeline schedule '1f2b': did you mean 1f1b? known "),
         (
-            "--model llama2-7b --gpus 8 --tensor-parallel 4",
-            "--tensor-parallel 4 has no place in plan, which is given --gpus and finds the sizes.",
+            "--model llama2-7b --gpus 8 --schedule sppo --helix-folds 1",
+            "--helix-folds is an option of helix, not of sppo.",
         ),
-        ("--model llama2-7b --gpus 8 --helix-folds 1", "--helix-folds is an option of helix, not of sppo."),
+        ("--model llama2-7b --gpus 8 --pareto x.gif --schedule none", "--pareto x.gif must end in .png, .svg or .pdf."),
     ],
 )
 def test_what_cannot_be_planned(capsys: pytest.CaptureFixture[str], flags: str, sentence: str) -> None:
     assert main(["plan", *flags.split()]) == USER_ERROR
-    assert capsys.readouterr().err == f"helixpipe: {sentence}\n"
+    assert capsys.readouterr().err.startswith(f"helixpipe: {sentence}")
+
+
+def test_a_memory_that_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    """By how much, and what would fit."""
+    flags = [*SMALL.split(), "--schedule", "1f1b", "--pipeline-parallel", "2", "--memory-limit"]
+    for limit, words in (
+        ("5", "--gpus 2 are too few for --seq-length 8192: the least"),
+        ("1", "does not fit into 2 GPUs"),
+    ):
+        assert main([*flags, limit]) == USER_ERROR
+        error = capsys.readouterr().err
+        assert words in error and "more than" in error and "usable of each" in error and "would do." in error
+    assert "cannot be divided into sizes that a schedule takes" in nothing_fits(question(), Outcome())
+
+
+def test_adam_must_fit_into_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = f"{SMALL} --schedule none --optimizer-cpu-offload --top 1 --host-memory".replace("--gpus 2", "--gpus 1")
+    assert main([*flags.split(), "1"]) == USER_ERROR
+    error = capsys.readouterr().err
+    assert "cannot be divided" in error or "the host's memory is too little: " in error

@@ -28,8 +28,14 @@ class ParallelConfig:
     pipeline_schedule: str | None = option(
         None,
         "Pipeline schedule: a name from `helixpipe list`, or the path of a .json or .csv file with a schedule of one's "
-        "own; by default none with one pipeline rank, interleaved-1f1b with virtual stages, else 1f1b.",
-        metavar="NAME|FILE",
+        "own; auto: what is found to be best for --hardware, with its chunks, stages and recomputation (default: none "
+        "with one pipeline rank, interleaved-1f1b with virtual stages, else 1f1b).",
+        metavar="NAME|FILE|auto",
+        heading=PIPELINE,
+    )
+    search_schedule_anew: bool = option(
+        False,
+        "With --pipeline-schedule auto: search again instead of going on with what the checkpoint's run had found.",
         heading=PIPELINE,
     )
     hardware: str | None = option(
@@ -133,6 +139,8 @@ class ParallelConfig:
         None, "Process groups whose collectives run on streams of high priority, such as dp or tp.", nargs="*"
     )
     virtual_pipeline_model_parallel_size: int | None = setting(None, "Stages a pipeline rank holds; None for one.")
+    auto_schedule: str | None = setting(None, "The flags that --pipeline-schedule auto has found.")
+    auto_schedule_why: str | None = setting(None, "Why these.")
     data_parallel_size: int = setting(1, "Model copies: world size / (tensor x pipeline x context).")
 
     @property

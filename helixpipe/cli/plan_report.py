@@ -1,0 +1,263 @@
+"""What `helixpipe plan` says of what it has found. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from helixpipe.cli.torchrun import torchrun_command
+from helixpipe.costs.hardware import GIB
+from helixpipe.draw.text import table
+from helixpipe.planning.search.bounds import Bounds
+from helixpipe.planning.search.explore import Outcome, Tried
+from helixpipe.planning.search.flags import options_flags
+from helixpipe.planning.search.space import Question, Saving, Setting
+from helixpipe.planning.search.terms import AtSize, Terms, compared, taking_over
+
+HEADERS = (
+    "", "TP", "CP", "PP", "DP", "schedule", "saving", "step, s", "tokens/s/GPU", "MFU", "bubble", "GiB", "bound by",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plans:
+    """What was found. terms: of each of the best, none where the search was interrupted. scan: of smaller sizes."""
+
+    question: Question
+    outcome: Outcome
+    terms: Sequence[Terms]
+    scan: Sequence[AtSize]
+
+    @property
+    def drawn(self) -> list[Tried]:
+        """Trials that ended with a step time."""
+        return [each for each in self.outcome.every if not each.trial.bound]
+
+    @cached_property
+    def _bounds(self) -> Bounds:
+        return Bounds(self.question)
+
+    def tokens_per_gpu(self, tried: Tried) -> float:
+        """A second."""
+        question = self.question
+        return question.sequences * question.model.seq_length / (tried.trial.step * question.gpus)
+
+    def utilization(self, tried: Tried) -> float:
+        """MFU, 0 to 1."""
+        flops = self._bounds.flops(tried.candidate.sizes)
+        return flops / (tried.trial.step * self.question.gpus * self.question.hardware.flops)
+
+    def command(self, tried: Tried) -> str:
+        return torchrun_command(self.question, tried.candidate)
+
+    def text(self, explain: bool, front: Sequence[Tried]) -> str:
+        """Setup, table, commands; what explains them where that is asked for."""
+        question, best = self.question, self.outcome.best
+        lines = [
+            f"{question.model.name} on {question.gpus} x {question.hardware.name}: {question.model.seq_length} tokens "
+            f"a sequence, {question.sequences} a step; {question.limit / GIB:.1f} GiB a GPU, the margin taken off",
+            "",
+            "Simulated, not measured:"
+            if not self.outcome.interrupted
+            else "Interrupted; the best so far, from few microbatches:",
+            table(HEADERS, [self._row(number, each) for number, each in enumerate(best, start=1)]),
+        ]
+        if explain:
+            lines += ["", *self._explanation()]
+        if front:
+            cells = [
+                (
+                    f"{each.trial.step:.4g}",
+                    f"{each.trial.peak / GIB:.1f}",
+                    _sizes(each),
+                    _setting(each.candidate.setting),
+                )
+                for each in front
+            ]
+            lines += [
+                "",
+                "No other plan beats these in time and memory:",
+                table(("step, s", "GiB", "TP CP PP DP", ""), cells),
+            ]
+        for number, each in enumerate(best, start=1):
+            lines += ["", f"{number}. {self.command(each)}"]
+        return "\n".join(lines)
+
+    def _row(self, number: int, tried: Tried) -> tuple[str, ...]:
+        sizes, setting, trial = tried.candidate.sizes, tried.candidate.setting, tried.trial
+        return (
+            f"{number}.",
+            str(sizes.tensor),
+            f"{sizes.context}{' a2a' if sizes.context > 1 and sizes.cp_comm_type == 'a2a' else ''}",
+            str(sizes.ranks),
+            str(sizes.data),
+            _setting(setting),
+            _saving(setting.saving, sizes.parts),
+            f"{trial.step:.4g}" + "~" * (not trial.whole),
+            f"{self.tokens_per_gpu(tried):.1f}",
+            f"{100 * self.utilization(tried):.1f} %",
+            f"{100 * trial.bubble:.1f} %",
+            f"{trial.peak / GIB:.1f}",
+            self._bound_by(number - 1),
+        )
+
+    def _bound_by(self, index: int) -> str:
+        """The largest loss, with its part of the step."""
+        if index >= len(self.terms):
+            return ""
+        terms = self.terms[index]
+        name, seconds = next(iter(terms.losses.items()))
+        return f"{name} {100 * seconds / terms.step:.1f} %"
+
+    def _explanation(self) -> list[str]:
+        counts = self.outcome.counts
+        lines = [
+            f"{counts.candidates} candidates: {counts.by_time} cannot be among the best by their work alone, "
+            f"{counts.by_memory} cannot fit, {counts.refused} are shapes their schedule does not take, {counts.tried} "
+            f"were simulated, {counts.left} promised less and were left."
+        ]
+        if self.terms:
+            first = self.terms[0]
+            parts = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in first.losses.items() if seconds > 0)
+            lines.append(f"1. takes {first.step:.4g} s: computing {first.computing:.4g} s, {parts}.")
+        if len(self.terms) > 1:
+            lines.append(self._why_second())
+        lines += self._taking_over()
+        return lines
+
+    def _why_second(self) -> str:
+        difference = compared(self.terms[0], self.terms[1])
+        parts = ", ".join(f"{name} {seconds:+.3g} s" for name, seconds in difference.terms if abs(seconds) > 1e-6)
+        longer = 100 * (self.outcome.best[1].trial.step / self.outcome.best[0].trial.step - 1)
+        return f"2. takes {longer:.2g} % longer: {parts or 'nothing to speak of'}."
+
+    def _taking_over(self) -> list[str]:
+        """At which number of GPUs each loss becomes the largest."""
+        if len(self.scan) < 2:
+            return []
+        names = list(taking_over(self.scan))
+        cells = []
+        for each in self.scan:
+            if each.terms is None or each.candidate is None:
+                cells.append((str(each.gpus), "nothing fits", *[""] * (len(names) + 1)))
+                continue
+            shares = each.terms.losses
+            cells.append(
+                (
+                    str(each.gpus),
+                    f"{_sizes_of(each)} {each.candidate.setting.schedule}",
+                    f"{each.terms.step:.4g}",
+                    *(f"{100 * shares[name] / each.terms.step:.1f} %" for name in names),
+                )
+            )
+        over = taking_over(self.scan)
+        told = "; ".join(
+            f"{name} from {gpus} GPUs on" if gpus is not None else f"{name} never" for name, gpus in over.items()
+        )
+        return [
+            "",
+            "Parts of the step with fewer GPUs and the same batch, each of a short search:",
+            table(("GPUs", "TP CP PP DP", "step, s", *names), cells),
+            f"The largest loss is: {told}.",
+        ]
+
+    # ----------------------------------------------------------------------------------------------------------- JSON
+
+    def to_json(self, front: Sequence[Tried]) -> dict[str, Any]:
+        question, outcome = self.question, self.outcome
+        return {
+            "simulated": True,
+            "unit": "s",
+            "model": question.model.name,
+            "hardware": question.hardware.name,
+            "gpus": question.gpus,
+            "seq_length": question.model.seq_length,
+            "global_batch_size": question.sequences,
+            "memory_limit": round(question.limit),
+            "interrupted": outcome.interrupted,
+            "counts": vars(outcome.counts),
+            "plans": [self._json(number, each) for number, each in enumerate(outcome.best)],
+            **({"pareto": [self._json(len(self.terms), each) for each in front]} if front else {}),
+            **(
+                {"sizes": [_at_size(each) for each in self.scan], "taking_over": taking_over(self.scan)}
+                if self.scan
+                else {}
+            ),
+        }
+
+    def _json(self, index: int, tried: Tried) -> dict[str, Any]:
+        sizes, setting, trial = tried.candidate.sizes, tried.candidate.setting, tried.trial
+        return {
+            "tensor_parallel": sizes.tensor,
+            "context_parallel": sizes.context,
+            "cp_comm_type": sizes.cp_comm_type,
+            "pipeline_parallel": sizes.ranks,
+            "data_parallel": sizes.data,
+            "weights_in_parts": sizes.parts,
+            "microbatches": self.question.microbatches(sizes),
+            "schedule": setting.schedule,
+            "options": options_flags(setting.options),
+            "chunks": setting.chunks,
+            "virtual_stages": setting.virtual_stages,
+            "recompute": setting.saving.recompute,
+            "chunk_size": setting.saving.mlp,
+            "loss_chunk_size": setting.saving.loss,
+            "offload": setting.saving.offload,
+            "step_time": trial.step,
+            "whole_step_simulated": trial.whole,
+            "tokens_per_second_per_gpu": self.tokens_per_gpu(tried),
+            "mfu": self.utilization(tried),
+            "bubble_ratio": trial.bubble,
+            "memory": round(trial.peak),
+            **({"terms": self.terms[index]._asdict()} if index < len(self.terms) else {}),
+            "command": self.command(tried),
+        }
+
+
+def pareto_front(outcome: Outcome) -> list[Tried]:
+    """What was tried and no other beats in time and memory, the fastest first."""
+    front: list[Tried] = []
+    for each in sorted(outcome.every, key=lambda tried: (tried.trial.step, tried.trial.peak)):
+        if not each.trial.bound and (not front or each.trial.peak < front[-1].trial.peak):
+            front.append(each)
+    return front
+
+
+def _at_size(each: AtSize) -> dict[str, Any]:
+    found: dict[str, Any] = {"gpus": each.gpus, "terms": each.terms._asdict() if each.terms else None}
+    if each.candidate is not None:
+        found |= {"schedule": each.candidate.setting.schedule, "sizes": _sizes_of(each)}
+    return found
+
+
+def _sizes(tried: Tried) -> str:
+    sizes = tried.candidate.sizes
+    return f"{sizes.tensor} {sizes.context} {sizes.ranks} {sizes.data}"
+
+
+def _sizes_of(each: AtSize) -> str:
+    assert each.candidate is not None
+    sizes = each.candidate.sizes
+    return f"{sizes.tensor} {sizes.context} {sizes.ranks} {sizes.data}"
+
+
+def _setting(setting: Setting) -> str:
+    """`seq1f1b-interleaved k=4 v=2`, and options that are not the defaults."""
+    told = [f"k={setting.chunks}"] * (setting.chunks > 1) + [f"v={setting.virtual_stages}"] * bool(
+        setting.virtual_stages
+    )
+    options = [flag.removeprefix("--") for flag in options_flags(setting.options) if not flag.startswith("--no-")]
+    return " ".join([setting.schedule, *told, *options])
+
+
+def _saving(saving: Saving, parts: bool) -> str:
+    told = {
+        saving.recompute or "": saving.recompute is not None,
+        "offload": saving.offload,
+        "MLP slices": saving.mlp > 0,
+        "loss slices": saving.loss > 0,
+        "weights in parts": parts,
+    }
+    return ", ".join(name for name, given in told.items() if given) or "-"

@@ -1,0 +1,295 @@
+"""Best first: what promises most is tried, and what stands beside what was good. No torch here.
+
+A search goes in rounds, of which each is decided by what all earlier ones have found, so that its answer is the same
+however many processes make the trials. First of every schedule what is estimated best is tried; then, over all, what is
+estimated best, an estimate being corrected by what its schedule's last trial came to. From a trial that is of use lead
+steps to its neighbours: more or fewer chunks or stages, other options, more or less saved of memory. What cannot be
+among the best by the bounds (`bounds`) is never tried. The search ends when nothing is left that may be of use, or when
+it has simulated as much as it may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import NamedTuple
+
+from helixpipe.planning.search.bounds import Bounds
+from helixpipe.planning.search.space import Candidate, Question, Saving, Setting, Sizes
+from helixpipe.planning.search.trial import Trial
+from helixpipe.planning.search.workers import Crew, Job
+
+ROUND = 16
+"""Candidates of a round."""
+
+SLACK = 0.05
+"""What an estimate may be wrong by: what is estimated to take longer by this part than the last of the best is left."""
+
+BUDGET = 110_000
+"""Ops that a search for `FEW_GPUS` simulates, each weighed with its schedule's effort; more GPUs have more sizes and
+longer pipelines, so it grows with their number, to the power of `GROWTH`."""
+
+FEW_GPUS = 64
+GROWTH = 0.65
+
+PLACED_OPS, OFFLOADED_OPS = 12_000, 3_000
+"""Of programs for which recomputation is placed in idle time, and for which it is found what to offload: both take
+longer than all else."""
+
+LIGHT = 0.3
+"""Part of the memory that weights may take before it is tried to divide them over data-parallel ranks."""
+
+GRANULARITIES = (None, "without-attention", "full")
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A candidate and its trial."""
+
+    candidate: Candidate
+    trial: Trial
+
+
+@dataclass
+class Counts:
+    """candidates: that were made. by_time, by_memory: whose bounds left no use. refused: shapes that the schedule does
+    not take. tried: simulated. left: not tried, as the search had done what it may."""
+
+    candidates: int = 0
+    by_time: int = 0
+    by_memory: int = 0
+    refused: int = 0
+    tried: int = 0
+    left: int = 0
+
+
+@dataclass
+class Outcome:
+    """best: that fit, the fastest first, one of each group. every: trials of all that were simulated. interrupted: by
+    the user. least_bound: the least that any candidate without a trial needs by its bound, bytes."""
+
+    best: list[Tried] = field(default_factory=list)
+    every: list[Tried] = field(default_factory=list)
+    counts: Counts = field(default_factory=Counts)
+    interrupted: bool = False
+    least_bound: float = inf
+
+    @property
+    def least(self) -> Tried | None:
+        """The trial that needs the least memory."""
+        return min(self.every, key=lambda each: each.trial.peak, default=None)
+
+
+class _Promise(NamedTuple):
+    """Of a candidate that waits: seconds of its step, estimated and at least, and ops of its trial, weighed."""
+
+    estimate: float
+    bound: float
+    cost: float
+
+
+def budget(gpus: int) -> int:
+    """Ops that a search may simulate."""
+    return int(BUDGET * max(gpus / FEW_GPUS, 0.5) ** GROWTH)
+
+
+class Search:
+    """One search. say: told after each round, how much is done, 0 to 1, and what is best."""
+
+    def __init__(
+        self,
+        question: Question,
+        crew: Crew,
+        top: int = 10,
+        ops: int | None = None,
+        say: Callable[[float, Tried | None], None] = lambda done, best: None,
+    ):
+        self.question, self.crew, self.top, self.say = question, crew, top, say
+        self.bounds = Bounds(question)
+        self.budget = ops or budget(question.gpus)
+        self.outcome = Outcome()
+        self._waiting: dict[Candidate, _Promise] = {}
+        self._seen: set[Candidate] = set()
+        self._ratio: dict[str, float] = {}
+        self._groups: dict[tuple[Sizes, str], Tried] = {}
+        self._spent = 0.0
+
+    def run(self) -> Outcome:
+        """Everything. An interrupt ends it with what was found so far."""
+        try:
+            self._seed()
+            first = True
+            while chosen := self._choose(first):
+                first = False
+                self._learn(chosen, self.crew.run([Job(each, self._slowest) for each in chosen]))
+                self.say(min(self._spent / self.budget, 0.9), next(iter(self._ranked()), None))
+            self.outcome.counts.left = len(self._waiting)
+            self.outcome.best = self._confirmed()
+        except KeyboardInterrupt:
+            self.outcome.interrupted = True
+            self.outcome.counts.left = len(self._waiting)
+            self.outcome.best = self._ranked()[: self.top]
+        return self.outcome
+
+    # ---------------------------------------------------------------------------------------------------- what to try
+
+    def _seed(self) -> None:
+        """Of every division of the GPUs and every schedule the setting that is estimated best."""
+        for sizes in self.question.sizes():
+            if sizes.parts and self.question.given.parts is None:
+                whole = self.bounds.figures(replace(sizes, parts=False), Saving()).static
+                if whole / sizes.ranks < LIGHT * self.question.limit:
+                    continue
+            for setting in self.question.first_settings(sizes):
+                self._add(sizes, self._saved(sizes, setting))
+
+    def _saved(self, sizes: Sizes, setting: Setting) -> Setting:
+        """The setting with what is estimated to be the fastest way to fit."""
+        limit, ways = self.question.limit, []
+        for saving in self.question.savings(sizes, setting.chunks):
+            own = replace(setting, saving=saving)
+            needs = self.bounds.estimated_memory(sizes, own)
+            if needs <= limit:
+                return own
+            ways.append((needs, own))
+        return min(ways, key=lambda way: way[0])[1]
+
+    def _add(self, sizes: Sizes, setting: Setting) -> None:
+        candidate = Candidate(sizes, setting)
+        if candidate in self._seen:
+            return
+        self._seen.add(candidate)
+        self.outcome.counts.candidates += 1
+        if (least := self.bounds.memory(sizes, setting.saving)) > self.question.limit:
+            self.outcome.counts.by_memory += 1
+            self.outcome.least_bound = min(self.outcome.least_bound, least)
+            return
+        estimate = self.bounds.estimate(sizes, setting)
+        self._waiting[candidate] = _Promise(estimate, self.bounds.time(sizes, setting), self._cost(candidate))
+
+    def _choose(self, first: bool) -> list[Candidate]:
+        """The next round; nothing at the end."""
+        slowest = self._slowest
+        hopeless = [each for each, promise in self._waiting.items() if promise.bound >= slowest]
+        self.outcome.counts.by_time += len(hopeless)
+        for candidate in hopeless:
+            del self._waiting[candidate]
+        # What takes long to simulate has to promise more.
+        order = sorted(
+            self._waiting, key=lambda each: self._expected(each) * (1 + self._waiting[each].cost / self.budget)
+        )
+        if first:
+            order = list({each.setting.schedule: each for each in reversed(order)}.values())
+        chosen: list[Candidate] = []
+        cost = 0.0
+        for candidate in order:
+            own = self._waiting[candidate].cost
+            if self._expected(candidate) * (1 - SLACK) >= slowest or self._spent + cost + own > self.budget:
+                continue
+            chosen.append(candidate)
+            cost += own
+            if len(chosen) >= ROUND and not first:
+                break
+        for candidate in chosen:
+            del self._waiting[candidate]
+        return chosen
+
+    def _expected(self, candidate: Candidate) -> float:
+        return self._waiting[candidate].estimate * self._ratio.get(candidate.setting.schedule, 1.0)
+
+    def _cost(self, candidate: Candidate) -> float:
+        """Ops of its trial, about, weighed."""
+        setting, p = candidate.setting, candidate.sizes.ranks
+        microbatches = min(self.question.microbatches(candidate.sizes), 6 * p)
+        ops = 2 * p * microbatches * setting.chunks * (setting.virtual_stages or 1)
+        return ops * self.question.catalogue[setting.schedule].effort
+
+    # ----------------------------------------------------------------------------------------------- what was found
+
+    @property
+    def _slowest(self) -> float:
+        ranked = self._ranked()
+        return ranked[self.top - 1].trial.step if len(ranked) >= self.top else inf
+
+    def _ranked(self) -> list[Tried]:
+        return sorted(self._groups.values(), key=lambda each: each.trial.step)
+
+    def fits(self, trial: Trial) -> bool:
+        hardware = self.question.hardware
+        host = hardware.host_memory / hardware.gpus_per_node
+        return trial.peak <= self.question.limit and trial.host <= host
+
+    def _learn(self, chosen: Sequence[Candidate], trials: Sequence[Trial]) -> None:
+        for candidate, trial in zip(chosen, trials, strict=True):
+            sizes, setting = candidate.sizes, candidate.setting
+            self._spent += trial.ops * self.question.catalogue[setting.schedule].effort
+            if trial.refused:
+                self.outcome.counts.refused += 1
+                for neighbour in self.question.neighbours(sizes, setting):
+                    if neighbour.options != setting.options:
+                        self._add(sizes, self._saved(sizes, neighbour))
+                continue
+            self.outcome.counts.tried += 1
+            tried = Tried(candidate, trial)
+            self.outcome.every.append(tried)
+            ratio = trial.step / self.bounds.estimate(sizes, setting)
+            if not trial.bound:
+                self._ratio[setting.schedule] = ratio
+            if self.fits(trial) and not trial.bound:
+                known = self._groups.get(candidate.group)
+                if known is None or trial.step < known.trial.step:
+                    self._groups[candidate.group] = tried
+            for neighbour in self._beside(tried):
+                self._add(sizes, neighbour)
+
+    def _beside(self, tried: Tried) -> Iterator[Setting]:
+        """Settings that a trial leads to."""
+        sizes, setting = tried.candidate.sizes, tried.candidate.setting
+        fits = tried.trial.peak <= self.question.limit
+        here = self.bounds.estimated_memory(sizes, setting)
+        for saving in self.question.savings(sizes, setting.chunks):
+            own = replace(setting, saving=saving)
+            needs = tried.trial.peak + self.bounds.estimated_memory(sizes, own) - here
+            if _steps(setting.saving, saving) == 1 and (not fits or needs <= 1.1 * self.question.limit):
+                yield own
+        known = self._groups.get(tried.candidate.group)
+        if fits and not tried.trial.bound and known is not None and tried.trial.step <= known.trial.step * (1 + SLACK):
+            for neighbour in self.question.neighbours(sizes, setting):
+                yield self._saved(sizes, neighbour)
+
+    # -------------------------------------------------------------------------------------------------------- the end
+
+    def _confirmed(self) -> list[Tried]:
+        """The best, simulated as a whole, with recomputation in idle time and with offloading where that helps."""
+        finalists = self._ranked()[: self.top + self.top // 2]
+        versions = [version for each in finalists for version in self._versions(each.candidate)]
+        trials = self.crew.run([Job(version, kind="whole") for version in versions])
+        found: dict[tuple[Sizes, str], Tried] = {}
+        for candidate, trial in zip(versions, trials, strict=True):
+            if trial.refused or not self.fits(trial):
+                continue
+            tried = Tried(candidate, trial)
+            self.outcome.every.append(tried)
+            known = found.get(candidate.group)
+            if known is None or trial.step < known.trial.step:
+                found[candidate.group] = tried
+        return sorted(found.values(), key=lambda each: each.trial.step)[: self.top]
+
+    def _versions(self, candidate: Candidate) -> Iterator[Candidate]:
+        setting, p = candidate.setting, candidate.sizes.ranks
+        yield candidate
+        microbatches = min(self.question.microbatches(candidate.sizes), 6 * p)
+        ops = 2 * p * microbatches * setting.chunks * (setting.virtual_stages or 1)
+        if setting.saving.recompute is None or ops > PLACED_OPS:
+            return
+        yield replace(candidate, setting=replace(setting, saving=replace(setting.saving, early=True)))
+        if self.question.offload and ops <= OFFLOADED_OPS:
+            saving = Saving(None, setting.saving.mlp, setting.saving.loss, offload=True, early=True)
+            yield replace(candidate, setting=replace(setting, saving=saving))
+
+
+def _steps(one: Saving, other: Saving) -> int:
+    """How many things are done otherwise."""
+    recompute = abs(GRANULARITIES.index(one.recompute) - GRANULARITIES.index(other.recompute))
+    return recompute + (one.mlp != other.mlp) + (one.loss != other.loss)

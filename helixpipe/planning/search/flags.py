@@ -1,0 +1,67 @@
+"""Training's flags for what a search has found. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from helixpipe.costs.hardware import GIB
+from helixpipe.planning.catalogue import Schedule
+from helixpipe.planning.search.space import Question, Setting, Sizes
+
+
+def limit_in_gib(limit: float) -> str:
+    """A memory limit as `--memory-limit` takes it; searches keep to limits that this says exactly."""
+    return f"{limit / GIB:.6g}"
+
+
+def rounded_limit(limit: float) -> float:
+    """The limit that `limit_in_gib` says."""
+    return float(limit_in_gib(limit)) * GIB
+
+
+def sizes_flags(question: Question, sizes: Sizes) -> list[str]:
+    """How the GPUs are divided, a flag with its values each."""
+    sequence = question.layout.sequence_parallel and sizes.tensor > 1
+    sharing = question.distributed_optimizer or sizes.parts
+    return [
+        f"--tensor-model-parallel-size {sizes.tensor}",
+        *["--sequence-parallel"] * sequence,
+        *[f"--context-parallel-size {sizes.context} --cp-comm-type {sizes.cp_comm_type}"] * (sizes.context > 1),
+        f"--pipeline-model-parallel-size {sizes.ranks}",
+        *["--use-distributed-optimizer"] * sharing,
+        *["--data-parallel-sharding-strategy optim_grads_params"] * sizes.parts,
+    ]
+
+
+def setting_flags(schedule: Schedule, setting: Setting) -> list[str]:
+    """The schedule with all that was chosen for it."""
+    saving, stages = setting.saving, setting.virtual_stages
+    return [
+        f"--pipeline-schedule {setting.schedule}",
+        *options_flags(setting.options),
+        *[f"--num-virtual-stages-per-pipeline-rank {stages}"] * (stages is not None),
+        *[f"--pipe-sp-splits {setting.chunks}"] * (setting.chunks > 1),
+        *[f"--recompute-granularity {saving.recompute}"] * (saving.recompute is not None),
+        *["--no-recompute-early"] * (saving.recompute is not None and not saving.early),
+        *[f"--offload-activations {saving.offload_options.offload_activations}"]
+        * (schedule.offloads or saving.offload),
+        *[f"--chunk-size {saving.mlp}"] * bool(saving.mlp),
+        f"--loss-chunk-size {saving.loss}",
+    ]
+
+
+def options_flags(options: Any) -> list[str]:
+    """A schedule's own flags, where they are not the defaults."""
+    found = []
+    for field in fields(options):
+        value = getattr(options, field.name)
+        if value == field.default:
+            continue
+        flag = "--" + field.name.replace("_", "-")
+        if isinstance(value, bool):
+            flag = flag if value else flag.replace("--", "--no-", 1)
+            found.append(flag)
+        else:
+            found.append(f"{flag} {value}")
+    return found

@@ -1,0 +1,281 @@
+"""What a search has to choose from: sizes, a schedule with its options, and what is saved of memory. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from helixpipe.common.errors import UserError
+from helixpipe.costs.hardware import Hardware
+from helixpipe.costs.model_costs import ModelCosts
+from helixpipe.costs.models import A2A, P2P, Layout, ModelShape
+from helixpipe.lowering.bound import stage_work
+from helixpipe.planning.catalogue import Catalogue, Schedule
+from helixpipe.planning.chunk_lengths import CHUNK_COUNTS, short_chunks
+from helixpipe.planning.offload import OffloadOptions
+from helixpipe.planning.recompute import RecomputeOptions
+from helixpipe.program.stages import even_stages
+from helixpipe.program.workload import Extent
+
+MLP_SLICE = 16384
+"""Tokens of a slice of the MLP, tried where a rank has twice as many at a time."""
+
+MOST_VIRTUAL = 8
+"""Stages a rank that are tried: what more of them save of the bubble they cost in messages."""
+
+
+@dataclass(frozen=True, order=True)
+class Sizes:
+    """How GPUs are divided. parts: whether weights and gradients are divided over the data-parallel ranks, too."""
+
+    tensor: int
+    context: int
+    ranks: int
+    data: int
+    cp_comm_type: str = P2P
+    parts: bool = False
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What is done to save memory. recompute: a granularity. mlp, loss: tokens of a slice, 0 for none. offload: what
+    `--offload-activations auto` finds. early: whether what is recomputed is so in idle time, too."""
+
+    recompute: str | None = None
+    mlp: int = 0
+    loss: int = 0
+    offload: bool = False
+    early: bool = False
+
+    @property
+    def recompute_options(self) -> RecomputeOptions:
+        granularity: Any = self.recompute
+        return RecomputeOptions(granularity, recompute_early=self.early)
+
+    @property
+    def offload_options(self) -> OffloadOptions:
+        return OffloadOptions("auto" if self.offload else "off")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A schedule of the catalogue with all that can be chosen for it."""
+
+    schedule: str
+    options: Any
+    chunks: int = 1
+    virtual_stages: int | None = None
+    saving: Saving = Saving()
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run it."""
+
+    sizes: Sizes
+    setting: Setting
+
+    @property
+    def group(self) -> tuple[Sizes, str]:
+        """Of each group of candidates, of one schedule and one division of the GPUs, the best is shown."""
+        return replace(self.sizes, cp_comm_type=P2P, parts=False), self.setting.schedule
+
+
+@dataclass(frozen=True)
+class Given:
+    """What is not to be searched for; None: it is."""
+
+    tensor: int | None = None
+    context: int | None = None
+    ranks: int | None = None
+    cp_comm_type: str | None = None
+    parts: bool | None = None
+    chunks: int | None = None
+    virtual_stages: int | None = None
+    mlp: int | None = None
+    loss: int | None = None
+    recompute: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked. sequences: of a step, over all pipelines. limit: bytes of a GPU that a plan may need, the margin
+    taken off. layout: what it says of sizes and slices is chosen anew. schedules: those that are searched.
+
+    offload: whether offloading of activations is tried, where what fits recomputes. fp32_kv_gradients: as of
+    `ModelCosts`."""
+
+    catalogue: Catalogue
+    schedules: tuple[str, ...]
+    model: ModelShape
+    hardware: Hardware
+    gpus: int
+    sequences: int
+    layout: Layout
+    limit: float
+    distributed_optimizer: bool = True
+    adam_on_host: float = 0.0
+    given: Given = Given()
+    offload: bool = True
+    fp32_kv_gradients: bool = False
+
+    def costs(self, sizes: Sizes, saving: Saving = Saving()) -> ModelCosts:
+        """Raises UserError where the model cannot be cut so."""
+        layout = replace(
+            self.layout,
+            tensor_parallel=sizes.tensor,
+            sequence_parallel=self.layout.sequence_parallel and sizes.tensor > 1,
+            context_parallel=sizes.context,
+            cp_comm_type=sizes.cp_comm_type,
+            mlp_chunk=saving.mlp,
+            loss_chunk=saving.loss,
+        )
+        return ModelCosts(
+            self.model,
+            self.hardware,
+            layout,
+            self.model.seq_length,
+            sizes.data,
+            self.distributed_optimizer,
+            self.fp32_kv_gradients,
+            adam_on_host=self.adam_on_host,
+            shards_weights=sizes.parts,
+        )
+
+    def microbatches(self, sizes: Sizes) -> int:
+        return self.sequences // (sizes.data * self.layout.micro_batch_size)
+
+    # ---------------------------------------------------------------------------------------------------------- sizes
+
+    def sizes(self) -> Iterator[Sizes]:
+        """Every division of the GPUs that model and batch allow. Of the two ways to share a context the one that takes
+        less time; weights in parts are a size of their own where there is anything to divide."""
+        given = self.given
+        for tensor in _divisors(self.gpus, given.tensor):
+            for context in _divisors(self.gpus // tensor, given.context):
+                for ranks in _divisors(self.gpus // (tensor * context), given.ranks):
+                    data = self.gpus // (tensor * context * ranks)
+                    if ranks > self.model.layers or self.sequences % (data * self.layout.micro_batch_size):
+                        continue
+                    sizes = self._with_comm(Sizes(tensor, context, ranks, data))
+                    if sizes is None:
+                        continue
+                    if given.parts in (None, False):
+                        yield sizes
+                    if given.parts or (given.parts is None and data * context > 1 and not self.adam_on_host):
+                        yield replace(sizes, parts=True)
+
+    def _with_comm(self, sizes: Sizes) -> Sizes | None:
+        """With what takes less time; None where the model cannot be cut so."""
+        found = []
+        ways = (self.given.cp_comm_type,) if self.given.cp_comm_type else (P2P, A2A) if sizes.context > 1 else (P2P,)
+        for way in ways:
+            each = replace(sizes, cp_comm_type=way)
+            try:
+                costs = self.costs(each)
+            except UserError:
+                continue
+            found.append((sum(_times(costs)), way, each))
+        return min(found)[2] if found else None
+
+    # ------------------------------------------------------------------------------------------------------- settings
+
+    def first_settings(self, sizes: Sizes) -> Iterator[Setting]:
+        """Of every schedule one setting, from which `neighbours` leads to all others."""
+        for name in self.schedules:
+            schedule = self.catalogue[name]
+            if schedule.one_rank != (sizes.ranks == 1):
+                continue
+            virtual, counts = self.virtual_stages(schedule, sizes), self.chunk_counts(schedule, sizes)
+            if virtual and counts:
+                first = min(range(len(counts)), key=lambda index: abs(counts[index] - 4))
+                saving = Saving(self.given.recompute, self.given.mlp or 0, self.given.loss or 0)
+                yield Setting(name, self.variants(schedule)[0], counts[first], virtual[0], saving)
+
+    def every_setting(self, sizes: Sizes) -> Iterator[Setting]:
+        """All that there is to choose, offloading and early recomputation apart."""
+        for setting in self.first_settings(sizes):
+            schedule = self.catalogue[setting.schedule]
+            for options in self.variants(schedule):
+                for virtual in self.virtual_stages(schedule, sizes):
+                    for chunks in self.chunk_counts(schedule, sizes):
+                        for saving in self.savings(sizes, chunks):
+                            yield replace(
+                                setting, options=options, chunks=chunks, virtual_stages=virtual, saving=saving
+                            )
+
+    def neighbours(self, sizes: Sizes, setting: Setting) -> Iterator[Setting]:
+        """One step from a setting: more or fewer chunks or stages, other options."""
+        schedule = self.catalogue[setting.schedule]
+        counts = self.chunk_counts(schedule, sizes)
+        place = counts.index(setting.chunks)
+        for chunks in counts[max(place - 1, 0) : place + 2]:
+            if chunks != setting.chunks:
+                yield replace(setting, chunks=chunks)
+        stages = self.virtual_stages(schedule, sizes)
+        place = stages.index(setting.virtual_stages)
+        for virtual in stages[max(place - 1, 0) : place + 2]:
+            if virtual != setting.virtual_stages:
+                yield replace(setting, virtual_stages=virtual)
+        for options in self.variants(schedule):
+            if options != setting.options:
+                yield replace(setting, options=options)
+
+    def variants(self, schedule: Schedule) -> Sequence[Any]:
+        if schedule.name in self.given.options:
+            return (self.given.options[schedule.name],)
+        return schedule.variants or (schedule.options(),)
+
+    def virtual_stages(self, schedule: Schedule, sizes: Sizes) -> list[int | None]:
+        """Stages a rank that are tried; none where the schedule has no such layers."""
+        given = self.given.virtual_stages
+        if not schedule.virtual_stages:
+            return [None] if given in (None, 1) else []
+        layers, rest = divmod(self.model.layers, sizes.ranks)
+        if rest:
+            return []
+        return [v for v in range(2, min(layers, MOST_VIRTUAL) + 1) if layers % v == 0 and (given is None or v == given)]
+
+    def chunk_counts(self, schedule: Schedule, sizes: Sizes) -> list[int]:
+        """Numbers of chunks that are tried, upwards."""
+        given = self.given.chunks
+        if not schedule.chunks:
+            return [1] if given in (None, 1) else []
+        if given is not None:
+            return [given]
+        micro = self.layout.micro_batch_size
+        length = self.model.seq_length // sizes.context
+        return [
+            count
+            for count in CHUNK_COUNTS
+            if (count & (count - 1) == 0 or count > 64) and short_chunks(length, count, micro, self.hardware) is None
+        ]
+
+    def savings(self, sizes: Sizes, chunks: int) -> list[Saving]:
+        """From the least that is done for memory to the most."""
+        given = self.given
+        tokens = self.model.seq_length / (chunks * sizes.context)
+        mlp = MLP_SLICE if tokens >= 2 * MLP_SLICE else 0
+        loss = replace(self.layout, loss_chunk=0).with_loss_slices().loss_chunk
+        slices = [mlp and MLP_SLICE] if given.mlp is None else [given.mlp]
+        found = []
+        for recompute in (None, "without-attention", "full") if given.recompute is None else (given.recompute,):
+            for mlp_slice in dict.fromkeys([0, *slices] if given.mlp is None else slices):
+                if mlp_slice and recompute == "full" and given.mlp is None:
+                    continue
+                for loss_slice in (0, loss if tokens > loss else 0) if given.loss is None else (given.loss,):
+                    found.append(Saving(recompute, mlp_slice, loss_slice))
+        return list(dict.fromkeys(found))
+
+
+def _times(costs: ModelCosts) -> tuple[float, float]:
+    """Forward and backward of a whole microbatch."""
+    stages, whole = even_stages(costs.model.layers, 1), costs.seq_length
+    forward, backward = (costs.op_time(stage_work(kind, stages, 0, (Extent(whole, 0),), whole)) for kind in "FB")
+    return forward, backward
+
+
+def _divisors(number: int, given: int | None = None) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0 and given in (None, size)]

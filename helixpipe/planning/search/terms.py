@@ -1,0 +1,134 @@
+"""Where the time of a step goes: what bounds a plan, why another lost, and what takes over as GPUs become more.
+
+The terms of a step add up to it: what the mathematics needs; what is recomputed; collectives inside layers; how much
+shorter the step would be if messages between ranks took no time; the rest of the pipeline's idle time; the reduction of
+gradients over data-parallel ranks; the optimizer. No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import NamedTuple
+
+from helixpipe.costs.model_costs import ModelCosts
+from helixpipe.lowering.lower import lower
+from helixpipe.planning.search.bounds import Bounds
+from helixpipe.planning.search.space import Candidate, Question, Saving
+from helixpipe.planning.search.trial import Trials
+from helixpipe.program.costs import Payload
+from helixpipe.simulate.simulator import simulate
+
+MOST_OPS = 8_000
+"""Of the program that is simulated without messages; where a step has more, it is one of fewer microbatches, and what
+messages cost is taken to grow with their number."""
+
+
+class Terms(NamedTuple):
+    """Seconds of a step, of the mean rank. inside: collectives of tensor- and context-parallel ranks."""
+
+    computing: float
+    recomputing: float
+    inside: float
+    messages: float
+    bubble: float
+    gradients: float
+    optimizer: float
+
+    @property
+    def step(self) -> float:
+        return sum(self)
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """All but what the mathematics needs, the largest first, by the names that are printed."""
+        named = {NAMES[field]: seconds for field, seconds in self._asdict().items() if field != "computing"}
+        return dict(sorted(named.items(), key=lambda item: -item[1]))
+
+
+NAMES = {
+    "computing": "computing",
+    "recomputing": "recomputation",
+    "inside": "TP and CP collectives",
+    "messages": "messages",
+    "bubble": "bubble",
+    "gradients": "DP reduction",
+    "optimizer": "optimizer",
+}
+"""What is printed for each term."""
+
+
+@dataclass(frozen=True)
+class _Unsent(ModelCosts):
+    """Messages between ranks take no time."""
+
+    def message_time(self, payload: Payload) -> float:
+        return 0.0
+
+
+def terms_of(trials: Trials, candidate: Candidate) -> Terms:
+    """Of a step. Raises ScheduleError where the schedule takes no such shape."""
+    question, sizes, saving = trials.question, candidate.sizes, candidate.setting.saving
+    m, p = question.microbatches(sizes), sizes.ranks
+    kept = Saving(None, saving.mlp, saving.loss)
+    work = Bounds(question).figures(sizes, kept).least_work * m / p
+    unlinked = replace(question.hardware, nvlink=inf, network=inf, latency=0.0)
+    alone = Bounds(replace(question, hardware=unlinked)).figures(sizes, kept).least_work * m / p
+    number = m
+    while number > 2 * p and number % 2 == 0 and trials.ops(candidate, number) > MOST_OPS:
+        number //= 2
+    costs = trials.costs(sizes, saving)
+    simulation = trials.simulation(candidate, number)
+    program = simulation.lowered.program
+    free = _Unsent(**{name: getattr(costs, name) for name in ModelCosts.__dataclass_fields__})
+    unsent = simulate(lower(program, free), free, "s").makespan
+    idle, exposed = simulation.bubble_time, max(simulation.makespan - unsent, 0.0)
+    exposed = min(exposed, idle)
+    busy = simulation.ideal * m / number
+    reduction, optimizer = costs.after_time(program)
+    messages = exposed * m / number
+    return Terms(alone, max(busy - work, 0.0), work - alone, messages, idle - exposed, reduction, optimizer)
+
+
+class Difference(NamedTuple):
+    """Of two plans: the seconds that the second takes longer in each term, the largest first."""
+
+    longer: float
+    terms: tuple[tuple[str, float], ...]
+
+
+def compared(first: Terms, second: Terms) -> Difference:
+    """Why the second takes longer."""
+    each = {NAMES[name]: getattr(second, name) - getattr(first, name) for name in Terms._fields}
+    return Difference(second.step - first.step, tuple(sorted(each.items(), key=lambda item: -abs(item[1]))))
+
+
+class AtSize(NamedTuple):
+    """The best plan for so many GPUs, of few trials; None where nothing fits."""
+
+    gpus: int
+    candidate: Candidate | None
+    terms: Terms | None
+
+
+def taking_over(sizes: Sequence[AtSize]) -> dict[str, int | None]:
+    """For each loss the first number of GPUs from which it is the largest; None where it never is."""
+    found: dict[str, int | None] = {NAMES[name]: None for name in Terms._fields if name != "computing"}
+    for each in sizes:
+        if each.terms is not None:
+            largest = next(iter(each.terms.losses))
+            if found[largest] is None:
+                found[largest] = each.gpus
+    return found
+
+
+def smaller(question: Question) -> list[Question]:
+    """The same with half of the GPUs, a quarter, down to one node."""
+    found, gpus = [], question.gpus
+    while gpus >= question.hardware.gpus_per_node and gpus % question.hardware.gpus_per_node == 0:
+        found.append(replace(question, gpus=gpus, offload=False))
+        if gpus % 2:
+            break
+        gpus //= 2
+    return found[::-1]

@@ -1,0 +1,176 @@
+"""A candidate tried: its program made, lowered and simulated, with few microbatches where it has many. No torch here.
+
+After its first microbatches a schedule repeats itself: a microbatch more makes the step longer by as much, and the
+memory larger by as much, each time. So a step of many microbatches is tried with few, at two numbers of them, and what
+lies between says what each more would add. That is exact where the order does repeat, and within a percent where a
+search found it. Those that are shown in the end are simulated as a whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+from helixpipe.common.errors import ScheduleError, UserError
+from helixpipe.costs.model_costs import ModelCosts
+from helixpipe.lowering.lower import lower
+from helixpipe.planning.catalogue import Shape
+from helixpipe.planning.chunk_lengths import balanced_lengths, default_alignment
+from helixpipe.planning.search.space import Candidate, Question, Saving, Sizes
+from helixpipe.program.program import Program
+from helixpipe.program.stages import even_stages
+from helixpipe.simulate.simulator import Simulation, simulate
+
+MOST_OPS = 40_000
+"""Of a program that is simulated; some seconds. What has more with few microbatches is left out."""
+
+WHOLE_OPS = 12_000
+"""Of a step that is simulated with all its microbatches; what has more is shown as few of them tell."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a candidate comes to. step: seconds; a lower bound where `bound` says so, as trials end early that cannot
+    be of use. needs: bytes of each rank's GPU; host: of host memory that one needs. bubble: idle part of the pipeline's
+    time. whole: simulated with all its microbatches. refused: why the schedule does not take the shape. ops: that were
+    simulated."""
+
+    step: float = inf
+    needs: tuple[float, ...] = ()
+    host: float = 0.0
+    bubble: float = 0.0
+    bound: bool = False
+    whole: bool = False
+    refused: str = ""
+    ops: int = 0
+
+    @property
+    def peak(self) -> float:
+        return max(self.needs, default=inf)
+
+
+class Trials:
+    """Of one question; costs and chunk lengths are found once."""
+
+    def __init__(self, question: Question):
+        self.question = question
+        self._costs: dict[tuple[Sizes, int, int], ModelCosts] = {}
+        self._lengths: dict[tuple[Sizes, int], tuple[int, ...] | None] = {}
+
+    def costs(self, sizes: Sizes, saving: Saving) -> ModelCosts:
+        key = sizes, saving.mlp, saving.loss
+        if key not in self._costs:
+            self._costs[key] = self.question.costs(sizes, saving)
+        return self._costs[key]
+
+    def program(self, candidate: Candidate, microbatches: int | None = None) -> Program:
+        """Of a step, or of one of fewer microbatches. Raises ScheduleError where the schedule takes no such shape."""
+        sizes, setting = candidate.sizes, candidate.setting
+        costs = self.costs(sizes, setting.saving)
+        shape = Shape(
+            sizes.ranks,
+            microbatches or self.question.microbatches(sizes),
+            costs.model.layers,
+            setting.chunks,
+            setting.virtual_stages,
+            self._chunk_lengths(sizes, setting.chunks),
+            costs,
+            setting.saving.recompute_options,
+            self.question.limit,
+            setting.saving.offload_options,
+            costs.host_memory,
+            sharded=costs.sharded,
+        )
+        return self.question.catalogue.build(setting.schedule, shape, setting.options)
+
+    def simulation(self, candidate: Candidate, microbatches: int | None = None) -> Simulation:
+        """Raises ScheduleError where the schedule takes no such shape."""
+        costs = self.costs(candidate.sizes, candidate.setting.saving)
+        return simulate(lower(self.program(candidate, microbatches), costs), costs, "s")
+
+    def whole(self, candidate: Candidate) -> Trial:
+        """With all its microbatches."""
+        sizes = candidate.sizes
+        if self.ops(candidate, self.question.microbatches(sizes)) > WHOLE_OPS:
+            found = self._quick(candidate, inf)
+            if found is not None:
+                return found
+        try:
+            return self._trial(candidate, self.simulation(candidate))
+        except UserError as error:
+            return Trial(refused=str(error))
+
+    def quick(self, candidate: Candidate, slowest: float) -> Trial:
+        """From few microbatches. slowest: a step that takes longer is of no use."""
+        return self._quick(candidate, slowest) or self.whole(candidate)
+
+    def _quick(self, candidate: Candidate, slowest: float) -> Trial | None:
+        """The same; None where it has few microbatches anyway."""
+        m, p = self.question.microbatches(candidate.sizes), candidate.sizes.ranks
+        if self.ops(candidate, min(m, 3 * p)) > MOST_OPS:
+            return Trial(refused="its program is too long to be tried")
+        try:
+            for more in (p, 2 * p):
+                few = 2 * p + m % more
+                if m <= few + more:
+                    return None
+                found = self._extrapolated(candidate, few, more, slowest)
+                if found is not None:
+                    return found
+        except UserError as error:
+            return Trial(refused=str(error))
+        return Trial(refused="no number of microbatches was found to try it with")
+
+    def _extrapolated(self, candidate: Candidate, few: int, more: int, slowest: float) -> Trial | None:
+        """From so many microbatches and so many more; None where the schedule takes the one number alone."""
+        left = self.question.microbatches(candidate.sizes) - few
+        first = self.simulation(candidate, few)
+        start = self._trial(candidate, first)
+        # In the steady state the rank with the most work is busy all the time, at best.
+        least = start.step + left * max(first.busy) / few
+        if least >= slowest:
+            return Trial(least, start.needs, start.host, start.bubble, bound=True, ops=start.ops)
+        try:
+            second = self.simulation(candidate, few + more)
+        except ScheduleError:
+            return None
+        end = self._trial(candidate, second)
+        times = left / more
+        makespan = first.makespan + times * (second.makespan - first.makespan)
+        ideal = first.ideal + times * (second.ideal - first.ideal)
+        return Trial(
+            start.step + times * (end.step - start.step),
+            tuple(max(a + times * (b - a), b) for a, b in zip(start.needs, end.needs, strict=True)),
+            max(end.host, start.host + times * (end.host - start.host)),
+            1 - ideal / makespan,
+            ops=start.ops + end.ops,
+        )
+
+    def _trial(self, candidate: Candidate, simulation: Simulation) -> Trial:
+        program = simulation.lowered.program
+        costs = self.costs(candidate.sizes, candidate.setting.saving)
+        return Trial(
+            simulation.makespan + sum(costs.after_time(program)),
+            tuple(simulation.device_needs),
+            max(simulation.host_needs),
+            simulation.bubble_ratio,
+            whole=program.num_microbatches == self.question.microbatches(candidate.sizes),
+            ops=sum(map(len, program.ranks)),
+        )
+
+    def ops(self, candidate: Candidate, microbatches: int) -> int:
+        """About as many as its program has."""
+        setting = candidate.setting
+        return 2 * candidate.sizes.ranks * microbatches * setting.chunks * (setting.virtual_stages or 1)
+
+    def _chunk_lengths(self, sizes: Sizes, chunks: int) -> tuple[int, ...] | None:
+        """Of chunks that take equally long, as training has them; None for one."""
+        if chunks == 1:
+            return None
+        key = Sizes(sizes.tensor, sizes.context, 1, 1, sizes.cp_comm_type), chunks
+        if key not in self._lengths:
+            costs = self.costs(sizes, Saving())
+            alignment = default_alignment(costs.seq_length, chunks, costs.layout.unit)
+            stages = even_stages(costs.model.layers, 1)
+            self._lengths[key] = balanced_lengths(costs, stages, costs.seq_length, chunks, alignment)
+        return self._lengths[key]

@@ -1,0 +1,115 @@
+"""Trials on several cores: processes that make them, and the same without any. No torch here."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from collections.abc import Sequence
+from math import inf
+from multiprocessing.connection import Connection, wait
+from typing import Any, Literal, NamedTuple, Protocol
+
+from helixpipe.planning.search.space import Candidate, Question
+from helixpipe.planning.search.terms import Terms, terms_of
+from helixpipe.planning.search.trial import Trial, Trials
+
+
+class Job(NamedTuple):
+    """A candidate to try. slowest: a step that takes longer is of no use. kind: from few microbatches, with all of
+    them, or where the time of its step goes."""
+
+    candidate: Candidate
+    slowest: float = inf
+    kind: Literal["quick", "whole", "terms"] = "quick"
+
+
+class Crew(Protocol):
+    """Whoever makes trials."""
+
+    def run(self, jobs: Sequence[Job]) -> list[Any]:
+        """What each job finds, in their order: a `Trial` or `Terms`."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def made(trials: Trials, job: Job) -> Trial | Terms:
+    """What a job asks for."""
+    if job.kind == "terms":
+        return terms_of(trials, job.candidate)
+    return trials.whole(job.candidate) if job.kind == "whole" else trials.quick(job.candidate, job.slowest)
+
+
+class Alone:
+    """Trials made here, one after the other."""
+
+    def __init__(self, question: Question):
+        self._trials = Trials(question)
+
+    def run(self, jobs: Sequence[Job]) -> list[Any]:
+        return [made(self._trials, job) for job in jobs]
+
+    def close(self) -> None:
+        pass
+
+
+class Processes:
+    """Trials made by `count` processes, each of which takes the next job when it has done one.
+
+    Which of them makes a trial changes nothing of it. They leave an interrupt to the one that started them.
+    """
+
+    def __init__(self, question: Question, count: int):
+        methods = multiprocessing.get_all_start_methods()
+        context = multiprocessing.get_context("fork" if "fork" in methods else "spawn")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for _ in range(count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(question, theirs), daemon=True)  # type: ignore[attr-defined]
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, jobs: Sequence[Job]) -> list[Any]:
+        """Raises RuntimeError where a process has died."""
+        found: dict[int, Any] = {}
+        left = list(reversed(range(len(jobs))))
+        working: dict[Connection, int] = {}
+        for pipe in self._pipes:
+            self._next(pipe, jobs, left, working)
+        while working:
+            ready: list[Any] = wait(list(working))
+            for pipe in ready:
+                try:
+                    found[working.pop(pipe)] = pipe.recv()
+                except (EOFError, OSError):
+                    raise RuntimeError("a process of the search has ended before it was done") from None
+                self._next(pipe, jobs, left, working)
+        return [found[number] for number in range(len(jobs))]
+
+    def _next(self, pipe: Connection, jobs: Sequence[Job], left: list[int], working: dict[Connection, int]) -> None:
+        if left:
+            number = left.pop()
+            working[pipe] = number
+            pipe.send(jobs[number])
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.terminate()
+            process.join()
+
+
+def _serve(question: Question, pipe: Connection) -> None:
+    """What a process does until its end of the pipe closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    trials = Trials(question)
+    while True:
+        try:
+            job = pipe.recv()
+        except (EOFError, OSError):
+            return
+        pipe.send(made(trials, job))

@@ -1,0 +1,189 @@
+"""The search for plans: its bounds hold, few microbatches tell of many, and it finds what trying everything finds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from helixpipe.planning.search.bounds import Bounds
+from helixpipe.planning.search.explore import Outcome, Search
+from helixpipe.planning.search.formulas import value
+from helixpipe.planning.search.space import Candidate, Given, Question, Saving, Setting, Sizes
+from helixpipe.planning.search.terms import NAMES, AtSize, Terms, compared, smaller, taking_over, terms_of
+from helixpipe.planning.search.trial import Trials
+from helixpipe.planning.search.workers import Alone, Job, Processes
+from schedules import CATALOGUE
+from tests.planning.search_questions import question
+
+PLAIN = "1f1b gpipe interleaved-1f1b seq1f1b weipipe none"
+
+
+def search(asked: Question, **options: int) -> Outcome:
+    return Search(asked, Alone(asked), **options).run()
+
+
+@pytest.mark.parametrize("name", [name for name, schedule in CATALOGUE.items() if not schedule.one_rank])
+def test_no_step_is_faster_or_smaller_than_the_bounds(name: str) -> None:
+    """Of several shapes, with and without recomputation, chunks, and weights in parts."""
+    asked = question(schedules=name, gpus=8)
+    bounds, trials, seen = Bounds(asked), Trials(asked), 0
+    for sizes in (Sizes(1, 1, 4, 2), Sizes(2, 1, 2, 2, parts=True), Sizes(1, 2, 2, 2)):
+        (first,) = asked.first_settings(sizes)
+        for chunks in asked.chunk_counts(CATALOGUE[name], sizes)[:2]:
+            for saving in (Saving(), Saving("full", loss=4096)):
+                setting = replace(first, chunks=chunks, saving=saving)
+                found = trials.whole(Candidate(sizes, setting))
+                if found.refused:
+                    continue
+                seen += 1
+                assert bounds.time(sizes, setting) <= found.step * (1 + 1e-9)
+                assert bounds.memory(sizes, saving) <= found.peak
+    assert seen
+
+
+def test_the_bounds_are_not_idle() -> None:
+    """What has no bubble and one rank takes what they say."""
+    asked, sizes = question(gpus=1, sequences=2), Sizes(1, 1, 1, 1)
+    setting = Setting("none", CATALOGUE["none"].options())
+    found = Trials(asked).whole(Candidate(sizes, setting))
+    assert found.step == pytest.approx(Bounds(asked).time(sizes, setting), rel=1e-6)
+    kept = Bounds(asked).memory(sizes, setting.saving)
+    assert 0.6 * found.peak < kept < found.peak
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "seq1f1b-interleaved", "helix", "weipipe-naive", "hanayo"])
+def test_few_microbatches_tell_of_many(name: str) -> None:
+    """Steps that repeat themselves are known from few microbatches, also where the number leaves a rest."""
+    asked = question(schedules=name, sequences=46 if name in ("1f1b", "gpipe") else 48)
+    sizes = Sizes(1, 1, 4, 1)
+    (setting,) = asked.first_settings(sizes)
+    trials, candidate = Trials(asked), Candidate(sizes, setting)
+    few, whole = trials.quick(candidate, 1e9), trials.whole(candidate)
+    assert whole.whole and not few.whole and few.ops < whole.ops
+    assert few.step == pytest.approx(whole.step, rel=5e-3)
+    assert few.peak == pytest.approx(whole.peak, rel=2e-2)
+    useless = trials.quick(candidate, whole.step / 2)
+    assert useless.bound and whole.step / 2 <= useless.step <= whole.step * (1 + 1e-9)
+
+
+def everything(asked: Question) -> float:
+    """The least step of all that there is to choose, that fits."""
+    trials = Trials(asked)
+    found = (
+        trials.whole(Candidate(sizes, setting)) for sizes in asked.sizes() for setting in asked.every_setting(sizes)
+    )
+    return min(each.step for each in found if not each.refused and each.peak <= asked.limit)
+
+
+@pytest.mark.parametrize(("limit", "sequences"), [(70.0, 8), (3.0, 4)])
+def test_as_good_as_trying_everything(limit: float, sequences: int) -> None:
+    """Within 2 % of the best of all; with less memory than the fastest needs, too."""
+    asked = question(2, limit, "1f1b interleaved-1f1b seq1f1b none", sequences, offload=False)
+    best = search(asked, top=3).best
+    assert best[0].trial.step <= 1.02 * everything(asked)
+    assert all(each.trial.peak <= asked.limit for each in best)
+    assert all(one.trial.step <= other.trial.step for one, other in pairwise(best))
+    assert len({each.candidate.group for each in best}) == len(best)
+
+
+def test_what_is_given_is_not_searched() -> None:
+    given = Given(tensor=2, context=1, ranks=2, parts=False, chunks=2, mlp=0, loss=2048)
+    (best,) = search(question(schedules="seq1f1b", given=given), top=1).best
+    assert best.candidate.sizes == Sizes(2, 1, 2, 1)
+    assert (best.candidate.setting.chunks, best.candidate.setting.saving) == (2, Saving(None, 0, 2048))
+
+
+def test_sizes_divide_gpus_model_and_batch() -> None:
+    every = list(question(4, sequences=2, schedules="1f1b").sizes())
+    assert {(each.tensor, each.context, each.ranks, each.data) for each in every if not each.parts} == {
+        (1, 1, 2, 2), (1, 1, 4, 1), (1, 2, 1, 2), (1, 2, 2, 1), (1, 4, 1, 1), (2, 1, 1, 2), (2, 1, 2, 1), (2, 2, 1, 1),
+        (4, 1, 1, 1),
+    }  # fmt: skip
+    assert all(each.data * each.context > 1 for each in every if each.parts)
+
+
+def test_less_memory_is_paid_for_with_time() -> None:
+    """What fits into less saves more, and is slower."""
+    (free,) = search(question(1, schedules="none", sequences=2), top=1).best
+    tight = question(1, 6.0, "none", 2, offload=False)
+    (best,) = search(tight, top=1).best
+    assert best.trial.peak <= tight.limit < free.trial.peak and best.trial.step > free.trial.step
+    assert best.candidate.setting.saving != free.candidate.setting.saving
+    nothing = search(question(1, 0.2, "none", 2), top=1)
+    assert not nothing.best and nothing.counts.by_memory + nothing.counts.tried > 0
+
+
+def test_a_search_with_little_to_simulate_ends_soon() -> None:
+    asked = question(schedules=PLAIN)
+    short, long = search(asked, top=6, ops=1000), search(asked, top=6)
+    assert short.counts.tried < long.counts.tried and short.counts.left > 0
+    assert short.best and long.best[0].trial.step <= short.best[0].trial.step
+
+
+def test_interrupted_it_gives_what_it_has() -> None:
+    asked = question(schedules=PLAIN)
+    alone, rounds = Alone(asked), []
+
+    class Impatient(Alone):
+        def run(self, jobs: list[Job]) -> list[object]:  # type: ignore[override]
+            rounds.append(len(jobs))
+            if len(rounds) == 2:
+                raise KeyboardInterrupt
+            return alone.run(jobs)
+
+    outcome = Search(asked, Impatient(asked), 3).run()
+    assert outcome.interrupted and outcome.best and len(rounds) == 2
+
+
+def test_processes_find_the_same() -> None:
+    asked = question(2, schedules="1f1b gpipe seq1f1b", sequences=4)
+    crew = Processes(asked, 2)
+    try:
+        beside = Search(asked, crew, 3).run()
+    finally:
+        crew.close()
+    assert beside.best == search(asked, top=3).best
+
+
+def test_terms_add_up_to_the_step() -> None:
+    asked, sizes = question(8, sequences=8), Sizes(2, 1, 2, 2)
+    trials = Trials(asked)
+    for saving in (Saving(), Saving("full")):
+        candidate = Candidate(sizes, Setting("1f1b", CATALOGUE["1f1b"].options(), saving=saving))
+        terms = terms_of(trials, candidate)
+        assert terms.step == pytest.approx(trials.whole(candidate).step, rel=1e-6)
+        assert min(terms) >= 0 and min(terms.computing, terms.inside, terms.bubble, terms.gradients) > 0
+        assert (terms.recomputing > 0) == (saving.recompute is not None)
+    slow = replace(asked, hardware=replace(asked.hardware, latency=1e-2))
+    assert terms_of(Trials(slow), candidate).messages > 10 * terms.messages
+
+
+def test_why_one_is_slower_and_what_takes_over() -> None:
+    fast = Terms(4.0, 0.0, 1.0, 0.1, 0.5, 0.2, 0.1)
+    slow = fast._replace(bubble=1.5, inside=0.5)
+    difference = compared(fast, slow)
+    assert difference.longer == pytest.approx(0.5)
+    assert difference.terms[:2] == ((NAMES["bubble"], 1.0), (NAMES["inside"], -0.5))
+    candidate = Candidate(Sizes(1, 1, 1, 1), Setting("none", None))
+    over = taking_over([AtSize(8, None, None), AtSize(16, candidate, fast), AtSize(32, candidate, slow)])
+    assert over == {
+        "recomputation": None, "TP and CP collectives": 16, "messages": None, "bubble": 32, "DP reduction": None,
+        "optimizer": None,
+    }  # fmt: skip
+    assert [each.gpus for each in smaller(question(16))] == [4, 8, 16]
+
+
+@pytest.mark.parametrize(
+    ("formula", "expected"),
+    [
+        ("(p-1)(F+B)/k", 9.0), ("3(p-1)(F-A)p/L", 13.5), ("2(p-1)max(F,B)/v", 3.0), ("min(p-r, m)", 4.0),
+        ("m, or 3m/16", 8.0), ("at most p", 4.0), ("the limit", None), ("(p-1)x", None), ("1f1b's", None),
+    ],
+)  # fmt: skip
+def test_formulas_of_the_catalogue(formula: str, expected: float | None) -> None:
+    names = {"p": 4, "k": 2, "v": 4, "m": 8, "L": 4, "F": 2, "B": 4, "A": 0.5, "r": 0}
+    names["B"] = 4 if "max" not in formula else 2
+    found = value(formula, names)
+    assert found == (None if expected is None else pytest.approx(expected))
