@@ -22,11 +22,16 @@ from helixpipe.common.flags import dataclass_from_namespace, option
 from helixpipe.common.ranges import MOST_GIB, MOST_MICROBATCHES
 from helixpipe.costs.hardware import GIB
 from helixpipe.planning.catalogue import Catalogue
+from helixpipe.planning.filling import aligned
+from helixpipe.planning.lengths import Documents, LengthOptions, documents_of
 from helixpipe.planning.search.explore import Outcome, Search, budget
 from helixpipe.planning.search.flags import limit_in_gib, rounded_limit
 from helixpipe.planning.search.space import Given, Question
 from helixpipe.planning.search.terms import AtSize, Terms, smaller
 from helixpipe.planning.search.workers import Alone, Crew, Job, Processes
+
+LENGTH_UNIT = 512
+"""Tokens that the longest document's length is rounded up to a multiple of: whatever ranks share it."""
 
 SMALL_SEARCH = 12_000
 """Ops that are simulated for each smaller number of GPUs of `--explain`."""
@@ -128,6 +133,9 @@ def _scan(question: Question, options: PlanOptions) -> list[AtSize]:
 def _question(options: PlanOptions, namespace: argparse.Namespace) -> Question:
     """What the flags ask. Raises UserError for flags that are missing or cannot be."""
     model = dataclass_from_namespace(ModelOptions, namespace)
+    documents = documents_of(dataclass_from_namespace(LengthOptions, namespace))
+    if documents is not None:
+        model = _of_documents(model, documents)
     if model.model is None:
         raise UserError("plan needs --model.")
     if (options.gpus is None) == (model.nodes is None):
@@ -187,7 +195,19 @@ def _question(options: PlanOptions, namespace: argparse.Namespace) -> Question:
         model.distributed_optimizer and strategy != "no_shard",
         one.costs.adam_on_host,
         given,
+        documents=() if documents is None else documents.lengths,
     )
+
+
+def _of_documents(model: ModelOptions, documents: Documents) -> ModelOptions:
+    """The options with sequences as long as the longest document. Raises UserError for flags that say otherwise."""
+    instead = {"seq_length": "--max-length", "global_batch_size": "--documents", "micro_batch_size": "1, or nothing"}
+    for name, use in instead.items():
+        if (value := getattr(model, name)) not in (None, 1):
+            flag = f"--{name.replace('_', '-')} {value}"
+            raise UserError(f"{flag} is for sequences that are all alike; with --lengths give {use}.")
+    longest = aligned(max(documents.lengths), LENGTH_UNIT)
+    return dataclasses.replace(model, seq_length=longest, global_batch_size=len(documents.lengths))
 
 
 def nothing_fits(question: Question, outcome: Outcome) -> str:

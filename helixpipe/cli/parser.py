@@ -124,11 +124,12 @@ def _planning(subparsers: Any) -> FlagParser:
     """`plan`, but for the options of schedules and its output."""
     parser: FlagParser = subparsers.add_parser(
         "plan",
-        help="sizes, chunks and recomputation for a model on so many GPUs",
-        description="Find tensor-parallel size, pipeline size, number of chunks and recomputation by predicted step "
-        f"time, and print the commands that train so. {_BUBBLE}",
+        help="how to run a model on so many GPUs, and the commands that do",
+        description="Find sizes, schedule, its options and what to do for memory by predicted step time, and print the "
+        f"commands that train so. {_BUBBLE}",
     )
     add_dataclass_arguments(parser, PlanOptions, title="what to plan")
+    add_dataclass_arguments(parser, LengthOptions, title="documents of all lengths")
     add_dataclass_arguments(parser, ModelOptions, title="model and hardware")
     return parser
 

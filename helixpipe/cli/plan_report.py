@@ -11,6 +11,7 @@ from helixpipe.cli.torchrun import torchrun_command
 from helixpipe.costs.hardware import GIB
 from helixpipe.draw.text import table
 from helixpipe.planning.search.bounds import Bounds
+from helixpipe.planning.search.documents import bounds_of
 from helixpipe.planning.search.explore import Outcome, Tried
 from helixpipe.planning.search.flags import options_flags
 from helixpipe.planning.search.space import Question, Saving, Setting
@@ -37,12 +38,13 @@ class Plans:
 
     @cached_property
     def _bounds(self) -> Bounds:
-        return Bounds(self.question)
+        return bounds_of(self.question)
 
     def tokens_per_gpu(self, tried: Tried) -> float:
         """A second."""
         question = self.question
-        return question.sequences * question.model.seq_length / (tried.trial.step * question.gpus)
+        tokens = sum(question.documents) or question.sequences * question.model.seq_length
+        return tokens / (tried.trial.step * question.gpus)
 
     def utilization(self, tried: Tried) -> float:
         """MFU, 0 to 1."""
@@ -56,8 +58,13 @@ class Plans:
         """Setup, table, commands; what explains them where that is asked for."""
         question, best = self.question, self.outcome.best
         lines = [
-            f"{question.model.name} on {question.gpus} x {question.hardware.name}: {question.model.seq_length} tokens "
-            f"a sequence, {question.sequences} a step; {question.limit / GIB:.1f} GiB a GPU, the margin taken off",
+            f"{question.model.name} on {question.gpus} x {question.hardware.name}: "
+            + (
+                f"{len(question.documents)} documents of {sum(question.documents)} tokens"
+                if question.documents
+                else f"{question.model.seq_length} tokens a sequence, {question.sequences}"
+            )
+            + f" a step; {question.limit / GIB:.1f} GiB a GPU, the margin taken off",
             "",
             "Simulated, not measured:"
             if not self.outcome.interrupted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from helixpipe.costs.hardware import GIB, find_hardware
 from helixpipe.costs.models import ModelShape
-from helixpipe.planning.search.flags import limit_in_gib, setting_flags, sizes_flags
+from helixpipe.planning.search.flags import documents_flags, limit_in_gib, setting_flags, sizes_flags
 from helixpipe.planning.search.space import Candidate, Question
 
 
@@ -54,6 +54,7 @@ def torchrun_command(question: Question, candidate: Candidate) -> str:
         *[f"--host-memory {host / GIB:g}"] * (host != find_hardware(hardware.name).host_memory),
     ]
     training = [
+        *documents_flags(question),
         f"--micro-batch-size {question.layout.micro_batch_size}",
         f"--global-batch-size {question.sequences}",
         "--train-iters 10",

@@ -108,6 +108,32 @@ def test_what_cannot_be_planned(capsys: pytest.CaptureFixture[str], flags: str, 
     assert capsys.readouterr().err.startswith(f"helixpipe: {sentence}")
 
 
+def test_documents_of_all_lengths(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Plans pack them as training does, and their commands ask for that."""
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("\n".join(map(str, [8000, 300, 2000, 4000, 100, 700, 6000, 1500])), encoding="utf-8")
+    flags = f"plan --model weipipe-1024 --gpus 2 --jobs 1 --top 2 --schedule seq1f1b,none --lengths {lengths}"
+    printed = run_json(capsys, flags)
+    assert printed["plans"] and printed["seq_length"] == 8192 and printed["global_batch_size"] == 8
+    for plan in printed["plans"]:
+        tokens = 22600 / (plan["step_time"] * 2)
+        assert plan["tokens_per_second_per_gpu"] == pytest.approx(tokens)
+        words = shlex.split(plan["command"].replace("\\\n", ""))
+        config, _ = parse_and_plan(words[6:], environ={"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
+        assert config.data.variable_seq_lengths and config.training.global_batch_size == 8
+    lengths.write_text("long", encoding="utf-8")
+    for wrong, words_said in (
+        (flags, "number 1: 'long' is no length"),
+        (flags.replace(str(lengths), "nowhere"), "--lengths nowhere is no name of a histogram, and cannot be read"),
+        (
+            flags.replace(str(lengths), "github --seq-length 4096"),
+            "--seq-length 4096 is for sequences that are all alike",
+        ),
+    ):
+        assert main(wrong.split()) == USER_ERROR
+        assert words_said in capsys.readouterr().err
+
+
 def test_a_memory_that_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     """By how much, and what would fit."""
     flags = [*SMALL.split(), "--schedule", "1f1b", "--pipeline-parallel", "2", "--memory-limit"]

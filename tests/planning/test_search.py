@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 
 from helixpipe.planning.search.bounds import Bounds
+from helixpipe.planning.search.documents import bounds_of, trials_of
 from helixpipe.planning.search.explore import Outcome, Search
 from helixpipe.planning.search.formulas import value
 from helixpipe.planning.search.space import Candidate, Given, Question, Saving, Setting, Sizes
@@ -41,6 +42,18 @@ def test_no_step_is_faster_or_smaller_than_the_bounds(name: str) -> None:
                 assert bounds.time(sizes, setting) <= found.step * (1 + 1e-9)
                 assert bounds.memory(sizes, saving) <= found.peak
     assert seen
+
+
+def test_bounds_of_documents_hold() -> None:
+    asked = question(4, schedules="seq1f1b none", sequences=6, documents=(8000, 300, 2000, 4000, 100, 700))
+    bounds, trials = bounds_of(asked), trials_of(asked)
+    for sizes in (Sizes(1, 1, 2, 2), Sizes(2, 1, 2, 1), Sizes(1, 2, 1, 2)):
+        for setting in asked.first_settings(sizes):
+            found = trials.whole(Candidate(sizes, setting))
+            assert not found.refused and found.whole
+            assert 0.1 * found.step < bounds.time(sizes, setting) <= found.step
+            assert bounds.memory(sizes, setting.saving) <= found.peak
+            assert sum(terms_of(trials, Candidate(sizes, setting))) == pytest.approx(found.step, rel=1e-6)
 
 
 def test_the_bounds_are_not_idle() -> None:
@@ -169,8 +182,8 @@ def test_why_one_is_slower_and_what_takes_over() -> None:
     candidate = Candidate(Sizes(1, 1, 1, 1), Setting("none", None))
     over = taking_over([AtSize(8, None, None), AtSize(16, candidate, fast), AtSize(32, candidate, slow)])
     assert over == {
-        "recomputation": None, "TP and CP collectives": 16, "messages": None, "bubble": 32, "DP reduction": None,
-        "optimizer": None,
+        "recomputation and cuts": None, "TP and CP collectives": 16, "messages": None, "bubble": 32,
+        "DP reduction": None, "optimizer": None,
     }  # fmt: skip
     assert [each.gpus for each in smaller(question(16))] == [4, 8, 16]
 

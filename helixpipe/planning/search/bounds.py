@@ -64,13 +64,13 @@ class Bounds:
     def figures(self, sizes: Sizes, saving: Saving) -> Figures:
         key = sizes, saving.recompute, saving.mlp, saving.loss
         if key not in self._figures:
-            self._figures[key] = _Measured(self.question.costs(sizes, saving), saving).figures
+            self._figures[key] = Measured(self.question.costs(sizes, saving), saving).figures
         return self._figures[key]
 
     def flops(self, sizes: Sizes) -> float:
         """Of the mathematics of a step, on all GPUs."""
         costs = self.question.costs(sizes)
-        return self.question.microbatches(sizes) * costs.step_flops(_Measured(costs, Saving()).whole)
+        return self.question.microbatches(sizes) * costs.step_flops(Measured(costs, Saving()).whole)
 
     def time(self, sizes: Sizes, setting: Setting) -> float:
         """Seconds that no step can beat."""
@@ -113,11 +113,12 @@ class Bounds:
         }  # fmt: skip
 
 
-class _Measured:
-    """Asks costs about one layer and the ends, a microbatch as a whole."""
+class Measured:
+    """Asks costs about one layer and the ends, a microbatch as a whole; or a chunk of these extents, in tokens."""
 
-    def __init__(self, costs: ModelCosts, saving: Saving):
+    def __init__(self, costs: ModelCosts, saving: Saving, extents: Extents = ()):
         self.costs, self.saving, self.layers = costs, saving, costs.model.layers
+        self.extents = extents or (Extent(costs.seq_length, 0),)
 
     @property
     def figures(self) -> Figures:
@@ -146,12 +147,8 @@ class _Measured:
         """A microbatch on one rank."""
         return self._one_rank(even_stages(self.layers, 1))
 
-    @cached_property
-    def _extents(self) -> Extents:
-        return (Extent(self.costs.seq_length, 0),)
-
     def _time(self, kind: str, pieces: tuple[Piece, ...]) -> float:
-        return self.costs.op_time(Work(kind, pieces, self._extents, self.costs.seq_length))
+        return self.costs.op_time(Work(kind, pieces, self.extents, self.costs.seq_length))
 
     def _one_rank(self, stages: tuple[Stage, ...]) -> Program:
         stages = self.saving.recompute_options.stages(stages)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import NamedTuple
 
-from helixpipe.planning.search.bounds import Bounds
+from helixpipe.planning.search.documents import bounds_of
 from helixpipe.planning.search.space import Candidate, Question, Saving, Setting, Sizes
 from helixpipe.planning.search.trial import Trial
 from helixpipe.planning.search.workers import Crew, Job
@@ -39,6 +39,9 @@ longer than all else."""
 
 LIGHT = 0.3
 """Part of the memory that weights may take before it is tried to divide them over data-parallel ranks."""
+
+LENGTHS_OPS = 100
+"""Ops that take about as long as finding where one chunk of many ends."""
 
 GRANULARITIES = (None, "without-attention", "full")
 
@@ -106,7 +109,7 @@ class Search:
         say: Callable[[float, Tried | None], None] = lambda done, best: None,
     ):
         self.question, self.crew, self.top, self.say = question, crew, top, say
-        self.bounds = Bounds(question)
+        self.bounds = bounds_of(question)
         self.budget = ops or budget(question.gpus)
         self.outcome = Outcome()
         self._waiting: dict[Candidate, _Promise] = {}
@@ -198,12 +201,17 @@ class Search:
     def _expected(self, candidate: Candidate) -> float:
         return self._waiting[candidate].estimate * self._ratio.get(candidate.setting.schedule, 1.0)
 
-    def _cost(self, candidate: Candidate) -> float:
-        """Ops of its trial, about, weighed."""
+    def _ops(self, candidate: Candidate) -> int:
         setting, p = candidate.setting, candidate.sizes.ranks
+        if self.question.documents:  # packing them takes about as long as simulating so many
+            return 2_000 + p * len(self.question.documents) // candidate.sizes.data
         microbatches = min(self.question.microbatches(candidate.sizes), 6 * p)
-        ops = 2 * p * microbatches * setting.chunks * (setting.virtual_stages or 1)
-        return ops * self.question.catalogue[setting.schedule].effort
+        return 2 * p * microbatches * setting.chunks * (setting.virtual_stages or 1)
+
+    def _cost(self, candidate: Candidate) -> float:
+        """Ops of its trial, about, weighed; lengths of chunks take as long to find as so many more."""
+        chunks, effort = candidate.setting.chunks, self.question.catalogue[candidate.setting.schedule].effort
+        return self._ops(candidate) * effort + (LENGTHS_OPS * chunks if chunks > 1 else 0)
 
     # ----------------------------------------------------------------------------------------------- what was found
 
@@ -223,7 +231,8 @@ class Search:
     def _learn(self, chosen: Sequence[Candidate], trials: Sequence[Trial]) -> None:
         for candidate, trial in zip(chosen, trials, strict=True):
             sizes, setting = candidate.sizes, candidate.setting
-            self._spent += trial.ops * self.question.catalogue[setting.schedule].effort
+            cut = LENGTHS_OPS * setting.chunks if setting.chunks > 1 else 0
+            self._spent += trial.ops * self.question.catalogue[setting.schedule].effort + cut
             if trial.refused:
                 self.outcome.counts.refused += 1
                 for neighbour in self.question.neighbours(sizes, setting):
@@ -277,10 +286,9 @@ class Search:
         return sorted(found.values(), key=lambda each: each.trial.step)[: self.top]
 
     def _versions(self, candidate: Candidate) -> Iterator[Candidate]:
-        setting, p = candidate.setting, candidate.sizes.ranks
+        setting = candidate.setting
         yield candidate
-        microbatches = min(self.question.microbatches(candidate.sizes), 6 * p)
-        ops = 2 * p * microbatches * setting.chunks * (setting.virtual_stages or 1)
+        ops = self._ops(candidate)
         if setting.saving.recompute is None or ops > PLACED_OPS:
             return
         yield replace(candidate, setting=replace(setting, saving=replace(setting.saving, early=True)))

@@ -51,6 +51,11 @@ def setting_flags(schedule: Schedule, setting: Setting) -> list[str]:
     ]
 
 
+def documents_flags(question: Question) -> list[str]:
+    """Of steps of documents of all lengths; how each is packed, training finds step by step."""
+    return ["--variable-seq-lengths"] * bool(question.documents)
+
+
 def options_flags(options: Any) -> list[str]:
     """A schedule's own flags, where they are not the defaults."""
     found = []

@@ -105,7 +105,8 @@ class Question:
     taken off. layout: what it says of sizes and slices is chosen anew. schedules: those that are searched.
 
     offload: whether offloading of activations is tried, where what fits recomputes. fp32_kv_gradients: as of
-    `ModelCosts`."""
+    `ModelCosts`. documents: tokens of each of a step's, where they are not all alike; sequences is then their number,
+    and the model's seq_length at least the longest."""
 
     catalogue: Catalogue
     schedules: tuple[str, ...]
@@ -120,6 +121,7 @@ class Question:
     given: Given = Given()
     offload: bool = True
     fp32_kv_gradients: bool = False
+    documents: tuple[int, ...] = ()
 
     def costs(self, sizes: Sizes, saving: Saving = Saving()) -> ModelCosts:
         """Raises UserError where the model cannot be cut so."""
@@ -157,15 +159,22 @@ class Question:
             for context in _divisors(self.gpus // tensor, given.context):
                 for ranks in _divisors(self.gpus // (tensor * context), given.ranks):
                     data = self.gpus // (tensor * context * ranks)
-                    if ranks > self.model.layers or self.sequences % (data * self.layout.micro_batch_size):
+                    if ranks > self.model.layers or not self._shares_batch(data):
                         continue
                     sizes = self._with_comm(Sizes(tensor, context, ranks, data))
                     if sizes is None:
                         continue
                     if given.parts in (None, False):
                         yield sizes
-                    if given.parts or (given.parts is None and data * context > 1 and not self.adam_on_host):
+                    parts = given.parts is None and data * context > 1 and not self.adam_on_host
+                    if given.parts or (parts and not self.documents):
                         yield replace(sizes, parts=True)
+
+    def _shares_batch(self, data: int) -> bool:
+        """Whether so many pipelines can share the batch."""
+        if self.documents:
+            return data <= len(self.documents)
+        return self.sequences % (data * self.layout.micro_batch_size) == 0
 
     def _with_comm(self, sizes: Sizes) -> Sizes | None:
         """With what takes less time; None where the model cannot be cut so."""
@@ -186,13 +195,18 @@ class Question:
         """Of every schedule one setting, from which `neighbours` leads to all others."""
         for name in self.schedules:
             schedule = self.catalogue[name]
-            if schedule.one_rank != (sizes.ranks == 1):
+            if schedule.one_rank != (sizes.ranks == 1) or (self.documents and not self._packs(schedule)):
                 continue
             virtual, counts = self.virtual_stages(schedule, sizes), self.chunk_counts(schedule, sizes)
             if virtual and counts:
                 first = min(range(len(counts)), key=lambda index: abs(counts[index] - 4))
                 saving = Saving(self.given.recompute, self.given.mlp or 0, self.given.loss or 0)
                 yield Setting(name, self.variants(schedule)[0], counts[first], virtual[0], saving)
+
+    @staticmethod
+    def _packs(schedule: Schedule) -> bool:
+        """Whether it is tried with documents of all lengths: where it cuts them, or there is nothing to wait for."""
+        return schedule.ragged and not schedule.virtual_stages and (schedule.chunks or schedule.one_rank)
 
     def every_setting(self, sizes: Sizes) -> Iterator[Setting]:
         """All that there is to choose, offloading and early recomputation apart."""
@@ -241,7 +255,7 @@ class Question:
     def chunk_counts(self, schedule: Schedule, sizes: Sizes) -> list[int]:
         """Numbers of chunks that are tried, upwards."""
         given = self.given.chunks
-        if not schedule.chunks:
+        if not schedule.chunks or self.documents:
             return [1] if given in (None, 1) else []
         if given is not None:
             return [given]
@@ -257,7 +271,7 @@ class Question:
         """From the least that is done for memory to the most."""
         given = self.given
         tokens = self.model.seq_length / (chunks * sizes.context)
-        mlp = MLP_SLICE if tokens >= 2 * MLP_SLICE else 0
+        mlp = MLP_SLICE if tokens >= 2 * MLP_SLICE and not self.documents else 0
         loss = replace(self.layout, loss_chunk=0).with_loss_slices().loss_chunk
         slices = [mlp and MLP_SLICE] if given.mlp is None else [given.mlp]
         found = []

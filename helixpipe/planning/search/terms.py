@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.lowering.lower import lower
-from helixpipe.planning.search.bounds import Bounds
+from helixpipe.planning.search.documents import bounds_of
 from helixpipe.planning.search.space import Candidate, Question, Saving
 from helixpipe.planning.search.trial import Trials
 from helixpipe.program.costs import Payload
@@ -24,9 +24,13 @@ MOST_OPS = 8_000
 """Of the program that is simulated without messages; where a step has more, it is one of fewer microbatches, and what
 messages cost is taken to grow with their number."""
 
+ROUNDING = 1e-9
+"""Part of a time that sums in another order may differ by."""
+
 
 class Terms(NamedTuple):
-    """Seconds of a step, of the mean rank. inside: collectives of tensor- and context-parallel ranks."""
+    """Seconds of a step, of the mean rank. recomputing: also what chunks and slices take longer than the whole. inside:
+    collectives of tensor- and context-parallel ranks."""
 
     computing: float
     recomputing: float
@@ -49,7 +53,7 @@ class Terms(NamedTuple):
 
 NAMES = {
     "computing": "computing",
-    "recomputing": "recomputation",
+    "recomputing": "recomputation and cuts",
     "inside": "TP and CP collectives",
     "messages": "messages",
     "bubble": "bubble",
@@ -72,9 +76,10 @@ def terms_of(trials: Trials, candidate: Candidate) -> Terms:
     question, sizes, saving = trials.question, candidate.sizes, candidate.setting.saving
     m, p = question.microbatches(sizes), sizes.ranks
     kept = Saving(None, saving.mlp, saving.loss)
-    work = Bounds(question).figures(sizes, kept).least_work * m / p
+    share = 1 / sizes.data if question.documents else m
+    work = bounds_of(question).figures(sizes, kept).least_work * share / p
     unlinked = replace(question.hardware, nvlink=inf, network=inf, latency=0.0)
-    alone = Bounds(replace(question, hardware=unlinked)).figures(sizes, kept).least_work * m / p
+    alone = bounds_of(replace(question, hardware=unlinked)).figures(sizes, kept).least_work * share / p
     number = m
     while number > 2 * p and number % 2 == 0 and trials.ops(candidate, number) > MOST_OPS:
         number //= 2
@@ -88,7 +93,8 @@ def terms_of(trials: Trials, candidate: Candidate) -> Terms:
     busy = simulation.ideal * m / number
     reduction, optimizer = costs.after_time(program)
     messages = exposed * m / number
-    return Terms(alone, max(busy - work, 0.0), work - alone, messages, idle - exposed, reduction, optimizer)
+    again = busy - work if busy - work > ROUNDING * busy else 0.0
+    return Terms(alone, again, work - alone, messages, idle - exposed, reduction, optimizer)
 
 
 class Difference(NamedTuple):

@@ -9,6 +9,7 @@ from math import inf
 from multiprocessing.connection import Connection, wait
 from typing import Any, Literal, NamedTuple, Protocol
 
+from helixpipe.planning.search.documents import trials_of
 from helixpipe.planning.search.space import Candidate, Question
 from helixpipe.planning.search.terms import Terms, terms_of
 from helixpipe.planning.search.trial import Trial, Trials
@@ -44,7 +45,7 @@ class Alone:
     """Trials made here, one after the other."""
 
     def __init__(self, question: Question):
-        self._trials = Trials(question)
+        self._trials = trials_of(question)
 
     def run(self, jobs: Sequence[Job]) -> list[Any]:
         return [made(self._trials, job) for job in jobs]
@@ -106,7 +107,7 @@ class Processes:
 def _serve(question: Question, pipe: Connection) -> None:
     """What a process does until its end of the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    trials = Trials(question)
+    trials = trials_of(question)
     while True:
         try:
             job = pipe.recv()
