@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart test pytest mutants lint format clean distclean
-.PHONY: bench bench-predict bench-steps bench-setups bench-choosing bench-network bench-planning bench-queues
+.PHONY: bench bench-predict bench-steps bench-setups bench-choosing bench-plans bench-network bench-planning bench-queues
 .PHONY: bench-host bench-gpu bench-offload bench-sppo bench-sppo-steps bench-infinipipe bench-infinipipe-steps
 
 help:  ## this list
@@ -55,6 +55,9 @@ bench-sppo: install  ## SPPO's published setups, simulated; make bench-sppo ARGS
 
 bench-choosing: install  ## the table of docs/choosing.md, simulated; make bench-choosing ARGS="--rows 3"
 	.venv/bin/python benchmarks/choosing.py $(or $(ARGS),--output docs/choosing.md)
+
+bench-plans: install  ## the worked example of docs/planning.md, written anew
+	.venv/bin/python benchmarks/plans.py $(ARGS)
 
 bench-network: install  ## pipelines and FSDP2 over slow links between two hosts (root); make bench-network ARGS="--delay 1ms"
 	.venv/bin/python benchmarks/network.py $(ARGS)

@@ -6,7 +6,7 @@
     helixpipe draw 1f1b interleaved-1f1b -o compare.png
     helixpipe check my_schedule.csv
     helixpipe memory 1f1b --model llama2-7b --seq-length 131072 --hardware h20 --nodes 8 --tensor-parallel 8
-    helixpipe plan --schedule sppo --model sppo-7b --hardware a100-80 --gpus 32 --seq-length 524288
+    helixpipe plan --model llama2-7b --hardware h100 --gpus 64 --seq-length 32768 --global-batch-size 128
     helixpipe profile --model llama2-7b --seq-length 4096 --output profile.json
     helixpipe train -p 2 --num-layers 4 --hidden-size 64 ...
 

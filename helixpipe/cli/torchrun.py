@@ -25,6 +25,10 @@ def model_flags(model: ModelShape) -> list[str]:
         f"--normalization {model.norm}",
     ]
     for flag, given in (
+        (f"--kv-channels {model.head_channels}", model.head_channels > 0),
+        ("--add-qkv-bias", model.qkv_bias),
+        ("--qk-layernorm", model.qk_norm),
+        ("--apply-layernorm-1p", model.centered),
         ("--swiglu", model.gated),
         ("--disable-bias-linear", not model.bias),
         ("--untie-embeddings-and-output-weights", not model.tied),

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from helixpipe.cli.command_plan import nothing_fits
+from helixpipe.cli.torchrun import model_flags
 from helixpipe.costs.hardware import GIB
 from helixpipe.costs.models import MODELS
 from helixpipe.planning.search.explore import Outcome
-from megatron.training.arguments import parse_and_plan
+from megatron.training.arguments import parse_and_plan, parse_args
 from megatron.training.plan.costs import model_shape
 from megatron.training.plan.programs import full_batch
 from schedules.command import USER_ERROR, main
@@ -37,7 +38,7 @@ def test_the_commands_train_what_was_planned(capsys: pytest.CaptureFixture[str])
         words = shlex.split(plan["command"].replace("\\\n", ""))
         assert words[:5] == ["torchrun", "--nproc-per-node", "8", "--nnodes", "1"]
         config, plans = parse_and_plan(words[6:], environ={"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0"})
-        shape = dataclasses.replace(MODELS["llama3-8b"], name="the model", seq_length=8192)
+        shape = dataclasses.replace(MODELS["llama3-8b"], name="the model", seq_length=8192, head_channels=128)
         assert dataclasses.replace(model_shape(config), vocab=shape.vocab) == shape
         parallel = config.parallel
         assert not [warning for warning in config.warnings if "accepted" in warning]
@@ -53,6 +54,15 @@ def test_the_commands_train_what_was_planned(capsys: pytest.CaptureFixture[str])
         assert max(trained.simulation.device_needs) <= printed["memory_limit"] * 1.001
         assert plan["memory"] <= printed["memory_limit"] == pytest.approx(40 * GIB / 1.1, rel=1e-4)
         assert sum(terms.values()) == pytest.approx(plan["step_time"], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_flags_of_a_model_give_that_model(name: str) -> None:
+    """Heads, norms, biases and positions as the preset has them."""
+    shape = dataclasses.replace(MODELS[name], seq_length=4096, head_channels=MODELS[name].channels)
+    training = "--micro-batch-size 1 --train-iters 1 --lr 1e-4"
+    config = parse_args(" ".join([*model_flags(shape), training]).split(), environ={})
+    assert dataclasses.replace(model_shape(config), vocab=shape.vocab) == dataclasses.replace(shape, name="the model")
 
 
 def test_the_table_and_what_explains_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

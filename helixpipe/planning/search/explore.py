@@ -33,9 +33,9 @@ longer pipelines, so it grows with their number, to the power of `GROWTH`."""
 FEW_GPUS = 64
 GROWTH = 0.65
 
-PLACED_OPS, OFFLOADED_OPS = 12_000, 3_000
-"""Of programs for which recomputation is placed in idle time, and for which it is found what to offload: both take
-longer than all else."""
+PLACED_OPS, OFFLOADED_OPS, OFFLOADED = 12_000, 3_000, 3
+"""Of programs for which recomputation is placed in idle time, and for which it is found what to offload, of so many of
+the best that recompute: both take longer than all else."""
 
 LIGHT = 0.3
 """Part of the memory that weights may take before it is tried to divide them over data-parallel ranks."""
@@ -272,7 +272,9 @@ class Search:
     def _confirmed(self) -> list[Tried]:
         """The best, simulated as a whole, with recomputation in idle time and with offloading where that helps."""
         finalists = self._ranked()[: self.top + self.top // 2]
-        versions = [version for each in finalists for version in self._versions(each.candidate)]
+        recomputing = [each for each in finalists if each.candidate.setting.saving.recompute is not None]
+        offloading = recomputing[:OFFLOADED] if self.question.offload else []
+        versions = [version for each in finalists for version in self._versions(each.candidate, each in offloading)]
         trials = self.crew.run([Job(version, kind="whole") for version in versions])
         found: dict[tuple[Sizes, str], Tried] = {}
         for candidate, trial in zip(versions, trials, strict=True):
@@ -285,14 +287,14 @@ class Search:
                 found[candidate.group] = tried
         return sorted(found.values(), key=lambda each: each.trial.step)[: self.top]
 
-    def _versions(self, candidate: Candidate) -> Iterator[Candidate]:
-        setting = candidate.setting
+    def _versions(self, candidate: Candidate, offloading: bool) -> Iterator[Candidate]:
+        """The candidate, and where it recomputes, the same with that in idle time, and with offloading instead."""
+        setting, ops = candidate.setting, self._ops(candidate)
         yield candidate
-        ops = self._ops(candidate)
         if setting.saving.recompute is None or ops > PLACED_OPS:
             return
         yield replace(candidate, setting=replace(setting, saving=replace(setting.saving, early=True)))
-        if self.question.offload and ops <= OFFLOADED_OPS:
+        if offloading and ops <= OFFLOADED_OPS:
             saving = Saving(None, setting.saving.mlp, setting.saving.loss, offload=True, early=True)
             yield replace(candidate, setting=replace(setting, saving=saving))
 

@@ -67,7 +67,9 @@ class Processes:
         self._processes = []
         for _ in range(count):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(question, theirs), daemon=True)  # type: ignore[attr-defined]
+            # What a fork inherits of the others' pipes it closes, or they would not notice that their user has ended.
+            others = [*self._pipes, ours] if context.get_start_method() == "fork" else []
+            process = context.Process(target=_serve, args=(question, theirs, others), daemon=True)  # type: ignore[attr-defined]
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -104,8 +106,10 @@ class Processes:
             process.join()
 
 
-def _serve(question: Question, pipe: Connection) -> None:
-    """What a process does until its end of the pipe closes."""
+def _serve(question: Question, pipe: Connection, inherited: Sequence[Connection]) -> None:
+    """What a process does until the other end of its pipe closes."""
+    for each in inherited:
+        each.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     trials = trials_of(question)
     while True:
