@@ -38,7 +38,8 @@ PLACED_OPS, OFFLOADED_OPS, OFFLOADED = 12_000, 3_000, 3
 the best that recompute: both take longer than all else."""
 
 LIGHT = 0.3
-"""Part of the memory that weights may take before it is tried to divide them over data-parallel ranks."""
+"""Part of the memory that weights may take before it is tried from the start to divide them over data-parallel ranks;
+of what is good it is tried in any case."""
 
 LENGTHS_OPS = 100
 """Ops that take about as long as finding where one chunk of many ends."""
@@ -251,6 +252,8 @@ class Search:
                     self._groups[candidate.group] = tried
             for neighbour in self._beside(tried):
                 self._add(sizes, neighbour)
+            if self._is_good(tried) and self.question.may_divide_weights(sizes):
+                self._add(replace(sizes, parts=not sizes.parts), setting)
 
     def _beside(self, tried: Tried) -> Iterator[Setting]:
         """Settings that a trial leads to."""
@@ -262,10 +265,15 @@ class Search:
             needs = tried.trial.peak + self.bounds.estimated_memory(sizes, own) - here
             if _steps(setting.saving, saving) == 1 and (not fits or needs <= 1.1 * self.question.limit):
                 yield own
-        known = self._groups.get(tried.candidate.group)
-        if fits and not tried.trial.bound and known is not None and tried.trial.step <= known.trial.step * (1 + SLACK):
+        if self._is_good(tried):
             for neighbour in self.question.neighbours(sizes, setting):
                 yield self._saved(sizes, neighbour)
+
+    def _is_good(self, tried: Tried) -> bool:
+        """Whether it fits, and takes hardly longer than the best of its group."""
+        known, trial = self._groups.get(tried.candidate.group), tried.trial
+        fits = trial.peak <= self.question.limit and not trial.bound
+        return fits and known is not None and trial.step <= known.trial.step * (1 + SLACK)
 
     # -------------------------------------------------------------------------------------------------------- the end
 

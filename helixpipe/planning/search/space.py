@@ -166,9 +166,13 @@ class Question:
                         continue
                     if given.parts in (None, False):
                         yield sizes
-                    parts = given.parts is None and data * context > 1 and not self.adam_on_host
-                    if given.parts or (parts and not self.documents):
+                    if given.parts or self.may_divide_weights(sizes):
                         yield replace(sizes, parts=True)
+
+    def may_divide_weights(self, sizes: Sizes) -> bool:
+        """Whether weights are tried whole and in parts."""
+        several = sizes.data * sizes.context > 1
+        return self.given.parts is None and several and not self.adam_on_host and not self.documents
 
     def _shares_batch(self, data: int) -> bool:
         """Whether so many pipelines can share the batch."""
