@@ -2,30 +2,36 @@
 
     python benchmarks/infinipipe.py [--models 7b] [--context 192] [--corpora github] [--order seq1f1b] [--balance]
 
-Prints Markdown tables. The first says how even chunks are and how long it takes to plan a batch of 512 documents; the
-second has a line for each published setup: the step of `infinipipe` and of what a batch is otherwise made into, each
-with the least recomputation with which it fits into the memory. All times of steps are simulated by the cost model
-(docs/costs.md). No torch here.
+Prints Markdown tables. The first says how even chunks are (of the first model) and how long it takes to plan a batch of
+512 documents; the second has a line for each published setup: the step of `infinipipe` and of what a batch is otherwise
+made into, each with the least recomputation with which it fits into the memory. All times of steps are simulated by the
+cost model (docs/costs.md). A run of everything also writes the tables into docs/infinipipe.md. No torch here.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
+import sys
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 
+from benchmarks.infinipipe_page import HARDWARE, NODES, SEEDS, TENSOR_PARALLEL, text, written_into
 from helixpipe.cli.model import ModelOptions, Plan, make_plan
 from helixpipe.cli.model_report import report
-from helixpipe.costs.hardware import GIB, RESERVED_MEMORY
+from helixpipe.costs.hardware import GIB
 from helixpipe.lowering.lower import lower
 from helixpipe.planning.baselines import concatenated, packed_whole, padded
 from helixpipe.planning.capacity import fits, over_capacity, token_capacity
 from helixpipe.planning.catalogue import Shape
 from helixpipe.planning.chunk_times import ChunkTimes
-from helixpipe.planning.dealing import deal, document_times
 from helixpipe.planning.filling import aligned
 from helixpipe.planning.lengths import DOCUMENTS, LengthOptions, documents_of
 from helixpipe.planning.packing import Packing, spread
@@ -36,9 +42,15 @@ from helixpipe.program.workload import Workload
 from helixpipe.simulate.simulator import simulate
 from schedules import CATALOGUE
 
-HARDWARE, NODES, TENSOR_PARALLEL = "a800", 4, 8
 MODELS, CORPORA, CONTEXTS = ("7b", "13b", "30b"), ("github", "commoncrawl"), (48, 96, 192)
-SEEDS = range(5)
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "infinipipe.md"
+
+Setup = tuple[str, str, int]
+"""Model, corpus and context."""
+
+Run = Callable[[Callable[[Setup], str], Sequence[Setup]], list[str]]
+"""Makes a line of each setup."""
+
 SETTINGS: tuple[tuple[str, RecomputeOptions], ...] = (
     ("k", RecomputeOptions(recompute_early=False)),
     ("s", RecomputeOptions("selective", recompute_early=False)),
@@ -97,34 +109,35 @@ def tuned_for(
 # ------------------------------------------------------------------------------------------------- balance and planning
 
 
-def balance_table(models: Sequence[str], corpora: Sequence[str], contexts: Sequence[int]) -> list[str]:
-    """A line a corpus, model and context, over batches of several seeds."""
+def balance_table(model: str, corpora: Sequence[str], contexts: Sequence[int], run: Run) -> list[str]:
+    """A line a corpus and context, over batches of several seeds."""
     lines = [
-        "| corpus | model | context | N | chunks | time | tokens | tokens, packed | Alg. 1: time | tokens | slowest |",
-        "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+        "| corpus, model | context | N | chunks | time | tokens | tokens, packed | Alg. 1 mended: time | tokens | "
+        "slowest chunk over mean, Alg. 1 / here |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
-    for corpus in corpora:
-        for model in models:
-            for context in contexts:
-                plan = plan_of(model, context)
-                batches = [lengths_of(corpus, context, seed) for seed in SEEDS]
-                found = [tuned_for(plan, lengths, simulated=False).packing for lengths in batches]
-                alike = [_algorithm_1(plan, *each) for each in zip(batches, found, strict=True)]
-                cells = [
-                    corpus,
-                    model,
-                    f"{context}K",
-                    _range(packing.mesh.slices for packing in found if packing.mesh),
-                    _range(len(packing.chunk_tokens) for packing in found),
-                    _percent(packing.spread_of_time for packing in found),
-                    _percent(packing.spread_of_tokens for packing in found),
-                    _percent(map(_packed_spread, found)),
-                    _percent(packing.spread_of_time for packing in alike),
-                    _percent(packing.spread_of_tokens for packing in alike),
-                    f"{mean(map(_slowest, alike)):.2f} / {mean(map(_slowest, found)):.2f}",
-                ]
-                lines.append(f"| {' | '.join(cells)} |")
-    return lines
+    return [*lines, *run(_balance, [(model, corpus, context) for corpus in corpora for context in contexts])]
+
+
+def _balance(setup: Setup) -> str:
+    model, corpus, context = setup
+    plan = plan_of(model, context)
+    batches = [lengths_of(corpus, context, seed) for seed in SEEDS]
+    found = [tuned_for(plan, lengths, simulated=False).packing for lengths in batches]
+    alike = [_algorithm_1(plan, *each) for each in zip(batches, found, strict=True)]
+    cells = [
+        f"{corpus}, {model.upper()}",
+        f"{context}K",
+        _range(packing.mesh.slices for packing in found if packing.mesh),
+        _range(len(packing.chunk_tokens) for packing in found),
+        _percent(packing.spread_of_time for packing in found),
+        _percent(packing.spread_of_tokens for packing in found),
+        _percent(map(_packed_spread, found)),
+        _percent(packing.spread_of_time for packing in alike),
+        _percent(packing.spread_of_tokens for packing in alike),
+        f"{mean(map(_slowest, alike)):.2f} / {mean(map(_slowest, found)):.2f}",
+    ]
+    return _line(cells)
 
 
 def _algorithm_1(plan: Plan, lengths: Sequence[int], packing: Packing) -> Packing:
@@ -155,24 +168,25 @@ def _percent(values: Iterable[float]) -> str:
 
 
 def planning_table() -> list[str]:
-    """Processor seconds of one batch of documents, without and with the simulation of the best few numbers."""
+    """Processor seconds of one batch of documents, part by part."""
     lines = [
-        "| ranks | N by estimate, s | and simulated, s | dealt over 8 replicas, s | longest over mean |",
-        "|--:|--:|--:|--:|--:|",
+        "| model, ranks | N, estimated | N, simulated | order, recomputation | streams, simulation | all |",
+        "|---|--:|--:|--:|--:|--:|",
     ]
-    for ranks in (4, 8):
-        plan, lengths = plan_of("7b", 192, ranks, ranks), lengths_of("github", 192, 0)
-        seconds = []
-        for simulation in (False, True):
-            start = time.process_time()
-            tuned_for(plan, lengths, simulated=simulation)
-            seconds.append(time.process_time() - start)
-        start = time.process_time()
-        times = times_of(plan, lengths)
-        each = document_times(lengths, times)
-        sums = [sum(each[document] for document in hand) for hand in deal(each, lengths, 8)]
-        spent = time.process_time() - start
-        lines.append(f"| {ranks} | {seconds[0]:.1f} | {seconds[1]:.1f} | {spent:.2f} | {max(sums) / mean(sums):.3f} |")
+    for model, ranks in (("7b", 4), ("7b", 8), ("30b", 4), ("30b", 8)):
+        plan, lengths = plan_of(model, 192, ranks, ranks), lengths_of("github", 192, 0)
+        times = [time.process_time()]
+        tuned_for(plan, lengths, simulated=False)
+        times.append(time.process_time())
+        packing = tuned_for(plan, lengths).packing
+        times.append(time.process_time())
+        program = CATALOGUE.build("infinipipe", _shape(plan, "infinipipe", packing.workload, KEEP))
+        times.append(time.process_time())
+        simulate(lower(program, plan.costs), plan.costs)
+        times.append(time.process_time())
+        estimate, both, order, rest = (end - start for start, end in pairwise(times))
+        seconds = (estimate, max(both - estimate, 0.0), order, rest, both + order + rest)
+        lines.append(_line([f"{model.upper()}, {ranks}", *(f"{each:.1f}" for each in seconds)]))
     return lines
 
 
@@ -191,17 +205,17 @@ class Result:
     fits: bool
 
 
+KEEP = RecomputeOptions(recompute_early=False)
+
+
+def _shape(plan: Plan, schedule: str, workload: Workload, recompute: RecomputeOptions) -> Shape:
+    limit = plan.limit if schedule == "infinipipe" else None
+    shape = Shape(plan.ranks, len(workload), plan.layers, costs=plan.costs, recompute=recompute, memory_limit=limit)
+    return replace(shape, ragged=workload)
+
+
 def simulated(plan: Plan, schedule: str, workload: Workload, mark: str, recompute: RecomputeOptions) -> Result:
-    shape = Shape(
-        plan.ranks,
-        len(workload),
-        plan.layers,
-        costs=plan.costs,
-        recompute=recompute,
-        memory_limit=plan.limit if schedule == "infinipipe" else None,
-        ragged=workload,
-    )
-    program = CATALOGUE.build(schedule, shape)
+    program = CATALOGUE.build(schedule, _shape(plan, schedule, workload, recompute))
     step = report(simulate(lower(program, plan.costs), plan.costs, "s"), plan)
     return Result(mark, step.step_time, step.simulation.bubble_ratio, step.peak, step.fits)
 
@@ -216,92 +230,62 @@ def best(plan: Plan, schedule: str, packing: Packing) -> Result:
     return min(results, key=lambda each: each.peak)
 
 
-COLUMNS = ("packed and cut", "(a) pad", "(b) fixed chunks", "(c) whole", "(d) isolated", "(d) mixed")
+COLUMNS = ("(b) fixed chunks, `seq1f1b`", "(c) whole, `1f1b`", "(d) isolated", "(d) mixed", "(a) padded")
 
 
 def row(model: str, corpus: str, context: int, order: str) -> list[Result]:
-    """The results in the order of the columns. order: the schedule of the first."""
+    """The result under `order`, and those of the columns."""
     plan, lengths = plan_of(model, context), lengths_of(corpus, context, 0)
     times, tokens = times_of(plan, lengths), aligned(context * 1024, TENSOR_PARALLEL)
     ours = tuned_for(plan, lengths).packing
     fixed = tuned_for(plan, lengths, PackingOptions(infinipipe_split="fixed", infinipipe_packing="best-fit")).packing
     if order == "infinipipe":  # recomputes chunk by chunk, as much as it takes to fit
-        first = simulated(plan, order, ours.workload, "c", RecomputeOptions(recompute_early=False))
+        first = simulated(plan, order, ours.workload, "c", KEEP)
     else:
         first = best(plan, order, ours)
     return [
         first,
-        best(plan, "1f1b", padded(lengths, times, aligned(max(lengths), TENSOR_PARALLEL))),
         best(plan, "seq1f1b", fixed),
         best(plan, "1f1b", packed_whole(lengths, times, tokens, TENSOR_PARALLEL)),
         best(plan, "1f1b", concatenated(lengths, times, tokens, isolated=True)),
         best(plan, "1f1b", concatenated(lengths, times, tokens, isolated=False)),
+        best(plan, "1f1b", padded(lengths, times, aligned(max(lengths), TENSOR_PARALLEL))),
     ]
 
 
-def setups_table(models: Sequence[str], corpora: Sequence[str], contexts: Sequence[int], order: str) -> list[str]:
+def setups_table(
+    models: Sequence[str], corpora: Sequence[str], contexts: Sequence[int], order: str, run: Run
+) -> list[str]:
     """A line a setup: seconds of a step, in bold over the first, what is recomputed, the bubble."""
-    lines = [
-        f"| model | corpus | context | {' | '.join(COLUMNS)} |",
-        f"|---|---|--:|{'--:|' * len(COLUMNS)}",
-    ]
-    for model in models:
-        for corpus in corpora:
-            for context in contexts:
-                results = row(model, corpus, context, order)
-                cells = [model, corpus, f"{context}K"]
-                for result in results:
-                    ratio = "" if result is results[0] else f" **{result.step / results[0].step:.2f}**"
-                    size = f", {result.peak / GIB:.0f} GiB{'' if result.fits else '!'}"
-                    cells.append(f"{result.step:.1f}{ratio} {result.mark}, {100 * result.bubble:.0f} %{size}")
-                lines.append(f"| {' | '.join(cells)} |")
-                print(lines[-1], flush=True)
-    return lines
+    lines = [f"| model, lengths, context | `{order}` | {' | '.join(COLUMNS)} |", f"|---|{'--:|' * (1 + len(COLUMNS))}"]
+    setups = [(model, corpus, context) for model in models for corpus in corpora for context in contexts]
+    return [*lines, *run(partial(_setup, order), setups)]
 
 
-def text(models: Sequence[str], corpora: Sequence[str], contexts: Sequence[int], order: str | None) -> str:
-    """The tables and the assumptions, as Markdown. order: of the steps; None: no steps."""
-    hardware = plan_of("7b", 48).costs.hardware
-    share, usable = hardware.efficiency, (hardware.memory - RESERVED_MEMORY) / GIB
-    parts = [
-        ["# Documents of all lengths, simulated"],
-        ["Written by `make bench-infinipipe`; docs/infinipipe.md says what follows from it. Simulated, not measured."],
-        [
-            f"Batches of {DOCUMENTS} documents, seeds {SEEDS.start} to {SEEDS.stop - 1}: spread (standard deviation "
-            "over mean) of all chunks' times and tokens, the largest of the batches; of tokens also over chunks that "
-            "hold whole documents; with as many slices by Algorithm 1 as mended; the slowest chunk over the mean, by "
-            "Algorithm 1 and here:"
-        ],
-        balance_table(models, corpora, contexts),
-        ["Planning a batch of GitHub's lengths, 192K, 7B, in processor seconds of this machine:"],
-        planning_table(),
-    ]
+def _setup(order: str, setup: Setup) -> str:
+    model, corpus, context = setup
+    cells = [f"{model.upper()}, {corpus}, {context}K"]
+    first, *others = row(model, corpus, context, order)
+    for result in (first, *others):
+        ratio = "" if result is first else f" **{result.step / first.step:.2f}**"
+        mark = "" if result.mark in "ck" else f" {result.mark}"
+        over = "" if result.fits else f", {result.peak / GIB:.0f} GiB!"
+        cells.append(f"{result.step:.1f}{ratio}{mark}, {100 * result.bubble:.0f} %{over}")
+    return _line(cells)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def tables(
+    models: Sequence[str], corpora: Sequence[str], contexts: Sequence[int], order: str | None, run: Run
+) -> dict[str, list[str]]:
+    """By name. order: of the steps; None: no steps."""
+    found = {"planning": planning_table(), "balance": balance_table(models[0], corpora, contexts, run)}
     if order is not None:
-        parts += [
-            [
-                f"Steps of {DOCUMENTS} documents on {8 * NODES} GPUs, pipeline {NODES} x tensor parallel "
-                f"{TENSOR_PARALLEL}: seconds, in bold over the first, recomputation, bubble, fullest GPU. The "
-                f"first is under {order}:"
-            ],
-            setups_table(models, corpora, contexts, order),
-            [
-                "c: chunk by chunk, what does not fit; k: everything is kept; s: core attention is recomputed; w: all "
-                "but core attention; f: whole layers. `GiB!`: does not fit. (a), (c), (d) under 1f1b, rows as long as "
-                "the longest document (a) or the context; (b) under seq1f1b, its number of chunks tuned as well."
-            ],
-        ]
-    parts += [
-        ["Assumed:"],
-        [
-            f"- {HARDWARE}: {share.matmul:.0%} of {hardware.flops / 1e12:.0f} TFLOP/s in matrix products, "
-            f"{share.attention:.0%} in attention, {share.memory:.0%} of memory bandwidth and NVLink, "
-            f"{share.network:.0%} of the network's {hardware.network / 1e9:.0f} GB/s a node; {usable:.0f} of "
-            f"{hardware.memory / GIB:.0f} GiB usable",
-            "- tensor parallelism with sequence parallelism inside a node, where InfiniPipe has Ulysses and ZeRO-3",
-            "- lengths as docs/infinipipe.md has them: interpolated between the figures that are published",
-        ],
-    ]
-    return "\n\n".join("\n".join(part) for part in parts) + "\n"
+        found["steps"] = setups_table(models, corpora, contexts, order, run)
+    return found
 
 
 def main() -> None:
@@ -311,13 +295,28 @@ def main() -> None:
     parser.add_argument("--context", nargs="+", type=int, default=CONTEXTS, metavar="K", help="units of 1024 tokens")
     parser.add_argument("--order", default="infinipipe", choices=("infinipipe", "seq1f1b"), help="of the first column")
     parser.add_argument("--balance", action="store_true", help="no steps, only how even chunks are")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--output", metavar="FILE.md", help="write the tables there, too")
+    parser.add_argument("--page", type=Path, default=PAGE, help="where a run of everything writes its tables")
     arguments = parser.parse_args()
     order = None if arguments.balance else arguments.order
-    written = text(arguments.models, arguments.corpora, arguments.context, order)
+    with ProcessPoolExecutor(arguments.jobs, multiprocessing.get_context("spawn")) as pool:
+
+        def run(function: Callable[[Setup], str], setups: Sequence[Setup]) -> list[str]:
+            lines = []
+            for line in pool.map(function, setups):
+                print(line, file=sys.stderr, flush=True)
+                lines.append(line)
+            return lines
+
+        found = tables(arguments.models, arguments.corpora, arguments.context, order, run)
+    written = text(found)
     print(written, end="")
     if arguments.output:
         Path(arguments.output).write_text(written, encoding="utf-8")
+    asked = (tuple(arguments.models), tuple(arguments.corpora), tuple(arguments.context), order)
+    if asked == (MODELS, CORPORA, CONTEXTS, "infinipipe"):
+        arguments.page.write_text(written_into(arguments.page.read_text(encoding="utf-8"), found), encoding="utf-8")
 
 
 if __name__ == "__main__":

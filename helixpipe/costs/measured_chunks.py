@@ -92,19 +92,42 @@ class MeasuredChunks:
         return {kind: self._fit(kind) for kind in OP_KINDS}
 
     def _fit(self, kind: str) -> tuple[float, ...]:
-        """The non-negative weights with the least squares of the relative errors."""
+        """The weights that fit what was measured."""
         rows = [(_sizes(each.chunk), each.pieces["attn"][kind]) for each in self.chunks]
         rows = [row for row in rows if row[1] > 0]
         count = len(_sizes(self.chunks[0].chunk))
         if len(rows) < 2:
             pairs = [(0.0,) * (count - 1) + (time / sizes[-1],) for sizes, time in rows]
             return pairs[0] if pairs else (0.0,) * count
-        from scipy.optimize import nnls
-
         most = [max(sizes[column] for sizes, _ in rows) or 1.0 for column in range(count)]
-        scaled = [[size / most[column] / time for column, size in enumerate(sizes)] for sizes, time in rows]
-        weights, _ = nnls(scaled, [1.0] * len(rows))
-        return tuple(float(weight) / scale for weight, scale in zip(weights, most, strict=True))
+        scaled = [[size / scale for size, scale in zip(sizes, most, strict=True)] for sizes, _ in rows]
+        weights = _robust(scaled, [time for _, time in rows])
+        return tuple(weight / scale for weight, scale in zip(weights, most, strict=True))
+
+
+ROUNDS = 30
+"""Of a robust fit, each with the errors of the one before."""
+
+SMALL = 0.02
+"""Relative error below which all count by their squares."""
+
+
+def _robust(sizes: Sequence[Sequence[float]], times: Sequence[float]) -> list[float]:
+    """Non-negative weights of the sizes with the least sum of relative errors: a few times that are far off, as they
+    are on a machine with other work, change little. The error is relative to the larger of time and fit, so that one
+    that is too low counts like one that is too high."""
+    from scipy.optimize import nnls
+
+    trust = [1.0 / time for time in times]
+    for _ in range(ROUNDS):
+        scaled = [[size * by for size in row] for row, by in zip(sizes, trust, strict=True)]
+        found, _ = nnls(scaled, [time * by for time, by in zip(times, trust, strict=True)])
+        trust = []
+        for row, time in zip(sizes, times, strict=True):
+            fit = sum(float(weight) * size for weight, size in zip(found, row, strict=True))
+            larger = max(fit, time)
+            trust.append(1.0 / larger / max(abs(fit - time) / larger, SMALL) ** 0.5)
+    return [float(weight) for weight in found]
 
 
 def _sizes(chunk: Chunk) -> tuple[float, ...]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -195,9 +196,13 @@ def troubled(rank: int, world_size: int, run: Run) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------------------- double precision
 
 
-def gradients_of_runs(rank: int, world_size: int, runs: list[Run]) -> list[list[dict[str, torch.Tensor]]]:
+Gradients = dict[str, numpy.ndarray]
+"""Of each weight."""
+
+
+def gradients_of_runs(rank: int, world_size: int, runs: list[Run]) -> list[list[Gradients]]:
     """Of every run, all in double precision, the whole gradients of this rank's weights in its first two steps."""
-    found: dict[int, list[dict[str, torch.Tensor]]] = {}
+    found: dict[int, list[Gradients]] = {}
     for sizes in sorted({(run.tp, run.pp, run.cp) for run in runs}):
         set_parallel(*sizes)
         for index, run in enumerate(runs):
@@ -206,19 +211,23 @@ def gradients_of_runs(rank: int, world_size: int, runs: list[Run]) -> list[list[
     return [found[index] for index in range(len(runs))]
 
 
-def gradients_of(config: Any) -> list[dict[str, torch.Tensor]]:
+def gradients_of(config: Any) -> list[Gradients]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(core, "params_dtype", lambda config: torch.float64)
         trainer = make_trainer(config)
     trainer.log = Figures(0)  # type: ignore[assignment]
     trainer.feed = make_feed(trainer, Progress())
-    found: list[dict[str, torch.Tensor]] = []
-    weights, model = trainer.state.weights, trainer.state.model
+    found: list[Gradients] = []
+    weights, model, sharded = trainer.state.weights, trainer.state.model, trainer.state.sharded
     reduce = weights.reduce
 
     def noted(tokens: torch.Tensor | None) -> None:
         reduce(tokens)
-        found.append({name: weight.main_grad.clone() for name, weight in model.named_parameters()})
+        if sharded is None:
+            found.append({name: weight.main_grad.numpy().copy() for name, weight in model.named_parameters()})
+        else:
+            whole = (zip(unit.weights, unit.views(unit.all_parts(unit.total)), strict=True) for unit in sharded.units)
+            found.append({name: gradient.numpy() for unit in whole for name, gradient in unit})
 
     weights.reduce = noted  # type: ignore[method-assign]
     for _ in range(2):
