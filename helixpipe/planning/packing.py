@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, islice, pairwise
 from math import inf, sqrt
 
 from helixpipe.common.errors import UserError
@@ -80,15 +80,28 @@ def spread(values: Sequence[float]) -> float:
 
 
 def balanced_mesh(
-    lengths: Sequence[int], times: ChunkTimes, count: int, alignment: int = 1, documents: int = 1, room: float = 1.0
+    lengths: Sequence[int],
+    times: ChunkTimes,
+    count: int,
+    alignment: int = 1,
+    documents: int = 1,
+    room: float = 1.0,
+    even: float = 0.0,
 ) -> Mesh:
     """The mesh of the longest document in so many slices of equal time; of one slice also with chunks of several times
-    its tokens and time (documents). room: tokens that a chunk may have, over those of the mesh's longest slice. Raises
-    UserError where the document is too short for it."""
+    its tokens and time (documents). room: tokens that a chunk may have, over those of the mesh's longest slice. even:
+    how far from slices of equal time (0) to such of equal length (1) the cuts lie. Raises UserError where the document
+    is too short for it."""
     check_lengths(lengths)
     longest = max(lengths)
     _check_slices(longest, count, alignment)
     ends = _equal_times(longest, times, count, alignment)
+    if even:
+        alike = accumulate(average_lengths(longest, count, alignment), initial=0)
+        blended = (
+            (1 - even) * one + even * other for one, other in zip(ends[1:-1], islice(alike, 1, count), strict=True)
+        )
+        ends = [0, *(round(end / alignment) * alignment for end in blended), longest]
     cuts = tuple(end - start for start, end in pairwise(ends))
     slices = list(zip(cuts, ends, strict=False))
     padding = aligned(longest, alignment) - longest
