@@ -176,6 +176,14 @@ class UnitKeyValues(NamedTuple):
         starts = self.store.get(self.microbatch, layer).starts
         return tuple(start * self.store.rows_apart for start in starts if start <= self.offset)
 
+    def chunk_of(self, layer: int, token: int) -> int:
+        """The first token of the chunk that has this one, which is not after this chunk's first; of all ranks' rows."""
+        if not self.offset:
+            return 0
+        starts = (*self.store.get(self.microbatch, layer).starts, self.offset)
+        apart = self.store.rows_apart
+        return max(start for start in starts if start * apart <= token) * apart
+
     def roots(self, layers: Sequence[int]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """For the backward of a graph that holds these layers: more roots beside its outputs, and their gradients.
 

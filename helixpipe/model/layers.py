@@ -220,8 +220,11 @@ class Layer(MegatronModule):
         length, chunks = query.size(0) * self._context.size, tuple[int, ...]([0])
         if keys_values is not None:
             query = query.contiguous()
-            key, value = keys_values.join(self._index, key, value)
-            chunks = keys_values.chunks(self._index)
+            # Chunks that end before the first document of this one are of use to no rank, and stay at home.
+            needed = 0 if documents is None else documents.spans(offset, length).since
+            since = keys_values.chunk_of(self._index, needed)
+            key, value = keys_values.join(self._index, key, value, since // self._context.size)
+            chunks = tuple(start for start in keys_values.chunks(self._index) if start >= since)
         rounds = ring_rounds(self._context, chunks, offset + length, documents)
         kernel = choose_kernel(query, key)
         return ring_attention(query, key, value, Ring(self._context, rounds, kernel, self.core_attention.scale))

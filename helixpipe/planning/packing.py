@@ -101,7 +101,7 @@ def balanced_mesh(
         blended = (
             (1 - even) * one + even * other for one, other in zip(ends[1:-1], islice(alike, 1, count), strict=True)
         )
-        ends = [0, *(round(end / alignment) * alignment for end in blended), longest]
+        ends = [0, *(int(end / alignment + 0.5) * alignment for end in blended), longest]
     cuts = tuple(end - start for start, end in pairwise(ends))
     slices = list(zip(cuts, ends, strict=False))
     padding = aligned(longest, alignment) - longest

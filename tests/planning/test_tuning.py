@@ -15,9 +15,10 @@ from helixpipe.lowering.validate_workload import check_workload
 from helixpipe.planning.baselines import concatenated, packed_whole, padded
 from helixpipe.planning.capacity import fits, over_capacity, token_capacity, tokens_in_flight
 from helixpipe.planning.chunk_times import ChunkTimes
-from helixpipe.planning.packing import Packing
+from helixpipe.planning.packing import Packing, balanced_mesh, pack
 from helixpipe.planning.recompute import RecomputeOptions
 from helixpipe.planning.tuning import (
+    SPREAD_OF_TIME,
     Choice,
     PackingOptions,
     Predicted,
@@ -155,3 +156,27 @@ def test_what_has_to_be_recomputed_counts():
     assert found.packing != best  # others are less than a third slower
     told = tuned(LENGTHS, times, 3, predict=lambda packing: 1.0, recomputed=lambda packing: float(packing != best))
     assert told.packing == best
+
+
+@pytest.mark.parametrize("pair", [0.002, 0.005])
+def test_even_in_time_and_in_tokens(pair: float):
+    """As even in tokens as the published spread of time allows."""
+    times, choice = times_of(pair=pair), Choice(6)
+    both, mesh = (
+        make_packing(LENGTHS, times, choice, PackingOptions(infinipipe_split=each)) for each in ("both", "mesh")
+    )
+    assert both.tokens == mesh.tokens == sum(LENGTHS)
+    assert both.spread_of_tokens < mesh.spread_of_tokens
+    assert mesh.spread_of_time < both.spread_of_time <= SPREAD_OF_TIME
+    further = pack(LENGTHS, times, balanced_mesh(LENGTHS, times, 6, even=1.0))
+    assert further.spread_of_tokens < both.spread_of_tokens and further.spread_of_time > SPREAD_OF_TIME
+    assert max(further.mesh.lengths) - min(further.mesh.lengths) == 1
+    assert sum(both.mesh.lengths) == max(LENGTHS) and min(both.mesh.lengths) > 0
+
+
+def test_where_times_cannot_be_so_even_they_are_as_even_as_they_can():
+    times = times_of(pair=0.01)
+    both, mesh = (
+        make_packing(LENGTHS, times, Choice(3), PackingOptions(infinipipe_split=each)) for each in ("both", "mesh")
+    )
+    assert both.spread_of_time == mesh.spread_of_time > SPREAD_OF_TIME

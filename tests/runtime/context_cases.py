@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from helixpipe.planning.recompute import RecomputeOptions
 from tests.runtime.case import Case
 
@@ -23,7 +25,9 @@ def context(options: Sequence[RecomputeOptions]) -> list[Case]:
         Case("1f1b", 2, 3, "gpt", tied=True, **P2P),
         Case("zb1p", 2, 3, "llama", **A2A),
         Case("seq1f1b", 2, 2, "llama", lengths=(4, 8), documents=3, recompute=without, **P2P),
-        Case("seq1f1b", 2, 2, "gpt", lengths=(4, 8), documents=4, **P2P),
+        Case("seq1f1b", 2, 2, "gpt", lengths=(4, 4, 4), documents=10, **P2P),  # the last chunk needs not all before
+        Case("seq1f1b", 2, 2, "llama", lengths=(8, 4), dtype=torch.bfloat16, **P2P),
+        Case("1f1b", 2, 2, "gpt", dtype=torch.bfloat16, **A2A),
         Case("seq1f1b", 2, 2, "llama", lengths=(6, 4, 2), documents=3, recompute=inside, **A2A),
         Case("seq1f1b-zb", 2, 2, "llama", lengths=(4, 4, 4), mlp_chunk=3, again=True, **P2P),
         Case("sppo", 2, 2, "gpt", tied=True, lengths=(4, 8), offload=5, **P2P),
