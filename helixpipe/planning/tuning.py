@@ -10,7 +10,10 @@ from typing import Literal, NamedTuple
 from helixpipe.common.errors import UserError
 from helixpipe.common.flags import check_ranges, option
 from helixpipe.common.ranges import MOST_CHUNKS
+from helixpipe.lowering.bound import BoundCosts
+from helixpipe.lowering.build import build_graph
 from helixpipe.lowering.lower import lower
+from helixpipe.lowering.order import list_schedule
 from helixpipe.planning.chunk_lengths import CHUNK_COUNTS
 from helixpipe.planning.chunk_times import ChunkTimes
 from helixpipe.planning.filling import Fill
@@ -155,9 +158,11 @@ class Predicted:
             backwards = [Op("B", rank, *unit) for unit in backward_units(workload)]
             ahead = ranks - rank - 1 + workload.most_chunks - 1
             orders.append(tuple(one_forward_one_backward(forwards, backwards, ahead)))
-        simulation = simulate(lower(Program("1f1b", self.stages, tuple(orders), workload), self.costs), self.costs)
-        fitting = self.limit is None or max(simulation.device_needs) <= self.limit
-        return simulation.makespan if fitting else inf
+        program = Program("1f1b", self.stages, tuple(orders), workload)
+        if self.limit is None:  # the one order's times alone: a third of the work
+            return list_schedule(build_graph(program), *BoundCosts(program, self.costs).timers).makespan
+        simulation = simulate(lower(program, self.costs), self.costs)
+        return simulation.makespan if max(simulation.device_needs) <= self.limit else inf
 
 
 def make_packing(

@@ -121,6 +121,7 @@ def test_predicted_is_the_simulation():
     simulation = simulate(lower(build("seq1f1b", shape), MODEL_COSTS), MODEL_COSTS)
     predict = Predicted(MODEL_COSTS, even_stages(4, 2), max(simulation.device_needs))
     assert predict(packing) == simulation.makespan
+    assert replace(predict, limit=None)(packing) == pytest.approx(simulation.makespan, rel=1e-9)
     assert replace(predict, limit=0.999 * max(simulation.device_needs))(packing) == inf
 
 

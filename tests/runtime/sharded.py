@@ -16,23 +16,47 @@ prepare()  # before megatron-core is imported, whose notices it silences
 
 from megatron.core import parallel_state
 
+from helixpipe.costs.by_hand import unit_costs
+from helixpipe.costs.remembered import RememberedCosts
+from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.lower import lower
 from helixpipe.model import PipelineModel
 from helixpipe.planning.sharding import shared_out
+from helixpipe.program.costs import Contents
 from helixpipe.program.program import Piece, Program, forward_only
 from helixpipe.runtime.executor import Executor, LossSum, Step
 from helixpipe.runtime.replicas import replicated_weights
 from helixpipe.runtime.sharded_weights import ShardedWeights, Unit
 from helixpipe.runtime.transport import Transport, make_transport
+from helixpipe.simulate.sweep import sweep
 from tests.model.common import set_parallel
 from tests.runtime.equality import Case, make_model, make_step, microbatches
 
 LEARNING_RATE = 0.1
 
 
+class WholeWeights(RememberedCosts):
+    """Elements of weights that are whole, and of their gradients; all else weighs nothing."""
+
+    def __init__(self, store: ShardedWeights):
+        super().__init__(unit_costs())
+        self.store = store
+
+    def size(self, contents: Contents) -> float:
+        if contents.kind not in ("gathered", "made_gradients"):
+            return 0.0
+        pieces = [piece for segment in contents.segments for piece in segment.pieces]
+        return float(sum(elements(unit) for unit in self.store.used(pieces)))
+
+
+def elements(unit: Unit) -> int:
+    """Without what is filled up."""
+    return sum(shape.numel() for shape in unit.shapes.values())
+
+
 class Watched(ShardedWeights):
-    """Looks on. gathered: the pieces that are whole now. completed, summed: the pieces of each stage that was complete,
-    and whose replicas were to be summed."""
+    """Looks on. most: elements of weights and gradients that were whole at a time. gathered: the pieces that are whole
+    now. completed, summed: the pieces of each stage that was complete, and whose replicas were to be summed."""
 
     def __init__(self, model: PipelineModel, program: Program, data: dist.ProcessGroup, pipeline: dist.ProcessGroup):
         self._data, self._pipeline = data, pipeline
@@ -43,6 +67,7 @@ class Watched(ShardedWeights):
         assert all(len(weight.ranks) == pipeline.size() for weight in replicated)
         self._replicas = {id(weight.parameter) for weight in replicated}
         self._model = model
+        self.most = 0
         self.gathered: tuple[Piece, ...] = ()
         self.begin()
 
@@ -61,6 +86,15 @@ class Watched(ShardedWeights):
             assert all(any(weight is own for own in mine) for weight in whole), "more is whole than its weights"
         self.gathered = tuple(pieces)
         super().gather(pieces, kind)
+        self._look()
+
+    def start_gathering(self, pieces: Sequence[Piece]) -> None:
+        super().start_gathering(pieces)
+        self._look()
+
+    def _look(self) -> None:
+        whole = ((unit._whole is not None) + len(unit._made) + len(unit._scattering) for unit in self.units)
+        self.most = max(self.most, sum(count * elements(unit) for count, unit in zip(whole, self.units, strict=True)))
 
     def release(self, pieces: Sequence[Piece], kind: str, keeps: bool = False, scatters: bool = False) -> None:
         assert self.gathered == tuple(pieces)
@@ -127,7 +161,15 @@ def run_both(case: Case, transport: Transport, pipeline: dist.ProcessGroup) -> d
         store.update()
     completed, summed = list(store.completed), list(store.summed)
     losses.append([sums(executor.run(plan, steps[1])[0]) for executor, _, plan in plans])
-    return {"losses": losses, "differing": differing, "completed": completed, "summed": summed, "rank": rank}
+    swept = sweep(plans[1][1], BoundCosts(shared, WholeWeights(store)), rank).total
+    return {
+        "losses": losses,
+        "differing": differing,
+        "completed": completed,
+        "summed": summed,
+        "rank": rank,
+        "whole": (store.most, swept),
+    }
 
 
 def make_data_step(case: Case, data: dist.ProcessGroup, training: bool) -> Step:

@@ -42,6 +42,14 @@ def test_sharded_weights_give_the_same_gradients(case: Case, results: dict[Case,
     assert first != second, "the update matters"
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if case.schedule in ("zb1p", "interleaved-1f1b")], ids=str)
+def test_no_more_is_whole_than_the_sweep_counts(case: Case, results: dict[Case, list[dict[str, Any]]]) -> None:
+    """Of weights that embedding and head do not share, and that do not travel."""
+    for found in results[case]:
+        measured, swept = found["whole"]
+        assert 0.98 * swept <= measured <= 1.02 * swept
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_stage_is_complete_once_after_its_last_backward(
     case: Case, results: dict[Case, list[dict[str, Any]]]
