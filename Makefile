@@ -71,7 +71,7 @@ bench-gpu: install  ## tests, profiles, predictions and training on a GPU, into 
 bench-sppo-steps: install  ## SPPO's published setups with offloading, simulated; make bench-sppo-steps ARGS="--models 7b --longest"
 	PYTHONPATH=. .venv/bin/python benchmarks/sppo_steps.py $(ARGS)
 
-bench-infinipipe: install  ## InfiniPipe's published setups, simulated; make bench-infinipipe ARGS="--models 7b --balance"
+bench-infinipipe: install  ## InfiniPipe's published setups, simulated, into docs/infinipipe.md; ARGS="--models 7b --balance"
 	PYTHONPATH=. .venv/bin/python benchmarks/infinipipe.py $(ARGS)
 
 bench-infinipipe-steps: install  ## training on documents of all lengths, measured on this machine: 20 minutes on a quiet one

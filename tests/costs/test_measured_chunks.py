@@ -92,6 +92,17 @@ def test_weights_are_never_negative() -> None:
         assert measured.times(Chunk(128, 0, False, parts if documents > 1 else ())).pieces["attn"]["F"] > 0
 
 
+@pytest.mark.parametrize("factor", [0.2, 5.0])
+def test_a_time_that_is_far_off_changes_little(factor: float) -> None:
+    """As something else on the machine makes it."""
+    off = made(128, 256)
+    spoiled = {**off.pieces, "attn": {kind: factor * time for kind, time in off.pieces["attn"].items()}}
+    others = [each for each in MEASURED if each.earlier != 256]
+    measured = MeasuredChunks([*others, ChunkTimes(128, 256, spoiled, off.overhead)])
+    for chunk in (Chunk(100), Chunk(300, 100)):
+        assert measured.times(chunk).pieces["attn"]["F"] == pytest.approx(attention(chunk), rel=0.1)
+
+
 def test_one_alone_is_scaled() -> None:
     measured = MeasuredChunks([made(512)])
     times, whole = measured.times(Chunk(128, 384)), made(512)

@@ -46,14 +46,20 @@ def with_an_overflow(rank: int, world_size: int, runs: list[Run]) -> list[Steps]
         steps: Any = Steps()
         trainer.log = steps
         for number in range(1, ITERATIONS + 1):
-            before = [parameter.detach().clone() for parameter in trainer.state.model.parameters()]
+            before = [parameter.detach().clone() for parameter in kept(trainer)]
             iterate(trainer, number, spoils=rank == 1)
-            after = list(trainer.state.model.parameters())
+            after = kept(trainer)
             moved = any(not torch.equal(old, new) for old, new in zip(before, after, strict=True))
             steps.weights_moved.append(moved)
         trainer.pipeline.close()
         found.append(steps)
     return found
+
+
+def kept(trainer: Trainer) -> list[torch.Tensor]:
+    """The weights that this rank has, or its parts of them."""
+    sharded = trainer.state.sharded
+    return list(trainer.state.model.parameters()) if sharded is None else [part.parameter for part in sharded.parts()]
 
 
 def iterate(trainer: Trainer, number: int, spoils: bool) -> None:
@@ -67,7 +73,9 @@ def iterate(trainer: Trainer, number: int, spoils: bool) -> None:
         reduce = state.weights.reduce
 
         def spoil_and_reduce(*arguments: Any) -> None:
-            if spoils:
+            if spoils and state.sharded is not None:
+                state.sharded.units[-1].total[0] = float("inf")
+            elif spoils:
                 weight = next(value for name, value in state.model.named_parameters() if "linear_qkv.weight" in name)
                 weight.main_grad[0, 0] = float("inf")  # type: ignore[attr-defined]
             reduce(*arguments)

@@ -75,6 +75,15 @@ def test_gradients_in_double_precision_of_data_and_context_parallel_ranks() -> N
                     assert error < 1e-9, f"{runs[number]}, step {step}, {name}: {error}"
 
 
+def test_dropout_of_context_parallel_ranks_repeats_in_recomputation() -> None:
+    flags = f"{DOCUMENTS} 2 --pipeline-schedule infinipipe --cp-comm-type a2a"
+    dropout = f"{flags} --attention-dropout 0.2 --hidden-dropout 0.2"
+    runs = [Run("llama", each, cp=2, batch=5) for each in (flags, dropout, f"{dropout} --recompute-granularity full")]
+    for without, kept, recomputed in run_ranks(losses_of_runs, 2, runs):
+        assert recomputed[0] == pytest.approx(kept[0], rel=1e-6)
+        assert all(abs(one - other) > 1e-3 for one, other in zip(without[0], kept[0], strict=True))
+
+
 def test_a_resumed_run_goes_on_in_the_middle_of_an_epoch() -> None:
     run = Run("gpt", f"{DOCUMENTS} 2 --pipeline-schedule infinipipe", pp=2, batch=5)
     assert all(run_ranks(resumed, 2, run))

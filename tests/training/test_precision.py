@@ -16,6 +16,7 @@ CATALOGUE = {
     "weipipe": "--pipeline-schedule weipipe",
 }
 SCALED = {name: Run("llama", f"{SCALING} {flags}", pp=2) for name, flags in CATALOGUE.items()}
+SCALED["in parts"] = Run("llama", f"{SCALING} --data-parallel-sharding-strategy optim_grads_params")
 PLAIN = Run("llama", "--pipeline-schedule 1f1b", pp=2)
 
 FUSED = [
