@@ -24,6 +24,9 @@ from typing import Any, Generic, TypeVar
 
 from helixpipe.planning.plan import Size
 
+NICENESS = 5
+"""Of the child: where there are no more cores than ranks, it plans while they wait for each other."""
+
 PATIENCE = 10.0
 """Seconds that a plan which is not there yet is waited for, before it is made here instead."""
 
@@ -121,6 +124,8 @@ def serve(descriptor: int) -> None:
     """The child: answer until the other end of the pipe closes. A plan that cannot be made is answered with None; who
     asked makes it again and sees why."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other end's matter
+    with suppress(OSError):
+        os.nice(NICENESS)
     pipe = Connection(descriptor)
     with suppress(EOFError, OSError):
         make = pickle.loads(pipe.recv_bytes())

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import network, sppo_setups, steps
+from benchmarks import infinipipe, network, sppo_setups, steps
+from benchmarks.infinipipe_page import written_into
 from benchmarks.network_costs import Case, Link
 from tests.integration.forked import run_forked
 from tests.integration.launching import Launch
@@ -53,6 +54,18 @@ def test_published_setups(tmp_path: Path) -> None:
     (row,) = [line for line in written.splitlines() if line.startswith("| h20 | 1.3b | 4k | 2 |")]
     assert row.count("|") == 12 and row.count("**") == 6
     assert "- h20: 80% of 148 TFLOP/s in matrix products" in written
+
+
+def test_tables_of_infinipipe_have_their_places_in_the_page() -> None:
+    page = infinipipe.PAGE.read_text(encoding="utf-8")
+    tables = {name: [f"| {name} |", "|---|"] for name in ("balance", "planning", "steps")}
+    written = written_into(page, tables)
+    assert all(f"<!-- bench: {name} -->\n| {name} |\n|---|\n<!-- end -->" in written for name in tables)
+    assert written_into(written, tables) == written
+    lines = [line for line in page.splitlines() if line not in written.splitlines()]
+    assert lines and all(line.startswith("|") for line in lines)
+    with pytest.raises(ValueError, match="no place for the table other"):
+        written_into(page, {"other": []})
 
 
 def test_published_setups_of_sppo() -> None:
