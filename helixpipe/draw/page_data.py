@@ -216,7 +216,8 @@ def _measured(timeline: Timeline) -> dict[str, Any]:
     messages = [m for m in timeline.messages if m.producer in number and m.consumer in number]
     sharing = [event for event in timeline.sharing if event.op in number]
     copies = [event for event in timeline.copies if event.op in number]
-    events = [*ops, *messages, *sharing, *copies]
+    times = [(e.start, e.end) for e in ops] + [(e.start, e.end) for e in messages]
+    times += [(e.start, e.end) for e in sharing] + [(e.start, e.end) for e in copies]
     return {
         "ops": _op_columns([event.op for event in ops], [event.rank for event in ops]),
         "messages": [
@@ -226,8 +227,8 @@ def _measured(timeline: Timeline) -> dict[str, Any]:
             [COLLECTIVE_KINDS.index(event.kind), event.rank, number[event.op], [event.rank]] for event in sharing
         ],
         "copies": [[event.rank, int(event.inward), number[event.op]] for event in copies],
-        "start": [_short(event.start) for event in events],
-        "end": [_short(event.end) for event in events],
+        "start": [_short(start) for start, _ in times],
+        "end": [_short(end) for _, end in times],
         "makespan": timeline.makespan,
     }
 

@@ -147,6 +147,7 @@ class Sweep:
         graph = self.graph
         if action is Action.RECV:
             self.take(graph.targets[number], MESSAGES)
+            self.check()
         elif action is Action.SEND:
             for each in graph.frees[task]:
                 self.free(each)

@@ -116,7 +116,7 @@ function select(panel, task, {say = true, move = true} = {}) {  // pin a task: i
     }
     box.append(make("button", {type: "button", textContent: "Close", onclick: () => select(panel, -1)}));
     if (move) bringIntoView(panel, task);
-    if (say) element("live").textContent = lines(panel, task).join(" ");
+    if (say) element("live").textContent = lines(panel, task).map(text => text.replace(/\.$/, "") + ".").join(" ");
   }
   showRow(panel, task);
   requestDraw();
