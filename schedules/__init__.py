@@ -9,7 +9,7 @@ from schedules.gpipe import gpipe, no_pipeline
 from schedules.hanayo import hanayo
 from schedules.helix import HelixOptions, helix
 from schedules.infinipipe import InfinipipeOptions, infinipipe
-from schedules.one_f_one_b import interleaved, one_f_one_b
+from schedules.one_f_one_b import InterleavedOptions, interleaved, one_f_one_b
 from schedules.seq1f1b import seq1f1b, seq1f1b_interleaved, seq1f1b_zero_bubble, terapipe
 from schedules.sppo import SppoOptions, sppo
 from schedules.weipipe import WeipipeOptions, weipipe, weipipe_naive, wzb1, wzb2
@@ -36,6 +36,7 @@ _REGISTRY = (
         "Narayanan et al., SC'21",
         bubble="(p-1)(F+B)/v",
         memory="(2(p-r-1) + (v-1)p + 1)/v",
+        options=InterleavedOptions,
         virtual_stages=True,
     ),
     Schedule("chimera", chimera, "Li and Hoefler, SC'21", bubble="(p-2)max(F,B)", memory="at most p", spread=True),

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from helixpipe.common.errors import ScheduleError
+from helixpipe.common.flags import option
+from helixpipe.common.ranges import MOST_MICROBATCHES
 from helixpipe.planning.catalogue import NoOptions, Shape
 from helixpipe.planning.orders import require_multiple
 from helixpipe.program.program import Op, Program
@@ -33,29 +38,50 @@ def one_f_one_b_order(p: int, m: int) -> tuple[tuple[Op, ...], ...]:
     return tuple(ranks)
 
 
-def interleaved(shape: Shape, options: NoOptions) -> Program:
+@dataclass(frozen=True)
+class InterleavedOptions:
+    """Options of interleaved-1f1b."""
+
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = option(
+        None,
+        "interleaved-1f1b: microbatches that a stage runs in turn; larger ones keep more, and take steps of other "
+        "numbers of microbatches (default: the pipeline size).",
+        at_least=1,
+        at_most=MOST_MICROBATCHES,
+    )
+
+
+def interleaved(shape: Shape, options: InterleavedOptions) -> Program:
     """Interleaved 1F1B: v stages a rank, stage s on rank s mod p (Narayanan et al., SC 2021).
 
-    Bubble (p-1)(F+B)/v; a rank runs the microbatches in groups of p, each group through its v stages in turn.
+    Bubble (p-1)(F+B)/v; a rank runs the microbatches in groups of g = p, each group through its v stages in turn. With
+    larger groups messages have more time, and what is left over, p or more, is a group of its own (Megatron-LM).
     """
-    p, m = shape.ranks, shape.microbatches
+    p, m, g = shape.ranks, shape.microbatches, options.microbatch_group_size_per_virtual_pipeline_stage
     v = shape.virtual_stages if shape.virtual_stages is not None else 2
-    require_multiple("interleaved-1f1b", m, p, "the pipeline size")
+    if g is None:
+        require_multiple("interleaved-1f1b", m, p, "the pipeline size")
+        g = p
+    elif g < p or 0 < m % g < p:
+        raise ScheduleError(
+            f"--microbatch-group-size-per-virtual-pipeline-stage {g} must be at least the pipeline size {p}, and leave "
+            f"none or as many of the {m} microbatches over."
+        )
 
     def unit(index: int, rank: int, forward: bool) -> tuple[int, int]:
         """Stage and microbatch of the index-th forward or backward of a rank."""
-        group, within = divmod(index, p * v)
-        chunk, microbatch = divmod(within, p)
+        group, within = divmod(index, g * v)
+        chunk, microbatch = divmod(within, min(g, m - group * g))
         if not forward:
             chunk = v - 1 - chunk
-        return chunk * p + rank, group * p + microbatch
+        return chunk * p + rank, group * g + microbatch
 
     ranks = []
     for rank in range(p):
         total = m * v
-        warmup = min(2 * (p - rank - 1) + (v - 1) * p, total)
+        warmup = min(2 * (p - rank - 1) + (v - 1) * g, total)
         order: list[Op] = []
-        # Step 1 (warm-up): 2(p-r-1) + (v-1)p F
+        # Step 1 (warm-up): 2(p-r-1) + (v-1)g F
         order += [Op("F", *unit(i, rank, forward=True)) for i in range(warmup)]
         # Step 2 (steady): F B
         for i in range(total - warmup):

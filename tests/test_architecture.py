@@ -36,7 +36,18 @@ FLOORS = (
 )
 """The folders of helixpipe, from the lowest: a folder imports from itself and from lower ones."""
 
-TRAINING_FLOORS = ("config", "process", "data", "checkpoint", "log", "plan", "step", "feed", "validation")
+TRAINING_FLOORS = (
+    "config",
+    "process",
+    "data",
+    "huggingface",
+    "checkpoint",
+    "log",
+    "plan",
+    "step",
+    "feed",
+    "validation",
+)
 """The folders of megatron/training, likewise; the files beside them may import all of them."""
 
 TORCH_FREE_FLOORS = ("common", "program", "costs", "lowering", "simulate", "planning", "draw", "cli")

@@ -20,7 +20,8 @@ class ModelShape:
     padded. tied: the head uses the embedding's weights. norm: `LayerNorm` or `RMSNorm`. positions: `learned_absolute`
     (seq_length of them), `rope` or `none`. bias: in the linear layers [add_bias_linear]. head_channels: of a head
     [kv_channels]; 0: hidden / heads. qkv_bias: in the QKV layer, whatever the others have [add_qkv_bias]. qk_norm:
-    norms of each head's query and key [qk_layernorm]. centered: weights of norms are less 1 [layernorm_zero_centered_gamma].
+    norms of each head's query and key [qk_layernorm]. centered: weights of norms are less 1
+    [layernorm_zero_centered_gamma].
     """
 
     name: str

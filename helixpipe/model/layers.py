@@ -36,7 +36,7 @@ from helixpipe.program.stages import Piece
 DrawWeights = Callable[[str], AbstractContextManager[None]]
 """Gives the context in which the weights of the named part are drawn (`randomness.initial_weights`)."""
 
-_CHECKPOINT_NAMES = {
+CHECKPOINT_NAMES = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
@@ -247,5 +247,5 @@ class Layer(MegatronModule):
     ) -> ShardedStateDict:
         """This rank's part of the layer in a checkpoint, under megatron-core's checkpoint names."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        apply_prefix_mapping(state, {prefix + name: prefix + saved for name, saved in _CHECKPOINT_NAMES.items()})
+        apply_prefix_mapping(state, {prefix + name: prefix + saved for name, saved in CHECKPOINT_NAMES.items()})
         return state

@@ -18,7 +18,7 @@ from helixpipe.planning.sharding import shared_out
 from helixpipe.program.costs import Costs
 from helixpipe.program.files import is_file, load_program, says_all
 from helixpipe.program.program import Program
-from helixpipe.program.stages import Stage, even_stages
+from helixpipe.program.stages import Stage, even_stages, layers_of, uneven_stages
 from helixpipe.program.workload import Workload, uniform
 
 
@@ -30,6 +30,7 @@ class Shape:
     virtual_stages: v stages a rank, for schedules that interleave. chunk_lengths: tokens of each chunk, None = equal.
     ragged: the chunks of each microbatch, where they are not all cut alike; chunks is then left out or the most of any.
     costs: what ops take, for schedules found from costs; None = unknown. recompute: what every stage recomputes.
+    stage_layers: how many layers each stage has, where they are not all alike; None = equally many.
     memory_limit: what a rank may use, in the costs' unit of memory; None = unknown. offload: what waits in the host's
     memory, of which a rank has host_limit. sharded: data-parallel ranks that have parts of the weights.
     """
@@ -47,6 +48,7 @@ class Shape:
     host_limit: float = inf
     ragged: Workload | None = None
     sharded: int = 1
+    stage_layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -90,8 +92,16 @@ class Shape:
         return self.ragged.most_chunks if self.ragged else self.chunks
 
     def even_stages(self, count: int) -> tuple[Stage, ...]:
-        """`count` stages of equally many layers, with what they recompute; see `program.even_stages`."""
-        return self.recompute.stages(even_stages(self.layers, count))
+        """`count` stages of equally many layers, or of those that `stage_layers` says, with what they recompute; see
+        `program.even_stages`."""
+        if self.stage_layers is None:
+            return self.recompute.stages(even_stages(self.layers, count))
+        if len(self.stage_layers) != count or sum(self.stage_layers) != self.layers:
+            raise ScheduleError(
+                f"a division of the layers into stages of {', '.join(map(str, self.stage_layers))} does not fit "
+                f"{self.layers} layers in {count} stages, as the schedule has them."
+            )
+        return self.recompute.stages(uneven_stages(self.stage_layers))
 
 
 @dataclass(frozen=True)
@@ -227,8 +237,10 @@ class Catalogue(Mapping[str, Schedule]):
             )
         if program.num_layers != shape.layers:
             raise ScheduleError(f"{name} has {program.num_layers} layers, but the run has {shape.layers}.")
-        if shape.virtual_stages is not None:
-            raise ScheduleError(f"{name} says itself which stages a rank has; leave virtual stages out.")
+        if shape.virtual_stages is not None or shape.stage_layers is not None:
+            raise ScheduleError(
+                f"{name} says itself which stages a rank has; leave virtual stages and divisions of the layers out."
+            )
         if shape.chunks not in (1, program.num_chunks):
             raise ScheduleError(f"{name} has {program.num_chunks} chunks a microbatch, but the run has {shape.chunks}.")
         workload = program.workload
@@ -259,4 +271,7 @@ class Catalogue(Mapping[str, Schedule]):
             )
         options = schedule.options() if options is None else options
         check_ranges(options, ScheduleError)
-        return schedule.build(shape, options)
+        program = schedule.build(shape, options)
+        if shape.stage_layers not in (None, layers_of(program.stages)):
+            raise ScheduleError(f"schedule {name} divides the layers itself; leave the flags out that divide them.")
+        return program

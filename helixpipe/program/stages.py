@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -153,17 +154,26 @@ def even_stages(num_layers: int, num_stages: int) -> tuple[Stage, ...]:
             f"--num-layers {num_layers} cannot be divided evenly over {num_stages} pipeline stages; "
             f"the nearest valid {valid}."
         )
-    per_stage = num_layers // num_stages
-    stages = []
-    for index in range(num_stages):
-        layers = range(index * per_stage, (index + 1) * per_stage)
-        pieces = [Piece(kind, layer) for layer in layers for kind in LAYER_PIECES]
+    return uneven_stages([num_layers // num_stages] * num_stages)
+
+
+def uneven_stages(counts: Sequence[int]) -> tuple[Stage, ...]:
+    """Stages of so many whole layers each; embed in the first, head in the last, which may be all that these have."""
+    stages, first, last = [], 0, len(counts) - 1
+    for index, count in enumerate(counts):
+        pieces = [Piece(kind, layer) for layer in range(first, first + count) for kind in LAYER_PIECES]
         if index == 0:
             pieces.insert(0, Piece("embed"))
-        if index == num_stages - 1:
+        if index == last:
             pieces.append(Piece("head"))
         stages.append(Stage(tuple(pieces)))
+        first += count
     return tuple(stages)
+
+
+def layers_of(stages: Sequence[Stage]) -> tuple[int, ...]:
+    """How many layers each stage has a piece of."""
+    return tuple(len({piece.layer for piece in stage.pieces} - {-1}) for stage in stages)
 
 
 def ring_stages(num_layers: int, num_ranks: int, direction: int = -1) -> tuple[Stage, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from helixpipe.common.errors import CheckpointError, UserError
@@ -72,6 +72,14 @@ MODEL_SHAPE = (
 PLANNED = ("chunks", "packing", "recompute", "offload")
 """Groups of flags that say how a step is planned; --help has them before Megatron-LM's."""
 
+EXTENDS = frozenset(
+    name
+    for name in MODEL_SHAPE
+    if name.startswith(("rotary_", "rope_", "yarn_", "mscale", "use_rope"))
+    or name in ("max_position_embeddings", "position_embedding_type")
+)
+"""Those among them that a run may change, by which it extends the context of what it loads."""
+
 OTHER_MODELS = ("multi_latent_attention", "qk_l2_norm", "window_size")
 """Values under which a checkpoint of Megatron-LM holds a model that cannot be built here."""
 
@@ -113,7 +121,7 @@ def parse_and_plan(
         config = _config(namespace, config.launch, warnings)
         words = " ".join(chosen_flags.words)
         config = config.replace("parallel", auto_schedule=words, auto_schedule_why=chosen_flags.why)
-    config = validate(_of_checkpoint(config, load_checkpoint_args))
+    config = validate(_of_checkpoint(config, load_checkpoint_args, parser.given(arguments)))
     schedule = config.parallel.pipeline_schedule or ""
     chosen = [] if is_file(schedule) else [find(schedule)]
     for found in chosen:
@@ -131,16 +139,17 @@ def _config(namespace: argparse.Namespace, launch: LaunchConfig, warnings: Seque
     return one_iteration(Config(**groups, launch=launch, warnings=tuple(warnings)))
 
 
-def _of_checkpoint(config: Config, load: CheckpointArgs | None) -> Config:
-    """With the model of the checkpoint, where --use-checkpoint-args asks for it."""
+def _of_checkpoint(config: Config, load: CheckpointArgs | None, given: Collection[str]) -> Config:
+    """With the model of the checkpoint, where --use-checkpoint-args asks for it. given: fields whose flags are given."""
     if not config.checkpoint.use_checkpoint_args:
         return config
-    return overlay_checkpoint_args(config, load(config.checkpoint) if load is not None else None)
+    saved = load(config.checkpoint) if load is not None else None
+    return overlay_checkpoint_args(config, saved, given)
 
 
 def _search(config: Config, given: Mapping[str, str], load: CheckpointArgs | None) -> auto.Chosen:
     """What --pipeline-schedule auto comes to: as the checkpoint's run had it, or as it is found now."""
-    checked = validate(auto.stand_in(_of_checkpoint(config, load)))
+    checked = validate(auto.stand_in(_of_checkpoint(config, load, given)))
     saved = load(config.checkpoint) if load is not None and config.checkpoint.load else None
     kept = auto.kept(checked, vars(saved) if isinstance(saved, argparse.Namespace) else saved)
     return kept or auto.search(checked, given)
@@ -225,16 +234,20 @@ def _reason(flag: str, table: Mapping[str, str], families: Mapping[str, str]) ->
     return next((reason for prefix, reason in families.items() if flag.startswith(prefix)), None)
 
 
-def overlay_checkpoint_args(config: Config, saved: Mapping[str, Any] | argparse.Namespace | None) -> Config:
+def overlay_checkpoint_args(
+    config: Config, saved: Mapping[str, Any] | argparse.Namespace | None, given: Collection[str] = ()
+) -> Config:
     """The configuration with the model's shape (`MODEL_SHAPE`) and the vocabulary as saved in a checkpoint.
 
-    saved: the checkpoint's `args`, of this project or of Megatron-LM; None keeps the flags', with a warning.
+    saved: the checkpoint's `args`, of this project or of Megatron-LM; None keeps the flags', with a warning. given:
+    fields whose flags are on the command line, which of those in `EXTENDS` hold.
     Raises CheckpointError when it describes a model that cannot be built here.
     """
     if saved is None:
         return config.warn("--use-checkpoint-args: there is no checkpoint, so the flags describe the model.")
     values = dict(saved) if isinstance(saved, Mapping) else vars(saved)
-    model = {name: values[name] for name in MODEL_SHAPE if values.get(name) is not None}
+    kept = EXTENDS.intersection(given)
+    model = {name: values[name] for name in MODEL_SHAPE if values.get(name) is not None and name not in kept}
     if not model.get("group_query_attention", True):
         model["num_query_groups"] = 1
     positions = model.get("position_embedding_type")

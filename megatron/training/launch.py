@@ -72,7 +72,7 @@ def _saved_arguments(options: CheckpointConfig) -> dict[str, Any] | None:
     from helixpipe.model.device import prepare
 
     prepare()
-    from megatron.training.checkpoint.checkpointing import read_arguments
+    from megatron.training.checkpoint.saved_arguments import read_arguments
 
     return read_arguments(options.load, options.ckpt_step, options.trust_checkpoint) if options.load else None
 

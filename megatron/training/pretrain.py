@@ -66,7 +66,8 @@ def _run(
     config: Config, plans: Plans[int], parallel: Any, checkpointer: Any, position: Position, started: float
 ) -> None:
     # These import megatron-core, which `prepare` has to see first.
-    from megatron.training.checkpoint.checkpointing import Progress, read_arguments
+    from megatron.training.checkpoint.checkpointing import Progress
+    from megatron.training.checkpoint.saved_arguments import read_arguments
     from megatron.training.data.tokenizer import build_tokenizer
     from megatron.training.log.log import TrainingLog, build_timers, parameters_line
     from megatron.training.log.metrics import MetricsWriter

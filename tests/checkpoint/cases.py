@@ -26,7 +26,7 @@ from helixpipe.common.errors import CheckpointError
 from megatron.training.checkpoint import checkpointing, save_folder
 from megatron.training.checkpoint import folder as folders
 from megatron.training.checkpoint import tensors as checkpoint_tensors
-from megatron.training.checkpoint.checkpointing import read_arguments
+from megatron.training.checkpoint.saved_arguments import read_arguments
 from tests.checkpoint import malicious
 from tests.checkpoint.damage import DAMAGES, SHARD, TRACKER, TRACKERS, UNLISTED, remove, truncate
 from tests.checkpoint.runs import Layout, Run, contents

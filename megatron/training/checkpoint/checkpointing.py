@@ -40,10 +40,12 @@ from helixpipe.model.device import redirect
 from megatron.training.checkpoint import folder as folders
 from megatron.training.checkpoint import known, resumed, tensors
 from megatron.training.checkpoint import optimizer as optimizers
+from megatron.training.checkpoint.from_huggingface import load_weights
 from megatron.training.checkpoint.options import CheckpointOptions
 from megatron.training.checkpoint.ranks import DamagedError, gather, on_first, say, together
 from megatron.training.checkpoint.save_folder import SaveFolder
 from megatron.training.checkpoint.sharded_optimizer import saved_optimizer, whole_weights
+from megatron.training.huggingface.folder import looks_like_one
 
 _VERSION = 3.0  # of the state's keys; what Megatron-LM writes since its version 3
 _OF_ONE_RANK = ("rank", "local_rank")  # arguments that differ between ranks are not saved
@@ -161,6 +163,8 @@ class Checkpointer:
         if self._options.load is None:
             return None
         directory = Path(self._options.load)
+        if on_first(lambda: looks_like_one(directory), f"--load {directory}"):
+            return Progress(), self._load_huggingface(directory, model, optimizer)
         found = on_first(lambda: folders.candidates(directory, self._options.ckpt_step), f"--load {directory}")
         for note in found.notes:
             say(f"WARNING: {note}")
@@ -191,6 +195,24 @@ class Checkpointer:
             )
             return result
         raise CheckpointError(f"no checkpoint in --load {directory} is usable ({'; '.join(reasons)}).")
+
+    def _load_huggingface(self, folder: Path, model: Any, optimizer: Any | None) -> dict[str, Any]:
+        """Weights alone; returns the model's arguments."""
+
+        def load() -> dict[str, Any]:
+            own = tensors.unwrap(model)
+            arguments = load_weights(own, folder)
+            tensors.check_model(arguments, own, folder)
+            if self._sharded is not None:
+                self._sharded.keep()
+            if optimizer is not None:
+                optimizer.reload_model_params()
+            return arguments
+
+        with tensors.quiet(), redirect(), whole_weights(self._sharded):
+            arguments = together(load, str(folder))
+        say(f"  successfully loaded the weights of the Hugging Face folder {folder}")
+        return arguments
 
     def _load_folder(
         self,
@@ -319,27 +341,3 @@ class Checkpointer:
         }
         grid, place = (pp.size(), tp.size()), (pp.rank(), tp.rank())
         return ShardedObject("rng_state", [state], grid, place, replica_id=self._groups.dp_cp.rank())
-
-
-def read_arguments(load_dir: str, step: int | None = None, trusted: bool = False) -> dict[str, Any] | None:
-    """The `args` of the checkpoint that `load` would try first among those that look complete; not collective.
-
-    None when the directory holds no checkpoint. Raises CheckpointError when none is readable.
-    """
-    directory = Path(load_dir)
-    found = folders.candidates(directory, step)
-    reasons = []
-    for name in found.names:
-        reason = folders.problem(directory / name, functools.partial(known.read_index, trusted=trusted), shares=0)
-        if reason is None:
-            try:
-                common = known.load_common(directory / name, trusted)
-                return dict(vars(common.get("args", Namespace())))
-            except CheckpointError:
-                raise
-            except Exception:  # unpickling garbage may raise anything
-                reason = "common.pt is corrupt"
-        reasons.append(f"{name}: {reason}")
-    if reasons:
-        raise CheckpointError(f"no checkpoint in --load {directory} is usable ({'; '.join(reasons)}).")
-    return None

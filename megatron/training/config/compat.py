@@ -202,14 +202,9 @@ IGNORED: Mapping[str, str] = MappingProxyType(
         "--te-rng-tracker": "random states follow from step, microbatch and layer",
         "--num-distributed-optimizer-instances": "the optimizer is split over all data-parallel ranks",
         "--use-tp-pp-dp-mapping": "ranks are ordered tensor, context, data, pipeline",
-        "--microbatch-group-size-per-virtual-pipeline-stage": "the schedule groups by pipeline size",
         "--verify-integrity": "every checkpoint is verified when it is loaded",
-        **each_for(
-            "stages hold equally many layers; adapipe chooses how many",
-            """--decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers
-            --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split
-            --standalone-embedding-stage""",
-        ),
+        "--standalone-embedding-stage": "it stands with the first layers; --pipeline-model-parallel-layout places it",
+        "--use-legacy-models": "models are built of megatron-core's layers, which compute the same",
         **each_for(_CHECKPOINT, "--dist-ckpt-save-pre-mcore-014 --dist-ckpt-use-dtensor-format"),
         **each_for(
             _DATA_PARALLEL,

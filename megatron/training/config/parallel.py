@@ -9,7 +9,7 @@ from typing import Literal
 
 from helixpipe.common.errors import UserError
 from helixpipe.common.flags import option, setting
-from helixpipe.common.ranges import MOST_RANKS
+from helixpipe.common.ranges import MOST_LAYERS, MOST_RANKS
 from helixpipe.costs.hardware import HARDWARE
 from helixpipe.costs.models import P2P, context_parts, shared_unit
 
@@ -84,6 +84,30 @@ class ParallelConfig:
         "Stages each pipeline rank holds (interleaved-1f1b); instead of --num-layers-per-virtual-pipeline-stage.",
         at_least=1,
     )
+    decoder_first_pipeline_num_layers: int | None = option(
+        None,
+        "Layers of the first pipeline rank; the others share the rest evenly.",
+        at_least=1,
+        at_most=MOST_LAYERS,
+    )
+    decoder_last_pipeline_num_layers: int | None = option(
+        None,
+        "Layers of the last pipeline rank; the others share the rest evenly.",
+        at_least=1,
+        at_most=MOST_LAYERS,
+    )
+    account_for_embedding_in_pipeline_split: bool = option(
+        False, "Count the embedding as a layer when layers are divided over stages."
+    )
+    account_for_loss_in_pipeline_split: bool = option(
+        False, "Count output layer and loss as a layer when layers are divided over stages."
+    )
+    pipeline_model_parallel_layout: str | None = option(
+        None,
+        "The stages, in the order of the model, as Megatron-LM writes them: E (embedding), t (a layer) and L (loss), a "
+        "bar between stages, and *N for N times: Et*3|(tt|)*6L, say.",
+        metavar="LAYOUT",
+    )
     plan_ahead: int = option(
         2,
         "--variable-seq-lengths: steps that are planned, in a process beside training, before they are needed.",
@@ -138,6 +162,7 @@ class ParallelConfig:
     high_priority_stream_groups: tuple[str, ...] | None = option(
         None, "Process groups whose collectives run on streams of high priority, such as dp or tp.", nargs="*"
     )
+    stage_layers: tuple[int, ...] | None = setting(None, "Layers of each stage; None for equally many.")
     virtual_pipeline_model_parallel_size: int | None = setting(None, "Stages a pipeline rank holds; None for one.")
     auto_schedule: str | None = setting(None, "The flags that --pipeline-schedule auto has found.")
     auto_schedule_why: str | None = setting(None, "Why these.")

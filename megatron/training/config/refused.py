@@ -18,7 +18,6 @@ _MLA = "multi-latent attention is not supported"
 _MTP = "multi-token prediction is not supported"
 _MUP = "maximal update parametrization is not supported"
 _OPTIMIZER = "optimizer state is kept in float32 on the device"
-_SPLIT = "a schedule of one's own is a .json or .csv file for --pipeline-schedule"
 _CUDA_GRAPHS = "CUDA graphs are not supported"
 _NON_PERSISTENT = "every checkpoint is written to --save"
 _OLD = "Megatron-LM no longer has it"
@@ -31,7 +30,6 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "--warmup": f"{_OLD}; use --lr-warmup-fraction",
         "--model-parallel-size": f"{_OLD}; use --tensor-model-parallel-size",
         "--distribute-saved-activations": "--sequence-parallel splits what is kept over the tensor-parallel ranks",
-        "--use-legacy-models": "only megatron-core models are supported",
         "--spec": "the layers cannot be replaced",
         "--yaml-cfg": "options are given as flags",
         "--encoder-num-layers": f"{_NOT_GPT}; use --num-layers",
@@ -84,7 +82,6 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "--enable-full-sharding-in-hsdp": "weights are shared out over all data-parallel ranks or none",
         "--init-model-with-meta-device": "a rank's weights are made whole before they are shared out",
         "--lazy-mpu-init": "process groups are made at the start",
-        "--pipeline-model-parallel-layout": _SPLIT,
         "--enable-cuda-graph": _CUDA_GRAPHS,
         "--external-cuda-graph": _CUDA_GRAPHS,
         "--cuda-graph-impl": _CUDA_GRAPHS,

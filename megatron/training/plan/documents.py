@@ -202,6 +202,7 @@ class DocumentPlanner:
             offload=config.offload,
             host_limit=host_limit(config),
             sharded=parallel.weight_parts,
+            stage_layers=parallel.stage_layers,
         )
 
     @property

@@ -54,6 +54,7 @@ def make_program(config: Config, num_microbatches: int, costs: ModelCosts | Prof
         offload=config.offload,
         host_limit=host_limit(config),
         sharded=config.parallel.weight_parts,
+        stage_layers=config.parallel.stage_layers,
     )
 
     def cut(chunks: int) -> Program:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron.training.config import Config
-from megatron.training.validation import documents, inputs, model, parallel, training, values
+from megatron.training.validation import documents, inputs, model, parallel, stages, training, values
 from megatron.training.validation.parallel import check_device
 
 __all__ = ["STEPS", "check_device", "validate"]
@@ -33,6 +33,7 @@ STEPS: tuple[Callable[[Config], Config], ...] = (
     model.ffn_hidden_size,
     parallel.world_size,
     parallel.virtual_stages,
+    stages.stage_layers,
     parallel.pipeline_schedule,
     parallel.sequence_parallel,
     parallel.context_parallel,

@@ -1,0 +1,260 @@
+"""A Hugging Face model's config.json as this program's flags, and back.
+
+Four families are one model with small differences: Llama (2, 3, 3.1, 3.2), Mistral, Qwen2 (2.5), whose queries, keys
+and values have a bias, and Qwen3, which normalizes those of each head. Facts: the `configuration_*.py` and
+`modeling_rope_utils.py` of transformers. No torch here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from helixpipe.common.errors import CheckpointError
+
+
+class Family(NamedTuple):
+    """architecture: the class that transformers gives it."""
+
+    architecture: str
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "llama": Family("LlamaForCausalLM"),
+        "mistral": Family("MistralForCausalLM"),
+        "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True),
+        "qwen3": Family("Qwen3ForCausalLM", qk_norm=True),
+    }
+)
+"""By `model_type`."""
+
+PLAIN_ROPE: Mapping[str, Any] = MappingProxyType(
+    {"rotary_seq_len_interpolation_factor": None, "use_rope_scaling": False, "position_embedding_type": "rope"}
+)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """A folder's config.json. Raises CheckpointError."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from None
+    except (ValueError, RecursionError):
+        raise CheckpointError(f"{path} is not JSON.") from None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} is not a JSON object.")
+    return config
+
+
+def arguments_of(config: Mapping[str, Any], where: Path | str) -> dict[str, Any]:
+    """The model's flags, by field. Raises CheckpointError, which names `where`, for a model that is not built here."""
+    kind = config.get("model_type")
+    if kind not in FAMILIES:
+        raise CheckpointError(f"{where} holds a model of type {kind!r}; those read are {', '.join(FAMILIES)}.")
+    _refuse(config, str(kind), where)
+    try:
+        heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
+        groups = int(config.get("num_key_value_heads") or heads)
+        found = {
+            "num_layers": int(config["num_hidden_layers"]),
+            "hidden_size": hidden,
+            "ffn_hidden_size": int(config["intermediate_size"]),
+            "num_attention_heads": heads,
+            "group_query_attention": groups != heads,
+            "num_query_groups": groups if groups != heads else 1,
+            "kv_channels": int(config.get("head_dim") or hidden // heads),
+            "max_position_embeddings": int(config["max_position_embeddings"]),
+            "normalization": "RMSNorm",
+            "norm_epsilon": float(config["rms_norm_eps"]),
+            "swiglu": True,
+            "squared_relu": False,
+            "add_bias_linear": False,
+            "add_qkv_bias": FAMILIES[str(kind)].qkv_bias,
+            "qk_layernorm": FAMILIES[str(kind)].qk_norm,
+            "apply_layernorm_1p": False,
+            "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
+            "attention_dropout": float(config.get("attention_dropout") or 0.0),
+            "hidden_dropout": 0.0,
+            "vocab_size": int(config["vocab_size"]),
+            "padded_vocab_size": int(config["vocab_size"]),
+        }
+        return {**found, **_rope_of(config, where)}
+    except KeyError as error:
+        raise CheckpointError(f"{where} has no {error.args[0]!r}.") from None
+    except (TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{where} is damaged ({error}).") from None
+
+
+def _refuse(config: Mapping[str, Any], kind: str, where: Path | str) -> None:
+    window = config.get("sliding_window")
+    windowed = window is not None and (kind == "mistral" or config.get("use_sliding_window", False))
+    for wrong, what in (
+        (config.get("hidden_act", "silu") not in ("silu", "swish"), f"hidden_act {config.get('hidden_act')!r}"),
+        (windowed, f"sliding_window {window}: attention to a window of tokens is not supported"),
+        (kind != "qwen2" and config.get("attention_bias"), "attention_bias"),
+        (config.get("mlp_bias"), "mlp_bias"),
+        (config.get("quantization_config") is not None, "quantization_config: quantized weights are not read"),
+        ((config.get("pretraining_tp") or 1) != 1, f"pretraining_tp {config.get('pretraining_tp')}"),
+    ):
+        if wrong:
+            raise CheckpointError(f"{where} holds a model that is not supported ({what}).")
+
+
+def _rope_of(config: Mapping[str, Any], where: Path | str) -> dict[str, Any]:
+    """Flags of the rotary embeddings: of `rope_parameters`, or in older files of `rope_theta` and `rope_scaling`."""
+    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    base = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    if base != int(base):
+        raise CheckpointError(f"{where} has rope_theta {base}, which is not a whole number.")
+    percent = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    found: dict[str, Any] = {"rotary_base": int(base), "rotary_percent": float(percent), "rotary_interleaved": False}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return {**found, **PLAIN_ROPE}
+    if kind == "linear":
+        return {**found, **PLAIN_ROPE, "rotary_seq_len_interpolation_factor": float(rope["factor"])}
+    if kind == "llama3":
+        return {
+            **found,
+            **PLAIN_ROPE,
+            "use_rope_scaling": True,
+            "rope_scaling_factor": float(rope["factor"]),
+            "rope_scaling_low_freq_factor": float(rope["low_freq_factor"]),
+            "rope_scaling_high_freq_factor": float(rope["high_freq_factor"]),
+            "rope_scaling_original_max_position_embeddings": int(rope["original_max_position_embeddings"]),
+        }
+    if kind == "yarn":
+        return {**found, **PLAIN_ROPE, **_yarn_of(config, rope)}
+    raise CheckpointError(
+        f"{where} has rotary embeddings of type {kind!r}; those read are default, linear, llama3 and yarn."
+    )
+
+
+def _yarn_of(config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
+    longest = int(config["max_position_embeddings"])
+    original = int(rope.get("original_max_position_embeddings") or longest)
+    factor = float(rope.get("factor") or longest / original)
+    scales = (1.0, 0.0)
+    if rope.get("attention_factor") is not None:
+        length = float(rope["attention_factor"])
+        scales = ((length - 1) / (0.1 * math.log(factor)) if factor > 1 else 1.0, 0.0)
+    elif rope.get("mscale") and rope.get("mscale_all_dim"):
+        scales = float(rope["mscale"]), float(rope["mscale_all_dim"])
+    return {
+        "position_embedding_type": "yarn",
+        "rotary_scaling_factor": factor,
+        "yarn_original_max_position_embeddings": original,
+        "yarn_beta_fast": float(rope.get("beta_fast") or 32),
+        "yarn_beta_slow": float(rope.get("beta_slow") or 1),
+        "yarn_correction_range_round_to_int": bool(rope.get("truncate", True)),
+        "mscale": scales[0],
+        "mscale_all_dim": scales[1],
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------- and back
+
+
+def config_of(arguments: Mapping[str, Any], dtype: str, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A config.json for these flags. like: one of the same family, whose other entries are kept.
+
+    Raises CheckpointError for a model that none of the families has.
+    """
+    check_exportable(arguments)
+    kind = str((like or {}).get("model_type") or _family(arguments))
+    heads = arguments["num_attention_heads"]
+    config = {k: v for k, v in (like or {}).items() if k not in ("rope_theta", "rope_scaling", "torch_dtype")}
+    if like is None:
+        config = {"architectures": [FAMILIES[kind].architecture], "model_type": kind, "use_cache": True}
+    return {
+        **config,
+        "attention_dropout": arguments.get("attention_dropout") or 0.0,
+        "dtype": dtype,
+        "head_dim": arguments["kv_channels"],
+        "hidden_act": "silu",
+        "hidden_size": arguments["hidden_size"],
+        "intermediate_size": arguments["ffn_hidden_size"],
+        "max_position_embeddings": arguments["max_position_embeddings"],
+        "num_attention_heads": heads,
+        "num_hidden_layers": arguments["num_layers"],
+        "num_key_value_heads": arguments["num_query_groups"] if arguments.get("group_query_attention") else heads,
+        "rms_norm_eps": arguments["norm_epsilon"],
+        "rope_parameters": _rope_parameters(arguments),
+        "tie_word_embeddings": not arguments.get("untie_embeddings_and_output_weights"),
+        "vocab_size": arguments["vocab_size"],
+        **({"sliding_window": None} if kind == "mistral" else {}),
+    }
+
+
+def check_exportable(arguments: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for a model that none of the families has."""
+    for name, value in (
+        ("normalization", "RMSNorm"),
+        ("swiglu", True),
+        ("add_bias_linear", False),
+        ("apply_layernorm_1p", False),
+        ("rotary_interleaved", False),
+    ):
+        if (arguments.get(name) or False) != value:
+            raise CheckpointError(
+                f"the checkpoint's model has {name} {arguments.get(name)}, and no family of Hugging Face's that is "
+                f"written here has ({', '.join(FAMILIES)})."
+            )
+    if arguments.get("position_embedding_type") not in ("rope", "yarn"):
+        raise CheckpointError("the checkpoint's model has no rotary embeddings, as all families that are written have.")
+    _family(arguments)
+
+
+def _family(arguments: Mapping[str, Any]) -> str:
+    wanted = bool(arguments.get("add_qkv_bias")), bool(arguments.get("qk_layernorm"))
+    for kind, family in FAMILIES.items():
+        if (family.qkv_bias, family.qk_norm) == wanted:
+            return kind
+    raise CheckpointError("the checkpoint's model has both add_qkv_bias and qk_layernorm, as no family here has.")
+
+
+def _rope_parameters(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_theta": float(arguments["rotary_base"]), "rope_type": "default"}
+    if (arguments.get("rotary_percent") or 1.0) != 1:
+        rope["partial_rotary_factor"] = arguments["rotary_percent"]
+    interpolation = arguments.get("rotary_seq_len_interpolation_factor") or 1.0
+    if arguments.get("position_embedding_type") == "yarn":
+        return {
+            **rope,
+            "rope_type": "yarn",
+            "factor": arguments["rotary_scaling_factor"],
+            "original_max_position_embeddings": arguments["yarn_original_max_position_embeddings"],
+            "beta_fast": arguments["yarn_beta_fast"],
+            "beta_slow": arguments["yarn_beta_slow"],
+            "truncate": arguments["yarn_correction_range_round_to_int"],
+            "attention_factor": _attention_factor(arguments),
+        }
+    if arguments.get("use_rope_scaling"):
+        if interpolation != 1:
+            raise CheckpointError("a model with both --use-rope-scaling and position interpolation cannot be written.")
+        return {
+            **rope,
+            "rope_type": "llama3",
+            "factor": arguments["rope_scaling_factor"],
+            "low_freq_factor": arguments.get("rope_scaling_low_freq_factor", 1.0),
+            "high_freq_factor": arguments.get("rope_scaling_high_freq_factor", 4.0),
+            "original_max_position_embeddings": arguments.get("rope_scaling_original_max_position_embeddings", 8192),
+        }
+    return {**rope, "rope_type": "linear", "factor": interpolation} if interpolation != 1 else rope
+
+
+def _attention_factor(arguments: Mapping[str, Any]) -> float:
+    """What YaRN makes queries and keys longer by (`RopeScaling.length`)."""
+    factor = float(arguments["rotary_scaling_factor"])
+    growth = 0.1 * math.log(factor) if factor > 1 else 0.0
+    return float((growth * arguments["mscale"] + 1.0) / (growth * arguments["mscale_all_dim"] + 1.0))
