@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from helixpipe.model import Microbatch, PipelineModel, UnitContext
 from helixpipe.program.stages import model_pieces
 from megatron.training.checkpoint.checkpointing import Checkpointer
-from megatron.training.checkpoint.from_huggingface import checkpoint_key, import_folder, load_weights
+from megatron.training.checkpoint.from_huggingface import KEPT, checkpoint_key, import_folder, load_weights
 from megatron.training.checkpoint.options import CheckpointOptions
 from megatron.training.checkpoint.to_huggingface import Checkpoint, export_folder
 from megatron.training.config import Config, core
@@ -21,7 +22,7 @@ from megatron.training.huggingface.weights import Weights
 from tests.model.common import BATCH, SEQUENCE, gradients_of, number_or_infinity, run_parts, score, set_parallel
 from tests.model.equality import whole
 
-LAYERS, VOCABULARY = 2, 50
+LAYERS, VOCABULARY = 2, 51
 CHAIN = model_pieces(LAYERS)
 _SHAPE = {
     "vocab_size": VOCABULARY,
@@ -93,6 +94,15 @@ def make_theirs(name: str, folder: Path) -> dict[str, Any]:
     labels = batch().labels.t().reshape(-1)
     loss = torch.nn.functional.cross_entropy(logits.detach().reshape(-1, VOCABULARY), labels, reduction="sum").item()
     return {"logits": logits.detach(), "gradients": gradients, "loss": loss}
+
+
+def logits_of(folder: Path) -> torch.Tensor:
+    """What transformers makes of a folder: [s, b, v]."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa").double().eval()
+    with _Wide(), torch.no_grad():
+        return model(batch().tokens).logits.transpose(0, 1)
 
 
 def configuration(arguments: dict[str, Any], tp: int) -> Config:
@@ -169,6 +179,12 @@ def compare(rank: int, world_size: int, path: str) -> dict[str, Any]:
             for each in sorted(folder.iterdir())
             if each.is_file() and each.name != "expected.pt" and not _equal(each, exported / each.name)
         ]
+        shutil.rmtree(imported / KEPT)
+        export_folder(Checkpoint(imported), folder / "anew")
+    torch.distributed.barrier()
+    for name in FAMILIES if rank == 0 else ():
+        theirs = torch.load(Path(path) / name / "expected.pt")
+        results[f"{name} anew"] = worst({"": logits_of(Path(path) / name / "anew")}, {"": theirs["logits"]})
     set_parallel(tp=2)
     for name in FAMILIES:
         folder = Path(path) / name

@@ -20,7 +20,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return merged
 
 
-@pytest.mark.parametrize("case", ["logits", "every piece", "cut 3", "cut 4", "cut 8", "tp2"])
+@pytest.mark.parametrize("case", ["logits", "every piece", "cut 3", "cut 4", "cut 8", "tp2", "anew"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_and_gradients_are_those_of_transformers(results: dict[str, Any], name: str, case: str) -> None:
     difference, where = results[f"{name} {case}"]

@@ -41,7 +41,9 @@ def program_of(rng: Random) -> Program:
     else:
         runs = [chain[:1], chain[1:6], chain[6:11], chain[11:]]
     stages = tuple(
-        Stage(run, "shipped", owner=rng.randrange(ranks)) if {"qkv", "proj"} & {each.kind for each in run} else Stage(run)
+        Stage(run, "shipped", owner=rng.randrange(ranks))
+        if {"qkv", "proj"} & {each.kind for each in run}
+        else Stage(run)
         for run in runs
     )
     alike = rng.random() < 0.7  # attention where its queries are

@@ -210,7 +210,9 @@ KEEPING = {
         Case("sppo", 4, 3, "gpt", tied=True, lengths=(2, 2, 2, 2, 1, 1, 1, 1), blocks=True, offload=3),
         Case("sppo", 2, 3, "llama", tp=2, sequence_parallel=True, lengths=(6, 4, 2), blocks=True),
         Case("seq1f1b-zb", 2, 3, "llama", lengths=(6, 2, 4), recompute=RECOMPUTATIONS[1], blocks=True),
-        Case("seq1f1b-interleaved", 2, 3, "gpt", v=2, tied=True, lengths=(5, 7), recompute=RECOMPUTATIONS[2], blocks=True),
+        Case(
+            "seq1f1b-interleaved", 2, 3, "gpt", v=2, tied=True, lengths=(5, 7), recompute=RECOMPUTATIONS[2], blocks=True
+        ),
         Case("seq1f1b", 2, 3, "llama", lengths=(5, 7), cut_after="qkv", blocks=True, again=True),
         Case("seq1f1b", 2, 3, "llama", lengths=(5, 4, 3), documents=5, blocks=True),
     ],

@@ -101,7 +101,7 @@ def check_model(arguments: dict[str, Any], model: Any, folder: Path) -> None:
         ),
     ):
         saved = arguments.get(name)
-        if saved is not None and saved != value:
+        if saved is not None and saved != value and {saved, value} != {"rope", "yarn"}:  # one is the other, extended
             raise CheckpointError(
                 f"{folder} holds a model with {flag} {saved}, but the flags say {value}; give the flags it was trained "
                 "with, or --use-checkpoint-args."

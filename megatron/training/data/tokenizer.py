@@ -8,11 +8,15 @@ with both files at hand.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import shutil
+import sys
 import tempfile
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,13 +100,43 @@ def _load(tokenizer_type: str, library: str, path: str | None, **options: Any) -
     prepare()  # imports megatron-core quickly
     with warnings.catch_warnings():  # megatron-core warns a dozen times that optional GPU packages are absent
         warnings.simplefilter("ignore")
-        from megatron.core.tokenizers.text.models.gpt_tokenizer import GPTTokenizer
+        with nullcontext() if library == "huggingface" else _without_transformers():
+            from megatron.core.tokenizers.text.models.gpt_tokenizer import GPTTokenizer
+        if library == "huggingface":
+            _with_transformers()
 
         try:
             return GPTTokenizer(path, {"library": library}, **options)
         except (Exception, SystemExit) as error:
             first_line = (str(error).splitlines() or [type(error).__name__])[0]
             raise UserError(f"--tokenizer-type {tokenizer_type} cannot be loaded from {path}: {first_line}") from error
+
+
+_OF_TRANSFORMERS = tuple(
+    f"megatron.core.tokenizers.text.libraries.{name}" for name in ("chat_template", "huggingface_tokenizer")
+)
+"""Modules of megatron-core that import transformers, if it is there, and say so in `HAVE_TRANSFORMERS`."""
+
+
+@contextmanager
+def _without_transformers() -> Iterator[None]:
+    """megatron-core imports transformers, for two seconds, whatever the tokenizer: not within this."""
+    if "transformers" in sys.modules:
+        yield
+        return
+    hidden: Any = None
+    sys.modules["transformers"] = hidden
+    try:
+        yield
+    finally:
+        del sys.modules["transformers"]
+
+
+def _with_transformers() -> None:
+    """Where megatron-core's modules were first imported without it, run them again."""
+    for name in _OF_TRANSFORMERS:
+        if not getattr(sys.modules.get(name), "HAVE_TRANSFORMERS", True):
+            importlib.reload(sys.modules[name])
 
 
 def _gpt2(vocab_file: str, merge_file: str) -> MegatronTokenizerText:

@@ -237,7 +237,7 @@ def _rope_parameters(arguments: Mapping[str, Any]) -> dict[str, Any]:
             "beta_fast": arguments["yarn_beta_fast"],
             "beta_slow": arguments["yarn_beta_slow"],
             "truncate": arguments["yarn_correction_range_round_to_int"],
-            "attention_factor": _attention_factor(arguments),
+            **_length(arguments),
         }
     if arguments.get("use_rope_scaling"):
         if interpolation != 1:
@@ -253,8 +253,13 @@ def _rope_parameters(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {**rope, "rope_type": "linear", "factor": interpolation} if interpolation != 1 else rope
 
 
-def _attention_factor(arguments: Mapping[str, Any]) -> float:
-    """What YaRN makes queries and keys longer by (`RopeScaling.length`)."""
+def _length(arguments: Mapping[str, Any]) -> dict[str, float]:
+    """What YaRN makes queries and keys longer by (`RopeScaling.length`), if not what it does by default."""
+    scales = arguments["mscale"], arguments["mscale_all_dim"]
+    if scales == (1.0, 0.0):
+        return {}
+    if all(scales):
+        return {"mscale": scales[0], "mscale_all_dim": scales[1]}
     factor = float(arguments["rotary_scaling_factor"])
     growth = 0.1 * math.log(factor) if factor > 1 else 0.0
-    return float((growth * arguments["mscale"] + 1.0) / (growth * arguments["mscale_all_dim"] + 1.0))
+    return {"attention_factor": (growth * scales[0] + 1.0) / (growth * scales[1] + 1.0)}

@@ -1,0 +1,65 @@
+"""The command that imports and exports Hugging Face folders, on one process without ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.training.huggingface.folder import INDEX, Folder
+from megatron.training.huggingface.safetensors import TensorFile
+from tests.huggingface.test_folder import CONFIG, make
+from tools.checkpoint import main
+
+
+def test_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    theirs, saved, ours = tmp_path / "theirs", tmp_path / "saved", tmp_path / "ours"
+    make(theirs, files=3)
+    (theirs / "tokenizer.json").write_text("{}")
+    (theirs / "modeling_llama.py").write_text("raise SystemExit")  # code does not travel
+    assert main(["import-hf", str(theirs), "--save", str(saved)]) == 0
+    assert f"--load {saved} --use-checkpoint-args" in capsys.readouterr().out
+    assert main(["export-hf", "--load", str(saved), str(ours)]) == 0
+    names = {path.name for path in theirs.iterdir()} - {"modeling_llama.py"}
+    assert {path.name for path in ours.iterdir()} == names | {"generation_config.json"}
+    assert all((theirs / name).read_bytes() == (ours / name).read_bytes() for name in names)
+
+
+def test_files_of_another_size_and_type(tmp_path: Path) -> None:
+    tensors = make(tmp_path / "theirs")
+    assert main(["import-hf", str(tmp_path / "theirs"), "--save", str(tmp_path / "saved")]) == 0
+    for path in (tmp_path / "saved" / "huggingface").iterdir():
+        path.unlink()
+    (tmp_path / "saved" / "huggingface").rmdir()
+    words = ["export-hf", "--load", str(tmp_path / "saved"), str(tmp_path / "ours"), "--dtype", "float32"]
+    assert main([*words, "--max-shard-size", "1KB"]) == 0
+    ours = Folder(tmp_path / "ours")
+    ours.check()
+    assert (ours.path / INDEX).is_file() and len(set(ours.places.values())) > 2
+    for file in set(ours.places.values()):
+        own = TensorFile(ours.path / file)
+        assert all(torch.equal(own.read(name), tensors[name].float()) for name in own.entries)
+        assert len(own.entries) == 1 or sum(entry.nbytes for entry in own.entries.values()) <= 1000
+    assert ours.config["dtype"] == "float32" and ours.config["vocab_size"] == CONFIG["vocab_size"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["import-hf", "{}/none", "--save", "{}/saved"], "none is not a folder."),
+        (["import-hf", "{}/theirs", "--save", "{}/theirs"], "theirs is not empty"),
+        (["import-hf", "{}/theirs"], "--save"),
+        (["export-hf", "--load", "{}/none", "{}/ours"], "no checkpoint in --load "),
+        (["export-hf", "--load", "{}/none", "{}/ours", "--max-shard-size", "5"], "'5' is no size; give 5GB, say"),
+    ],
+)
+def test_mistakes_are_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    make(tmp_path / "theirs")
+    before = sorted(path.name for path in (tmp_path / "theirs").iterdir())
+    assert main([word.format(tmp_path) for word in words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("checkpoint.py: ") and said in line
+    assert sorted(path.name for path in (tmp_path / "theirs").iterdir()) == before
