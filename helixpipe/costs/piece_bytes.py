@@ -128,6 +128,11 @@ class CountsBytes:
         """(tokens of a microbatch's sequence, whether gradients of keys and values are summed in float32)."""
         raise NotImplementedError
 
+    @property
+    def tokens(self) -> int:
+        """Of a microbatch's sequence."""
+        return self._sequence()[0]
+
     def chunk(self, extents: Extents, whole: float) -> Chunk:
         """In tokens."""
         return chunk_of(extents, whole, self._sequence()[0])

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from helixpipe.model.documents import Documents
-from helixpipe.model.kv_blocks import UnitBlocks
+from helixpipe.model.kv_blocks import Block, Pair, UnitBlocks
 from helixpipe.model.log_sums import LogSumKernel, choose_kernel
 from helixpipe.model.ring_attention import Rows, Tile, TileViews, merge, tiles
 
@@ -77,11 +77,11 @@ class _BlockAttention(torch.autograd.Function):
         total = torch.zeros_like(query, dtype=log_sum.dtype)
         *before, own = unit.blocks(layer)
         later = unit.store.take_gradients(unit.microbatch, layer, unit.offset)
-        sums = tuple(torch.zeros_like(t) for t in own[1:]) if later is None else later
+        sums: Pair = (torch.zeros_like(own.key), torch.zeros_like(own.value)) if later is None else later
         for block in (*before, own):
             pair = sums if block is own else unit.store.gradients(unit.microbatch, layer, block.first)
             for tile in attention.work(block.first, block.key.size(0)):
-                _add(ctx.kernel, attention.scale, views, tile, (query, output, gradient, log_sum), block[1:], total, pair)
+                _add(ctx.kernel, attention.scale, views, tile, (query, output, gradient, log_sum), block, total, pair)
         return total.to(query.dtype), sums[0].to(query.dtype), sums[1].to(query.dtype), None
 
 
@@ -91,17 +91,17 @@ def _add(
     views: TileViews,
     tile: Tile,
     of_queries: tuple[Tensor, Tensor, Tensor, Tensor],
-    keys_values: tuple[Tensor, Tensor],
+    block: Block,
     total: Tensor,
-    pair: tuple[Tensor, Tensor],
+    pair: Pair,
 ) -> None:
     """A tile's share of the gradients. of_queries: query, output, gradient of the output, log-sums."""
     query, output, gradient, log_sum = of_queries
     found = kernel.backward(
         views.queries(gradient, tile),
         views.queries(query, tile),
-        views.keys(keys_values[0], tile),
-        views.keys(keys_values[1], tile),
+        views.keys(block.key, tile),
+        views.keys(block.value, tile),
         views.queries(output, tile),
         views.sums(log_sum, tile).contiguous(),
         tile.causal,

@@ -64,7 +64,7 @@ class KeyValueBlocks:
         blocks = self._blocks.setdefault((microbatch, layer), {})
         if first not in blocks:
             blocks[first] = key, value
-            self._count(key.nbytes + value.nbytes)
+            self.count(key.nbytes + value.nbytes)
         return blocks[first]
 
     def get(self, microbatch: int, layer: int, first: int) -> Pair:
@@ -92,7 +92,7 @@ class KeyValueBlocks:
         """Let go of a block in some layers."""
         for layer in layers:
             blocks = self._blocks[microbatch, layer]
-            self._count(-sum(tensor.nbytes for tensor in blocks.pop(first)))
+            self.count(-sum(tensor.nbytes for tensor in blocks.pop(first)))
             if not blocks:
                 del self._blocks[microbatch, layer]
 
@@ -128,14 +128,15 @@ class KeyValueBlocks:
         """The sums of a block's gradients, which leave the store; None if there are none."""
         pair = self._gradients.pop((microbatch, layer, first), None)
         if pair is not None:
-            self._count(-sum(tensor.nbytes for tensor in pair))
+            self.count(-sum(tensor.nbytes for tensor in pair))
         return pair
 
     def _make(self, place: tuple[int, int, int], key: Tensor, value: Tensor) -> None:
         self._gradients[place] = key, value
-        self._count(key.nbytes + value.nbytes)
+        self.count(key.nbytes + value.nbytes)
 
-    def _count(self, nbytes: int) -> None:
+    def count(self, nbytes: int) -> None:
+        """Add to the account."""
         self._bytes += nbytes
         self._peak = max(self._peak, self._bytes)
 
@@ -157,7 +158,7 @@ class UnitBlocks(NamedTuple):
         if self.offset in self.store._blocks.get((self.microbatch, layer), {}):
             block = self.store.get(self.microbatch, layer, self.offset)
         else:
-            both = torch.stack((key.detach(), value.detach()))  # so a leaf that has this memory has not all of a storage
+            both = torch.stack((key.detach(), value.detach()))  # a leaf with this memory must not have all of it
             block = self.store.put(self.microbatch, layer, self.offset, both[0], both[1])
         for tensor, kept in zip((key, value), block, strict=True):
             if tensor.is_leaf and tensor.requires_grad:

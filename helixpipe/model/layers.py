@@ -189,13 +189,13 @@ class Layer(MegatronModule):
         is a view, since attention saves it and with it the memory of the key and value beside it.
         """
         context, chunked = self._context, keys_values is not None
-        if isinstance(keys_values, UnitBlocks) and (context.size > 1 or (training and self.config.attention_dropout)):
-            raise UserError("keys and values in blocks go without context parallelism and attention dropout.")
-        if context.rings:
-            return self._ring(query, key, value, offset, keys_values, documents), residual
         if isinstance(keys_values, UnitBlocks):
+            if context.size > 1 or (training and self.config.attention_dropout):
+                raise UserError("keys and values in blocks go without context parallelism and attention dropout.")
             blocks = BlockAttention(keys_values, self._index, documents, self.core_attention.scale)
             return block_attention(query.contiguous(), key, value, blocks), residual
+        if context.rings:
+            return self._ring(query, key, value, offset, keys_values, documents), residual
         if context.group is not None and context.swaps:
             query, key, value = to_heads(context.group, query, key, value)
         spans = None if documents is None else documents.spans(offset, query.size(0))

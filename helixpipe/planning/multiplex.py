@@ -3,7 +3,8 @@
 SPPO (Chen et al., arXiv 2503.10377, Table 3). Of N chunks stage i runs the first p-1-i on ranks i … p-1 together, which
 have nothing to do yet, and the last i on ranks 0 … i, which have nothing left; tokens of the chunk are split evenly by
 attention's work. The backward, which the paper leaves open, is the mirror: each chunk on the ranks that ran it forward.
-The engine cannot run this; here is what it would gain, with what has to travel for it:
+The engine runs this (`multiplexed`), and simulates it with links that do not disturb each other; here is an estimate
+in which a rank has one adapter, with what has to travel:
 
 - weights of the stage to each helper at the start of the step, its sum of their gradients back after the helper's last
   backward;
@@ -21,11 +22,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import NamedTuple, Protocol
 
+from helixpipe.planning.multiplexed import Team, team
 from helixpipe.program.timeline import bubble_of
-
-Team = tuple[int, ...]
 
 
 class TeamCosts(Protocol):
@@ -57,16 +58,8 @@ class Outcome(NamedTuple):
 def teams(ranks: int, chunks: int, left: bool, right: bool) -> dict[tuple[int, int], Team]:
     """Who runs a stage's chunk, by (stage, chunk): its owner, or a team. left, right: with teams for the first, for the
     last chunks; where both would have it, the first."""
-    found: dict[tuple[int, int], Team] = {}
-    for stage in range(ranks):
-        for chunk in range(chunks):
-            if left and chunk < ranks - 1 - stage:
-                found[stage, chunk] = tuple(range(stage, ranks))
-            elif right and chunk >= chunks - stage:
-                found[stage, chunk] = tuple(range(stage + 1))
-            else:
-                found[stage, chunk] = (stage,)
-    return found
+    places = product(range(ranks), range(chunks))
+    return {(stage, chunk): team(ranks, chunks, stage, chunk, left, right) for stage, chunk in places}
 
 
 def multiplexed(costs: TeamCosts, ranks: int, chunks: int, left: bool = True, right: bool = True) -> Outcome:

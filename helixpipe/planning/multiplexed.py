@@ -102,12 +102,13 @@ class _Cut:
 
     def __init__(self, shape: Shape, left: bool, right: bool):
         self.shape, self.left, self.right = shape, left, right
-        known = isinstance(shape.costs, CountsBytes)
         workload, p = shape.workload, shape.ranks
-        tokens = shape.costs._sequence()[0] if isinstance(shape.costs, CountsBytes) else p * shape.chunks
+        costs: object = shape.costs
+        tokens, self.alignment = p * shape.chunks, 1
+        if isinstance(costs, CountsBytes):
+            tokens, self.alignment = costs.tokens, costs.bytes.layout.unit
         lengths = workload.in_tokens(tokens).tokens(0) if workload.proportional else workload.tokens(0)
         self.whole = sum(lengths)
-        self.alignment = shape.costs.bytes.layout.unit if known else 1  # type: ignore[union-attr]
         self.lengths: tuple[int, ...] = ()
         self.parts: list[list[_Part]] = []
         start = 0
@@ -121,9 +122,7 @@ class _Cut:
     def team(self, group: int, chunk: int) -> Team:
         return team(self.shape.ranks, self.shape.chunks, group, chunk, self.left, self.right)
 
-    def forwards(
-        self, group: int, chunk: int, stages: range, head: int
-    ) -> Iterator[tuple[tuple[int, ...], int, Op]]:
+    def forwards(self, group: int, chunk: int, stages: range, head: int) -> Iterator[tuple[tuple[int, ...], int, Op]]:
         """A chunk's forwards in a rank's layers: (place in the order, rank, op). One alone runs part by part, so that
         the next rank can begin; a team stage by stage, which is when its members wait for each other."""
         members = self.team(group, chunk)

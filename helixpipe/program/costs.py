@@ -35,8 +35,8 @@ class Payload(NamedTuple):
     """What a message carries, and between which pipeline ranks.
 
     kind: `activation`, `gradient`, `keys_values`, `kv_gradients`, `weights` or `weight_gradients`. pieces: of the first
-    two the one piece after the cut, of the others the stage's. gradient_bytes: of an element of a weight's gradient. extents, whole: as of `Work`;
-    of weights there are none.
+    two the one piece after the cut, of the others the stage's. gradient_bytes: of an element of a weight's gradient.
+    extents, whole: as of `Work`; of weights there are none.
     """
 
     kind: str
@@ -77,10 +77,10 @@ class Contents(NamedTuple):
     """What a buffer holds.
 
     kind: one of `tasks.BUFFER_KINDS`. segments: of the unit's stage (of `activation` and `gradient` one with the one
-    piece after the cut). extents, whole: as of `Work`; of `keys_values` one extent, the tokens of the row or
-    block, and of `kv_gradients` one with those that have gradients to sum. in_backward: of `recomputed`, whether it is made
-    run by run inside the backward, where the most at a time counts, and not all of it by an R before. gradient_bytes:
-    as of `Payload`. leaving: of `offloaded`, which part of what the segments save.
+    piece after the cut). extents, whole: as of `Work`; of `keys_values` one extent, the tokens of the row or block, and
+    of `kv_gradients` one with those that have gradients to sum. in_backward: of `recomputed`, whether it is made run by
+    run inside the backward, where the most at a time counts, and not all of it by an R before. gradient_bytes: as of
+    `Payload`. leaving: of `offloaded`, which part of what the segments save.
     """
 
     kind: str

@@ -23,9 +23,10 @@ A line a stage, a rank, a microbatch whose chunks are its own, and a set of unit
 Pieces are named as they print, whole layers by their numbers. Ops are the cells of the CSV form; in `activations` the
 cell of its forward stands for a unit, and `ahead` is 1 if it is not there. A stage may have a `placement` (else
 `resident`) and an `owner`; a program `forward_only`, a `ring` (`slots`, `eager`, `gradient_bytes`),
-`min_offloaded_bytes`, `sharded` and `kv_blocks`. A workload is cut alike in every microbatch, into `chunks` of equal length or into
-`lengths` in tokens; or it lists for each microbatch its chunks, each as slices: `0[0:512] 1[0:64]` is tokens 0 to 511
-of document 0, then 0 to 63 of document 1; `proportional` says that these are not tokens but proportions.
+`min_offloaded_bytes`, `sharded` and `kv_blocks`. A workload is cut alike in every microbatch, into `chunks` of equal
+length or into `lengths` in tokens; or it lists for each microbatch its chunks, each as slices: `0[0:512] 1[0:64]` is
+tokens 0 to 511 of document 0, then 0 to 63 of document 1; `proportional` says that these are not tokens but
+proportions.
 """
 
 from __future__ import annotations

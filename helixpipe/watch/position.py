@@ -21,6 +21,7 @@ from typing import NamedTuple, Protocol
 
 from helixpipe.lowering.project import Action, Instruction, LoweredProgram
 from helixpipe.program.message import Message
+from helixpipe.program.program import Op
 from helixpipe.watch.stall import Hop, Need, Place, State
 
 

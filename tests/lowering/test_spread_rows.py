@@ -160,8 +160,10 @@ def test_blocks_come_and_go_chunk_by_chunk() -> None:
         *(("kv_gradients", chunk, 2 * token * length) for chunk, length in enumerate(lengths[:2])),
     ]
     graph = lower(blocks).graph
-    freed = {graph.ops[task]: [graph.buffers[n].chunk for n in graph.frees[task] if graph.buffers[n].kind == "kv_gradients"]
-             for task in range(graph.num_ops)}  # fmt: skip
+    freed = {
+        op: [graph.buffers[n].chunk for n in graph.frees[task] if graph.buffers[n].kind == "kv_gradients"]
+        for task, op in enumerate(graph.ops)
+    }
     assert freed[Op("B", 0, 0, 1)] == [1] and freed[Op("B", 0, 0, 0)] == [0] and freed[Op("B", 0, 0, 2)] == []
 
 

@@ -83,6 +83,12 @@ def test_program_of_ones_own(tmp_path: Path) -> None:
         assert result["loss"] < LOSS_TOLERANCE[torch.float64]
 
 
+def test_three_ranks_help_each_other() -> None:
+    """Chunks in three parts, which do not divide heads."""
+    case = Case("sppo", 3, 1, "llama", tied=True, layers=3, lengths=(4, 4, 4), multiplex="both")
+    check(case, [results[0] for results in run_ranks(run_cases, 3, [case])])
+
+
 def test_a_failing_op_is_shown_and_ends_every_rank() -> None:
     first, second = run_ranks(fail_in_the_middle, 2, timeout=280.0)
     assert "out of order" in second

@@ -6,7 +6,8 @@ its last backward has run, the first of its later chunks', the sum goes back in 
 
 Where attention is a stage of its own, the block is made by the stage before, which computes it, and its gradient needed
 by that one's backward. So ranks that run chunks of a row at the same time wait for each other's keys and values, and
-not for each other's attention. In an evaluation blocks are there until its end. That is how multiplexed chunks (Chen et al., SPPO, arXiv 2503.10377, section 6) run here.
+not for each other's attention. That is how multiplexed chunks (Chen et al., SPPO, arXiv 2503.10377, section 6) run
+here. In an evaluation blocks are there until its end.
 
 Theorem. Messages make no order of ops impossible that was possible without: as an op of the row waits for all chunks
 before it anyway (for those of its own rank; a message waits for nothing but the op that makes what it carries), put
@@ -75,7 +76,7 @@ def _block(draft: Draft, stage: int, row: _Row, chunk: int) -> None:
     op = graph.ops[row.forwards[chunk]]
     block = Buffer("keys_values", home, stage, op.microbatch, op.chunk)
     made = draft.buffer(block, row.makers[chunk], (), row.backwards[chunk] if training else -1)
-    for rank in sorted({rank for rank in row.ranks[chunk + 1 :]}):
+    for rank in sorted(set(row.ranks[chunk + 1 :])):
         later = row.later(chunk, rank)
         first, last = later[0], later[-1]
         if rank != home:
