@@ -24,9 +24,9 @@ class BlockTransfers:
         assert isinstance(self._any_store, KeyValueBlocks)
         return self._any_store
 
-    def gradient_type(self, dtype: torch.dtype) -> torch.dtype:
-        """Of the sums of gradients of keys and values of a type."""
-        return self._store.gradient_type(dtype)
+    def type_of(self, message: Message, dtype: torch.dtype) -> torch.dtype:
+        """Of what a message carries. dtype: of hidden states."""
+        return self._store.gradient_type(dtype) if message.kind == "kv_gradients" else dtype
 
     def carried(self, message: Message) -> tuple[Tensor, ...]:
         """What a message takes to another rank; sums of gradients leave the store."""

@@ -119,9 +119,7 @@ class StepRun:
         message = subject.message
         assert message is not None
         if isinstance(subject, Incoming):
-            shapes, dtype = subject.shapes, subject.dtype
-            if message.kind == "kv_gradients":
-                dtype = self.blocks.gradient_type(dtype)
+            shapes, dtype = subject.shapes, self.blocks.type_of(message, subject.dtype)
         else:
             size, dtype = self.borrowed.payload(message)
             shapes = (size,)

@@ -205,24 +205,6 @@ KEEPING = {
         ),
         Case("seq1f1b", 1, 2, "gpt", lengths=(4, 4, 4)),
     ],
-    "blocks": [
-        Case("sppo", 4, 1, "llama", lengths=(5, 4, 3), blocks=True),
-        Case("sppo", 4, 3, "gpt", tied=True, lengths=(2, 2, 2, 2, 1, 1, 1, 1), blocks=True, offload=3),
-        Case("sppo", 2, 3, "llama", tp=2, sequence_parallel=True, lengths=(6, 4, 2), blocks=True),
-        Case("seq1f1b-zb", 2, 3, "llama", lengths=(6, 2, 4), recompute=RECOMPUTATIONS[1], blocks=True),
-        Case(
-            "seq1f1b-interleaved", 2, 3, "gpt", v=2, tied=True, lengths=(5, 7), recompute=RECOMPUTATIONS[2], blocks=True
-        ),
-        Case("seq1f1b", 2, 3, "llama", lengths=(5, 7), cut_after="qkv", blocks=True, again=True),
-        Case("seq1f1b", 2, 3, "llama", lengths=(5, 4, 3), documents=5, blocks=True),
-    ],
-    "multiplex": [
-        Case("sppo", 4, 1, "llama", lengths=(6, 6), multiplex="left"),
-        Case("sppo", 4, 1, "gpt", tied=True, lengths=(4, 4, 4), multiplex="both", late=True),
-        Case("sppo", 2, 1, "llama", tied=True, lengths=(4, 3, 3, 2), multiplex="both", recompute=RECOMPUTATIONS[1]),
-        Case("sppo", 2, 1, "gpt", lengths=(4, 4, 4), multiplex="left", recompute=RECOMPUTATIONS[2], offload=2),
-        Case("sppo", 2, 1, "llama", tp=2, sequence_parallel=True, lengths=(4, 4, 4), multiplex="both"),
-    ],
     "mlp-slices": [
         *(
             Case(

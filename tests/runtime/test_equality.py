@@ -12,8 +12,8 @@ import torch
 from helixpipe.program.text import to_csv
 from schedules import Shape, build
 from tests.distributed import run_ranks
+from tests.runtime.block_cases import GROUPS
 from tests.runtime.case import built
-from tests.runtime.cases import GROUPS
 from tests.runtime.equality import (
     GRADIENT_TOLERANCE,
     LOSS_TOLERANCE,

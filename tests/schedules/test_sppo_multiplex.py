@@ -62,7 +62,7 @@ def test_the_parts_of_a_chunk_take_equally_long() -> None:
     assert sum(parts[:4]) == lengths[0] and sum(parts[4:8]) == lengths[1] and parts[-1] == lengths[3]
     assert all(length % 64 == 0 for length in parts)
     times = chunk_times(costs, (Stage(model_pieces(4)[1:-1]),), tuple(map(int, parts)))
-    assert max(times[:4]) < 1.05 * min(times[:4])
+    assert max(times[:4]) < 1.1 * min(times[:4])
     assert parts[0] > 1.5 * parts[3]
 
 

@@ -44,6 +44,8 @@ OTHERS = [
     Case("helix", 2, 4, "llama", folds=2, ship="attention", recompute=WITHOUT_ATTENTION, split=True),
     Case("weipipe", 4, 5, "gpt", weipipe=WeipipeOptions(weipipe_eager=False, weipipe_slots=1), recompute=FULL),
     Case("wzb2", 4, 3, "gpt", layers=5, weipipe=WeipipeOptions(weipipe_slots=1, weipipe_grad_dtype="bf16")),
+    # keys and values in blocks, some of other ranks
+    Case("sppo", 2, 1, "llama", lengths=(4, 4, 4), multiplex="both"),
     # memory that is let go of and filled again
     Case("interleaved-1f1b", 4, 4, "gpt", v=1, recompute=WITHOUT_ATTENTION, split=True),
 ]

@@ -1,0 +1,32 @@
+"""The cases of test_equality.py: those of `cases`, and with keys and values in blocks, on one rank and on a team's."""
+
+from __future__ import annotations
+
+from helixpipe.planning.recompute import RecomputeOptions
+from tests.runtime import cases
+from tests.runtime.case import Case
+
+WITHOUT_ATTENTION = RecomputeOptions("without-attention", recompute_early=False)
+FULL = RecomputeOptions("full", recompute_early=False)
+
+GROUPS = cases.GROUPS | {
+    "blocks": [
+        Case("sppo", 4, 1, "llama", lengths=(5, 4, 3), blocks=True),
+        Case("sppo", 4, 3, "gpt", tied=True, lengths=(2, 2, 2, 2, 1, 1, 1, 1), blocks=True, offload=3),
+        Case("sppo", 2, 3, "llama", tp=2, sequence_parallel=True, lengths=(6, 4, 2), blocks=True),
+        Case("seq1f1b-zb", 2, 3, "llama", lengths=(6, 2, 4), recompute=FULL, blocks=True),
+        Case(
+            "seq1f1b-interleaved", 2, 3, "gpt", v=2, tied=True, lengths=(5, 7), recompute=WITHOUT_ATTENTION, blocks=True
+        ),
+        Case("seq1f1b", 2, 3, "llama", lengths=(5, 7), cut_after="qkv", blocks=True, again=True),
+        Case("seq1f1b", 2, 3, "llama", lengths=(5, 4, 3), documents=5, blocks=True),
+    ],
+    "multiplex": [
+        Case("sppo", 4, 1, "llama", lengths=(6, 6), multiplex="left"),
+        Case("sppo", 4, 1, "gpt", tied=True, lengths=(4, 4, 4), multiplex="both", late=True),
+        Case("sppo", 2, 1, "llama", tied=True, lengths=(4, 3, 3, 2), multiplex="both", recompute=FULL),
+        Case("sppo", 2, 1, "gpt", lengths=(4, 4, 4), multiplex="left", recompute=WITHOUT_ATTENTION, offload=2),
+        Case("sppo", 2, 1, "llama", tied=True, lengths=(4, 3, 3, 2), multiplex="both", recompute=FULL, offload=13),
+        Case("sppo", 2, 1, "llama", tp=2, sequence_parallel=True, lengths=(4, 4, 4), multiplex="both"),
+    ],
+}
