@@ -47,7 +47,7 @@ _ALWAYS = {
 
 
 _AS_PUBLISHED: Mapping[str, Mapping[str, Any]] = {
-    "weipipe": {"no-weipipe-eager": True, "weipipe-slots": 3},
+    "weipipe": {"no-weipipe-eager": True, "weipipe-slots": 6, "weipipe-grad-dtype": "bf16"},
     "helix": {
         "helix-ship": "qkv",
         "no-helix-spread-head": True,
@@ -66,6 +66,10 @@ class Predicted:
     tokens_per_gpu: float
     memory: float
     limit: float
+
+    @property
+    def gib(self) -> float:
+        return self.memory / GIB
 
     @property
     def fits(self) -> bool:

@@ -1,0 +1,124 @@
+"""`make reproduce`: published figures and what the cost model predicts for them, side by side, with the errors.
+
+    python benchmarks/reproduce.py [--cells file.json] [--output docs/reproduction.md] [--jobs 2]
+
+The file's form is `published_cells`; `predicted_cells` simulates a cell. Each table has one factor: what its GPUs reach
+of what the cost model assumes (arithmetic and memory bandwidth alike), such that the cells with `calibrate` are right
+on average; and one for memory, from allocated to published. Nothing else is fitted to a table, nothing to a cell. A
+cell that cannot be predicted is listed with the reason, in one sentence. Without `--output` the page is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from benchmarks.predicted_cells import Predicted, predict
+from benchmarks.published_cells import Cell, load
+from benchmarks.reproduction_page import Line, Table, page, picture
+from helixpipe.common.errors import UserError
+
+CELLS = Path(__file__).with_name("cells.json")
+ROUNDS = 4
+"""Steps of finding a table's speed: each takes what is left of the error."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of a cell: a prediction, or a sentence why there is none."""
+
+    predicted: Predicted | None
+    reason: str = ""
+
+
+def answer(job: tuple[Cell, float]) -> Answer:
+    """Predict a cell at a speed. job: as one argument, for processes."""
+    cell, speed = job
+    try:
+        return Answer(predict(cell, speed))
+    except UserError as error:
+        return Answer(None, str(error))
+    except Exception as error:  # a table is worth more than its worst cell
+        return Answer(None, f"{type(error).__name__}: {error}")
+
+
+Run = Callable[[Iterable[tuple[Cell, float]]], list[Answer]]
+
+
+def mean_ratio(ratios: Sequence[float]) -> float:
+    """Geometric; 1 of nothing."""
+    return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else 1.0
+
+
+def speed_of(cells: Sequence[Cell], run: Run) -> float:
+    """What GPUs reach of what is assumed, such that the cells to calibrate on are right on average. What messages take
+    does not change with it, so it is found step by step; 1 where there is nothing to calibrate on."""
+    chosen = [cell for cell in cells if cell.calibrate and cell.published.tokens_per_second_per_gpu]
+    speed = 1.0
+    for _ in range(ROUNDS if chosen else 0):
+        answers = run((cell, speed) for cell in chosen)
+        ratios = [
+            each.predicted.tokens_per_gpu / (cell.published.tokens_per_second_per_gpu or 1)
+            for cell, each in zip(chosen, answers, strict=True)
+            if each.predicted is not None
+        ]
+        error = mean_ratio(ratios)
+        speed = min(max(speed / error, 0.1), 2.0)
+        if abs(error - 1) < 0.003:
+            break
+    return speed
+
+
+def table_of(name: str, cells: Sequence[Cell], run: Run) -> Table:
+    """A table's cells beside their predictions, at the table's speed."""
+    speed = speed_of(cells, run)
+    answers = run((cell, speed) for cell in cells)
+    weighed = [
+        cell.published.memory_gib / each.predicted.gib
+        for cell, each in zip(cells, answers, strict=True)
+        if cell.calibrate and cell.published.memory_gib and each.predicted is not None
+    ]
+    lines = [Line(cell, each.predicted, each.reason) for cell, each in zip(cells, answers, strict=True)]
+    return Table(name, speed, mean_ratio(weighed) if weighed else None, lines)
+
+
+def tables_of(cells: Sequence[Cell], jobs: int) -> list[Table]:
+    """Every table of the cells, in their order."""
+    names = list(dict.fromkeys(cell.table for cell in cells))
+    with ProcessPoolExecutor(jobs) as pool:
+        run: Run = lambda work: list(pool.map(answer, work))  # noqa: E731
+        of = partial(table_of, run=run)
+        return [of(name, [cell for cell in cells if cell.table == name]) for name in names]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cells", default=str(CELLS), help="JSON file of cells (default: the repository's)")
+    parser.add_argument("--output", help="Markdown page to write; a picture goes beside it (default: print the page)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    options = parser.parse_args(argv)
+    try:
+        tables = tables_of(load(options.cells), max(options.jobs, 1))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if options.output is None:
+        print(page(tables))
+        return 0
+    output = Path(options.output)
+    image = output.with_suffix(".svg")
+    image.write_text(picture(tables), encoding="utf-8")
+    output.write_text(page(tables, image.name), encoding="utf-8")
+    print(f"wrote {output} and {image}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
