@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +13,7 @@ from helixpipe.common.errors import UserError
 from helixpipe.costs.hardware import GIB, RESERVED_MEMORY, Hardware, find_hardware
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.lowering.lower import lower
+from helixpipe.program.program import Program
 from helixpipe.simulate.memory import rank_memory
 from helixpipe.simulate.simulator import Simulation, simulate
 from megatron.training.arguments import parse_args
@@ -32,7 +34,8 @@ KV_COPIES = 2
 """It joins the keys and values so far for every chunk, and keeps both."""
 
 ETHERNET, TCP = 25, 0.94
-"""Networks up to so many Gb/s a node are taken to be Ethernet; of which TCP reaches 1448 of 1538 bytes a frame."""
+"""Networks up to so many Gb/s a node are taken to be Ethernet, of which TCP reaches 1448 of 1538 bytes a frame; with
+messages in both directions, as of pipelines whose activations travel, the share of it that links to hosts have."""
 
 _ALWAYS = {
     "lr": 1e-3,
@@ -83,7 +86,7 @@ def hardware_of(cell: Cell) -> Hardware:
         network, adapter = cell.network_gbits_per_node * 1e9 / 8, hardware.network / hardware.adapters
         adapters = max(1, min(hardware.adapters, round(network / adapter)))
         if cell.network_gbits_per_node <= ETHERNET:
-            network *= TCP / hardware.efficiency.network
+            network *= TCP / hardware.efficiency.network * (hardware.duplex if travels(cell) else 1.0)
         hardware = replace(hardware, network=network, adapters=adapters)
     return replace(hardware, nvlink=hardware.host_link) if cell.pcie else hardware
 
@@ -133,6 +136,16 @@ def _in_turn(simulation: Simulation) -> float:
     return simulation.busy[0] + sharing
 
 
+def _turn_by_turn(program: Program, costs: ModelCosts) -> float:
+    """Seconds of a ring whose turns begin together, and whose weights for the next turn travel during this one: the
+    longer of the turns with nothing to wait for and of the messages that a ring which passes on at once has."""
+    hardware = replace(costs.hardware, network=math.inf, nvlink=math.inf, latency=0.0)
+    instant = replace(costs, hardware=hardware)
+    assert program.ring is not None
+    at_once = replace(program, ring=replace(program.ring, eager=True))
+    return max(simulate(lower(each, by), by).makespan for each, by in ((program, instant), (at_once, costs)))
+
+
 @collector_paused()
 def predict(cell: Cell, speed: float = 1.0) -> Predicted:
     """Simulate the cell's step. Raises UserError, in the words of the flags, for one that cannot be. speed: of what its
@@ -153,9 +166,12 @@ def predict(cell: Cell, speed: float = 1.0) -> Predicted:
     program = make_program(config, full_batch(config), costs)
     lowered = lower(program, costs)
     simulation = simulate(lowered, costs, "s", blocking=travels(cell))
-    seconds = sum(costs.after_time(program)) + (
-        _in_turn(simulation) if theirs and cell.schedule == "fsdp" else simulation.makespan
-    )
+    seconds = simulation.makespan
+    if cell.schedule == "fsdp" and theirs:
+        seconds = _in_turn(simulation)
+    elif program.ring is not None and not program.ring.eager:
+        seconds = _turn_by_turn(program, costs)
+    seconds += sum(costs.after_time(program))
     tokens = (config.training.global_batch_size or 1) * costs.seq_length
     memory = max(rank_memory(lowered, costs, rank).total for rank in range(program.num_ranks))
     return Predicted(tokens / seconds / cell.gpus, memory, hardware.memory - RESERVED_MEMORY)

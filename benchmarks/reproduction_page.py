@@ -209,7 +209,9 @@ def picture(tables: Sequence[Table]) -> str:
     )
     for number, published, predicted in dots:
         color = COLORS[number % len(COLORS)]
-        parts.append(f'<circle cx="{x(published or 1):.1f}" cy="{y(predicted):.1f}" r="3.5" fill="{color}" opacity="0.7"/>')
+        parts.append(
+            f'<circle cx="{x(published or 1):.1f}" cy="{y(predicted):.1f}" r="3.5" fill="{color}" opacity="0.7"/>'
+        )
     for number, table in enumerate(tables):
         color, top = COLORS[number % len(COLORS)], 24 + 15 * number
         parts.append(f'<circle cx="{LEFT + 12}" cy="{top - 4}" r="3.5" fill="{color}"/>')

@@ -143,4 +143,5 @@ def _without_early_recomputation(
         (simulation,) = make_simulations([namespace.schedule], without, given, one_queue)
         return simulation.makespan
     graph = build_graph(replace(program, ranks=late))
-    return simulate(lower_graph(graph, costs), costs, one_queue=one_queue).makespan
+    blocking = namespace.p2p == "blocking"
+    return simulate(lower_graph(graph, costs), costs, one_queue=one_queue, blocking=blocking).makespan

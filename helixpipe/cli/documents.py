@@ -81,7 +81,7 @@ def check_flags(namespace: argparse.Namespace) -> Documents | None:
 
 def model_options(options: ModelOptions, documents: Documents | None) -> ModelOptions:
     """With sequences as long as the longest document."""
-    if documents is None or options.model is None:
+    if documents is None or not options.named:
         return options
     unit = 2 * (options.tensor_parallel or 1) * (options.context_parallel or 1)  # whatever way they share
     return replace(options, seq_length=aligned(max(documents.lengths), unit))

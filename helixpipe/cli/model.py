@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from helixpipe.cli.hardware import HardwareFlags, as_flags_say
+from helixpipe.cli.model_shape import ShapeFlags, described
 from helixpipe.common.errors import UserError
 from helixpipe.common.flags import check_ranges, option
 from helixpipe.common.ranges import MOST_GIB, MOST_RANKS, MOST_TOKENS
@@ -25,7 +27,7 @@ def _share(of: str) -> Any:
 
 
 @dataclass(frozen=True)
-class ModelOptions:
+class ModelOptions(ShapeFlags, HardwareFlags):
     """Costs of a model on named hardware, in place of times given by hand. None: not given."""
 
     model: str | None = option(None, f"Take costs from a model: {', '.join(MODELS)}.", metavar="NAME")
@@ -46,9 +48,6 @@ class ModelOptions:
         "Nodes (default: as few as --ranks times --tensor-parallel times --context-parallel need).",
         at_least=1,
         at_most=MAX_GPUS,
-    )
-    gpus_per_node: int | None = option(
-        None, "GPUs of a node (default: the hardware's, 8).", at_least=1, at_most=MAX_GPUS
     )
     tensor_parallel: int | None = option(
         None,
@@ -118,14 +117,11 @@ class ModelOptions:
         at_most=MOST_GIB,
         unit=" GiB",
     )
-    host_memory: float | None = option(
-        None,
-        "GiB of host memory of a node, which its GPUs share evenly (default: the hardware's).",
-        metavar="GIB",
-        at_least=0,
-        at_most=MOST_GIB,
-        unit=" GiB",
-    )
+
+    @property
+    def named(self) -> bool:
+        """Whether they name a model, or say the sizes of one."""
+        return self.model is not None or self.hidden_size is not None
 
 
 @dataclass(frozen=True)
@@ -172,16 +168,19 @@ def make_plan(
 
     one_rank: the schedule runs on a single pipeline rank. Raises UserError for what does not fit together.
     """
-    if options.model is None:
+    if not options.named:
         for field in dataclasses.fields(options):
             if getattr(options, field.name) != field.default:
                 flag = field.metadata["flags"][0] if field.metadata["flags"] else "--" + field.name.replace("_", "-")
-                raise UserError(f"{flag} needs --model: one of {', '.join(MODELS)}.")
+                raise UserError(
+                    f"{flag} needs --model, or the sizes of one (--hidden-size …): one of {', '.join(MODELS)}."
+                )
         return None
     check_ranges(options)
-    model = find_model(options.model)
-    seq_length = options.seq_length or model.seq_length
-    model = dataclasses.replace(model, seq_length=seq_length, layers=layers or model.layers)
+    known = None if options.model is None else find_model(options.model)
+    seq_length = options.seq_length or (known.seq_length if known is not None else None)
+    model = described(options.model, options, "simulate", layers=layers, seq_length=seq_length)
+    seq_length = model.seq_length
     shares = {
         "matmul": options.matmul_efficiency,
         "attention": options.attention_efficiency,
@@ -193,10 +192,7 @@ def make_plan(
     if options.efficiency_from is not None:
         given = [name for name, share in shares.items() if share is not None]
         hardware = hardware_as_measured(options.efficiency_from, hardware, given)
-    if options.gpus_per_node is not None:
-        hardware = dataclasses.replace(hardware, gpus_per_node=options.gpus_per_node)
-    if options.host_memory is not None:
-        hardware = dataclasses.replace(hardware, host_memory=options.host_memory * GIB)
+    hardware = as_flags_say(hardware, options)
     tp, cp = options.tensor_parallel or 1, options.context_parallel or 1
     if ranks is None and one_rank:
         ranks = 1

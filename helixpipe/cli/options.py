@@ -26,7 +26,7 @@ class ShapeOptions:
     layers: int | None = option(
         None,
         "Layers L of the model (default: the fewest that every named schedule can divide, two a rank or more).",
-        flags=("--layers", "-L"),
+        flags=("--layers", "-L", "--num-layers"),
         at_least=1,
         at_most=MOST_LAYERS,
     )
@@ -67,6 +67,18 @@ class CostOptions:
         "(default: no limit; with --model the GPU's memory).",
         metavar="X",
         more_than=0,
+    )
+    ignore_memory_limit: bool = option(
+        False, "Let schedules that search choose as if there were no limit; what then does not fit is said."
+    )
+    op_overhead: float = option(
+        0.0,
+        "Time that every op takes beside its pieces, whatever its size: launching kernels, a step of the executor.",
+        at_least=0,
+    )
+    p2p: Literal["overlapped", "blocking"] = option(
+        "overlapped",
+        "blocking: no rank computes while it sends or receives, as in Megatron-LM's own engine.",
     )
     profile: str | None = option(
         None, "Take costs from this file of `helixpipe profile`, in seconds and bytes.", metavar="FILE.json"

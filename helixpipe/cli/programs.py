@@ -37,7 +37,7 @@ def plan_of(names: Sequence[str], namespace: argparse.Namespace) -> Plan | None:
     size = dataclass_from_namespace(ShapeOptions, namespace)
     documents = check_flags(namespace)
     options = model_options(dataclass_from_namespace(ModelOptions, namespace), documents)
-    if options.model is not None:
+    if options.named:
         _refuse_times(namespace)
         for name in names:
             if is_file(name):
@@ -47,7 +47,10 @@ def plan_of(names: Sequence[str], namespace: argparse.Namespace) -> Plan | None:
                     size = dataclasses.replace(size, layers=program.num_layers)
     one_rank = all(not is_file(name) and namespace.catalogue.find(name).one_rank for name in names)
     plan = make_plan(options, size.ranks, size.microbatches, size.layers, one_rank)
-    return plan if plan is None else dataclasses.replace(plan, documents=documents)
+    if plan is None:
+        return None
+    costs = dataclasses.replace(plan.costs, op_overhead=namespace.op_overhead)
+    return dataclasses.replace(plan, costs=costs, documents=documents)
 
 
 def _refuse_times(namespace: argparse.Namespace) -> None:
@@ -66,13 +69,14 @@ def make_simulations(
     size = dataclass_from_namespace(ShapeOptions, namespace)
     options = dataclass_from_namespace(CostOptions, namespace)
     pieces = parse_piece_times(options.piece_times)
-    costs: Costs = PieceTimes(pieces, options.backward_ratio, options.message_time, options.copy_time)
+    times = (options.backward_ratio, options.message_time, options.copy_time, options.op_overhead)
+    costs: Costs = PieceTimes(pieces, *times)
     limit = options.memory_limit
     if isinstance(given, Plan):
         if limit is not None:
             raise UserError("--memory-limit is for times given by hand; with --model the limit is the GPU's memory.")
         size = dataclasses.replace(size, ranks=given.ranks, microbatches=given.microbatches, layers=given.layers)
-        costs, limit = given.costs, given.limit
+        costs, limit = given.costs, None if options.ignore_memory_limit else given.limit
     elif given is not None:
         if not any(map(says_all, names)):
             size = dataclasses.replace(size, layers=size.layers or given.profile.model.layers)
@@ -91,7 +95,12 @@ def make_simulations(
         namespace,
     )
     unit = "" if given is None else "s"
-    simulations = [simulate(lower(program, costs), costs, unit, one_queue=one_queue) for program in programs]
+    blocking = options.p2p == "blocking"
+    if blocking and one_queue:
+        raise UserError("--p2p blocking sends beside no op; leave --device-queues one out.")
+    simulations = [
+        simulate(lower(program, costs), costs, unit, one_queue=one_queue, blocking=blocking) for program in programs
+    ]
     if not all(math.isfinite(simulation.makespan + sum(simulation.busy)) for simulation in simulations):
         raise UserError(f"--piece-times {options.piece_times} are too large to add up.")
     return simulations

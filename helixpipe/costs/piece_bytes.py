@@ -53,8 +53,12 @@ class PieceBytes:
         """Buffers of a document's keys and values in all layers whose attention is among the pieces. tokens: of the
         whole document."""
         sizes = self.sizes(Chunk(tokens))
-        return self.layout.kv_copies * copies_of_groups(sizes) * sum(
-            sizes.bytes(KINDS[piece.kind].inputs[name]) for piece in pieces for name in KINDS[piece.kind].in_store
+        return (
+            self.layout.kv_copies
+            * copies_of_groups(sizes)
+            * sum(
+                sizes.bytes(KINDS[piece.kind].inputs[name]) for piece in pieces for name in KINDS[piece.kind].in_store
+            )
         )
 
     def key_value_gradients(self, pieces: Sequence[Piece], tokens: float, in_float32: bool = False) -> float:

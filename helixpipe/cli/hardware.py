@@ -1,0 +1,75 @@
+"""Flags that say what a cluster has where it is not the named hardware. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from helixpipe.common.flags import option
+from helixpipe.common.ranges import MOST_GIB, MOST_RANKS, MOST_TOKENS
+from helixpipe.costs.hardware import GIB, GIGA, Hardware
+
+_MOST_BANDWIDTH = 1e6
+
+
+def _bandwidth(unit: str, of: str) -> Any:
+    """The flag for a bandwidth."""
+    text = f"{unit}, one way, {of} (default: the hardware's)."
+    return option(None, text, metavar="X", more_than=0, at_most=_MOST_BANDWIDTH, unit=f" {unit}")
+
+
+def _gib(text: str, **ranges: Any) -> Any:
+    """The flag for an amount of memory."""
+    return option(None, f"{text} (default: the hardware's).", metavar="GIB", at_most=MOST_GIB, unit=" GiB", **ranges)
+
+
+@dataclass(frozen=True)
+class HardwareFlags:
+    """In place of the preset's. None: not given."""
+
+    gpus_per_node: int | None = option(
+        None, "GPUs of a node (default: the hardware's, 8).", at_least=1, at_most=MOST_RANKS
+    )
+    gpu_memory: float | None = _gib("GiB of a GPU", more_than=0)
+    nvlink_bandwidth: float | None = _bandwidth("GB/s", "between a GPU and the others of its node")
+    network_bandwidth: float | None = _bandwidth("Gb/s", "of a node to other nodes, over all its adapters")
+    network_adapters: int | None = option(
+        None,
+        "Adapters that share that evenly; a GPU that sends alone uses one (default: the hardware's).",
+        at_least=1,
+        at_most=MOST_RANKS,
+    )
+    pcie_bandwidth: float | None = _bandwidth("GB/s", "between a GPU and its host")
+    network_latency: float | None = option(
+        None,
+        "Seconds before the first byte of a message or a copy is there (default: 1e-05).",
+        metavar="SECONDS",
+        at_least=0,
+        at_most=60,
+    )
+    ramp_tokens: float | None = option(
+        None,
+        "Rows whose time a matrix product loses while it fills the GPU and runs empty: what short chunks cost "
+        "(default: 128; 0: nothing).",
+        metavar="TOKENS",
+        at_least=0,
+        at_most=MOST_TOKENS,
+    )
+    host_memory: float | None = _gib("GiB of host memory of a node, which its GPUs share evenly", at_least=0)
+
+
+def as_flags_say(hardware: Hardware, flags: HardwareFlags) -> Hardware:
+    """The hardware with what is given in place of its own."""
+    given: dict[str, tuple[float | None, float]] = {
+        "gpus_per_node": (flags.gpus_per_node, 1),
+        "memory": (flags.gpu_memory, GIB),
+        "nvlink": (flags.nvlink_bandwidth, GIGA),
+        "network": (flags.network_bandwidth, GIGA / 8),
+        "adapters": (flags.network_adapters, 1),
+        "host_link": (flags.pcie_bandwidth, GIGA),
+        "latency": (flags.network_latency, 1),
+        "ramp_tokens": (flags.ramp_tokens, 1),
+        "host_memory": (flags.host_memory, GIB),
+    }
+    changes: dict[str, Any] = {name: value * unit for name, (value, unit) in given.items() if value is not None}
+    return replace(hardware, **changes)

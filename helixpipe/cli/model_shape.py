@@ -1,0 +1,102 @@
+"""Flags that say the shape of a model, alone or in place of what a named one has. No torch here."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from helixpipe.common.errors import UserError
+from helixpipe.common.flags import option
+from helixpipe.common.ranges import MOST_TOKENS, MOST_WIDTH
+from helixpipe.costs.models import MODELS, ModelShape, find_model
+
+
+@dataclass(frozen=True)
+class ShapeFlags:
+    """Of a layer, the embedding and the head, as training names them. None: not given."""
+
+    hidden_size: int | None = option(None, "Size of the hidden states.", at_least=1, at_most=MOST_WIDTH)
+    num_attention_heads: int | None = option(None, "Attention heads.", at_least=1, at_most=MOST_WIDTH)
+    num_query_groups: int | None = option(
+        None, "Heads of keys and values (default: as many as heads).", at_least=1, at_most=MOST_WIDTH
+    )
+    kv_channels: int | None = option(
+        None,
+        "Channels of a head (default: --hidden-size / --num-attention-heads).",
+        at_least=1,
+        at_most=MOST_WIDTH,
+    )
+    ffn_hidden_size: int | None = option(
+        None, "Inner size of the MLP (default: 4 times --hidden-size).", at_least=1, at_most=MOST_WIDTH
+    )
+    swiglu: bool | None = option(None, "Gated MLP with SiLU in place of GELU.")
+    vocab_size: int | None = option(
+        None, "Size of the vocabulary, before padding to a multiple of 128.", at_least=1, at_most=MOST_TOKENS
+    )
+    normalization: Literal["LayerNorm", "RMSNorm"] | None = option(None, "The norm (default: LayerNorm).")
+    position_embedding_type: Literal["learned_absolute", "rope", "none"] | None = option(
+        None, "Positions (default: learned_absolute)."
+    )
+    disable_bias_linear: bool = option(False, "No bias in linear layers.")
+    add_qkv_bias: bool = option(False, "A bias in the QKV layer all the same.")
+    qk_layernorm: bool = option(False, "Norms of each head's query and key.")
+    untie_embeddings_and_output_weights: bool | None = option(None, "An output layer with weights of its own.")
+
+
+def described(name: str | None, flags: ShapeFlags, command: str, **sizes: int | None) -> ModelShape:
+    """The model of that name, or without one the GPT of the flags, with what the flags say in place of its own.
+
+    command: for messages. sizes: `layers` and `seq_length`, if they are known. Raises UserError for sizes that are
+    missing or do not fit each other.
+    """
+    model = find_model(name) if name is not None else _own(flags, command, sizes)
+    untied = flags.untie_embeddings_and_output_weights
+    given = {
+        "hidden": flags.hidden_size,
+        "heads": flags.num_attention_heads,
+        "groups": flags.num_query_groups,
+        "ffn": flags.ffn_hidden_size,
+        "gated": flags.swiglu,
+        "vocab": flags.vocab_size,
+        "norm": flags.normalization,
+        "positions": flags.position_embedding_type,
+        "bias": False if flags.disable_bias_linear else None,
+        "tied": None if untied is None else not untied,
+        "head_channels": flags.kv_channels,
+        "qkv_bias": flags.add_qkv_bias or None,
+        "qk_norm": flags.qk_layernorm or None,
+        **sizes,
+    }
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    model = dataclasses.replace(model, **changes)
+    if model.hidden % model.heads and not model.head_channels:
+        raise UserError(f"--hidden-size {model.hidden} must be a multiple of --num-attention-heads {model.heads}.")
+    if model.heads % model.groups:
+        raise UserError(f"--num-query-groups {model.groups} must divide --num-attention-heads {model.heads}.")
+    if model.positions == "rope" and model.channels % 2:
+        raise UserError(
+            f"--position-embedding-type rope needs an even --hidden-size / --num-attention-heads, not {model.channels}."
+        )
+    return model
+
+
+def _own(flags: ShapeFlags, command: str, sizes: dict[str, int | None]) -> ModelShape:
+    """Without a name: the sizes that have no default must be given."""
+    needed = {
+        "--num-layers": sizes.get("layers"),
+        "--hidden-size": flags.hidden_size,
+        "--num-attention-heads": flags.num_attention_heads,
+        "--vocab-size": flags.vocab_size,
+        "--seq-length": sizes.get("seq_length"),
+    }
+    for flag, value in needed.items():
+        if value is None:
+            raise UserError(
+                f"{command} needs --model, or else {', '.join(needed)}; {flag} is missing "
+                f"(models: {', '.join(MODELS)})."
+            )
+    hidden, heads = flags.hidden_size or 0, flags.num_attention_heads or 0
+    return ModelShape(
+        "own", 1, hidden, heads, heads, 4 * hidden, False, 1, True, "LayerNorm", "learned_absolute", True, 1
+    )
