@@ -61,6 +61,25 @@ _AS_PUBLISHED: Mapping[str, Mapping[str, Any]] = {
 """The published form of schedules that are better by default here, unless a cell's flags say otherwise."""
 
 
+_LLAMA: Mapping[str, Any] = {
+    "vocab-size": 4,
+    "position-embedding-type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "disable-bias-linear": True,
+}
+"""WeiPipe's model."""
+
+_NAMES: Mapping[str, str] = {
+    "1f1b-i": "interleaved-1f1b",
+    "1f1b-interleaved": "interleaved-1f1b",
+    "seq1f1b-i": "seq1f1b-interleaved",
+    "zb1": "zb1p",
+    "zb2": "zb2p",
+}
+"""Other names of schedules in papers."""
+
+
 @dataclass(frozen=True)
 class Predicted:
     """Before any calibration. memory: bytes allocated on the fullest GPU; fits: whether that, and what is reserved for
@@ -93,14 +112,12 @@ def hardware_of(cell: Cell) -> Hardware:
 
 def arguments(cell: Cell) -> list[str]:
     """The training program's command line."""
-    flags = {**_ALWAYS, **cell.flags}
+    flags, schedule = {**_ALWAYS, **_told(cell), **cell.flags}, _NAMES.get(cell.schedule, cell.schedule)
     flags.setdefault("max-position-embeddings", flags.get("seq-length", 1))
-    if cell.schedule == "fsdp":
+    if schedule == "fsdp":
         flags |= {"data-parallel-sharding-strategy": "optim_grads_params", "use-distributed-optimizer": True}
     else:
-        flags["pipeline-schedule"] = cell.schedule
-        for name, value in _AS_PUBLISHED.get(cell.schedule, {}).items():
-            flags.setdefault(name, value)
+        flags["pipeline-schedule"] = schedule
     words = []
     for name, value in flags.items():
         if value is False or value is None:
@@ -109,6 +126,20 @@ def arguments(cell: Cell) -> list[str]:
         if value is not True:
             words += [str(each) for each in (value if isinstance(value, list) else [value])]
     return words
+
+
+def _told(cell: Cell) -> Mapping[str, Any]:
+    """What the cell's paper leaves out and its scripts say, where the cell's flags do not."""
+    told = dict(_AS_PUBLISHED.get(cell.schedule, {}))
+    if cell.flags.get("tensor-model-parallel-size", 1) != 1:
+        told["sequence-parallel"] = True
+    if is_plain(cell):
+        told |= _LLAMA
+        if not cell.schedule.startswith("zb"):
+            told["recompute-granularity"] = "full"
+    elif any("seq1f1b" in name.lower() for name in (cell.table, cell.id)):
+        told |= {"position-embedding-type": "rope", "untie-embeddings-and-output-weights": True}
+    return told
 
 
 def travels(cell: Cell) -> bool:
@@ -158,7 +189,7 @@ def predict(cell: Cell, speed: float = 1.0) -> Predicted:
     theirs = cell.runtime == "megatron"
     layout = assumed.layout
     if is_plain(cell):
-        layout = replace(layout, eager=True, fused_kernels=False)
+        layout = replace(layout, eager=True)
     elif theirs:
         layout = replace(layout, kv_passes=KV_PASSES, kv_copies=KV_COPIES, own_values=True)
     overhead = (OP_OVERHEAD if cell.gpus > cell.gpus_per_node else OP_OVERHEAD_IN_NODE) if travels(cell) else 0.0

@@ -7,6 +7,7 @@ true gives a flag without a value, false leaves it out.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -88,13 +89,14 @@ def _cell(place: str, content: Any) -> Cell:
 
 
 def _checked(place: str, content: Any, cls: type) -> dict[str, Any]:
-    """The object's values by field. Raises UserError for fields that are missing or unknown."""
+    """The object's values by field; what is not a field has no effect, and a line on standard error. Raises UserError
+    for a field that is missing."""
     if not isinstance(content, dict):
         raise UserError(f"{place} must be an object, not {type(content).__name__}.")
     known = {field.name: field for field in fields(cls)}
     if unknown := [name for name in content if name not in known]:
-        raise UserError(f"{place}: {unknown[0]!r} is not a field; known are {', '.join(known)}.")
+        print(f"{place}: {', '.join(unknown)} has no effect; fields are {', '.join(known)}.", file=sys.stderr)
     needed = [name for name, field in known.items() if field.default is MISSING and name not in content]
     if needed:
         raise UserError(f"{place}: {needed[0]!r} is missing.")
-    return dict(content)
+    return {name: value for name, value in content.items() if name in known}

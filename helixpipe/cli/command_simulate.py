@@ -19,6 +19,7 @@ from helixpipe.cli.side_by_side import compare, one_size
 from helixpipe.common.errors import UserError
 from helixpipe.common.files import try_file
 from helixpipe.common.flags import dataclass_from_namespace
+from helixpipe.costs.hardware import GIB
 from helixpipe.costs.profile_costs import ProfileCosts
 from helixpipe.draw.text import chunk_times, chunks_text, copies_text, sharing_text, summary, text_timeline
 from helixpipe.lowering.build import build_graph
@@ -68,7 +69,7 @@ def _json(
     simulation: Simulation,
     plan: Plan | None,
     measured: ProfileCosts | None,
-    late: float | None,
+    late: Simulation | None,
     options: SimulateOptions,
     profile: str,
     batch: Batch | None,
@@ -79,7 +80,7 @@ def _json(
     if options.one_queue:
         result["makespan_many_queues"] = simulate(simulation.lowered, simulation.costs).makespan
     if late is not None:
-        result["makespan_recomputing_late"] = late
+        result["makespan_recomputing_late"] = late.makespan
     if program.chunk_lengths is not None:
         result |= {"chunk_lengths": program.chunk_lengths, "chunk_times": chunk_times(simulation)}
     if batch is not None:
@@ -95,7 +96,7 @@ def _print(
     simulation: Simulation,
     plan: Plan | None,
     measured: ProfileCosts | None,
-    late: float | None,
+    late: Simulation | None,
     options: SimulateOptions,
     batch: Batch | None,
 ) -> None:
@@ -115,8 +116,11 @@ def _print(
     if plan is not None and batch is None and (warning := chunk_warning(plan, program)) is not None:
         print(warning)
     if late is not None:
-        saved = 1 - simulation.makespan / late if late else 0.0
-        print(f"Recomputing in idle time saves {100 * saved:.1f} % (--no-recompute-early: {late:.6g}).")
+        saved = 1 - simulation.makespan / late.makespan if late.makespan else 0.0
+        without = f"--no-recompute-early: {late.makespan:.6g}"
+        if plan is not None:
+            without += f", {max(late.device_needs) / GIB:.1f} GiB"
+        print(f"Recomputing in idle time saves {100 * saved:.1f} % ({without}).")
     drawing = text_timeline(simulation.timeline, shutil.get_terminal_size((100, 24)).columns)
     if drawing is not None:
         print(f"\n{drawing}")
@@ -128,8 +132,8 @@ def _print(
 
 def _without_early_recomputation(
     namespace: argparse.Namespace, given: Plan | ProfileCosts | None, simulation: Simulation, one_queue: bool
-) -> float | None:
-    """The makespan if everything were recomputed inside the backwards; None where that is so, or nothing is.
+) -> Simulation | None:
+    """The step if everything were recomputed inside the backwards; None where that is so, or nothing is.
 
     R ops are all that --no-recompute-early leaves out, and no schedule of the catalogue places any itself; but it may
     choose another number of chunks, where that is left to it.
@@ -141,7 +145,7 @@ def _without_early_recomputation(
     if dataclass_from_namespace(ChunkOptions, namespace).auto:
         without = argparse.Namespace(**{**vars(namespace), "recompute_early": False})
         (simulation,) = make_simulations([namespace.schedule], without, given, one_queue)
-        return simulation.makespan
+        return simulation
     graph = build_graph(replace(program, ranks=late))
     blocking = namespace.p2p == "blocking"
-    return simulate(lower_graph(graph, costs), costs, one_queue=one_queue, blocking=blocking).makespan
+    return simulate(lower_graph(graph, costs), costs, one_queue=one_queue, blocking=blocking)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from helixpipe.cli.model import Plan
-from helixpipe.costs.hardware import GIB, TERA
+from helixpipe.costs.hardware import GIB, NEAR_LIMIT, RESERVED_OVER_ALLOCATED, TERA
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.piece_kinds import num_parameters
 from helixpipe.draw.style import count
@@ -67,6 +67,11 @@ class StepReport:
         return max(memory.host for memory in self.memory)
 
     @property
+    def near_limit(self) -> bool:
+        """Whether it fits, and little more of fragments would be too much."""
+        return NEAR_LIMIT * self.limit < self.peak <= self.limit
+
+    @property
     def fits(self) -> bool:
         """Into the GPUs and into their hosts."""
         return self.peak <= self.limit and self.host_peak <= self.plan.costs.host_memory
@@ -103,7 +108,8 @@ class StepReport:
     def memory_json(self) -> dict[str, Any]:
         ranks = [{kind: round(getattr(m, kind)) for kind in self.columns} for m in self.memory]
         host = {"host_memory_limit": round(self.plan.costs.host_memory)} if self.host_peak else {}
-        return {"memory": ranks, "memory_limit": round(self.limit), **host, "fits": self.fits}
+        expected = {"memory_reserved": round(self.peak * RESERVED_OVER_ALLOCATED), "near_limit": self.near_limit}
+        return {"memory": ranks, "memory_limit": round(self.limit), **host, "fits": self.fits, **expected}
 
 
 def report(simulation: Simulation, plan: Plan) -> StepReport:
@@ -161,6 +167,11 @@ def memory_text(step: StepReport) -> str:
     verdict = f"fits, with {spare:.1f} GiB to spare" if spare >= 0 else f"does NOT fit: {-spare:.1f} GiB too much"
     limit = f"{step.limit / GIB:.1f} GiB of {step.plan.costs.hardware.memory / GIB:.0f}"
     lines = [f"Memory of each GPU, GiB ({what}simulated):", header, *lines, f"{verdict} ({limit} are usable)"]
+    if step.near_limit:
+        lines.append(
+            f"WARNING: that is within {100 * (1 - NEAR_LIMIT):.0f} % of the limit; torch's allocator may reserve "
+            f"{step.peak * RESERVED_OVER_ALLOCATED / GIB:.1f} GiB for it ({RESERVED_OVER_ALLOCATED:g} times as much)"
+        )
     if step.with_loss_slices is not None and step.with_loss_slices < step.peak:
         size = step.plan.costs.layout.with_loss_slices().loss_chunk
         lines.append(f"with --loss-chunk-size {size} a rank needs {step.with_loss_slices / GIB:.1f} GiB at most")

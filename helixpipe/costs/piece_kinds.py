@@ -286,7 +286,8 @@ class Mlp(PieceKind):
 
     def _first_half(self, kernels: Kernels, tokens: float, op: str) -> None:
         """First linear layer and activation function."""
-        sizes, model, fused = kernels.sizes, kernels.sizes.model, kernels.sizes.layout.fused_kernels
+        sizes, model, layout = kernels.sizes, kernels.sizes.model, kernels.sizes.layout
+        fused = layout.fused_kernels and not layout.eager
         kernels.multiply(self.linears(sizes)[:1], tokens, op)
         inner = tokens * sizes.ffn
         if op == "F":  # reads the first layer's output, writes the second's input; unfused: a pass a function

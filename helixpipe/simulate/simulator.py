@@ -7,6 +7,7 @@ rank's stream makes it wait for is in `streams`. Nothing here is a schedule's fo
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -16,6 +17,7 @@ from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.order import list_schedule
 from helixpipe.lowering.project import LoweredProgram
 from helixpipe.program.costs import Costs
+from helixpipe.program.program import Program
 from helixpipe.program.text import format_rows
 from helixpipe.program.timeline import CopyEvent, MessageEvent, OpEvent, SharingEvent, Timeline, bubble_of
 from helixpipe.simulate.blocking import blocking_schedule
@@ -126,6 +128,7 @@ class Simulation:
             "peak_activation": [_plain(value) for value in self.peak_activation],
             "peak_activation_unit": self.costs.memory_unit,
             "messages": len(self.lowered.messages),
+            "recomputed": {kind: round(share, 9) for kind, share in recomputed_shares(program).items()},
         }
         if self.copies:
             result |= {
@@ -144,6 +147,18 @@ class Simulation:
         if order:
             result["order"] = format_rows(program)
         return result
+
+
+def recomputed_shares(program: Program) -> dict[str, float]:
+    """For each kind of piece of which something is recomputed, the share of its units."""
+    alike = Counter((op.stage, program.activations_of(op.unit)) for ops in program.ranks for op in ops if op.kind == "F")
+    all_there, again = Counter[str](), Counter[str]()
+    for (stage, activations), units in alike.items():
+        for piece in program.stages[stage].pieces:
+            all_there[piece.kind] += units
+        for piece in (piece for run in activations.recompute for piece in run):
+            again[piece.kind] += units
+    return {kind: again[kind] / count for kind, count in all_there.items() if again[kind]}
 
 
 @collector_paused()
