@@ -37,6 +37,9 @@ ETHERNET, TCP = 25, 0.94
 """Networks up to so many Gb/s a node are taken to be Ethernet, of which TCP reaches 1448 of 1538 bytes a frame; with
 messages in both directions, as of pipelines whose activations travel, the share of it that links to hosts have."""
 
+LEAST_SPEED, MOST_SPEED, ROUNDS = 0.1, 2.0, 8
+"""Speeds that are tried for a cell, and how often."""
+
 _ALWAYS = {
     "lr": 1e-3,
     "train-iters": 1,
@@ -177,32 +180,61 @@ def _turn_by_turn(program: Program, costs: ModelCosts) -> float:
     return max(simulate(lower(each, by), by).makespan for each, by in ((program, instant), (at_once, costs)))
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """A cell's program and costs, with hardware as fast as the cost model takes it to be."""
+
+    cell: Cell
+    program: Program
+    costs: ModelCosts
+    tokens: int
+
+    @collector_paused()
+    def at(self, speed: float) -> Predicted:
+        """The step with GPUs of that speed: the program stays, as made for the others."""
+        costs = replace(self.costs, hardware=slower(self.costs.hardware, speed))
+        lowered = lower(self.program, costs)
+        simulation = simulate(lowered, costs, "s", blocking=travels(self.cell))
+        seconds = simulation.makespan
+        if self.cell.schedule == "fsdp" and self.cell.runtime == "megatron":
+            seconds = _in_turn(simulation)
+        elif self.program.ring is not None and not self.program.ring.eager:
+            seconds = _turn_by_turn(self.program, costs)
+        seconds += sum(costs.after_time(self.program))
+        memory = max(rank_memory(lowered, costs, rank).total for rank in range(self.program.num_ranks))
+        return Predicted(self.tokens / seconds / self.cell.gpus, memory, costs.hardware.memory - RESERVED_MEMORY)
+
+    def fitting_speed(self) -> float:
+        """With which the step takes as long as was published."""
+        published = self.cell.published.tokens_per_second_per_gpu
+        assert published is not None
+        speed = 1.0
+        for _ in range(ROUNDS):
+            error = self.at(speed).tokens_per_gpu / published
+            speed = min(max(speed / error, LEAST_SPEED), MOST_SPEED)
+            if abs(error - 1) < 0.002:
+                break
+        return speed
+
+
 @collector_paused()
-def predict(cell: Cell, speed: float = 1.0) -> Predicted:
-    """Simulate the cell's step. Raises UserError, in the words of the flags, for one that cannot be. speed: of what its
-    GPUs are taken to reach."""
+def prepare(cell: Cell) -> Prepared:
+    """Plan the cell's step. Raises UserError, in the words of the flags, for one that cannot be."""
     config = parse_args(arguments(cell), environ={"WORLD_SIZE": str(cell.gpus), "RANK": "0", "LOCAL_RANK": "0"})
     assumed = training_costs(config)
     if not isinstance(assumed, ModelCosts):
         raise UserError("--cost-profile says what another machine takes; leave it out.")
-    hardware = slower(hardware_of(cell), speed)
-    theirs = cell.runtime == "megatron"
     layout = assumed.layout
     if is_plain(cell):
         layout = replace(layout, eager=True)
-    elif theirs:
+    elif cell.runtime == "megatron":
         layout = replace(layout, kv_passes=KV_PASSES, kv_copies=KV_COPIES, own_values=True)
     overhead = (OP_OVERHEAD if cell.gpus > cell.gpus_per_node else OP_OVERHEAD_IN_NODE) if travels(cell) else 0.0
-    costs = replace(assumed, hardware=hardware, layout=layout, op_overhead=overhead)
+    costs = replace(assumed, hardware=hardware_of(cell), layout=layout, op_overhead=overhead)
     program = make_program(config, full_batch(config), costs)
-    lowered = lower(program, costs)
-    simulation = simulate(lowered, costs, "s", blocking=travels(cell))
-    seconds = simulation.makespan
-    if cell.schedule == "fsdp" and theirs:
-        seconds = _in_turn(simulation)
-    elif program.ring is not None and not program.ring.eager:
-        seconds = _turn_by_turn(program, costs)
-    seconds += sum(costs.after_time(program))
-    tokens = (config.training.global_batch_size or 1) * costs.seq_length
-    memory = max(rank_memory(lowered, costs, rank).total for rank in range(program.num_ranks))
-    return Predicted(tokens / seconds / cell.gpus, memory, hardware.memory - RESERVED_MEMORY)
+    return Prepared(cell, program, costs, (config.training.global_batch_size or 1) * costs.seq_length)
+
+
+def predict(cell: Cell, speed: float = 1.0) -> Predicted:
+    """Simulate the cell's step. speed: of what its GPUs are taken to reach. Raises UserError as `prepare`."""
+    return prepare(cell).at(speed)

@@ -33,8 +33,8 @@ class Published:
 class Cell:
     """One figure of a table, or one line of it under one schedule.
 
-    Ratios are formed within (table, row) against the schedule `1f1b`. hardware: a preset's name. network_gbits_per_node:
-    of a node, in one direction; None: the preset's. pcie: GPUs of a node are joined by PCIe alone. runtime: whose
+    Ratios are formed within (table, row) against the schedule `1f1b`. hardware: a preset's name.
+    network_gbits_per_node: in one direction; None: the preset's. pcie: GPUs of a node are joined by PCIe alone. runtime: whose
     engine: `megatron` does not compute while it sends or receives. calibrate: whether the table's factor is found from
     this cell.
     """

@@ -19,15 +19,14 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, Protocol
 
-from benchmarks.predicted_cells import Predicted, predict
+from benchmarks.predicted_cells import Predicted, predict, prepare
 from benchmarks.published_cells import Cell, load
 from benchmarks.reproduction_page import Line, Table, page, picture
 from helixpipe.common.errors import UserError
 
 CELLS = Path(__file__).with_name("cells.json")
-ROUNDS = 4
-"""Steps of finding a table's speed: each takes what is left of the error."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,18 @@ def answer(job: tuple[Cell, float]) -> Answer:
         return Answer(None, f"{type(error).__name__}: {error}")
 
 
-Run = Callable[[Iterable[tuple[Cell, float]]], list[Answer]]
+def own_speed(cell: Cell) -> float | None:
+    """The speed with which a cell's prediction is what was published; None where there is no prediction."""
+    try:
+        return prepare(cell).fitting_speed()
+    except Exception:  # `answer` says why
+        return None
+
+
+class Run(Protocol):
+    """`map`, in processes or without."""
+
+    def __call__(self, function: Callable[[Any], Any], work: Iterable[Any]) -> Iterable[Any]: ...
 
 
 def mean_ratio(ratios: Sequence[float]) -> float:
@@ -58,28 +68,16 @@ def mean_ratio(ratios: Sequence[float]) -> float:
 
 
 def speed_of(cells: Sequence[Cell], run: Run) -> float:
-    """What GPUs reach of what is assumed, such that the cells to calibrate on are right on average. What messages take
-    does not change with it, so it is found step by step; 1 where there is nothing to calibrate on."""
+    """What GPUs reach of what is assumed: the mean of the speeds with which each cell to calibrate on would be right; 1
+    where there are none."""
     chosen = [cell for cell in cells if cell.calibrate and cell.published.tokens_per_second_per_gpu]
-    speed = 1.0
-    for _ in range(ROUNDS if chosen else 0):
-        answers = run((cell, speed) for cell in chosen)
-        ratios = [
-            each.predicted.tokens_per_gpu / (cell.published.tokens_per_second_per_gpu or 1)
-            for cell, each in zip(chosen, answers, strict=True)
-            if each.predicted is not None
-        ]
-        error = mean_ratio(ratios)
-        speed = min(max(speed / error, 0.1), 2.0)
-        if abs(error - 1) < 0.003:
-            break
-    return speed
+    return mean_ratio([speed for speed in run(own_speed, chosen) if speed is not None])
 
 
 def table_of(name: str, cells: Sequence[Cell], run: Run) -> Table:
     """A table's cells beside their predictions, at the table's speed."""
     speed = speed_of(cells, run)
-    answers = run((cell, speed) for cell in cells)
+    answers = list(run(answer, [(cell, speed) for cell in cells]))
     weighed = [
         cell.published.memory_gib / each.predicted.gib
         for cell, each in zip(cells, answers, strict=True)
@@ -93,8 +91,7 @@ def tables_of(cells: Sequence[Cell], jobs: int) -> list[Table]:
     """Every table of the cells, in their order."""
     names = list(dict.fromkeys(cell.table for cell in cells))
     with ProcessPoolExecutor(jobs) as pool:
-        run: Run = lambda work: list(pool.map(answer, work))  # noqa: E731
-        of = partial(table_of, run=run)
+        of = partial(table_of, run=pool.map)
         return [of(name, [cell for cell in cells if cell.table == name]) for name in names]
 
 

@@ -29,8 +29,8 @@ NOTES = """
   messages leave a node and 0.5 ms where none does, ranks with several stages exchange once for a forward and a
   backward, keys and values of chunks are held twice and their gradients added in ten passes, values are copied out of
   QKV's output.
-- WeiPipe's model is plain PyTorch: norms and RoPE in float32, a kernel for each function. Its rings pass weights on turn
-  by turn, with three buffers to receive and three to send, gradients in bfloat16. FSDP there gathers, computes and
+- WeiPipe's model is plain PyTorch: norms and RoPE in float32, a kernel for each function. Its rings pass weights on
+  turn by turn, with three buffers to receive and three to send, gradients in bfloat16. FSDP there gathers, computes and
   scatters in turn.
 - HelixPipe's is its published variant (`--helix-ship qkv`, one head, all but attention recomputed), unless a cell's
   flags say otherwise.
@@ -113,8 +113,8 @@ def page(tables: Sequence[Table], image: str | None = None) -> str:
     if image is not None:
         lines.append(f"![predicted over published, a dot a cell]({image})\n")
     lines.append(
-        "| table | GPUs' speed | published / allocated memory | ratio to 1F1B: mean error (cells) | tokens/s | memory | "
-        "out of memory |\n|---|--:|--:|--:|--:|--:|--:|"
+        "| table | GPUs' speed | published / allocated memory | ratio to 1F1B: mean error (cells) | tokens/s | memory "
+        "| out of memory |\n|---|--:|--:|--:|--:|--:|--:|"
     )
     for table in tables:
         lines.append(_summary(table))
@@ -178,7 +178,7 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 
 
 def picture(tables: Sequence[Table]) -> str:
-    """SVG: a dot a cell, published tokens a second and GPU against predicted, both logarithmic; the line is equality."""
+    """SVG: a dot a cell, published tokens a second and GPU against predicted, both logarithmic; a line where equal."""
     dots = [
         (number, line.cell.published.tokens_per_second_per_gpu, line.predicted.tokens_per_gpu)
         for number, table in enumerate(tables)

@@ -3,7 +3,7 @@
 An op takes the sum of its kernels' times; a kernel takes the longer of its arithmetic and its memory traffic, each at
 the share of the peak that `Efficiency` assumes. Collectives over tensor-parallel and context-parallel ranks go over
 NVLink, over the network too where a node has fewer GPUs, and are not overlapped with anything but a ring's with the
-attention of its rounds; launching kernels from Python costs nothing but `op_overhead`. A message takes a latency and its bytes over
+attention of its rounds; launching kernels costs nothing but `op_overhead`. A message takes a latency and its bytes over
 NVLink within a node, or over this GPU's share of the node's network; a copy to the host takes one and its bytes over
 this GPU's share of the host link.
 

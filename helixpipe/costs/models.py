@@ -160,11 +160,12 @@ class Layout:
     of the MLP, whose inner activations are made again in the backward, slice by slice; 0: the whole MLP at once.
     loss_chunk: tokens of a slice of head and loss, whose logits are made in the backward, slice by slice; 0: those of
     all tokens at once. context_parallel: ranks that share every chunk's rows outside core attention; cp_comm_type: what
-    they exchange for it, `a2a` (heads for rows) or `p2p` (keys and values round a ring). kv_passes: how often a chunk's
-    backward goes over the keys and values of earlier chunks to add their gradients (ours reads the sum and what comes to
-    it, and writes the sum). kv_copies: how many there are of keys and values of chunks. eager: norms and RoPE are torch's
-    own functions, one after another, in float32, as plain PyTorch models have them. own_values: values are copied out of
-    the QKV layer's output, which then goes.
+    they exchange for it, `a2a` (heads for rows) or `p2p` (keys and values round a ring).
+
+    Of other engines: kv_passes: how often a chunk's backward goes over the keys and values of earlier chunks to add
+    their gradients (ours reads the sum and what comes to it, and writes the sum); kv_copies: how many there are of keys
+    and values of chunks; eager: norms and RoPE are torch's own functions, one after another, in float32; own_values:
+    values are copied out of the QKV layer's output, which then goes.
     """
 
     tensor_parallel: int = 1

@@ -47,8 +47,8 @@ class Sizes:
 class Kernel(NamedTuple):
     """Work of one kind: `matmul`, `attention`, `memory`, or `network` between tensor-parallel ranks; between
     context-parallel ranks `all-to-all` or `ring`. bytes: of device memory read and written; for the last three, those
-    that one rank sends. behind: of a ring, the FLOPs of the attention that it may take as long as at no cost. rows: of a
-    product, the tokens it multiplies."""
+    that one rank sends. behind: of a ring, the FLOPs of the attention that it may take as long as at no cost. rows: of
+    a product, the tokens it multiplies."""
 
     kind: str
     flops: float

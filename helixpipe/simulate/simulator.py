@@ -151,7 +151,8 @@ class Simulation:
 
 def recomputed_shares(program: Program) -> dict[str, float]:
     """For each kind of piece of which something is recomputed, the share of its units."""
-    alike = Counter((op.stage, program.activations_of(op.unit)) for ops in program.ranks for op in ops if op.kind == "F")
+    forwards = (op for ops in program.ranks for op in ops if op.kind == "F")
+    alike = Counter((op.stage, program.activations_of(op.unit)) for op in forwards)
     all_there, again = Counter[str](), Counter[str]()
     for (stage, activations), units in alike.items():
         for piece in program.stages[stage].pieces:

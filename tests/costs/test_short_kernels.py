@@ -29,7 +29,9 @@ def test_half_of_the_tokens_take_more_than_half_of_the_time() -> None:
     assert whole / half == pytest.approx(2)
 
 
-@pytest.mark.parametrize(("channels", "share"), [(128, 1.0), (256, 1.0), (96, 0.961), (80, 0.8), (64, 0.89), (32, 0.73)])
+@pytest.mark.parametrize(
+    ("channels", "share"), [(128, 1.0), (256, 1.0), (96, 0.961), (80, 0.8), (64, 0.89), (32, 0.73)]
+)
 def test_small_heads_reach_less(channels: int, share: float) -> None:
     assert attention_share(channels) == pytest.approx(share, abs=0.005)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -72,7 +73,7 @@ def test_ranks_of_several_stages_exchange_once_for_a_forward_and_its_backward() 
     events = sorted((event for event in run(program, 0.4).timeline.ops if event.rank == 0), key=lambda each: each.start)
     after = [
         later.start - earlier.end
-        for earlier, later in zip(events, events[1:], strict=False)
+        for earlier, later in pairwise(events)
         if earlier.op.kind == "F" and later.op.kind == "B"
     ]
     assert after.count(0.0) >= len(after) - 1 > 0

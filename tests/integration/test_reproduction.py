@@ -1,0 +1,132 @@
+"""`make reproduce`: its form of cells, what it makes of their errors, and what it says of those it cannot predict."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.predicted_cells import Predicted, arguments, hardware_of, predict, travels
+from benchmarks.published_cells import Cell, Published, load
+from benchmarks.reproduce import CELLS, main, speed_of, table_of
+from benchmarks.reproduction_page import Line, Table, page, picture
+from helixpipe.common.errors import UserError
+
+FLAGS = {
+    "num-layers": 4,
+    "hidden-size": 512,
+    "num-attention-heads": 4,
+    "seq-length": 2048,
+    "micro-batch-size": 1,
+    "global-batch-size": 4,
+    "pipeline-model-parallel-size": 2,
+}
+CELL = Cell("one", "Seq1F1B 1", "2k", "1f1b", "a100-80", 2, FLAGS, Published(10000.0, 5.0), calibrate=True)
+
+
+def written(folder: Path, *cells: object) -> Path:
+    path = folder / "cells.json"
+    path.write_text(json.dumps(cells), encoding="utf-8")
+    return path
+
+
+def content(**changes: object) -> dict[str, object]:
+    cell = {**vars(CELL), "flags": dict(FLAGS), "published": vars(CELL.published)}
+    return {**cell, **changes}
+
+
+def test_the_repositorys_cells_are_read() -> None:
+    cells = load(CELLS)
+    assert {cell.hardware for cell in cells} == {"a100-80", "a800", "h20"}
+    assert {"fsdp", "weipipe", "helix", "seq1f1b-interleaved"} <= {cell.schedule for cell in cells}
+    assert all(any(cell.calibrate for cell in cells if cell.table == name) for name in ("Seq1F1B 2.7B, 8 A100",))
+
+
+@pytest.mark.parametrize(
+    ("cell", "sentence"),
+    [
+        (content(gpus=0), "cell 1 (one): gpus must be a whole number from 1 on, not 0"),
+        (content(runtime="theirs"), "runtime 'theirs' is unknown; known are ours and megatron"),
+        (content(network_gbits_per_node=-1), "network_gbits_per_node must be a number above 0, not -1"),
+        (content(flags=[]), "flags must be an object of flags and values"),
+        ({"id": "x"}, "(x): 'table' is missing"),
+        ("text", "cell 1 must be an object, not str"),
+    ],
+)
+def test_what_is_not_a_cell_is_refused_by_name(tmp_path: Path, cell: object, sentence: str) -> None:
+    with pytest.raises(UserError) as raised:
+        load(written(tmp_path, cell))
+    assert sentence in str(raised.value)
+
+
+def test_fields_beside_those_have_no_effect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (cell,) = load(written(tmp_path, content(source="table 3")))
+    assert cell.id == "one" and "source has no effect" in capsys.readouterr().err
+
+
+def test_a_network_is_its_own_and_an_ethernets_in_both_directions_less() -> None:
+    """TCP leaves 94 % of 10 Gb/s, both directions 70 % of that; other networks reach what all reach."""
+    wide = hardware_of(replace(CELL, network_gbits_per_node=800))
+    assert wide.network == 100e9 and wide.adapters == 4
+    ring = hardware_of(replace(CELL, schedule="weipipe", runtime="megatron", network_gbits_per_node=10))
+    pipeline = hardware_of(replace(CELL, runtime="megatron", network_gbits_per_node=10))
+    assert ring.network * ring.efficiency.network == pytest.approx(0.94 * 1.25e9)
+    assert pipeline.network / ring.network == pytest.approx(0.7)
+    assert hardware_of(replace(CELL, pcie=True)).nvlink == 32e9
+
+
+def test_what_papers_leave_out_is_told_unless_flags_say_otherwise() -> None:
+    words = arguments(replace(CELL, schedule="1f1b-i", flags={**FLAGS, "tensor-model-parallel-size": 2}))
+    assert {"--sequence-parallel", "--untie-embeddings-and-output-weights", "interleaved-1f1b"} <= set(words)
+    plain = arguments(replace(CELL, table="WeiPipe", schedule="weipipe", flags={**FLAGS, "vocab-size": 8}))
+    assert plain[plain.index("--vocab-size") + 1] == "8" and "--no-weipipe-eager" in plain and "--swiglu" in plain
+    assert "--recompute-granularity" not in arguments(replace(CELL, table="WeiPipe", schedule="zb1"))
+    assert travels(replace(CELL, runtime="megatron")) and not travels(CELL)
+
+
+def test_megatrons_runtime_is_slower() -> None:
+    ours, theirs = predict(CELL), predict(replace(CELL, runtime="megatron"))
+    assert theirs.tokens_per_gpu < 0.95 * ours.tokens_per_gpu and ours.fits
+    assert theirs.memory < ours.memory  # values of their own
+
+
+def test_an_unknown_flag_is_one_sentence_and_the_rest_goes_on(tmp_path: Path) -> None:
+    odd = replace(CELL, id="odd", flags={**FLAGS, "hiden-size": 4})
+    table = table_of("t", [CELL, odd], map)
+    assert table.lines[0].predicted is not None and table.lines[1].predicted is None
+    assert "--hiden-size" in table.lines[1].reason
+    assert "- `odd` is not predicted: " in page([table]) and picture([table]).count("<circle") == 2
+
+
+def test_speed_is_what_makes_the_calibrated_cells_right() -> None:
+    """Though messages between two nodes take what they take, however fast the GPUs are."""
+    wide = replace(CELL, gpus_per_node=1, network_gbits_per_node=10)
+    told = replace(wide, published=Published(predict(wide, 0.5).tokens_per_gpu))
+    assert speed_of([told, replace(CELL, calibrate=False)], map) == pytest.approx(0.5, rel=0.01)
+    assert speed_of([replace(CELL, calibrate=False)], map) == 1.0
+
+
+def test_ratios_and_errors() -> None:
+    def line(schedule: str, published: float, predicted: float, oom: bool = False, **more: float) -> Line:
+        told = Published(published, 10.0, oom, **more)
+        cell = replace(CELL, schedule=schedule, published=told, calibrate=schedule == "1f1b")
+        return Line(cell, Predicted(predicted, 8 * 2**30, 9 * 2**30))
+
+    lines = [line("1f1b", 100, 100), line("seq1f1b", 120, 126), line("helix", 200, 188, True, over_best=1.2)]
+    table = Table("t", 0.9, 1.25, lines)
+    assert table.ratio_error(lines[1]) == pytest.approx(0.05)
+    assert table.ratio_error(lines[0]) is None
+    assert table.over_best(lines[2]) == pytest.approx(188 / 126)
+    assert table.memory_error(lines[1]) == pytest.approx(0.0)
+    text = page([table])
+    assert "| t | 0.900 | 1.25 | 5.5 % (2) | 5.5 % (2) | 0.0 % (2) | 2 of 3 right |" in text
+    assert "published 1.20, predicted 1.49 (+24.3 %)" in text
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, output = written(tmp_path, content()), tmp_path / "page.md"
+    assert main(["--cells", str(path), "--output", str(output), "--jobs", "1"]) == 0
+    assert "| Seq1F1B 1 |" in output.read_text() and output.with_suffix(".svg").read_text().startswith("<svg")
+    assert main(["--cells", str(tmp_path / "none.json")]) == 2 and "none.json" in capsys.readouterr().err
