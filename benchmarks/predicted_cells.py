@@ -16,7 +16,7 @@ from helixpipe.lowering.lower import lower
 from helixpipe.program.program import Program
 from helixpipe.simulate.memory import rank_memory
 from helixpipe.simulate.simulator import Simulation, simulate
-from megatron.training.arguments import parse_args
+from megatron.training.arguments import parse_config
 from megatron.training.plan.costs import training_costs
 from megatron.training.plan.programs import full_batch, make_program
 
@@ -194,12 +194,12 @@ class Prepared:
         """The step with GPUs of that speed: the program stays, as made for the others."""
         costs = replace(self.costs, hardware=slower(self.costs.hardware, speed))
         lowered = lower(self.program, costs)
-        simulation = simulate(lowered, costs, "s", blocking=travels(self.cell))
-        seconds = simulation.makespan
-        if self.cell.schedule == "fsdp" and self.cell.runtime == "megatron":
-            seconds = _in_turn(simulation)
-        elif self.program.ring is not None and not self.program.ring.eager:
+        if self.program.ring is not None and not self.program.ring.eager:
             seconds = _turn_by_turn(self.program, costs)
+        else:
+            simulation = simulate(lowered, costs, "s", blocking=travels(self.cell))
+            in_turn = self.cell.schedule == "fsdp" and self.cell.runtime == "megatron"
+            seconds = _in_turn(simulation) if in_turn else simulation.makespan
         seconds += sum(costs.after_time(self.program))
         memory = max(rank_memory(lowered, costs, rank).total for rank in range(self.program.num_ranks))
         return Predicted(self.tokens / seconds / self.cell.gpus, memory, costs.hardware.memory - RESERVED_MEMORY)
@@ -220,7 +220,7 @@ class Prepared:
 @collector_paused()
 def prepare(cell: Cell) -> Prepared:
     """Plan the cell's step. Raises UserError, in the words of the flags, for one that cannot be."""
-    config = parse_args(arguments(cell), environ={"WORLD_SIZE": str(cell.gpus), "RANK": "0", "LOCAL_RANK": "0"})
+    config = parse_config(arguments(cell), environ={"WORLD_SIZE": str(cell.gpus), "RANK": "0", "LOCAL_RANK": "0"})
     assumed = training_costs(config)
     if not isinstance(assumed, ModelCosts):
         raise UserError("--cost-profile says what another machine takes; leave it out.")

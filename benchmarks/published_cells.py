@@ -34,9 +34,9 @@ class Cell:
     """One figure of a table, or one line of it under one schedule.
 
     Ratios are formed within (table, row) against the schedule `1f1b`. hardware: a preset's name.
-    network_gbits_per_node: in one direction; None: the preset's. pcie: GPUs of a node are joined by PCIe alone. runtime: whose
-    engine: `megatron` does not compute while it sends or receives. calibrate: whether the table's factor is found from
-    this cell.
+    network_gbits_per_node: in one direction; None: the preset's. pcie: GPUs of a node are joined by PCIe alone.
+    runtime: whose engine: `megatron` does not compute while it sends or receives. calibrate: whether the table's speed
+    is found from this cell.
     """
 
     id: str

@@ -110,6 +110,19 @@ def parse_and_plan(
     load_checkpoint_args: CheckpointArgs | None = None,
 ) -> tuple[Config, Plans[int]]:
     """`parse_args`, and the planner that has planned a step of the full batch to check the schedule."""
+    config = parse_config(argv, environ=environ, load_checkpoint_args=load_checkpoint_args)
+    config, plans = settle(config)
+    check_program(config, plans)
+    return timeouts(config, predicted_step(config, plans)), plans
+
+
+def parse_config(
+    argv: Sequence[str] | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    load_checkpoint_args: CheckpointArgs | None = None,
+) -> Config:
+    """`parse_args` without a look at the schedule's program: for those who plan it with other costs."""
     arguments, warnings = split_unavailable(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
     namespace = parser.parse(arguments, also_known=[*compat.IGNORED, *compat.LATER, *compat.REFUSED])
@@ -128,9 +141,7 @@ def parse_and_plan(
         config = dataclasses.replace(config, schedule_options=dataclass_from_namespace(found.options, namespace))
     for sentence in foreign_options(parser.given(arguments), chosen):
         config = config.warn(sentence)
-    config, plans = settle(config)
-    check_program(config, plans)
-    return timeouts(config, predicted_step(config, plans)), plans
+    return config
 
 
 def _config(namespace: argparse.Namespace, launch: LaunchConfig, warnings: Sequence[str]) -> Config:

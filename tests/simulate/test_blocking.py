@@ -41,11 +41,12 @@ def test_both_directions_travel_at_once() -> None:
 
 
 def test_a_sender_waits_for_a_receiver_that_computes() -> None:
-    """Rank 0's second message is ready at 2, when rank 1 has its second half of an op of 3 before it."""
-    forwards = forward_only(build("gpipe", Shape(2, 2, 2)))
+    """Rank 0's second message is ready at 2, when rank 1 has two thirds of an op of 3 before it; nor does it compute."""
+    forwards = forward_only(build("gpipe", Shape(2, 3, 2)))
     costs = PieceTimes({"mlp": 1.0, "head": 2.0})
     simulation = simulate(lower(forwards, costs), costs, blocking=True)
-    assert [event.start for event in simulation.timeline.messages] == [1.0, 4.0]
+    assert [event.start for event in simulation.timeline.messages] == [1.0, 4.0, 7.0]
+    assert [event.start for event in simulation.timeline.ops if event.rank == 0] == [0.0, 1.0, 4.0]
 
 
 @pytest.mark.parametrize("name", [name for name in CATALOGUE if name != "none"])
