@@ -191,7 +191,7 @@ def _heading(parser: argparse.ArgumentParser, title: str | None) -> Any:
 def dataclass_from_namespace(cls: type[T], namespace: argparse.Namespace | Mapping[str, Any]) -> T:
     """Build dataclass `cls` from parsed flags; fields that the namespace does not have keep their defaults."""
     values = namespace if isinstance(namespace, Mapping) else vars(namespace)
-    hints = _hints(cls)
+    hints = _hints(typing.cast(type, cls))
     arguments = {}
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]  # any dataclass; TypeVar cannot say so
         if field.name in values:

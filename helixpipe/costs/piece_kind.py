@@ -54,3 +54,16 @@ class PieceKind:
     def weights(self, model: ModelShape, tp: int, rows: int) -> int:
         """Of a tensor-parallel rank with that many rows of the vocabulary. A tied head counts its copy."""
         return 0
+
+
+def saved_by_norm(sizes: Sizes, kind: PieceKind) -> Tensors:
+    """What a norm at the start of a piece saves."""
+    (own,) = kind.inputs
+    tensors = {own: sizes.bytes("hidden"), f"deviations for {kind.name}": sizes.rows * 4}
+    if sizes.model.norm == "LayerNorm":
+        tensors[f"means for {kind.name}"] = sizes.rows * 4
+    if sizes.model.norm == "RMSNorm" and not sizes.layout.fused_kernels:
+        tensors[f"normalized for {kind.name}"] = sizes.bytes("hidden")
+    if sizes.model.centered:
+        tensors[f"scale for {kind.name}"] = sizes.model.hidden * sizes.element
+    return tensors

@@ -92,9 +92,9 @@ def draw_labels(axes: Axes, labels: Sequence[Label], size: float) -> None:
     assert figure is not None
     in_points = Affine2D().scale(1 / 72) + figure.dpi_scale_trans
     for (text, dark), offsets in places.items():
-        outline = TextPath((0, 0), text, size=size)
-        box = outline.get_extents()
-        outline = outline.transformed(Affine2D().translate(-(box.x0 + box.x1) / 2, -(box.y0 + box.y1) / 2))
+        written = TextPath((0, 0), text, size=size)
+        box = written.get_extents()
+        outline = written.transformed(Affine2D().translate(-(box.x0 + box.x1) / 2, -(box.y0 + box.y1) / 2))
         ink = "#111111" if dark else "white"
         drawn = PathCollection(
             [outline], offsets=offsets, offset_transform=axes.transData, facecolors=ink, linewidths=0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -92,8 +91,8 @@ class Timeline:
     @property
     def makespan(self) -> float:
         """From 0 to the end of the last op or transfer."""
-        events = chain(self.ops, self.messages, self.copies, self.sharing)
-        return max(self.until, max((event.end for event in events), default=0.0))
+        events = (self.ops, self.messages, self.copies, self.sharing)
+        return max(self.until, *(max((event.end for event in of_kind), default=0.0) for of_kind in events))
 
     @property
     def bubble(self) -> float:

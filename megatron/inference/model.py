@@ -95,8 +95,9 @@ def open_model(config: Config) -> ForwardModel:
     Raises UserError where ranks are not those of one copy of the model.
     """
     prepare()
-    from megatron.training.checkpoint.checkpointing import Checkpointer, read_arguments
+    from megatron.training.checkpoint.checkpointing import Checkpointer
     from megatron.training.checkpoint.options import CheckpointOptions
+    from megatron.training.checkpoint.saved_arguments import read_arguments
     from megatron.training.data.tokenizer import build_tokenizer
     from megatron.training.process.parallel import initialize
 

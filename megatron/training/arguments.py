@@ -151,7 +151,7 @@ def _config(namespace: argparse.Namespace, launch: LaunchConfig, warnings: Seque
 
 
 def _of_checkpoint(config: Config, load: CheckpointArgs | None, given: Collection[str]) -> Config:
-    """With the model of the checkpoint, where --use-checkpoint-args asks for it. given: fields whose flags are given."""
+    """With the model of the checkpoint, where --use-checkpoint-args asks for it. given: fields that have a flag."""
     if not config.checkpoint.use_checkpoint_args:
         return config
     saved = load(config.checkpoint) if load is not None else None

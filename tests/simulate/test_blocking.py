@@ -41,7 +41,7 @@ def test_both_directions_travel_at_once() -> None:
 
 
 def test_a_sender_waits_for_a_receiver_that_computes() -> None:
-    """Rank 0's second message is ready at 2, when rank 1 has two thirds of an op of 3 before it; nor does it compute."""
+    """Rank 0's second message is ready at 2; rank 1 has two thirds of an op of 3 before it, and rank 0 waits."""
     forwards = forward_only(build("gpipe", Shape(2, 3, 2)))
     costs = PieceTimes({"mlp": 1.0, "head": 2.0})
     simulation = simulate(lower(forwards, costs), costs, blocking=True)

@@ -142,8 +142,7 @@ WRONG = [
     (
         "--stall-timeout-seconds 700",
         1,
-        "--stall-timeout-seconds 700 must be less than --distributed-timeout-minutes, which are 600 seconds, and at "
-        "least 0 (never).",
+        "--stall-timeout-seconds 700 must be less than --distributed-timeout-minutes, which are 600 seconds.",
     ),
     ("--hidden-dropout 1", 1, "--hidden-dropout 1 must be at least 0 and less than 1."),
     ("--seq-length 64", 1, "--max-position-embeddings 32 must be at least --seq-length 64."),
@@ -205,7 +204,7 @@ WRONG = [
     ("--train-samples 100", 1, "give exactly one of --train-iters and --train-samples."),
     ("--lr-decay-samples 5", 1, "--lr-decay-samples does not go with --train-iters; use --lr-decay-iters."),
     ("--min-lr 1", 1, "--min-lr 1 must not be more than --lr 0.001."),
-    ("--lr -1", 1, "--lr -1 must not be negative."),
+    ("--lr -1", 1, "--lr -1 must be at least 0."),
     (
         "--lr-warmup-fraction 0.1 --lr-warmup-iters 2",
         1,
