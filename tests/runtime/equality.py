@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import threading
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,7 +22,6 @@ from helixpipe.model.layers import piece_of
 from helixpipe.program.program import Program, forward_only
 from helixpipe.program.stages import Piece
 from helixpipe.runtime.executor import Executor, Step, StepRun
-from helixpipe.runtime.gloo import GlooTransport
 from helixpipe.runtime.step import PlannedOp
 from helixpipe.runtime.transport import Alone, Transport, make_transport
 from helixpipe.runtime.weights import WholeWeights
@@ -45,25 +41,11 @@ from tests.model.common import (
 from tests.model.equality import whole
 from tests.runtime.case import Case, microbatches, one_by_one
 from tests.runtime.context import losses_over_context, over_context
+from tests.runtime.late import LateTransport
 from tests.runtime.offloading import spoiling
 
 Reference = tuple[dict[str, Tensor], dict[int, float]]
 """Gradients by name and the loss sum of each microbatch."""
-
-
-class LateTransport(GlooTransport):
-    """Every message leaves up to 20 ms late, each by a time of its own: as over links of several speeds."""
-
-    def _start(self, tensors: list[Tensor], target: int, number: int) -> None:
-        start, seconds = super()._start, random.Random(number).uniform(0.0, 0.02)
-
-        def later() -> None:
-            time.sleep(seconds)
-            start(tensors, target, number)
-
-        thread = threading.Thread(target=later, daemon=True)
-        thread.start()
-        self._starting.append(thread)
 
 
 def run_cases(rank: int, world_size: int, cases: list[Case]) -> list[dict[str, Any] | None]:
