@@ -216,7 +216,7 @@ def _more_of_a_model(content: dict[str, Any]) -> None:
     ("damage", "reason"),
     [
         (_without_attention, r"is damaged \('attn' is missing\); measure again"),
-        (_no_documents, r"is damaged \(a chunk has 16 tokens after 0 in 0 documents\)"),
+        (_no_documents, r"is damaged \(a chunk has 16 tokens after 0, 0 documents\)"),
         (_negative, r"is damaged \(mlp B is -1.0\)"),
         (_text, r"is damaged \(overhead W is 'short'\)"),
         (_no_bandwidth, r"is damaged \(bandwidth is 0.0\)"),
