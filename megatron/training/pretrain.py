@@ -100,13 +100,13 @@ def _run(
         say(summary(config, pipeline, evaluation_size, total, ends))
         say_kernels(state, config, chunked=pipeline.program(evaluation_size).num_chunks > 1)
 
-    record_arguments(config)
     checkpointer.keep(state.sharded)
     arguments = _arguments(config, tokenizer)
     loaded = checkpointer.load(state.model, state.optimizer, scheduler, arguments)
     progress = loaded[0] if loaded is not None else Progress()
     make_feed = _document_feed if config.data.variable_seq_lengths else _sample_feed
     feed = make_feed(config, parallel, pipeline, tokenizer, schedule, length, progress)
+    record_arguments(config)
     # Until here signals kill: there is nothing to save, and a rank that waits for a dead one would not notice a flag.
     with SignalFlag(active=config.training.exit_signal_handler) as flag:
         trainer = Trainer(
