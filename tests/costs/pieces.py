@@ -42,9 +42,13 @@ CHUNKS = (12, 8, 4)
 
 
 def compare(rank: int, world_size: int) -> dict[str, list[tuple[str, float, float]]]:
-    """For each model and layout, (what, torch's count, ours) of FLOPs, of bytes kept and sent, and of weights."""
-    results = {}
-    for case, shape, layout in layouts():
+    """For each model and layout, (what, torch's count, ours) of FLOPs, of bytes kept and sent, and of weights; nothing
+    where one rank is enough and another has its turn."""
+    results: dict[str, list[tuple[str, float, float]]] = {}
+    for turn, (case, shape, layout) in enumerate(layouts()):
+        if not has_turn(turn, layout):
+            results[case] = []
+            continue
         results[case] = [
             *_flops(shape, layout),
             *_saved(shape, layout),
@@ -55,6 +59,12 @@ def compare(rank: int, world_size: int) -> dict[str, list[tuple[str, float, floa
             *_parameters(shape, layout),
         ]
     return results
+
+
+def has_turn(turn: int, layout: Layout) -> bool:
+    """Whether this rank counts in this layout: each does if all are needed."""
+    ranks = torch.distributed.get_world_size()
+    return layout.tensor_parallel * layout.context_parallel == ranks or turn % ranks == torch.distributed.get_rank()
 
 
 def make(shape: ModelShape, layout: Layout, pieces: Sequence[Piece] = CHAIN) -> PipelineModel:
