@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.launching import ROOT, Launch
+from tests.integration.launching import ROOT
+from tools.preprocess_data import parse_arguments, preprocess
 
 
 @pytest.fixture(scope="session")
@@ -15,6 +16,4 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "helixpipe").rglob("*.py"))]
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     flags = f"--input {folder}/texts.jsonl --output-prefix {folder}/corpus --tokenizer-type ByteLevelTokenizer"
-    script = "tools/preprocess_data.py"
-    Launch("preprocess", f"{flags} --append-eod", ranks=0, script=script).run().done()
-    return folder / "corpus_text_document"
+    return Path(preprocess(parse_arguments([*flags.split(), "--append-eod"]))["text"])
