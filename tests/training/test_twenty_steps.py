@@ -19,7 +19,12 @@ ON_HOST = f"{DISTRIBUTED} --optimizer-cpu-offload"
 SHARDED = "--data-parallel-sharding-strategy optim_grads_params"
 WHOLE = [
     Run("gpt", f"--pipeline-schedule 1f1b {COUNTED}", pp=4),
-    Run("gpt", f"--pipeline-schedule interleaved-1f1b --num-virtual-stages-per-pipeline-rank 2 {DISTRIBUTED}", pp=2),
+    Run(
+        "gpt",
+        "--pipeline-schedule interleaved-1f1b --num-virtual-stages-per-pipeline-rank 2 "
+        f"--microbatch-group-size-per-virtual-pipeline-stage 4 {DISTRIBUTED}",
+        pp=2,
+    ),
     Run("llama", f"--pipeline-schedule zb1p --recompute-granularity without-attention {DISTRIBUTED}", pp=2),
     Run("llama", f"--bf16 --sequence-parallel {ON_HOST} --optimizer-offload-fraction 0.6 {COUNTED}", tp=2),
     Run("llama", f"--pipeline-schedule helix --helix-ship qkv --helix-folds 1 --sequence-parallel {COUNTED}", 2, 2, 4),
@@ -28,7 +33,7 @@ WHOLE = [
     Run("llama", f"{SHARDED} {PER_TOKEN} --pipeline-schedule seq1f1b --pipe-sp-splits 3 --chunk-alignment 1", pp=2),
 ]
 BRIEF = [
-    Run("llama", "--pipeline-schedule gpipe", pp=4),
+    Run("llama", "--pipeline-schedule gpipe --pipeline-model-parallel-layout E|tt|tt|L", pp=4),
     Run("llama", f"--pipeline-schedule 1f1b {COUNTED}", tp=2, pp=2, batch=4),
     Run("llama", "--sequence-parallel", tp=2, batch=4),
     Run("gpt", DISTRIBUTED),
