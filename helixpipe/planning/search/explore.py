@@ -33,9 +33,9 @@ longer pipelines, so it grows with their number, to the power of `GROWTH`."""
 FEW_GPUS = 64
 GROWTH = 0.65
 
-PLACED_OPS, OFFLOADED_OPS, OFFLOADED = 12_000, 3_000, 3
+PLACED_OPS, OFFLOADED_OPS, OFFLOADED = 12_000, 1_500, 1
 """Of programs for which recomputation is placed in idle time, and for which it is found what to offload, of so many of
-the best that recompute: both take longer than all else."""
+the best that recompute: both take longer than all else, the second as long as a whole search."""
 
 LIGHT = 0.3
 """Part of the memory that weights may take before it is tried from the start to divide them over data-parallel ranks;
