@@ -71,6 +71,7 @@ def test_a_checkpoint_keeps_what_was_chosen() -> None:
             "--helix-folds says what --pipeline-schedule auto finds; leave one of them",
         ),
         ("--hardware h100 --offload-activations 0.5", "--offload-activations says what --pipeline-schedule auto finds"),
+        ("--hardware h100 --decoder-first-pipeline-num-layers 1", "--pipeline-schedule auto plans with equally many"),
         ("--hardware h100 --memory-limit 0.6", "--pipeline-schedule auto: with --tensor-model-parallel-size 1 and "),
         ("--hardware h100 --memory-limit 0.01", "--pipeline-schedule auto: no schedule takes --tensor-model-parallel"),
     ],

@@ -117,6 +117,11 @@ def _question(config: Config, given: Mapping[str, str]) -> Question:
         raise UserError(
             "--pipeline-schedule auto needs --hardware, whose costs and memory it plans with, and no --cost-profile."
         )
+    if parallel.stage_layers is not None:
+        raise UserError(
+            "--pipeline-schedule auto plans with equally many layers in each stage; leave the flags out that divide "
+            "them otherwise."
+        )
     limit = memory_limit(config)
     assert limit is not None  # that of the hardware
     if parallel.memory_limit is None:
