@@ -10,6 +10,7 @@ import pytest
 from helixpipe.planning.search.bounds import Bounds
 from helixpipe.planning.search.documents import bounds_of, trials_of
 from helixpipe.planning.search.explore import Outcome, Search
+from helixpipe.planning.search.flags import setting_flags
 from helixpipe.planning.search.formulas import value
 from helixpipe.planning.search.space import Candidate, Given, Question, Saving, Setting, Sizes
 from helixpipe.planning.search.terms import NAMES, AtSize, Terms, compared, smaller, taking_over, terms_of
@@ -100,6 +101,21 @@ def test_as_good_as_trying_everything(limit: float, sequences: int) -> None:
     assert all(each.trial.peak <= asked.limit for each in best)
     assert all(one.trial.step <= other.trial.step for one, other in pairwise(best))
     assert len({each.candidate.group for each in best}) == len(best)
+
+
+def test_flags_say_all_that_was_chosen() -> None:
+    """And nothing where it is training's default, but for what training would choose otherwise."""
+    schedule, options = CATALOGUE["sppo"], CATALOGUE["sppo"].options()
+    plain = setting_flags(schedule, Setting("sppo", options))
+    assert plain == ["--pipeline-schedule sppo", "--offload-activations off", "--loss-chunk-size 0"]
+    saving = Saving("full", mlp=64, loss=32)
+    late = setting_flags(schedule, Setting("sppo", replace(options, sppo_ahead=1), 8, None, saving))
+    assert late == [
+        "--pipeline-schedule sppo", "--sppo-ahead 1", "--pipe-sp-splits 8", "--recompute-granularity full",
+        "--no-recompute-early", "--offload-activations off", "--chunk-size 64", "--loss-chunk-size 32",
+    ]  # fmt: skip
+    early = setting_flags(schedule, Setting("sppo", options, saving=replace(saving, early=True)))
+    assert "--no-recompute-early" not in early and "--recompute-granularity full" in early
 
 
 def test_what_is_given_is_not_searched() -> None:
