@@ -19,45 +19,24 @@ from typing import Any
 import pytest
 import torch
 
-from helixpipe.common.errors import UserError
 from helixpipe.program.stages import model_pieces
-from megatron.training.arguments import parse_args
-from megatron.training.config import Config
 from megatron.training.plan.costs import model_shape, training_costs
+from tests.integration.example_scripts import (
+    BATCH,
+    EXAMPLES,
+    JOB,
+    PLANNED_AT_ONCE,
+    SCRIPTS,
+    commands,
+    environment,
+    fakes,
+    launched,
+    run,
+)
 from tests.integration.launching import ROOT
 from tools.hosts import Lab, unavailable
 
-EXAMPLES = ROOT / "examples"
-SCRIPTS = sorted([*EXAMPLES.rglob("*.sh"), *EXAMPLES.rglob("*.sbatch")])
-SOURCED = ("launch.sh", "node.sh", "slurm/llama3_8b.sh")
-STARTED = [name for path in SCRIPTS if (name := str(path.relative_to(EXAMPLES))) not in SOURCED]
-BATCH = sorted(EXAMPLES.rglob("*.sbatch"))
-
-# What SLURM and torchrun offer, as far as the scripts use it. `srun` starts a task a node, here all of them on this
-# machine, passes SIGUSR1 to them and ends with the greatest of their exit statuses.
-FAKES = {
-    "python": """
-        case "$*" in *--preflight-fastest*) echo weipipe; exit ;; esac
-        printf "PREDICT"; printf " %q" "$@"; echo
-    """,
-    "torchrun": 'echo "${CUDA_DEVICE_MAX_CONNECTIONS:-unset} $SLURM_NODEID$(printf " %q" "$@")"',  # in one write
-    "scontrol": """
-        if [ "$1" = show ]; then echo 127.0.0.1; echo second; else echo "scontrol $*"; fi
-    """,
-    "srun": """
-        while [[ $1 = --* ]]; do shift; done
-        for ((node = 0; node < SLURM_JOB_NUM_NODES; node++)); do SLURM_NODEID=$node "$@" & tasks+=($!); done
-        trap 'again=1; kill -USR1 "${tasks[@]}"' USR1
-        trap 'kill -KILL "${tasks[@]}"; exit 143' TERM
-        for task in "${tasks[@]}"; do
-            again=1
-            while [ -n "$again" ]; do again=''; wait "$task" && status=0 || status=$?; done
-            [ "$status" -lt "${most:-0}" ] || most=$status
-        done
-        exit "$most"
-    """,
-}
-JOB = {"SLURM_JOB_ID": "4321", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "node[0-1]"}
+__all__ = ["fakes"]  # a fixture
 
 # A model that a CPU trains in no time, in place of any script's own: of a flag given twice the last counts.
 SMALL = (
@@ -65,50 +44,6 @@ SMALL = (
     "--vocab-size 100 --seq-length 32 --max-position-embeddings 32 --tensor-model-parallel-size 1 "
     "--no-sequence-parallel --no-bf16 --global-batch-size 8 --eval-iters 0 --num-workers 0"
 )
-
-PLANNED_AT_ONCE = "--no-recompute-early --recompute-granularity without-attention --loss-chunk-size 0"
-"""Instead of searching for what to recompute, where, and whether the loss runs over slices."""
-
-
-@pytest.fixture
-def fakes(tmp_path: Path) -> Path:
-    """A folder with the fake commands."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    for name, does in FAKES.items():
-        (folder / name).write_text(f"#!/usr/bin/env bash\n{does}\n")
-        (folder / name).chmod(0o755)
-    return folder
-
-
-def environment(fakes: Path, **variables: str) -> dict[str, str]:
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PYTEST_"))}
-    return {**inherited, "PATH": f"{fakes}:{os.environ['PATH']}", "BIN": str(fakes), **variables}
-
-
-def run(script: str, fakes: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["bash", EXAMPLES / script],
-        cwd=ROOT,
-        env=environment(fakes, **variables),
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-
-
-def commands(script: str, fakes: Path, **variables: str) -> tuple[list[str], list[str]]:
-    """The words of the prediction and of the launch that a dry run prints."""
-    done = run(script, fakes, DRY_RUN="1", **variables)
-    assert done.returncode == 0, done.stderr
-    prediction, _, launch = done.stdout.splitlines()
-    return shlex.split(prediction)[1:], shlex.split(launch.partition(":")[2])
-
-
-def launched(words: list[str], ranks: int) -> Config:
-    """The configuration of a launch, its program checked."""
-    return parse_args(words[words.index("pretrain_gpt.py") + 1 :], environ={"WORLD_SIZE": str(ranks)})
-
 
 # ------------------------------------------------------------------------------------------------------- all scripts
 
@@ -118,65 +53,6 @@ def test_scripts_are_bash(script: Path) -> None:
     subprocess.run(["bash", "-n", script], check=True)
     if (shellcheck := shutil.which("shellcheck")) is not None:
         subprocess.run([shellcheck, "--severity=warning", "--external-sources", script], check=True)
-
-
-@pytest.mark.parametrize("script", STARTED)
-def test_a_dry_run_starts_nothing_wherever_it_is(script: str, fakes: Path, tmp_path: Path) -> None:
-    """From any folder, without SLURM, addresses or data: the prediction, then the command; nothing is written."""
-    (fakes / "torchrun").write_text(f"#!/usr/bin/env bash\ntouch {tmp_path / 'started'}\n")
-    before = sorted(ROOT.iterdir()), sorted((ROOT / "runs").glob("*"))
-    done = subprocess.run(
-        ["bash", EXAMPLES / script],
-        cwd=tmp_path,
-        env=environment(fakes, DRY_RUN="1"),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    first, *_, last = done.stdout.splitlines()
-    assert first.startswith("PREDICT ") and "torchrun " in last and " pretrain_gpt.py --" in last
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["bin"]
-    assert (sorted(ROOT.iterdir()), sorted((ROOT / "runs").glob("*"))) == before
-
-
-@pytest.mark.parametrize(("batch", "name"), [(256, "weipipe"), (32, "1f1b")])
-def test_two_hosts_take_what_is_predicted_to_be_fastest(
-    batch: int, name: str, fakes: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Over 1 Gbit Ethernet weights are less than the activations of many microbatches, and more than those of few."""
-    from tools.preflight import fastest
-
-    launch = commands("two_hosts.sh", fakes, GLOBAL_BATCH=str(batch), NETWORK="0.11")[1]
-    assert launch[launch.index("--pipeline-schedule") + 1] == "weipipe"  # what the fake prediction says
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    flags = launch[launch.index("pretrain_gpt.py") + 1 :]
-    assert fastest(flags, ("1f1b", "weipipe"), 1, 0.11e9) == name
-    with pytest.raises(UserError, match="--preflight-fastest needs --preflight-compare"):
-        fastest(flags, (), 1, None)
-
-
-@pytest.mark.parametrize(
-    ("script", "ranks", "nodes"),
-    [
-        ("one_node.sh", 8, 1),
-        ("two_hosts.sh", 2, 2),
-        ("slurm/pretrain_llama_a800.sbatch", 32, 4),
-        ("slurm/pretrain_llama_h20.sbatch", 32, 4),
-    ],
-)
-def test_a_dry_run_predicts_and_prints_the_same_flags(script: str, ranks: int, nodes: int, fakes: Path) -> None:
-    prediction, launch = commands(script, fakes)
-    flags = launch[launch.index("pretrain_gpt.py") + 1 :]
-    assert prediction[0] == "tools/preflight.py" and prediction[-1] == "--preflight-predict-only"
-    assert prediction[-1 - len(flags) : -1] == flags
-    assert ("--standalone" in launch) == (nodes == 1)
-    config = launched(launch, ranks)
-    assert config.parallel.pipeline_model_parallel_size * config.parallel.tensor_model_parallel_size == ranks
-    assert config.data.mock_data and config.checkpoint.save == config.checkpoint.load
-    data = commands(script, fakes, DATA="data/mine", TOKENIZER="folder", EXTRA=f"--seed 7 {PLANNED_AT_ONCE}")[1]
-    config = launched(data, ranks)
-    assert (config.data.data_path, config.data.tokenizer_model, config.training.seed) == (("data/mine",), "folder", 7)
 
 
 # --------------------------------------------------------------------------------------------------- published setups

@@ -10,7 +10,7 @@ import pytest
 
 from helixpipe.costs.models import MODELS
 from megatron.training.plan.costs import model_shape
-from tests.integration.test_examples import JOB, commands, fakes, launched, run
+from tests.integration.example_scripts import JOB, commands, fakes, launched, run
 
 __all__ = ["fakes"]  # a fixture
 

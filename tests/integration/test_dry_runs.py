@@ -1,0 +1,70 @@
+"""examples/ with DRY_RUN=1: what is predicted and the command, on any machine, and nothing started or written."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from helixpipe.common.errors import UserError
+from tests.integration.example_scripts import EXAMPLES, PLANNED_AT_ONCE, STARTED, commands, environment, fakes, launched
+
+__all__ = ["fakes"]  # a fixture
+
+
+@pytest.mark.parametrize("script", STARTED)
+def test_a_dry_run_starts_nothing_wherever_it_is(script: str, fakes: Path, tmp_path: Path) -> None:
+    """From any folder, without SLURM, addresses or data: the prediction, then the command; nothing is written."""
+    (fakes / "torchrun").write_text(f"#!/usr/bin/env bash\ntouch {tmp_path / 'started'}\n")
+    done = subprocess.run(
+        ["bash", EXAMPLES / script],
+        cwd=tmp_path,
+        env=environment(fakes, DRY_RUN="1", RUN=str(tmp_path / "run")),
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    first, *_, last = done.stdout.splitlines()
+    assert first.startswith("PREDICT ") and "torchrun " in last and " pretrain_gpt.py --" in last
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bin"]
+
+
+@pytest.mark.parametrize(("batch", "name"), [(256, "weipipe"), (32, "1f1b")])
+def test_two_hosts_take_what_is_predicted_to_be_fastest(
+    batch: int, name: str, fakes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over 1 Gbit Ethernet weights are less than the activations of many microbatches, and more than those of few."""
+    from tools.preflight import fastest
+
+    launch = commands("two_hosts.sh", fakes, GLOBAL_BATCH=str(batch), NETWORK="0.11")[1]
+    assert launch[launch.index("--pipeline-schedule") + 1] == "weipipe"  # what the fake prediction says
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    flags = launch[launch.index("pretrain_gpt.py") + 1 :]
+    assert fastest(flags, ("1f1b", "weipipe"), 1, 0.11e9) == name
+    with pytest.raises(UserError, match="--preflight-fastest needs --preflight-compare"):
+        fastest(flags, (), 1, None)
+
+
+@pytest.mark.parametrize(
+    ("script", "ranks", "nodes"),
+    [
+        ("one_node.sh", 8, 1),
+        ("two_hosts.sh", 2, 2),
+        ("slurm/pretrain_llama_a800.sbatch", 32, 4),
+        ("slurm/pretrain_llama_h20.sbatch", 32, 4),
+    ],
+)
+def test_a_dry_run_predicts_and_prints_the_same_flags(script: str, ranks: int, nodes: int, fakes: Path) -> None:
+    prediction, launch = commands(script, fakes)
+    flags = launch[launch.index("pretrain_gpt.py") + 1 :]
+    assert prediction[0] == "tools/preflight.py" and prediction[-1] == "--preflight-predict-only"
+    assert prediction[-1 - len(flags) : -1] == flags
+    assert ("--standalone" in launch) == (nodes == 1)
+    config = launched(launch, ranks)
+    assert config.parallel.pipeline_model_parallel_size * config.parallel.tensor_model_parallel_size == ranks
+    assert config.data.mock_data and config.checkpoint.save == config.checkpoint.load
+    data = commands(script, fakes, DATA="data/mine", TOKENIZER="folder", EXTRA=f"--seed 7 {PLANNED_AT_ONCE}")[1]
+    config = launched(data, ranks)
+    assert (config.data.data_path, config.data.tokenizer_model, config.training.seed) == (("data/mine",), "folder", 7)
