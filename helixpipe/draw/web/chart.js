@@ -1,7 +1,7 @@
 // Drawing a panel on its canvas: rows of ops, lanes of transfers, memory, the time axis.
 
 const FONT = "system-ui, sans-serif";
-const plotWidth = panel => Math.max(panel.canvas.clientWidth - LEFT - RIGHT, 10);
+const plotWidth = panel => panel.plotWidth ??= Math.max(panel.canvas.clientWidth - LEFT - RIGHT, 10);  // until it is drawn anew
 const xOf = (panel, time) => LEFT + (time - panel.view.from) / (panel.view.to - panel.view.from) * plotWidth(panel);
 const timeAt = (panel, x) => panel.view.from + (x - LEFT) / plotWidth(panel) * (panel.view.to - panel.view.from);
 
@@ -12,8 +12,10 @@ function readTheme() {  // the page's colours, light or dark as the reader's sys
 }
 
 function draw(panel) {
-  const {canvas} = panel, ratio = devicePixelRatio || 1;
+  const {canvas} = panel;
+  panel.plotWidth = undefined;
   panel.layout(page.settings);
+  const ratio = Math.min(devicePixelRatio || 1, 32000 / panel.height);  // no canvas is taller
   canvas.style.height = panel.height + "px";
   const wide = Math.round(canvas.clientWidth * ratio), tall = Math.round(panel.height * ratio);
   if (canvas.width !== wide || canvas.height !== tall) Object.assign(canvas, {width: wide, height: tall});
@@ -110,6 +112,12 @@ function roomForCells(panel, pen) {  // whether nearly all ops in sight can have
 
 // ------------------------------------------------------------------------------------------------------------ tasks
 
+function textWidth(pen, text) {  // measuring is slow, and there are few texts
+  const key = pen.font + text;
+  if (!page.widths.has(key)) page.widths.set(key, pen.measureText(text).width);
+  return page.widths.get(key);
+}
+
 function drawTasks(panel, pen, strip, empty, look) {
   const {view, times} = panel, {tasks, height} = strip, isOps = strip.type === OPS;
   const gap = height >= 16 ? 2 : height >= 8 ? 1 : 0.5, top = strip.top + gap / 2, tall = height - gap;
@@ -122,7 +130,10 @@ function drawTasks(panel, pen, strip, empty, look) {
   let drawn = -1;  // up to which pixel; of tasks that share one the first is drawn
   for (let i = panel.firstEndingAfter(tasks, view.from); i < tasks.length && times.start[tasks[i]] < view.to; i++) {
     const task = tasks[i], x = xOf(panel, times.start[task]), end = xOf(panel, times.end[task]), wide = end - x;
-    if (end - drawn < 0.3) continue;
+    if (end - drawn < 0.3) {
+      i = Math.max(i, panel.firstEndingAfter(tasks, timeAt(panel, drawn + 0.3)) - 1);
+      continue;
+    }
     drawn = end;
     const {fill, ink} = look(task);
     pen.globalAlpha = faded && !panel.onPath.has(task) ? 0.3 : panel.stuck?.has(task) ? 0.35 : 1;
@@ -130,7 +141,7 @@ function drawTasks(panel, pen, strip, empty, look) {
     pen.fillRect(x, top, wide > 3 ? wide - 0.8 : Math.max(wide, 0.6), tall);
     if (wide < 7 || size < 6) continue;
     const text = labelOf(panel, task, isOps && panel.longLabels);
-    if (pen.measureText(text).width > wide - 4) continue;
+    if (textWidth(pen, text) > wide - 4) continue;
     pen.fillStyle = ink;
     const left = Math.max(x, LEFT), right = Math.min(end, LEFT + plotWidth(panel));
     pen.fillText(text, (left + right) / 2, top + tall / 2 + 0.5);

@@ -1,6 +1,6 @@
 // The page, when all that it is made of is there.
 
-const page = {data: null, panels: [], views: {}, stale: new Set(), frame: 0, selected: null, hovered: null, theme: {}, table: null,
+const page = {data: null, panels: [], views: {}, stale: new Set(), widths: new Map(), frame: 0, selected: null, hovered: null, theme: {}, table: null,
   settings: {path: false, messages: false, links: false, copies: true, memory: false, colour: "kind", rowHeight: 0}};
 
 async function readData(node) {

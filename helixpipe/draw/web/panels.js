@@ -107,7 +107,8 @@ class Panel {
 
   layout(settings) {  // the strips of all ranks from top to bottom, in pixels
     const strips = [], wanted = settings.rowHeight || Math.max(9, Math.min(30, 420 / this.ranks));
-    const lane = Math.max(5, Math.min(14, wanted * LANE));
+    const shown = this.lanes.flat().filter(own => own.type === MESSAGE ? settings.links : settings.copies).length;
+    const lane = Math.max(1.5, Math.min(14, Math.max(5, wanted * LANE), 24000 / shown));  // a canvas has its limits
     let top = TOP;
     const add = (strip, height) => {
       strips.push({...strip, top, height});
@@ -147,6 +148,6 @@ class Panel {
 
   get size() {  // timelines of one size have the same ops, or a recording lacks some
     const {stage, microbatch, chunk} = this.ops, most = values => values.reduce((a, b) => Math.max(a, b), 0);
-    return [this.ranks, most(stage), most(microbatch), most(chunk)].join();
+    return this.ownSize ??= [this.ranks, most(stage), most(microbatch), most(chunk)].join();
   }
 }

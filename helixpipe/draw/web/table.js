@@ -13,7 +13,7 @@ const COLUMNS = [
   {name: "end", of: (panel, op) => panel.times.end[op], time: true},
   {name: "time", of: (panel, op) => panel.times.end[op] - panel.times.start[op], time: true},
   {name: "idle before", of: idleBefore, time: true},
-  {name: "waited for", of: (panel, op) => heldUpBy(panel.program, panel.times, op),
+  {name: "waited for", wide: true, of: (panel, op) => heldUpBy(panel.program, panel.times, op),
     text: (panel, op) => waitedFor(panel, op)},
   {name: "slack", of: (panel, op) => panel.slack[op], time: true, when: panel => panel.slack},
   {name: "starts later by", of: startDifference, time: true,
@@ -47,7 +47,6 @@ function fillTable() {  // anew, after the timeline, the order or the times have
   };
   table.ops.sort(compare);
   const head = element("head");
-  head.style.gridTemplateColumns = element("body").style.gridTemplateColumns = "";
   head.replaceChildren(...table.columns.map(column => {
     const sorted = column.name === table.by ? (table.turn > 0 ? "ascending" : "descending") : "none";
     const sort = () => {
@@ -63,7 +62,8 @@ function fillTable() {  // anew, after the timeline, the order or the times have
     return cell;
   }));
   const box = element("table");
-  box.style.setProperty("--columns", table.columns.length);
+  box.style.setProperty("--columns", table.columns.map(own => own.wide ? "minmax(190px, 2fr)" : "minmax(96px, 1fr)").join(" "));
+  box.style.setProperty("--wide", table.columns.length * 96 + 94 + "px");
   box.setAttribute("aria-rowcount", table.ops.length + 1);
   box.setAttribute("aria-colcount", table.columns.length);
   element("count").textContent = count(table.ops.length, "op");
