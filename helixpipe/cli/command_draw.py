@@ -39,7 +39,8 @@ def run(namespace: argparse.Namespace) -> None:
         draw_circle(error, output)
         raise UserError(f"{str(error).rstrip('.')}; {output} shows it.") from None
     simulated = [_titled(simulation, "simulated") if measured else simulation for simulation in simulations]
-    draw([*simulated, *measured], output)
+    blocking = namespace.p2p == "blocking"  # the page simulates ranks that compute while they send
+    draw([*(each.timeline if blocking else each for each in simulated), *measured], output)
     if namespace.json:
         print(json.dumps({"output": str(output), "simulations": [simulation.to_json() for simulation in simulations]}))
     else:

@@ -28,7 +28,7 @@ from helixpipe.simulate.streams import stream_waits
 Amounts = dict[str, float]
 """How much of each rate a task takes, by the rate's name: `F attn`, `message`, `copy`, or `rest`, whose rate is 1."""
 
-MESSAGE_KINDS = ("activation", "gradient", "weights", "weight_gradients")
+MESSAGE_KINDS = ("activation", "gradient", "keys_values", "kv_gradients", "weights", "weight_gradients")
 COLLECTIVE_KINDS = ("gather", "scatter", "replica_sum")
 
 
@@ -60,6 +60,7 @@ def knobs(simulations: Sequence[Simulation]) -> list[dict[str, Any]]:
             for piece in PIECE_KINDS
         ]
         found.append(_knob("ratio", "backward over forward", costs.backward_ratio) | {"least": 1})
+        found.append(_knob("overhead", "an op, beside its pieces", costs.op_overhead))
         found.append(_knob("message", "a message", costs.message))
         copy = [_knob("copy", "a copy of a layer's microbatch", costs.copy)]
         return found + copy * any(each.copies for each in simulations)
@@ -189,7 +190,8 @@ class _Rates:
 
     def _shares(self, work: Work) -> Amounts:
         forward = work._replace(kind="F")
-        return {f"{work.kind} {piece}": self._units[piece].op_time(forward) for piece in _kinds(work)}
+        amounts = {f"{work.kind} {piece}": self._units[piece].op_time(forward) for piece in _kinds(work)}
+        return amounts if work.kind == "R" else amounts | {"overhead": 1.0}
 
     def _seconds(self, work: Work) -> Amounts:
         """Of each kind of piece what it adds to an op of none; the rest is what does not depend on pieces."""

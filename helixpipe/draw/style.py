@@ -37,6 +37,8 @@ LINK_STYLES: Mapping[str, KindStyle] = MappingProxyType(
     {
         "activation": KindStyle("activation", "#7fa6c9"),
         "gradient": KindStyle("gradient", "#c9907b"),
+        "keys_values": KindStyle("keys and values", "#8f93c7"),
+        "kv_gradients": KindStyle("gradients of keys and values", "#c78fae"),
         "weights": KindStyle("weights", "#a3a86b"),
         "weight_gradients": KindStyle("weight gradients", "#6fa596"),
     }

@@ -81,8 +81,8 @@ def test_what_a_simulation_is_dumped_as() -> None:
     classes = [panel["classes"][own] for own in panel["classOf"]]
     assert [each["time"] for each in classes] == [12, 24, 12, 24, 0.5, 0.5]
     layers = {"B norm": 2, "B qkv": 2, "B attn": 2, "B proj": 2, "B mlp": 2}
-    assert classes[1]["amounts"] == {"B embed": 1, **layers}
-    assert [each["amounts"] for each in classes[3:5]] == [{**layers, "B head": 1}, {"message": 1}]
+    assert classes[1]["amounts"] == {"B embed": 1, **layers, "overhead": 1}
+    assert [each["amounts"] for each in classes[3:5]] == [{**layers, "B head": 1, "overhead": 1}, {"message": 1}]
     assert panel["memory"]["unit"] == "microbatch-layers"
     assert panel["makespan"] == made.makespan == 73
 

@@ -25,7 +25,7 @@ from tests.draw.chromium import browser, installed
 from tests.draw.pages import COSTS, HAS_NODE, node, of
 from tests.simulate.test_copying import leaving
 
-OTHERS = PieceTimes({"qkv": 0.3, "attn": 1.7, "mlp": 2.1, "proj": 0.9, "embed": 0.4, "head": 1.3}, 1.4, 0.7, 2.5)
+OTHERS = PieceTimes({"qkv": 0.3, "attn": 1.7, "mlp": 2.1, "proj": 0.9, "embed": 0.4, "head": 1.3}, 1.4, 0.7, 2.5, 0.2)
 
 RUN = """input.map(({data, knobs, values}) => {
   const program = makeProgram(data);
@@ -98,7 +98,7 @@ def test_every_schedule(simulations: list[Simulation]) -> None:
 
 def test_other_times_by_hand(simulations: list[Simulation]) -> None:
     """As Python simulates the same lowered program."""
-    values = {**OTHERS.forward, "norm": 0.0, "ratio": 1.4, "message": 0.7}
+    values = {**OTHERS.forward, "norm": 0.0, "ratio": 1.4, "message": 0.7, "overhead": 0.2}
     cases = [(each, {**values, **({"copy": 2.5} if each.copies else {})}) for each in simulations]
     for simulation, found in zip(simulations, in_the_page(cases), strict=True):
         again = simulate(simulation.lowered, OTHERS)

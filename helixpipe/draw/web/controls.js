@@ -94,7 +94,7 @@ function headingOf(panel) {
 
 function summaryOf(panel) {  // in words what the picture shows
   if (panel.data.circle) return panel.data.reason[0].toUpperCase() + panel.data.reason.slice(1);
-  const {path, times, ops, unit, span} = panel, kinds = {}, length = task => times.end[task] - times.start[task];
+  const {path, times, ops} = panel, kinds = {}, length = task => times.end[task] - times.start[task];
   let others = 0;
   for (const task of path)
     if (task < ops.rank.length) kinds[ops.kind[task]] = (kinds[ops.kind[task]] ?? 0) + length(task);
@@ -106,7 +106,6 @@ function summaryOf(panel) {  // in words what the picture shows
   const idle = panel.idle[most] - panel.idle[least] < 5e-4 ? `Every rank is idle for ${percent(panel.bubble)} of the step.`
     : `Ranks are idle for ${percent(panel.idle[least])} (rank ${least}) to ${percent(panel.idle[most])} (rank ${most}) of the step.`;
   const said = [idle, `The critical path, ${count(path.length, "task")} long: ${parts.join(", ")}.`];
-  if (times.makespan > span * (1 + 1e-9)) said.push(`Transfers end after the last op, at ${timeText(times.makespan, unit)}.`);
   if (panel.memory) for (const [i, where] of ["device", "host"].entries()) {
     if (!panel.memoryTop[i]) continue;
     const rank = panel.memory.findIndex(own => own.most[i] === panel.memoryTop[i]), {unit: of} = panel.data.memory;

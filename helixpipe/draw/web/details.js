@@ -38,7 +38,7 @@ function waitText(panel, op) {
   if (last < 0 || last === before) return told + ".";
   const what = panel.whatIs(last), moment = timeText(times.end[last], unit);
   if (what.type === OPS) return `${told}: it waited for ${cellOf(panel, last)}, which ended at ${moment}.`;
-  const made = what.type === MESSAGE && what.kind < 2 ?
+  const made = what.type === MESSAGE && what.kind < OF_WEIGHTS ?
     `, which left at ${timeText(times.start[last], unit)} and` : ", which";
   return `${told}: it waited for the ${nameOf(panel, last)}${made} ${what.type === MESSAGE ? "arrived" : "ended"} at ${moment}.`;
 }
@@ -126,7 +126,7 @@ function neighbours(panel, title, tasks) {  // buttons that go there; a message 
   const node = make("p", {className: "links"}, make("b", {}, title + ": "), tasks.length ? "" : "nothing");
   for (const task of tasks.slice(0, 24)) {
     const what = panel.whatIs(task), forward = title !== "Waits for";
-    const op = what.type === MESSAGE && what.kind < 2 ? (forward ? what.consumer : what.producer) : -1;
+    const op = what.type === MESSAGE && what.kind < OF_WEIGHTS ? (forward ? what.consumer : what.producer) : -1;
     const arrival = op < 0 ? timeText(panel.times.end[task], panel.unit)
       : `sent ${timeText(panel.times.start[task], panel.unit)}, arrived ${timeText(panel.times.end[task], panel.unit)}`;
     const text = op < 0 ? nameOf(panel, task) : `${cellOf(panel, op)} (${page.data.links[what.kind].name}, ${arrival})`;

@@ -90,7 +90,7 @@ class Panel {
 
   take(times) {  // times, and what follows from them
     this.times = times;
-    this.span = this.rows.reduce((most, row) => row.length ? Math.max(most, times.end[row.at(-1)]) : most, 0);
+    this.span = times.makespan;
     this.idle = this.rows.map(row =>
       this.span ? 1 - row.reduce((sum, op) => sum + times.end[op] - times.start[op], 0) / this.span : 0);
     this.bubble = this.idle.reduce((sum, share) => sum + share, 0) / (this.ranks || 1);

@@ -23,7 +23,7 @@ function makeProgram(data) {  // what each task waits for and runs on; tasks are
 function measuredWaits(data, before) {  // of a recording: its messages and copies say what it knows of them
   const {ops} = data, numOps = ops.rank.length, firstCopy = numOps + data.messages.length + data.collectives.length;
   data.messages.forEach(([kind, , , producer, consumer], number) => {
-    if (kind > 1) return;  // weights come from no op
+    if (kind >= OF_WEIGHTS) return;
     before[numOps + number].push(producer);
     before[consumer].push(numOps + number);
   });

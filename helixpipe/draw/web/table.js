@@ -28,7 +28,7 @@ function waitedFor(panel, op) {
   const last = heldUpBy(panel.program, panel.times, op);
   if (last < 0) return "–";
   const what = panel.whatIs(last);
-  if (what.type === MESSAGE && what.kind < 2) return `${page.data.links[what.kind].name} of ${cellOf(panel, what.producer)}`;
+  if (what.type === MESSAGE && what.kind < OF_WEIGHTS) return `${page.data.links[what.kind].name} of ${cellOf(panel, what.producer)}`;
   return what.type === OPS ? cellOf(panel, last) : nameOf(panel, last);
 }
 

@@ -1,6 +1,7 @@
 "use strict";
 // Words, numbers and colours. What stands here and in simulate.js needs no browser.
 
+const OF_WEIGHTS = 4;  // messages of this kind and the next come from no op
 const OPS = "op", MESSAGE = "message", SHARING = "sharing", COPY = "copy";
 
 function timeText(value, unit) {
@@ -33,7 +34,7 @@ function nameOf(panel, task) {  // of any task, for people
   if (what.type === MESSAGE) {
     const name = page.data.links[what.kind].name;
     const between = `rank ${what.source} to rank ${what.target}`;
-    return what.kind < 2 ? `${name} of ${cellOf(panel, what.producer)} for ${cellOf(panel, what.consumer)} (${between})`
+    return what.kind < OF_WEIGHTS ? `${name} of ${cellOf(panel, what.producer)} for ${cellOf(panel, what.consumer)} (${between})`
       : `${name} of stage ${panel.ops.stage[what.producer]} (${between})`;
   }
   if (what.type === COPY) {
