@@ -21,6 +21,7 @@ from helixpipe.program.costs import Payload
 from helixpipe.program.program import Program
 from helixpipe.simulate.simulator import Simulation, simulate
 from schedules import CATALOGUE, Shape, build
+from schedules.sppo import SppoOptions
 from tests.draw.chromium import browser, installed
 from tests.draw.pages import COSTS, HAS_NODE, node, of
 from tests.simulate.test_copying import leaving
@@ -69,11 +70,12 @@ def times_of(simulation: Simulation) -> dict[int, tuple[float, float]]:
 
 
 def programs() -> Iterator[Program]:
-    """Every schedule of the catalogue, in chunks where it takes them; copies; weights in parts."""
+    """Every schedule of the catalogue, in chunks where it takes them; copies; weights in parts; keys and values sent."""
     for name, schedule in CATALOGUE.items():
         yield build(name, Shape(1 if schedule.one_rank else 4, 8, 24, chunks=2 if schedule.chunks else 1))
     yield leaving(build("1f1b", Shape(4, 8, 8)), ahead=1, ranks=3)
     yield shared_out(build("zb1p", Shape(4, 8, 8)), 4)
+    yield build("sppo", Shape(4, 1, 4, chunks=8), SppoOptions(sppo_multiplex="both"))
 
 
 @pytest.fixture(scope="module")
