@@ -90,3 +90,19 @@ def test_chunks_can_be_shared() -> None:
     lengths = make_program(made, 2).chunk_lengths
     assert lengths is not None and sum(lengths) == 32
     assert all(length % 4 == 0 for length in lengths)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--kv-blocks", "--kv-blocks cannot be had with --attention-dropout 0.1; give 0, or leave --kv-blocks out."),
+        ("--attention-dropout 0 --kv-blocks --context-parallel-size 2", "--kv-blocks cannot be had with --context-"),
+        ("--pipeline-model-parallel-size 2 --sppo-multiplex both", "--sppo-multiplex cannot be had with --attention-"),
+    ],
+)
+def test_blocks_of_keys_and_values_are_refused_where_they_cannot_be(flags: str, says: str) -> None:
+    base = "--pipeline-schedule sppo --pipe-sp-splits 2 --global-batch-size 2"
+    with pytest.raises(UserError) as caught:
+        config(f"{base} {flags}", world=2 if "parallel-size" in flags else 1)
+    assert str(caught.value).startswith(says)
+    assert config(f"{base} --kv-blocks --attention-dropout 0").offload.kv_blocks

@@ -105,7 +105,7 @@ def check_program(config: Config, plans: Plans[int]) -> None:
 
 def _check_blocks(config: Config) -> None:
     """Raise UserError for what attention to keys and values in blocks cannot do."""
-    flag = "--kv-blocks" if config.offload.kv_blocks else "keys and values in blocks"
+    flag = "--kv-blocks" if config.offload.kv_blocks else "--sppo-multiplex"
     for other, value, valid in (
         ("--context-parallel-size", config.parallel.context_parallel_size, 1),
         ("--attention-dropout", config.model.attention_dropout, 0),
