@@ -28,6 +28,10 @@ class Published:
     oom: bool = False
     over_best: float | None = None
 
+    @property
+    def says_whether_it_ran(self) -> bool:
+        return self.oom or self.tokens_per_second_per_gpu is not None or self.memory_gib is not None
+
 
 @dataclass(frozen=True)
 class Cell:

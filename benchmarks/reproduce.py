@@ -87,11 +87,16 @@ def table_of(name: str, cells: Sequence[Cell], run: Run) -> Table:
     return Table(name, speed, mean_ratio(weighed) if weighed else None, lines)
 
 
+def _announced(name: str, cells: Sequence[Cell], run: Run) -> Table:
+    print(f"{name}: {len(cells)} cells", file=sys.stderr, flush=True)
+    return table_of(name, cells, run)
+
+
 def tables_of(cells: Sequence[Cell], jobs: int) -> list[Table]:
     """Every table of the cells, in their order."""
     names = list(dict.fromkeys(cell.table for cell in cells))
     with ProcessPoolExecutor(jobs) as pool:
-        of = partial(table_of, run=pool.map)
+        of = partial(_announced, run=pool.map)
         return [of(name, [cell for cell in cells if cell.table == name]) for name in names]
 
 

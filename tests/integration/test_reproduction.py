@@ -11,7 +11,7 @@ import pytest
 from benchmarks.predicted_cells import Predicted, arguments, hardware_of, predict, travels
 from benchmarks.published_cells import Cell, Published, load
 from benchmarks.reproduce import CELLS, main, speed_of, table_of
-from benchmarks.reproduction_page import Line, Table, page, picture
+from benchmarks.reproduction_page import Line, Table, mean_error, page, picture
 from helixpipe.common.errors import UserError
 
 FLAGS = {
@@ -121,7 +121,8 @@ def test_ratios_and_errors() -> None:
     assert table.over_best(lines[2]) == pytest.approx(188 / 126)
     assert table.memory_error(lines[1]) == pytest.approx(0.0)
     text = page([table])
-    assert "| t | 0.900 | 1.25 | 5.5 % (2) | 5.5 % (2) | 0.0 % (2) | 2 of 3 right |" in text
+    assert mean_error([0.1, None, -0.3]) == "20.0 % (2)" and mean_error([None]) == "–"
+    assert "| t | 0.900 | 1.25 | 14.7 % (2) | 5.5 % (2) | 0.0 % (2) | 2 of 3 right |" in text
     assert "published 1.20, predicted 1.49 (+24.3 %)" in text
 
 
