@@ -14,6 +14,7 @@ import pytest
 from helixpipe.common.errors import ScheduleError
 from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.lowering.lower import lower
+from helixpipe.planning.catalogue import Catalogue
 from helixpipe.program.stages import PLACEMENTS
 from helixpipe.simulate.simulator import Simulation, simulate
 from schedules import Schedule, Shape, build
@@ -84,4 +85,4 @@ def test_the_tables_name_every_field_and_placement() -> None:
 
 def test_what_cannot_be_is_refused(example: Schedule) -> None:
     with pytest.raises(ScheduleError, match="--eager-warmup 0 must be at least 1"):
-        run(example, Shape(2, 2, 2), message=0, warmup=0)
+        Catalogue([example]).build(example.name, Shape(2, 2, 2), example.options(eager_warmup=0))
