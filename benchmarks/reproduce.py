@@ -59,7 +59,7 @@ def own_speed(cell: Cell) -> float | None:
 class Run(Protocol):
     """`map`, in processes or without."""
 
-    def __call__(self, function: Callable[[Any], Any], work: Iterable[Any]) -> Iterable[Any]: ...
+    def __call__(self, function: Callable[[Any], Any], work: Iterable[Any], /) -> Iterable[Any]: ...
 
 
 def mean_ratio(ratios: Sequence[float]) -> float:
