@@ -70,7 +70,7 @@ def times_of(simulation: Simulation) -> dict[int, tuple[float, float]]:
 
 
 def programs() -> Iterator[Program]:
-    """Every schedule of the catalogue, in chunks where it takes them; copies; weights in parts; K and V sent."""
+    """Every schedule of the catalogue, in chunks where it takes them; copies; weights in parts; keys, values sent."""
     for name, schedule in CATALOGUE.items():
         yield build(name, Shape(1 if schedule.one_rank else 4, 8, 24, chunks=2 if schedule.chunks else 1))
     yield leaving(build("1f1b", Shape(4, 8, 8)), ahead=1, ranks=3)
