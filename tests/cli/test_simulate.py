@@ -117,7 +117,7 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert [row["name"] for row in json.loads(capsys.readouterr().out)] == list(CATALOGUE)
 
 
-@pytest.mark.parametrize("columns", [50, 220])
+@pytest.mark.parametrize("columns", [60, 220])
 def test_list_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)

@@ -26,7 +26,8 @@ def test_by_hand_a_microbatch_layer_takes_a_given_time() -> None:
 
 def test_flags_say_what_the_host_has() -> None:
     host = {"host_memory": 100.0, "host_efficiency": 0.5}
-    plan = make_plan(ModelOptions("llama2-7b", hardware="a100-80", nodes=2, gpus_per_node=4, **host), None, None, None)
+    model = ModelOptions(model="llama2-7b", hardware="a100-80", nodes=2, gpus_per_node=4, **host)
+    plan = make_plan(model, None, None, None)
     assert plan is not None and plan.costs.host_memory == 25 * GIB
     assert plan.costs.copy_time(1e9, inward=True) == pytest.approx(10e-6 + 1e9 / (32e9 * 0.5 / 2 * 0.7))
 
