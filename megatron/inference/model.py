@@ -89,8 +89,10 @@ class ForwardModel:
         return tuple(state)
 
 
-def open_model(config: Config) -> ForwardModel:
+def open_model(config: Config, parallel: Any = None) -> ForwardModel:
     """The model and tokenizer of --load, its layers over all ranks of this job. Collective.
+
+    parallel: process groups that are there already; None: they are made.
 
     Raises UserError where ranks are not those of one copy of the model.
     """
@@ -110,7 +112,7 @@ def open_model(config: Config) -> ForwardModel:
     check_device(config, gpus=torch.cuda.device_count())
     config = _tokenizer_of_checkpoint(config, read_arguments)
     config = config.replace("parallel", sequence_parallel=False)
-    parallel = initialize(config)
+    parallel = parallel or initialize(config)
     tokenizer = build_tokenizer(**tokenizer_flags(config))
     config = fix_vocabulary(config, tokenizer.vocab_size, read_arguments)
     stages = even_stages(config.model.num_layers or 0, parallel.pp_size)

@@ -54,10 +54,12 @@ def ask(rank: int, world: int, folder: str, flags: str) -> Said:
     from megatron.inference.perplexity import PerplexityOptions, perplexity
     from megatron.training.arguments import parse_args
     from megatron.training.launch import _saved_arguments
+    from megatron.training.process.parallel import Parallel
+    from tests.model.common import set_parallel
 
-    torch.distributed.destroy_process_group()  # `open_model` starts its own
+    set_parallel(tp=2 if "tensor" in flags else 1, pp=2 if "pipeline" in flags else 1)
     argv = [*CHECKPOINT_FLAGS, "--load", folder, *flags.split()]
-    model: Any = open_model(parse_args(argv, load_checkpoint_args=_saved_arguments))
+    model: Any = open_model(parse_args(argv, load_checkpoint_args=_saved_arguments), Parallel.current())
     prompt = model.tokenizer.tokenize(PROMPT)
 
     def written(**options: Any) -> list[list[int]]:
