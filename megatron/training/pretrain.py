@@ -106,7 +106,8 @@ def _run(
     progress = loaded[0] if loaded is not None else Progress()
     make_feed = _document_feed if config.data.variable_seq_lengths else _sample_feed
     feed = make_feed(config, parallel, pipeline, tokenizer, schedule, length, progress)
-    record_arguments(config)
+    if progress.iteration < length.iterations:  # a run that has ended before writes nothing
+        record_arguments(config)
     # Until here signals kill: there is nothing to save, and a rank that waits for a dead one would not notice a flag.
     with SignalFlag(active=config.training.exit_signal_handler) as flag:
         trainer = Trainer(

@@ -114,7 +114,7 @@ def model_shape(config: Config) -> ModelShape:
         positions="rope" if model.position_embedding_type == "yarn" else model.position_embedding_type,
         bias=model.add_bias_linear,
         seq_length=model.seq_length or 1,
-        head_channels=model.kv_channels or 0,
+        head_channels=0 if model.kv_channels == hidden // heads else model.kv_channels or 0,
         qkv_bias=model.add_qkv_bias,
         qk_norm=model.qk_layernorm,
         centered=model.apply_layernorm_1p,
