@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from helixpipe.common.errors import UserError
 from helixpipe.costs.context_parallel import nearest_sizes
@@ -128,9 +129,15 @@ _REQUIREMENTS = (
 )
 
 
-def check_supported(config: TransformerConfig, gpt: GPTOptions, context_parallel: int = 1) -> None:
+def check_supported(
+    config: TransformerConfig, gpt: GPTOptions, context_parallel: int = 1, tp_group: Any = None
+) -> None:
     """Raise UserError, naming the flag, for a model that the pieces cannot express, or so many context-parallel ranks
-    cannot share."""
+    cannot share, and for a tensor-parallel group that is not megatron-core's own."""
+    if _of_other_ranks(tp_group):
+        raise UserError(
+            "pg_collection.tp must have the ranks of megatron-core's tensor-parallel group: its loss sums over those."
+        )
     for name, holds, valid in _REQUIREMENTS:
         value = getattr(config, name)
         if not holds(value):
@@ -169,3 +176,12 @@ def check_supported(config: TransformerConfig, gpt: GPTOptions, context_parallel
     ):
         if count % tp:
             raise UserError(f"{flag} {count} must be a multiple of --tensor-model-parallel-size {tp}.")
+
+
+def _of_other_ranks(tp_group: Any) -> bool:
+    from megatron.core import parallel_state
+
+    own = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
+    if not isinstance(own, dist.ProcessGroup) or not isinstance(tp_group, dist.ProcessGroup):
+        return False
+    return dist.get_process_group_ranks(own) != dist.get_process_group_ranks(tp_group)

@@ -103,7 +103,7 @@ class PipelineModel(MegatronModule):
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
         self.context = context = ContextParallel(getattr(pg_collection, "cp", None), gpt.cp_comm_type)
-        check_supported(config, gpt, context.size)
+        check_supported(config, gpt, context.size, pg_collection.tp)
         super().__init__(config)
         self.gpt = gpt
         self.pieces = tuple(pieces)
