@@ -8,8 +8,6 @@ export OMP_NUM_THREADS ?= 1
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart test pytest mutants lint format clean distclean
 .PHONY: bench bench-predict bench-steps bench-setups bench-choosing bench-plans bench-network bench-planning bench-queues
-.PHONY: bench-host bench-gpu bench-offload bench-sppo bench-sppo-steps bench-infinipipe bench-infinipipe-steps
-.PHONY: bench bench-predict bench-steps bench-setups bench-choosing bench-network bench-planning bench-queues
 .PHONY: bench-host bench-gpu bench-offload bench-sppo bench-sppo-steps bench-infinipipe bench-infinipipe-steps reproduce
 
 help:  ## this list
@@ -60,6 +58,7 @@ bench-choosing: install  ## the table of docs/choosing.md, simulated; make bench
 
 bench-plans: install  ## the worked example of docs/planning.md, written anew
 	.venv/bin/python benchmarks/plans.py $(ARGS)
+
 reproduce: install  ## published figures beside predicted ones, into docs/reproduction.md; CELLS=file.json prints those of a file
 	PYTHONPATH=. .venv/bin/python benchmarks/reproduce.py $(if $(CELLS),--cells $(CELLS),--output docs/reproduction.md) $(ARGS)
 

@@ -59,7 +59,7 @@ def test_the_commands_train_what_was_planned(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_flags_of_a_model_give_that_model(name: str) -> None:
     """Heads, norms, biases and positions as the preset has them."""
-    shape = dataclasses.replace(MODELS[name], seq_length=4096, head_channels=MODELS[name].channels)
+    shape = dataclasses.replace(MODELS[name], seq_length=4096)
     training = "--micro-batch-size 1 --train-iters 1 --lr 1e-4"
     config = parse_args(" ".join([*model_flags(shape), training]).split(), environ={})
     assert dataclasses.replace(model_shape(config), vocab=shape.vocab) == dataclasses.replace(shape, name="the model")
