@@ -51,7 +51,7 @@ def test_json_has_what_is_promised_in_plain_numbers() -> None:
         '{"schedule": "1f1b", "ranks": 4, "microbatches": 8, "layers": 8, "chunks": 1, "makespan": 396, "ideal": 288, '
         '"bubble_time": 108, "bubble_ratio": 0.272727273, "bubble_time_without_flush": 108, '
         '"busy": [288, 288, 288, 288], "peak_activation": [8, 6, 4, 2], "peak_activation_unit": "microbatch-layers", '
-        '"messages": 48}'
+        '"messages": 48, "recomputed": {}}'
     )
     assert "order" not in run("1f1b", Shape(4, 8, 8)).to_json()
 
