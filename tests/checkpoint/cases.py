@@ -234,6 +234,7 @@ def untrusted(results: dict[str, Any], saved: Path, directory: Path) -> None:
             run.load(directory, trust_checkpoint=True)
         dist.barrier()
         results[f"untrusted {name}"] = told, arguments, ran, mark.exists()
+        dist.barrier()  # the first rank makes the folder anew
 
 
 # ------------------------------------------------------------------------------------------------------------- writing

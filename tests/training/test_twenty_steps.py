@@ -18,6 +18,7 @@ DISTRIBUTED = "--use-distributed-optimizer"
 ON_HOST = f"{DISTRIBUTED} --optimizer-cpu-offload"
 SHARDED = "--data-parallel-sharding-strategy optim_grads_params"
 WHOLE = [
+    Run("llama", f"--pipeline-schedule sppo --pipe-sp-splits 3 --sppo-multiplex both {DISTRIBUTED}", pp=2, batch=2),
     Run("gpt", f"--pipeline-schedule 1f1b {COUNTED}", pp=4),
     Run(
         "gpt",
@@ -41,7 +42,6 @@ BRIEF = [
     Run("llama", f"--pipeline-schedule seq1f1b --pipe-sp-splits 3 --chunk-alignment 1 {DISTRIBUTED}", pp=2),
     Run("gpt", "--pipeline-schedule seq1f1b --pipe-sp-splits auto --pipe-sp-strategy average", pp=2),
     Run("gpt", "--pipeline-schedule sppo --pipe-sp-splits 4 --sppo-ahead 1 --kv-blocks", pp=2),
-    Run("llama", f"--pipeline-schedule sppo --pipe-sp-splits 3 --sppo-multiplex both {DISTRIBUTED}", pp=2, batch=2),
     Run("llama", "--pipeline-schedule infinipipe --pipe-sp-splits 2 --infinipipe-ahead 2", pp=2),
     Run("gpt", "--pipeline-schedule seq1f1b-zb --chunk-lengths 10,6 --sequence-parallel", tp=2, pp=2, batch=4),
     Run("llama", f"{PER_TOKEN} --pipeline-schedule 1f1b {DISTRIBUTED} {COUNTED}", pp=2),
