@@ -119,8 +119,8 @@ PYTHON
 
 # What the model writes by now, and what the schedule is worth here.
 echo
-echo "quickstart: ten lines that the model wrote"
-"$python" tools/generate.py --load "$RUN/checkpoints" --prompt "    def " --max-new-tokens 500 --temperature 0.7 \
+echo "quickstart: what the model writes (up to ten lines)"
+"$python" tools/generate.py --load "$RUN/checkpoints" --prompt "    def " --max-new-tokens 900 --temperature 0.7 \
     --sampling-seed 7 | grep -v -e "successfully loaded" -e "^-*$" | head -n 10 || true
 other=$([ "$SCHEDULE" = 1f1b ] && echo helix || echo 1f1b)
 echo

@@ -31,7 +31,7 @@ from helixpipe.draw.style import (
 from helixpipe.program.timeline import CopyEvent, OpEvent, Timeline, idle_shares
 
 WIDTH, LEFT, RIGHT = 14.0, 0.8, 0.75  # inches: of the figure, where it has room for labels, and beside the axes
-WIDEST, AREA, FLATTEST = 60.0, 1200.0, 8.0  # inches, square inches, width over height, of one that grows for them
+WIDEST, AREA, FLATTEST = 160.0, 1200.0, 10.0  # inches, square inches, width over height, of one that grows for them
 LEGEND, TITLE, BELOW = 0.42, 0.32, 0.55  # inches: above all panels, above a panel, below a panel
 ROW, ALL_ROWS = 0.42, 5.6  # inches: the tallest row, and the height that many rows share
 LABELLED_ROW, FLATTEST_ROW = 0.12, 0.05  # inches: of many rows whose boxes are to have labels, and of very many
