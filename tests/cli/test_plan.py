@@ -38,7 +38,7 @@ def test_the_commands_train_what_was_planned(capsys: pytest.CaptureFixture[str])
         words = shlex.split(plan["command"].replace("\\\n", ""))
         assert words[:5] == ["torchrun", "--nproc-per-node", "8", "--nnodes", "1"]
         config, plans = parse_and_plan(words[6:], environ={"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0"})
-        shape = dataclasses.replace(MODELS["llama3-8b"], name="the model", seq_length=8192, head_channels=128)
+        shape = dataclasses.replace(MODELS["llama3-8b"], name="the model", seq_length=8192)
         assert dataclasses.replace(model_shape(config), vocab=shape.vocab) == shape
         parallel = config.parallel
         assert not [warning for warning in config.warnings if "accepted" in warning]
