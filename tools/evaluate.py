@@ -19,9 +19,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywher
 import numpy
 
 from helixpipe.common.errors import UserError
-from helixpipe.common.files import whole_file
+from helixpipe.common.files import try_file, whole_file
 from megatron.inference.commands import run_with_model
-from megatron.inference.perplexity import PerplexityOptions, perplexity, table
+from megatron.inference.perplexity import PerplexityOptions, context_of, perplexity, table
+from megatron.training.checkpoint.ranks import together
 from megatron.training.data.document_files import IndexedDocuments
 from megatron.training.data.indexed_files import read_indexed_file
 from megatron.training.process.output import say
@@ -45,9 +46,11 @@ def documents(options: PerplexityOptions, tokenizer: Any, context: int) -> Itera
 
 def work(model: Any, options: PerplexityOptions) -> None:
     """Print the table on the last rank of the pipeline, which knows the losses."""
-    context = options.context or model.config.model.seq_length
+    writes = model.is_last and model.parallel.tp_rank == 0
+    together(lambda: try_file("--json", options.json) if writes and options.json is not None else None, "--json")
+    context = context_of(model, options)
     buckets, count = perplexity(model, documents(options, model.tokenizer, context), options)
-    if model.is_last and model.parallel.tp_rank == 0:
+    if writes:
         say(table(buckets, count))
         if options.json is not None:
             rows = [{**each._asdict(), "perplexity": each.perplexity} for each in buckets if each.tokens]

@@ -15,6 +15,14 @@ from megatron.training.process.output import complain
 
 Options = TypeVar("Options")
 
+CHECKPOINT_FLAGS = (
+    "--use-checkpoint-args",
+    *("--micro-batch-size", "1", "--train-iters", "1", "--lr", "0", "--mock-data"),
+    *("--no-load-optim", "--no-load-rng"),
+)
+"""Flags of pretrain_gpt.py beside --load: the model is the checkpoint's, of which only weights are loaded; what training
+needs has values without effect."""
+
 
 def run_with_model(
     options: type[Options],
@@ -37,7 +45,6 @@ def run_with_model(
     except UserError as error:
         complain(f"helixpipe: {error}")
         return 2
-    from megatron.inference.flags import CHECKPOINT_FLAGS
 
     def job(config: Config, plans: Any, began: float) -> None:
         import torch.distributed as dist

@@ -47,6 +47,14 @@ class Bucket(NamedTuple):
         return math.exp(min(self.loss, 700.0))
 
 
+def context_of(model: ForwardModel, options: PerplexityOptions) -> int:
+    """Tokens of a document that count. Raises UserError for more than the model has positions."""
+    context = options.context or model.config.model.seq_length or 0
+    if model.longest is not None and context > model.longest:
+        raise UserError(f"--context {context} is more than the {model.longest} positions that the model has learned.")
+    return context
+
+
 def edges(context: int, asked: Sequence[int]) -> list[int]:
     """Where buckets begin, the first at 0, and the end: [0, 1024, 2048, 4096, ..., context].
 
@@ -83,9 +91,7 @@ def perplexity(model: ForwardModel, documents: Iterable[Any], options: Perplexit
 
     documents: token ids of each; those of one token count for nothing.
     """
-    context = options.context or model.config.model.seq_length or 0
-    if model.longest is not None and context > model.longest:
-        raise UserError(f"--context {context} is more than the {model.longest} positions that the model has learned.")
+    context = context_of(model, options)
     begins = edges(context, options.buckets)
     sums = torch.zeros((2, len(begins) - 1), dtype=torch.float64)
     count = 0

@@ -16,6 +16,7 @@ from helixpipe.common.errors import CheckpointError, UserError
 from helixpipe.common.flags import FlagParser, add_dataclass_arguments, dataclass_from_namespace, whole_number
 from helixpipe.planning.plan import Plans
 from helixpipe.program.files import is_file
+from megatron.training.checkpoint.options import CheckpointOptions
 from megatron.training.config import CheckpointConfig, Config, LaunchConfig, compat
 from megatron.training.config.container import GROUPS
 from megatron.training.config.parallel import PIPELINE
@@ -76,7 +77,7 @@ EXTENDS = frozenset(
     name
     for name in MODEL_SHAPE
     if name.startswith(("rotary_", "rope_", "yarn_", "mscale", "use_rope"))
-    or name in ("max_position_embeddings", "position_embedding_type")
+    or name in ("seq_length", "max_position_embeddings", "position_embedding_type")
 )
 """Those among them that a run may change, by which it extends the context of what it loads."""
 
@@ -155,6 +156,10 @@ def _of_checkpoint(config: Config, load: CheckpointArgs | None, given: Collectio
     if not config.checkpoint.use_checkpoint_args:
         return config
     saved = load(config.checkpoint) if load is not None else None
+    if saved is None and load is not None and not CheckpointOptions.from_config(config).continues:
+        raise CheckpointError(
+            f"--load {config.checkpoint.load} holds no checkpoint, so --use-checkpoint-args can take no model from it."
+        )
     return overlay_checkpoint_args(config, saved, given)
 
 

@@ -48,7 +48,7 @@ class Said(NamedTuple):
 
 def ask(rank: int, world: int, folder: str, flags: str) -> Said:
     """Tokens written, likewise by running each row anew without keeping anything, and losses."""
-    from megatron.inference.flags import CHECKPOINT_FLAGS
+    from megatron.inference.commands import CHECKPOINT_FLAGS
     from megatron.inference.generation import GenerationOptions, generate
     from megatron.inference.model import open_model
     from megatron.inference.perplexity import PerplexityOptions, perplexity
@@ -110,6 +110,8 @@ def test_commands(checkpoint: Path, tmp_path: Path) -> None:
         ("generate", "--top-p 1.5", "--top-p 1.5"),
         ("evaluate", "--load {folder}", "give either --documents"),
         ("evaluate", "--load {folder} --text {folder}/none", "none cannot be read"),
+        ("evaluate", "--load {folder} --text {folder}/none --json {folder}/no/table.json", "--json: cannot write"),
+        ("generate", "--load {folder}/none", "none holds no checkpoint, so --use-checkpoint-args can take no model"),
     ],
 )
 def test_mistakes_are_one_sentence(checkpoint: Path, script: str, flags: str, sentence: str) -> None:

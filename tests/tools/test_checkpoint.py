@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import pickle
 from pathlib import Path
 
 import pytest
@@ -44,13 +46,43 @@ def test_files_of_another_size_and_type(tmp_path: Path) -> None:
     assert ours.config["dtype"] == "float32" and ours.config["vocab_size"] == CONFIG["vocab_size"]
 
 
+def test_what_cannot_be_exported_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make(tmp_path / "theirs")
+    assert main(["import-hf", str(tmp_path / "theirs"), "--save", str(tmp_path / "saved")]) == 0
+    for name, kind in (("qwen", "qwen2"), ("damaged", "llama")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({**CONFIG, "model_type": kind}))
+    (tmp_path / "damaged" / INDEX).write_text("{")
+    (tmp_path / "file").write_text("")
+    common = tmp_path / "saved" / "release" / "common.pt"
+    words = ["export-hf", "--load", str(tmp_path / "saved")]
+    for rest, said in (
+        (["ours", "--like", "qwen"], "is of type llama, by its biases and norms of queries and keys, and cannot be"),
+        (["ours", "--like", "damaged"], f"{INDEX} is damaged."),
+        (["file/ours"], "file/ours cannot be written: Not a directory."),
+    ):
+        capsys.readouterr()
+        assert main([*words, *(w if w.startswith("--") else str(tmp_path / w) for w in rest)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert said in line and not (tmp_path / "ours").exists()
+    (common.parent / "manifest.json").unlink()
+    for content, said in ((pickle.dumps({}), "no checkpoint in --load"), (b"garbage", "common.pt is corrupt")):
+        common.write_bytes(content)
+        assert main([*words, str(tmp_path / "ours")]) == 2
+        assert said in capsys.readouterr().err
+    torch.save({"iteration": 0}, common)  # it says nothing of a model
+    assert main([*words, str(tmp_path / "ours")]) == 2
+    assert "the checkpoint's model has normalization None" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["import-hf", "{}/none", "--save", "{}/saved"], "none is not a folder."),
         (["import-hf", "{}/theirs", "--save", "{}/theirs"], "theirs is not empty"),
+        (["import-hf", "{}/theirs", "--save", "{}/theirs/config.json"], "cannot be written: Not a directory."),
         (["import-hf", "{}/theirs"], "--save"),
-        (["export-hf", "--load", "{}/none", "{}/ours"], "no checkpoint in --load "),
+        (["export-hf", "--load", "{}/none", "{}/ours"], "none holds no checkpoint."),
         (["export-hf", "--load", "{}/none", "{}/ours", "--max-shard-size", "5"], "'5' is no size; give 5GB, say"),
     ],
 )

@@ -81,7 +81,17 @@ def test_model_shape_from_a_checkpoint() -> None:
     chosen = parse_args(words.split(), environ={}, load_checkpoint_args=load)
     assert (chosen.model.num_layers, chosen.model.hidden_size, chosen.model.swiglu) == (2, 64, True)
     assert (chosen.training.lr, chosen.data.vocab_size) == (1e-3, 100)
+    longer = parse_args(
+        [*words.split(), "--seq-length", "128", "--max-position-embeddings", "256"],
+        environ={},
+        load_checkpoint_args=load,
+    ).model
+    assert (longer.seq_length, longer.max_position_embeddings) == (128, 256)
     assert "no checkpoint" in overlay_checkpoint_args(config(), None).warnings[0]
+    with pytest.raises(
+        CheckpointError, match="--load x holds no checkpoint, so --use-checkpoint-args can take no model"
+    ):
+        parse_args(words.split(), environ={}, load_checkpoint_args=lambda checkpoint: None)
     with pytest.raises(CheckpointError, match="mixture of experts"):
         overlay_checkpoint_args(config(), argparse.Namespace(num_experts=8))
 

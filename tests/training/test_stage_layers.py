@@ -58,6 +58,10 @@ def test_layers_of_each_stage(flags: str, layers: tuple[int, ...] | None) -> Non
         ("--num-layers 8 --pipeline-model-parallel-layout Ett||ttt|tttL", "at least one t in every stage between"),
         ("--num-layers 8 --pipeline-model-parallel-layout Et*99999999|L", "more stages and layers than there can be"),
         (
+            f"--num-layers 8 --pipeline-model-parallel-layout Et*{'9' * 5000}|L",
+            "more stages and layers than there can be",
+        ),
+        (
             "--num-layers 9 --decoder-first-pipeline-num-layers 3 --account-for-loss-in-pipeline-split",
             "three ways to divide the layers; give one",
         ),
@@ -85,6 +89,12 @@ def test_what_cannot_be_is_refused(flags: str, said: str) -> None:
     with pytest.raises(UserError) as caught:
         parse_args(words(flags), environ={"WORLD_SIZE": "4"})
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("which", ["first", "last"])
+def test_one_rank_has_all_layers(which: str) -> None:
+    one = ["--pipeline-model-parallel-size", "1", f"--decoder-{which}-pipeline-num-layers", "8", "--num-layers", "8"]
+    assert parse_args([*words(""), *one], environ={}).parallel.stage_layers == (8,)
 
 
 def test_groups_of_interleaved_microbatches() -> None:

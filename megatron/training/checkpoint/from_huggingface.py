@@ -107,9 +107,9 @@ def import_folder(source: Folder, save: Path, done: Callable[[int], None] = lamb
     """
     source.check()
     folder, temporary = save / folders.RELEASE, save / f".{folders.RELEASE}.tmp"
-    if save.exists() and any(save.iterdir()) and [each.name for each in save.iterdir()] != [temporary.name]:
-        raise CheckpointError(f"--save {save} is not empty; give a folder that is, or a new one.")
     try:
+        if save.exists() and not {each.name for each in save.iterdir()} <= {temporary.name}:
+            raise CheckpointError(f"--save {save} is not empty; give a folder that is, or a new one.")
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         _write_shard(source, temporary, done)
@@ -122,8 +122,9 @@ def import_folder(source: Folder, save: Path, done: Callable[[int], None] = lamb
         tracker = save / folders.TRACKER
         new_file(tracker, folders.RELEASE.encode()).replace(tracker)
     except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(f"--save {save} cannot be written: {error.strerror or error}.") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # renamed, unless something failed
     return folder
 
 

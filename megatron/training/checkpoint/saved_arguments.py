@@ -22,14 +22,25 @@ def read_arguments(load_dir: str, step: int | None = None, trusted: bool = False
     directory = Path(load_dir)
     if looks_like_one(directory):
         return Folder(directory).arguments
-    found = folders.candidates(directory, step)
+    found = newest_usable(directory, step, trusted, shares=0)
+    return None if found is None else found[1]
+
+
+def newest_usable(
+    directory: Path, step: int | None = None, trusted: bool = False, *, shares: int = 1
+) -> tuple[Path, dict[str, Any]] | None:
+    """The checkpoint that `load` would try first among those that look whole, and its `args`; not collective.
+
+    shares: 0 leaves the checksums of shards out, as `folder.problem` has it. None when the directory holds no
+    checkpoint. Raises CheckpointError when none is readable.
+    """
     reasons = []
-    for name in found.names:
-        reason = folders.problem(directory / name, functools.partial(known.read_index, trusted=trusted), shares=0)
+    for name in folders.candidates(directory, step).names:
+        path = directory / name
+        reason = folders.problem(path, functools.partial(known.read_index, trusted=trusted), shares=shares)
         if reason is None:
             try:
-                common = known.load_common(directory / name, trusted)
-                return dict(vars(common.get("args", Namespace())))
+                return path, dict(vars(known.load_common(path, trusted).get("args", Namespace())))
             except CheckpointError:
                 raise
             except Exception:  # unpickling garbage may raise anything

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from helixpipe.common.errors import CheckpointError
-from megatron.training.checkpoint import folder as folders
 from megatron.training.checkpoint import known
 from megatron.training.checkpoint.from_huggingface import KEPT, copy_files
+from megatron.training.checkpoint.saved_arguments import newest_usable
 from megatron.training.huggingface.config import arguments_of, check_exportable, config_of, read_config
-from megatron.training.huggingface.folder import INDEX, WEIGHTS
+from megatron.training.huggingface.folder import INDEX, WEIGHTS, read_index
 from megatron.training.huggingface.safetensors import write_tensors
 from megatron.training.huggingface.weights import Shape, Weight, Weights
 
@@ -29,18 +29,10 @@ class Checkpoint:
     """The newest usable checkpoint of a folder. Raises CheckpointError."""
 
     def __init__(self, load: Path, step: int | None = None):
-        self.arguments: dict[str, Any] = {}
-        reasons = []
-        for name in folders.candidates(load, step).names:
-            self.path = load / name
-            reason = folders.problem(self.path, known.read_index)
-            if reason is None:
-                self.arguments = dict(vars(known.load_common(self.path).get("args", object())))
-                break
-            reasons.append(f"{name}: {reason}")
-        else:
-            what = f"is usable ({'; '.join(reasons)})" if reasons else "is there"
-            raise CheckpointError(f"no checkpoint in --load {load} {what}.")
+        found = newest_usable(load, step)
+        if found is None:
+            raise CheckpointError(f"--load {load} holds no checkpoint.")
+        self.path, self.arguments = found
         index = known.read_index(self.path)
         self.tensors, self._places = index.state_dict_metadata, index.storage_data
 
@@ -103,7 +95,8 @@ def export_folder(
     """Write a folder that transformers loads. like: a folder whose configuration, tokenizer and division into files are
     taken over; None: what was imported, where that lies beside the checkpoint. dtype: of the weights, if not theirs.
 
-    Raises CheckpointError for a model that no family has, and a target that is not empty.
+    Raises CheckpointError for a model that no family has, or not that of `like`, for a target that is not empty, and
+    for one that cannot be written.
     """
     arguments = source.arguments
     check_exportable(arguments)
@@ -113,19 +106,29 @@ def export_folder(
     like = kept if like is None and kept.is_dir() else like
     old = read_config(like) if like is not None else None
     arguments = _with_vocabulary(arguments, old)
-    weights, tensors = Weights(arguments), _Tensors(source, Weights(arguments), dtype)
-    target.mkdir(parents=True, exist_ok=True)
-    if like is not None:
-        copy_files(like, target)
-        (target / INDEX).unlink(missing_ok=True)
-    files = _files(tensors.shapes, like, max_shard_bytes)
-    for file, names in files.items():
-        write_tensors(target / file, {name: tensors.shapes[name] for name in names}, tensors.read, done)
-    if list(files) != [WEIGHTS]:
-        _write_index(target, files, tensors.shapes, like)
+    tensors = _Tensors(source, Weights(arguments), dtype)
     main = next(iter(tensors.shapes.values()))[0]
+    config = None
     if old is None or _differs(arguments, old, like) or dtype is not None:
-        config = config_of(weights.arguments, str(main).removeprefix("torch."), old)
+        config = config_of(arguments, str(main).removeprefix("torch."), old)
+    files = _files(tensors.shapes, like, max_shard_bytes)
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        if like is not None:
+            copy_files(like, target)
+            (target / INDEX).unlink(missing_ok=True)
+        for file, names in files.items():
+            write_tensors(target / file, {name: tensors.shapes[name] for name in names}, tensors.read, done)
+        if list(files) != [WEIGHTS]:
+            _write_index(target, files, tensors.shapes, like)
+        _write_configs(target, config)
+    except OSError as error:
+        raise CheckpointError(f"{target} cannot be written: {error.strerror or error}.") from None
+
+
+def _write_configs(target: Path, config: Mapping[str, Any] | None) -> None:
+    """The model's, unless what was copied holds, and one of generation, unless that was copied."""
+    if config is not None:
         _write_json(target / "config.json", config)
     if not (target / "generation_config.json").exists():
         config = read_config(target)
@@ -182,11 +185,11 @@ class _Tensors:
 def _files(shapes: Mapping[str, tuple[torch.dtype, Shape]], like: Path | None, max_bytes: int) -> dict[str, list[str]]:
     """The names of each file: as they were, or as many as fit, in the order of the model."""
     if like is not None and (like / INDEX).is_file():
-        places = json.loads((like / INDEX).read_bytes())["weight_map"]
+        places = read_index(like / INDEX)
         if all(name in places for name in shapes):
             files = defaultdict[str, list[str]](list)
             for name in shapes:
-                files[Path(places[name]).name].append(name)
+                files[places[name]].append(name)
             return dict(sorted(files.items()))
     groups: list[list[str]] = []
     room = 0
@@ -209,11 +212,9 @@ def _write_index(
     like: Path | None,
 ) -> None:
     places = {name: file for file, names in files.items() for name in names}
-    if like is not None and (like / INDEX).is_file():
-        before = (like / INDEX).read_bytes()
-        if json.loads(before)["weight_map"] == places:
-            (target / INDEX).write_bytes(before)
-            return
+    if like is not None and (like / INDEX).is_file() and read_index(like / INDEX) == places:
+        (target / INDEX).write_bytes((like / INDEX).read_bytes())
+        return
     counts = {name: torch.Size(shape).numel() for name, (_, shape) in shapes.items()}
     total = sum(counts[name] * shapes[name][0].itemsize for name in counts)
     about = {"total_parameters": sum(counts.values()), "total_size": total}

@@ -171,7 +171,13 @@ def config_of(arguments: Mapping[str, Any], dtype: str, like: Mapping[str, Any] 
     Raises CheckpointError for a model that none of the families has.
     """
     check_exportable(arguments)
-    kind = str((like or {}).get("model_type") or _family(arguments))
+    own = _family(arguments)
+    kind = str((like or {}).get("model_type") or own)
+    if FAMILIES[kind][1:] != FAMILIES[own][1:]:
+        raise CheckpointError(
+            f"the checkpoint's model is of type {own}, by its biases and norms of queries and keys, and cannot be "
+            f"written like one of type {kind}."
+        )
     heads = arguments["num_attention_heads"]
     config = {k: v for k, v in (like or {}).items() if k not in ("rope_theta", "rope_scaling", "torch_dtype")}
     if like is None:

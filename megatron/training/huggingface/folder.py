@@ -25,6 +25,18 @@ def looks_like_one(path: Path) -> bool:
     return (path / "config.json").is_file() and not any(path.glob("iter_*")) and not any(path.glob("latest_*"))
 
 
+def read_index(path: Path) -> dict[str, str]:
+    """The file of each tensor, by name, as an index has it. Raises CheckpointError."""
+    try:
+        places = {str(name): str(file) for name, file in json.loads(path.read_bytes())["weight_map"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise CheckpointError(f"{path} is damaged.") from None
+    for file in sorted(set(places.values())):
+        if file != Path(file).name or not file.endswith(".safetensors"):
+            raise CheckpointError(f"{path} names {file!r}, which is no safetensors file of the folder.")
+    return places
+
+
 class Folder:
     """Raises CheckpointError, one sentence, for a folder of another model, or one that is not whole."""
 
@@ -50,13 +62,8 @@ class Folder:
                     "safetensors are read; let whoever trusts it save it as that (save_pretrained in transformers)."
                 )
             raise CheckpointError(f"{self.path} holds neither {WEIGHTS} nor {INDEX}.")
-        try:
-            places = {str(name): str(file) for name, file in json.loads(index.read_bytes())["weight_map"].items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise CheckpointError(f"{index} is damaged.") from None
+        places = read_index(index)
         for file in sorted(set(places.values())):
-            if file != Path(file).name or not file.endswith(".safetensors"):
-                raise CheckpointError(f"{index} names {file!r}, which is no safetensors file of the folder.")
             if not (self.path / file).is_file():
                 raise CheckpointError(f"{self.path} is not whole: {file} is missing.")
         return places

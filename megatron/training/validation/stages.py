@@ -50,7 +50,8 @@ def _of_ends(config: Config, first: int | None, last: int | None) -> tuple[int, 
             "them evenly, one or more each."
         )
     of_rank = [rest // others if others else 0] * ranks
-    of_rank[0], of_rank[-1] = first or of_rank[0], last or of_rank[-1]
+    of_rank[0] = first or of_rank[0]
+    of_rank[-1] = last or of_rank[-1]
     odd = [count for count in of_rank if count % stages]
     if odd:
         raise UserError(f"{flags}: the {odd[0]} layers of a pipeline rank must be a multiple of its {stages} stages.")
@@ -98,7 +99,7 @@ def _written_out(layout: str) -> list[str]:
     """The stages with every `*N` written out; commas are left out, and a bar at the end, as Megatron-LM has it."""
     text = re.sub(r"[,\s]", "", layout)
     while (repeated := _TIMES.search(text)) is not None:
-        if len(text) + len(repeated[1]) * int(repeated[2]) > _LONGEST:
+        if len(repeated[2]) > 9 or len(text) + len(repeated[1]) * int(repeated[2]) > _LONGEST:
             raise UserError(f"{_FLAG} {layout} has more stages and layers than there can be.")
         text = text[: repeated.start()] + repeated[1].strip("()") * int(repeated[2]) + text[repeated.end() :]
     return _GROUP.sub(r"\1", text).split("|")
