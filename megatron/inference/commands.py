@@ -20,8 +20,8 @@ CHECKPOINT_FLAGS = (
     *("--micro-batch-size", "1", "--train-iters", "1", "--lr", "0", "--mock-data"),
     *("--no-load-optim", "--no-load-rng"),
 )
-"""Flags of pretrain_gpt.py beside --load: the model is the checkpoint's, of which only weights are loaded; what training
-needs has values without effect."""
+"""Flags of pretrain_gpt.py beside --load: the model is the checkpoint's, of which weights alone are loaded; what only
+training needs has values without effect."""
 
 
 def run_with_model(

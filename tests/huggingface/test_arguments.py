@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from helixpipe.common.errors import UserError
+from helixpipe.common.errors import CheckpointError, UserError
 from megatron.training.arguments import parse_args
+from megatron.training.checkpoint.from_huggingface import other_positions
 from megatron.training.checkpoint.saved_arguments import read_arguments
-from megatron.training.config import Config
+from megatron.training.checkpoint.tensors import check_model
+from megatron.training.config import Config, core
+from megatron.training.huggingface.config import arguments_of
+from tests.huggingface.families import configuration
 from tests.huggingface.test_folder import CONFIG, make
 
 FLAGS = (
@@ -52,6 +57,26 @@ def test_what_extends_the_context_is_the_command_lines(tmp_path: Path) -> None:
 def test_a_longer_sequence_asks_for_longer_positions(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--max-position-embeddings 64 must be at least --seq-length 128"):
         config_of(tmp_path / "model", "--seq-length 128")
+
+
+def test_what_differs_without_the_folders_flags_is_told() -> None:
+    plain = arguments_of(CONFIG, "here")
+    config = configuration(plain, 1)
+    model = SimpleNamespace(config=core.transformer_config(config), gpt=core.gpt_options(config))
+    check_model(plain, model, Path("here"))
+    for changes, words in (
+        ({"model_type": "qwen2"}, "--add-qkv-bias True, but the flags say False"),
+        ({"model_type": "qwen3"}, "--qk-layernorm True, but the flags say False"),
+        ({"rms_norm_eps": 1e-6}, "--norm-epsilon 1e-06, but the flags say 1e-05"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            check_model(arguments_of({**CONFIG, **changes}, "here"), model, Path("here"))
+    assert other_positions(plain, config.flat()) == []
+    longer = arguments_of({**CONFIG, "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2}}, "here")
+    assert other_positions(longer, config.flat()) == [
+        "rotary_base 500000 (here 10000)",
+        "rotary_seq_len_interpolation_factor 2.0 (here None)",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.inference.sampling import SamplingOptions, kept, pick
@@ -30,7 +30,6 @@ def test_greedy_takes_the_likeliest() -> None:
     assert pick(torch.cat((LOGITS, -LOGITS)), SamplingOptions(greedy=True)).tolist() == [1, 2]
 
 
-@settings(deadline=None)  # the machine may be busy
 @given(st.integers(0, 2**31), st.integers(0, 4), st.floats(0.01, 1.0))
 def test_only_what_is_kept_is_drawn(seed: int, top_k: int, top_p: float) -> None:
     options = SamplingOptions(top_k=top_k, top_p=top_p)

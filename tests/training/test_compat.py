@@ -39,6 +39,15 @@ def test_the_page_has_todays_table(outcomes: dict[ArgumentList, Outcome]) -> Non
     assert BEGIN in page and with_table(page, table(outcomes)) == page
 
 
+def test_readme_has_todays_count(outcomes: dict[ArgumentList, Outcome]) -> None:
+    readme = " ".join((PAGE.parents[1] / "README.md").read_text(encoding="utf-8").split())
+    accepted = sum(found.refusal is None for found in outcomes.values())
+    assert (
+        f"Of {len(outcomes)} argument lists of Megatron-LM's own GPT tests and examples {accepted} are accepted"
+        in readme
+    )
+
+
 def test_refusals_are_one_sentence_with_a_reason(outcomes: dict[ArgumentList, Outcome]) -> None:
     for result in outcomes.values():
         if result.refusal is not None:

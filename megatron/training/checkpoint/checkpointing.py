@@ -40,7 +40,7 @@ from helixpipe.model.device import redirect
 from megatron.training.checkpoint import folder as folders
 from megatron.training.checkpoint import known, resumed, tensors
 from megatron.training.checkpoint import optimizer as optimizers
-from megatron.training.checkpoint.from_huggingface import load_weights
+from megatron.training.checkpoint.from_huggingface import load_weights, other_positions
 from megatron.training.checkpoint.options import CheckpointOptions
 from megatron.training.checkpoint.ranks import DamagedError, gather, on_first, say, together
 from megatron.training.checkpoint.save_folder import SaveFolder
@@ -164,7 +164,7 @@ class Checkpointer:
             return None
         directory = Path(self._options.load)
         if on_first(lambda: looks_like_one(directory), f"--load {directory}"):
-            return Progress(), self._load_huggingface(directory, model, optimizer)
+            return Progress(), self._load_huggingface(directory, model, optimizer, arguments)
         found = on_first(lambda: folders.candidates(directory, self._options.ckpt_step), f"--load {directory}")
         for note in found.notes:
             say(f"WARNING: {note}")
@@ -196,8 +196,10 @@ class Checkpointer:
             return result
         raise CheckpointError(f"no checkpoint in --load {directory} is usable ({'; '.join(reasons)}).")
 
-    def _load_huggingface(self, folder: Path, model: Any, optimizer: Any | None) -> dict[str, Any]:
-        """Weights alone; returns the model's arguments."""
+    def _load_huggingface(
+        self, folder: Path, model: Any, optimizer: Any | None, flags: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
+        """Weights alone; returns the model's arguments. Positions that differ extend its context, or are a mistake."""
 
         def load() -> dict[str, Any]:
             own = tensors.unwrap(model)
@@ -212,6 +214,8 @@ class Checkpointer:
         with tensors.quiet(), redirect(), whole_weights(self._sharded):
             arguments = together(load, str(folder))
         say(f"  successfully loaded the weights of the Hugging Face folder {folder}")
+        if flags is not None and (others := other_positions(arguments, flags)):
+            say(f" > positions are not those of {folder}: {', '.join(others)}")
         return arguments
 
     def _load_folder(

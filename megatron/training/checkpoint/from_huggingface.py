@@ -12,7 +12,7 @@ import pickle
 import re
 import shutil
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,8 @@ KEPT = "huggingface"
 
 SHARD = "__0_0.distcp"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
+_POSITIONS = ("rotary_", "rope_", "use_rope_", "yarn_", "mscale", "position_embedding_type")
+"""How arguments about rotary embeddings begin."""
 _COPIED = (".json", ".txt", ".model", ".jinja", ".md", ".tiktoken")
 _COPIED_NAMES = ("LICENSE", "NOTICE", "USE_POLICY")
 
@@ -65,6 +67,15 @@ def load_weights(model: PipelineModel, path: Path) -> dict[str, Any]:
         with torch.no_grad():
             parameter.copy_(own)
     return source.arguments
+
+
+def other_positions(arguments: Mapping[str, Any], flags: Mapping[str, Any]) -> list[str]:
+    """Where a run's rotary embeddings are not those of the folder: `rotary_base 500000 (here 10000)`."""
+    return [
+        f"{name} {value} (here {flags.get(name)})"
+        for name, value in arguments.items()
+        if name.startswith(_POSITIONS) and flags.get(name) != value
+    ]
 
 
 def checkpoint_key(name: str, tied: bool) -> tuple[int | None, str]:

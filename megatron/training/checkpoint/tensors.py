@@ -93,6 +93,10 @@ def check_model(arguments: dict[str, Any], model: Any, folder: Path) -> None:
         ("--ffn-hidden-size", "ffn_hidden_size", config.ffn_hidden_size),
         ("--swiglu", "swiglu", config.gated_linear_unit),
         ("--normalization", "normalization", config.normalization),
+        ("--norm-epsilon", "norm_epsilon", config.layernorm_epsilon),
+        ("--apply-layernorm-1p", "apply_layernorm_1p", config.layernorm_zero_centered_gamma),
+        ("--add-qkv-bias", "add_qkv_bias", config.add_qkv_bias),
+        ("--qk-layernorm", "qk_layernorm", config.qk_layernorm),
         ("--position-embedding-type", "position_embedding_type", gpt.position_embedding_type),
         (
             "--untie-embeddings-and-output-weights",
