@@ -9,12 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import product
 
+from helixpipe.cli.model import ModelOptions
 from helixpipe.cli.model_report import report
 from helixpipe.cli.options import ShapeOptions
 from helixpipe.cli.profile import profile_costs
 from helixpipe.cli.programs import make_simulations, plan_of
 from helixpipe.common.errors import ScheduleError, UserError
-from helixpipe.common.flags import option
+from helixpipe.common.flags import dataclass_from_namespace, option
 from helixpipe.costs.hardware import GIB
 from helixpipe.draw.text import table
 from helixpipe.planning.catalogue import Schedule
@@ -77,10 +78,14 @@ def numbers(namespace: argparse.Namespace, name: str) -> list[int | None]:
     flag = namespace.given.get(name, f"--{name.replace('_', '-')}")
     found: list[int | None] = []
     for word in text.split(","):
-        if not word.strip().lstrip("-").isdecimal():
-            raise UserError(f"{flag}: {word!r} is not a whole number, of which several have commas between (1,2,4).")
-        limits.check(flag, int(word))
-        found.append(int(word))
+        try:
+            number = int(word)
+        except ValueError:
+            raise UserError(
+                f"{flag}: {word[:40]!r} is not a whole number, of which several have commas between (1,2,4)."
+            ) from None
+        limits.check(flag, number)
+        found.append(number)
     return found
 
 
@@ -104,7 +109,12 @@ def compare(schedules: Mapping[str, Schedule | None], namespace: argparse.Namesp
     if namespace.json:
         print(json.dumps([asdict(row) | {"time": row.time if math.isfinite(row.time) else None} for row in rows]))
         return
-    _print(rows, namespace.model is not None or namespace.profile is not None)
+    _print(rows, _in_bytes(namespace))
+
+
+def _in_bytes(namespace: argparse.Namespace) -> bool:
+    """Whether costs are those of a model or measured: seconds and bytes."""
+    return namespace.profile is not None or dataclass_from_namespace(ModelOptions, namespace).named
 
 
 def _sizes(lists: Mapping[str, Sequence[int | None]], schedule: Schedule | None) -> Iterator[tuple[int | None, ...]]:
@@ -130,7 +140,7 @@ def _row(
         field.name for each in namespace.catalogue.values() for field in fields(each.options) if field.name not in own
     }
     values = {**vars(namespace), "microbatches": microbatches, "chunks": chunks, "virtual_stages": virtual}
-    if not any((namespace.layers, namespace.model, namespace.profile, schedule is None)):
+    if namespace.layers is None and schedule is not None and not _in_bytes(namespace):
         stages = max(2, *(each or 0 for each in numbers(namespace, "virtual_stages")))
         values["layers"] = (namespace.ranks or 4) * stages  # of all alike, or their times would not compare
     values["given"] = {field: flag for field, flag in namespace.given.items() if field not in others}

@@ -103,6 +103,7 @@ def test_simulate_prints_the_same_table(capsys: pytest.CaptureFixture[str]) -> N
         ("1f1b -m 4,8 --save-program x.json", "--save-program is for one schedule of one size"),
         ("1f1b gpipe --helix-folds 2", "--helix-folds is an option of helix, not of 1f1b, gpipe."),
         ("1f1b -m 4,", "-m: '' is not a whole number"),
+        ("1f1b -m 4,--5", "-m: '--5' is not a whole number"),
         ("1f1b --microbatches 4,0", "--microbatches 0 must be at least 1."),
     ],
 )
@@ -113,6 +114,16 @@ def test_what_several_cannot_have(
     assert command.main(["simulate", *words.split()]) == command.USER_ERROR
     (line,) = capsys.readouterr().err.splitlines()
     assert says in line and not list(tmp_path.iterdir())
+
+
+def test_a_model_of_ones_own_is_in_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    """As a named one is; and its layers are not made up."""
+    text = "1f1b -p 2 -m 4 --hidden-size 64 --num-attention-heads 4 --vocab-size 256 --seq-length 128"
+    words = text.split()
+    assert command.main(["compare", *words, "-L", "4"]) == 0
+    assert "memory (GiB)" in capsys.readouterr().out
+    assert command.main(["compare", *words]) == command.USER_ERROR
+    assert "--num-layers is missing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("schedule", ["weipipe", "chimera", "seq1f1b"])
