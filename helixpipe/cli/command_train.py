@@ -25,7 +25,8 @@ _LEFT = 15.0  # seconds that the other ranks have to end after the first has fai
 
 _USAGE = """usage: helixpipe train [-p P] [--ranks N] [flags of pretrain_gpt.py]
 
-Train on this host: N ranks, by default one a GPU, or without GPUs as many as -p and --tensor-model-parallel-size need.
+Train on this host: N ranks, by default one a GPU, or without GPUs as many as -p, --tensor-model-parallel-size and
+--context-parallel-size need.
 -p is --pipeline-model-parallel-size; all others are flags of pretrain_gpt.py, which `pretrain_gpt.py --help` lists."""
 
 
@@ -137,7 +138,7 @@ def _split(arguments: Sequence[str]) -> tuple[int, list[str]]:
 def _needed(flags: Sequence[str]) -> int:
     """Ranks that one copy of the model takes; what is wrong with these flags the training program says."""
     needed = 1
-    for name in ("--pipeline-model-parallel-size", "--tensor-model-parallel-size"):
+    for name in ("--pipeline-model-parallel-size", "--tensor-model-parallel-size", "--context-parallel-size"):
         found = re.findall(rf"(?:^|\s){name}[= ](\d+)", " ".join(flags))
         needed *= max(1, int(found[-1])) if found else 1
     return needed

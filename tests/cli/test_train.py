@@ -46,6 +46,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         ("-p 2 --lr 1", 2, "--lr 1 --pipeline-model-parallel-size 2"),
         ("--tensor-model-parallel-size 2 -p=1", 2, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 1"),
+        ("--context-parallel-size 2", 2, "--context-parallel-size 2"),
         ("--ranks 3 -p 1", 3, "--pipeline-model-parallel-size 1"),
         ("", 1, ""),
     ],
