@@ -14,6 +14,7 @@ import os
 from contextlib import closing
 from dataclasses import dataclass
 
+from helixpipe.cli.hardware import MOST_BANDWIDTH
 from helixpipe.cli.model import MAX_GPUS, ModelOptions, make_plan
 from helixpipe.cli.plan_report import Plans, pareto_front
 from helixpipe.cli.progress import Progress
@@ -21,6 +22,7 @@ from helixpipe.common.errors import ScheduleError, UserError
 from helixpipe.common.flags import dataclass_from_namespace, option
 from helixpipe.common.ranges import MOST_GIB, MOST_MICROBATCHES
 from helixpipe.costs.hardware import GIB
+from helixpipe.draw.pareto import check_picture, draw_pareto
 from helixpipe.planning.catalogue import Catalogue
 from helixpipe.planning.filling import aligned
 from helixpipe.planning.lengths import Documents, LengthOptions, documents_of
@@ -62,9 +64,10 @@ class PlanOptions:
     )
     network: float | None = option(
         None,
-        "Gb/s that a node sends, in all its adapters together (default: the hardware's).",
+        "Gb/s that a node sends, through one adapter unless --network-adapters says more (default: the hardware's).",
         metavar="GBPS",
         more_than=0,
+        at_most=MOST_BANDWIDTH,
     )
     top: int = option(10, "So many plans are printed, the fastest first.", at_least=1, at_most=1000)
     explain: bool = option(
@@ -83,6 +86,8 @@ class PlanOptions:
 def run(namespace: argparse.Namespace) -> None:
     options = dataclass_from_namespace(PlanOptions, namespace)
     question = _question(options, namespace)
+    if options.pareto is not None:
+        check_picture("--pareto", options.pareto)  # before the search
     with closing(_crew(question, options)) as crew:
         progress = Progress()
         search = Search(question, crew, options.top, say=progress.show)
@@ -95,8 +100,6 @@ def run(namespace: argparse.Namespace) -> None:
     plans = Plans(question, outcome, terms, scan)
     front = pareto_front(outcome) if options.pareto else []
     if options.pareto:
-        from helixpipe.draw.pareto import draw_pareto
-
         draw_pareto([(each.trial.step, each.trial.peak / GIB) for each in plans.drawn],
                     [(each.trial.step, each.trial.peak / GIB, each.candidate.setting.schedule) for each in front],
                     question.limit / GIB, options.pareto)  # fmt: skip
@@ -120,22 +123,26 @@ def _terms(crew: Crew, outcome: Outcome) -> list[Terms]:
 
 
 def _scan(question: Question, options: PlanOptions) -> list[AtSize]:
-    """The best of a short search with fewer GPUs each time."""
+    """The best of a short search with fewer GPUs each time; none where the user has had enough."""
     found = []
-    for each in smaller(question):
-        with closing(_crew(each, options)) as crew:
-            best = Search(each, crew, 1, ops=min(SMALL_SEARCH, budget(each.gpus))).run().best
-            terms = crew.run([Job(best[0].candidate, kind="terms")])[0] if best else None
-            found.append(AtSize(each.gpus, best[0].candidate if best else None, terms))
+    try:
+        for each in smaller(question):
+            with closing(_crew(each, options)) as crew:
+                outcome = Search(each, crew, 1, ops=min(SMALL_SEARCH, budget(each.gpus))).run()
+                if outcome.interrupted:
+                    return []
+                candidate = outcome.best[0].candidate if outcome.best else None
+                terms = crew.run([Job(candidate, kind="terms")])[0] if candidate else None
+                found.append(AtSize(each.gpus, candidate, terms))
+    except KeyboardInterrupt:
+        return []
     return found
 
 
 def _question(options: PlanOptions, namespace: argparse.Namespace) -> Question:
     """What the flags ask. Raises UserError for flags that are missing or cannot be."""
     model = dataclass_from_namespace(ModelOptions, namespace)
-    documents = documents_of(dataclass_from_namespace(LengthOptions, namespace))
-    if documents is not None:
-        model = _of_documents(model, documents)
+    model, documents = _with_documents(model, dataclass_from_namespace(LengthOptions, namespace))
     if model.model is None:
         raise UserError("plan needs --model.")
     if (options.gpus is None) == (model.nodes is None):
@@ -147,6 +154,11 @@ def _question(options: PlanOptions, namespace: argparse.Namespace) -> Question:
     schedules = [catalogue.find(name) for name in names]
     if options.schedule and (foreign := catalogue.foreign_options(namespace.given, schedules)):
         raise ScheduleError(foreign[0])
+    if options.network is not None:
+        if model.network_bandwidth is not None:
+            raise UserError("--network and --network-bandwidth say the same; give one.")
+        adapters = model.network_adapters or 1
+        model = dataclasses.replace(model, network_bandwidth=options.network, network_adapters=adapters)
     plain = dataclasses.replace(model, global_batch_size=None, nodes=None, tensor_parallel=None, context_parallel=None)
     one = make_plan(plain, 1, 1, None)
     assert one is not None
@@ -155,9 +167,9 @@ def _question(options: PlanOptions, namespace: argparse.Namespace) -> Question:
     hardware = dataclasses.replace(hardware, gpus_per_node=min(hardware.gpus_per_node, gpus))
     if gpus % hardware.gpus_per_node:
         raise UserError(f"--gpus {gpus} must be a multiple of the {hardware.gpus_per_node} GPUs of a node.")
-    if options.network is not None:
-        hardware = dataclasses.replace(hardware, network=options.network * 1e9 / 8, adapters=1)
-    sequences = model.global_batch_size or 1
+    if model.global_batch_size is None:
+        raise UserError("plan needs --global-batch-size, the sequences of a step; or --lengths, of its documents.")
+    sequences = model.global_batch_size
     if sequences > MOST_MICROBATCHES * gpus * (model.micro_batch_size or 1):
         raise UserError(
             f"--global-batch-size {sequences} means more than {MOST_MICROBATCHES} microbatches a step on --gpus {gpus}."
@@ -168,13 +180,14 @@ def _question(options: PlanOptions, namespace: argparse.Namespace) -> Question:
             raise UserError(f"{flag} {size} must divide the {gpus} GPUs.")
     usable = one.limit if options.memory_limit is None else options.memory_limit * GIB
     strategy = model.data_parallel_sharding_strategy
+    in_parts = None if strategy is None and model.distributed_optimizer else strategy == "optim_grads_params"
     own = {field.name for each in schedules for field in dataclasses.fields(each.options)} & set(namespace.given)
     given = Given(
         model.tensor_parallel,
         model.context_parallel,
         options.pipeline_parallel,
         model.cp_comm_type,
-        None if strategy is None else strategy == "optim_grads_params",
+        in_parts,
         mlp=model.chunk_size,
         loss=model.loss_chunk_size,
         options={
@@ -199,15 +212,26 @@ def _question(options: PlanOptions, namespace: argparse.Namespace) -> Question:
     )
 
 
-def _of_documents(model: ModelOptions, documents: Documents) -> ModelOptions:
-    """The options with sequences as long as the longest document. Raises UserError for flags that say otherwise."""
-    instead = {"seq_length": "--max-length", "global_batch_size": "--documents", "micro_batch_size": "1, or nothing"}
-    for name, use in instead.items():
-        if (value := getattr(model, name)) not in (None, 1):
-            flag = f"--{name.replace('_', '-')} {value}"
-            raise UserError(f"{flag} is for sequences that are all alike; with --lengths give {use}.")
-    longest = aligned(max(documents.lengths), LENGTH_UNIT)
-    return dataclasses.replace(model, seq_length=longest, global_batch_size=len(documents.lengths))
+def _with_documents(model: ModelOptions, lengths: LengthOptions) -> tuple[ModelOptions, Documents | None]:
+    """The options with sequences that hold the longest document, and the documents; None without --lengths.
+
+    As in training, --seq-length is the longest that a document may be, and --global-batch-size the documents of a
+    step; --max-length and --documents say the same. Raises UserError where both are given, and for what documents do not have.
+    """
+    if lengths.lengths is None:
+        return model, documents_of(lengths)
+    for own, same in (("max_length", "seq_length"), ("documents", "global_batch_size")):
+        given = getattr(model, same)
+        if given is not None and getattr(lengths, own) is not None:
+            flags = [f"--{name.replace('_', '-')}" for name in (same, own)]
+            raise UserError(f"{flags[0]} and {flags[1]} say the same with --lengths; give one.")
+        lengths = dataclasses.replace(lengths, **{own: given if given is not None else getattr(lengths, own)})
+    if model.micro_batch_size not in (None, 1):
+        raise UserError(f"--micro-batch-size {model.micro_batch_size} cannot be given beside --lengths.")
+    documents = documents_of(lengths)
+    assert documents is not None
+    length = aligned(model.seq_length or max(documents.lengths), LENGTH_UNIT)
+    return dataclasses.replace(model, seq_length=length, global_batch_size=len(documents.lengths)), documents
 
 
 def nothing_fits(question: Question, outcome: Outcome) -> str:

@@ -9,13 +9,13 @@ from helixpipe.common.flags import option
 from helixpipe.common.ranges import MOST_GIB, MOST_RANKS, MOST_TOKENS
 from helixpipe.costs.hardware import GIB, GIGA, Hardware
 
-_MOST_BANDWIDTH = 1e6
+MOST_BANDWIDTH = 1e6
 
 
 def _bandwidth(unit: str, of: str) -> Any:
     """The flag for a bandwidth."""
     text = f"{unit}, one way, {of} (default: the hardware's)."
-    return option(None, text, metavar="X", more_than=0, at_most=_MOST_BANDWIDTH, unit=f" {unit}")
+    return option(None, text, metavar="X", more_than=0, at_most=MOST_BANDWIDTH, unit=f" {unit}")
 
 
 def _gib(text: str, **ranges: Any) -> Any:

@@ -15,7 +15,7 @@ from helixpipe.common.ranges import MOST_GIB, MOST_RANKS, MOST_TOKENS
 from helixpipe.costs.efficiency import hardware_as_measured
 from helixpipe.costs.hardware import DEFAULT_HARDWARE, GIB, HARDWARE, RESERVED_MEMORY, find_hardware
 from helixpipe.costs.model_costs import ModelCosts
-from helixpipe.costs.models import MODELS, P2P, Layout, find_model
+from helixpipe.costs.models import MODELS, P2P, Layout
 from helixpipe.planning.lengths import Documents
 
 MAX_GPUS = MOST_RANKS
@@ -177,10 +177,7 @@ def make_plan(
                 )
         return None
     check_ranges(options)
-    known = None if options.model is None else find_model(options.model)
-    seq_length = options.seq_length or (known.seq_length if known is not None else None)
-    model = described(options.model, options, "simulate", layers=layers, seq_length=seq_length)
-    seq_length = model.seq_length
+    model = described(options.model, options, "simulate", layers=layers, seq_length=options.seq_length)
     shares = {
         "matmul": options.matmul_efficiency,
         "attention": options.attention_efficiency,
@@ -222,7 +219,7 @@ def make_plan(
             context_parallel=cp,
             cp_comm_type=options.cp_comm_type or P2P,
         ),
-        seq_length,
+        model.seq_length,
         data_parallel,
         options.distributed_optimizer and options.data_parallel_sharding_strategy != "no_shard",
         adam_on_host=_adam_on_host(options),
@@ -242,6 +239,11 @@ def _adam_on_host(options: ModelOptions) -> float:
         return 0.0
     if not options.distributed_optimizer:
         raise UserError("--optimizer-cpu-offload cannot be combined with --disable-distributed-optimizer; give one.")
+    if options.data_parallel_sharding_strategy == "optim_grads_params":
+        raise UserError(
+            "--optimizer-cpu-offload cannot be combined with --data-parallel-sharding-strategy optim_grads_params; "
+            "use optim."
+        )
     return 1.0 if fraction is None else fraction
 
 

@@ -80,13 +80,14 @@ class Plans:
                     f"{each.trial.peak / GIB:.1f}",
                     _sizes(each),
                     _setting(each.candidate.setting),
+                    _saving(each.candidate.setting.saving, each.candidate.sizes.parts),
                 )
                 for each in front
             ]
             lines += [
                 "",
                 "No other plan beats these in time and memory:",
-                table(("step, s", "GiB", "TP CP PP DP", ""), cells),
+                table(("step, s", "GiB", "TP CP PP DP", "schedule", "saving"), cells),
             ]
         for number, each in enumerate(best, start=1):
             lines += ["", f"{number}. {self.command(each)}"]

@@ -6,6 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from helixpipe.common.errors import UserError
+from helixpipe.common.files import try_file, whole_file
+
+
+def check_picture(flag: str, path: str | Path) -> None:
+    """Raises UserError for a suffix that is not drawn and for a file that cannot be written."""
+    if Path(path).suffix not in (".png", ".svg", ".pdf"):
+        raise UserError(f"{flag} {path} must end in .png, .svg or .pdf.")
+    try_file(flag, path)
 
 
 def draw_pareto(
@@ -15,11 +23,9 @@ def draw_pareto(
     path: str | Path,
 ) -> None:
     """Write a PNG, SVG or PDF, by the suffix. plans: seconds of a step and GiB of each; front: those that no other
-    beats, and their names. limit: GiB. Raises UserError for another suffix and for a file that cannot be written."""
+    beats, and their names. limit: GiB. Raises UserError for a file that cannot be written."""
     from matplotlib.figure import Figure
 
-    if Path(path).suffix not in (".png", ".svg", ".pdf"):
-        raise UserError(f"--pareto {path} must end in .png, .svg or .pdf.")
     figure = Figure(figsize=(9.0, 5.5), layout="constrained")
     axes = figure.add_subplot()
     axes.plot([gib for _, gib in plans], [seconds for seconds, _ in plans], ".", color="#8cc5ec", label="tried")
@@ -30,7 +36,5 @@ def draw_pareto(
     axes.set_xlabel("GiB of the fullest GPU")
     axes.set_ylabel("seconds a step, predicted")
     axes.legend()
-    try:
-        figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise UserError(f"--pareto {path} cannot be written: {error.strerror}.") from None
+    with whole_file(path) as temporary:
+        figure.savefig(temporary, format=Path(path).suffix[1:], dpi=120)

@@ -13,7 +13,7 @@ from helixpipe.cli.command_plan import nothing_fits
 from helixpipe.cli.torchrun import model_flags
 from helixpipe.costs.hardware import GIB
 from helixpipe.costs.models import MODELS
-from helixpipe.planning.search.explore import Outcome
+from helixpipe.planning.search.explore import Outcome, Search
 from megatron.training.arguments import parse_and_plan, parse_args
 from megatron.training.plan.costs import model_shape
 from megatron.training.plan.programs import full_batch
@@ -70,6 +70,7 @@ def test_the_table_and_what_explains_it(capsys: pytest.CaptureFixture[str], tmp_
     text = run(capsys, f"{SMALL} --schedule 1f1b,seq1f1b,none --top 2 --explain --pareto {picture}")
     assert text.count("torchrun") == 2 and "--nproc-per-node 2 --nnodes 1 pretrain_gpt.py" in text
     assert "\n2. takes " in text and "candidates: " in text and "No other plan beats these" in text
+    assert "TP CP PP DP  schedule" in text
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "The largest loss is" not in text  # there is no smaller number of nodes
 
@@ -102,7 +103,10 @@ def test_the_margin_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
         ("--model llama2-7b --gpus 8 --nodes 1", "plan needs --gpus or --nodes, and not both."),
         ("--model llama2-7b --gpus 12", "--gpus 12 must be a multiple of the 8 GPUs of a node."),
         ("--model llama2-7b --gpus 0", "--gpus 0 must be at least 1."),
-        ("--model llama2-7b --gpus 8 --tensor-parallel 3", "--tensor-parallel 3 must divide the 8 GPUs."),
+        (
+            "--model llama2-7b --gpus 8 --global-batch-size 8 --tensor-parallel 3",
+            "--tensor-parallel 3 must divide the 8 GPUs.",
+        ),
         ("--model llama2-7c --gpus 8", "--model llama2-7c is unknown: did you mean llama2-7b? known are "),
         ("--model llama2-7b --hardware h10 --gpus 8", "--hardware h10 is unknown: did you mean h100? known are "),
         ("--model llama2-7b --gpus 8 --schedule 1f2b", "unknown pipeline schedule '1f2b': did you mean 1f1b? known "),
@@ -110,10 +114,27 @@ def test_the_margin_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
             "--model llama2-7b --gpus 8 --schedule sppo --helix-folds 1",
             "--helix-folds is an option of helix, not of sppo.",
         ),
-        ("--model llama2-7b --gpus 8 --pareto x.gif --schedule none", "--pareto x.gif must end in .png, .svg or .pdf."),
+        ("--model llama2-7b --gpus 8", "plan needs --global-batch-size, the sequences of a step; or --lengths"),
+        (
+            "--model llama2-7b --gpus 8 --network 25 --network-bandwidth 100",
+            "--network and --network-bandwidth say the",
+        ),
+        (
+            "--model llama2-7b --gpus 8 --optimizer-cpu-offload --data-parallel-sharding-strategy optim_grads_params",
+            "--optimizer-cpu-offload cannot be combined with --data-parallel-sharding-strategy optim_grads_params; ",
+        ),
+        ("--model llama2-7b --gpus 8 --global-batch-size 8 --pareto x.gif", "--pareto x.gif must end in .png"),
+        (
+            "--model llama2-7b --gpus 8 --global-batch-size 8 --pareto nowhere/x.png",
+            "--pareto: cannot write nowhere/x.png: No such file or directory.",
+        ),
     ],
 )
-def test_what_cannot_be_planned(capsys: pytest.CaptureFixture[str], flags: str, sentence: str) -> None:
+def test_what_cannot_be_planned(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: str, sentence: str
+) -> None:
+    """All of it is said before the search."""
+    monkeypatch.setattr(Search, "run", lambda self: pytest.fail("it searched"))
     assert main(["plan", *flags.split()]) == USER_ERROR
     assert capsys.readouterr().err.startswith(f"helixpipe: {sentence}")
 
@@ -136,12 +157,50 @@ def test_documents_of_all_lengths(capsys: pytest.CaptureFixture[str], tmp_path: 
         (flags, "number 1: 'long' is no length"),
         (flags.replace(str(lengths), "nowhere"), "--lengths nowhere is no name of a histogram, and cannot be read"),
         (
-            flags.replace(str(lengths), "github --seq-length 4096"),
-            "--seq-length 4096 is for sequences that are all alike",
+            flags.replace(str(lengths), "github --seq-length 4096 --max-length 4096"),
+            "--seq-length and --max-length say the same with --lengths; give one.",
         ),
+        (flags.replace(str(lengths), "github --micro-batch-size 2"), "--micro-batch-size 2 cannot be given beside"),
     ):
         assert main(wrong.split()) == USER_ERROR
         assert words_said in capsys.readouterr().err
+
+
+def test_sequence_length_and_batch_of_documents(capsys: pytest.CaptureFixture[str]) -> None:
+    """As in training, --seq-length is the longest that a document may be, and the batch counts documents."""
+    flags = "plan --model weipipe-1024 --gpus 1 --jobs 1 --top 1 --schedule none --lengths github"
+    one = run_json(capsys, f"{flags} --seq-length 4096 --global-batch-size 6")
+    same = run_json(capsys, f"{flags} --max-length 4096 --documents 6")
+    assert one["seq_length"] == 4096 >= same["seq_length"] and one["global_batch_size"] == 6
+    (words,) = (each["command"].split() for each in one["plans"])
+    assert words[words.index("--seq-length") + 1] == "4096" and words[words.index("--global-batch-size") + 1] == "6"
+    assert one["plans"][0]["mfu"] == pytest.approx(same["plans"][0]["mfu"], rel=1e-2)
+
+
+def test_a_whole_optimizer_stays_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where --disable-distributed-optimizer is given, weights are not divided over data-parallel ranks, either."""
+    flags = f"{SMALL} --schedule none --tensor-parallel 1 --context-parallel 1 --top 3"
+    for extra, divided in (("", True), (" --disable-distributed-optimizer", False)):
+        plans = run_json(capsys, flags + extra)["plans"]
+        assert any("--use-distributed-optimizer" in each["command"] for each in plans) == divided
+        assert divided or not any(each["weights_in_parts"] for each in plans)
+
+
+def test_enough_while_smaller_sizes_are_searched(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C then ends those searches, and what was found before is printed."""
+    search, runs = Search.run, []
+
+    def run_once(self: Search) -> Outcome:
+        runs.append(self.question.gpus)
+        if len(runs) > 1:
+            raise KeyboardInterrupt
+        return search(self)
+
+    monkeypatch.setattr(Search, "run", run_once)
+    flags = f"{SMALL} --schedule none --gpus-per-node 1 --explain --top 1".replace("--gpus 2", "--nodes 2")
+    assert "torchrun" in run(capsys, flags) and runs == [2, 1]
 
 
 def test_a_memory_that_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
