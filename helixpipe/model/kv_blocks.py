@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from helixpipe.model.byte_count import ByteCount
+
 Pair = tuple[Tensor, Tensor]
 """Of keys and of values, each [rows, b, groups, d]."""
 
@@ -28,28 +30,19 @@ class Block(NamedTuple):
     value: Tensor
 
 
-class KeyValueBlocks:
+class KeyValueBlocks(ByteCount):
     """Those of one pipeline rank. fp32_gradients: sum gradients in float32 where keys and values are of half
     precision."""
 
     def __init__(self, fp32_gradients: bool = False):
+        super().__init__()
         self._fp32_gradients = fp32_gradients
         self._blocks: dict[tuple[int, int], dict[int, Pair]] = {}  # (microbatch, layer) -> first row -> block
         self._gradients: dict[tuple[int, int, int], Pair] = {}  # (microbatch, layer, first row)
-        self._bytes = 0
-        self._peak = 0
 
     def unit(self, microbatch: int, offset: int, length: int, seq_length: int) -> UnitBlocks:
         """The blocks as one chunk sees them, whose `length` tokens begin at `offset`."""
         return UnitBlocks(self, microbatch, offset, length)
-
-    def bytes_alive(self) -> int:
-        """Bytes of all blocks and sums of gradients now."""
-        return self._bytes
-
-    def peak_bytes(self) -> int:
-        """The most that `bytes_alive` ever was."""
-        return self._peak
 
     def tensors(self) -> Iterator[Tensor]:
         """All that are there now."""
@@ -67,6 +60,10 @@ class KeyValueBlocks:
             self.count(key.nbytes + value.nbytes)
         return blocks[first]
 
+    def has(self, microbatch: int, layer: int, first: int) -> bool:
+        """Whether a block is there."""
+        return first in self._blocks.get((microbatch, layer), {})
+
     def get(self, microbatch: int, layer: int, first: int) -> Pair:
         """Raises RuntimeError when it is not there."""
         block = self._blocks.get((microbatch, layer), {}).get(first)
@@ -78,9 +75,7 @@ class KeyValueBlocks:
         """The blocks of all rows before one, in their order. Raises RuntimeError when one is missing."""
         found, end = [], 0
         for first, (key, value) in sorted(self._blocks.get((microbatch, layer), {}).items()):
-            if first >= row:
-                break
-            if first != end:
+            if first >= row or first != end:
                 break
             found.append(Block(first, key, value))
             end = first + key.size(0)
@@ -100,7 +95,7 @@ class KeyValueBlocks:
         """Let go of all."""
         self._blocks.clear()
         self._gradients.clear()
-        self._bytes = 0
+        self.count(-self.bytes_alive())
 
     def gradient_type(self, dtype: torch.dtype) -> torch.dtype:
         """Of the sums of gradients of keys and values of a type."""
@@ -135,11 +130,6 @@ class KeyValueBlocks:
         self._gradients[place] = key, value
         self.count(key.nbytes + value.nbytes)
 
-    def count(self, nbytes: int) -> None:
-        """Add to the account."""
-        self._bytes += nbytes
-        self._peak = max(self._peak, self._bytes)
-
 
 class UnitBlocks(NamedTuple):
     """Keys and values of a microbatch as one chunk sees them, in all layers of a pipeline rank."""
@@ -155,7 +145,7 @@ class UnitBlocks(NamedTuple):
         of another length."""
         if key.size(0) != self.length or value.size(0) != self.length:
             raise RuntimeError(f"{self.length} keys and values were expected, not {key.size(0)} and {value.size(0)}")
-        if self.offset in self.store._blocks.get((self.microbatch, layer), {}):
+        if self.store.has(self.microbatch, layer, self.offset):
             block = self.store.get(self.microbatch, layer, self.offset)
         else:
             both = torch.stack((key.detach(), value.detach()))  # a leaf with this memory must not have all of it

@@ -21,8 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from helixpipe.model.byte_count import ByteCount
 
-class KeyValueStore:
+
+class KeyValueStore(ByteCount):
     """The buffers of one pipeline rank.
 
     fp32_gradients: sum the gradients in float32 where keys and values are of half precision. rows_apart: over how many
@@ -30,25 +32,16 @@ class KeyValueStore:
     """
 
     def __init__(self, fp32_gradients: bool = False, rows_apart: int = 1):
+        super().__init__()
         self._fp32_gradients = fp32_gradients
         self.rows_apart = rows_apart
         self._sequences: dict[tuple[int, int], _Sequence] = {}
-        self._bytes = 0
-        self._peak = 0
 
     def unit(self, microbatch: int, offset: int, length: int, seq_length: int) -> UnitKeyValues:
         """The keys and values as one chunk sees them, whose `length` tokens begin at `offset`. It keeps nothing
         itself: asking again for the same chunk gives an equal object."""
         apart = self.rows_apart
         return UnitKeyValues(self, microbatch, offset // apart, length // apart, seq_length // apart)
-
-    def bytes_alive(self) -> int:
-        """Bytes of all buffers of keys, values and their gradients now."""
-        return self._bytes
-
-    def peak_bytes(self) -> int:
-        """The most that `bytes_alive` ever was."""
-        return self._peak
 
     def tensors(self) -> Iterator[Tensor]:
         """All buffers that are there now."""
@@ -89,11 +82,6 @@ class KeyValueStore:
     def layers(self, microbatch: int) -> list[int]:
         """Layers that hold keys and values of a microbatch."""
         return [layer for number, layer in self._sequences if number == microbatch]
-
-    def count(self, nbytes: int) -> None:
-        """Add to the account."""
-        self._bytes += nbytes
-        self._peak = max(self._peak, self._bytes)
 
 
 class _Sequence:

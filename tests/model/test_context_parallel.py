@@ -15,7 +15,8 @@ from helixpipe.model.context_parallel import ContextParallel, select, to_heads, 
 from helixpipe.model.documents import Documents
 from helixpipe.model.log_sums import FlashOnCPU, LogSumKernel, Plain
 from helixpipe.model.options import check_supported
-from helixpipe.model.ring_attention import Ring, Rows, Tile, ring_attention, ring_rounds, tiles
+from helixpipe.model.ring_attention import Ring, ring_attention, ring_rounds
+from helixpipe.model.tiles import Rows, Tile, tiles
 from tests.distributed import run_ranks
 from tests.model.common import make_config, make_options
 

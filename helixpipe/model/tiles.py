@@ -1,0 +1,162 @@
+"""Attention over parts of the keys: what queries see of which keys as rectangles, and one part's share merged into all.
+
+Each result is a mean of values weighted by softmax over its keys; with the logarithm of its sum of exponentials it is
+merged into that over all keys. Given the merged output and log-sum, a kernel's backward on a part of the keys gives the
+part's share of the gradients.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from helixpipe.model.documents import Documents
+from helixpipe.model.log_sums import LogSumKernel
+
+
+class Tile(NamedTuple):
+    """Queries that attend to keys: rows on this rank, and rows on the rank that has the keys. sample: in the batch;
+    None: all. causal: of as many keys as queries the i-th query sees the first i; else every query sees all keys."""
+
+    sample: int | None
+    queries: slice
+    keys: slice
+    causal: bool
+
+    def of_queries(self, tensor: Tensor) -> Tensor:
+        """The view [b, heads, rows, d] of [all rows, b, heads, d]."""
+        return tensor[self.queries, self._samples].permute(1, 2, 0, 3)
+
+    def of_keys(self, tensor: Tensor) -> Tensor:
+        """The view [b, groups, rows, d] of [all rows, b, groups, d]."""
+        return tensor[self.keys, self._samples].permute(1, 2, 0, 3)
+
+    def of_sums(self, log_sum: Tensor) -> Tensor:
+        """The view [b, heads, rows] of [b, heads, all rows], a row a query."""
+        return log_sum[self._samples, :, self.queries]
+
+    @property
+    def _samples(self) -> slice:
+        return slice(None) if self.sample is None else slice(self.sample, self.sample + 1)
+
+
+class Rows(NamedTuple):
+    """What a rank has of a sequence: runs of tokens, ascending, row by row."""
+
+    runs: tuple[range, ...]
+
+    def before(self, token: int) -> int:
+        """How many of the rows have tokens before that one."""
+        return sum(min(max(token - run.start, 0), len(run)) for run in self.runs)
+
+
+def tiles(
+    queries: Rows, keys: Rows, same_rank: bool, documents: Sequence[Sequence[int]] | None = None
+) -> tuple[Tile, ...]:
+    """What of causal attention a rank does with the keys of one rank.
+
+    queries: rows of the chunk; keys: those of all chunks so far. same_rank: the keys are this rank's own. documents:
+    for every sample where its documents begin, ascending from 0; None: one document a sample.
+    """
+    found: list[Tile] = []
+    for sample, starts in enumerate(documents) if documents is not None else ((None, (0,)),):
+        row = 0
+        for run in queries.runs:
+            for first, last in _documents(run, starts):
+                begin, end = max(first, run.start), min(last, run.stop)
+                own = slice(row + begin - run.start, row + end - run.start)
+                seen = slice(keys.before(first), keys.before(begin))
+                if seen.stop > seen.start:
+                    _add(found, Tile(sample, own, seen, causal=False))
+                if same_rank:
+                    found.append(Tile(sample, own, slice(keys.before(begin), keys.before(end)), causal=True))
+            row += len(run)
+    return tuple(found)
+
+
+def _documents(run: range, starts: Sequence[int]) -> list[tuple[int, int]]:
+    """(first token, token after the last) of the documents that a run of tokens has something of."""
+    ends = (*starts[1:], run.stop)
+    low = bisect_left(starts, run.start + 1) - 1
+    return [(first, max(last, first)) for first, last in zip(starts[low:], ends[low:], strict=True) if first < run.stop]
+
+
+def _add(found: list[Tile], tile: Tile) -> None:
+    """Two runs that lie side by side and see the same keys are one tile."""
+    last = found[-1] if found else None
+    alike = last is not None and (last.sample, last.keys, last.causal) == (tile.sample, tile.keys, False)
+    if last is not None and alike and last.queries.stop == tile.queries.start:
+        found[-1] = last._replace(queries=slice(last.queries.start, tile.queries.stop))
+    else:
+        found.append(tile)
+
+
+def document_starts(documents: Documents | None) -> list[tuple[int, ...]] | None:
+    """For every sample the first tokens of its documents; None: one document a sample."""
+    return None if documents is None else [tuple(accumulate(each[:-1], initial=0)) for each in documents.lengths]
+
+
+def merged_nothing(query: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and log-sums over no keys yet, of [n, b, heads, d] queries: [n, b, heads, d], [b, heads, n]."""
+    log_sum = torch.full(
+        (query.size(1), query.size(2), query.size(0)),
+        -torch.inf,
+        dtype=torch.promote_types(query.dtype, torch.float32),
+        device=query.device,
+    )
+    return torch.zeros(query.shape, dtype=log_sum.dtype, device=query.device), log_sum
+
+
+class Part(NamedTuple):
+    """Keys and values, each [m, b, groups, d], or what gradients of these are summed in."""
+
+    key: Tensor
+    value: Tensor
+
+
+def merge(
+    kernel: LogSumKernel, scale: float, tile: Tile, query: Tensor, part: Part, output: Tensor, log_sum: Tensor
+) -> None:
+    """Take the attention of a tile into output and log-sums over all keys so far, in place."""
+    found, found_sum = kernel.forward(
+        tile.of_queries(query), tile.of_keys(part.key), tile.of_keys(part.value), tile.causal, scale
+    )
+    own, sums = tile.of_queries(output), tile.of_sums(log_sum)
+    merged = torch.logaddexp(sums, found_sum.to(sums.dtype))
+    own.mul_(torch.exp(sums - merged)[..., None]).add_(found * torch.exp(found_sum - merged)[..., None])
+    sums.copy_(merged)
+
+
+class Merged(NamedTuple):
+    """Attention over all keys, as the backward needs it: query, output and its gradient, each [n, b, heads, d], and
+    log-sums."""
+
+    query: Tensor
+    output: Tensor
+    gradient: Tensor
+    log_sum: Tensor
+
+
+def add_gradients(
+    kernel: LogSumKernel, scale: float, tile: Tile, merged: Merged, part: Part, total: Tensor, sums: Part
+) -> None:
+    """Add a tile's share of the gradients to those of the query (`total`) and of the part's keys and values (`sums`),
+    in place."""
+    found = kernel.backward(
+        tile.of_queries(merged.gradient),
+        tile.of_queries(merged.query),
+        tile.of_keys(part.key),
+        tile.of_keys(part.value),
+        tile.of_queries(merged.output),
+        tile.of_sums(merged.log_sum).contiguous(),
+        tile.causal,
+        scale,
+    )
+    tile.of_queries(total).add_(found.query)
+    tile.of_keys(sums.key).add_(found.key)
+    tile.of_keys(sums.value).add_(found.value)
