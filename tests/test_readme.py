@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 import shlex
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from helixpipe.cli import command_plan
 from helixpipe.cli import profile as cli_profile
 from helixpipe.cli.command_train import _split
 from helixpipe.costs.profile_costs import Profile
+from helixpipe.planning.search.explore import Search
 from megatron.training.arguments import parse_args
 from schedules import command
 from tools.preprocess_data import parse_arguments
@@ -40,8 +43,9 @@ def test_every_command_works_as_pasted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One after another in an empty folder: what one needs another has written. Measuring, writing data and training
-    are not done; their flags are parsed, and their files are there afterwards."""
+    are not done; their flags are parsed, and their files are there afterwards. A search for plans is a short one."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command_plan, "Search", partial(Search, ops=1000))
     monkeypatch.setattr(cli_profile, "_measure", lambda *task: Profile.load(MEASURED))
     written: set[str] = set()
     for words in COMMANDS:

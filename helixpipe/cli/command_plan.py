@@ -17,16 +17,16 @@ from dataclasses import dataclass
 from helixpipe.cli.hardware import MOST_BANDWIDTH
 from helixpipe.cli.model import MAX_GPUS, ModelOptions, make_plan
 from helixpipe.cli.plan_report import Plans, pareto_front
-from helixpipe.cli.progress import Progress
 from helixpipe.common.errors import ScheduleError, UserError
 from helixpipe.common.flags import dataclass_from_namespace, option
+from helixpipe.common.progress import Progress
 from helixpipe.common.ranges import MOST_GIB, MOST_MICROBATCHES
 from helixpipe.costs.hardware import GIB
 from helixpipe.draw.pareto import check_picture, draw_pareto
 from helixpipe.planning.catalogue import Catalogue
 from helixpipe.planning.filling import aligned
 from helixpipe.planning.lengths import Documents, LengthOptions, documents_of
-from helixpipe.planning.search.explore import Outcome, Search, budget
+from helixpipe.planning.search.explore import Outcome, Search, Tried, budget
 from helixpipe.planning.search.flags import limit_in_gib, rounded_limit
 from helixpipe.planning.search.space import Given, Question
 from helixpipe.planning.search.terms import AtSize, Terms, smaller
@@ -89,8 +89,8 @@ def run(namespace: argparse.Namespace) -> None:
     if options.pareto is not None:
         check_picture("--pareto", options.pareto)  # before the search
     with closing(_crew(question, options)) as crew:
-        progress = Progress()
-        search = Search(question, crew, options.top, say=progress.show)
+        progress = Progress("searching plans", unit=" %")
+        search = Search(question, crew, options.top, say=lambda done, best: progress.at(*_so_far(done, best)))
         outcome = search.run()
         progress.end()
         if not outcome.best:
@@ -107,6 +107,12 @@ def run(namespace: argparse.Namespace) -> None:
         print(json.dumps(plans.to_json(front)))
         return
     print(plans.text(options.explain, front))
+
+
+def _so_far(done: float, best: Tried | None) -> tuple[int, int, str]:
+    """Of a search: percent, of how many, and the best step."""
+    found = f"best {best.trial.step:.4g} s, {best.candidate.setting.schedule}" if best is not None else ""
+    return round(100 * done), 100, found
 
 
 def _crew(question: Question, options: PlanOptions) -> Crew:
@@ -216,7 +222,8 @@ def _with_documents(model: ModelOptions, lengths: LengthOptions) -> tuple[ModelO
     """The options with sequences that hold the longest document, and the documents; None without --lengths.
 
     As in training, --seq-length is the longest that a document may be, and --global-batch-size the documents of a
-    step; --max-length and --documents say the same. Raises UserError where both are given, and for what documents do not have.
+    step; --max-length and --documents say the same. Raises UserError where both are given, and for what documents do
+    not have.
     """
     if lengths.lengths is None:
         return model, documents_of(lengths)

@@ -93,7 +93,8 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], outputs: Sequence[Path])
         codes = [process.poll() for process in processes]
         told = PROGRESS.findall(outputs[0].read_text(encoding="utf-8", errors="replace"))
         if told:
-            progress.at(*map(int, told[-1]))
+            done, of = map(int, told[-1])
+            progress.at(done, of)
         for code, output in zip(codes, outputs, strict=True):
             if code:
                 text = output.read_text(encoding="utf-8", errors="replace").strip()

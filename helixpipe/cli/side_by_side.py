@@ -16,6 +16,7 @@ from helixpipe.cli.profile import profile_costs
 from helixpipe.cli.programs import make_simulations, plan_of
 from helixpipe.common.errors import ScheduleError, UserError
 from helixpipe.common.flags import dataclass_from_namespace, option
+from helixpipe.common.progress import Progress
 from helixpipe.costs.hardware import GIB
 from helixpipe.draw.text import table
 from helixpipe.planning.catalogue import Schedule
@@ -98,11 +99,12 @@ def compare(schedules: Mapping[str, Schedule | None], namespace: argparse.Namesp
     named = [schedule for schedule in schedules.values() if schedule is not None]
     if foreign := namespace.catalogue.foreign_options(namespace.given, named):
         raise ScheduleError(foreign[0])
-    rows = [
-        _row(name, schedule, namespace, sizes, one_queue)
-        for name, schedule in schedules.items()
-        for sizes in _sizes(lists, schedule)
-    ]
+    asked = [(name, schedule, sizes) for name, schedule in schedules.items() for sizes in _sizes(lists, schedule)]
+    rows = []
+    with Progress("simulating").parts(len(asked)) as simulated:
+        for name, schedule, sizes in asked:
+            rows.append(_row(name, schedule, namespace, sizes, one_queue))
+            simulated()
     if all(row.refused for row in rows):
         raise UserError(f"{rows[0].schedule}: {rows[0].refused}" if rows else "there is nothing to compare.")
     rows.sort(key=lambda row: (row.fits is False, row.time, row.schedule))

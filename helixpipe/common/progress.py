@@ -21,24 +21,30 @@ _FIRST, _EACH, _LOGGED = 1.0, 0.2, 10.0  # seconds until the first line, between
 
 
 class Progress:
-    """Of one piece of work. what: that is done. stream: default standard error. clock: seconds."""
+    """Of one piece of work. what: that is done. stream: default standard error. clock: seconds. unit: after numbers."""
 
-    def __init__(self, what: str, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._what, self._stream, self._clock = what, stream or sys.stderr, clock
+    def __init__(
+        self,
+        what: str,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        unit: str = "",
+    ) -> None:
+        self._what, self._stream, self._clock, self._unit = what, stream or sys.stderr, clock, unit
         self._terminal = self._stream.isatty()
         self._began = clock()
         self._next = self._began + _FIRST
         self._shown = 0
 
-    def at(self, done: int, of: int) -> None:
-        """`done` of `of` parts are done; may be called as often as one likes."""
+    def at(self, done: int, of: int, note: str = "") -> None:
+        """`done` of `of` parts are done; may be called as often as one likes. note: what else is known by then."""
         now = self._clock()
         if now < self._next or not of:
             return
         self._next = now + (_EACH if self._terminal else _LOGGED)
         past = now - self._began
         left = f", about {past * (of - done) / done:.0f} s left" if 0 < done < of else ""
-        self._write(f"{self._what}: {done} of {of}, {past:.0f} s{left}")
+        self._write(f"{self._what}: {done} of {of}{self._unit}, {past:.0f} s{left}{note and f'; {note}'}")
 
     @contextmanager
     def parts(self, of: int) -> Iterator[Callable[[], None]]:

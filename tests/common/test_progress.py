@@ -60,6 +60,14 @@ def test_a_closed_stream_is_no_trouble() -> None:
     progress.at(1, 2)
 
 
+def test_what_else_is_known_stands_behind() -> None:
+    stream, now = io.StringIO(), [0.0]
+    progress = Progress("searching", stream, lambda: now[0], " %")
+    now[0] = 5.0
+    progress.at(50, 100, "best 2 s")
+    assert stream.getvalue() == "searching: 50 of 100 %, 5 s, about 5 s left; best 2 s\n"
+
+
 def test_a_part_that_takes_long_has_lines_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress_module, "_EACH", 0.001)
     lines, told = [], threading.Event()
