@@ -85,14 +85,16 @@ def helix(shape: Shape, options: HelixOptions) -> Program:
     require_multiple("helix", shape.microbatches, p * folds, "the pipeline size times --helix-folds,")
     spread = options.helix_spread_head and p > 1
     stages = _stages(shape, SHIPPED[options.helix_ship], spread)
-    found = []
+    programs = []
     for relieved in (False, True) if spread and folds > 1 else (False,):
         placed = _forwards(shape, folds, spread, relieved)
         ranks = tuple(_with_backwards(forwards, head=len(stages) - 1) for forwards in placed)
-        found.append(Program("helix", stages, ranks, shape.workload))
+        programs.append(Program("helix", stages, ranks, shape.workload))
     if shape.recompute.granularity is None and options.helix_recompute:
-        found = [replace(each, stages=_recomputed(each, shape.costs, shape.memory_limit)) for each in found]
-    return found[0] if len(found) == 1 else min(found, key=partial(_makespan, costs=shape.costs or unit_costs()))
+        programs = [replace(each, stages=_recomputed(each, shape.costs, shape.memory_limit)) for each in programs]
+    return (
+        programs[0] if len(programs) == 1 else min(programs, key=partial(_makespan, costs=shape.costs or unit_costs()))
+    )
 
 
 def _recomputed(program: Program, costs: Costs | None, limit: float | None) -> tuple[Stage, ...]:

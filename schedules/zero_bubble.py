@@ -69,11 +69,11 @@ def zbv(shape: Shape, options: ZeroBubbleOptions) -> Program:
 
     def find(limits: Limits) -> Program:
         v, line = (problem("zbv", stages, at, workload, limit, costs, limits) for at in (in_v, in_line))
-        found = search(v, _v_orders)
+        best = search(v, _v_orders)
         straight = greedy(line, Rules(order=_one_f_one_b(line, limit), deferred=(0.0,) * p))
-        if straight is not None and straight.rating[0] < found.rating[0]:
-            found = min(straight, search(line, lambda given: [_one_f_one_b(given, limit)]), key=lambda one: one.rating)
-        return Program("zbv", stages, found.ranks, workload)
+        if straight is not None and straight.rating[0] < best.rating[0]:
+            best = min(straight, search(line, lambda given: [_one_f_one_b(given, limit)]), key=lambda one: one.rating)
+        return Program("zbv", stages, best.ranks, workload)
 
     return within_memory(find, p, costs, shape.memory_limit)
 
@@ -110,8 +110,8 @@ def one_stage_a_rank(name: str, shape: Shape, options: ZeroBubbleOptions, defaul
 
     def find(limits: Limits) -> Program:
         given = problem(name, stages, tuple(range(p)), workload, limit, costs, limits)
-        found = search(given, lambda given: [_one_f_one_b(given, limit)])
-        return Program(name, stages, found.ranks, workload)
+        best = search(given, lambda given: [_one_f_one_b(given, limit)])
+        return Program(name, stages, best.ranks, workload)
 
     return within_memory(find, p, costs, shape.memory_limit)
 
@@ -178,7 +178,7 @@ def _interleaved_orders(given: Problem) -> list[Order]:
     m, own = len(given.workload), given.own
     p, v = len(own), len(own[0])
     groups = [range(start, min(start + p, m)) for start in range(0, m, p)]
-    found = []
+    orders = []
     for each in (1, 2):
         ranks = []
         for rank, stages in enumerate(own):
@@ -192,8 +192,8 @@ def _interleaved_orders(given: Problem) -> list[Order]:
             # Step 3 (cool-down): the rest of I
             order += inputs[m * v - warmup :]
             ranks.append(tuple(order))
-        found.append(tuple(ranks))
-    return found
+        orders.append(tuple(ranks))
+    return orders
 
 
 def _most_kept(given: Problem, order: Order) -> float:

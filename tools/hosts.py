@@ -220,8 +220,8 @@ def _run(command: str) -> str:
 
 def namespaces() -> list[str]:
     """All namespaces that any netlab has made and not removed."""
-    found = re.findall(rf"^({PREFIX}-\d+-\d+-\w+-\w+)", _ip("netns list"), re.MULTILINE)
-    return sorted(found)
+    names = re.findall(rf"^({PREFIX}-\d+-\d+-\w+-\w+)", _ip("netns list"), re.MULTILINE)
+    return sorted(names)
 
 
 def namespace_processes(name: str) -> list[int]:

@@ -14,11 +14,11 @@ from tools.links import BETWEEN, WITHIN, Link, Place
 def slow_links(links: Sequence[Link], places: Sequence[Place], share: float) -> dict[Link, float]:
     """Links that carry less than `share` of the median of their kind, with what they carry of it. Links within nodes
     and between nodes are two kinds; the median of an even number is the faster of the two in the middle."""
-    found: dict[Link, float] = {}
+    slow: dict[Link, float] = {}
     for group in _by_kind(links, places).values():
         median = statistics.median_high([link.bandwidth for link in group])
-        found |= {link: link.bandwidth / median for link in group if link.bandwidth < share * median}
-    return found
+        slow |= {link: link.bandwidth / median for link in group if link.bandwidth < share * median}
+    return slow
 
 
 def slowest_between_nodes(links: Sequence[Link], places: Sequence[Place]) -> float | None:

@@ -149,7 +149,7 @@ def compare(flags: Sequence[str], schedules: Sequence[str], gpus_per_node: int, 
 def fastest(flags: Sequence[str], schedules: Sequence[str], gpus_per_node: int, network: float | None) -> str:
     """The schedule whose step is predicted to be the fastest of those that fit, or of all where none does. Raises
     UserError where none can run with these flags, or none is named."""
-    found: list[tuple[bool, float, str]] = []
+    ranked: list[tuple[bool, float, str]] = []
     refused = UserError("--preflight-fastest needs --preflight-compare, the schedules to choose among.")
     for name in schedules:
         try:
@@ -157,10 +157,10 @@ def fastest(flags: Sequence[str], schedules: Sequence[str], gpus_per_node: int, 
         except UserError as error:
             refused = error
         else:
-            found.append((not predicted.fits, predicted.step_time, name))
-    if not found:
+            ranked.append((not predicted.fits, predicted.step_time, name))
+    if not ranked:
         raise refused
-    return min(found)[2]
+    return min(ranked)[2]
 
 
 # -------------------------------------------------------------------------------------------------------------- command

@@ -21,13 +21,13 @@ class Slice:
 
 def find_files(patterns: Sequence[str]) -> list[str]:
     """The files that the patterns name, each once, sorted within a pattern. Raises DataError when one names none."""
-    found: list[str] = []
+    paths: list[str] = []
     for pattern in patterns:
         matches = [pattern] if os.path.isfile(pattern) else sorted(filter(os.path.isfile, glob.glob(pattern)))
         if not matches:
             raise DataError(f"--input {pattern} does not name any file")
-        found += [path for path in matches if path not in found]
-    return found
+        paths += [path for path in matches if path not in paths]
+    return paths
 
 
 def cut(paths: Sequence[str], count: int) -> list[Slice]:

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def milliseconds(log: str) -> list[float]:
     """Of each step, as the log has them."""
-    return [float(found) for found in re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", log)]
+    return [float(text) for text in re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", log)]
 
 
 def sentence(times: dict[str, list[float]]) -> str:

@@ -111,8 +111,8 @@ def run(namespace: argparse.Namespace) -> None:
 
 def _so_far(done: float, best: Tried | None) -> tuple[int, int, str]:
     """Of a search: percent, of how many, and the best step."""
-    found = f"best {best.trial.step:.4g} s, {best.candidate.setting.schedule}" if best is not None else ""
-    return round(100 * done), 100, found
+    step = f"best {best.trial.step:.4g} s, {best.candidate.setting.schedule}" if best is not None else ""
+    return round(100 * done), 100, step
 
 
 def _crew(question: Question, options: PlanOptions) -> Crew:
@@ -130,7 +130,7 @@ def _terms(crew: Crew, outcome: Outcome) -> list[Terms]:
 
 def _scan(question: Question, options: PlanOptions) -> list[AtSize]:
     """The best of a short search with fewer GPUs each time; none where the user has had enough."""
-    found = []
+    sizes = []
     try:
         for each in smaller(question):
             with closing(_crew(each, options)) as crew:
@@ -139,10 +139,10 @@ def _scan(question: Question, options: PlanOptions) -> list[AtSize]:
                     return []
                 candidate = outcome.best[0].candidate if outcome.best else None
                 terms = crew.run([Job(candidate, kind="terms")])[0] if candidate else None
-                found.append(AtSize(each.gpus, candidate, terms))
+                sizes.append(AtSize(each.gpus, candidate, terms))
     except KeyboardInterrupt:
         return []
-    return found
+    return sizes
 
 
 def _question(options: PlanOptions, namespace: argparse.Namespace) -> Question:

@@ -139,8 +139,8 @@ def _needed(flags: Sequence[str]) -> int:
     """Ranks that one copy of the model takes; what is wrong with these flags the training program says."""
     needed = 1
     for name in ("--pipeline-model-parallel-size", "--tensor-model-parallel-size", "--context-parallel-size"):
-        found = re.findall(rf"(?:^|\s){name}[= ](\d+)", " ".join(flags))
-        needed *= max(1, int(found[-1])) if found else 1
+        numbers = re.findall(rf"(?:^|\s){name}[= ](\d+)", " ".join(flags))
+        needed *= max(1, int(numbers[-1])) if numbers else 1
     return needed
 
 

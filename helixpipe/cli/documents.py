@@ -188,17 +188,17 @@ class BatchReport:
 
     def text(self) -> str:
         """Three lines or four."""
-        found = self.to_json()
-        padding = found["padding_or_cut"] / sum(self.batch.lengths)
-        left = f"; {found['left_out']} left out" if found["left_out"] else ""
+        figures = self.to_json()
+        padding = figures["padding_or_cut"] / sum(self.batch.lengths)
+        left = f"; {figures['left_out']} left out" if figures["left_out"] else ""
         lines = [
-            f"{count(found['documents'], 'document')} from {found['source']}, {found['tokens']} tokens, "
-            f"the longest {found['longest']}{left}",
-            f"{count(found['chunks'], 'chunk')} in {count(found['rows'], 'microbatch', 'microbatches')}, up to "
-            f"{found['most_chunks']} in one, of {found['chunk_tokens'][0]} to {found['chunk_tokens'][1]} tokens, "
+            f"{count(figures['documents'], 'document')} from {figures['source']}, {figures['tokens']} tokens, "
+            f"the longest {figures['longest']}{left}",
+            f"{count(figures['chunks'], 'chunk')} in {count(figures['rows'], 'microbatch', 'microbatches')}, up to "
+            f"{figures['most_chunks']} in one, of {figures['chunk_tokens'][0]} to {figures['chunk_tokens'][1]} tokens, "
             f"{100 * padding:.1f} % of them padding",
-            f"spread (standard deviation over mean of all chunks): time {100 * found['spread_of_time']:.1f} %, "
-            f"tokens {100 * found['spread_of_tokens']:.1f} %",
+            f"spread (standard deviation over mean of all chunks): time {100 * figures['spread_of_time']:.1f} %, "
+            f"tokens {100 * figures['spread_of_tokens']:.1f} %",
         ]
         if len(self.batch.times) > 1:
             lines.insert(

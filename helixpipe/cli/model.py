@@ -69,7 +69,7 @@ class ModelOptions(ShapeFlags, HardwareFlags):
     )
     chunk_size: int | None = option(
         None,
-        "Tokens of a slice of the MLP, whose inner activations are made again in the backward (default: 0, whole).",
+        "Tokens of a slice of the MLP, whose inner activations are recomputed in the backward (default: 0, whole).",
         at_least=0,
         at_most=MOST_TOKENS,
     )

@@ -234,10 +234,10 @@ def pareto_front(outcome: Outcome) -> list[Tried]:
 
 
 def _at_size(each: AtSize) -> dict[str, Any]:
-    found: dict[str, Any] = {"gpus": each.gpus, "terms": each.terms._asdict() if each.terms else None}
+    entry: dict[str, Any] = {"gpus": each.gpus, "terms": each.terms._asdict() if each.terms else None}
     if each.candidate is not None:
-        found |= {"schedule": each.candidate.setting.schedule, "sizes": _sizes_of(each)}
-    return found
+        entry |= {"schedule": each.candidate.setting.schedule, "sizes": _sizes_of(each)}
+    return entry
 
 
 def _sizes(tried: Tried) -> str:

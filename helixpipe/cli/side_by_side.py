@@ -77,7 +77,7 @@ def numbers(namespace: argparse.Namespace, name: str) -> list[int | None]:
         return [None]
     (limits,) = (item.metadata["range"] for item in fields(ShapeOptions) if item.name == name)
     flag = namespace.given.get(name, f"--{name.replace('_', '-')}")
-    found: list[int | None] = []
+    values: list[int | None] = []
     for word in text.split(","):
         try:
             number = int(word)
@@ -86,8 +86,8 @@ def numbers(namespace: argparse.Namespace, name: str) -> list[int | None]:
                 f"{flag}: {word[:40]!r} is not a whole number, of which several have commas between (1,2,4)."
             ) from None
         limits.check(flag, number)
-        found.append(number)
-    return found
+        values.append(number)
+    return values
 
 
 def compare(schedules: Mapping[str, Schedule | None], namespace: argparse.Namespace, one_queue: bool = False) -> None:

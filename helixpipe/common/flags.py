@@ -95,11 +95,11 @@ class FlagParser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """argparse's, and the ranges of what it has found. Raises UserError."""
         self._given = sys.argv[1:] if args is None else list(args)
-        found, rest = super().parse_known_args(args, namespace)
+        parsed, rest = super().parse_known_args(args, namespace)
         flags = self.given(self._given)
         for name, limits in self.ranges.items():
-            limits.check(flags.get(name, "--" + name.replace("_", "-")), getattr(found, name, None))
-        return found, rest
+            limits.check(flags.get(name, "--" + name.replace("_", "-")), getattr(parsed, name, None))
+        return parsed, rest
 
     def _as_typed(self, message: str) -> str:
         """argparse names all spellings of a flag (`-L/--layers`): only the one that was given."""

@@ -157,7 +157,7 @@ class Layout:
 
     element_bytes: of weights and activations (2: bfloat16). fused_kernels: those of a GPU (one kernel for RMSNorm, bias
     and activation function, and flash-attn); without, what the same pieces do on the CPU. mlp_chunk: tokens of a slice
-    of the MLP, whose inner activations are made again in the backward, slice by slice; 0: the whole MLP at once.
+    of the MLP, whose inner activations are recomputed in the backward, slice by slice; 0: the whole MLP at once.
     loss_chunk: tokens of a slice of head and loss, whose logits are made in the backward, slice by slice; 0: those of
     all tokens at once. context_parallel: ranks that share every chunk's rows outside core attention; cp_comm_type: what
     they exchange for it, `a2a` (heads for rows) or `p2p` (keys and values round a ring).

@@ -91,9 +91,9 @@ def _check_stages(program: Program) -> None:
             (i for i, (a, b) in enumerate(zip(pieces, expected, strict=False)) if a != b),
             min(len(pieces), len(expected)),
         )
-        found = str(pieces[at]) if at < len(pieces) else "nothing"
+        there = str(pieces[at]) if at < len(pieces) else "nothing"
         wanted = str(expected[at]) if at < len(expected) else "nothing"
-        raise ProgramError(f"the stages are not the model in order: piece {at} is {found} where {wanted} was expected.")
+        raise ProgramError(f"the stages are not the model in order: piece {at} is {there} where {wanted} was expected.")
     for index, stage in enumerate(program.stages):
         if not stage.pieces:
             raise ProgramError(f"stage {index} has no pieces.")

@@ -72,11 +72,11 @@ class Machine:
         """This process's device; no library is imported."""
         if device().type == "cpu":
             return cls()
-        found = {name: _installed(library) for name, library in LIBRARIES.items()}
+        versions = {name: _installed(library) for name, library in LIBRARIES.items()}
         return cls(
             device="cuda",
             capability=torch.cuda.get_device_capability(),
-            libraries={name: version for name, version in found.items() if version is not None},
+            libraries={name: version for name, version in versions.items() if version is not None},
             torch_flash=torch.backends.cuda.is_flash_attention_available(),
             cudnn=torch.backends.cudnn.version() or 0,
         )

@@ -50,17 +50,17 @@ class _BlockAttention(torch.autograd.Function):
         for block in attention.unit.blocks(attention.layer):
             for tile in attention.work(block.first, block.key.size(0)):
                 merge(kernel, attention.scale, tile, query, Part(block.key, block.value), output, log_sum)
-        found = output.to(query.dtype).flatten(2)
-        ctx.save_for_backward(query, found, log_sum)
+        attended = output.to(query.dtype).flatten(2)
+        ctx.save_for_backward(query, attended, log_sum)
         ctx.attention, ctx.kernel = attention, kernel
-        return found
+        return attended
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        query, found, log_sum = ctx.saved_tensors
+        query, attended, log_sum = ctx.saved_tensors
         attention = ctx.attention
         unit, layer = attention.unit, attention.layer
-        merged = Merged(query, found.reshape(query.shape), gradients[0].reshape(query.shape), log_sum)
+        merged = Merged(query, attended.reshape(query.shape), gradients[0].reshape(query.shape), log_sum)
         total = torch.zeros_like(query, dtype=log_sum.dtype)
         *before, own = unit.blocks(layer)
         later = unit.store.take_gradients(unit.microbatch, layer, unit.offset)

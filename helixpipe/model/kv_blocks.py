@@ -73,15 +73,15 @@ class KeyValueBlocks(ByteCount):
 
     def before(self, microbatch: int, layer: int, row: int) -> list[Block]:
         """The blocks of all rows before one, in their order. Raises RuntimeError when one is missing."""
-        found, end = [], 0
+        blocks, end = [], 0
         for first, (key, value) in sorted(self._blocks.get((microbatch, layer), {}).items()):
             if first >= row or first != end:
                 break
-            found.append(Block(first, key, value))
+            blocks.append(Block(first, key, value))
             end = first + key.size(0)
         if end != row:
             raise RuntimeError(f"tokens {end} to {row - 1} must run before those from {row} on")
-        return found
+        return blocks
 
     def drop(self, microbatch: int, layers: Sequence[int], first: int) -> None:
         """Let go of a block in some layers."""

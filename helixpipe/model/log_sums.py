@@ -119,12 +119,12 @@ class Plain:
         along = gradient @ _wide(value)[:, :, None].transpose(-1, -2)
         scores = weights * (along - (gradient * output).sum(-1, keepdim=True)) * scale
         grouped = _wide(query).unflatten(1, (groups, -1))
-        found = (
+        gradients = (
             (scores @ _wide(key)[:, :, None]).flatten(1, 2),
             (scores.transpose(-1, -2) @ grouped).sum(2),
             (weights.transpose(-1, -2) @ gradient).sum(2),
         )
-        return Gradients(*(tensor.to(query.dtype) for tensor in found))
+        return Gradients(*(tensor.to(query.dtype) for tensor in gradients))
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ class GPTOptions:
     share_embeddings_and_output_weights: bool = True
     """Whether the head uses the word embedding's weights."""
     chunk_size: int = 0
-    """Tokens of a slice of the MLP, whose inner activations are made again slice by slice; 0: the whole MLP at once."""
+    """Tokens of a slice of the MLP, whose inner activations are recomputed slice by slice; 0: the whole MLP at once."""
     loss_chunk_size: int = 0
     """Tokens of a slice of output layer and loss, whose logits are made in the backward, slice by slice; 0: the logits
     of the whole chunk at once."""

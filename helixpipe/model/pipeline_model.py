@@ -297,15 +297,15 @@ class PipelineModel(MegatronModule):
         Their gradients must be summed over these ranks before the optimizer's step: those of `copies`, and the tied
         embedding.
         """
-        found = {name: parameter for name, parameter, _ in self._copied_parameters()}
+        replicated = {name: parameter for name, parameter, _ in self._copied_parameters()}
         embedding, head = self._end_weights()
         if self.share_embeddings_and_output_weights:
             whole = embedding is not None and hasattr(self, "output_layer") and Piece("head") not in self.copies
-            found.pop(_OUTPUT_LAYER, None)
+            replicated.pop(_OUTPUT_LAYER, None)
             weight = embedding if head is None else head
             if weight is not None and not whole:
-                found[_WORD_EMBEDDING] = weight
-        return found
+                replicated[_WORD_EMBEDDING] = weight
+        return replicated
 
     def _copied_parameters(self) -> Iterator[tuple[str, Any, int]]:
         """Name and number of the copy of the parameters of `copies`."""

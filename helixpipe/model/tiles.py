@@ -63,7 +63,7 @@ def tiles(
     queries: rows of the chunk; keys: those of all chunks so far. same_rank: the keys are this rank's own. documents:
     for every sample where its documents begin, ascending from 0; None: one document a sample.
     """
-    found: list[Tile] = []
+    rectangles: list[Tile] = []
     for sample, starts in enumerate(documents) if documents is not None else ((None, (0,)),):
         row = 0
         for run in queries.runs:
@@ -72,11 +72,11 @@ def tiles(
                 own = slice(row + begin - run.start, row + end - run.start)
                 seen = slice(keys.before(first), keys.before(begin))
                 if seen.stop > seen.start:
-                    _add(found, Tile(sample, own, seen, causal=False))
+                    _add(rectangles, Tile(sample, own, seen, causal=False))
                 if same_rank:
-                    found.append(Tile(sample, own, slice(keys.before(begin), keys.before(end)), causal=True))
+                    rectangles.append(Tile(sample, own, slice(keys.before(begin), keys.before(end)), causal=True))
             row += len(run)
-    return tuple(found)
+    return tuple(rectangles)
 
 
 def _documents(run: range, starts: Sequence[int]) -> list[tuple[int, int]]:
@@ -86,14 +86,14 @@ def _documents(run: range, starts: Sequence[int]) -> list[tuple[int, int]]:
     return [(first, max(last, first)) for first, last in zip(starts[low:], ends[low:], strict=True) if first < run.stop]
 
 
-def _add(found: list[Tile], tile: Tile) -> None:
+def _add(rectangles: list[Tile], tile: Tile) -> None:
     """Two runs that lie side by side and see the same keys are one tile."""
-    last = found[-1] if found else None
+    last = rectangles[-1] if rectangles else None
     alike = last is not None and (last.sample, last.keys, last.causal) == (tile.sample, tile.keys, False)
     if last is not None and alike and last.queries.stop == tile.queries.start:
-        found[-1] = last._replace(queries=slice(last.queries.start, tile.queries.stop))
+        rectangles[-1] = last._replace(queries=slice(last.queries.start, tile.queries.stop))
     else:
-        found.append(tile)
+        rectangles.append(tile)
 
 
 def document_starts(documents: Documents | None) -> list[tuple[int, ...]] | None:
@@ -123,12 +123,12 @@ def merge(
     kernel: LogSumKernel, scale: float, tile: Tile, query: Tensor, part: Part, output: Tensor, log_sum: Tensor
 ) -> None:
     """Take the attention of a tile into output and log-sums over all keys so far, in place."""
-    found, found_sum = kernel.forward(
+    part_output, part_sum = kernel.forward(
         tile.of_queries(query), tile.of_keys(part.key), tile.of_keys(part.value), tile.causal, scale
     )
     own, sums = tile.of_queries(output), tile.of_sums(log_sum)
-    merged = torch.logaddexp(sums, found_sum.to(sums.dtype))
-    own.mul_(torch.exp(sums - merged)[..., None]).add_(found * torch.exp(found_sum - merged)[..., None])
+    merged = torch.logaddexp(sums, part_sum.to(sums.dtype))
+    own.mul_(torch.exp(sums - merged)[..., None]).add_(part_output * torch.exp(part_sum - merged)[..., None])
     sums.copy_(merged)
 
 
@@ -147,7 +147,7 @@ def add_gradients(
 ) -> None:
     """Add a tile's share of the gradients to those of the query (`total`) and of the part's keys and values (`sums`),
     in place."""
-    found = kernel.backward(
+    gradients = kernel.backward(
         tile.of_queries(merged.gradient),
         tile.of_queries(merged.query),
         tile.of_keys(part.key),
@@ -157,6 +157,6 @@ def add_gradients(
         tile.causal,
         scale,
     )
-    tile.of_queries(total).add_(found.query)
-    tile.of_keys(sums.key).add_(found.key)
-    tile.of_keys(sums.value).add_(found.value)
+    tile.of_queries(total).add_(gradients.query)
+    tile.of_keys(sums.key).add_(gradients.key)
+    tile.of_keys(sums.value).add_(gradients.value)

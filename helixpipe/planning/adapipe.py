@@ -188,7 +188,7 @@ class Search:
     def _climb(self, stages: Stages, start: Layout, time: float) -> dict[Layout, float]:
         """The layouts, with their times, that moving one layer at a time from one stage to another leads to, each
         faster than the one before."""
-        found: dict[Layout, float] = {}
+        times: dict[Layout, float] = {}
         p = self.shape.ranks
         moves = sorted(permutations(range(p), 2), key=lambda pair: abs(pair[0] - pair[1]))
         trials = BUDGET // (p * self.shape.microbatches)
@@ -204,13 +204,13 @@ class Search:
                 if layout is None:
                     continue
                 if trials == 0:
-                    return found
+                    return times
                 trials -= 1
                 now = self._time(layout)
                 if now < time:
-                    found[layout] = time = now
+                    times[layout] = time = now
                     layers, better = moved, True
-        return found
+        return times
 
     def _time(self, layout: Layout) -> float:
         """Of a step that recomputes inside its backwards."""

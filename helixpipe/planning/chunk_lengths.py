@@ -235,17 +235,17 @@ class _Cuts:
         low, high = 0.0, max(chunk_times(self.costs, self.stages, lengths))
         times = [self.time(start, end) for start, end in pairwise((0, *equal, self.seq_length)) if end > start]
         for guess in (max(times) * (1 + CLOSE * (1 << more)) for more in range(0, 8, 2)):
-            found = self._longest_of(guess)
-            high = min(high, found)
-            if found <= guess:
+            longest = self._longest_of(guess)
+            high = min(high, longest)
+            if longest <= guess:
                 break
             low = guess
         while high - low > CLOSE * high:
             middle = (low + high) / 2
-            found = self._longest_of(middle)
-            low, high = (low, found) if found <= middle else (middle, min(high, found))
-        while (found := self._longest_of(high * (1 - 1e-12))) < high:
-            high = found
+            longest = self._longest_of(middle)
+            low, high = (low, longest) if longest <= middle else (middle, min(high, longest))
+        while (longest := self._longest_of(high * (1 - 1e-12))) < high:
+            high = longest
         return high
 
     def earliest(self, longest: float) -> list[int]:

@@ -67,14 +67,14 @@ def recompute_chunks(program: Program, costs: Costs, limit: float, sizes: LayerS
         return Recomputation(program, {}, None, True)
     diagonals = Diagonals(ranks)
     for _ in range(TRIES):
-        found = _chosen(program, diagonals, room)
-        excess = [peak - limit * (1 + TOLERANCE) for peak in peak_memory(found.program, costs)]
+        chosen = _chosen(program, diagonals, room)
+        excess = [peak - limit * (1 + TOLERANCE) for peak in peak_memory(chosen.program, costs)]
         if max(excess) <= 0:
-            return replace(found, fits=True)
+            return replace(chosen, fits=True)
         room = [free - max(0.0, more) * (1 + TOLERANCE) for free, more in zip(room, excess, strict=True)]
     everything = diagonals.everything
-    found = Recomputation(_with_layers(program, everything), everything, None, False)
-    return replace(found, fits=max(peak_memory(found.program, costs)) <= limit * (1 + TOLERANCE))
+    chosen = Recomputation(_with_layers(program, everything), everything, None, False)
+    return replace(chosen, fits=max(peak_memory(chosen.program, costs)) <= limit * (1 + TOLERANCE))
 
 
 class Estimates:

@@ -39,7 +39,7 @@ def deal(times: Sequence[float], tokens: Sequence[int], ranks: int) -> Hands:
         )
     if ranks == 1:
         return (tuple(range(len(times))),)
-    hands = [_complete(found, tokens) for found in (differencing(times, tokens, ranks), greedy(times, tokens, ranks))]
+    hands = [_complete(dealt, tokens) for dealt in (differencing(times, tokens, ranks), greedy(times, tokens, ranks))]
     return min(hands, key=lambda hand: unevenness(hand, times, tokens))
 
 

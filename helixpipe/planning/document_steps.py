@@ -57,7 +57,7 @@ class StepPacker:
         held = token_capacity(costs, stages, shape.memory_limit, tokens, times.whole)
         kept = token_capacity(costs, even, shape.memory_limit, tokens, times.whole)
         predicted = Predicted(costs, shape.even_stages(shape.ranks), None if self.adapts else shape.memory_limit)
-        found = tuned(
+        packed = tuned(
             lengths,
             times,
             shape.ranks,
@@ -68,7 +68,7 @@ class StepPacker:
             predicted if search else None,
             lambda packing: over_capacity(packing.workload, kept) if self.adapts else 0.0,
         )
-        return found.packing
+        return packed.packing
 
     def times(self, lengths: Sequence[int]) -> ChunkTimes:
         """What chunks of these documents take, over the whole model."""

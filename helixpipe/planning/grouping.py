@@ -120,16 +120,19 @@ class _Search:
         changes = [0.0, *map(change, range(1, len(runs)))]
         if not self.recompute:  # a change is worth less memory
             changes = [cost - NEGLIGIBLE * whole for cost in changes]
-        found: list[tuple[float, Groups]] = [(0.0, ())]
+        cheapest: list[tuple[float, Groups]] = [(0.0, ())]
         for end in range(1, len(runs) + 1):
-            found.append(
+            cheapest.append(
                 min(
-                    (found[start][0] + changes[start] + self._recomputing(group, ahead), (*found[start][1], group))
+                    (
+                        cheapest[start][0] + changes[start] + self._recomputing(group, ahead),
+                        (*cheapest[start][1], group),
+                    )
                     for start in range(end)
                     for group in [sum(runs[start:end], ())]
                 )
             )
-        return found[-1][1]
+        return cheapest[-1][1]
 
     def _recomputing(self, group: tuple[int, ...], ahead: int) -> float:
         """The least time that a group by itself spends on recomputing."""
@@ -152,8 +155,8 @@ class _Search:
         if chains not in self._rated:
             program, over = self.make(chains), False
             if self.limit is not None and self.recompute:
-                found = self._estimates.recomputation(program, self.limit)
-                program, over = found.program, not found.fits
+                recomputation = self._estimates.recomputation(program, self.limit)
+                program, over = recomputation.program, not recomputation.fits
             elif self.limit is not None:
                 over = max(peak_memory(program, self.costs)) > self.limit
             self._rated[chains] = over, self._makespan(program)

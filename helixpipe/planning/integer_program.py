@@ -74,14 +74,14 @@ def solve(covering: Covering, exact: bool = True, time_limit: float = TIME_LIMIT
         return Solution(np.zeros_like(covering.most), 0.0, 0.0, True)
     relaxed, bound = _relaxed(covering)
     best = lowered(covering, np.minimum(np.ceil(relaxed - 1e-6), covering.most), relaxed)
-    found = Solution(best, covering.objective(best), bound, False)
-    if not exact or found.gap <= RELATIVE_GAP:
-        return found
+    solution = Solution(best, covering.objective(best), bound, False)
+    if not exact or solution.gap <= RELATIVE_GAP:
+        return solution
     searched, searched_bound = _searched(covering, time_limit)
     bound = max(bound, searched_bound)
-    if searched is not None and covering.objective(searched) < found.objective:
+    if searched is not None and covering.objective(searched) < solution.objective:
         return Solution(searched, covering.objective(searched), bound, True)
-    return Solution(found.values, found.objective, bound, False)
+    return Solution(solution.values, solution.objective, bound, False)
 
 
 def least(covering: Covering) -> float:
@@ -94,8 +94,8 @@ def _relaxed(covering: Covering) -> tuple[np.ndarray, float]:
     from scipy.optimize import linprog
 
     upper = list(zip(covering.most * 0, covering.most, strict=True))
-    found = linprog(covering.weights, A_ub=-covering.matrix, b_ub=-covering.need, bounds=upper, method="highs")
-    return (found.x, found.fun) if found.x is not None else (covering.most, 0.0)
+    optimum = linprog(covering.weights, A_ub=-covering.matrix, b_ub=-covering.need, bounds=upper, method="highs")
+    return (optimum.x, optimum.fun) if optimum.x is not None else (covering.most, 0.0)
 
 
 def _searched(covering: Covering, time_limit: float) -> tuple[np.ndarray | None, float]:
@@ -103,18 +103,18 @@ def _searched(covering: Covering, time_limit: float) -> tuple[np.ndarray | None,
     import numpy as np
     from scipy.optimize import Bounds, LinearConstraint, milp
 
-    found = milp(
+    optimum = milp(
         covering.weights,
         integrality=np.ones_like(covering.weights),
         bounds=Bounds(0, covering.most),
         constraints=LinearConstraint(covering.matrix, covering.need, inf),
         options={"mip_rel_gap": RELATIVE_GAP, "time_limit": time_limit},
     )
-    bound = found.mip_dual_bound if found.mip_dual_bound is not None else 0.0
-    if found.x is None:
+    bound = optimum.mip_dual_bound if optimum.mip_dual_bound is not None else 0.0
+    if optimum.x is None:
         return None, bound
-    values = np.rint(found.x)
-    return (lowered(covering, values, found.x) if covering.covers(values) else None), bound
+    values = np.rint(optimum.x)
+    return (lowered(covering, values, optimum.x) if covering.covers(values) else None), bound
 
 
 def lowered(covering: Covering, values: np.ndarray, wanted: np.ndarray) -> np.ndarray:

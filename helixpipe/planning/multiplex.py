@@ -148,8 +148,8 @@ class _Step:
 
     def helped(self, stage: int, right: bool) -> list[int]:
         """The stage's chunks at one end that run in teams."""
-        found = [chunk for chunk in range(self.chunks) if len(self.team[stage, chunk]) > 1]
-        return [chunk for chunk in found if (self.team[stage, chunk][0] < stage) == right]
+        shared = [chunk for chunk in range(self.chunks) if len(self.team[stage, chunk]) > 1]
+        return [chunk for chunk in shared if (self.team[stage, chunk][0] < stage) == right]
 
     def exchange(self, kind: str, stage: int, chunk: int) -> float:
         """Seconds of a team's exchange of keys and values, or of gradients of those that its members made."""

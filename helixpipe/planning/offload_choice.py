@@ -121,12 +121,12 @@ def choose(
         for longest in (False, True):
             fitting = [each.choice.time for each in tried if each.choice.fits]
             below = min(fitting) if fitting and search.large else inf
-            found = search.least((level,) * program.num_ranks, longest, below)
-            if found is None:
+            least = search.least((level,) * program.num_ranks, longest, below)
+            if least is None:
                 continue
-            tried.append(found)
-            if found.choice.fits and found.choice.time <= plain.time * (1 + NOTHING):
-                return search.improved(found.choice).program  # nothing could be faster
+            tried.append(least)
+            if least.choice.fits and least.choice.time <= plain.time * (1 + NOTHING):
+                return search.improved(least.choice).program  # nothing could be faster
     if any(all(each.penalty(rank) == inf for each in tried) for rank in range(program.num_ranks)):
         raise ScheduleError(_sentence(min((each.choice for each in tried), key=lambda each: each.excess), costs))
     best = search.mixed(tried)
@@ -222,8 +222,8 @@ class _Search:
         choice = self._shared(base.program, base.shares([each.places[rank] for rank, each in enumerate(chosen)]), base)
         if choice.fits:
             return choice
-        found = self.least(levels)  # times have changed, and with them what is there at once
-        return found.choice if found is not None else choice
+        least = self.least(levels)  # times have changed, and with them what is there at once
+        return least.choice if least is not None else choice
 
     def improved(self, best: Choice) -> Choice:
         """Unit by unit in small programs: less or more of it offloaded, as long as the step gets shorter."""

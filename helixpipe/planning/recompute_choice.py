@@ -148,13 +148,13 @@ class LayerChoices:
 
     def _combine(self, most: int) -> list[list[Choice]]:
         """For each number of layers the choices that no other betters in time and in memory, by time."""
-        found: list[list[Choice]] = [[] for _ in range(most + 1)]
+        by_count: list[list[Choice]] = [[] for _ in range(most + 1)]
         for index, layer in enumerate(self.layers):
             one = tuple(int(at == index) for at in range(len(self.layers)))
             last = Measures(self._costs, make_stage([layer.runs], head=self.head))
             for count in range(1, most + 1):
                 added = [Choice(layer.time, last.kept(), last.kept(during_backward=True), one)] if count == 1 else []
-                for time, kept, backward, counts in found[count - 1]:
+                for time, kept, backward, counts in by_count[count - 1]:
                     added.append(
                         Choice(
                             time + layer.time,
@@ -163,10 +163,10 @@ class LayerChoices:
                             (*counts[:index], counts[index] + 1, *counts[index + 1 :]),
                         )
                     )
-                found[count] = _undominated(found[count] + added)
+                by_count[count] = _undominated(by_count[count] + added)
             if not layer.runs:
-                self.plain = [choices[0] if choices else _NO_LAYERS for choices in found]
-        return found
+                self.plain = [choices[0] if choices else _NO_LAYERS for choices in by_count]
+        return by_count
 
 
 _NO_LAYERS = Choice(0.0, 0.0, 0.0, ())
@@ -174,7 +174,7 @@ _NO_LAYERS = Choice(0.0, 0.0, 0.0, ())
 
 def _layers(costs: Costs, free: bool) -> list[Layer]:
     """The kinds of layer worth having: of kinds alike, the first."""
-    found: list[Layer] = []
+    layers: list[Layer] = []
     for runs in CHOICES:
         alone = Measures(costs, make_stage([runs]))
         layer = Layer(
@@ -182,10 +182,10 @@ def _layers(costs: Costs, free: bool) -> list[Layer]:
         )
         if not any(
             other.time <= layer.time and other.kept <= layer.kept and other.backward <= layer.backward
-            for other in found
+            for other in layers
         ):
-            found.append(layer)
-    return found
+            layers.append(layer)
+    return layers
 
 
 def _undominated(choices: list[Choice]) -> list[Choice]:

@@ -41,10 +41,10 @@ class LayerSizes:
         pieces = bound.program.stages[unit.stage].pieces
         extents = bound.program.workload.extents[unit.microbatch][unit.chunk]
         key = tuple(piece.kind for piece in pieces), extents, bound.whole
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = self._asked(bound, unit, runs)
-        return found
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self._asked(bound, unit, runs)
+        return known
 
     def _asked(
         self, bound: BoundCosts, unit: Unit, runs: Sequence[tuple[Piece, ...]]
@@ -101,14 +101,14 @@ class RankNeeds:
     same while the unit's backward makes one of them again, and what all of them save then: as much as all but one.
     """
 
-    def __init__(self, bound: BoundCosts, rank: int, found: Moments, sizes: LayerSizes):
+    def __init__(self, bound: BoundCosts, rank: int, moments: Moments, sizes: LayerSizes):
         import numpy as np
 
-        self.number, self.moments = rank, found
+        self.number, self.moments = rank, moments
         self.runs = layer_runs(bound.program)
-        self.totals = np.array(found.totals)
+        self.totals = np.array(moments.totals)
         self.most = float(self.totals.max(initial=0.0))
-        self.units = sorted(found.backward, key=found.backward.__getitem__)
+        self.units = sorted(moments.backward, key=moments.backward.__getitem__)
         self.kept: dict[Unit, np.ndarray] = {}
         self.inside: dict[Unit, np.ndarray] = {}
         self.time: dict[Unit, float] = {}
@@ -135,7 +135,7 @@ class RankNeeds:
             for moment in self.moments.saved[unit]:
                 changes.setdefault(moment, []).append(unit)
         alive: frozenset[Unit] = frozenset()
-        found: list[Need] = []
+        kept: list[Need] = []
         for start, end in pairwise([*sorted(changes), len(self.totals)]):
             alive ^= frozenset(changes[start])
             if end == start:
@@ -147,12 +147,12 @@ class RankNeeds:
                 if unit is not None
             ]
             for need in sorted([*moments, *without], key=lambda each: (-each.size, each.running is None)):
-                if need.size <= 0 or (found and self._follows(need, found[-1])):
+                if need.size <= 0 or (kept and self._follows(need, kept[-1])):
                     continue
-                while found and self._follows(found[-1], need):
-                    found.pop()
-                found.append(need)
-        return found
+                while kept and self._follows(kept[-1], need):
+                    kept.pop()
+                kept.append(need)
+        return kept
 
     def coefficients(self, need: Need) -> list[tuple[Unit, float]]:
         """What each layer that each unit recomputes saves at that moment, at least."""

@@ -33,7 +33,7 @@ def splits_by_time(stages: Times, layers: int, m: int) -> list[Split]:
     least = least_bottleneck(stages.times, layers)
     if least == inf:
         return []
-    found: dict[tuple[int, ...], Split] = {}
+    splits: dict[tuple[int, ...], Split] = {}
     fastest = cheapest_split(stages, layers, least)
     cheapest = cheapest_split(stages, layers, inf)
     if fastest is None or cheapest is None:
@@ -44,15 +44,15 @@ def splits_by_time(stages: Times, layers: int, m: int) -> list[Split]:
         split = cheapest_split(stages, layers, bound)
         if split is None:
             break
-        found[split.layers] = split
+        splits[split.layers] = split
         best = min(best, _objective(split, m))
         other = cheapest_split(stages, layers, bound, large_first=True)
         if other is not None:
-            found[other.layers] = other
+            splits[other.layers] = other
         if split.again + (m - 1) * least >= best:
             break
         bound = split.slowest * (1 - 2 * TOLERANCE)
-    return sorted(found.values(), key=lambda each: rounded(_objective(each, m)))
+    return sorted(splits.values(), key=lambda each: rounded(_objective(each, m)))
 
 
 def _objective(split: Split, m: int) -> float:
@@ -76,7 +76,7 @@ def cheapest_split(stages: Times, layers: int, slowest: float, large_first: bool
         if large_first:
             allowed.reverse()
         remaining = len(stages.times) - rank - 1
-        found: dict[int, tuple[int, float]] = {}
+        cheapest: dict[int, tuple[int, float]] = {}
         last: dict[int, int] = {}
         for before, (again, squares) in reached.items():
             for count, more, square in allowed:
@@ -84,9 +84,9 @@ def cheapest_split(stages: Times, layers: int, slowest: float, large_first: bool
                 if now > layers - remaining or (not remaining and now != layers):
                     continue
                 cost = (again + more, squares + square)
-                if now not in found or cost < found[now]:
-                    found[now], last[now] = cost, count
-        reached = found
+                if now not in cheapest or cost < cheapest[now]:
+                    cheapest[now], last[now] = cost, count
+        reached = cheapest
         taken.append(last)
     if layers not in reached:
         return None
@@ -104,13 +104,13 @@ def least_bottleneck(values: Table, layers: int) -> float:
     """The least that the largest value of a stage can be; infinite where no split is possible."""
     reached = {0: -inf}
     for row in values:
-        found: dict[int, float] = {}
+        bottlenecks: dict[int, float] = {}
         for before, largest in reached.items():
             for count in range(1, min(len(row) - 1, layers - before) + 1):
                 now = max(largest, row[count])
-                if now < found.get(before + count, inf):
-                    found[before + count] = now
-        reached = found
+                if now < bottlenecks.get(before + count, inf):
+                    bottlenecks[before + count] = now
+        reached = bottlenecks
     return reached.get(layers, inf)
 
 

@@ -106,13 +106,13 @@ def choices(lengths: Sequence[int], ranks: int, alignment: int = 1, least: int =
     Chunks so large that there are fewer than ranks are left out, but for one choice."""
     check_lengths(lengths)
     longest, total = max(lengths), sum(lengths)
-    found = [Choice(1, documents) for documents in (64, 32, 16, 8, 4, 2) if documents * longest * 2 * ranks <= total]
-    found += [
+    tried = [Choice(1, documents) for documents in (64, 32, 16, 8, 4, 2) if documents * longest * 2 * ranks <= total]
+    tried += [
         Choice(count)
         for count in CHUNK_COUNTS
         if count <= MOST_SLICES and (count == 1 or longest >= count * max(least, alignment))
     ]
-    return found
+    return tried
 
 
 def estimate(packing: Packing, ranks: int) -> float:
@@ -191,17 +191,17 @@ def _even_in_both(packed: Callable[[float, float], Packing], room: float) -> Pac
     """Of packings with cuts between those of equal time and those of equal length, with room beyond the longest slice
     and without, the one whose tokens spread least, of those whose times spread little enough; else the one whose times
     do least."""
-    found = []
+    packings = []
     for each in sorted({room, 1.0}):
         low, high = 0.0, 1.0
-        found.append(packed(each, low))
-        for _ in range(HALVINGS if found[-1].spread_of_time <= SPREAD_OF_TIME else 0):
-            found.append(packed(each, middle := (low + high) / 2))
-            low, high = (middle, high) if found[-1].spread_of_time <= SPREAD_OF_TIME else (low, middle)
-    within = [each for each in found if each.spread_of_time <= SPREAD_OF_TIME]
+        packings.append(packed(each, low))
+        for _ in range(HALVINGS if packings[-1].spread_of_time <= SPREAD_OF_TIME else 0):
+            packings.append(packed(each, middle := (low + high) / 2))
+            low, high = (middle, high) if packings[-1].spread_of_time <= SPREAD_OF_TIME else (low, middle)
+    within = [each for each in packings if each.spread_of_time <= SPREAD_OF_TIME]
     if within:
         return min(within, key=lambda each: each.spread_of_tokens)
-    return min(found, key=lambda each: each.spread_of_time)
+    return min(packings, key=lambda each: each.spread_of_time)
 
 
 def tuned(
@@ -218,7 +218,7 @@ def tuned(
     """The packing with the shortest step: every choice is estimated, and where `predict` is given the fastest few of
     those are simulated by it (inf: does not fit).
 
-    fits: whether the memory holds it, asked before. recomputed: the share of the forwards that are made again so that
+    fits: whether the memory holds it, asked before. recomputed: the share of the forwards that are recomputed so that
     it does, which takes its time. least: tokens below which chunks waste the hardware. Raises
     UserError where nothing fits, naming N, and for a number of slices that cannot be.
     """
@@ -254,10 +254,10 @@ def _time(tried: Tried) -> float:
 def _simulated(tried: Sequence[Tried], predict: Callable[[Packing], float]) -> list[Tried]:
     """With predictions of the few that are estimated fastest; more of them as long as none of these fits. What is not
     predicted counts no more."""
-    found: list[Tried] = []
+    simulated: list[Tried] = []
     for each in sorted(tried, key=lambda each: each.estimate):
-        if each.estimate == inf or (len(found) >= SIMULATED and any(_time(other) < inf for other in found)):
-            found.append(each._replace(predicted=inf))
+        if each.estimate == inf or (len(simulated) >= SIMULATED and any(_time(other) < inf for other in simulated)):
+            simulated.append(each._replace(predicted=inf))
         else:
-            found.append(each._replace(predicted=predict(each.packing)))
-    return sorted(found, key=lambda each: (-each.choice.documents, each.choice.slices))
+            simulated.append(each._replace(predicted=predict(each.packing)))
+    return sorted(simulated, key=lambda each: (-each.choice.documents, each.choice.slices))

@@ -77,12 +77,12 @@ def search(given: Problem, orders: Orders) -> Found:
         for make in makers:
             if len(rated) * 3 * len(few.forward_units) * len(few.homes) > BUDGET:
                 break
-            found = greedy(few, make(few))
-            if found is None:
+            schedule = greedy(few, make(few))
+            if schedule is None:
                 continue
-            rated.append((found.rating, len(rated), make))
-            if found.reaches(bounds[1]):
-                whole = found if few == given else greedy(given, make(given))
+            rated.append((schedule.rating, len(rated), make))
+            if schedule.reaches(bounds[1]):
+                whole = schedule if few == given else greedy(given, make(given))
                 if whole is not None and whole.reaches(bounds[0]):
                     return whole
         rated.sort(key=lambda entry: entry[:2])
@@ -98,8 +98,8 @@ def search(given: Problem, orders: Orders) -> Found:
 
 
 def _best(given: Problem, rules: Iterable[Rules]) -> Found:
-    found = [one for one in (greedy(given, each) for each in rules) if one is not None]
-    return min(found, key=lambda one: one.rating)
+    schedules = [one for one in (greedy(given, each) for each in rules) if one is not None]
+    return min(schedules, key=lambda one: one.rating)
 
 
 def _coarse(given: Problem, orders: Orders) -> Iterator[Maker]:

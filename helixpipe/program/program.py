@@ -123,12 +123,12 @@ class Program:
     def copies(self, rank: int) -> dict[Piece, int]:
         """The rank's pieces that other ranks hold as well, those of replicated stages, with the number of the rank's
         copy; 0 is that of the first rank."""
-        found: dict[Piece, int] = {}
+        copy_of: dict[Piece, int] = {}
         for index, stage in enumerate(self.stages):
             holders = self.holders(index)
             if stage.placement == "replicated" and len(holders) > 1 and rank in holders:
-                found |= dict.fromkeys(stage.pieces, holders.index(rank))
-        return found
+                copy_of |= dict.fromkeys(stage.pieces, holders.index(rank))
+        return copy_of
 
     def copied_stages(self, rank: int) -> tuple[int, ...]:
         """The stages that this rank runs units of with copies of their owners' weights."""

@@ -53,11 +53,11 @@ def numa_node(address: str, root: Path) -> int:
 
 def cores(cpulist: Path) -> set[int]:
     """Those of a list like `0-27,56-83`. Raises OSError or ValueError."""
-    found: set[int] = set()
+    numbers: set[int] = set()
     for part in cpulist.read_text().strip().split(","):
         first, _, last = part.partition("-")
-        found |= set(range(int(first), int(last or first) + 1))
-    return found
+        numbers |= set(range(int(first), int(last or first) + 1))
+    return numbers
 
 
 def _left(reason: str) -> str:

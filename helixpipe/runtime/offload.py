@@ -240,15 +240,15 @@ class UnitSaving:
         """The storages that leave, but for these."""
         moved = {key for key, tensor in self._inputs if tensor.untyped_storage()._cdata != key}  # to a chunk's store
         stays |= self._shared | (moved - self._saved)
-        found: list[list[_Found]] = [[] for _ in self.offloading.shares]
+        by_run: list[list[_Found]] = [[] for _ in self.offloading.shares]
         for key, storage in self._storages.items():
             data = storage.data
             if storage.run < 0 or key in stays or data is None:
                 continue
             if data.nbytes() == storage.nbytes and storage.nbytes >= max(self.offloading.min_bytes, 1):
-                found[storage.run].append(_Found(key, storage))
+                by_run[storage.run].append(_Found(key, storage))
         chosen: list[_Found] = []
-        for run, share in zip(found, self.offloading.shares, strict=True):
+        for run, share in zip(by_run, self.offloading.shares, strict=True):
             chosen += [run[place] for place in leaving_share([each.storage.nbytes for each in run], share)]
         return chosen
 

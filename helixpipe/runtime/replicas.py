@@ -51,11 +51,11 @@ def used_by(weight: str, tied: bool) -> frozenset[Piece]:
 def replicated_weights(model: ReplicatedModel, held: Held) -> list[ReplicatedWeight]:
     """Of this rank's model, by name, which is one order on all ranks."""
     own = model.replicated_parameters()
-    found = []
+    weights = []
     for name in sorted(own):
         pieces = used_by(name, model.share_embeddings_and_output_weights)
-        found.append(ReplicatedWeight(name, own[name], pieces, holders(held, pieces)))
-    return found
+        weights.append(ReplicatedWeight(name, own[name], pieces, holders(held, pieces)))
+    return weights
 
 
 def replica_groups(held: Held, tied: bool) -> list[tuple[int, ...]]:
@@ -63,5 +63,5 @@ def replica_groups(held: Held, tied: bool) -> list[tuple[int, ...]]:
     embedding and the head share a weight."""
     pieces = {piece for own in held for piece in own if piece.kind != "attn"}  # which has no weights
     shared = [frozenset({piece}) for piece in pieces] + ([_TIED] if tied else [])
-    found = {holders(held, each) for each in shared}
-    return sorted(ranks for ranks in found if len(ranks) > 1)
+    groups = {holders(held, each) for each in shared}
+    return sorted(ranks for ranks in groups if len(ranks) > 1)

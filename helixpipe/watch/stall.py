@@ -131,16 +131,16 @@ class _Job:
         for rank in self.ranks:
             if rank not in self.states:
                 absent.setdefault(self._absent(rank), []).append(rank)
-        found = [f"{_ranks(ranks)}: {what}." for what, ranks in absent.items()]
+        sentences = [f"{_ranks(ranks)}: {what}." for what, ranks in absent.items()]
         free: dict[tuple[Place, str], list[State]] = {}
         for _, state in sorted(self.states.items()):
             behind, lost = self.waits_for(state)
             if lost:
-                found.append(_lost(state, lost))
+                sentences.append(_lost(state, lost))
             elif not behind:
                 free.setdefault((state.place, state.doing), []).append(state)
-        found += [_free(alike) for _, alike in sorted(free.items())]
-        return found or [self._circle()]
+        sentences += [_free(alike) for _, alike in sorted(free.items())]
+        return sentences or [self._circle()]
 
     def waits_for(self, state: State) -> tuple[list[int], Sequence[Hop]]:
         """The ranks it cannot go on without, which are behind or gone; if its message has been sent, the hops on one of

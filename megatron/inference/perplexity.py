@@ -65,11 +65,11 @@ def edges(context: int, asked: Sequence[int]) -> list[int]:
             raise UserError(f"--buckets {' '.join(map(str, asked))} must increase and stay below {context}.")
         return [0, *asked, context]
     first = 1024 if context >= 2048 else max(1, context // 8)
-    found, edge = [0], first
+    bounds, edge = [0], first
     while context - edge > edge // 4:  # fewer join those before
-        found.append(edge)
+        bounds.append(edge)
         edge *= 2
-    return [*found, context]
+    return [*bounds, context]
 
 
 def losses(model: ForwardModel, tokens: Tensor, chunk: int) -> Iterable[Tensor]:

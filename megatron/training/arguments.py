@@ -138,8 +138,8 @@ def parse_config(
     config = validate(_of_checkpoint(config, load_checkpoint_args, parser.given(arguments)))
     schedule = config.parallel.pipeline_schedule or ""
     chosen = [] if is_file(schedule) else [find(schedule)]
-    for found in chosen:
-        config = dataclasses.replace(config, schedule_options=dataclass_from_namespace(found.options, namespace))
+    for each in chosen:
+        config = dataclasses.replace(config, schedule_options=dataclass_from_namespace(each.options, namespace))
     for sentence in foreign_options(parser.given(arguments), chosen):
         config = config.warn(sentence)
     return config
@@ -223,9 +223,9 @@ def split_unavailable(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         else:
             rest.extend(words)
     warnings = [
-        f"{what}: {'; '.join(f'{flag} ({reason})' for flag, reason in found.items())}."
-        for what, found in (("accepted without effect", ignored), ("understood", read))
-        if found
+        f"{what}: {'; '.join(f'{flag} ({reason})' for flag, reason in flags.items())}."
+        for what, flags in (("accepted without effect", ignored), ("understood", read))
+        if flags
     ]
     return readings + rest, warnings
 

@@ -122,7 +122,7 @@ def _shipped(program: Program) -> list[Transfer]:
 
 def _ring_weights(program: Program, turns: Sequence[Turn], number: int) -> list[Transfer]:
     copies = _copies(program, (turn for turn in turns if turn.op.kind in USES_WEIGHTS), -1, False, number)
-    found = []
+    transfers = []
     for copy in copies:
         source, follows = _other_end(program, copy)
         after: list[Op | int] = [follows] if follows >= 0 else []
@@ -130,15 +130,15 @@ def _ring_weights(program: Program, turns: Sequence[Turn], number: int) -> list[
             after += [copy.replaced.ops[-1], *(passed.number for passed in copy.replaced.far)]
         if copy.last is not None and not program.ring.eager:
             after.append(copy.last)
-        found.append(Transfer("weights", tuple(copy.ops), source, copy.rank, follows, tuple(after), (copy.ops[0],)))
-    return found
+        transfers.append(Transfer("weights", tuple(copy.ops), source, copy.rank, follows, tuple(after), (copy.ops[0],)))
+    return transfers
 
 
 def _ring_gradients(program: Program, turns: Sequence[Turn], number: int) -> list[Transfer]:
     sums = _copies(program, (turn for turn in reversed(turns) if turn.op.kind in MAKES_GRADIENTS), 1, True, number)
     # What must have left before another takes its place: read backwards, `total` came to the place of `later`.
     earlier = {later.number: total.number for total in sums if (later := total.replaced) is not None}
-    found = []
+    transfers = []
     for total in sums:
         target, _ = _other_end(program, total)
         follows = total.far[0].number if total.far else -1
@@ -146,16 +146,16 @@ def _ring_gradients(program: Program, turns: Sequence[Turn], number: int) -> lis
         if total.near is not None and total.near.number in earlier:
             after.append(earlier[total.near.number])
         before = (total.replaced.ops[-1],) if total.replaced is not None else ()
-        found.append(
+        transfers.append(
             Transfer("weight_gradients", tuple(reversed(total.ops)), total.rank, target, follows, tuple(after), before)
         )
-    return found
+    return transfers
 
 
 def _copies(program: Program, turns: Iterable[Turn], neighbour: int, once: bool, number: int) -> list[_Copy]:
     """The copies that the turns need one after another, numbered from `number` on. neighbour: 1 or -1, from a rank to
     the one a copy may come from. once: whether a copy is passed on once at most."""
-    found: list[_Copy] = []
+    copies: list[_Copy] = []
     places: list[dict[int, _Copy]] = [{} for _ in program.ranks]  # by stage, least recently used first
     owners: dict[int, Op] = {}  # the owner's last op of each stage
     for op, rank in turns:
@@ -168,8 +168,8 @@ def _copies(program: Program, turns: Iterable[Turn], neighbour: int, once: bool,
         own = places[rank]
         copy = own.pop(op.stage, None)
         if copy is None:
-            copy = _Copy(rank, number + len(found))
-            found.append(copy)
+            copy = _Copy(rank, number + len(copies))
+            copies.append(copy)
             source = (rank + neighbour) % program.num_ranks
             near = places[source].get(op.stage)
             if source == stage.owner:
@@ -181,7 +181,7 @@ def _copies(program: Program, turns: Iterable[Turn], neighbour: int, once: bool,
                 copy.replaced = own.pop(next(iter(own)))
         own[op.stage] = copy
         copy.ops.append(op)
-    return found
+    return copies
 
 
 def _other_end(program: Program, copy: _Copy) -> tuple[int, int]:

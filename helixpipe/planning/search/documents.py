@@ -80,8 +80,8 @@ class DocumentBounds(Bounds):
         key = sizes, saving.recompute, saving.mlp, saving.loss
         if key not in self._figures:
             extents = tuple(Extent(length, 0) for length in self.question.documents)
-            found = Measured(self.question.costs(sizes, saving), saving, extents).figures
-            self._figures[key] = replace(found, kept=0.0, kept_layers=0.0)
+            measured = Measured(self.question.costs(sizes, saving), saving, extents).figures
+            self._figures[key] = replace(measured, kept=0.0, kept_layers=0.0)
         return self._figures[key]
 
     def flops(self, sizes: Sizes) -> float:

@@ -284,16 +284,16 @@ class Search:
         offloading = recomputing[:OFFLOADED] if self.question.offload else []
         versions = [version for each in finalists for version in self._versions(each.candidate, each in offloading)]
         trials = self.crew.run([Job(version, kind="whole") for version in versions])
-        found: dict[tuple[Sizes, str], Tried] = {}
+        fastest: dict[tuple[Sizes, str], Tried] = {}
         for candidate, trial in zip(versions, trials, strict=True):
             if trial.refused or not self.fits(trial):
                 continue
             tried = Tried(candidate, trial)
             self.outcome.every.append(tried)
-            known = found.get(candidate.group)
+            known = fastest.get(candidate.group)
             if known is None or trial.step < known.trial.step:
-                found[candidate.group] = tried
-        return sorted(found.values(), key=lambda each: each.trial.step)[: self.top]
+                fastest[candidate.group] = tried
+        return sorted(fastest.values(), key=lambda each: each.trial.step)[: self.top]
 
     def _versions(self, candidate: Candidate, offloading: bool) -> Iterator[Candidate]:
         """The candidate, and where it recomputes, the same with that in idle time, and with offloading instead."""

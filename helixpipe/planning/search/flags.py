@@ -58,7 +58,7 @@ def documents_flags(question: Question) -> list[str]:
 
 def options_flags(options: Any) -> list[str]:
     """A schedule's own flags, where they are not the defaults."""
-    found = []
+    flags = []
     for field in fields(options):
         value = getattr(options, field.name)
         if value == field.default:
@@ -66,7 +66,7 @@ def options_flags(options: Any) -> list[str]:
         flag = "--" + field.name.replace("_", "-")
         if isinstance(value, bool):
             flag = flag if value else flag.replace("--", "--no-", 1)
-            found.append(flag)
+            flags.append(flag)
         else:
-            found.append(f"{flag} {value}")
-    return found
+            flags.append(f"{flag} {value}")
+    return flags

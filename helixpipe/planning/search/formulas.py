@@ -18,11 +18,11 @@ def value(formula: str, names: Mapping[str, float]) -> float | None:
     """What a formula comes to; None for words and for names that are not given."""
     tokens, text, place = [], formula.removeprefix("at most ").strip(), 0
     while place < len(text):
-        found = _TOKEN.match(text, place)
-        if found is None:
+        token = _TOKEN.match(text, place)
+        if token is None:
             return None
-        tokens.append(found[1])
-        place = found.end()
+        tokens.append(token[1])
+        place = token.end()
     parser = _Parser(tokens, names)
     try:
         result = parser.total()

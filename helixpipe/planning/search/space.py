@@ -182,7 +182,7 @@ class Question:
 
     def _with_comm(self, sizes: Sizes) -> Sizes | None:
         """With what takes less time; None where the model cannot be cut so."""
-        found = []
+        by_time = []
         ways = (self.given.cp_comm_type,) if self.given.cp_comm_type else (P2P, A2A) if sizes.context > 1 else (P2P,)
         for way in ways:
             each = replace(sizes, cp_comm_type=way)
@@ -190,8 +190,8 @@ class Question:
                 costs = self.costs(each)
             except UserError:
                 continue
-            found.append((sum(_times(costs)), way, each))
-        return min(found)[2] if found else None
+            by_time.append((sum(_times(costs)), way, each))
+        return min(by_time)[2] if by_time else None
 
     # ------------------------------------------------------------------------------------------------------- settings
 
@@ -278,14 +278,14 @@ class Question:
         mlp = MLP_SLICE if tokens >= 2 * MLP_SLICE and not self.documents else 0
         loss = replace(self.layout, loss_chunk=0).with_loss_slices().loss_chunk
         slices = [mlp and MLP_SLICE] if given.mlp is None else [given.mlp]
-        found = []
+        choices = []
         for recompute in (None, "without-attention", "full") if given.recompute is None else (given.recompute,):
             for mlp_slice in dict.fromkeys([0, *slices] if given.mlp is None else slices):
                 if mlp_slice and recompute == "full" and given.mlp is None:
                     continue
                 for loss_slice in (0, loss if tokens > loss else 0) if given.loss is None else (given.loss,):
-                    found.append(Saving(recompute, mlp_slice, loss_slice))
-        return list(dict.fromkeys(found))
+                    choices.append(Saving(recompute, mlp_slice, loss_slice))
+        return list(dict.fromkeys(choices))
 
 
 def _times(costs: ModelCosts) -> tuple[float, float]:

@@ -120,21 +120,21 @@ class AtSize(NamedTuple):
 
 def taking_over(sizes: Sequence[AtSize]) -> dict[str, int | None]:
     """For each loss the first number of GPUs from which it is the largest; None where it never is."""
-    found: dict[str, int | None] = {NAMES[name]: None for name in Terms._fields if name != "computing"}
+    first_gpus: dict[str, int | None] = {NAMES[name]: None for name in Terms._fields if name != "computing"}
     for each in sizes:
         if each.terms is not None:
             largest = next(iter(each.terms.losses))
-            if found[largest] is None:
-                found[largest] = each.gpus
-    return found
+            if first_gpus[largest] is None:
+                first_gpus[largest] = each.gpus
+    return first_gpus
 
 
 def smaller(question: Question) -> list[Question]:
     """The same with half of the GPUs, a quarter, down to one node."""
-    found, gpus = [], question.gpus
+    questions, gpus = [], question.gpus
     while gpus >= question.hardware.gpus_per_node and gpus % question.hardware.gpus_per_node == 0:
-        found.append(replace(question, gpus=gpus, offload=False))
+        questions.append(replace(question, gpus=gpus, offload=False))
         if gpus % 2:
             break
         gpus //= 2
-    return found[::-1]
+    return questions[::-1]

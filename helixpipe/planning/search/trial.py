@@ -92,9 +92,9 @@ class Trials:
         """With all its microbatches."""
         sizes = candidate.sizes
         if self.ops(candidate, self.question.microbatches(sizes)) > WHOLE_OPS:
-            found = self._quick(candidate, inf)
-            if found is not None:
-                return found
+            quick = self._quick(candidate, inf)
+            if quick is not None:
+                return quick
         try:
             return self._trial(candidate, self.simulation(candidate))
         except UserError as error:
@@ -114,9 +114,9 @@ class Trials:
                 few = 2 * p + m % more
                 if m <= few + more:
                     return None
-                found = self._extrapolated(candidate, few, more, slowest)
-                if found is not None:
-                    return found
+                extrapolated = self._extrapolated(candidate, few, more, slowest)
+                if extrapolated is not None:
+                    return extrapolated
         except UserError as error:
             return Trial(refused=str(error))
         return Trial(refused="no number of microbatches was found to try it with")

@@ -77,7 +77,7 @@ class Processes:
 
     def run(self, jobs: Sequence[Job]) -> list[Any]:
         """Raises RuntimeError where a process has died."""
-        found: dict[int, Any] = {}
+        results: dict[int, Any] = {}
         left = list(reversed(range(len(jobs))))
         working: dict[Connection, int] = {}
         for pipe in self._pipes:
@@ -86,11 +86,11 @@ class Processes:
             ready: list[Any] = wait(list(working))
             for pipe in ready:
                 try:
-                    found[working.pop(pipe)] = pipe.recv()
+                    results[working.pop(pipe)] = pipe.recv()
                 except (EOFError, OSError):
                     raise RuntimeError("a process of the search has ended before it was done") from None
                 self._next(pipe, jobs, left, working)
-        return [found[number] for number in range(len(jobs))]
+        return [results[number] for number in range(len(jobs))]
 
     def _next(self, pipe: Connection, jobs: Sequence[Job], left: list[int], working: dict[Connection, int]) -> None:
         if left:

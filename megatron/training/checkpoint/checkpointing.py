@@ -165,10 +165,10 @@ class Checkpointer:
         directory = Path(self._options.load)
         if on_first(lambda: looks_like_one(directory), f"--load {directory}"):
             return Progress(), self._load_huggingface(directory, model, optimizer, arguments)
-        found = on_first(lambda: folders.candidates(directory, self._options.ckpt_step), f"--load {directory}")
-        for note in found.notes:
+        candidates = on_first(lambda: folders.candidates(directory, self._options.ckpt_step), f"--load {directory}")
+        for note in candidates.notes:
             say(f"WARNING: {note}")
-        if not found.names:
+        if not candidates.names:
             if self._options.exit_on_missing_checkpoint:
                 raise CheckpointError(
                     f"--load {directory} holds no checkpoint, and --exit-on-missing-checkpoint is given."
@@ -180,7 +180,7 @@ class Checkpointer:
                 )
             return None
         reasons = []
-        for name in found.names:
+        for name in candidates.names:
             try:
                 with tensors.quiet(), redirect(), whole_weights(self._sharded):
                     result = self._load_folder(directory / name, model, optimizer, scheduler, arguments)

@@ -194,12 +194,12 @@ def _wrong_structure(
 
 def _wrong_size(path: Path, size: int, exactly: bool) -> str | None:
     try:
-        found = path.stat().st_size
+        actual = path.stat().st_size
     except FileNotFoundError:
         return f"{path.name} is missing"
-    if found < size:
-        return f"{path.name} is truncated ({found} of {size} bytes)" if found else f"{path.name} is empty"
-    return f"{path.name} is {found} bytes long instead of {size}" if exactly and found != size else None
+    if actual < size:
+        return f"{path.name} is truncated ({actual} of {size} bytes)" if actual else f"{path.name} is empty"
+    return f"{path.name} is {actual} bytes long instead of {size}" if exactly and actual != size else None
 
 
 # ------------------------------------------------------------------------------------------------- writing, one rank

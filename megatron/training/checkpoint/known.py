@@ -155,9 +155,11 @@ class _Shards(TorchDistLoadShardedStrategy):
         from megatron.core.dist_checkpointing.mapping import ShardedObject
 
         index = read_index(Path(checkpoint_dir))
-        found = self.load_tensors_metadata(checkpoint_dir, index)
-        objects = (ShardedObject.empty_from_unique_key(key) for key in index.state_dict_metadata.keys() - found.keys())
-        return {**{each.unique_key: each for each in objects}, **found}
+        tensors = self.load_tensors_metadata(checkpoint_dir, index)
+        objects = (
+            ShardedObject.empty_from_unique_key(key) for key in index.state_dict_metadata.keys() - tensors.keys()
+        )
+        return {**{each.unique_key: each for each in objects}, **tensors}
 
 
 class _Common(TorchCommonLoadStrategy):
@@ -218,6 +220,6 @@ def _refuse(error: BaseException, where: Path | str) -> None:
     """Raise UntrustedError where an error of loading is about a name that torch does not allow."""
     if isinstance(error, UntrustedError):
         raise UntrustedError(str(error)) from None
-    found = _REFUSED.search(str(error))
-    if found and _NAME.fullmatch(found[1]):
-        raise UntrustedError.of(where, found[1]) from None
+    match = _REFUSED.search(str(error))
+    if match and _NAME.fullmatch(match[1]):
+        raise UntrustedError.of(where, match[1]) from None

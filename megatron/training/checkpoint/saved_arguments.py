@@ -22,8 +22,8 @@ def read_arguments(load_dir: str, step: int | None = None, trusted: bool = False
     directory = Path(load_dir)
     if looks_like_one(directory):
         return Folder(directory).arguments
-    found = newest_usable(directory, step, trusted, shares=0)
-    return None if found is None else found[1]
+    newest = newest_usable(directory, step, trusted, shares=0)
+    return None if newest is None else newest[1]
 
 
 def newest_usable(

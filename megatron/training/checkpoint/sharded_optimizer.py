@@ -72,7 +72,7 @@ class PartsOptimizer:
             values = {name: self._values(unit, name, is_loading) for name in self._names()}
             for place, weight in enumerate(unit.weights.values()):
                 entry = entries[id(weight)]
-                tensors[len(tensors)] = {name: _like(entry, name, found[place]) for name, found in values.items()}
+                tensors[len(tensors)] = {name: _like(entry, name, ids[place]) for name, ids in values.items()}
         groups = [{name: value for name, value in group.items() if name != "params"} for group in self._groups()]
         step = self._step()
         state: dict[str, Any] = {
@@ -109,9 +109,9 @@ class PartsOptimizer:
         main, own = self._main(part), self._state_of(part)
         with torch.no_grad():
             for name in self._names():
-                found = whole[name].detach().reshape(-1)[part.start : part.end].view(main.shape)
+                share = whole[name].detach().reshape(-1)[part.start : part.end].view(main.shape)
                 target = main if name == "param" else own.setdefault(name, torch.zeros_like(main))
-                target.detach().copy_(found)
+                target.detach().copy_(share)
         if "step" in own and steps:
             own["step"] = torch.tensor(max(steps), dtype=torch.float32)
 

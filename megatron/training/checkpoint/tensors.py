@@ -119,9 +119,11 @@ def check_tensors(state: dict[str, Any], saved: dict[str, Any], folder: Path) ->
             raise CheckpointError(f"{folder} holds no {tensor.key}, which the model of these flags has.")
         if not isinstance(tensor, ShardedTensor) or tensor.allow_shape_mismatch:
             continue
-        wanted, found = list(tensor.global_shape), list(saved[tensor.key])
-        if wanted != found:
-            raise CheckpointError(f"{folder} holds {tensor.key} of shape {found}, but these flags make it {wanted}.")
+        wanted, saved_shape = list(tensor.global_shape), list(saved[tensor.key])
+        if wanted != saved_shape:
+            raise CheckpointError(
+                f"{folder} holds {tensor.key} of shape {saved_shape}, but these flags make it {wanted}."
+            )
 
 
 def set_rng_state(state: dict[str, Any]) -> None:

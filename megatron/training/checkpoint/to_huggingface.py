@@ -29,10 +29,10 @@ class Checkpoint:
     """The newest usable checkpoint of a folder. Raises CheckpointError."""
 
     def __init__(self, load: Path, step: int | None = None):
-        found = newest_usable(load, step)
-        if found is None:
+        newest = newest_usable(load, step)
+        if newest is None:
             raise CheckpointError(f"--load {load} holds no checkpoint.")
-        self.path, self.arguments = found
+        self.path, self.arguments = newest
         index = known.read_index(self.path)
         self.tensors, self._places = index.state_dict_metadata, index.storage_data
 
@@ -176,10 +176,12 @@ class _Tensors:
             parts = self._weights.split(weight, self._source.read(weight))
             self._last = weight, dict(zip(weight.names, parts, strict=True))
         dtype, shape = self.shapes[name]
-        found = self._last[1][name]
-        if tuple(found.shape) != shape:
-            raise CheckpointError(f"{self._source.path} gives {name} the shape {list(found.shape)}, not {list(shape)}.")
-        return found.to(dtype)
+        tensor = self._last[1][name]
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(
+                f"{self._source.path} gives {name} the shape {list(tensor.shape)}, not {list(shape)}."
+            )
+        return tensor.to(dtype)
 
 
 def _files(shapes: Mapping[str, tuple[torch.dtype, Shape]], like: Path | None, max_bytes: int) -> dict[str, list[str]]:

@@ -23,7 +23,7 @@ class ModelConfig:
     )
     chunk_size: int = option(
         0,
-        "Run every MLP over slices of this many tokens, whose inner activations are made again in the backward, slice "
+        "Run every MLP over slices of this many tokens, whose inner activations are recomputed in the backward, slice "
         "by slice; 0: over the whole sequence.",
         at_least=0,
     )

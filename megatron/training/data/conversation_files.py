@@ -72,11 +72,11 @@ def _write(path: str, renderer: Renderer, folder: Path) -> None:
 def _digest(path: str) -> str:
     if not path.endswith((".jsonl", ".json")):
         raise DataError(f"{path} is not a .jsonl file: --sft reads conversations from JSON lines")
-    found = hashlib.sha256()
+    sha = hashlib.sha256()
     try:
         with open(path, "rb") as stream:
             while block := stream.read(1 << 22):
-                found.update(block)
+                sha.update(block)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
-    return found.hexdigest()
+    return sha.hexdigest()

@@ -155,15 +155,15 @@ def _spoken(text: str) -> str:
 def _messages(value: Any) -> list[Message]:
     if not isinstance(value, list) or not value:
         raise DataError("'messages' must be a list of objects with 'role' and 'content'")
-    found = []
+    messages = []
     for number, message in enumerate(value, 1):
         role, content = (message.get(key) for key in ("role", "content")) if isinstance(message, dict) else (None, None)
         if not isinstance(role, str) or not isinstance(content, str):
             raise DataError(f"message {number} must have a 'role' and a 'content', both text")
-        found.append(Message(role, _spoken(content) if role == ASSISTANT else content))
-    if all(message.role != ASSISTANT for message in found):
+        messages.append(Message(role, _spoken(content) if role == ASSISTANT else content))
+    if all(message.role != ASSISTANT for message in messages):
         raise DataError("no message is the assistant's: there is nothing to learn")
-    return found
+    return messages
 
 
 def _plainly(messages: Sequence[Message]) -> list[Piece]:

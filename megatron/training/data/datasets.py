@@ -127,9 +127,9 @@ def _prepare(options: DataOptions, tokenizer: Any, samples: tuple[int, int, int]
 
     blend = blends[0] if options.data_path else None
     per_split = [source.blend for source in sources] if options.train_data_path else None
-    found = _Source(blend, per_split, matrix, samples, None)
+    indexed = _Source(blend, per_split, matrix, samples, None)
     if options.data_cache_path is None and options.mock_data:
-        return found
+        return indexed
     root = Path(options.data_cache_path) if options.data_cache_path else Path(blends[0][0][0], "cache")
     description = {
         "blend": blend,
@@ -148,11 +148,11 @@ def _prepare(options: DataOptions, tokenizer: Any, samples: tuple[int, int, int]
     final = root / key
 
     def make(folder: str) -> None:
-        with Progress("building data indices").parts(found.indices) as built:
-            _build(options, tokenizer, found, folder, built)
+        with Progress("building data indices").parts(indexed.indices) as built:
+            _build(options, tokenizer, indexed, folder, built)
 
     made_once(final, make)
-    return dataclasses.replace(found, cache=str(final))
+    return dataclasses.replace(indexed, cache=str(final))
 
 
 def _lack(files: dict[str, IndexedFile], source: SplitSource, seq_length: int) -> str | None:

@@ -75,10 +75,10 @@ class DocumentOrder:
         self._lengths: list[numpy.ndarray] = []
         counts = Counts(0, 0, 0, 0)
         for share in shares:
-            documents, lengths, found = _usable(share, capacity, long_documents)
+            documents, lengths, new_counts = _usable(share, capacity, long_documents)
             self._documents.append(documents)
             self._lengths.append(lengths)
-            counts = Counts(*(one + other for one, other in zip(counts, found, strict=True)))
+            counts = Counts(*(one + other for one, other in zip(counts, new_counts, strict=True)))
         self.counts = counts
         if min(map(len, self._documents)) == 0:
             lacking = next(s.file.name for s, kept in zip(shares, self._documents, strict=True) if not len(kept))
@@ -96,12 +96,12 @@ class DocumentOrder:
 
     def places(self, first: int, count: int) -> list[tuple[Place, int]]:
         """The documents at `first` … `first + count - 1` of the sequence, each with its tokens to train."""
-        found: list[tuple[Place, int]] = []
-        while len(found) < count:
-            number, offset = divmod(first + len(found), self.round_size)
-            for file, index in self._round_members(number)[offset : offset + count - len(found)].tolist():
-                found.append((Place(file, int(self._documents[file][index])), int(self._lengths[file][index])))
-        return found
+        chosen: list[tuple[Place, int]] = []
+        while len(chosen) < count:
+            number, offset = divmod(first + len(chosen), self.round_size)
+            for file, index in self._round_members(number)[offset : offset + count - len(chosen)].tolist():
+                chosen.append((Place(file, int(self._documents[file][index])), int(self._lengths[file][index])))
+        return chosen
 
     def trained(self, first: int, count: int) -> numpy.ndarray:
         """Tokens to train of the documents at `first` …, at least one and at most `count` of them; int64."""

@@ -133,7 +133,7 @@ def _orders(options: DataOptions, tokenizer: Any, sources: list[SplitSource], fo
         return opened[path]
 
     mock = MockDocuments(options.seed, tokenizer.vocab_size) if options.mock_data else None
-    found: list[DocumentOrder | None] = []
+    orders: list[DocumentOrder | None] = []
     for source in sources:
         if mock is not None:
             shares = [_share(source, mock, None)]
@@ -143,8 +143,8 @@ def _orders(options: DataOptions, tokenizer: Any, sources: list[SplitSource], fo
             shares = [_share(source, opening(path), weight) for path, weight in zip(prefixes, each, strict=True)]
         else:
             shares = []
-        found.append(_order(options, source, shares))
-    return Orders(*found)
+        orders.append(_order(options, source, shares))
+    return Orders(*orders)
 
 
 def _check_documents(file: DocumentFile, seq_length: int) -> None:

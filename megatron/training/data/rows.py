@@ -33,15 +33,15 @@ def parts(chunks: Sequence[Chunk]) -> tuple[Part, ...]:
 
     Raises ValueError where one is not whole: a gap, a slice out of its place, or a document that comes back later.
     """
-    found: list[Part] = []
+    merged: list[Part] = []
     for part in (part for chunk in chunks for part in chunk):
-        if found and found[-1].document == part.document and part.start == found[-1].length:
-            found[-1] = Part(part.document, part.start + part.length)
-        elif part.start == 0 and all(part.document != other.document for other in found):
-            found.append(Part(part.document, part.length))
+        if merged and merged[-1].document == part.document and part.start == merged[-1].length:
+            merged[-1] = Part(part.document, part.start + part.length)
+        elif part.start == 0 and all(part.document != other.document for other in merged):
+            merged.append(Part(part.document, part.length))
         else:
             raise ValueError(f"document {part.document} is not whole in its row: token {part.start} is out of place")
-    return tuple(found)
+    return tuple(merged)
 
 
 def row(documents: Sequence[DocumentTokens | int]) -> DocumentTokens:
@@ -75,15 +75,15 @@ class RowReader:
         """
         documents, rows = self._stream.step(step), []
         for microbatch in range(len(workload)):
-            found = parts(workload.chunks(microbatch))
-            for part in found:
+            row_parts = parts(workload.chunks(microbatch))
+            for part in row_parts:
                 if part.document < len(numbers) and part.length != documents.lengths[numbers[part.document]]:
                     raise ValueError(
                         f"document {part.document} of the plan has {part.length} tokens, in step {step} it has "
                         f"{documents.lengths[numbers[part.document]]}"
                     )
-            lengths = tuple(part.length for part in found)
-            read = None if self._pool is None else self._pool.submit(self._read, documents, found, tuple(numbers))
+            lengths = tuple(part.length for part in row_parts)
+            read = None if self._pool is None else self._pool.submit(self._read, documents, row_parts, tuple(numbers))
             rows.append((lengths, read))
         self._asked.append((step, rows))
 
@@ -105,11 +105,11 @@ class RowReader:
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _read(self, step: StepDocuments, found: Sequence[Part], numbers: Sequence[int]) -> list[Tensor]:
+    def _read(self, step: StepDocuments, row_parts: Sequence[Part], numbers: Sequence[int]) -> list[Tensor]:
         """Tokens, labels and loss mask of a row, each [1, s]."""
         filled = [
             self._stream.read(step, numbers[part.document]) if part.document < len(numbers) else part.length
-            for part in found
+            for part in row_parts
         ]
         tensors = [torch.from_numpy(each)[None] for each in row(filled)]
         return [tensor.pin_memory() for tensor in tensors] if self._device.type == "cuda" else tensors

@@ -63,7 +63,7 @@ def arguments_of(config: Mapping[str, Any], where: Path | str) -> dict[str, Any]
     try:
         heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
         groups = int(config.get("num_key_value_heads") or heads)
-        found = {
+        arguments = {
             "num_layers": int(config["num_hidden_layers"]),
             "hidden_size": hidden,
             "ffn_hidden_size": int(config["intermediate_size"]),
@@ -86,7 +86,7 @@ def arguments_of(config: Mapping[str, Any], where: Path | str) -> dict[str, Any]
             "vocab_size": int(config["vocab_size"]),
             "padded_vocab_size": int(config["vocab_size"]),
         }
-        return {**found, **_rope_of(config, where)}
+        return {**arguments, **_rope_of(config, where)}
     except KeyError as error:
         raise CheckpointError(f"{where} has no {error.args[0]!r}.") from None
     except (TypeError, ValueError, AttributeError) as error:
@@ -117,15 +117,19 @@ def _rope_of(config: Mapping[str, Any], where: Path | str) -> dict[str, Any]:
     if base != int(base):
         raise CheckpointError(f"{where} has rope_theta {base}, which is not a whole number.")
     percent = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    found: dict[str, Any] = {"rotary_base": int(base), "rotary_percent": float(percent), "rotary_interleaved": False}
+    arguments: dict[str, Any] = {
+        "rotary_base": int(base),
+        "rotary_percent": float(percent),
+        "rotary_interleaved": False,
+    }
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
-        return {**found, **PLAIN_ROPE}
+        return {**arguments, **PLAIN_ROPE}
     if kind == "linear":
-        return {**found, **PLAIN_ROPE, "rotary_seq_len_interpolation_factor": float(rope["factor"])}
+        return {**arguments, **PLAIN_ROPE, "rotary_seq_len_interpolation_factor": float(rope["factor"])}
     if kind == "llama3":
         return {
-            **found,
+            **arguments,
             **PLAIN_ROPE,
             "use_rope_scaling": True,
             "rope_scaling_factor": float(rope["factor"]),
@@ -134,7 +138,7 @@ def _rope_of(config: Mapping[str, Any], where: Path | str) -> dict[str, Any]:
             "rope_scaling_original_max_position_embeddings": int(rope["original_max_position_embeddings"]),
         }
     if kind == "yarn":
-        return {**found, **PLAIN_ROPE, **_yarn_of(config, rope)}
+        return {**arguments, **PLAIN_ROPE, **_yarn_of(config, rope)}
     raise CheckpointError(
         f"{where} has rotary embeddings of type {kind!r}; those read are default, linear, llama3 and yarn."
     )

@@ -76,10 +76,10 @@ class Folder:
                 known.add(name)
                 if name not in places:
                     raise CheckpointError(f"{self.path} holds no {name}, which a model of its config.json has.")
-                found = self.entry(name).shape
-                if found != shape:
+                actual = self.entry(name).shape
+                if actual != shape:
                     raise CheckpointError(
-                        f"{self.path} holds {name} of shape {list(found)}, but its config.json makes it {list(shape)}."
+                        f"{self.path} holds {name} of shape {list(actual)}, but its config.json makes it {list(shape)}."
                     )
         tied = {"lm_head.weight"} if not self.arguments["untie_embeddings_and_output_weights"] else set()
         for name in sorted(places.keys() - known - tied):

@@ -38,8 +38,8 @@ def print_arguments(config: Config) -> None:
             complain(f"WARNING: {sentence}")
         if config.logging.log_arguments:
             say(format_arguments(config))
-        if (found := config.parallel.auto_schedule) is not None:
-            say(f" > --pipeline-schedule auto: {found}\n   {config.parallel.auto_schedule_why}")
+        if (schedule := config.parallel.auto_schedule) is not None:
+            say(f" > --pipeline-schedule auto: {schedule}\n   {config.parallel.auto_schedule_why}")
 
 
 def record_arguments(config: Config) -> None:

@@ -23,9 +23,9 @@ _SAVERS = (
 
 def out_of_memory(config: Config, plans: Plans[int], said: str) -> str:
     """One sentence. said: torch's message, of which it takes what was asked for and what there is."""
-    found = re.search(r"Tried to allocate ([\d.]+ \w+)", said)
+    match = re.search(r"Tried to allocate ([\d.]+ \w+)", said)
     there = re.search(r"total capacity of ([\d.]+ \w+)", said)
-    asked = f" ({found[1]} more were asked for)" if found else ""
+    asked = f" ({match[1]} more were asked for)" if match else ""
     capacity = f", which has {there[1]}," if there else ""
     needs = _needs(plans, config)
     sentence = (

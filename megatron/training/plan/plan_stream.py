@@ -92,12 +92,12 @@ class PlanStream:
             while request not in self._done:
                 if not self._change.wait(1.0) and not self._thread.is_alive():
                     raise RuntimeError("the thread that brings plans has ended")
-            found = self._done.pop(request)
+            plan = self._done.pop(request)
             del self._needed[request]
-        if isinstance(found, Exception):
-            raise found
+        if isinstance(plan, Exception):
+            raise plan
         self._taken = True
-        return Taken(found, time.monotonic() - begin, found.request.quick and not request.quick)
+        return Taken(plan, time.monotonic() - begin, plan.request.quick and not request.quick)
 
     def close(self) -> None:
         self._asked.put(None)
@@ -109,14 +109,14 @@ class PlanStream:
     def _serve(self) -> None:
         while (request := self._asked.get()) is not None:
             try:
-                found = self._groups.send(self._made(request)) if self._planner is not None else self._groups.receive()
-                if isinstance(found, StepPlan):
-                    found = found.of(self._dp_rank)
-                    self._arrived(found)
+                plan = self._groups.send(self._made(request)) if self._planner is not None else self._groups.receive()
+                if isinstance(plan, StepPlan):
+                    plan = plan.of(self._dp_rank)
+                    self._arrived(plan)
             except Exception as error:
-                found = error
+                plan = error
             with self._change:
-                self._done[request] = found
+                self._done[request] = plan
                 self._change.notify_all()
 
     def _made(self, request: StepRequest) -> StepPlan | Exception:
@@ -156,29 +156,27 @@ class _Groups:
         self._size = len(planning)
         self.plans_here = parallel.rank == self._source
 
-    def send(self, found: StepPlan | Exception) -> StepPlan | Exception:
+    def send(self, plan: StepPlan | Exception) -> StepPlan | Exception:
         """From the planning rank to its pipeline. Returns what all of it gets."""
         if self._planning is not None:
             others: list[Any] = [None] * self._size
-            mine = found.deal if isinstance(found, StepPlan) else found
+            mine = plan.deal if isinstance(plan, StepPlan) else plan
             dist.all_gather_object(others, mine, group=self._planning)
             failed = next((each for each in others if isinstance(each, Exception)), None)
             if failed is not None:
-                found = failed  # on all pipelines, so that none waits for one that has ended
+                plan = failed  # on all pipelines, so that none waits for one that has ended
             elif len(set(others)) > 1:
-                found = RuntimeError(
-                    "data-parallel ranks have dealt a step's documents differently: their plans differ"
-                )
+                plan = RuntimeError("data-parallel ranks have dealt a step's documents differently: their plans differ")
         if self._pipeline is not None:
-            content = torch.frombuffer(bytearray(pickle.dumps(found, pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8)
+            content = torch.frombuffer(bytearray(pickle.dumps(plan, pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8)
             dist.broadcast(torch.tensor([content.numel()]), self._source, group=self._pipeline)
             dist.broadcast(content, self._source, group=self._pipeline)
-        return found
+        return plan
 
     def receive(self) -> StepPlan | Exception:
         size = torch.zeros(1, dtype=torch.int64)
         dist.broadcast(size, self._source, group=self._pipeline)
         content = torch.empty(int(size), dtype=torch.uint8)
         dist.broadcast(content, self._source, group=self._pipeline)
-        found: StepPlan | Exception = pickle.loads(content.numpy().tobytes())
-        return found
+        plan: StepPlan | Exception = pickle.loads(content.numpy().tobytes())
+        return plan

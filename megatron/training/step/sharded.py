@@ -47,11 +47,11 @@ class _Replicas:
         self.share_embeddings_and_output_weights = model.share_embeddings_and_output_weights
         names = {id(weight): name for name, weight in model.named_parameters()}
         own = {part.name: part.parameter for part in parts}
-        found = ((key, own.get(names[id(weight)])) for key, weight in model.replicated_parameters().items())
-        self._found = {key: part for key, part in found if part is not None}
+        held = ((key, own.get(names[id(weight)])) for key, weight in model.replicated_parameters().items())
+        self._held = {key: part for key, part in held if part is not None}
 
     def replicated_parameters(self) -> dict[str, torch.nn.Parameter]:
-        return self._found
+        return self._held
 
 
 class TrainedParts(OptimizerUpdate):

@@ -33,12 +33,12 @@ def one_iteration(config: Config) -> Config:
     """--load DIR/iter_0000004, a checkpoint's own folder, is --load DIR --ckpt-step 4."""
     checkpoint = config.checkpoint
     path = PurePath(checkpoint.load or "")
-    found = re.fullmatch(r"iter_(\d{7,})", path.name)
-    if not found:
+    match = re.fullmatch(r"iter_(\d{7,})", path.name)
+    if not match:
         return config
-    if checkpoint.ckpt_step not in (None, int(found[1])):
+    if checkpoint.ckpt_step not in (None, int(match[1])):
         raise UserError(f"--load {path} and --ckpt-step {checkpoint.ckpt_step} name two iterations; give one.")
-    return config.replace("checkpoint", load=str(path.parent), ckpt_step=int(found[1]))
+    return config.replace("checkpoint", load=str(path.parent), ckpt_step=int(match[1]))
 
 
 def checkpoints(config: Config) -> Config:
