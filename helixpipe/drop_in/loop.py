@@ -27,6 +27,7 @@ from helixpipe.drop_in.checks import (
 from helixpipe.drop_in.chunks import Call, Chunks
 from helixpipe.drop_in.own_model import (
     OwnCall,
+    check_groups,
     check_lengths,
     check_own_call,
     check_own_program,
@@ -123,7 +124,8 @@ class ForwardBackward:
         call: Call | OwnCall
         if self._own is not None:
             check_own_call(config, forward_step_func, collect_non_loss_data, (decoder_seq_length, seq_length))
-            check_lengths(plan.program, seq_length, config)
+            check_groups(self._own, groups)
+            check_lengths(plan.program, seq_length, self._own)
             shape = (micro_batch_size, seq_length)
             call = read(self._own, config, iterators[0], num_microbatches, shape)
             step = own_step(call, self.iteration, shape, groups.dp_cp, training=not forward_only)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from helixpipe.common.errors import ProgramError, ScheduleError, UserError
 from helixpipe.drop_in.checks import unwrapped
 from helixpipe.lowering.validate import untrainable
 from helixpipe.model import Microbatch, PipelineModel
+from helixpipe.model.context_parallel import ContextParallel
 from helixpipe.model.device import device
 from helixpipe.program.program import Program
 from helixpipe.runtime.executor import LossSum, Step
@@ -83,16 +85,34 @@ def check_own_program(program: Program, rank: int, num_ranks: int, num_microbatc
         )
 
 
-def check_lengths(program: Program, seq_length: int, config: TransformerConfig) -> None:
+def check_groups(model: PipelineModel, groups: ProcessGroupCollection) -> None:
+    """That the step's groups are those the model was built with, which it runs in. Raises UserError."""
+    for name, own in (("tp", model.tp_group), ("cp", model.context.group)):
+        given = getattr(groups, name)
+        if _ranks(own) != _ranks(given):
+            raise UserError(
+                f"pg_collection.{name} has the ranks {_ranks(given)}, but the PipelineModel was built with "
+                f"{_ranks(own)}: give both the same pg_collection."
+            )
+
+
+def _ranks(group: dist.ProcessGroup | None) -> list[int]:
+    return [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
+
+
+def check_lengths(program: Program, seq_length: int, model: PipelineModel) -> None:
     """That the sequence can be cut as the program says. Raises ProgramError."""
-    tp = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    config, context = model.config, model.context
+    parts = context.size * (2 if context.rings else 1)
+    if config.sequence_parallel:
+        parts *= config.tensor_model_parallel_size
     workload = program.workload.in_tokens(seq_length)
     for lengths in sorted({workload.tokens(microbatch) for microbatch in range(len(workload))}):
-        if not any(length % tp for length in lengths):
+        if not any(length % parts for length in lengths):
             continue
         raise ProgramError(
-            f"with sequence_parallel every chunk's tokens must be a multiple of the tensor-parallel size {tp}, but "
-            f"they are {lengths}: give other chunks or chunk_lengths."
+            f"every chunk's tokens must be a multiple of {parts}, the parts that ranks share it in (sequence_parallel, "
+            f"pg_collection.cp), but they are {lengths}: give other chunks or chunk_lengths."
         )
 
 
@@ -102,10 +122,11 @@ class OwnCall:
 
     batches: this rank's microbatches; none where neither the embedding nor the head is. tokens: of each microbatch, the
     sum of its loss mask. store: what is returned, of the microbatches `finished`. num_tokens: sum of theirs, a float64
-    scalar.
+    scalar; of context-parallel ranks, which have the same microbatches, each counts an equal share.
     """
 
     config: TransformerConfig
+    context: ContextParallel
     batches: list[Microbatch]
     tokens: list[Tensor]
     num_microbatches: int
@@ -117,7 +138,8 @@ class OwnCall:
         """Of the microbatch's objective with respect to its loss sum: a float32 scalar."""
         gradient = torch.ones((), device=device())
         if not self.config.calculate_per_token_loss:
-            gradient = gradient / (self._divisor(index) * self.num_microbatches)
+            # times the ranks that share it: DistributedDataParallel takes the mean of them, of gradients that are parts
+            gradient = gradient * self.context.size / (self._divisor(index) * self.num_microbatches)
         if self.config.grad_scale_func is not None:
             gradient = self.config.grad_scale_func(gradient)
         return gradient.reshape(()).float()
@@ -127,11 +149,19 @@ class OwnCall:
         sums: dict[int, Tensor] = {}
         for loss in sorted(losses, key=lambda loss: (loss.microbatch, loss.chunk)):
             sums[loss.microbatch] = sums[loss.microbatch] + loss.value if loss.microbatch in sums else loss.value
-        for index, total in sums.items():
+        for index, total in self._of_all_rows(sums).items():
             per_token = self.config.calculate_per_token_loss
             self.store.append({"lm loss": total if per_token else total / self._divisor(index)})
             self.finished.append(index)
-            self.num_tokens += self.tokens[index]
+            self.num_tokens += self.tokens[index] / self.context.size
+
+    def _of_all_rows(self, sums: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Of the loss sums of this rank's rows, those of all context-parallel ranks. Collective of these."""
+        if self.context.size == 1 or not sums:
+            return sums
+        totals = torch.stack(list(sums.values()))
+        dist.all_reduce(totals, group=self.context.group)
+        return dict(zip(sums, totals, strict=True))
 
     def _divisor(self, index: int) -> Tensor:
         """A microbatch without tokens that count has the loss 0, not 0/0."""
@@ -171,7 +201,7 @@ def read(
             batches.append(batch)
     zero = torch.zeros((), dtype=torch.float64, device=device())
     tokens = [batch.loss_mask.sum() for batch in batches]
-    return OwnCall(config, batches, tokens, num_microbatches, [], zero)
+    return OwnCall(config, model.context, batches, tokens, num_microbatches, [], zero)
 
 
 def own_step(

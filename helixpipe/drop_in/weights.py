@@ -103,14 +103,21 @@ class _Replicas:
         gradient.copy_(torch.stack(parts).sum(dim=0))
 
 
+class _OneRank:
+    """Where megatron-core looks for the ranks that share a weight: no other."""
+
+    def size(self) -> int:
+        return 1
+
+
 def _without_embeddings(groups: ProcessGroupCollection) -> ProcessGroupCollection:
     """The groups for `finalize_model_grads_func`, such that it leaves tied weights to `_Replicas`.
 
-    megatron-core's looks for them on the first and the last rank, where a schedule may not have them; the groups it
-    does that by are replaced by that of context parallelism, which for a PipelineModel is this rank alone.
+    megatron-core's looks for them on the first and the last rank, where a schedule may not have them. Without a group
+    it would take that of its parallel state.
     """
     groups = copy.copy(groups)
-    groups.embd = groups.pos_embd = groups.cp
+    groups.embd = groups.pos_embd = _OneRank()
     return groups
 
 

@@ -97,10 +97,10 @@ class Trained:
 # ------------------------------------------------------------------------------------------------- the user's own loop
 
 
-def start(tp: int, pp: int) -> None:
+def start(tp: int, pp: int, cp: int = 1) -> None:
     torch.distributed.barrier()
     parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(tp, pp, create_gloo_process_groups=False)
+    parallel_state.initialize_model_parallel(tp, pp, context_parallel_size=cp, create_gloo_process_groups=False)
     model_parallel_cuda_manual_seed(1)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ prepare()  # before megatron-core is imported, whose notices it silences
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
@@ -56,6 +57,7 @@ class Case:
     """Without DistributedDataParallel and without finalize_model_grads."""
     bf16: bool = False
     overlap: bool = False
+    cp_comm_type: str = "a2a"
 
 
 def make_config(case: Case, **changes: Any) -> TransformerConfig:
@@ -76,7 +78,8 @@ def make_config(case: Case, **changes: Any) -> TransformerConfig:
 def make_model(case: Case, function: ForwardBackward) -> Any:
     config = make_config(case, pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size())
     pieces, copies = function.pieces(LAYERS, case.sizes[0]), function.copies(LAYERS, case.sizes[0])
-    model: Any = PipelineModel(config, make_options("llama", case.tied), pieces, seed=SEED, copies=copies)
+    options = replace(make_options("llama", case.tied), cp_comm_type=case.cp_comm_type)
+    model: Any = PipelineModel(config, options, pieces, seed=SEED, copies=copies)
     if case.bf16:
         model = Float16Module(config, model)
     if not case.bare:
@@ -160,11 +163,11 @@ def gather(case: Case, model: Any) -> dict[str, Tensor]:
     return found
 
 
-def compare(rank: int, world_size: int, pp: int, cases: list[Case]) -> list[dict[str, Any]]:
+def compare(rank: int, world_size: int, pp: int, cp: int, cases: list[Case]) -> list[dict[str, Any]]:
     """For each case and step, how far losses, validation and gradients are from one process's."""
     start(1, 1)
-    expected = [[reference(case, step, world_size // pp) for step in range(len(case.sizes))] for case in cases]
-    start(1, pp)
+    expected = [[reference(case, step, world_size // pp // cp) for step in range(len(case.sizes))] for case in cases]
+    start(1, pp, cp)
     results = []
     for case, steps in zip(cases, expected, strict=True):
         function = get_forward_backward_func(case.schedule, **case.options)
@@ -237,6 +240,13 @@ def optimize(rank: int, world_size: int, pp: int, case: Case) -> list[list[float
     return found
 
 
+def other_groups(name: str) -> ProcessGroupCollection:
+    """megatron-core's, but that of `name` has the ranks of the pipeline."""
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    setattr(groups, name, groups.pp)
+    return groups
+
+
 def refusals(rank: int, world_size: int) -> list[str]:
     """What each mistake is told."""
     start(1, world_size)
@@ -264,6 +274,8 @@ def refusals(rank: int, world_size: int) -> list[str]:
         (get_forward_backward_func(function.program(2, 2, 1, 2 * LAYERS)), {}),
         (get_forward_backward_func(function.program(2, 3, 1, LAYERS)), {}),
         (function, {"model": torch.nn.Linear(1, 1)}),
+        (function, {"pg_collection": other_groups("cp"), "p2p_communicator": object()}),
+        (function, {"pg_collection": other_groups("tp"), "p2p_communicator": object()}),
     ]
     found = []
     for chosen, changes in mistakes:

@@ -16,9 +16,10 @@ TOLERANCE = 5e-6
 BF16_TOLERANCE = 3e-2
 
 FULL = RecomputeOptions("full")
-GROUPS = {
+GROUPS: dict[str, tuple[int, int, list[Case]]] = {  # pipeline and context-parallel sizes on two ranks, and cases
     "sizes": (
         2,
+        1,
         [
             Case("seq1f1b", (1, 5), {"chunk_lengths": (5, 4, 3)}),
             Case("seq1f1b-zb", (1, 5), {"chunks": 2, "zb_max_inflight": 3}),
@@ -34,6 +35,7 @@ GROUPS = {
     ),
     "options": (
         2,
+        1,
         [
             Case("seq1f1b-interleaved", (3,), {"chunks": 2, "virtual_stages": 2, "kv_grad_fp32": True}, per_token=True),
             Case("zbv", (4,), per_token=True),
@@ -44,14 +46,23 @@ GROUPS = {
             Case("seq1f1b", (2,), {"chunks": 2}, bf16=True),
         ],
     ),
-    "data-parallel": (1, [Case("none", (3,)), Case("zb1p", (2,), per_token=True, overlap=True)]),
+    "context-parallel": (
+        1,
+        2,
+        [
+            Case("seq1f1b", (1, 4), {"chunks": 3}),
+            Case("none", (2,), cp_comm_type="p2p", tied=False),
+            Case("zb1p", (3,), per_token=True, overlap=True),
+        ],
+    ),
+    "data-parallel": (1, 1, [Case("none", (3,)), Case("zb1p", (2,), per_token=True, overlap=True)]),
 }
 
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_equals_one_process(group: str) -> None:
-    pp, cases = GROUPS[group]
-    for rank, results in enumerate(run_ranks(compare, 2, pp, cases, timeout=600)):
+    pp, cp, cases = GROUPS[group]
+    for rank, results in enumerate(run_ranks(compare, 2, pp, cp, cases, timeout=600)):
         for case, found in zip(cases, results, strict=True):
             where = f"{case} on rank {rank}: {found}"
             tolerance = BF16_TOLERANCE if case.bf16 else TOLERANCE
@@ -60,7 +71,7 @@ def test_equals_one_process(group: str) -> None:
             has_losses = pp == 1 or rank == 1 or case.schedule in ("chimera", "helix", "zbv", "weipipe", "wzb2")
             if not has_losses:
                 assert found["losses"] == found["validation"] == [[] for _ in case.sizes], where
-            elif pp > 1 or rank == 0:
+            elif pp > 1 or cp > 1 or rank == 0:
                 for losses, again, expected in zip(
                     found["losses"], found["validation"], found["expected"], strict=True
                 ):
@@ -101,6 +112,8 @@ def test_refusals() -> None:
             "is a program for 8 layers, but num_layers is 4",
             "num_microbatches is 2",
             "seq1f1b cuts sequences into chunks, which needs a helixpipe.model.PipelineModel",
+            r"pg_collection.cp has the ranks \[0, 1\], but the PipelineModel was built with \[[01]\]",
+            r"pg_collection.tp has the ranks \[0, 1\], but the PipelineModel was built with \[[01]\]",
         ]
         assert len(found) == len(expected), found
         for message, pattern in zip(found, expected, strict=True):
