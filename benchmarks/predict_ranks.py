@@ -1,0 +1,183 @@
+"""What each rank of predict.py runs.
+
+python benchmarks/predict_ranks.py CASE PROFILE OUTPUT STEPS WAYS   (under torch.distributed.run)
+
+Rank 0 writes, for each way, seconds and bytes, predicted and measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.kept import peak_kept
+from benchmarks.predict_cases import CASES, LEAST_ELEMENTS, WAYS, Case
+from helixpipe.costs.profile_costs import Profile, ProfileCosts
+from helixpipe.lowering.lower import lower
+from helixpipe.model import Microbatch
+from helixpipe.model.device import device
+from helixpipe.planning.offload import OffloadOptions
+from helixpipe.profile.subject import Task, build_model, initialize_parallel_state
+from helixpipe.program.program import Program
+from helixpipe.program.timeline import Timeline
+from helixpipe.runtime.executor import Executor, Step
+from helixpipe.runtime.recording import merge_records
+from helixpipe.runtime.transport import Transport, make_transport
+from helixpipe.simulate.simulator import simulate
+from schedules import Shape, build
+
+WARM_UP = 2
+
+RECORDED = 3
+"""Steps whose ops are timed, after those that count: marks take time as well."""
+
+
+class Engine:
+    """One way on this rank: its program, simulated, and what runs it."""
+
+    def __init__(self, name: str, case: Case, costs: ProfileCosts, transport: Transport):
+        profile, rank = costs.profile, dist.get_rank()
+        self.program = program_of(name, case, costs)
+        self.lowered = lower(self.program, costs)
+        self.simulation = simulate(self.lowered, costs)
+        task = Task(profile.model, profile.seq_length, case.micro, profile.dtype, case.ranks, threads=1, repeats=1)
+        model, self._ddp = build_model(task, case.layers, self.program.pieces_of_rank(rank))
+        self.executor = Executor(rank, model, transport)
+        self.step = make_step(profile, case)
+        computing = min(torch.cuda.device_count() or os.cpu_count() or 1, case.ranks)
+        self.row: dict[str, Any] = {
+            "predicted": max(self.simulation.makespan, sum(self.simulation.busy) / computing),
+            "predicted_busy": self.simulation.busy,
+            "predicted_bytes": self.simulation.peak_activation,
+            "seconds": [],
+            "busy": [],
+            "processor": [],
+        }
+
+    def timed(self) -> None:
+        """A step: its seconds over all ranks, from a common start to the last end, and of each rank the processor time
+        of its computing thread and of all its threads."""
+        self._ddp.zero_grad_buffer()
+        dist.barrier()
+        clocks = (time.perf_counter, time.thread_time, time.process_time)
+        starts = [clock() for clock in clocks]
+        self.executor.run(self.lowered, self.step)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds, *busy = gathered([clock() - start for clock, start in zip(clocks, starts, strict=True)])
+        self.row["seconds"].append(max(seconds))
+        for key, own in zip(("busy", "processor"), busy, strict=True):
+            self.row[key].append(own)
+
+    def recorded(self) -> Timeline:
+        """A step, op by op."""
+        self._ddp.zero_grad_buffer()
+        dist.barrier()
+        _, record = self.executor.run(self.lowered, self.step, record=True)
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, record)
+        return merge_records(self.lowered, every, self.program.schedule)
+
+    def finish(self) -> None:
+        """After the steps that count: memory, and what became of each kind of op."""
+        every: list[Any] = [None] * dist.get_world_size()
+        run = partial(self.executor.run, self.lowered, self.step)
+        executor = self.executor
+        kept = peak_kept(run, executor.model.parameters(), partial(getattr, executor.borrowed, "copies"))  # type: ignore[attr-defined]
+        dist.all_gather_object(every, kept)
+        self.row["bytes"] = every
+        self.row["ops"] = compared(self.simulation.timeline, [self.recorded() for _ in range(RECORDED)])
+
+
+def gathered(values: Sequence[float]) -> list[list[float]]:
+    """Of each value, those of all ranks."""
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, list(values))
+    return [list(each) for each in zip(*every, strict=True)]
+
+
+def compared(simulated: Timeline, measured: Sequence[Timeline]) -> dict[str, Any]:
+    """By rank, stage, kind and chunk of an op (`0: 1F c2`): how many there are, and their seconds predicted and
+    measured (medians). A predicted op has its messages' share of the rank's time; a measured one has not."""
+    found: dict[str, tuple[list[float], list[float]]] = {}
+    for which, timeline in enumerate([simulated, *measured]):
+        for rank, op, start, end in timeline.ops:
+            key = f"{rank}: {op.stage}{op.kind} c{op.chunk}"
+            found.setdefault(key, ([], []))[which > 0].append(end - start)
+    return {
+        key: {"count": len(own), "predicted": statistics.median(own), "measured": statistics.median(real)}
+        for key, (own, real) in sorted(found.items())
+    }
+
+
+def program_of(name: str, case: Case, costs: ProfileCosts) -> Program:
+    way = WAYS[name]
+    offload = OffloadOptions(way.offload, min_offloaded_tensor_size=LEAST_ELEMENTS)
+    shape = Shape(
+        case.ranks,
+        case.microbatches,
+        case.layers,
+        way.chunks,
+        way.virtual_stages,
+        costs=costs,
+        offload=offload,
+    )
+    return build(way.schedule, shape)
+
+
+def make_step(profile: Profile, case: Case) -> Step:
+    shape = (case.microbatches, case.micro, profile.seq_length)
+    generator = torch.Generator().manual_seed(1)
+    drawn = (torch.randint(0, profile.model.vocab, shape, generator=generator) for _ in range(2))
+    tokens, labels = (each.to(device()) for each in drawn)
+    mask = torch.ones(shape[1:], device=device())
+    scale = torch.tensor(1.0 / (case.micro * profile.seq_length * case.microbatches), device=device())
+    return Step(
+        iteration=0,
+        microbatch_number=lambda index: index,
+        batch=lambda index: Microbatch(tokens[index], labels[index], mask),
+        root_gradient=lambda index: scale,
+        micro_batch_size=case.micro,
+        seq_length=profile.seq_length,
+    )
+
+
+def main() -> None:
+    name, path, output, steps, ways = sys.argv[1:]
+    case, gpus = CASES[name], torch.cuda.device_count()
+    torch.set_num_threads(1)
+    if gpus:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % gpus)
+    dist.init_process_group("nccl" if gpus >= case.ranks else "gloo")
+    initialize_parallel_state(case.ranks)
+    assert dist.group.WORLD is not None
+    transport = make_transport(dist.group.WORLD, device())
+    costs = ProfileCosts(Profile.load(path))
+    engines = {way: Engine(way, case, costs, transport) for way in ways.split(";")}
+    for number in range(WARM_UP + int(steps)):
+        for way in engines if number % 2 == 0 else reversed(engines):
+            engines[way].timed()
+    for engine in engines.values():
+        for key in ("seconds", "busy", "processor"):
+            del engine.row[key][:WARM_UP]
+        engine.finish()
+    if dist.get_rank() == 0:
+        rows = {way: engine.row for way, engine in engines.items()}
+        Path(output).write_text(json.dumps(rows), encoding="utf-8")
+    dist.barrier()
+    transport.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
