@@ -41,8 +41,8 @@ format: install  ## let ruff sort imports and format the code
 bench: install  ## speed and memory beside megatron-core's and torch's engines; make bench ARGS="--rows 1f1b"
 	.venv/bin/python benchmarks/bench.py $(ARGS)
 
-bench-predict: install  ## step time and memory as simulated from a profile, and as measured
-	.venv/bin/python benchmarks/predict.py
+bench-predict: install  ## step time and memory as simulated from a profile, and as measured; make bench-predict ARGS="--cases 128"
+	.venv/bin/python benchmarks/predict.py $(ARGS)
 
 bench-steps: install  ## training steps with and without a flush between them; make bench-steps ARGS="--schedules zb2p"
 	.venv/bin/python benchmarks/steps.py $(ARGS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
@@ -12,14 +13,42 @@ from torch import Tensor
 
 from helixpipe.model import KeyValueStore, linear
 from helixpipe.profile.accounting import SavedBytes
-from helixpipe.runtime import step_run
+from helixpipe.runtime import offload, step_run
 from helixpipe.runtime.segments import SegmentGraph
+from helixpipe.watch.position import Position
 
 
 class _Counted(linear._Deferred):
     """A weight gradient put off, and in `held` what keeps its tensors in the account for as long."""
 
     held: tuple[object, object]
+
+
+class _OnDevice:
+    """What is saved by units that offload, as long as it is on the device; autograd's own hooks do not see it."""
+
+    def __init__(self, account: SavedBytes):
+        self._account, self.peak = account, 0
+        self._storages: weakref.WeakSet[offload._Storage] = weakref.WeakSet()
+        self._coming: list[weakref.ref[Tensor]] = []
+
+    def add(self, saving: Any, tensor: Tensor, run: int) -> int:
+        key = self._add(saving, tensor, run)
+        self._storages.add(saving._storages[key])
+        return key
+
+    def fetch(self, offloader: offload.Offloader, unit: Any, *more: Any) -> None:
+        self._fetch(offloader, unit, *more)
+        self._coming += map(weakref.ref, offloader._away[unit].back)
+
+    def look(self) -> None:
+        """Between two instructions."""
+        self._coming = [each for each in self._coming if each() is not None]
+        there = [tensor for each in self._coming if (tensor := each()) is not None]
+        there += [storage.bytes() for storage in self._storages if storage.data is not None]
+        self.peak = max(self.peak, self._account.with_others(there))
+
+    _add, _fetch = staticmethod(offload.UnitSaving._add), staticmethod(offload.Offloader.fetch)
 
 
 class _CountedGraph(SegmentGraph):
@@ -53,9 +82,29 @@ def peak_kept(
         made.held = [account.hold(tensor) for tensor in inputs]
         return made
 
-    deferred = mock.patch.object(linear, "_Deferred", put_off)
-    graphs = mock.patch.object(step_run, "SegmentGraph", graph)
-    with account, deferred, graphs, mock.patch.object(KeyValueStore, "make_gradients", make_and_count):
+    on_device, at = _OnDevice(account), Position.at
+
+    def look_at(position: Position, instruction: int) -> None:
+        on_device.look()
+        at(position, instruction)
+
+    def add(saving: Any, tensor: Tensor, run: int) -> int:
+        return on_device.add(saving, tensor, run)
+
+    def fetch(offloader: offload.Offloader, unit: Any, *more: Any) -> None:
+        on_device.fetch(offloader, unit, *more)
+
+    patches = (
+        mock.patch.object(linear, "_Deferred", put_off),
+        mock.patch.object(step_run, "SegmentGraph", graph),
+        mock.patch.object(KeyValueStore, "make_gradients", make_and_count),
+        mock.patch.object(offload.UnitSaving, "_add", add),
+        mock.patch.object(offload.Offloader, "fetch", fetch),
+        mock.patch.object(Position, "at", look_at),
+    )
+    with account, ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
         step()
     assert account.now == 0, f"{account.now} bytes are still kept after the step"
-    return account.peak
+    return max(account.peak, on_device.peak)

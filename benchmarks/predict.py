@@ -28,12 +28,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+KEEPING = {
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+    "MALLOC_TOP_PAD_": str(1 << 26),
+}
+"""For glibc: keep what is freed, as torch does on a GPU. Else a step that keeps much takes new memory from the system,
+page by page, each time; so measured, a schedule would take the longer the more it keeps."""
+
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from benchmarks.predict_cases import CASES, DEFAULT, WAYS, Case  # noqa: E402
+from benchmarks.predict_cases import CASES, DEFAULT, WAYS, Case
 
 LEAST_STEPS = 5
+MOST_OTHERS = 0.05
+"""Of all processors' time, in a step that counts, that processes other than the ranks have taken."""
+LEAST_ALONE = 3
+"""Steps, for others not to count."""
 START, END = "<!-- bench-predict: ratios -->", "<!-- end -->"
 
 Rows = dict[str, dict[str, Any]]
@@ -91,7 +103,7 @@ def in_order(name: str, rows: Rows) -> Rows:
 def run_case(name: str, ways: list[str], arguments: argparse.Namespace) -> Rows:
     """Profile, then ranks that predict and measure."""
     case = CASES[name]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent), **KEEPING}
     with tempfile.TemporaryDirectory() as folder:
         profile, output = (arguments.profiles or Path(folder)) / f"profile-{name}.json", Path(folder, "result.json")
         if not profile.exists():
@@ -100,23 +112,38 @@ def run_case(name: str, ways: list[str], arguments: argparse.Namespace) -> Rows:
             subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.ranks)]
         command += [str(HERE / "predict_ranks.py"), name, str(profile), str(output), str(arguments.steps)]
-        subprocess.run([*command, ";".join(ways)], check=True, env=environment)
+        subprocess.run([*command, "ops" if arguments.ops else "-", ";".join(ways)], check=True, env=environment)
         rows: Rows = json.loads(output.read_text(encoding="utf-8"))
         return rows
 
 
+def counting(row: Mapping[str, Any]) -> list[int]:
+    """The numbers of the steps in which others left the processors alone; all, where these are too few."""
+    alone = [number for number, others in enumerate(row["others"]) if others <= MOST_OTHERS]
+    return alone if len(alone) >= LEAST_ALONE else list(range(len(row["others"])))
+
+
 def ratio(row: Mapping[str, Any]) -> float:
-    """Measured over predicted step time."""
-    return float(statistics.median(row["seconds"]) / row["predicted"])
+    """Measured over predicted step time, the median."""
+    return statistics.median(row["seconds"][number] for number in counting(row)) / float(row["predicted"])
+
+
+def paced(row: Mapping[str, Any]) -> float:
+    """The same over the machine's pace, the median of the same rounds."""
+    return ratio(row) / statistics.median(row["pace"])
 
 
 def report(name: str, rows: Rows, ops: bool = False) -> None:
-    """Ratios are measured over predicted. least: of the fastest step, which says more where others use the machine.
+    """Ratios are measured over predicted. pace: of what a rank computes alone, in the same rounds; paced: the step's
+    ratio over that. least: of the fastest step, which says more where others use the machine.
     busy: processor time of each rank's computing thread over the predicted time of its ops; all: of all its threads."""
     case = CASES[name]
     print(f"\n{name}: {case.layers} layers, {case.model}, {case.sequence} tokens, {case.dtype}")
     print(f"  micro batch {case.micro}, {case.microbatches} microbatches, p = {case.ranks}")
-    print(f"  {'schedule':<20} {'predicted s':>11} {'measured s':>11} {'ratio':>6} {'least':>6}", end="")
+    print(
+        f"  {'schedule':<20} {'predicted s':>11} {'measured s':>11} {'ratio':>6} {'pace':>6} {'paced':>6} {'least':>6}",
+        end="",
+    )
     print(f" {'quartiles':>13} {'busy':>11} {'all':>11}  {'predicted MB':>14} {'measured MB':>14} {'ratios':>13}")
     for way, row in rows.items():
         predicted, seconds = row["predicted"], row["seconds"]
@@ -126,11 +153,14 @@ def report(name: str, rows: Rows, ops: bool = False) -> None:
         )
         simulated, kept = (" ".join(f"{x / 1e6:.2f}" for x in row[key]) for key in ("predicted_bytes", "bytes"))
         print(f"  {way:<20} {predicted:>11.4f} {statistics.median(seconds):>11.4f} {ratio(row):>6.3f}", end="")
+        print(f" {statistics.median(row['pace']):>6.3f} {paced(row):>6.3f}", end="")
         print(f" {min(seconds) / predicted:>6.3f} {f'{low:.3f}–{high:.3f}':>13}", end="")
-        print(f" {_ratios(busy, row['predicted_busy'], 2):>11} {_ratios(processor, row['predicted_busy'], 2):>11}", end="")
+        print(
+            f" {_ratios(busy, row['predicted_busy'], 2):>11} {_ratios(processor, row['predicted_busy'], 2):>11}", end=""
+        )
         print(f"  {simulated:>14} {kept:>14} {_ratios(row['bytes'], row['predicted_bytes'], 3):>13}")
         if ops:
-            print_ops(row["ops"])
+            print_ops(row.get("ops", {}))
 
 
 def print_ops(ops: Mapping[str, Mapping[str, float]]) -> None:

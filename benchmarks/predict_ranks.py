@@ -1,6 +1,6 @@
 """What each rank of predict.py runs.
 
-python benchmarks/predict_ranks.py CASE PROFILE OUTPUT STEPS WAYS   (under torch.distributed.run)
+python benchmarks/predict_ranks.py CASE PROFILE OUTPUT STEPS ops|- WAYS   (under torch.distributed.run)
 
 Rank 0 writes, for each way, seconds and bytes, predicted and measured.
 """
@@ -32,7 +32,7 @@ from helixpipe.program.program import Program
 from helixpipe.program.timeline import Timeline
 from helixpipe.runtime.executor import Executor, Step
 from helixpipe.runtime.recording import merge_records
-from helixpipe.runtime.transport import Transport, make_transport
+from helixpipe.runtime.transport import Alone, Transport, make_transport
 from helixpipe.simulate.simulator import simulate
 from schedules import Shape, build
 
@@ -45,8 +45,9 @@ RECORDED = 3
 class Engine:
     """One way on this rank: its program, simulated, and what runs it."""
 
-    def __init__(self, name: str, case: Case, costs: ProfileCosts, transport: Transport):
+    def __init__(self, name: str, case: Case, costs: ProfileCosts, transport: Transport, recording: bool):
         profile, rank = costs.profile, dist.get_rank()
+        self.recording = recording
         self.program = program_of(name, case, costs)
         self.lowered = lower(self.program, costs)
         self.simulation = simulate(self.lowered, costs)
@@ -62,22 +63,24 @@ class Engine:
             "seconds": [],
             "busy": [],
             "processor": [],
+            "others": [],
         }
 
     def timed(self) -> None:
-        """A step: its seconds over all ranks, from a common start to the last end, and of each rank the processor time
-        of its computing thread and of all its threads."""
+        """A step: its seconds over all ranks, from a common start to the last end; of each rank the processor time of
+        its computing thread and of all its threads; and the share of all processors' time that others took."""
         self._ddp.zero_grad_buffer()
         dist.barrier()
-        clocks = (time.perf_counter, time.thread_time, time.process_time)
+        clocks = (time.perf_counter, time.thread_time, time.process_time, processors_used)
         starts = [clock() for clock in clocks]
         self.executor.run(self.lowered, self.step)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        seconds, *busy = gathered([clock() - start for clock, start in zip(clocks, starts, strict=True)])
+        seconds, *busy, used = gathered([clock() - start for clock, start in zip(clocks, starts, strict=True)])
         self.row["seconds"].append(max(seconds))
         for key, own in zip(("busy", "processor"), busy, strict=True):
             self.row[key].append(own)
+        self.row["others"].append(max(used[0] - sum(busy[1]), 0.0) / max(seconds) / (os.cpu_count() or 1))
 
     def recorded(self) -> Timeline:
         """A step, op by op."""
@@ -96,7 +99,47 @@ class Engine:
         kept = peak_kept(run, executor.model.parameters(), partial(getattr, executor.borrowed, "copies"))  # type: ignore[attr-defined]
         dist.all_gather_object(every, kept)
         self.row["bytes"] = every
-        self.row["ops"] = compared(self.simulation.timeline, [self.recorded() for _ in range(RECORDED)])
+        if self.recording:
+            recorded = [self.recorded() for _ in range(RECORDED)]
+            self.row["ops"] = compared(self.simulation.timeline, recorded)
+            self.row["delays"] = [delays([self.simulation.timeline]), delays(recorded)]
+
+
+def processors_used() -> float:
+    """Seconds for which the processors of this machine have not been idle, since it started, where the system says."""
+    try:
+        words = Path("/proc/stat").read_text(encoding="utf-8").splitlines()[0].split()
+    except OSError:
+        return 0.0
+    user, nice, system, _, _, *others = (float(word) for word in words[1:9])
+    return (user + nice + system + sum(others)) / os.sysconf("SC_CLK_TCK")
+
+
+class Pace:
+    """What a rank computes alone, of whole sequences through the whole model, while the others do: how long it takes,
+    over what the profile says, is the machine's pace. That changes, by 10 % within minutes where others use it too. On
+    the CPU processor time, as in the profile."""
+
+    def __init__(self, case: Case, costs: ProfileCosts):
+        profile = costs.profile
+        microbatches = max(case.microbatches // case.ranks, 1)
+        program = build("none", Shape(1, microbatches, case.layers, costs=costs))
+        self._lowered = lower(program, costs)
+        self._predicted = simulate(self._lowered, costs).makespan
+        task = Task(profile.model, profile.seq_length, case.micro, profile.dtype, case.ranks, threads=1, repeats=1)
+        model, self._ddp = build_model(task, case.layers, program.pieces_of_rank(0))
+        self._executor, self._step = Executor(0, model, Alone()), make_step(profile, case)
+
+    def timed(self) -> float:
+        self._ddp.zero_grad_buffer()
+        dist.barrier()
+        clock = time.perf_counter if torch.cuda.is_available() else time.process_time
+        start = clock()
+        self._executor.run(self._lowered, self._step)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        (seconds,) = gathered([clock() - start])
+        return statistics.mean(seconds) / self._predicted
 
 
 def gathered(values: Sequence[float]) -> list[list[float]]:
@@ -117,6 +160,27 @@ def compared(simulated: Timeline, measured: Sequence[Timeline]) -> dict[str, Any
     return {
         key: {"count": len(own), "predicted": statistics.median(own), "measured": statistics.median(real)}
         for key, (own, real) in sorted(found.items())
+    }
+
+
+def delays(timelines: Sequence[Timeline]) -> dict[str, Any]:
+    """By kind of message, of those that a rank was idle for: how many a step, and the median of the seconds from the
+    end of the op that made it to the start of the one that waited. Measured, that is also what sending and receiving
+    takes of the ranks, which is part of simulated ops."""
+    found: dict[str, list[float]] = {}
+    for timeline in timelines:
+        ends, before, starts = {}, {}, {}
+        for rank in range(timeline.num_ranks):
+            free = 0.0
+            for event in sorted((each for each in timeline.ops if each.rank == rank), key=lambda each: each.start):
+                before[event.op], starts[event.op], ends[event.op] = free, event.start, event.end
+                free = event.end
+        for message in timeline.messages:
+            if before[message.consumer] < ends[message.producer]:
+                found.setdefault(message.kind, []).append(starts[message.consumer] - ends[message.producer])
+    return {
+        kind: {"count": len(each) / len(timelines), "seconds": statistics.median(each), "most": max(each)}
+        for kind, each in sorted(found.items())
     }
 
 
@@ -153,7 +217,7 @@ def make_step(profile: Profile, case: Case) -> Step:
 
 
 def main() -> None:
-    name, path, output, steps, ways = sys.argv[1:]
+    name, path, output, steps, ops, ways = sys.argv[1:]
     case, gpus = CASES[name], torch.cuda.device_count()
     torch.set_num_threads(1)
     if gpus:
@@ -163,16 +227,18 @@ def main() -> None:
     assert dist.group.WORLD is not None
     transport = make_transport(dist.group.WORLD, device())
     costs = ProfileCosts(Profile.load(path))
-    engines = {way: Engine(way, case, costs, transport) for way in ways.split(";")}
+    engines = {way: Engine(way, case, costs, transport, ops == "ops") for way in ways.split(";")}
+    pace, paces = Pace(case, costs), []
     for number in range(WARM_UP + int(steps)):
         for way in engines if number % 2 == 0 else reversed(engines):
             engines[way].timed()
+        paces.append(pace.timed())
     for engine in engines.values():
-        for key in ("seconds", "busy", "processor"):
+        for key in ("seconds", "busy", "processor", "others"):
             del engine.row[key][:WARM_UP]
         engine.finish()
     if dist.get_rank() == 0:
-        rows = {way: engine.row for way, engine in engines.items()}
+        rows = {way: {**engine.row, "pace": paces[WARM_UP:]} for way, engine in engines.items()}
         Path(output).write_text(json.dumps(rows), encoding="utf-8")
     dist.barrier()
     transport.close()

@@ -50,6 +50,12 @@ class _LayerMemory:
     def copy_time(self, nbytes: float, inward: bool) -> float:
         return nbytes * self.copy
 
+    def handling_time(self, payload: Payload, sends: bool) -> float:
+        return 0.0
+
+    def copying_time(self, nbytes: float, inward: bool) -> float:
+        return 0.0
+
     def size(self, contents: Contents) -> float:
         segments, share = contents.segments, sum(part.tokens for part in contents.extents) / contents.whole
         if contents.kind == "saved":

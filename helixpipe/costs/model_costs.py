@@ -113,6 +113,13 @@ class ModelCosts(CountsBytes):
         """The same both ways."""
         return self.hardware.latency + nbytes / self.hardware.host_bandwidth(both=True)
 
+    def handling_time(self, payload: Payload, sends: bool) -> float:
+        """Networks and copy engines need no time of a GPU's compute."""
+        return 0.0
+
+    def copying_time(self, nbytes: float, inward: bool) -> float:
+        return 0.0
+
     @property
     def host_memory(self) -> float:
         """Bytes of its node's host memory that are one GPU's."""

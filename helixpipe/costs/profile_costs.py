@@ -49,12 +49,23 @@ class MessageTimes:
 class CopyTimes:
     """A copy of n bytes from the device to its host (out) or back (inward) takes latency + n / bandwidth seconds.
 
-    out, inward: bytes a second, as (alone, with the other direction in use).
+    out, inward: bytes a second, as (alone, with the other direction in use). own: seconds of each byte, out and inward,
+    for which a core that computes copies instead.
     """
 
     latency: float
     out: tuple[float, float]
     inward: tuple[float, float]
+    own: tuple[float, float] = (0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class WeightTimes:
+    """What a rank takes for weights that travel, beside sending and receiving them: for packing those of a stage and
+    adding sums of gradients that have come to its own, as (once, of each byte)."""
+
+    pack: tuple[float, float] = (0.0, 0.0)
+    add: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -62,7 +73,7 @@ class Profile:
     """What `helixpipe profile` measured, and of what.
 
     machine, assumed: for people; what was measured on and under which conditions. torch: its version. copies: None in
-    files of before they were measured.
+    files of before they were measured; what these lack otherwise is taken to be nothing.
     """
 
     model: ModelShape
@@ -75,6 +86,7 @@ class Profile:
     machine: Mapping[str, Any] = field(default_factory=dict)
     assumed: Mapping[str, Any] = field(default_factory=dict)
     copies: CopyTimes | None = None
+    weights: WeightTimes = WeightTimes()
 
     def save(self, path: str | Path) -> None:
         """Write the file, whole or not at all. Raises UserError when it cannot be written."""
@@ -108,6 +120,7 @@ class Profile:
                 chunks=tuple(ChunkTimes(**chunk) for chunk in content["chunks"]),
                 messages=_message_times(**content["messages"]),
                 copies=_copy_times(content.get("copies")),
+                weights=_weight_times(**content.get("weights", {})),
                 **{name: content[name] for name in ("dtype", "seq_length", "torch", "machine", "assumed")},
             )
             profile._check()
@@ -133,9 +146,12 @@ class Profile:
             _check_numbers({name: once, f"{name} a byte": per_byte})
         if messages.bandwidth == 0:
             raise ValueError(f"bandwidth is {messages.bandwidth}")
+        for name, (once, per_byte) in (("packing", self.weights.pack), ("adding", self.weights.add)):
+            _check_numbers({f"{name} weights": once, f"{name} weights, a byte": per_byte})
         if self.copies is not None:
             bandwidths = (*self.copies.out, *self.copies.inward)
             numbers = {f"bandwidth {number} of copies": value for number, value in enumerate(bandwidths)}
+            numbers |= {f"own time {number} of copies": value for number, value in enumerate(self.copies.own)}
             _check_numbers({"latency of copies": self.copies.latency, **numbers})
             if 0 in bandwidths:
                 raise ValueError("a bandwidth of copies is 0")
@@ -184,6 +200,19 @@ class ProfileCosts(CountsBytes):
         copies = self._copies
         return copies.latency + nbytes / (copies.inward if inward else copies.out)[1]
 
+    def handling_time(self, payload: Payload, sends: bool) -> float:
+        """As an op's messages, and what weights take beside."""
+        messages, nbytes = self.profile.messages, self.payload_bytes(payload)
+        lines = [messages.send if sends else messages.receive]
+        if payload.kind == "weights" and sends:
+            lines.append(self.profile.weights.pack)
+        elif payload.kind == "weight_gradients" and not sends:
+            lines.append(self.profile.weights.add)
+        return sum(once + per_byte * nbytes for once, per_byte in lines)
+
+    def copying_time(self, nbytes: float, inward: bool) -> float:
+        return self._copies.own[inward] * nbytes
+
     @cached_property
     def _copies(self) -> CopyTimes:
         if self.profile.copies is not None:
@@ -230,7 +259,13 @@ def _copy_times(content: Mapping[str, Any] | None) -> CopyTimes | None:
     if content is None:
         return None
     (out_alone, out_both), (in_alone, in_both) = content["out"], content["inward"]
-    return CopyTimes(content["latency"], (out_alone, out_both), (in_alone, in_both))
+    own_out, own_inward = content.get("own", (0.0, 0.0))
+    return CopyTimes(content["latency"], (out_alone, out_both), (in_alone, in_both), (own_out, own_inward))
+
+
+def _weight_times(pack: Sequence[float] = (0.0, 0.0), add: Sequence[float] = (0.0, 0.0)) -> WeightTimes:
+    (pack_once, pack_byte), (add_once, add_byte) = pack, add
+    return WeightTimes((pack_once, pack_byte), (add_once, add_byte))
 
 
 def _check_numbers(values: Mapping[str, Any]) -> None:

@@ -43,6 +43,12 @@ class RememberedCosts:
     def copy_time(self, nbytes: float, inward: bool) -> float:
         return self._costs.copy_time(nbytes, inward)
 
+    def handling_time(self, payload: Payload, sends: bool) -> float:
+        return self._costs.handling_time(payload, sends)
+
+    def copying_time(self, nbytes: float, inward: bool) -> float:
+        return self._costs.copying_time(nbytes, inward)
+
     def static_memory(self, pieces: Sequence[Piece]) -> float:
         return self._costs.static_memory(pieces)
 

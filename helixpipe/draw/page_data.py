@@ -13,7 +13,6 @@ from typing import Any
 from helixpipe.costs.by_hand import SPLIT_BACKWARD, PieceTimes
 from helixpipe.draw.style import heading, is_chunked
 from helixpipe.lowering.bound import BoundCosts
-from helixpipe.lowering.graph import Graph
 from helixpipe.lowering.project import LoweredProgram
 from helixpipe.lowering.validate import CircleError
 from helixpipe.program.costs import Costs, Work
@@ -22,6 +21,7 @@ from helixpipe.program.stages import PIECE_KINDS
 from helixpipe.program.tasks import Buffer
 from helixpipe.program.timeline import Timeline
 from helixpipe.simulate.curve import MemoryCurve, memory_curves
+from helixpipe.simulate.handling import handling_times
 from helixpipe.simulate.simulator import Simulation
 from helixpipe.simulate.streams import stream_waits
 
@@ -81,7 +81,7 @@ def _knob(name: str, label: str, value: float) -> dict[str, Any]:
 def _simulated(simulation: Simulation) -> dict[str, Any]:
     lowered, graph = simulation.lowered, simulation.lowered.graph
     number = {op: task for task, op in enumerate(graph.ops)}
-    classes, class_of = _classes(graph, BoundCosts(lowered.program, simulation.costs))
+    classes, class_of = _classes(lowered, BoundCosts(lowered.program, simulation.costs))
     return {
         "ops": _op_columns(graph.ops, graph.ranks),
         "messages": [
@@ -137,9 +137,9 @@ def _levels(curve: MemoryCurve) -> dict[str, Any]:
     }
 
 
-def _classes(graph: Graph, bound: BoundCosts) -> tuple[list[dict[str, Any]], list[int]]:
+def _classes(lowered: LoweredProgram, bound: BoundCosts) -> tuple[list[dict[str, Any]], list[int]]:
     """Tasks that take the same time for the same reason: that time and its amounts; and the class of each task."""
-    rates = _Rates(bound)
+    rates, graph, handling = _Rates(bound), lowered.graph, handling_times(lowered, bound)
     found: dict[tuple[Any, ...], int] = {}
     classes: list[dict[str, Any]] = []
     class_of = []
@@ -153,7 +153,10 @@ def _classes(graph: Graph, bound: BoundCosts) -> tuple[list[dict[str, Any]], lis
         class_of.append(found[key])
 
     for op in graph.ops:
-        add(op_time(op), rates.op(op))
+        amounts = rates.op(op)
+        if more := handling.get(op, 0.0):
+            amounts = amounts | {"rest": amounts.get("rest", 0.0) + more}
+        add(op_time(op) + more, amounts)
     for message in graph.messages:
         time = message_time(message)
         add(time, {"message": 1.0 if rates.by_hand else time})

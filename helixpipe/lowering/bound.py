@@ -11,7 +11,7 @@ from functools import cached_property
 
 from helixpipe.program.costs import Contents, Costs, Leaving, Payload, Sharing, Work
 from helixpipe.program.message import Collective, Copy, Message
-from helixpipe.program.program import Op, Program
+from helixpipe.program.program import Op, Program, Unit
 from helixpipe.program.stages import Activations, Piece, Segment, Stage, segments
 from helixpipe.program.tasks import OF_WEIGHTS, Buffer
 from helixpipe.program.workload import Extent, Extents
@@ -65,6 +65,7 @@ class BoundCosts:
         self._op_times: dict[tuple[str, int, int], float] = {}
         self._recompute_times: dict[tuple[int, int, int], float] = {}
         self._message_times: dict[tuple[str, int, int, int, int], float] = {}
+        self._handling_times: dict[tuple[str, Unit, bool], float] = {}
         self._copy_times: dict[tuple[bool, float], float] = {}
         self._sharing_times: dict[tuple[str, int], float] = {}
         self._sizes: dict[tuple[str, int, int, int, bool], float] = {}
@@ -115,6 +116,20 @@ class BoundCosts:
         if time is None:
             time = self._copy_times[key] = self.costs.copy_time(size, copy.inward)
         return time
+
+    def handling_time(self, message: Message, sends: bool) -> float:
+        """Of its source's compute, or its target's, beside what is in ops."""
+        if message.kind in ("activation", "gradient"):
+            return 0.0
+        key = (message.kind, message.carries, sends)
+        time = self._handling_times.get(key)
+        if time is None:
+            time = self._handling_times[key] = self.costs.handling_time(self.payload(message), sends)
+        return time
+
+    def copying_time(self, copy: Copy) -> float:
+        """Of its rank's compute."""
+        return self.costs.copying_time(self.size(Buffer("offloaded", copy.rank, *copy.unit)), copy.inward)
 
     def collective_time(self, collective: Collective) -> float:
         """Of a gather or scatter. A sum over replicas takes none: nothing in the step waits for it."""

@@ -1,16 +1,19 @@
 """How long copies between device and host take: in each direction alone, and with the other in use.
 
 On CUDA between device and page-locked host memory, on a stream for each direction. On the CPU, where device and host
-are one, a thread for each direction copies from one part of memory to another.
+are one, a thread for each direction copies from one part of memory to another: where all cores compute, its processor
+time is taken from them.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,9 +53,9 @@ class Direction:
         self._stream.synchronize()
 
 
-def measure_copies(group: Any) -> CopyTimes:
+def measure_copies(group: Any, computing: int) -> CopyTimes:
     """Of this rank, while the others of the group copy as well: the ranks of a machine share its host memory, and on
-    many machines the link to it."""
+    many machines the link to it. computing: processes that compute at the same time in a step."""
     sizes = COPY_BYTES + (COPY_BYTES_OF_GPUS if torch.cuda.is_available() else ())
     ways = [Direction(inward, sizes[-1], device()) for inward in (False, True)]
     alone: list[list[tuple[float, float]]] = [[], []]
@@ -63,20 +66,29 @@ def measure_copies(group: Any) -> CopyTimes:
             points.append((size, seconds))
     dist.barrier(group)
     both = seconds_at_once([lambda way=way: way.copy(sizes[-1]) for way in ways])  # type: ignore[misc]
-    return copy_times([points[1:] for points in alone], [(sizes[-1], seconds) for seconds in both])
+    found = copy_times([points[1:] for points in alone], [(sizes[-1], seconds) for seconds in both])
+    if device().type == "cuda" or computing < (os.cpu_count() or 1):
+        return found
+    dist.barrier(group)
+    copies = [lambda way=way: way.copy(sizes[-1]) for way in ways]  # type: ignore[misc]
+    out, inward = (seconds / sizes[-1] for seconds in seconds_at_once(copies, now=time.thread_time))
+    return replace(found, own=(out, inward))
 
 
-def seconds_at_once(copies: Sequence[Callable[[], None]], count: int = COPIES) -> list[float]:
-    """Median seconds of each of the copies while all of them run: each is made again until all were made that often."""
+def seconds_at_once(
+    copies: Sequence[Callable[[], None]], count: int = COPIES, now: Callable[[], float] = time.perf_counter
+) -> list[float]:
+    """Median seconds of each of the copies while all of them run: each is made again until all were made that often.
+    now: the clock."""
     samples: list[list[float]] = [[] for _ in copies]
     over = threading.Event()
 
     def run(index: int) -> None:
         try:
             while not over.is_set():
-                start = time.perf_counter()
+                start = now()
                 copies[index]()
-                samples[index].append(time.perf_counter() - start)
+                samples[index].append(now() - start)
                 if min(map(len, samples)) >= count:
                     over.set()
         finally:

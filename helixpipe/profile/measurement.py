@@ -24,16 +24,20 @@ from torch.autograd import Variable
 
 from helixpipe.costs.measured_chunks import ChunkTimes, MeasuredChunks
 from helixpipe.costs.models import Chunk
+from helixpipe.costs.profile_costs import WeightTimes
 from helixpipe.lowering.lower import lower
 from helixpipe.lowering.project import Action, Instruction, LoweredProgram
 from helixpipe.model import Microbatch, UnitContext
 from helixpipe.model.device import device
 from helixpipe.model.documents import Documents
+from helixpipe.model.linear import add_gradient
 from helixpipe.profile.machine import needs_wall_clock
+from helixpipe.profile.message_times import fit_line
 from helixpipe.profile.subject import DTYPES, Task, build_model
 from helixpipe.program.program import Op, Program
 from helixpipe.program.stages import LAYER_PIECES, PIECE_KINDS, Piece, Stage, model_pieces
 from helixpipe.program.workload import uniform
+from helixpipe.runtime.borrowed_weights import pack_weights
 from helixpipe.runtime.executor import Executor, Step
 from helixpipe.runtime.recording import Clock
 from helixpipe.runtime.transport import Alone
@@ -151,6 +155,28 @@ class Measurement:
         known = MeasuredChunks(whole)
         others = [_chunk_times(row, of, known) for row, of in zip(every, samples, strict=True) if not row.whole]
         return (*whole, *(times for each in others for times in each))
+
+    def weight_times(self) -> WeightTimes:
+        """Of weights that travel, as one flat tensor for a stage: measured on stages of one layer and of three."""
+        points: dict[str, list[tuple[float, float]]] = {"pack": [], "add": []}
+        for layers in (SHORT, LONG):
+            weights = self._model.weights_of([piece for piece in self._pieces if 0 <= piece.layer < layers])
+            sums = [torch.zeros(weight.shape, device=weight.device) for weight in weights]
+            samples: dict[str, list[float]] = {"pack": [], "add": []}
+            for _ in range(WARM_UP + self._task.repeats):
+                dist.barrier(self._group)
+                start = self._clock.mark()
+                flat = pack_weights(weights)
+                middle = self._clock.mark()
+                for weight, gradient in zip(weights, sums, strict=True):
+                    add_gradient(weight, gradient)
+                end = self._clock.mark()
+                samples["pack"].append(self._clock.seconds(start, middle))
+                samples["add"].append(self._clock.seconds(middle, end))
+            nbytes = {"pack": flat.nbytes, "add": sum(gradient.nbytes for gradient in sums)}
+            for name, seconds in samples.items():
+                points[name].append((nbytes[name], statistics.median(seconds[WARM_UP:])))
+        return WeightTimes(fit_line(points["pack"]), fit_line(points["add"]))
 
     def _rounds(self, row: Row, split: bool) -> Samples:
         if split:

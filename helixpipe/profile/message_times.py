@@ -24,7 +24,8 @@ MESSAGE_BYTES_OF_GPUS = (1 << 24, 1 << 26)
 
 
 def measure_messages(rank: int, computing: int) -> MessageTimes:
-    """Messages between ranks 0 and 1 with the executor's transport, while nothing else runs.
+    """Messages between ranks 0 and 1 with the executor's transport: how long they take while nothing else runs, and how
+    much more processor time both ranks take for what they compute while one is on its way.
 
     computing: processes that compute at the same time in a step. Where they leave no core free, all processor time of a
     message keeps its rank from computing, else that of the computing thread. With NCCL neither waits for it.
@@ -40,13 +41,31 @@ def measure_messages(rank: int, computing: int) -> MessageTimes:
     for size in MESSAGE_BYTES + (MESSAGE_BYTES_OF_GPUS if torch.cuda.is_available() else ()):
         exchange = _Exchange(transport, rank, size, numbers)
         whole.append((size, exchange.half_round_trip()))
-        own.append((size, exchange.one_way(processor)))
+        own.append((size, exchange.beside_computing(processor) if backend != "nccl" else 0.0))
     received: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(received, own)
     transport.close()
     send, receive = (fit_line(points) if backend != "nccl" else (0.0, 0.0) for points in received[:2])
     latency, per_byte = fit_line(whole)
     return MessageTimes(max(latency - send[0] - receive[0], 0.0), 1.0 / per_byte, backend, send, receive)
+
+
+class _Computing:
+    """What a rank computes beside a message, some milliseconds: products that use the caches, and a sum that needs
+    memory."""
+
+    def __init__(self) -> None:
+        self._left, self._right, self._long = torch.ones(256, 256), torch.ones(256, 512), torch.ones(1 << 21)
+
+    def run(self) -> None:
+        for _ in range(4):
+            for _ in range(4):
+                self._left @ self._right
+            self._long.add_(1.0)
+
+
+LEAST_SHARE = 1e-2
+"""Of the largest time: errors of smaller ones count as of one so large."""
 
 
 class _Exchange:
@@ -77,22 +96,28 @@ class _Exchange:
             self._transport.finish()
         return statistics.median(seconds)
 
-    def one_way(self, processor: Callable[[], float]) -> float:
-        """Median processor seconds of this rank for a message from rank 0 to rank 1."""
-        seconds = []
+    def beside_computing(self, processor: Callable[[], float]) -> float:
+        """Median processor seconds that this rank takes for a message from rank 0 to rank 1, beside what it computes
+        meanwhile: more than on a rank that only waits, since caches are full of something else and threads in the way
+        of each other."""
+        computing, alone, beside = _Computing(), [], []
         for _ in range(MESSAGES):
+            dist.barrier()
+            start = processor()
+            computing.run()
+            alone.append(processor() - start)
             number = next(self._numbers)
             dist.barrier()
             start = processor()
             if self._rank == 0:
                 self._transport.send([self._payload], 1, number)
-                self._transport.finish()
-            elif self._rank == 1:
-                receipt = self._receive(number)
-                assert receipt is not None
+            receipt = self._receive(number) if self._rank == 1 else None
+            computing.run()
+            if receipt is not None:
                 receipt.wait()
-            seconds.append(processor() - start)
-        return statistics.median(seconds)
+            self._transport.finish()
+            beside.append(processor() - start)
+        return max(statistics.median(beside) - statistics.median(alone), 0.0)
 
     def _receive(self, number: int) -> Receipt | None:
         if self._rank > 1:
@@ -102,7 +127,8 @@ class _Exchange:
 
 def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """(y at 0, slope) of the line with the least sum of squared relative errors; neither below a tiny positive."""
-    weights = [1.0 / (y * y) for _, y in points]
+    least = max(max(y for _, y in points) * LEAST_SHARE, 1e-12)  # a difference of two times may be nothing
+    weights = [1.0 / max(y, least) ** 2 for _, y in points]
     total = sum(weights)
     mean_x = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
     mean_y = sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total

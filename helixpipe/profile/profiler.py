@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from helixpipe.costs.models import Layout
-from helixpipe.costs.profile_costs import Profile
+from helixpipe.costs.profile_costs import Profile, WeightTimes
 from helixpipe.model.backends import transport_name
 from helixpipe.profile.copy_times import measure_copies
 from helixpipe.profile.machine import clock_name, machine, needs_wall_clock
@@ -41,7 +41,8 @@ def main() -> None:
     measuring = dist.new_group(list(range(processes)))
     measurement = Measurement(task, measuring) if rank < processes else None
     chunks = measurement.run() if measurement is not None else ()
-    copies = measure_copies(measuring) if measurement is not None else None
+    weights = measurement.weight_times() if measurement is not None else WeightTimes()
+    copies = measure_copies(measuring, processes) if measurement is not None else None
     dist.barrier()
     messages = measure_messages(rank, processes)
     if measurement is not None and rank == 0:
@@ -56,6 +57,7 @@ def main() -> None:
             chunks=chunks,
             messages=messages,
             copies=copies,
+            weights=weights,
             torch=torch.__version__,
             machine=machine(),
             assumed={

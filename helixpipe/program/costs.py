@@ -97,7 +97,9 @@ class Costs(Protocol):
 
     op_time: of an op alone; recomputation inside a backward is asked for as R. message_time: of a message on a link
     that carries nothing else. sharing_time: of a gather of weights or a scatter of gradients. copy_time: of a copy of
-    so much, in the unit of memory, from the device to its host or (inward) back, with both directions in use. size: of
+    so much, in the unit of memory, from the device to its host or (inward) back, with both directions in use.
+    handling_time, copying_time: how long sending (or receiving) a message with weights or keys and values, and making a
+    copy, keep the rank itself from computing; what those of activations and gradients take is in op_time. size: of
     a buffer; 0 where the unit of memory does not count its kind. static_memory: all that a rank that holds these pieces
     has at all times (weights, gradients, optimizer; 0 where unknown). static_host_memory: what of that is in its host's
     memory instead.
@@ -113,6 +115,10 @@ class Costs(Protocol):
     def sharing_time(self, sharing: Sharing) -> float: ...
 
     def copy_time(self, nbytes: float, inward: bool) -> float: ...
+
+    def handling_time(self, payload: Payload, sends: bool) -> float: ...
+
+    def copying_time(self, nbytes: float, inward: bool) -> float: ...
 
     def size(self, contents: Contents) -> float: ...
 

@@ -161,7 +161,7 @@ class BorrowedWeights:
         flat, left = self._packed.pop(stage, (None, self._sends[stage]))
         if flat is None:
             with self._gathered(stage, "F"):
-                flat = torch.cat([weight.detach().reshape(-1) for weight in self._weights(stage)])
+                flat = pack_weights(self._weights(stage))
         if left > 1:
             self._packed[stage] = flat, left - 1
         return flat
@@ -198,6 +198,11 @@ class BorrowedWeights:
             home = self.shell if self.shell is not None and stage in self.stages else self._own
             self._known[stage] = home.weights_of(self._plan.program.stages[stage].pieces)
         return self._known[stage]
+
+
+def pack_weights(weights: Sequence[torch.nn.Parameter]) -> Tensor:
+    """As one tensor."""
+    return torch.cat([weight.detach().reshape(-1) for weight in weights])
 
 
 def _whole_shape(weight: torch.nn.Parameter) -> torch.Size:

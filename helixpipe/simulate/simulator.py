@@ -22,6 +22,7 @@ from helixpipe.program.text import format_rows
 from helixpipe.program.timeline import CopyEvent, MessageEvent, OpEvent, SharingEvent, Timeline, bubble_of
 from helixpipe.simulate.blocking import blocking_schedule
 from helixpipe.simulate.copying import held_up_by_copies, held_up_by_sharing, hidden_share, leaving
+from helixpipe.simulate.handling import handling_times
 from helixpipe.simulate.streams import queue_waits, stream_waits, transfer_orders
 from helixpipe.simulate.sweep import Peak, sweep
 
@@ -182,7 +183,9 @@ def simulate(
     assert not (one_queue and blocking), "messages beside no op need no queue"
     program, graph = lowered.program, lowered.graph
     bound = BoundCosts(program, costs)
-    op_time, message_time, copy_time, collective_time = bound.timers
+    own_time, message_time, copy_time, collective_time = bound.timers
+    handling = handling_times(lowered, bound)
+    op_time = (lambda op: own_time(op) + handling.get(op, 0.0)) if handling else own_time
     if noise:
         rng = Random(seed)
         exact = op_time

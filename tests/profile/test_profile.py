@@ -14,12 +14,13 @@ from helixpipe.costs.hardware import HARDWARE
 from helixpipe.costs.measured_chunks import ChunkTimes
 from helixpipe.costs.models import Chunk, Layout, ModelShape
 from helixpipe.costs.piece_bytes import PieceBytes
-from helixpipe.costs.profile_costs import CopyTimes, MessageTimes, Profile, ProfileCosts
+from helixpipe.costs.profile_costs import CopyTimes, MessageTimes, Profile, ProfileCosts, WeightTimes
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.lower import lower
 from helixpipe.planning.recompute import RecomputeOptions
 from helixpipe.profile.measurement import Row, rows, scale_to_whole_units
 from helixpipe.profile.message_times import fit_line
+from helixpipe.program.costs import Payload
 from helixpipe.program.program import Op, Program
 from helixpipe.program.stages import PIECE_KINDS, Stage, even_stages, model_pieces
 from helixpipe.program.workload import uniform
@@ -123,6 +124,29 @@ def test_messages_take_time_of_their_ranks() -> None:
     assert extra(replace(program, ranks=()), Op("F", 0, 0)) == pytest.approx(send)
 
 
+def test_weights_and_copies_take_time_of_their_ranks(saved: str) -> None:
+    """As messages, and packed where they leave, added up where gradients come; copies for each byte."""
+    messages = MessageTimes(0.5, 1000.0, "gloo", (1.0, 1e-3), (2.0, 2e-3))
+    copies = replace(COPIES, own=(0.25, 0.125))
+    make_profile(messages=messages, weights=WeightTimes((3.0, 3e-3), (4.0, 4e-3)), copies=copies).save(saved)
+    costs, pieces = ProfileCosts(Profile.load(saved)), tuple(model_pieces(1))
+    size = 4 * costs.bytes.parameters(pieces)
+
+    def handled(kind: str, sends: bool) -> float:
+        return costs.handling_time(Payload(kind, pieces, (), 16.0, 0, 1), sends)
+
+    assert handled("weights", True) == pytest.approx(1 + 3 + 4e-3 * size)
+    assert handled("weights", False) == pytest.approx(2 + 2e-3 * size)
+    assert handled("weight_gradients", True) == pytest.approx(1 + 1e-3 * size)
+    assert handled("weight_gradients", False) == pytest.approx(2 + 4 + 6e-3 * size)
+    assert (costs.copying_time(8, inward=False), costs.copying_time(8, inward=True)) == (2.0, 1.0)
+    content = json.loads(Path(saved).read_text(encoding="utf-8"))
+    del content["weights"], content["copies"]["own"]
+    Path(saved).write_text(json.dumps(content), encoding="utf-8")
+    before = Profile.load(saved)  # a file from before they were measured
+    assert before.weights == WeightTimes() and before.copies == COPIES
+
+
 def test_memory_is_counted_in_bytes() -> None:
     costs, program = ProfileCosts(make_profile()), one_stage_each()
     counted, chunk, pieces = PieceBytes(MODEL, LAYOUT), Chunk(16), program.stages[1].pieces
@@ -204,6 +228,14 @@ def _no_copies(content: dict[str, Any]) -> None:
     content["copies"]["inward"][1] = 0.0
 
 
+def _negative_packing(content: dict[str, Any]) -> None:
+    content["weights"]["pack"][1] = -1.0
+
+
+def _no_own(content: dict[str, Any]) -> None:
+    content["copies"]["own"] = [None, 0.0]
+
+
 def _one_way(content: dict[str, Any]) -> None:
     del content["copies"]["out"]
 
@@ -221,6 +253,8 @@ def _more_of_a_model(content: dict[str, Any]) -> None:
         (_text, r"is damaged \(overhead W is 'short'\)"),
         (_no_bandwidth, r"is damaged \(bandwidth is 0.0\)"),
         (_no_copies, r"is damaged \(a bandwidth of copies is 0\)"),
+        (_negative_packing, r"is damaged \(packing weights, a byte is -1.0\)"),
+        (_no_own, r"is damaged \(own time 0 of copies is None\)"),
         (_one_way, r"is damaged \('out' is missing\)"),
         (_more_of_a_model, r"is damaged \(.*unexpected keyword argument 'experts'\)"),
         (lambda content: content.update(chunks=[]), r"is damaged \(it has no chunk\)"),
@@ -252,6 +286,8 @@ def test_the_line_through_message_times() -> None:
     latency, per_byte = fit_line([(size, 1e-4 + 2e-9 * size) for size in (1e3, 1e4, 1e6)])
     assert (latency, per_byte) == (pytest.approx(1e-4), pytest.approx(2e-9))
     assert fit_line([(1.0, 1.0), (2.0, 4.0)])[0] == 0.0
+    once, per_byte = fit_line([(1.0, 0.0), (2.0, 0.0), (1000.0, 1.0)])  # a difference of two times may be nothing
+    assert (once, per_byte) == (pytest.approx(0.0, abs=1e-2), pytest.approx(1e-3, rel=1e-2))
 
 
 def test_pieces_add_up_to_what_whole_units_take() -> None:

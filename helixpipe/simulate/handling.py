@@ -1,0 +1,45 @@
+"""What transfers take of the compute of their ranks, beside what is in ops. No torch here.
+
+On a GPU nothing. On a CPU weights are packed, sent, received and added up by the cores that compute, and so is what
+leaves for the host copied. That is charged to the op that comes next on the rank, or to its last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from helixpipe.lowering.bound import BoundCosts
+from helixpipe.lowering.project import Action, LoweredProgram
+from helixpipe.program.program import Op
+
+
+def handling_times(lowered: LoweredProgram, bound: BoundCosts) -> dict[Op, float]:
+    """By the op that they are charged to; empty where no transfer takes any."""
+    graph = lowered.graph
+    handled = [message for message in graph.messages if message.ships or message.of_keys_values]
+    transfers = [bound.copying_time(copy) for copy in graph.copies]
+    transfers += [bound.handling_time(message, sends) for message in handled for sends in (True, False)]
+    if not any(transfers):
+        return {}
+    found: dict[Op, float] = {}
+    for rank in range(lowered.program.num_ranks):
+        waiting, last = 0.0, None
+        for op, time in _stream(lowered, bound, rank):
+            waiting += time
+            if op is not None:
+                found[op] = found.get(op, 0.0) + waiting
+                waiting, last = 0.0, op
+        if last is not None:
+            found[last] += waiting
+    return found
+
+
+def _stream(lowered: LoweredProgram, bound: BoundCosts, rank: int) -> Iterator[tuple[Op | None, float]]:
+    """The rank's instructions: an op, or None and what its transfer takes."""
+    for action, op, message, _, task in lowered.streams[rank]:
+        if action is Action.RUN:
+            yield op, 0.0
+        elif action in (Action.SEND, Action.WAIT) and message is not None:
+            yield None, bound.handling_time(message, action is Action.SEND)
+        elif action in (Action.OFFLOAD, Action.FETCH):
+            yield None, bound.copying_time(lowered.graph.copy(task))
