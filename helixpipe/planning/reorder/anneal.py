@@ -1,0 +1,65 @@
+"""Simulated annealing over the orders of the ranks' ops (Kirkpatrick et al., Science 220, 1983). No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf, log
+from random import Random
+
+from helixpipe.planning.reorder.evaluate import Judge
+from helixpipe.planning.reorder.instance import Instance, Orders
+from helixpipe.planning.reorder.moves import Moves
+
+HOT, COLD = 1e-3, 1e-6
+"""Temperatures at the start and the end, as parts of the makespan."""
+
+
+@dataclass(frozen=True)
+class Annealed:
+    """The best order there was, its makespan, and how many orders have been judged."""
+
+    orders: Orders
+    makespan: float
+    evaluations: int
+
+
+def anneal(
+    instance: Instance,
+    judge: Judge,
+    evaluations: int,
+    rng: Random,
+    least: float = 0.0,
+    say: Callable[[int, float], None] = lambda done, makespan: None,
+) -> Annealed:
+    """The best of so many orders, each one move from the last that was taken; the instance's own is the first.
+
+    Longer steps are taken too, by e^(-(how much longer)/temperature), for which the temperature falls from `HOT` to
+    `COLD`. least: a makespan that no order can beat; whoever reaches it need not go on. say: is told now and then how
+    many were judged, and the best makespan. An interrupt (Ctrl-C) ends it with the best so far, raised by `say` or not.
+    """
+    orders: Orders = [list(order) for order in instance.orders]
+    current = judge.makespan(orders, inf)
+    moves = Moves(instance, rng)
+    best, best_orders, done = current, list(orders), 1
+    if current < inf:
+        moves.look(orders, judge.starts, judge.ends)
+    while done < evaluations and best > least * (1 + 1e-9) and current < inf:
+        done += 1
+        if not done % 256:
+            say(done, best)
+        move = moves.draw(orders)
+        if move is None:
+            continue
+        temperature = HOT * (COLD / HOT) ** (done / evaluations) * best
+        order, orders[move.rank] = orders[move.rank], move.applied(orders[move.rank])
+        bound = current - temperature * log(1 - rng.random())
+        found = judge.makespan(orders, bound)
+        if found == inf:
+            orders[move.rank] = order
+            continue
+        current = found
+        moves.look(orders, judge.starts, judge.ends)
+        if current < best:
+            best, best_orders = current, list(orders)
+    return Annealed(best_orders, best, done)
