@@ -7,6 +7,7 @@
     helixpipe check my_schedule.csv
     helixpipe memory 1f1b --model llama2-7b --seq-length 131072 --hardware h20 --nodes 8 --tensor-parallel 8
     helixpipe plan --model llama2-7b --hardware h100 --gpus 64 --seq-length 32768 --global-batch-size 128
+    helixpipe improve seq1f1b -p 4 -m 4 -k 4 --model llama2-7b --seq-length 32768 --hardware a800
     helixpipe profile --model llama2-7b --seq-length 4096 --output profile.json
     helixpipe train -p 2 --num-layers 4 --hidden-size 64 ...
 
@@ -26,6 +27,7 @@ from helixpipe.cli import (
     command_check,
     command_compare,
     command_draw,
+    command_improve,
     command_list,
     command_memory,
     command_plan,
@@ -102,6 +104,7 @@ _COMMANDS: MappingProxyType[str, Callable[[argparse.Namespace], None]] = Mapping
         "draw": command_draw.run,
         "check": command_check.run,
         "plan": command_plan.run,
+        "improve": command_improve.run,
         "compare": command_compare.run,
         "profile": command_profile.run,
     }

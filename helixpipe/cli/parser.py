@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from helixpipe import __version__
+from helixpipe.cli.command_improve import ImproveOptions
 from helixpipe.cli.command_plan import PlanOptions
 from helixpipe.cli.documents import BatchOptions
 from helixpipe.cli.model import ModelOptions
@@ -104,20 +105,22 @@ def parsers(schedules: Mapping[str, type]) -> tuple[FlagParser, dict[str, FlagPa
     add_dataclass_arguments(profiling, ProfileOptions, title="what to measure")
 
     training, comparing = _training(subparsers), _comparing(subparsers)
-    for command in (simulating, weighing, drawing, checking, comparing):
+    improving = _improving(subparsers)
+    for command in (simulating, weighing, drawing, checking, comparing, improving):
         add_dataclass_arguments(command, ShapeOptions, title="size")
-    for command in (simulating, weighing, drawing, comparing):
+    for command in (simulating, weighing, drawing, comparing, improving):
         for group, title in _PROBLEM:
             add_dataclass_arguments(command, group, title=title)
-    for command in (simulating, weighing, drawing, planning, comparing):
+    for command in (simulating, weighing, drawing, planning, comparing, improving):
         for name, options in schedules.items():
             if dataclasses.fields(options):
                 add_dataclass_arguments(command, options, title=f"options of {name}")
-    for command in (listing, simulating, weighing, drawing, checking, planning, profiling, comparing):
+    for command in (listing, simulating, weighing, drawing, checking, planning, profiling, comparing, improving):
         add_dataclass_arguments(command, OutputOptions, title="output")
     add_dataclass_arguments(simulating, SimulateOptions, title="output of simulate")
     commands = {"list": listing, "simulate": simulating, "memory": weighing, "draw": drawing, "check": checking}
-    return parser, {**commands, "plan": planning, "profile": profiling, "compare": comparing, "train": training}
+    commands |= {"plan": planning, "improve": improving}
+    return parser, {**commands, "profile": profiling, "compare": comparing, "train": training}
 
 
 def _planning(subparsers: Any) -> FlagParser:
@@ -131,6 +134,20 @@ def _planning(subparsers: Any) -> FlagParser:
     add_dataclass_arguments(parser, PlanOptions, title="what to plan")
     add_dataclass_arguments(parser, LengthOptions, title="documents of all lengths")
     add_dataclass_arguments(parser, ModelOptions, title="model and hardware")
+    return parser
+
+
+def _improving(subparsers: Any) -> FlagParser:
+    """`improve`, but for what it shares with others."""
+    parser: FlagParser = subparsers.add_parser(
+        "improve",
+        help="search for a faster program than a schedule's own",
+        description="Change the order of a schedule's ops, split backwards, cut sequences, place stages otherwise: "
+        "whatever makes the simulated step shorter within the memory there is. Without a limit that is what the "
+        f"schedule needs itself. Ctrl-C prints the best so far. {_BUBBLE}",
+    )
+    parser.add_argument("schedule", nargs="?", default="1f1b", metavar=_PROGRAM, help=_PROGRAM_HELP)
+    add_dataclass_arguments(parser, ImproveOptions, title="search")
     return parser
 
 

@@ -14,14 +14,18 @@ from helixpipe.planning.reorder.moves import Moves
 HOT, COLD = 1e-3, 1e-6
 """Temperatures at the start and the end, as parts of the makespan."""
 
+SAY = 256
+"""Orders between two words of how far the search is."""
+
 
 @dataclass(frozen=True)
 class Annealed:
-    """The best order there was, its makespan, and how many orders have been judged."""
+    """The best order there was, its makespan, how many orders were drawn, and whether an interrupt ended it."""
 
     orders: Orders
     makespan: float
     evaluations: int
+    interrupted: bool
 
 
 def anneal(
@@ -36,7 +40,7 @@ def anneal(
 
     Longer steps are taken too, by e^(-(how much longer)/temperature), for which the temperature falls from `HOT` to
     `COLD`. least: a makespan that no order can beat; whoever reaches it need not go on. say: is told now and then how
-    many were judged, and the best makespan. An interrupt (Ctrl-C) ends it with the best so far, raised by `say` or not.
+    many were drawn, and the best makespan. An interrupt (Ctrl-C) ends it with the best so far.
     """
     orders: Orders = [list(order) for order in instance.orders]
     current = judge.makespan(orders, inf)
@@ -44,22 +48,24 @@ def anneal(
     best, best_orders, done = current, list(orders), 1
     if current < inf:
         moves.look(orders, judge.starts, judge.ends)
-    while done < evaluations and best > least * (1 + 1e-9) and current < inf:
-        done += 1
-        if not done % 256:
-            say(done, best)
-        move = moves.draw(orders)
-        if move is None:
-            continue
-        temperature = HOT * (COLD / HOT) ** (done / evaluations) * best
-        order, orders[move.rank] = orders[move.rank], move.applied(orders[move.rank])
-        bound = current - temperature * log(1 - rng.random())
-        found = judge.makespan(orders, bound)
-        if found == inf:
-            orders[move.rank] = order
-            continue
-        current = found
-        moves.look(orders, judge.starts, judge.ends)
-        if current < best:
-            best, best_orders = current, list(orders)
-    return Annealed(best_orders, best, done)
+    try:
+        while done < evaluations and best > least * (1 + 1e-9) and current < inf:
+            done += 1
+            if not done % SAY:
+                say(done, best)
+            move = moves.draw(orders)
+            if move is None:
+                continue
+            temperature = HOT * (COLD / HOT) ** (done / evaluations) * best
+            order, orders[move.rank] = orders[move.rank], move.applied(orders[move.rank])
+            found = judge.makespan(orders, current - temperature * log(1 - rng.random()))
+            if found == inf:
+                orders[move.rank] = order
+                continue
+            current = found
+            moves.look(orders, judge.starts, judge.ends)
+            if current < best:
+                best, best_orders = current, list(orders)
+    except KeyboardInterrupt:
+        return Annealed(best_orders, best, done, True)
+    return Annealed(best_orders, best, done, False)

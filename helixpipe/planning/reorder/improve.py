@@ -1,0 +1,211 @@
+"""A better program than a given one: other orders, and other programs to begin with. No torch here.
+
+What the evaluator finds is only a proposal: every program that counts has been built, validated, lowered and simulated,
+and its memory swept. So what comes out is never slower than what was given and never over the limit, and all figures
+are the simulator's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from random import Random
+
+from helixpipe.common.errors import UserError
+from helixpipe.lowering.lower import lower
+from helixpipe.planning.reorder.anneal import anneal
+from helixpipe.planning.reorder.evaluate import evaluator
+from helixpipe.planning.reorder.instance import instance_of
+from helixpipe.planning.reorder.starts import joined, relatives, spread_heads, spreadable
+from helixpipe.program.costs import Costs
+from helixpipe.program.program import Program
+from helixpipe.simulate.simulator import Simulation, simulate
+
+FINALISTS = 2
+"""Starts whose orders are searched again, of those that were best after a first short search."""
+
+FIRST, SECOND = 0.3, 0.2
+"""The parts of the orders that all starts share, and that those do which the first finalists lead to; the last
+finalists share the rest."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """evaluations: orders that are judged, at most. seed: of the draws. orders_only: every op stays on its rank and
+    every backward is whole or split as it was."""
+
+    evaluations: int = 20_000
+    seed: int = 0
+    orders_only: bool = False
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A program as it was simulated. start: what its order was found from. time: of the step."""
+
+    start: str
+    simulation: Simulation
+    time: float
+
+    @property
+    def program(self) -> Program:
+        return self.simulation.lowered.program
+
+    @property
+    def fullest(self) -> float:
+        """What the rank with most has, in the costs' unit."""
+        return max(self.simulation.device_needs)
+
+    @property
+    def least(self) -> float:
+        """The pipeline's time with these ops on these ranks if the busiest never waited."""
+        return max(self.simulation.busy)
+
+
+@dataclass(frozen=True)
+class Improved:
+    """before: what was given. after: the best there was, which may be the same. tried: the best of each start."""
+
+    before: Candidate
+    after: Candidate
+    tried: tuple[Candidate, ...]
+    evaluations: int
+    interrupted: bool
+
+    @property
+    def gain(self) -> float:
+        """By how much more of a step is done in a time, as a part."""
+        return self.before.time / self.after.time - 1 if self.after.time else 0.0
+
+
+Say = Callable[[float, float], None]
+"""Is told what part of the search is done, and the best time so far."""
+
+
+def improve(
+    program: Program,
+    costs: Costs,
+    budget: Budget,
+    limit: float | None = None,
+    after: Callable[[Program], float] = lambda program: 0.0,
+    say: Say = lambda done, time: None,
+) -> Improved:
+    """Search for a faster program for the same ranks, model and workload.
+
+    limit: what each rank may have in all, in the costs' unit; a program that is over it may have what it has; None:
+    what its fullest rank has. after: the time between the last op and the end of the step. The same arguments give the
+    same result. An interrupt ends the search with the best so far. Raises ProgramError for a program that is not valid.
+    """
+    return _Search(costs, budget, after, say).run(program, limit)
+
+
+class _Search:
+    """best: of each start. room: what each rank may have. done: orders that were judged."""
+
+    def __init__(self, costs: Costs, budget: Budget, after: Callable[[Program], float], say: Say):
+        self.costs, self.budget, self.after, self.say = costs, budget, after, say
+        self.best: dict[str, Candidate] = {}
+        self.room = inf
+        self.done = 0
+        self.interrupted = False
+
+    def run(self, program: Program, limit: float | None) -> Improved:
+        before = self._simulated("as given", program)
+        self.room = max(before.fullest, 0.0 if limit is None else limit)
+        self.best[before.start] = before
+        try:
+            if not self.budget.orders_only and not program.forward_only:
+                for start in self._relatives(program):
+                    self.best[start.start] = start
+            self._search(self._ranked(), int(self.budget.evaluations * FIRST))
+            if not self.budget.orders_only:
+                self._search(self._spread(), int(self.budget.evaluations * SECOND))
+            self._search(self._ranked()[:FINALISTS], self.budget.evaluations - self.done)
+            self._join()
+        except KeyboardInterrupt:
+            self.interrupted = True
+        tried = tuple(self.best[name] for name in self._ranked())
+        found = tried[0] if tried[0].time < before.time * (1 - 1e-9) else before
+        return Improved(before, found, tried, self.done, self.interrupted)
+
+    def _ranked(self) -> list[str]:
+        """Starts, the fastest first; of equal ones the one that was there first."""
+        return sorted(self.best, key=lambda name: self.best[name].time)
+
+    def _simulated(self, start: str, program: Program) -> Candidate:
+        simulation = simulate(lower(program, self.costs), self.costs)
+        return Candidate(start, simulation, simulation.makespan + self.after(program))
+
+    def _fitting(self, start: str, program: Program) -> Candidate | None:
+        """None for a program that cannot be, or has no room."""
+        try:
+            candidate = self._simulated(start, program)
+        except UserError:
+            return None
+        return candidate if candidate.fullest <= self.room * (1 + 1e-9) else None
+
+    def _relatives(self, program: Program) -> Iterator[Candidate]:
+        for name, make in relatives(program, self.costs, self.room):
+            try:
+                related = make()
+            except UserError:
+                continue
+            if (candidate := self._fitting(name, related)) is not None:
+                yield candidate
+
+    def _spread(self) -> list[str]:
+        """Add the finalists with a copy of the head on every rank; returns what they are called."""
+        names = []
+        for name in self._ranked()[:FINALISTS]:
+            program = self.best[name].program
+            if spreadable(program) and not program.forward_only:
+                candidate = self._fitting(f"{name}, heads spread", spread_heads(program, self.costs))
+                if candidate is not None:
+                    self.best[candidate.start] = candidate
+                    names.append(candidate.start)
+        return names
+
+    def _search(self, names: Sequence[str], evaluations: int) -> None:
+        """Search the orders of these starts, each with its share."""
+        for number, name in enumerate(names):
+            start = self.best[name]
+            share = evaluations // (len(names) - number)
+            evaluations -= self._annealed(start, share)
+
+    def _annealed(self, start: Candidate, evaluations: int) -> int:
+        """Take the best order that is found for this one, if it is as good when simulated; returns how many were
+        judged."""
+        program, lowered = start.program, start.simulation.lowered
+        limits = [self.room - self.costs.static_memory(program.pieces_of_rank(r)) for r in range(program.num_ranks)]
+        instance = instance_of(lowered, self.costs, limits)
+        rng = Random(f"{self.budget.seed} {start.start} {self.done}")
+        first, most, best = self.done, max(self.budget.evaluations, 1), min(each.time for each in self.best.values())
+        found = anneal(
+            instance,
+            evaluator(instance),
+            evaluations,
+            rng,
+            start.least,
+            lambda done, makespan: self.say(
+                (first + done) / most, min(best, makespan + start.time - start.simulation.makespan)
+            ),
+        )
+        self.done += found.evaluations
+        if found.makespan < start.simulation.makespan:
+            ranks = instance.ranks_of(found.orders)
+            candidate = self._fitting(start.start, replace(program, ranks=ranks))
+            if candidate is not None and candidate.time < start.time:
+                self.best[start.start] = candidate
+        if found.interrupted:
+            raise KeyboardInterrupt
+        return found.evaluations
+
+    def _join(self) -> None:
+        """Undo splits of the best that are worth nothing."""
+        best = self.best[self._ranked()[0]]
+        program = joined(best.program)
+        if program.ranks != best.program.ranks:
+            candidate = self._fitting(best.start, program)
+            if candidate is not None and candidate.time <= best.time * (1 + 1e-9):
+                self.best[best.start] = candidate

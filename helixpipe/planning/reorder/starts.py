@@ -1,0 +1,150 @@
+"""Programs that nobody wrote, to begin a search with: relatives of a given one. No torch here.
+
+Each is a valid program for the same model, workload and ranks, good or bad; whoever asks simulates them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import groupby, pairwise
+
+from helixpipe.lowering.bound import BoundCosts
+from helixpipe.lowering.build import build_graph
+from helixpipe.lowering.order import list_schedule
+from helixpipe.planning.problem import problem
+from helixpipe.planning.zero_bubble import Limits, search, within_memory
+from helixpipe.program.costs import Costs
+from helixpipe.program.program import Op, Program
+from helixpipe.program.stages import Piece, Stage, uneven_stages
+from helixpipe.program.workload import uniform
+
+CUTS = (2, 4)
+"""Chunks that sequences are cut into, where they are whole."""
+
+Start = tuple[str, Callable[[], Program]]
+"""What it is, and how it is made."""
+
+
+def relatives(program: Program, costs: Costs, limit: float) -> Iterator[Start]:
+    """Of a program that trains. limit: what each rank may have in all, in the costs' unit."""
+    yield "backwards split", partial(split, program)
+    if program.num_chunks == 1 and program.workload.proportional:
+        for count in CUTS:
+            cut_up = cut(program, count)
+            yield f"{count} chunks", lambda cut_up=cut_up: cut_up
+            yield f"{count} chunks, backwards split", partial(split, cut_up)
+    if any(stage.placement != "resident" for stage in program.stages):
+        return
+    if program.activations:
+        return
+    ranks = program.num_ranks
+    down, up = tuple(range(ranks)), tuple(reversed(range(ranks)))
+    for name, homes in (("a line", down), ("a V", down + up), ("two rounds", down + down)):
+        if len(homes) <= program.num_layers:
+            yield f"list-scheduled in {name}", partial(listed, program, homes, costs, limit)
+
+
+def split(program: Program) -> Program:
+    """With I and W in place of every B of a stage with weights."""
+
+    def halves(op: Op) -> tuple[Op, ...]:
+        whole = op.kind != "B" or not program.stages[op.stage].has_weights
+        return (op,) if whole else (op._replace(kind="I"), op._replace(kind="W"))
+
+    return replace(program, ranks=tuple(tuple(half for op in ops for half in halves(op)) for ops in program.ranks))
+
+
+def joined(program: Program) -> Program:
+    """With B in place of every I that its W follows at once."""
+    ranks = []
+    for ops in program.ranks:
+        order: list[Op] = []
+        for op in ops:
+            if op.kind == "W" and order and order[-1] == op._replace(kind="I"):
+                order[-1] = op._replace(kind="B")
+            else:
+                order.append(op)
+        ranks.append(tuple(order))
+    return replace(program, ranks=tuple(ranks))
+
+
+def cut(program: Program, count: int) -> Program:
+    """A program of whole microbatches with each in so many equal chunks, each op where it was: forwards of the chunks
+    in order, backwards in reverse; of an F that its backward follows at once, chunk by chunk."""
+    last_first = range(count - 1, -1, -1)
+    ranks = []
+    for ops in program.ranks:
+        order: list[Op] = []
+        for _, run in groupby(ops, key=lambda op: op.unit):
+            ending = list(run)
+            if any(op.kind in "BI" for op in ending):
+                order += [op._replace(chunk=chunk) for chunk in last_first for op in ending]
+            else:
+                order += [op._replace(chunk=chunk) for op in ending for chunk in range(count)]
+        ranks.append(tuple(order))
+    activations = {unit._replace(chunk=c): own for unit, own in program.activations.items() for c in range(count)}
+    workload = uniform(program.num_microbatches, count)
+    return replace(program, ranks=tuple(ranks), workload=workload, activations=activations)
+
+
+def spread_heads(program: Program, costs: Costs) -> Program:
+    """With a stage of the head alone, of which every rank has a copy: microbatches take turns. Each head goes forward
+    and at once backward, where its rank is when the rest of the last stage would have begun its backward."""
+    last = program.stages[-1]
+    rest, head = len(program.stages) - 1, len(program.stages)
+    recompute = tuple(run for run in last.recompute if last.pieces[-1] not in run)
+    stages = (
+        *program.stages[:-1],
+        replace(last, pieces=last.pieces[:-1], recompute=recompute),
+        Stage(last.pieces[-1:], "replicated"),
+    )
+    graph = build_graph(program)
+    starts = list_schedule(graph, *BoundCosts(program, costs).timers).start
+    orders: list[list[tuple[float, int, Op]]] = [[] for _ in program.ranks]  # with the time and, at one time, the turn
+    for task, op in enumerate(graph.ops):
+        orders[graph.ranks[task]].append((starts[task], 2 * task + 1, op))
+        if op.stage == rest and op.kind in "BI":
+            there = orders[op.microbatch % len(orders)]
+            there += [
+                (starts[task], 2 * task - 2 * graph.num_tasks + (kind == "B"), op._replace(kind=kind, stage=head))
+                for kind in "FB"
+            ]
+    ranks = tuple(tuple(op for _, _, op in sorted(order)) for order in orders)
+    return replace(program, stages=stages, ranks=ranks)
+
+
+def spreadable(program: Program) -> bool:
+    """Whether its head can be a stage of its own, with a copy on every rank."""
+    return (
+        program.num_ranks > 1
+        and len(program.stages[-1].pieces) > 1
+        and not program.activations
+        and all(stage.placement == "resident" for stage in program.stages)
+    )
+
+
+def listed(program: Program, homes: Sequence[int], costs: Costs, limit: float) -> Program:
+    """The best list schedule of split backwards with these homes of as many stages, layers divided evenly; what is
+    recomputed is what the given program recomputes, inside the backwards."""
+    count, layers = len(homes), program.num_layers
+    cuts = [layers * stage // count for stage in range(count + 1)]
+    runs = [run for stage in program.stages for run in stage.recompute]
+    stages = tuple(
+        replace(stage, recompute=_within(runs, stage.pieces))
+        for stage in uneven_stages([after - before for before, after in pairwise(cuts)])
+    )
+
+    def find(limits: Limits) -> Program:
+        given = problem(program.schedule, stages, tuple(homes), program.workload, len(program.workload), costs, limits)
+        return replace(program, stages=stages, ranks=search(given, lambda given: []).ranks)
+
+    return within_memory(find, program.num_ranks, costs, limit)
+
+
+def _within(runs: Sequence[Sequence[Piece]], pieces: Sequence[Piece]) -> tuple[tuple[Piece, ...], ...]:
+    """What of each run is among the pieces."""
+    own = set(pieces)
+    parts = (tuple(piece for piece in run if piece in own) for run in runs)
+    return tuple(part for part in parts if part)
