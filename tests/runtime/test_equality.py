@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from helixpipe.costs.by_hand import PieceTimes
+from helixpipe.planning.reorder.improve import Budget, improve
+from helixpipe.planning.reorder.starts import cut, split, spread_heads
+from helixpipe.program.files import save_program
 from helixpipe.program.text import to_csv
 from schedules import Shape, build
 from tests.distributed import run_ranks
@@ -81,6 +85,26 @@ def test_program_of_ones_own(tmp_path: Path) -> None:
     for (result,) in run_ranks(run_csv, 2, str(path), 4):  # both ranks are of the one pipeline
         assert result["gradient"][0] < GRADIENT_TOLERANCE[torch.float64]
         assert result["loss"] < LOSS_TOLERANCE[torch.float64]
+
+
+def test_programs_that_a_search_found(tmp_path: Path) -> None:
+    """And all that a search may do to one: other orders, cut sequences, split backwards, spread heads."""
+    costs = PieceTimes({"qkv": 1.0, "attn": 2.0, "mlp": 3.0, "head": 2.0}, message=0.5)
+    given = build("1f1b", Shape(2, 3, 4))
+    found = improve(given, costs, Budget(400)).after.program
+    assert found.ranks != given.ranks
+    cut_up = improve(split(spread_heads(cut(given, 2), costs)), costs, Budget(400, orders_only=True)).after.program
+    assert cut_up.num_chunks == 2 and cut_up.stages[-1].placement == "replicated"
+    cases = []
+    for program in (found, cut_up):
+        path = tmp_path / f"{len(cases)}.json"
+        save_program(program, path)
+        lengths = (8, 8) if program.num_chunks == 2 else ()
+        cases.append(Case(str(path), 2, 3, "llama", lengths=lengths))
+    for results in zip(*run_ranks(run_cases, 2, cases), strict=True):
+        assert results[0] is not None
+        assert results[0]["gradient"][0] < GRADIENT_TOLERANCE[torch.float64]
+        assert results[0]["loss"] < LOSS_TOLERANCE[torch.float64]
 
 
 def test_three_ranks_help_each_other() -> None:

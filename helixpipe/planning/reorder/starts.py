@@ -72,17 +72,20 @@ def joined(program: Program) -> Program:
 
 def cut(program: Program, count: int) -> Program:
     """A program of whole microbatches with each in so many equal chunks, each op where it was: forwards of the chunks
-    in order, backwards in reverse; of an F that its backward follows at once, chunk by chunk."""
-    last_first = range(count - 1, -1, -1)
+    in order, backwards in reverse. Where a backward follows its F at once, in a stage without attention, chunk by
+    chunk."""
+    first_on, last_on = range(count), range(count - 1, -1, -1)
     ranks = []
     for ops in program.ranks:
         order: list[Op] = []
-        for _, run in groupby(ops, key=lambda op: op.unit):
-            ending = list(run)
-            if any(op.kind in "BI" for op in ending):
-                order += [op._replace(chunk=chunk) for chunk in last_first for op in ending]
-            else:
-                order += [op._replace(chunk=chunk) for op in ending for chunk in range(count)]
+        for unit, own in groupby(ops, key=lambda op: op.unit):
+            run = list(own)
+            forwards = [op for op in run if op.kind == "F"]
+            backwards = [op for op in run if op.kind != "F"]
+            if program.stages[unit.stage].has_attention or not backwards:
+                order += [op._replace(chunk=chunk) for op in forwards for chunk in first_on]
+                forwards = []
+            order += [op._replace(chunk=chunk) for chunk in last_on for op in (*forwards, *backwards)]
         ranks.append(tuple(order))
     activations = {unit._replace(chunk=c): own for unit, own in program.activations.items() for c in range(count)}
     workload = uniform(program.num_microbatches, count)
