@@ -38,6 +38,9 @@ QUEUE_SECONDS, QUEUE_BYTES = 0.05, 1 << 18
 """What waits before a link at most: so long at its rate, and no less than some TCP windows. TCP itself keeps little in
 the queue of its own host; where several hosts send to one, the switch drops what is beyond, and they slow down."""
 
+PAIR_PACKET = 4 * FRAME
+"""The longest packet before it is cut into frames, where a rate is of pairs of hosts."""
+
 
 class LabError(UserError):
     """Network namespaces or links cannot be made here."""
@@ -56,12 +59,13 @@ class Speed:
 
 class Lab:
     """Hosts 0 … hosts−1, made on entry, removed on exit. rate: bits a second of each link in each direction, None for
-    all that the machine can do; delay: seconds from host to host. Raises LabError, and leaves nothing behind."""
+    all that the machine can do; delay: seconds from host to host. pairs: the rate is what each host sends to each other
+    one, whatever else it sends and receives. Raises LabError, and leaves nothing behind."""
 
-    def __init__(self, hosts: int, rate: float | None = None, delay: float = 0.0):
+    def __init__(self, hosts: int, rate: float | None = None, delay: float = 0.0, pairs: bool = False):
         if hosts < 2 or hosts > 200:
             raise UserError(f"--hosts {hosts} must be from 2 to 200.")
-        self.hosts, self.rate, self.delay = hosts, rate, delay
+        self.hosts, self.rate, self.delay, self.pairs = hosts, rate, delay, pairs
         self._name = f"{PREFIX}-{os.getpid()}-{_started(os.getpid())}-{secrets.token_hex(2)}"
         self._made: list[str] = []
         self._delay_line: DelayLine | None = None
@@ -138,7 +142,10 @@ class Lab:
             self._link(name, switch, port)
             for namespace, device in ((name, "eth0"), (switch, port)):
                 _ip(f"-n {namespace} link set {device} addrgenmode none")  # no IPv6: gloo would take either address
-            self._shape(name, "eth0")
+            if self.pairs:
+                self._shape_pairs(name, host)
+            else:
+                self._shape(name, "eth0")
             self._shape(switch, port, delay=0.0 if self._delay_line else self.delay)
             _ip(f"-n {switch} link set {port} master bridge up")
             _ip(f"-n {name} address add {self.address(host)}/24 dev eth0")
@@ -178,11 +185,30 @@ class Lab:
             packets = 1000 + int(2 * delay * (self.rate or 40e9) / 8 / FRAME)
             _run(f"{tc} root handle 1: netem delay {delay * 1e6:.0f}us limit {packets}")
             parent = "parent 1:1"
-        if self.rate is not None:
+        if self.rate is not None and not self.pairs:
             bytes_per_second = self.rate / 8
             burst = max(2 * FRAME, round(bytes_per_second * BURST_SECONDS))
             limit = max(QUEUE_BYTES, round(bytes_per_second * QUEUE_SECONDS))
             _run(f"{tc} {parent} handle 2: tbf rate {self.rate:.0f}bit burst {burst} limit {limit}")
+
+    def _shape_pairs(self, namespace: str, host: int) -> None:
+        """A rate to each other host, of what leaves by this host's interface. Packets are small there: a class lets
+        one through as soon as it has paid for the one before. The smallest, which say that something has come or may
+        come, wait for none."""
+        if self.rate is None:
+            return
+        _ip(f"-n {namespace} link set eth0 gso_max_size {PAIR_PACKET}")
+        _run(f"tc -n {namespace} qdisc add dev eth0 root handle 1: htb")
+        # In the header's second word the length: below 256 bytes. What has no class is not held back.
+        short = "protocol ip prio 1 u32 match u16 0x0000 0xff00 at 2 flowid 1:0"
+        _run(f"tc -n {namespace} filter add dev eth0 parent 1: {short}")
+        for other in range(self.hosts):
+            if other != host:
+                number = f"1:{other + 1:x}"
+                rate = f"rate {self.rate:.0f}bit burst {PAIR_PACKET} cburst {PAIR_PACKET} quantum {FRAME}"
+                _run(f"tc -n {namespace} class add dev eth0 parent 1: classid {number} htb {rate}")
+                to = f"protocol ip prio 2 u32 match ip dst {self.address(other)}/32 flowid {number}"
+                _run(f"tc -n {namespace} filter add dev eth0 parent 1: {to}")
 
 
 def unavailable() -> str | None:

@@ -1,0 +1,129 @@
+"""What emulate.py's ops, messages and weights take: a narrow model, times by hand, a link as measured. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+from helixpipe.costs.by_hand import PieceTimes
+from helixpipe.costs.hardware import HARDWARE
+from helixpipe.costs.model_costs import ModelCosts
+from helixpipe.costs.models import Layout, ModelShape
+from helixpipe.lowering.lower import lower
+from helixpipe.lowering.project import LoweredProgram
+from helixpipe.planning.recompute import RecomputeOptions
+from helixpipe.program.costs import Payload
+from schedules import Shape, build
+
+ELEMENT_BYTES = 4  # float32
+
+PIECE_TIMES: Mapping[str, float] = MappingProxyType(
+    {"embed": 1e-3, "norm": 0.5e-3, "qkv": 4e-3, "attn": 10e-3, "proj": 1.5e-3, "mlp": 8e-3, "head": 4e-3}
+)
+"""Seconds of each piece's forward for a whole microbatch: a layer takes 24 ms, attention two fifths of it."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """As measured with the executor's transport: seconds before the first byte arrives, and for each byte."""
+
+    latency: float
+    seconds_per_byte: float
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a narrow model and of the step that is emulated. time_scale: of all op times."""
+
+    ranks: int
+    microbatches: int
+    layers: int
+    tokens: int = 512
+    hidden: int = 64
+    micro_batch_size: int = 1
+    time_scale: float = 1.0
+
+    @property
+    def model(self) -> ModelCosts:
+        """Its bytes; the hardware is not looked at."""
+        shape = ModelShape(
+            name="emulated", layers=self.layers, hidden=self.hidden, heads=4, groups=1, ffn=4 * self.hidden,
+            gated=False, vocab=128, tied=False, norm="RMSNorm", positions="rope", bias=False, seq_length=self.tokens,
+        )  # fmt: skip
+        layout = Layout(micro_batch_size=self.micro_batch_size, element_bytes=ELEMENT_BYTES, fused_kernels=False)
+        return ModelCosts(shape, HARDWARE["h100"], layout, self.tokens)
+
+    def costs(self, near: Link, far: Link, ranks_per_host: int = 1) -> EmulatedCosts:
+        times = {name: seconds * self.time_scale for name, seconds in PIECE_TIMES.items()}
+        return EmulatedCosts(times, near=near, far=far, ranks_per_host=ranks_per_host, model=self.model)
+
+
+@dataclass(frozen=True)
+class EmulatedCosts(PieceTimes):
+    """Op times by hand; a message takes the latency of its link and its bytes at the link's speed.
+
+    near: between ranks of one host; far: of two.
+    """
+
+    near: Link = Link(0.0, 0.0)
+    far: Link = Link(0.0, 0.0)
+    ranks_per_host: int = 1
+    model: ModelCosts | None = None
+
+    def message_time(self, payload: Payload) -> float:
+        assert self.model is not None
+        same = payload.source // self.ranks_per_host == payload.target // self.ranks_per_host
+        link = self.near if same else self.far
+        return link.latency + self.model.payload_bytes(payload) * link.seconds_per_byte
+
+
+@dataclass(frozen=True)
+class Case:
+    """A schedule and how it is asked for. shape: fields of `schedules.Shape`; per_rank: layers of each rank."""
+
+    schedule: str
+    shape: Mapping[str, Any] = field(default_factory=dict)
+
+    def lowered(self, size: Size, costs: EmulatedCosts) -> LoweredProgram:
+        shape = Shape(size.ranks, size.microbatches, size.layers, costs=costs, **self.shape)
+        return lower(build(self.schedule, shape), costs)
+
+
+def _named(*cases: Case) -> Mapping[str, Case]:
+    names: dict[str, Case] = {}
+    for case in cases:
+        words = {"virtual_stages": "v = {}", "chunks": "k = {}", "recompute": "recomputed"}
+        said = [words[key].format(value) for key, value in case.shape.items()]
+        names[", ".join((case.schedule, *said))] = case
+    return MappingProxyType(names)
+
+
+_FULL = {"recompute": RecomputeOptions("full")}
+
+CASES = _named(
+    Case("gpipe"),
+    Case("1f1b"),
+    Case("1f1b", _FULL),
+    Case("interleaved-1f1b", {"virtual_stages": 2}),
+    Case("hanayo", {"virtual_stages": 2}),
+    Case("chimera"),
+    Case("zb1p"),
+    Case("zb2p"),
+    Case("zbv"),
+    Case("terapipe", {"chunks": 4}),
+    Case("seq1f1b", {"chunks": 4}),
+    Case("seq1f1b-interleaved", {"virtual_stages": 2, "chunks": 2}),
+    Case("sppo", {"chunks": 4}),
+    Case("infinipipe", {"chunks": 4}),
+    Case("helix"),
+    Case("weipipe"),
+    Case("wzb2"),
+)
+"""By name, as tables have it."""
+
+
+def scaled(size: Size, by: float) -> Size:
+    """The same with op times so many times as long."""
+    return replace(size, time_scale=size.time_scale * by)
