@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import accumulate, pairwise
 from math import inf
 
 from helixpipe.planning.problem import Problem
@@ -59,28 +58,33 @@ class Found:
         return self.makespan <= bounds[0] * (1 + 1e-9) and self.span <= bounds[1] * (1 + 1e-9)
 
 
-def greedy(given: Problem, rules: Rules) -> Found | None:
-    """The schedule that the rules lead to; None when a fixed order does not fit into the memory.
+ABANDONED = Found((), inf, inf, inf)
+"""Of rules that were given up, since they lead to a schedule that is too slow."""
+
+
+def greedy(given: Problem, rules: Rules, slowest: float = inf) -> Found | None:
+    """The schedule that the rules lead to; None when a fixed order does not fit into the memory; `ABANDONED` as soon as
+    some rank can no longer end by `slowest`.
 
     An F is started only where room remains for what is left of its microbatch in each later stage of the rank. So the
     oldest unfinished microbatch always finds room wherever it comes, and without a fixed order the schedule cannot get
     stuck: whatever a younger one has left to run there, it has left too. An I for whose gradients there is no room lets
     W go first; when none waits there is room, for F left the reserve free.
     """
-    return _Greedy(given, rules).run()
+    return _Greedy(given, rules).run(slowest)
 
 
 class _Stage:
     """A stage in the making.
 
-    forward, inputs, weights, held, deferred, added: of each unit, as of `Problem`. left: what a unit and those of its
-    microbatch after it keep. forwards_ready, inputs_ready: when the input of each unit's F, and of its I, is
-    there, as far as known, in the order of units. forwards_done, inputs_done: how many have been started. later: the
-    later stages of its rank that must find room for what an F starts.
+    ops, forward, inputs, weights, held, deferred, added, left: of each unit, as of `Problem`. forwards_ready,
+    inputs_ready: when the input of each unit's F, and of its I, is there, as far as known, in the order of units.
+    forwards_done, inputs_done: how many have been started. later: the later stages of its rank that must find room for
+    what an F starts.
     """
 
     __slots__ = (
-        *("number", "rank", "later", "forward", "inputs", "weights", "held", "deferred", "added", "left"),
+        *("number", "rank", "later", "ops", "forward", "inputs", "weights", "held", "deferred", "added", "left"),
         *("forwards_ready", "inputs_ready", "forwards_done", "inputs_done"),
     )
 
@@ -89,9 +93,7 @@ class _Stage:
         self.later: list[_Stage] = []
         self.forward, self.inputs, self.weights = given.forward[number], given.inputs[number], given.weights[number]
         self.held, self.deferred, self.added = given.held[number], given.deferred[number], given.added[number]
-        self.left: list[float] = []
-        for start, end in pairwise(given.starts):
-            self.left += reversed(list(accumulate(reversed(self.held[start:end]))))
+        self.ops, self.left = given.ops[number], given.left[number]
         self.forwards_ready: list[float] = []
         self.inputs_ready: list[float] = []
         self.forwards_done = self.inputs_done = 0
@@ -107,11 +109,11 @@ class _Rank:
     stages: its own. choices: F and I in the order of preference, or a fixed order. turn: where in it the next choice
     begins. waiting: W to do, oldest first, as (stage, place of the unit). order: its ops so far. used: what it keeps;
     peak: the most so far. alive: units between F and I. begun: when its first op starts; free: when its last one ends.
-    limit, reserve, deferred, warmup: as of `Problem` and `Rules`.
+    work: what its ops that have not started take. limit, reserve, deferred, warmup: as of `Problem` and `Rules`.
     """
 
     __slots__ = (
-        *("number", "stages", "choices", "turn", "waiting", "order", "used", "peak", "alive", "begun", "free"),
+        *("number", "stages", "choices", "turn", "waiting", "order", "used", "peak", "alive", "begun", "free", "work"),
         *("limit", "reserve", "deferred", "warmup"),
     )
 
@@ -123,7 +125,7 @@ class _Rank:
         self.waiting: list[tuple[_Stage, int]] = []
         self.order: list[Op] = []
         self.used = self.peak = self.free = 0.0
-        self.begun = inf
+        self.begun, self.work = inf, given.work[number]
         self.limit, self.reserve = given.limit[number] * (1 + 1e-9), given.reserve[number]
         self.deferred = rules.deferred[number] if rules.deferred else inf
         self.warmup = rules.warmup[number] if rules.warmup else inf
@@ -150,7 +152,7 @@ class _Greedy:
         self.link_free: dict[tuple[int, int], float] = {}
         self.events = [(0.0, given.homes[0])]
 
-    def run(self) -> Found | None:
+    def run(self, slowest: float) -> Found | None:
         events, ranks = self.events, self.ranks
         start = {"F": self._forward, "I": self._inputs}
         while events:
@@ -166,8 +168,13 @@ class _Greedy:
             else:
                 continue
             rank.free = end
-            rank.begun = min(rank.begun, now)
-            rank.peak = max(rank.peak, rank.used)
+            rank.work -= end - now
+            if end + rank.work > slowest:
+                return ABANDONED
+            if rank.begun == inf:
+                rank.begun = now
+            if rank.used > rank.peak:
+                rank.peak = rank.used
             heappush(events, (end, number))
         return self._found()
 
@@ -176,7 +183,7 @@ class _Greedy:
         kind: str = ""
         chosen: _Stage | None = None
         held_back, crowded, soon = False, False, inf
-        for wanted, stage, place in self._choices(rank):
+        for wanted, stage, place in self._choices(rank) if self.rules.order or rank.turn else rank.choices:
             if wanted == "F":
                 at, ready = stage.forwards_done, stage.forwards_ready
             else:
@@ -184,7 +191,8 @@ class _Greedy:
             if at >= len(ready):
                 continue
             if ready[at] > now:
-                soon = min(soon, ready[at])
+                if ready[at] < soon:
+                    soon = ready[at]
             elif wanted == "F" and rank.used + self._room(stage) + rank.reserve > rank.limit:
                 held_back = True
             elif wanted == "I" and rank.waiting and rank.used + stage.added[self.needed[at]] > rank.limit:
@@ -256,11 +264,11 @@ class _Greedy:
     def _weights(self, rank: _Rank, now: float) -> float:
         stage, place = rank.waiting.pop(0)
         rank.used -= stage.deferred[place]
-        rank.order.append(Op("W", stage.number, *self.forwards[place]))
+        rank.order.append(stage.ops["W"][place])
         return now + stage.weights[place]
 
     def _started(self, kind: str, rank: _Rank, stage: _Stage, place: int) -> None:
-        rank.order.append(Op(kind, stage.number, *self.forwards[place]))
+        rank.order.append(stage.ops[kind][place])
         if self.rules.order:
             rank.turn += 1
         elif self.rules.in_turn:

@@ -65,6 +65,32 @@ class Problem:
         """Where the units of each microbatch begin in the order of F, and where the last one's end."""
         return [0, *accumulate(len(chunks) for chunks in self.workload.microbatches)]
 
+    @cached_property
+    def ops(self) -> list[dict[str, list[Op]]]:
+        """Of each stage the F, I and W of its units, in the order of F."""
+        return [
+            {kind: [Op(kind, stage, *unit) for unit in self.forward_units] for kind in "FIW"}
+            for stage in range(len(self.homes))
+        ]
+
+    @cached_property
+    def left(self) -> list[list[float]]:
+        """Of each stage: what a unit and those of its microbatch after it keep."""
+        return [
+            [
+                kept
+                for start, end in pairwise(self.starts)
+                for kept in reversed(list(accumulate(reversed(held[start:end]))))
+            ]
+            for held in self.held
+        ]
+
+    @cached_property
+    def work(self) -> list[float]:
+        """How long all ops of each rank take."""
+        times = (self.forward, self.inputs, self.weights)
+        return [sum(sum(of_kind[stage]) for of_kind in times for stage in own) for own in self.own]
+
     def place(self, microbatch: int, chunk: int) -> int:
         """Of a unit in the order of F."""
         return self.starts[microbatch] + chunk

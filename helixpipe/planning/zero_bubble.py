@@ -7,7 +7,7 @@ searched for again with less room.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import permutations, product
@@ -15,7 +15,7 @@ from math import inf
 
 from helixpipe.common.collector import collector_paused
 from helixpipe.planning.early import peak_memory
-from helixpipe.planning.list_scheduling import Found, Rules, greedy
+from helixpipe.planning.list_scheduling import ABANDONED, Found, Rules, greedy
 from helixpipe.planning.problem import Problem
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Op, Program
@@ -34,6 +34,9 @@ Limits = Sequence[float] | None
 
 FINALISTS = 4
 """Rules that are refined, and of which the best is chosen at full size."""
+
+MARGIN = 1 + 1e-6
+"""Above what counts as the same time in `Found.rating`, whose digits are few."""
 
 BUDGET = 1_000_000
 """Ops that are scheduled to compare rules: some seconds. Only pipelines of more than 16 ranks come to the end of it."""
@@ -71,16 +74,18 @@ def search(given: Problem, orders: Orders) -> Found:
     few = given.first(max(3, bisect_left(given.starts, 3 * ranks)))
     bounds = given.lower_bounds(), few.lower_bounds()
     rated: list[tuple[tuple[float, float, float], int, Maker]] = []
+    fastest: list[float] = []  # makespans, in order: a schedule that is too slow to become a finalist is given up
 
     def rate(makers: Iterable[Maker]) -> Found | None:
         """Add the rules to `rated`; returns a schedule of the whole problem if it cannot be bettered."""
         for make in makers:
             if len(rated) * 3 * len(few.forward_units) * len(few.homes) > BUDGET:
                 break
-            schedule = greedy(few, make(few))
+            schedule = greedy(few, make(few), fastest[FINALISTS - 1] * MARGIN if len(fastest) >= FINALISTS else inf)
             if schedule is None:
                 continue
             rated.append((schedule.rating, len(rated), make))
+            insort(fastest, schedule.makespan)
             if schedule.reaches(bounds[1]):
                 whole = schedule if few == given else greedy(given, make(given))
                 if whole is not None and whole.reaches(bounds[0]):
@@ -98,8 +103,12 @@ def search(given: Problem, orders: Orders) -> Found:
 
 
 def _best(given: Problem, rules: Iterable[Rules]) -> Found:
-    schedules = [one for one in (greedy(given, each) for each in rules) if one is not None]
-    return min(schedules, key=lambda one: one.rating)
+    best = ABANDONED
+    for each in rules:
+        schedule = greedy(given, each, best.makespan * MARGIN)
+        if schedule is not None and schedule.rating < best.rating:
+            best = schedule
+    return best
 
 
 def _coarse(given: Problem, orders: Orders) -> Iterator[Maker]:
