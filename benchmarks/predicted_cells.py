@@ -48,8 +48,16 @@ _ALWAYS = {
     "vocab-size": 50257,
     "bf16": True,
     "loss-chunk-size": 0,
+    "attention-dropout": 0.0,
+    "hidden-dropout": 0.0,
 }
-"""Flags that no table says and training needs, or chooses by memory."""
+"""Flags that no table says and training needs, or chooses by memory; the cost model knows no dropout."""
+
+_BY_MEMORY = ("infinipipe",)
+"""Schedules that recompute what the GPU has no room for."""
+
+_ALL_LEAVES: Mapping[str, Any] = {"offload-activations": 1}
+"""What SPPO's engine does where the GPU has no room for all; how much has to leave takes minutes to find."""
 
 
 _AS_PUBLISHED: Mapping[str, Mapping[str, Any]] = {
@@ -115,7 +123,8 @@ def hardware_of(cell: Cell) -> Hardware:
 
 def arguments(cell: Cell) -> list[str]:
     """The training program's command line."""
-    flags, schedule = {**_ALWAYS, **_told(cell), **cell.flags}, _NAMES.get(cell.schedule, cell.schedule)
+    given = {name: value for name, value in cell.flags.items() if value is not None}
+    flags, schedule = {**_ALWAYS, **_told(cell), **given}, _NAMES.get(cell.schedule, cell.schedule)
     flags.setdefault("max-position-embeddings", flags.get("seq-length", 1))
     if schedule == "fsdp":
         flags |= {"data-parallel-sharding-strategy": "optim_grads_params", "use-distributed-optimizer": True}
@@ -123,7 +132,7 @@ def arguments(cell: Cell) -> list[str]:
         flags["pipeline-schedule"] = schedule
     words = []
     for name, value in flags.items():
-        if value is False or value is None:
+        if value is False:
             continue
         words.append(f"--{name}")
         if value is not True:
@@ -134,8 +143,10 @@ def arguments(cell: Cell) -> list[str]:
 def _told(cell: Cell) -> Mapping[str, Any]:
     """What the cell's paper leaves out and its scripts say, where the cell's flags do not."""
     told = dict(_AS_PUBLISHED.get(cell.schedule, {}))
-    if cell.flags.get("tensor-model-parallel-size", 1) != 1:
+    if str(cell.flags.get("tensor-model-parallel-size") or 1) != "1":
         told["sequence-parallel"] = True
+    if cell.schedule in _BY_MEMORY or "offload-activations" in cell.flags:
+        told["hardware"] = cell.hardware
     if is_plain(cell):
         told |= _LLAMA
         if not cell.schedule.startswith("zb"):
@@ -220,6 +231,13 @@ class Prepared:
 @collector_paused()
 def prepare(cell: Cell) -> Prepared:
     """Plan the cell's step. Raises UserError, in the words of the flags, for one that cannot be."""
+    prepared = _planned(cell)
+    if cell.schedule == "sppo" and "offload-activations" not in cell.flags and not prepared.at(1.0).fits:
+        return _planned(replace(cell, flags={**cell.flags, **_ALL_LEAVES}))
+    return prepared
+
+
+def _planned(cell: Cell) -> Prepared:
     config = parse_config(arguments(cell), environ={"WORLD_SIZE": str(cell.gpus), "RANK": "0", "LOCAL_RANK": "0"})
     assumed = training_costs(config)
     if not isinstance(assumed, ModelCosts):

@@ -1,12 +1,13 @@
 """Published figures as cells of a JSON file: what was run, where, and what was measured. No torch here.
 
 The file is a list of objects; `Cell` has their fields. `flags` are the training program's own, without the two dashes;
-true gives a flag without a value, false leaves it out.
+true gives a flag without a value, false and null leave it out. A field that is null is one that is left out.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
@@ -20,8 +21,8 @@ RUNTIMES = ("ours", "megatron")
 
 @dataclass(frozen=True)
 class Published:
-    """What a paper says. memory_gib: of the fullest GPU. over_best: throughput over that of the fastest other schedule
-    of the same row; None: not said. oom: whether it ran out of memory."""
+    """What a paper says; None and 0: not said. memory_gib: of the fullest GPU. over_best: throughput over that of the
+    fastest other schedule of the same row. oom: whether it ran out of memory."""
 
     tokens_per_second_per_gpu: float | None = None
     memory_gib: float | None = None
@@ -59,17 +60,24 @@ class Cell:
 
 
 def load(path: str | Path) -> list[Cell]:
-    """The cells of a file. Raises UserError, which names the cell and the field, for what is not of the form."""
+    """The cells of a file; those that are not of the form are left out, with a line each on standard error that names
+    the cell and the field. Raises UserError where none is left."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"CELLS={path} cannot be read: {error}.") from None
-    if not isinstance(content, list):
-        raise UserError(f"CELLS={path} must be a list of cells, not {type(content).__name__}.")
-    cells = [_cell(f"{path}, cell {number}", each) for number, each in enumerate(content, start=1)]
-    for name in {cell.id for cell in cells}:
-        if sum(cell.id == name for cell in cells) > 1:
-            raise UserError(f"CELLS={path} has several cells of id {name!r}; give each one of its own.")
+    if not isinstance(content, list) or not content:
+        raise UserError(f"CELLS={path} must be a list of cells, not {json.dumps(content)[:40]}.")
+    cells, refused = [], []
+    for number, each in enumerate(content, start=1):
+        try:
+            cells.append(_cell(f"{path}, cell {number}", each))
+        except UserError as error:
+            refused.append(str(error))
+    if not cells:
+        raise UserError(refused[0])
+    for sentence in refused:
+        print(f"left out: {sentence}", file=sys.stderr)
     return cells
 
 
@@ -77,30 +85,45 @@ def _cell(place: str, content: Any) -> Cell:
     if isinstance(content, dict) and content.get("id"):
         place = f"{place} ({content['id']})"
     values = _checked(place, content, Cell)
-    values["published"] = Published(**_checked(f"{place}, published", values["published"], Published))
+    published = _checked(f"{place}, published", values["published"], Published)
+    for name in ("tokens_per_second_per_gpu", "memory_gib", "over_best"):
+        if not _is_number(published.get(name, 0), 0):
+            raise UserError(f"{place}: published {name} must be a number, not {published[name]!r}.")
+        published[name] = published.get(name) or None
+    values["published"] = Published(**published)
+    for name in ("id", "table", "row", "schedule", "hardware"):
+        values[name] = str(values[name])
+    values["schedule"] = values["schedule"].lower()
     if not isinstance(values["flags"], dict):
         raise UserError(f"{place}: flags must be an object of flags and values, not {values['flags']!r}.")
-    for name, least in (("gpus", 1), ("gpus_per_node", 1)):
+    for name in ("gpus", "gpus_per_node"):
         value = values.get(name, 1)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise UserError(f"{place}: {name} must be a whole number from {least} on, not {value!r}.")
+        if not _is_number(value, 1) or value != int(value):
+            raise UserError(f"{place}: {name} must be a whole number from 1 on, not {value!r}.")
+        values[name] = int(values.get(name, Cell.gpus_per_node))
     if values.get("runtime", "ours") not in RUNTIMES:
         raise UserError(f"{place}: runtime {values['runtime']!r} is unknown; known are {' and '.join(RUNTIMES)}.")
     network = values.get("network_gbits_per_node")
-    if network is not None and (not isinstance(network, (int, float)) or not network > 0):
+    if network is not None and (not _is_number(network, 0) or not network):
         raise UserError(f"{place}: network_gbits_per_node must be a number above 0, not {network!r}.")
     return Cell(**values)
 
 
+def _is_number(value: Any, least: float) -> bool:
+    """Whether it is a finite one of at least so much."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= least
+
+
 def _checked(place: str, content: Any, cls: type) -> dict[str, Any]:
-    """The object's values by field; what is not a field has no effect, and a line on standard error. Raises UserError
-    for a field that is missing."""
+    """The object's values by field, without those that are null; what is not a field has no effect, and a line on
+    standard error. Raises UserError for a field that is missing."""
     if not isinstance(content, dict):
         raise UserError(f"{place} must be an object, not {type(content).__name__}.")
     known = {field.name: field for field in fields(cls)}
     if unknown := [name for name in content if name not in known]:
         print(f"{place}: {', '.join(unknown)} has no effect; fields are {', '.join(known)}.", file=sys.stderr)
-    needed = [name for name, field in known.items() if field.default is MISSING and name not in content]
+    told = {name: value for name, value in content.items() if name in known and value is not None}
+    needed = [name for name, field in known.items() if field.default is MISSING and name not in told]
     if needed:
         raise UserError(f"{place}: {needed[0]!r} is missing.")
-    return {name: value for name, value in content.items() if name in known}
+    return told

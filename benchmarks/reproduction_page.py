@@ -34,6 +34,8 @@ NOTES = """
   scatters in turn.
 - HelixPipe's is its published variant (`--helix-ship qkv`, one head, all but attention recomputed), unless a cell's
   flags say otherwise.
+- SPPO's activations stay where there is room for all, else all that may leave are in the host's memory; InfiniPipe
+  recomputes what there is no room for.
 - Ethernet of up to 25 Gb/s is used to 94 %, what TCP leaves of a frame; other networks as costs.md says.
 - Out of memory: more allocated than the GPU has but for 3 GiB, whatever a schedule that searches would have been told.
 """

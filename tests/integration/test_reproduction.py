@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.predicted_cells import Predicted, arguments, hardware_of, predict, travels
+from benchmarks.predicted_cells import Predicted, arguments, hardware_of, predict, prepare, travels
 from benchmarks.published_cells import Cell, Published, load
 from benchmarks.reproduce import CELLS, main, speed_of, table_of
 from benchmarks.reproduction_page import Line, Table, mean_error, page, picture
@@ -51,6 +51,9 @@ def test_the_repositorys_cells_are_read() -> None:
         (content(runtime="theirs"), "runtime 'theirs' is unknown; known are ours and megatron"),
         (content(network_gbits_per_node=-1), "network_gbits_per_node must be a number above 0, not -1"),
         (content(flags=[]), "flags must be an object of flags and values"),
+        (content(published={"over_best": "many"}), "published over_best must be a number, not 'many'"),
+        (content(published={"memory_gib": -1}), "published memory_gib must be a number, not -1"),
+        (content(hardware=None), "'hardware' is missing"),
         ({"id": "x"}, "(x): 'table' is missing"),
         ("text", "cell 1 must be an object, not str"),
     ],
@@ -64,6 +67,20 @@ def test_what_is_not_a_cell_is_refused_by_name(tmp_path: Path, cell: object, sen
 def test_fields_beside_those_have_no_effect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (cell,) = load(written(tmp_path, content(source="table 3")))
     assert cell.id == "one" and "source has no effect" in capsys.readouterr().err
+
+
+def test_what_is_null_is_left_out_and_so_are_cells_of_another_form(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nulls = {"gpus_per_node": None, "pcie": None, "runtime": None, "network_gbits_per_node": None, "calibrate": None}
+    published = {"tokens_per_second_per_gpu": 0, "memory_gib": None, "oom": True}
+    odd = content(schedule="1F1B-I", published=published, table=4, **nulls)
+    (cell,) = load(written(tmp_path, odd, content(runtime="theirs")))
+    assert (cell.gpus_per_node, cell.runtime, cell.pcie, cell.schedule, cell.table) == (8, "ours", False, "1f1b-i", "4")
+    assert cell.published == Published(oom=True) and not cell.calibrate
+    assert "left out: " in (told := capsys.readouterr().err) and "cell 2 (one): runtime 'theirs'" in told
+    table = table_of(cell.table, [cell], map)
+    assert "out of memory" in page([table]) and "0 of 1 right" in page([table])
 
 
 def test_a_network_is_its_own_and_an_ethernets_in_both_directions_less() -> None:
@@ -90,6 +107,17 @@ def test_megatrons_runtime_is_slower() -> None:
     ours, theirs = predict(CELL), predict(replace(CELL, runtime="megatron"))
     assert theirs.tokens_per_gpu < 0.95 * ours.tokens_per_gpu and ours.fits
     assert theirs.memory < ours.memory  # values of their own
+
+
+def test_what_sppo_has_no_room_for_leaves_for_the_host() -> None:
+    """And nothing of a step that fits."""
+    chunks = {**FLAGS, "pipe-sp-splits": 4, "global-batch-size": 1, "seq-length": 196608}
+    short, long = (replace(CELL, schedule="sppo", flags={**chunks, "num-layers": layers}) for layers in (4, 64))
+    offs = replace(short, flags={**short.flags, "offload-activations": "off"})
+    assert prepare(short).program == prepare(offs).program
+    kept = predict(replace(long, flags={**long.flags, "offload-activations": "off"}))
+    left = predict(long)
+    assert not kept.fits and left.memory < 0.6 * kept.memory and left.tokens_per_gpu <= kept.tokens_per_gpu
 
 
 def test_an_unknown_flag_is_one_sentence_and_the_rest_goes_on(tmp_path: Path) -> None:
