@@ -231,10 +231,11 @@ class Prepared:
 @collector_paused()
 def prepare(cell: Cell) -> Prepared:
     """Plan the cell's step. Raises UserError, in the words of the flags, for one that cannot be."""
-    prepared = _planned(cell)
-    if cell.schedule == "sppo" and "offload-activations" not in cell.flags and not prepared.at(1.0).fits:
-        return _planned(replace(cell, flags={**cell.flags, **_ALL_LEAVES}))
-    return prepared
+    kept = _planned(cell)
+    if cell.schedule != "sppo" or "offload-activations" in cell.flags or (there := kept.at(1.0)).fits:
+        return kept
+    left = _planned(replace(cell, flags={**cell.flags, **_ALL_LEAVES}))
+    return left if left.at(1.0).memory < there.memory else kept
 
 
 def _planned(cell: Cell) -> Prepared:

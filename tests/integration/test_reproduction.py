@@ -111,13 +111,13 @@ def test_megatrons_runtime_is_slower() -> None:
 
 def test_what_sppo_has_no_room_for_leaves_for_the_host() -> None:
     """And nothing of a step that fits."""
-    chunks = {**FLAGS, "pipe-sp-splits": 4, "global-batch-size": 1, "seq-length": 196608}
-    short, long = (replace(CELL, schedule="sppo", flags={**chunks, "num-layers": layers}) for layers in (4, 64))
-    offs = replace(short, flags={**short.flags, "offload-activations": "off"})
-    assert prepare(short).program == prepare(offs).program
-    kept = predict(replace(long, flags={**long.flags, "offload-activations": "off"}))
-    left = predict(long)
-    assert not kept.fits and left.memory < 0.6 * kept.memory and left.tokens_per_gpu <= kept.tokens_per_gpu
+    model = {"num-layers": 32, "hidden-size": 4096, "num-attention-heads": 32, "tensor-model-parallel-size": 8}
+    flags = {**FLAGS, **model, "pipe-sp-splits": 8, "global-batch-size": 1}
+    short, long = (replace(CELL, schedule="sppo", gpus=16, flags={**flags, "seq-length": 1024 * k}) for k in (64, 384))
+    offs = [replace(cell, flags={**cell.flags, "offload-activations": "off"}) for cell in (short, long)]
+    assert prepare(short).program == prepare(offs[0]).program
+    kept, left = predict(offs[1]), predict(long)
+    assert not kept.fits and left.fits and left.tokens_per_gpu < kept.tokens_per_gpu
 
 
 def test_an_unknown_flag_is_one_sentence_and_the_rest_goes_on(tmp_path: Path) -> None:
