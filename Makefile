@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart test pytest mutants lint format clean distclean
-.PHONY: bench bench-predict bench-steps bench-setups bench-choosing bench-plans bench-network bench-planning bench-queues
+.PHONY: bench bench-predict bench-steps bench-setups bench-choosing bench-plans bench-network bench-planning bench-queues bench-emulate
 .PHONY: bench-host bench-gpu bench-offload bench-sppo bench-sppo-steps bench-infinipipe bench-infinipipe-steps reproduce
 
 help:  ## this list
@@ -64,6 +64,9 @@ reproduce: install  ## published figures beside predicted ones, into docs/reprod
 
 bench-network: install  ## pipelines and FSDP2 over slow links between two hosts (root); make bench-network ARGS="--delay 1ms"
 	.venv/bin/python benchmarks/network.py $(ARGS)
+
+bench-emulate: install  ## emulated clusters of 8 to 32 ranks (root): predicted steps and emulated ones; ARGS="--ranks 16"
+	.venv/bin/python benchmarks/emulate.py $(ARGS)
 
 bench-host: install  ## what the executor itself takes for each instruction; make bench-host ARGS="--beside ../other"
 	PYTHONPATH=. .venv/bin/python benchmarks/host_time.py $(ARGS)

@@ -13,7 +13,6 @@ schedules run in turn. `--json` adds to what the file has.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import statistics
 import sys
@@ -24,15 +23,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.emulated_costs import CASES, EmulatedCosts, Link, Size
+from benchmarks.emulated_costs import CASES, Size
 from benchmarks.emulated_ranks import Emulated, emulated_steps, measured_link, run_ranks
+from benchmarks.infinipipe_page import written_into
 from helixpipe.common.errors import UserError
 from helixpipe.common.flags import nearest_name
-from helixpipe.lowering.project import LoweredProgram
 from helixpipe.simulate.simulator import Simulation, simulate
 from tools.hosts import Lab
 from tools.netlab import parse_rate
 
+PAGE = ROOT / "docs" / "emulation.md"
 NETWORKS = ("pairs", "adapters")
 GOAL = 0.03
 
@@ -49,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--time-scale", type=float, default=1.0, help="of all op times (default: 1)")
     parser.add_argument("--steps", type=int, default=3, help="that count (default: 3)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="add all figures to those there")
+    parser.add_argument("--page", action="store_true", help="write all figures of --json into docs/emulation.md")
     options = parser.parse_args(arguments)
     try:
         check(options)
@@ -57,10 +58,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"emulate.py: {error}", file=sys.stderr)
         return 2
     report(rows)
-    if options.json:
+    if options.json is not None:
         known = json.loads(options.json.read_text(encoding="utf-8")) if options.json.exists() else {}
         known |= {key(row): row for row in rows}
         options.json.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+        rows = list(known.values())
+    if options.page:
+        PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), rows), encoding="utf-8")
     return 0
 
 
@@ -112,9 +116,9 @@ def emulate(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def row_of(simulation: Simulation, emulated: Sequence[Emulated]) -> dict[str, Any]:
     """ops_late: what ops took beyond their time, the mean over all."""
-    predicted = {(event.rank, *event.op): event.end - event.start for event in simulation.timeline.ops}
+    predicted = {(event.rank, event.op): event.end - event.start for event in simulation.timeline.ops}
     beyond = [
-        end - start - predicted[rank, *op] for rank, each in enumerate(emulated) for op, start, end in each.record.ops
+        end - start - predicted[rank, op] for rank, each in enumerate(emulated) for op, start, end in each.record.ops
     ]
     return {
         "predicted": simulation.makespan,
@@ -129,14 +133,36 @@ def key(row: dict[str, Any]) -> str:
 
 
 def report(rows: Iterable[dict[str, Any]]) -> None:
+    head, *lines = table(rows)
+    print("\n".join((head, *lines)), flush=True)
+
+
+def table(rows: Iterable[dict[str, Any]]) -> list[str]:
+    """Markdown: predicted step, median of the emulated ones, their ratio, and the ratios of the fastest and slowest."""
+    lines = ["| schedule | ranks | op times, rate | predicted s | emulated s | ratio | fastest, slowest | over ideal |"]
+    lines.append("|---|--:|--:|--:|--:|--:|--:|--:|")
     for row in rows:
         measured, predicted = statistics.median(row["seconds"]), row["predicted"]
-        spread = (max(row["seconds"]) - min(row["seconds"])) / predicted
-        print(
-            f"{row['schedule']:<36} {row['ranks']:>3} {predicted:>8.4f} {measured:>8.4f} {measured / predicted:>7.4f} "
-            f"{min(row['seconds']) / predicted:>7.4f} {spread:>6.3f} {row['predicted'] / row['ideal']:>6.3f} {row['ops_late'] * 1e3:>6.3f}",
-            flush=True,
+        low, high = min(row["seconds"]) / predicted, max(row["seconds"]) / predicted
+        mark = "" if abs(measured / predicted - 1) <= GOAL else " (!)"
+        size = f"{row['time_scale']:g} x, {row['rate']}"
+        lines.append(
+            f"| {row['schedule']} | {row['ranks']} | {size} | {predicted:.3f} | {measured:.3f} | "
+            f"{measured / predicted:.3f}{mark} | {low:.3f}, {high:.3f} | {predicted / row['ideal']:.2f} |"
         )
+    return lines
+
+
+def written(page: str, rows: Sequence[dict[str, Any]]) -> str:
+    """The page with its tables of the rows: `pairs`, at the least rank count; `more`, of more ranks; `adapters`."""
+    pairs = [row for row in rows if row["network"] == "pairs"]
+    least = min((row["ranks"] for row in pairs), default=0)
+    tables = {
+        "pairs": [row for row in pairs if row["ranks"] == least],
+        "more": [row for row in pairs if row["ranks"] > least],
+        "adapters": [row for row in rows if row["network"] == "adapters"],
+    }
+    return written_into(page, {name: table(own) for name, own in tables.items()})
 
 
 if __name__ == "__main__":

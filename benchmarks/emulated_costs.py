@@ -1,9 +1,9 @@
-"""What emulate.py's ops, messages and weights take: a narrow model, times by hand, a link as measured. No torch here."""
+"""What emulate.py's ops and messages take: a narrow model, times by hand, a link as measured. No torch here."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -15,7 +15,9 @@ from helixpipe.lowering.lower import lower
 from helixpipe.lowering.project import LoweredProgram
 from helixpipe.planning.recompute import RecomputeOptions
 from helixpipe.program.costs import Payload
+from helixpipe.program.workload import Chunk, Slice, Workload
 from schedules import Shape, build
+from schedules.sppo import SppoOptions
 
 ELEMENT_BYTES = 4  # float32
 
@@ -81,49 +83,61 @@ class EmulatedCosts(PieceTimes):
 
 @dataclass(frozen=True)
 class Case:
-    """A schedule and how it is asked for. shape: fields of `schedules.Shape`; per_rank: layers of each rank."""
+    """A schedule and how it is asked for. shape: fields of `schedules.Shape`. options: the schedule's own. documents:
+    microbatches are by turns one document in four chunks and two documents of a chunk each. microbatches: in place of
+    the size's."""
 
     schedule: str
     shape: Mapping[str, Any] = field(default_factory=dict)
+    options: Any = None
+    documents: bool = False
+    microbatches: int | None = None
 
     def lowered(self, size: Size, costs: EmulatedCosts) -> LoweredProgram:
-        shape = Shape(size.ranks, size.microbatches, size.layers, costs=costs, **self.shape)
-        return lower(build(self.schedule, shape), costs)
+        ragged = {"ragged": alternating(size)} if self.documents else {}
+        shape = Shape(
+            size.ranks, self.microbatches or size.microbatches, size.layers, costs=costs, **self.shape, **ragged
+        )
+        return lower(build(self.schedule, shape, self.options), costs)
 
 
-def _named(*cases: Case) -> Mapping[str, Case]:
-    names: dict[str, Case] = {}
-    for case in cases:
-        words = {"virtual_stages": "v = {}", "chunks": "k = {}", "recompute": "recomputed"}
-        said = [words[key].format(value) for key, value in case.shape.items()]
-        names[", ".join((case.schedule, *said))] = case
-    return MappingProxyType(names)
+def alternating(size: Size) -> Workload:
+    """See `Case.documents`."""
+    quarter, half = size.tokens // 4, size.tokens // 2
+    microbatches: list[tuple[Chunk, ...]] = []
+    for number in range(size.microbatches):
+        first = number + number // 2  # document
+        if number % 2:
+            microbatches.append(((Slice(first, 0, half),), (Slice(first + 1, 0, half),)))
+        else:
+            microbatches.append(tuple((Slice(first, start * quarter, quarter),) for start in range(4)))
+    return Workload(tuple(microbatches))
 
 
-_FULL = {"recompute": RecomputeOptions("full")}
+_FOUR = {"chunks": 4}
 
-CASES = _named(
-    Case("gpipe"),
-    Case("1f1b"),
-    Case("1f1b", _FULL),
-    Case("interleaved-1f1b", {"virtual_stages": 2}),
-    Case("hanayo", {"virtual_stages": 2}),
-    Case("chimera"),
-    Case("zb1p"),
-    Case("zb2p"),
-    Case("zbv"),
-    Case("terapipe", {"chunks": 4}),
-    Case("seq1f1b", {"chunks": 4}),
-    Case("seq1f1b-interleaved", {"virtual_stages": 2, "chunks": 2}),
-    Case("sppo", {"chunks": 4}),
-    Case("infinipipe", {"chunks": 4}),
-    Case("helix"),
-    Case("weipipe"),
-    Case("wzb2"),
+CASES: Mapping[str, Case] = MappingProxyType(
+    {
+        "gpipe": Case("gpipe"),
+        "1f1b": Case("1f1b"),
+        "1f1b, recomputed": Case("1f1b", {"recompute": RecomputeOptions("full")}),
+        "interleaved-1f1b, v = 2": Case("interleaved-1f1b", {"virtual_stages": 2}),
+        "hanayo, v = 2": Case("hanayo", {"virtual_stages": 2}),
+        "chimera": Case("chimera"),
+        "zb1p": Case("zb1p"),
+        "zb2p": Case("zb2p"),
+        "zbv": Case("zbv"),
+        "terapipe, k = 4": Case("terapipe", _FOUR),
+        "seq1f1b, k = 4": Case("seq1f1b", _FOUR),
+        "seq1f1b-interleaved, v = 2, k = 2": Case("seq1f1b-interleaved", {"virtual_stages": 2, "chunks": 2}),
+        "sppo, k = 4": Case("sppo", _FOUR),
+        "sppo, m = 1, k = 16, multiplexed": Case(
+            "sppo", {"chunks": 16}, SppoOptions(sppo_multiplex="left"), microbatches=1
+        ),
+        "infinipipe, documents": Case("infinipipe", documents=True),
+        "helix": Case("helix"),
+        "weipipe": Case("weipipe"),
+        "wzb2": Case("wzb2"),
+    }
 )
 """By name, as tables have it."""
-
-
-def scaled(size: Size, by: float) -> Size:
-    """The same with op times so many times as long."""
-    return replace(size, time_scale=size.time_scale * by)

@@ -151,23 +151,23 @@ class WaitingRun(StepRun):
 
     def __init__(self, executor: Any, plan: Any, step: Step, record: bool):
         super().__init__(executor, plan, step, record)
-        bound = BoundCosts(plan.program, executor.costs)
-        self._ops = {kind: _waiting(handler, bound) for kind, handler in self._ops.items()}
+        bound, scale = BoundCosts(plan.program, executor.costs), executor.time_scale
+        self._ops = {kind: _waiting(handler, bound, scale) for kind, handler in self._ops.items()}
 
 
 class WaitingExecutor(Executor):
-    """costs: say how long ops take, in seconds."""
+    """costs: say how long ops take, in seconds. time_scale: of these, in the steps that follow."""
 
     step_run = WaitingRun
 
     def __init__(self, costs: Costs, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
-        self.costs = costs
+        self.costs, self.time_scale = costs, 1.0
 
 
-def _waiting(handler: Callable[[PlannedOp], None], bound: BoundCosts) -> Callable[[PlannedOp], None]:
+def _waiting(handler: Callable[[PlannedOp], None], bound: BoundCosts, scale: float) -> Callable[[PlannedOp], None]:
     def run(op: PlannedOp) -> None:
-        end = time.perf_counter() + bound.op_time(op.op)
+        end = time.perf_counter() + scale * bound.op_time(op.op)
         handler(op)
         wait_until(end)
 
