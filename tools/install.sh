@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes .venv and installs requirements.lock and this checkout into it. `make install` runs this, as do the other targets.
-# Where the lock, pyproject.toml and setup.py are those of the last time it does nothing, and takes no time.
+# Where the lock, pyproject.toml, setup.py and what is compiled are those of the last time it does nothing, and takes no time.
 # PYTHON=python3.12 chooses the interpreter of a new .venv; an existing one keeps its own.
 set -euo pipefail
 cd -P "$(dirname "$0")/.."
@@ -8,7 +8,7 @@ cd -P "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 venv_python=.venv/bin/python
 stamp=.venv/installed
-wanted=$(cksum requirements.lock pyproject.toml setup.py)
+wanted=$(cksum requirements.lock pyproject.toml setup.py helixpipe/planning/reorder/evaluate.cpp)
 
 say() { echo "install: $*"; }
 fail() {

@@ -156,7 +156,7 @@ def _flags(words: str) -> argparse.Namespace:
 
 def test_the_definition_is_printed_and_in_the_documents(capsys: pytest.CaptureFixture[str]) -> None:
     definition = BUBBLE.removeprefix("bubble: ")
-    for name in ("simulate", "compare", "draw", "plan"):
+    for name in ("simulate", "compare", "draw", "plan", "improve"):
         with pytest.raises(SystemExit):
             command.main([name, "--help"])
         assert definition in " ".join(capsys.readouterr().out.split())

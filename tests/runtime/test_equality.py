@@ -99,7 +99,7 @@ def test_programs_that_a_search_found(tmp_path: Path) -> None:
     for program in (found, cut_up):
         path = tmp_path / f"{len(cases)}.json"
         save_program(program, path)
-        lengths = (8, 8) if program.num_chunks == 2 else ()
+        lengths = (6, 6) if program.num_chunks == 2 else ()
         cases.append(Case(str(path), 2, 3, "llama", lengths=lengths))
     for results in zip(*run_ranks(run_cases, 2, cases), strict=True):
         assert results[0] is not None

@@ -1,0 +1,73 @@
+"""`helixpipe improve`: what it prints, what it saves, what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from helixpipe.cli import command_improve
+from schedules import command
+from tests.cli.commands import run, run_json
+
+SMALL = "improve 1f1b -p 3 -m 2 -L 6 --evaluations 400"
+OF_A_MODEL = "improve 1f1b -p 2 -m 2 --model weipipe-1024 --seq-length 4096 --hardware a800 --evaluations 300"
+
+
+def test_before_and_after(capsys: pytest.CaptureFixture[str]) -> None:
+    found = run_json(capsys, SMALL)
+    given = run_json(capsys, "simulate 1f1b -p 3 -m 2 -L 6")
+    assert found["before"]["step_time"] == given["makespan"] > found["after"]["step_time"]
+    assert found["before"]["memory"] == max(given["peak_activation"]) >= found["after"]["memory"]
+    assert found["gain"] == pytest.approx(given["makespan"] / found["after"]["step_time"] - 1)
+    assert found["evaluations"] <= 400 and not found["interrupted"]
+    text = run(capsys, SMALL)
+    assert f"{100 * found['gain']:.1f} % faster, simulated, from {found['after']['start']}" in text
+    assert run_json(capsys, SMALL + " --seed 0") == found
+
+
+def test_more_memory_where_there_is_more(capsys: pytest.CaptureFixture[str]) -> None:
+    own, more = (run_json(capsys, SMALL.replace("-m 2", "-m 6") + flags) for flags in ("", " --memory-limit 20"))
+    assert own["after"]["memory"] <= own["before"]["memory"] < more["after"]["memory"] <= 20
+    assert more["after"]["step_time"] < own["after"]["step_time"]
+
+
+def test_a_saved_program_is_what_was_found(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    found = run_json(capsys, f"{OF_A_MODEL} --save-program {path}")
+    size = "--model weipipe-1024 --seq-length 4096 --hardware a800"
+    given, again = (run_json(capsys, f"simulate {name} {size}")["step"] for name in ("1f1b -p 2 -m 2", str(path)))
+    assert found["before"]["step_time"] == pytest.approx(given["step_time"])
+    assert found["after"]["step_time"] == pytest.approx(again["step_time"])
+    assert found["after"]["tokens_per_second_per_gpu"] == pytest.approx(again["tokens_per_second_per_gpu"])
+    assert found["after"]["memory"] == pytest.approx(
+        max(sum(rank[k] for k in rank if k != "total") for rank in again["memory"]), rel=1e-6
+    )
+    assert run(capsys, f"check {path}").startswith(f"{path} can run")
+    further = run_json(capsys, f"improve {path} {size} --evaluations 50 --orders-only")
+    assert further["before"]["step_time"] == pytest.approx(again["step_time"])
+
+
+def test_without_a_compiler_it_is_said_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command_improve, "is_compiled", lambda: False)
+    assert run(capsys, SMALL).count("C++ compiler") == 1
+    monkeypatch.setattr(command_improve, "is_compiled", lambda: True)
+    assert "C++ compiler" not in run(capsys, SMALL)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("1f1b --p2p blocking", "leave --p2p blocking out"),
+        ("1f1b --lengths lognormal", "leave --lengths out"),
+        ("1f1b --evaluations 0", "--evaluations"),
+        ("1f1b --save-program /nowhere/x.json", "/nowhere/x.json"),
+        ("1f2b", "did you mean 1f1b"),
+    ],
+)
+def test_refused_in_a_sentence(capsys: pytest.CaptureFixture[str], flags: str, sentence: str) -> None:
+    assert command.main(["improve", *flags.split()]) == command.USER_ERROR
+    error = capsys.readouterr().err
+    assert sentence in error and error.count("\n") == 1
