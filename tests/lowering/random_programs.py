@@ -58,9 +58,10 @@ def random_program(rng: Random, placements: Sequence[str] = PLACEMENTS) -> Progr
     empty = Program("random", stages, ((),) * num_ranks, workload, forward_only, ring)
     ranks: list[list[Op]] = [[] for _ in range(num_ranks)]
     pending, done = sorted(ops), set[Op]()
+    needed = {op: needs(empty, op, ops.keys()) for op in pending}
     eager = rng.choice((1, 3, len(pending)))  # of how many ready ops to choose the next from: few gives deep orders
     while pending:
-        ready = [op for op in pending if needs(empty, op, ops.keys()) <= done]
+        ready = [op for op in pending if needed[op] <= done]
         op = rng.choice(ready[-eager:])
         pending.remove(op)
         done.add(op)
@@ -192,11 +193,12 @@ def can_run(program: Program) -> bool:
             rules += [(op.stage, -1 - each) for each in linked(workload, op.microbatch, op.chunk)]
         if any(homes.setdefault(rule, rank) != rank for rule in rules):
             return False
+    needed = {op: needs(program, op, count.keys()) for op in count}
     left, done, moved = [list(ops) for ops in program.ranks], set[Op](), True
     while moved:
         moved = False
         for ops in left:
-            if ops and needs(program, ops[0], count.keys()) <= done:
+            if ops and needed[ops[0]] <= done:
                 done.add(ops.pop(0))
                 moved = True
     return not any(left)
