@@ -17,7 +17,6 @@ from helixpipe.planning.recompute import RecomputeOptions
 from helixpipe.program.costs import Payload
 from helixpipe.program.workload import Chunk, Slice, Workload
 from schedules import Shape, build
-from schedules.sppo import SppoOptions
 
 ELEMENT_BYTES = 4  # float32
 
@@ -83,22 +82,17 @@ class EmulatedCosts(PieceTimes):
 
 @dataclass(frozen=True)
 class Case:
-    """A schedule and how it is asked for. shape: fields of `schedules.Shape`. options: the schedule's own. documents:
-    microbatches are by turns one document in four chunks and two documents of a chunk each. microbatches: in place of
-    the size's."""
+    """A schedule and how it is asked for. shape: fields of `schedules.Shape`. documents:
+    microbatches are by turns one document in four chunks and two documents of a chunk each."""
 
     schedule: str
     shape: Mapping[str, Any] = field(default_factory=dict)
-    options: Any = None
     documents: bool = False
-    microbatches: int | None = None
 
     def lowered(self, size: Size, costs: EmulatedCosts) -> LoweredProgram:
         ragged = {"ragged": alternating(size)} if self.documents else {}
-        shape = Shape(
-            size.ranks, self.microbatches or size.microbatches, size.layers, costs=costs, **self.shape, **ragged
-        )
-        return lower(build(self.schedule, shape, self.options), costs)
+        shape = Shape(size.ranks, size.microbatches, size.layers, costs=costs, **self.shape, **ragged)
+        return lower(build(self.schedule, shape), costs)
 
 
 def alternating(size: Size) -> Workload:
@@ -131,9 +125,6 @@ CASES: Mapping[str, Case] = MappingProxyType(
         "seq1f1b, k = 4": Case("seq1f1b", _FOUR),
         "seq1f1b-interleaved, v = 2, k = 2": Case("seq1f1b-interleaved", {"virtual_stages": 2, "chunks": 2}),
         "sppo, k = 4": Case("sppo", _FOUR),
-        "sppo, m = 1, k = 16, multiplexed": Case(
-            "sppo", {"chunks": 16}, SppoOptions(sppo_multiplex="left"), microbatches=1
-        ),
         "infinipipe, documents": Case("infinipipe", documents=True),
         "helix": Case("helix"),
         "weipipe": Case("weipipe"),

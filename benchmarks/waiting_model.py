@@ -18,7 +18,7 @@ from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.piece_kinds import inputs_after
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.model import UnitContext
-from helixpipe.model.kv_blocks import UnitBlocks
+from helixpipe.model.kv_store import UnitKeyValues
 from helixpipe.model.linear import WeightGradients
 from helixpipe.program.costs import Costs
 from helixpipe.program.stages import Piece
@@ -69,10 +69,7 @@ class WaitingModel:
             return self._work(piece, shapes, inputs)
         *given, residual = inputs if len(inputs) > 1 else (*inputs, inputs[0])
         if piece.kind == "attn" and context.keys_values is not None:
-            if isinstance(context.keys_values, UnitBlocks):
-                context.keys_values.keep(piece.layer, given[1], given[2])
-                attended: Tensor = _OverBlocks.apply(context.keys_values, piece.layer, *given)
-                return attended, residual
+            assert isinstance(context.keys_values, UnitKeyValues), "no schedule here has keys and values in blocks"
             given[1:] = context.keys_values.join(piece.layer, given[1], given[2])
         return (*self._work(piece, shapes[:-1], given), residual)
 
@@ -120,27 +117,6 @@ class _Work(torch.autograd.Function):
             ones = torch.ones(ctx.weight.shape)
             weight = None if ctx.store.put_off(ctx.weight, ones, one, False) else ones
         return None, None, weight, *[torch.ones(shape) for shape in ctx.shapes]
-
-
-class _OverBlocks(torch.autograd.Function):
-    """Attention to keys and values in blocks: each earlier block's gradients get something added."""
-
-    @staticmethod
-    def forward(ctx: Any, unit: UnitBlocks, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        ctx.unit, ctx.layer, ctx.shape = unit, layer, query.shape
-        unit.blocks(layer)  # raises where one is missing
-        return torch.ones(query.shape).flatten(2)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        unit, layer = ctx.unit, ctx.layer
-        *before, own = unit.blocks(layer)
-        sums = unit.store.take_gradients(unit.microbatch, layer, unit.offset)
-        for block in before:
-            for total in unit.store.gradients(unit.microbatch, layer, block.first):
-                total.add_(1.0)
-        key, value = sums or (torch.ones_like(own.key), torch.ones_like(own.value))
-        return None, None, torch.ones(ctx.shape), key, value
 
 
 # ------------------------------------------------------------------------------------------------------------ waiting
