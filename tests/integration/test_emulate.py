@@ -13,8 +13,8 @@ from benchmarks.emulated_ranks import Emulated, emulated_steps
 from helixpipe.lowering.project import LoweredProgram
 from tests.distributed import run_ranks
 
-RANKS, STEPS = 4, 1
-SIZE = Size(RANKS, 8, 8, tokens=32, hidden=16, time_scale=1e-3)
+RANKS, STEPS = 2, 1
+SIZE = Size(RANKS, 4, 4, tokens=32, hidden=16, time_scale=1e-3)
 NAMES = ("1f1b, recomputed", "zbv", "seq1f1b, k = 4", "infinipipe, documents", "helix", "weipipe")
 LINK = Link(1e-5, 1e-9)
 
