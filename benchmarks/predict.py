@@ -176,13 +176,15 @@ def _ratios(measured: list[float], predicted: list[float], digits: int) -> str:
 
 
 def table(known: Mapping[str, Rows]) -> list[str]:
-    """Markdown: measured over predicted step time, a line a schedule and a column a case."""
+    """Markdown: measured over predicted step time, in brackets that over the machine's pace; a line a schedule and a
+    column a case."""
     cases = [name for name in DEFAULT if known.get(name)]
     ways = [way for way in WAYS if any(way in known[name] for name in cases)]
     heads = " | ".join(_title(CASES[name]) for name in cases)
     lines = [f"| | {heads} |", f"|---|{'--:|' * len(cases)}"]
     for way in ways:
-        cells = [f"{ratio(known[name][way]):.3f}" if way in known[name] else "–" for name in cases]
+        rows = [known[name].get(way) for name in cases]
+        cells = ["–" if row is None else f"{ratio(row):.3f} ({paced(row):.3f})" for row in rows]
         lines.append(f"| `{way}` | {' | '.join(cells)} |")
     return lines
 

@@ -2,7 +2,7 @@
 
 On CUDA between device and page-locked host memory, on a stream for each direction. On the CPU, where device and host
 are one, a thread for each direction copies from one part of memory to another: where all cores compute, its processor
-time is taken from them.
+time is taken from them, and where there are more such threads than cores, it is what a copy takes.
 """
 
 from __future__ import annotations
@@ -66,13 +66,17 @@ def measure_copies(group: Any, computing: int) -> CopyTimes:
             points.append((size, seconds))
     dist.barrier(group)
     both = seconds_at_once([lambda way=way: way.copy(sizes[-1]) for way in ways])  # type: ignore[misc]
+    own, cores = [0.0, 0.0], os.cpu_count() or 1
+    if device().type == "cpu":
+        dist.barrier(group)
+        copies = [lambda way=way: way.copy(sizes[-1]) for way in ways]  # type: ignore[misc]
+        processor = seconds_at_once(copies, now=time.thread_time)
+        if len(ways) * dist.get_world_size(group) > cores:
+            both = processor  # copies have waited for each other's cores
+        if computing >= cores:
+            own = [seconds / sizes[-1] for seconds in processor]
     found = copy_times([points[1:] for points in alone], [(sizes[-1], seconds) for seconds in both])
-    if device().type == "cuda" or computing < (os.cpu_count() or 1):
-        return found
-    dist.barrier(group)
-    copies = [lambda way=way: way.copy(sizes[-1]) for way in ways]  # type: ignore[misc]
-    out, inward = (seconds / sizes[-1] for seconds in seconds_at_once(copies, now=time.thread_time))
-    return replace(found, own=(out, inward))
+    return replace(found, own=(own[0], own[1]))
 
 
 def seconds_at_once(

@@ -3,6 +3,8 @@
 A piece is timed alone, with a graph of its own. Whole units, run by the executor, say what that leaves out: a further
 layer of a unit decides how the times of a layer's pieces are scaled, and what remains is the overhead of an op.
 
+All of it is done in turn, round by round, so that a machine which is slower at times is so for all of it alike.
+
 That is done for sequences of several lengths. Of rows of several chunks or documents only whole units are timed; what a
 layer takes there beyond its other pieces, at as many tokens, is attention's.
 """
@@ -14,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -119,6 +122,19 @@ Samples = dict[tuple[str, str], list[float]]
 """Seconds, by what (a piece kind; of a whole unit `short` or `long`, and the chunk's number) and op kind."""
 
 
+@dataclass
+class _Run:
+    """What is measured of a row, with one kind of backward: whole or (split) in two."""
+
+    row: Row
+    split: bool
+    lowered: dict[str, LoweredProgram]
+    executor: Executor
+    marks: _Marks
+    step: Step
+    samples: Samples = field(default_factory=dict)
+
+
 def _tell(done: int, of: int) -> None:
     """How far this process is, for the one that has started it."""
     sys.stdout.write(f"measured {done} of {of}\n")
@@ -134,6 +150,9 @@ class Measurement:
         self._clock = Clock(device(), time.perf_counter if wall else time.thread_time)
         self._pieces = model_pieces(LONG)
         self._model, self._ddp = build_model(task, LONG, self._pieces)
+        self._plain = _linear_calls(self._model)
+        self._model.weight_gradients()
+        self._deferring = _linear_calls(self._model)
 
     def kernels(self, transport: str) -> str:
         """What the model runs on, as the training program says it."""
@@ -143,13 +162,17 @@ class Measurement:
     def run(self) -> tuple[ChunkTimes, ...]:
         """Of each row's chunks, the whole sequence first. Tells how far it is."""
         every = rows(self._task.seq_length)
-        joint, split = [], []
-        for number, row in enumerate(every, start=1):
-            joint.append(self._rounds(row, split=False))
-            _tell(number, 2 * len(every))
-        for number, row in enumerate(every, start=len(every) + 1):
-            split.append(self._rounds(row, split=True))  # from here on linear layers can put W off
-            _tell(number, 2 * len(every))
+        runs = [self._run_of(row, split) for row in every for split in (False, True)]
+        rounds = WARM_UP + self._task.repeats
+        for number in range(rounds):
+            for run in runs:
+                dist.barrier(self._group)
+                found = list(self._round(run))
+                if number >= WARM_UP:
+                    for key, seconds in found:
+                        run.samples.setdefault(key, []).append(seconds)
+            _tell(number + 1, rounds)
+        joint, split = ([run.samples for run in runs if run.split is which] for which in (False, True))
         samples = [dict(zip("FBIW", (a, a, b, b), strict=True)) for a, b in zip(joint, split, strict=True)]
         whole = [_whole_times(row, of) for row, of in zip(every, samples, strict=True) if row.whole]
         known = MeasuredChunks(whole)
@@ -178,27 +201,24 @@ class Measurement:
                 points[name].append((nbytes[name], statistics.median(seconds[WARM_UP:])))
         return WeightTimes(fit_line(points["pack"]), fit_line(points["add"]))
 
-    def _rounds(self, row: Row, split: bool) -> Samples:
-        if split:
-            self._model.weight_gradients()
-        layers = {"short": SHORT, "long": LONG}
-        lowered = {name: lower(_program(row, number, split)) for name, number in layers.items()}
-        marks = _Marks(self._clock)
+    def _run_of(self, row: Row, split: bool) -> _Run:
+        lowered = {name: lower(_program(row, number, split)) for name, number in (("short", SHORT), ("long", LONG))}
+        marks, (batch, root) = _Marks(self._clock), self._batch(row)
         executor = Executor(0, self._model, Alone(), position=marks)
-        batch, root = self._batch(row)
         step = Step(0, int, lambda index: batch, lambda index: root, self._task.micro_batch_size, row.tokens)
-        samples: Samples = {}
-        for number in range(WARM_UP + self._task.repeats):
-            dist.barrier(self._group)
-            self._ddp.zero_grad_buffer()
-            found = [*self._time_pieces(batch, root, row.tokens, split)] if row.whole else []
-            for name, program in lowered.items():
-                executor.run(program, step)
-                found += [((f"{name} {op.chunk}", op.kind), seconds) for op, seconds in marks.times()]
-            if number >= WARM_UP:
-                for key, seconds in found:
-                    samples.setdefault(key, []).append(seconds)
-        return samples
+        return _Run(row, split, lowered, executor, marks, step)
+
+    def _round(self, run: _Run) -> Iterator[tuple[tuple[str, str], float]]:
+        """Everything once."""
+        for module, call in (self._deferring if run.split else self._plain).items():
+            module._forward_impl = call
+        self._ddp.zero_grad_buffer()
+        if run.row.whole:
+            yield from self._time_pieces(run.step.batch(0), run.step.root_gradient(0), run.row.tokens, run.split)
+        for name, program in run.lowered.items():
+            run.executor.run(program, run.step)
+            for op, seconds in run.marks.times():
+                yield (f"{name} {op.chunk}", op.kind), seconds
 
     def _batch(self, row: Row) -> tuple[Microbatch, Tensor]:
         """A microbatch, and the gradient of its loss sum."""
@@ -239,6 +259,11 @@ class Measurement:
             marks.append(((piece.kind, "W"), start, clock.mark()))
         for key, start, end in marks:
             yield key, clock.seconds(start, end)
+
+
+def _linear_calls(model: torch.nn.Module) -> dict[Any, Any]:
+    """Of the linear layers, what each calls: with a whole backward or one that can put its weights' half off."""
+    return {module: module._forward_impl for module in model.modules() if hasattr(module, "_forward_impl")}
 
 
 def _program(row: Row, layers: int, split: bool) -> Program:

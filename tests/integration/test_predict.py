@@ -69,7 +69,11 @@ def test_rows_measured_before_stay(
     assert "zbv" in printed and "1.000 2.000" in printed
     lines = page.read_text(encoding="utf-8").splitlines()
     assert lines[:2] == ["above", predict.START] and lines[-2:] == [predict.END, "below"]
-    assert "| `1f1b` | 1.000 | 1.000 |" in lines and "| `zbv` | 1.500 | – |" in lines and "old" not in lines
+    assert (
+        "| `1f1b` | 1.000 (1.000) | 1.000 (1.000) |" in lines
+        and "| `zbv` | 1.500 (1.500) | – |" in lines
+        and "old" not in lines
+    )
     with pytest.raises(ValueError, match="no place for the table"):
         predict.written_into("empty", [])
 
