@@ -69,7 +69,7 @@ def measure_copies(group: Any, computing: int) -> CopyTimes:
     own, cores = [0.0, 0.0], os.cpu_count() or 1
     if device().type == "cpu":
         dist.barrier(group)
-        copies = [lambda way=way: way.copy(sizes[-1]) for way in ways]  # type: ignore[misc]
+        copies = [lambda way=way: way.copy(sizes[-1]) for way in ways]
         processor = seconds_at_once(copies, now=time.thread_time)
         if len(ways) * dist.get_world_size(group) > cores:
             both = processor  # copies have waited for each other's cores
