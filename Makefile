@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart test pytest mutants lint format clean distclean
 .PHONY: bench bench-predict bench-steps bench-setups bench-choosing bench-plans bench-network bench-planning bench-queues bench-emulate
-.PHONY: bench-host bench-gpu bench-offload bench-sppo bench-sppo-steps bench-infinipipe bench-infinipipe-steps reproduce
+.PHONY: bench-host bench-gpu bench-offload bench-sppo bench-sppo-steps bench-infinipipe bench-infinipipe-steps bench-search reproduce
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -55,6 +55,9 @@ bench-sppo: install  ## SPPO's published setups, simulated; make bench-sppo ARGS
 
 bench-choosing: install  ## the table of docs/choosing.md, simulated; make bench-choosing ARGS="--rows 3"
 	.venv/bin/python benchmarks/choosing.py $(or $(ARGS),--output docs/choosing.md)
+
+bench-search: install  ## what a search over orders gains, simulated, into docs/schedule_search.md; ARGS="--rows 3 --few"
+	PYTHONPATH=. .venv/bin/python benchmarks/search.py $(or $(ARGS),--output docs/schedule_search.md)
 
 bench-plans: install  ## the worked example of docs/planning.md, written anew
 	.venv/bin/python benchmarks/plans.py $(ARGS)

@@ -158,7 +158,7 @@ class _Answer:
         """What was gained, from which start, and what bounds it."""
         improved = self.improved
         least = improved.after.least + improved.after.time - improved.after.simulation.makespan
-        over = 100 * (improved.after.time / least - 1) if least else 0.0
+        over = 100 * max(0.0, improved.after.time / least - 1) if least else 0.0
         start = "the schedule's own order" if improved.after.start == improved.before.start else improved.after.start
         judged = f"{improved.evaluations} orders judged"
         gained = f"Nothing faster was found, {judged}"

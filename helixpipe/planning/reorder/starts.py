@@ -32,9 +32,8 @@ def relatives(program: Program, costs: Costs, limit: float) -> Iterator[Start]:
     yield "backwards split", partial(split, program)
     if program.num_chunks == 1 and program.workload.proportional:
         for count in CUTS:
-            cut_up = cut(program, count)
-            yield f"{count} chunks", lambda cut_up=cut_up: cut_up
-            yield f"{count} chunks, backwards split", partial(split, cut_up)
+            yield f"{count} chunks", partial(cut, program, count)
+            yield f"{count} chunks, backwards split", partial(split, cut(program, count))
     if any(stage.placement != "resident" for stage in program.stages):
         return
     if program.activations:

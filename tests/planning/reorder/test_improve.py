@@ -141,7 +141,25 @@ def test_a_proposal_that_is_not_better_in_truth_is_dropped(monkeypatch: pytest.M
 
     monkeypatch.setattr(module, "anneal", worse)
     found = improve(program, COSTS, Budget(10, orders_only=True))
-    assert found.after is found.before
+    assert found.after is found.before and found.tried[0].program is program
+
+
+def test_a_proposal_that_needs_too_much_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where the annealing says that it fits."""
+    program = split(small("1f1b", microbatches=6))
+    own = max(simulated(program).device_needs)
+    roomy = improve(program, COSTS, Budget(600, orders_only=True), 3 * own).after
+    assert roomy.fullest > own and roomy.time < simulated(program).makespan
+
+    def proposed(*arguments: object) -> object:
+        given = arguments[0]
+        number = {op: task for task, op in enumerate(given.ops)}  # type: ignore[attr-defined]
+        orders = [[number[op] for op in ops] for ops in split(roomy.program).ranks]
+        return replace(anneal(given, Evaluator(given), 1, Random(0)), orders=orders, makespan=0.0)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module, "anneal", proposed)
+    found = improve(program, COSTS, Budget(10, orders_only=True))
+    assert found.after.fullest <= own * (1 + 1e-9)
 
 
 # ------------------------------------------------------------------------------------------------------------- starts
