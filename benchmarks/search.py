@@ -88,14 +88,14 @@ def improved(setting: Setting, row: Row, evaluations: int) -> Improved:
 @collector_paused()
 def line(number: int, row: Row, setting: Setting, evaluations: int) -> str:
     """One line of a table."""
-    found = improved(setting, row, evaluations)
+    plan, found = row.plan(setting.chunk_size), improved(setting, row, evaluations)
     before, after = found.before, found.after
     if any(stage.placement != "resident" for stage in before.program.stages):
-        chunked = replace(setting, schedule=CATALOGUE["seq1f1b"], chunks=4, virtual_stages=None, options=None)
-        other = improved(chunked, row, evaluations)
-        if other.after.time < after.time:
-            after = replace(other.after, start=f"seq1f1b, 4 chunks: {other.after.start}")
-    plan = row.plan(setting.chunk_size)
+        for size in sorted({0, setting.chunk_size}):
+            chunked = replace(setting, schedule=CATALOGUE["seq1f1b"], chunks=4, chunk_size=size)
+            other = improved(chunked, row, evaluations).after
+            if other.fullest <= plan.limit and other.time < after.time:
+                after = replace(other, start=f"seq1f1b, 4 chunks, {other.start}")
     least = after.least + after.time - after.simulation.makespan
     cells = [
         str(number),

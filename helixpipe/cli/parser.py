@@ -104,8 +104,7 @@ def parsers(schedules: Mapping[str, type]) -> tuple[FlagParser, dict[str, FlagPa
     )
     add_dataclass_arguments(profiling, ProfileOptions, title="what to measure")
 
-    training, comparing = _training(subparsers), _comparing(subparsers)
-    improving = _improving(subparsers)
+    training, comparing, improving = _training(subparsers), _comparing(subparsers), _improving(subparsers)
     for command in (simulating, weighing, drawing, checking, comparing, improving):
         add_dataclass_arguments(command, ShapeOptions, title="size")
     for command in (simulating, weighing, drawing, comparing, improving):
