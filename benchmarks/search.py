@@ -1,7 +1,7 @@
 """`make bench-search`: what a search over orders gains over the catalogue, simulated: docs/schedule_search.md's tables.
 
-    python benchmarks/search.py [--rows 1 7] [--few 4 2] [--evaluations 20000] [--output docs/schedule_search.md]
-    python benchmarks/search.py --speed
+    python -m benchmarks.search [--rows 1 7] [--few 4 2] [--evaluations 20000] [--output docs/schedule_search.md]
+    python -m benchmarks.search --speed
 
 The rows are those of docs/choosing.md, and the search begins with what that page's table names as best, under the same
 memory limit; where that lets weights travel, also with seq1f1b in four chunks. `--few` repeats rows with as few
