@@ -17,6 +17,7 @@ from helixpipe.lowering.lower import lower
 from helixpipe.planning.reorder.anneal import anneal
 from helixpipe.planning.reorder.evaluate import evaluator
 from helixpipe.planning.reorder.instance import instance_of
+from helixpipe.planning.reorder.places import moved
 from helixpipe.planning.reorder.starts import joined, relatives, spread_heads, spreadable
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Program
@@ -29,11 +30,16 @@ FIRST, SECOND = 0.3, 0.2
 """The parts of the orders that all starts share, and that those do which the first finalists lead to; the last
 finalists share the rest."""
 
+PER_PLACE, AT_A_PLACE = 1000, 300
+"""For so many orders the best program is tried once with something on another rank, and then with so many orders."""
+
+MOVED = ", some on other ranks"
+
 
 @dataclass(frozen=True)
 class Budget:
-    """evaluations: orders that are judged, at most. seed: of the draws. orders_only: every op stays on its rank and
-    every backward is whole or split as it was."""
+    """evaluations: orders that are judged with ops where the starts have them, at most; some more with ops elsewhere.
+    seed: of the draws. orders_only: every op stays on its rank and every backward is whole or split as it was."""
 
     evaluations: int = 20_000
     seed: int = 0
@@ -122,12 +128,14 @@ class _Search:
             if not self.budget.orders_only:
                 self._search(self._spread(), int(self.budget.evaluations * SECOND))
             self._search(self._ranked()[:FINALISTS], self.budget.evaluations - self.done)
+            if not self.budget.orders_only:
+                self._move()
             self._join()
         except KeyboardInterrupt:
             self.interrupted = True
         tried = tuple(self.best[name] for name in self._ranked())
-        found = tried[0] if tried[0].time < before.time * (1 - 1e-9) else before
-        return Improved(before, found, tried, self.done, self.interrupted)
+        fastest = tried[0] if tried[0].time < before.time * (1 - 1e-9) else before
+        return Improved(before, fastest, tried, self.done, self.interrupted)
 
     def _ranked(self) -> list[str]:
         """Starts, the fastest first; of equal ones the one that was there first."""
@@ -169,37 +177,52 @@ class _Search:
     def _search(self, names: Sequence[str], evaluations: int) -> None:
         """Search the orders of these starts, each with its share."""
         for number, name in enumerate(names):
-            start = self.best[name]
-            share = evaluations // (len(names) - number)
-            evaluations -= self._annealed(start, share)
+            before = self.done
+            self.best[name] = self._annealed(self.best[name], evaluations // (len(names) - number))
+            evaluations -= self.done - before
+            self._stop_if_interrupted()
 
-    def _annealed(self, start: Candidate, evaluations: int) -> int:
-        """Take the best order that is found for this one, if it is as good when simulated; returns how many were
-        judged."""
+    def _move(self) -> None:
+        """Take ops of the best to other ranks, group by group, as long as the step gets shorter."""
+        rng = Random(f"{self.budget.seed} places")
+        for _ in range(self.budget.evaluations // PER_PLACE):
+            best = self.best[self._ranked()[0]]
+            program = moved(best.simulation, rng)
+            candidate = None if program is None else self._fitting(best.start.removesuffix(MOVED) + MOVED, program)
+            if candidate is None:
+                continue
+            candidate = self._annealed(candidate, AT_A_PLACE)
+            if candidate.time < best.time:
+                self.best[candidate.start] = candidate
+            self._stop_if_interrupted()
+
+    def _stop_if_interrupted(self) -> None:
+        if self.interrupted:
+            raise KeyboardInterrupt
+
+    def _annealed(self, start: Candidate, evaluations: int) -> Candidate:
+        """With the best order that is found for this one, if it is as good when simulated; else as it was."""
         program, lowered = start.program, start.simulation.lowered
         limits = [self.room - self.costs.static_memory(program.pieces_of_rank(r)) for r in range(program.num_ranks)]
         instance = instance_of(lowered, self.costs, limits)
         rng = Random(f"{self.budget.seed} {start.start} {self.done}")
         first, most, best = self.done, max(self.budget.evaluations, 1), min(each.time for each in self.best.values())
-        found = anneal(
+        annealed = anneal(
             instance,
             evaluator(instance),
             evaluations,
             rng,
             start.least,
             lambda done, makespan: self.say(
-                (first + done) / most, min(best, makespan + start.time - start.simulation.makespan)
+                min((first + done) / most, 1.0), min(best, makespan + start.time - start.simulation.makespan)
             ),
         )
-        self.done += found.evaluations
-        if found.makespan < start.simulation.makespan:
-            ranks = instance.ranks_of(found.orders)
-            candidate = self._fitting(start.start, replace(program, ranks=ranks))
-            if candidate is not None and candidate.time < start.time:
-                self.best[start.start] = candidate
-        if found.interrupted:
-            raise KeyboardInterrupt
-        return found.evaluations
+        self.done += annealed.evaluations
+        self.interrupted = annealed.interrupted
+        if annealed.makespan >= start.simulation.makespan:
+            return start
+        candidate = self._fitting(start.start, replace(program, ranks=instance.ranks_of(annealed.orders)))
+        return candidate if candidate is not None and candidate.time < start.time else start
 
     def _join(self) -> None:
         """Undo splits of the best that are worth nothing."""
