@@ -12,6 +12,11 @@ from helixpipe.common import progress as progress_module
 from helixpipe.common.progress import Progress
 
 
+@pytest.fixture(autouse=True)
+def _progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress_module, "_FIRST", 1.0)
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
