@@ -28,6 +28,7 @@ from helixpipe.planning.chunk_lengths import chunk_counts
 from helixpipe.planning.chunk_options import ChunkOptions
 from helixpipe.planning.offload import OffloadOptions
 from helixpipe.planning.recompute import RecomputeOptions
+from helixpipe.program.program import Program
 from helixpipe.simulate.simulator import simulate
 from schedules import CATALOGUE, Schedule, Shape, build
 from schedules.helix import HelixOptions
@@ -156,27 +157,31 @@ def savings(setting: Setting, row: Row) -> Iterator[Setting]:
             yield replace(setting, recompute=RecomputeOptions(granularity), chunk_size=size)
 
 
+def program_of(setting: Setting, row: Row, plan: Plan) -> Program:
+    """Raises UserError where the schedule refuses the shape."""
+    costs = plan.costs
+    lengths = ChunkOptions().resolve(setting.chunks, costs, plan.layers, row.tokens * 1024, row.tensor_parallel)
+    shape = Shape(
+        plan.ranks,
+        plan.microbatches,
+        plan.layers,
+        setting.chunks,
+        setting.virtual_stages,
+        lengths,
+        costs,
+        setting.recompute,
+        plan.limit,
+        OffloadOptions("off"),
+    )
+    return build(setting.schedule.name, shape, setting.options)
+
+
 def run(setting: Setting, row: Row) -> Result | None:
     """Simulate a step; None where the schedule refuses the shape or the step does not fit into the memory."""
     plan = row.plan(setting.chunk_size)
     costs = plan.costs
     try:
-        lengths = ChunkOptions().resolve(
-            setting.chunks, costs, plan.layers, row.tokens * 1024, row.tensor_parallel
-        )  # fmt: skip
-        shape = Shape(
-            plan.ranks,
-            plan.microbatches,
-            plan.layers,
-            setting.chunks,
-            setting.virtual_stages,
-            lengths,
-            costs,
-            setting.recompute,
-            plan.limit,
-            OffloadOptions("off"),
-        )
-        program = build(setting.schedule.name, shape, setting.options)
+        program = program_of(setting, row, plan)
     except UserError:
         return None
     step = report(simulate(lower(program, costs), costs, "s"), plan)

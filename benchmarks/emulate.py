@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.emulated_costs import CASES, Size
 from benchmarks.emulated_ranks import Emulated, emulated_steps, measured_link, run_ranks
-from benchmarks.infinipipe_page import written_into
+from benchmarks.pages import written_into
 from helixpipe.common.errors import UserError
 from helixpipe.common.flags import nearest_name
 from helixpipe.simulate.simulator import Simulation, simulate

@@ -23,7 +23,8 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 
-from benchmarks.infinipipe_page import HARDWARE, NODES, SEEDS, TENSOR_PARALLEL, text, written_into
+from benchmarks.infinipipe_page import HARDWARE, NODES, SEEDS, TENSOR_PARALLEL, text
+from benchmarks.pages import written_into
 from helixpipe.cli.model import ModelOptions, Plan, make_plan
 from helixpipe.cli.model_report import report
 from helixpipe.costs.hardware import GIB

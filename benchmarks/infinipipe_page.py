@@ -53,14 +53,3 @@ def text(found: Mapping[str, Sequence[str]]) -> str:
         ],
     ]
     return "\n\n".join("\n".join(part) for part in parts) + "\n"
-
-
-def written_into(page: str, found: Mapping[str, Sequence[str]]) -> str:
-    """The page with each table in place of the one between its marks, `<!-- bench: NAME -->` and `<!-- end -->`."""
-    for name, lines in found.items():
-        before, mark, rest = page.partition(f"<!-- bench: {name} -->\n")
-        _, end, after = rest.partition("<!-- end -->")
-        if not (mark and end):
-            raise ValueError(f"the page has no place for the table {name}")
-        page = f"{before}{mark}" + "".join(f"{line}\n" for line in lines) + f"{end}{after}"
-    return page

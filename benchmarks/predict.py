@@ -39,6 +39,7 @@ page by page, each time; so measured, a schedule would take the longer the more 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
+from benchmarks.pages import written_into
 from benchmarks.predict_cases import CASES, DEFAULT, WAYS, Case
 
 LEAST_STEPS = 5
@@ -46,7 +47,8 @@ MOST_OTHERS = 0.05
 """Of all processors' time, in a step that counts, that processes other than the ranks have taken."""
 LEAST_ALONE = 3
 """Steps, for others not to count."""
-START, END = "<!-- bench-predict: ratios -->", "<!-- end -->"
+TABLE = "predict"
+"""Of the table's place in a page."""
 
 Rows = dict[str, dict[str, Any]]
 """Of a case, by way."""
@@ -65,7 +67,7 @@ def main(words: list[str] | None = None) -> None:
         report(name, rows, arguments.ops)
     if arguments.output:
         page = arguments.output.read_text(encoding="utf-8")
-        arguments.output.write_text(written_into(page, table(known)), encoding="utf-8")
+        arguments.output.write_text(written_into(page, {TABLE: table(known)}), encoding="utf-8")
 
 
 def parsed(words: list[str] | None) -> argparse.Namespace:
@@ -192,15 +194,6 @@ def table(known: Mapping[str, Rows]) -> list[str]:
 def _title(case: Case) -> str:
     times = f"{case.micro} × " if case.micro > 1 else ""
     return f"{times}{case.sequence} tokens, m = {case.microbatches}"
-
-
-def written_into(page: str, lines: list[str]) -> str:
-    """The page with the table in its place. Raises ValueError where it has none."""
-    before, start, rest = page.partition(START + "\n")
-    _, end, after = rest.partition(END)
-    if not start or not end:
-        raise ValueError(f"no place for the table: {START} and {END}")
-    return before + start + "\n".join(lines) + "\n" + end + after
 
 
 if __name__ == "__main__":

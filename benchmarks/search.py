@@ -18,21 +18,17 @@ from dataclasses import replace
 from math import inf
 from pathlib import Path
 
-from benchmarks.choosing import ROWS, Row, Setting, best
-from helixpipe.cli.model import Plan
+from benchmarks.choosing import ROWS, Row, Setting, best, program_of
+from benchmarks.pages import written_into
 from helixpipe.common.collector import collector_paused
 from helixpipe.costs.hardware import GIB
 from helixpipe.lowering.lower import lower
-from helixpipe.planning.chunk_options import ChunkOptions
-from helixpipe.planning.offload import OffloadOptions
 from helixpipe.planning.recompute import RecomputeOptions
 from helixpipe.planning.reorder.evaluate import Evaluator, Judge, compiled_evaluator
 from helixpipe.planning.reorder.improve import Budget, Improved, improve
 from helixpipe.planning.reorder.instance import instance_of
-from helixpipe.program.program import Program
-from schedules import CATALOGUE, Shape, build
+from schedules import CATALOGUE
 
-BEGIN, END = "<!-- {}: written by make bench-search -->\n", "<!-- end of {} -->\n"
 CHOOSING = Path(__file__).parents[1] / "docs" / "choosing.md"
 FEW = (4, 8)
 """Rows, counted from 1, that are repeated with few microbatches: 32k and 128k tokens on one node."""
@@ -60,28 +56,9 @@ def named_best(number: int) -> Setting:
     )
 
 
-def program_of(setting: Setting, row: Row) -> tuple[Plan, Program]:
-    plan = row.plan(setting.chunk_size)
-    tokens = row.tokens * 1024
-    lengths = ChunkOptions().resolve(setting.chunks, plan.costs, plan.layers, tokens, row.tensor_parallel)
-    shape = Shape(
-        plan.ranks,
-        plan.microbatches,
-        plan.layers,
-        setting.chunks,
-        setting.virtual_stages,
-        lengths,
-        plan.costs,
-        setting.recompute,
-        plan.limit,
-        OffloadOptions("off"),
-    )
-    return plan, build(setting.schedule.name, shape, setting.options)
-
-
 def improved(setting: Setting, row: Row, evaluations: int) -> Improved:
-    plan, program = program_of(setting, row)
-    costs = plan.costs
+    plan = row.plan(setting.chunk_size)
+    costs, program = plan.costs, program_of(setting, row, plan)
     return improve(program, costs, Budget(evaluations), plan.limit, lambda program: sum(costs.after_time(program)))
 
 
@@ -122,8 +99,9 @@ def few(number: int, microbatches: int, evaluations: int) -> str:
 
 def speed() -> str:
     """Orders a second of either evaluator, of row 8's best."""
-    plan, program = program_of(named_best(8), ROWS[7])
-    given = instance_of(lower(program, plan.costs), plan.costs)
+    setting, row = named_best(8), ROWS[7]
+    plan = row.plan(setting.chunk_size)
+    given = instance_of(lower(program_of(setting, row, plan), plan.costs), plan.costs)
     judges: list[tuple[str, Judge | None, int]] = [
         ("Python", Evaluator(given), 20),
         ("C++", compiled_evaluator(given), 1000),
@@ -154,7 +132,7 @@ def main() -> None:
     if arguments.speed:
         print(speed())
         return
-    tables: dict[str, list[str]] = {"rows": [HEAD], "few": [HEAD]}
+    tables = {"rows": HEAD.splitlines(), "few": HEAD.splitlines()}
     for number in arguments.rows:
         tables["rows"].append(line(number, ROWS[number - 1], named_best(number), arguments.evaluations))
         print(tables["rows"][-1], flush=True)
@@ -163,11 +141,7 @@ def main() -> None:
             tables["few"].append(few(number, microbatches, arguments.evaluations))
             print(tables["few"][-1], flush=True)
     if arguments.output:
-        page = arguments.output.read_text(encoding="utf-8")
-        for name, rows in tables.items():
-            begin, end = BEGIN.format(name), END.format(name)
-            before, _, rest = page.partition(begin)
-            page = f"{before}{begin}\n{chr(10).join(rows)}\n\n{end}{rest.partition(end)[2]}"
+        page = written_into(arguments.output.read_text(encoding="utf-8"), tables)
         arguments.output.write_text(page, encoding="utf-8")
 
 

@@ -140,6 +140,10 @@ class _Answer:
         rows = [self._row(improved.before.program.schedule, improved.before), self._row("found", improved.after)]
         headers = ("", "step time", "bubble", "fullest rank", *(("tokens/s/GPU",) if self.plan is not None else ()))
         lines = [table(headers, rows), "", self._gain()]
+        if self.plan is not None and improved.after.fullest > self.plan.limit:
+            lines.append(
+                f"It does not fit: there are {self.plan.limit / GIB:.1f} GiB, and what was given needs more, too."
+            )
         if improved.interrupted:
             lines.append("Interrupted: this is the best until then.")
         if not is_compiled():

@@ -48,6 +48,11 @@ def test_a_saved_program_is_what_was_found(capsys: pytest.CaptureFixture[str], t
     assert further["before"]["step_time"] == pytest.approx(again["step_time"])
 
 
+def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "It does not fit: there are 4.0 GiB" in run(capsys, f"{OF_A_MODEL} --gpu-memory 7 --orders-only")
+    assert "fit" not in run(capsys, f"{OF_A_MODEL} --orders-only")
+
+
 def test_without_a_compiler_it_is_said_once(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

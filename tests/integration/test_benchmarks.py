@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import infinipipe, network, sppo_setups, steps
-from benchmarks.infinipipe_page import written_into
 from benchmarks.network_costs import Case, Link
+from benchmarks.pages import written_into
 from tests.integration.forked import run_forked
 from tests.integration.launching import Launch
 
