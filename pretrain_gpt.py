@@ -13,7 +13,7 @@ import time
 
 def main() -> None:
     started = time.monotonic()
-    from megatron.training.launch import run
+    from megatron.pretrain.launch import run
 
     sys.exit(run(started))
 

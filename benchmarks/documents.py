@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywher
 
 import numpy
 
-from megatron.training.data.document_files import IndexedDocuments
-from megatron.training.data.indexed_files import read_indexed_file
+from megatron.pretrain.data.document_files import IndexedDocuments
+from megatron.pretrain.data.indexed_files import read_indexed_file
 from tools.preprocess_data import parse_arguments, preprocess
 from tools.stdlib_corpus import write_corpus
 

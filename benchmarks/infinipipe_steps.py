@@ -110,7 +110,7 @@ def make_data(folder: Path) -> dict[str, Data]:
     import numpy
 
     from benchmarks.documents import build
-    from megatron.training.data.document_files import MockDocuments
+    from megatron.pretrain.data.document_files import MockDocuments
 
     prefix, lengths = build(folder, Path(sysconfig.get_path("stdlib")))
     mock = MockDocuments(1234, 257).lengths - 1

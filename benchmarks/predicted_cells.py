@@ -16,9 +16,9 @@ from helixpipe.lowering.lower import lower
 from helixpipe.program.program import Program
 from helixpipe.simulate.memory import rank_memory
 from helixpipe.simulate.simulator import Simulation, simulate
-from megatron.training.arguments import parse_config
-from megatron.training.plan.costs import training_costs
-from megatron.training.plan.programs import full_batch, make_program
+from megatron.pretrain.arguments import parse_config
+from megatron.pretrain.plan.costs import training_costs
+from megatron.pretrain.plan.programs import full_batch, make_program
 
 OP_OVERHEAD = 11e-3
 """Seconds of an op of Megatron-LM's engine between nodes: the host waits for the device after each exchange, and so

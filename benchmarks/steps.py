@@ -3,7 +3,7 @@
     python benchmarks/steps.py [--schedules zb2p wzb2] [--rounds 7] [--flags "--seq-length 512"] [--json out.json]
 
 The same model and data are trained under each schedule twice, in one process a rank: with the norm of the gradients
-waited for after every step, and without (`--enable-optimizer-post-validation`; megatron/training/step/update.py). Runs
+waited for after every step, and without (`--enable-optimizer-post-validation`; megatron/pretrain/step/update.py). Runs
 take turns, `STEPS` steps each; figures are medians over rounds. Nothing is clipped, but in one run every step: those
 are waited for, and should cost nothing.
 
@@ -81,18 +81,18 @@ class Run:
     """One training run of this process, some steps at a time."""
 
     def __init__(self, flags: str):
-        from megatron.training.arguments import parse_args
-        from megatron.training.checkpoint.checkpointing import Progress
-        from megatron.training.feed.samples import SampleFeed
-        from megatron.training.log.log import StepResult, build_timers
-        from megatron.training.plan.pipeline import Pipeline
-        from megatron.training.plan.programs import make_planner
-        from megatron.training.process.parallel import Parallel
-        from megatron.training.process.signals import SignalFlag, StopCheck
-        from megatron.training.step.lr_schedule import build_param_scheduler
-        from megatron.training.step.microbatches import BatchSchedule, run_length
-        from megatron.training.step.model import build_model
-        from megatron.training.train import Trainer
+        from megatron.pretrain.arguments import parse_args
+        from megatron.pretrain.checkpoint.checkpointing import Progress
+        from megatron.pretrain.feed.samples import SampleFeed
+        from megatron.pretrain.log.log import StepResult, build_timers
+        from megatron.pretrain.plan.pipeline import Pipeline
+        from megatron.pretrain.plan.programs import make_planner
+        from megatron.pretrain.process.parallel import Parallel
+        from megatron.pretrain.process.signals import SignalFlag, StopCheck
+        from megatron.pretrain.step.lr_schedule import build_param_scheduler
+        from megatron.pretrain.step.microbatches import BatchSchedule, run_length
+        from megatron.pretrain.step.model import build_model
+        from megatron.pretrain.train import Trainer
 
         class NoLog:
             def step(self, iteration: int, consumed_samples: int, result: StepResult) -> None:
@@ -169,8 +169,8 @@ def on_ranks(output: str, rounds: int, schedules: list[str], more: str) -> None:
     from helixpipe.model.device import prepare
 
     prepare()
-    from megatron.training.arguments import parse_args
-    from megatron.training.process.parallel import initialize
+    from megatron.pretrain.arguments import parse_args
+    from megatron.pretrain.process.parallel import initialize
 
     torch.set_num_threads(1)
     model = f"{FLAGS} {more}"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("helixpipe", "schedules", "megatron/training", "megatron/inference")
+PACKAGES = ("helixpipe", "schedules", "megatron/pretrain")
 MAX_LINES = 350
 """A file is for one sitting: beyond this it holds two things."""
 
@@ -36,7 +36,7 @@ FLOORS = (
 )
 """The folders of helixpipe, from the lowest: a folder imports from itself and from lower ones."""
 
-TRAINING_FLOORS = (
+PRETRAIN_FLOORS = (
     "config",
     "process",
     "data",
@@ -47,8 +47,9 @@ TRAINING_FLOORS = (
     "step",
     "feed",
     "validation",
+    "inference",
 )
-"""The folders of megatron/training, likewise; the files beside them may import all of them."""
+"""The folders of megatron/pretrain, likewise; the files beside them may import all of them."""
 
 TORCH_FREE_FLOORS = ("common", "program", "costs", "lowering", "simulate", "planning", "draw", "cli")
 
@@ -167,7 +168,7 @@ def floor(name: str, package: str, floors: tuple[str, ...]) -> int | None:
 
 
 def test_every_folder_has_its_floor() -> None:
-    for package, floors in (("helixpipe", FLOORS), ("megatron/training", TRAINING_FLOORS)):
+    for package, floors in (("helixpipe", FLOORS), ("megatron/pretrain", PRETRAIN_FLOORS)):
         folders = {path.parent.name for path in (ROOT / package).glob("*/*.py")}
         assert folders == set(floors)
         for folder in folders:  # says what it is in one line
@@ -176,8 +177,8 @@ def test_every_folder_has_its_floor() -> None:
 
 @pytest.mark.parametrize(
     ("package", "floors"),
-    [("helixpipe", FLOORS), ("megatron.training", TRAINING_FLOORS)],
-    ids=["engine", "training"],
+    [("helixpipe", FLOORS), ("megatron.pretrain", PRETRAIN_FLOORS)],
+    ids=["engine", "pretrain"],
 )
 def test_imports_go_down(package: str, floors: tuple[str, ...]) -> None:
     upward = []
@@ -238,7 +239,7 @@ def test_the_machinery_does_not_know_the_catalogue() -> None:
 
 @pytest.mark.parametrize("package", ["helixpipe", "schedules"])
 def test_machinery_and_catalogue_do_not_know_the_training_program(package: str) -> None:
-    above = ("megatron.training", "pretrain_gpt", "tools", "tests", "examples", "benchmarks")
+    above = ("megatron.pretrain", "pretrain_gpt", "tools", "tests", "examples", "benchmarks")
     offenders = [
         (module, name)
         for module in MODULES
@@ -250,11 +251,10 @@ def test_machinery_and_catalogue_do_not_know_the_training_program(package: str) 
 
 
 def test_megatron_is_shared_with_the_wheel() -> None:
-    """`megatron.training` is ours, `megatron.core` the wheel's: an __init__.py in megatron/ would hide one of them."""
+    """`megatron.pretrain` is ours, `megatron.core` the wheel's: an __init__.py in megatron/ would hide one of them."""
     assert not (ROOT / "megatron" / "__init__.py").exists()
-    training, core = importlib.util.find_spec("megatron.training"), importlib.util.find_spec("megatron.core")
-    assert training is not None and training.submodule_search_locations is not None
-    assert str(ROOT / "megatron" / "training") in list(training.submodule_search_locations)
+    pretrain, core = importlib.util.find_spec("megatron.pretrain"), importlib.util.find_spec("megatron.core")
+    assert pretrain is not None and pretrain.origin == str(ROOT / "megatron" / "pretrain" / "__init__.py")
     assert core is not None and core.origin is not None and ROOT / "megatron" not in Path(core.origin).parents
 
 

@@ -14,7 +14,7 @@ from helixpipe.cli import profile as cli_profile
 from helixpipe.cli.command_train import _split
 from helixpipe.costs.profile_costs import Profile
 from helixpipe.planning.search.explore import Search
-from megatron.training.arguments import parse_args
+from megatron.pretrain.arguments import parse_args
 from schedules import command
 from tools.preprocess_data import parse_arguments
 

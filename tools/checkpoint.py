@@ -73,8 +73,8 @@ def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def import_hf(arguments: argparse.Namespace) -> None:
-    from megatron.training.checkpoint.from_huggingface import import_folder
-    from megatron.training.huggingface.folder import Folder
+    from megatron.pretrain.checkpoint.from_huggingface import import_folder
+    from megatron.pretrain.huggingface.folder import Folder
 
     source = Folder(arguments.folder)
     source.check()
@@ -87,7 +87,7 @@ def import_hf(arguments: argparse.Namespace) -> None:
 def export_hf(arguments: argparse.Namespace) -> None:
     import torch
 
-    from megatron.training.checkpoint.to_huggingface import Checkpoint, export_folder
+    from megatron.pretrain.checkpoint.to_huggingface import Checkpoint, export_folder
 
     source = Checkpoint(arguments.load, arguments.ckpt_step)
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None

@@ -39,12 +39,12 @@ from helixpipe.draw.style import count
 from helixpipe.lowering.project import LoweredProgram
 from helixpipe.planning.plan import Plans
 from helixpipe.simulate.simulator import simulate
-from megatron.training.arguments import parse_and_plan
-from megatron.training.config import Config
-from megatron.training.plan.costs import training_costs
-from megatron.training.plan.programs import full_batch, make_planner
-from megatron.training.process.output import complain, say
-from megatron.training.validation import check_device
+from megatron.pretrain.arguments import parse_and_plan
+from megatron.pretrain.config import Config
+from megatron.pretrain.plan.costs import training_costs
+from megatron.pretrain.plan.programs import full_batch, make_planner
+from megatron.pretrain.process.output import complain, say
+from megatron.pretrain.validation import check_device
 
 if TYPE_CHECKING:  # the prediction does without torch
     import torch

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere, installed or not
 
 from helixpipe.common.errors import DataError, UserError
-from megatron.training.data.conversations import json_object, token_ids
+from megatron.pretrain.data.conversations import json_object, token_ids
 from tools.slices import Slice, cut, find_files, line_number
 
 _REPORT_AFTER = 100  # documents a worker does between two words to the parent
@@ -135,7 +135,7 @@ def _texts(line: bytes, keys: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _build_tokenizer(work: Work) -> Any:
-    from megatron.training.data.tokenizer import build_tokenizer
+    from megatron.pretrain.data.tokenizer import build_tokenizer
 
     return build_tokenizer(**work.tokenizer)
 

@@ -37,7 +37,7 @@ def run(arguments: Sequence[str]) -> int:
         print(_USAGE)
         return 0
     ranks, flags = _split(arguments)
-    command = [sys.executable, "-m", "megatron.training", *flags]
+    command = [sys.executable, "-m", "megatron.pretrain", *flags]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([path for path in sys.path if path]),

@@ -2,7 +2,7 @@
 
 The executor, the weights that travel and the training loops talk to a `StageWeights` or a `WeightStore`, and know
 nothing of how weights are kept: whole on their rank, as megatron-core's DDP has them
-(`megatron.training.step.weights`), or in shards that are gathered around an op. A stage is named by its pieces, which
+(`megatron.pretrain.step.weights`), or in shards that are gathered around an op. A stage is named by its pieces, which
 mean the same under every program.
 
 During a step, on every rank, in the order of its instructions:
@@ -86,7 +86,7 @@ class StageWeights(Protocol):
 
 
 class WeightStore(StageWeights, Protocol):
-    """What a training loop asks of weights, besides their update (`megatron.training.step.update`)."""
+    """What a training loop asks of weights, besides their update (`megatron.pretrain.step.update`)."""
 
     def holders(self, pieces: Sequence[Piece]) -> tuple[int, ...]:
         """The pipeline ranks that hold weights of one of these pieces."""

@@ -23,10 +23,10 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from helixpipe.common.errors import CheckpointError
-from megatron.training.checkpoint import checkpointing, save_folder
-from megatron.training.checkpoint import folder as folders
-from megatron.training.checkpoint import tensors as checkpoint_tensors
-from megatron.training.checkpoint.saved_arguments import read_arguments
+from megatron.pretrain.checkpoint import checkpointing, save_folder
+from megatron.pretrain.checkpoint import folder as folders
+from megatron.pretrain.checkpoint import tensors as checkpoint_tensors
+from megatron.pretrain.checkpoint.saved_arguments import read_arguments
 from tests.checkpoint import malicious
 from tests.checkpoint.damage import DAMAGES, SHARD, TRACKER, TRACKERS, UNLISTED, remove, truncate
 from tests.checkpoint.runs import Layout, Run, contents

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron.training.checkpoint import known
+from megatron.pretrain.checkpoint import known
 
 
 class Payload:

@@ -23,11 +23,11 @@ from helixpipe.program.stages import Piece, Stage, model_pieces
 from helixpipe.program.text import parse_rows
 from helixpipe.program.workload import uniform
 from helixpipe.runtime.sharded_weights import ShardedWeights
-from megatron.training.checkpoint.checkpointing import Checkpointer, Progress
-from megatron.training.checkpoint.options import CheckpointOptions
-from megatron.training.checkpoint.tensors import quiet
-from megatron.training.config.core import keep_state_on_host
-from megatron.training.step.sharded import PartsOfModel
+from megatron.pretrain.checkpoint.checkpointing import Checkpointer, Progress
+from megatron.pretrain.checkpoint.options import CheckpointOptions
+from megatron.pretrain.checkpoint.tensors import quiet
+from megatron.pretrain.config.core import keep_state_on_host
+from megatron.pretrain.step.sharded import PartsOfModel
 from schedules import Shape, build
 from tests.model.common import set_parallel
 

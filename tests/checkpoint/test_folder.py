@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from helixpipe.common.errors import CheckpointError
-from megatron.training.checkpoint import folder as folders
+from megatron.pretrain.checkpoint import folder as folders
 
 
 def make(directory: Path, *iterations: int, tracker: str | None = None) -> Path:

@@ -13,10 +13,10 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from megatron.training.checkpoint import folder as folders
-from megatron.training.checkpoint import known
-from megatron.training.checkpoint.folder import MalformedError
-from megatron.training.checkpoint.known import UntrustedError
+from megatron.pretrain.checkpoint import folder as folders
+from megatron.pretrain.checkpoint import known
+from megatron.pretrain.checkpoint.folder import MalformedError
+from megatron.pretrain.checkpoint.known import UntrustedError
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from helixpipe.common.errors import CheckpointError
-from megatron.training.checkpoint import lock as locks
-from megatron.training.checkpoint.lock import FolderLock
+from megatron.pretrain.checkpoint import lock as locks
+from megatron.pretrain.checkpoint.lock import FolderLock
 
 
 def quick(folder: Path) -> FolderLock:

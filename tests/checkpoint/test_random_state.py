@@ -13,7 +13,7 @@ prepare()  # before megatron-core is imported
 
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from megatron.training.checkpoint import tensors
+from megatron.pretrain.checkpoint import tensors
 
 
 def test_numbers_go_on_where_they_were(monkeypatch) -> None:

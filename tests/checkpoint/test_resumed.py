@@ -11,8 +11,8 @@ import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from helixpipe.common.errors import CheckpointError
-from megatron.training.checkpoint import resumed
-from megatron.training.checkpoint.resumed import check_identities, load_scheduler
+from megatron.pretrain.checkpoint import resumed
+from megatron.pretrain.checkpoint.resumed import check_identities, load_scheduler
 
 FOLDER = Path("saved/iter_0000001")
 

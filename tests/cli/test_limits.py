@@ -11,7 +11,7 @@ from helixpipe.common.errors import ScheduleError, UserError
 from helixpipe.common.flags import FlagParser, add_dataclass_arguments, check_ranges, option, whole_number
 from helixpipe.common.ranges import MOST_SAMPLES, Range
 from helixpipe.planning.catalogue import Shape
-from megatron.training.arguments import build_parser
+from megatron.pretrain.arguments import build_parser
 from schedules import CATALOGUE
 
 COMMANDS = {**parsers({name: each.options for name, each in CATALOGUE.items()})[1], "training": build_parser()}

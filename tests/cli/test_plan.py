@@ -14,9 +14,9 @@ from helixpipe.cli.torchrun import model_flags
 from helixpipe.costs.hardware import GIB
 from helixpipe.costs.models import MODELS
 from helixpipe.planning.search.explore import Outcome, Search
-from megatron.training.arguments import parse_and_plan, parse_args
-from megatron.training.plan.costs import model_shape
-from megatron.training.plan.programs import full_batch
+from megatron.pretrain.arguments import parse_and_plan, parse_args
+from megatron.pretrain.plan.costs import model_shape
+from megatron.pretrain.plan.programs import full_batch
 from schedules.command import USER_ERROR, main
 from tests.cli.commands import run, run_json
 from tests.planning.search_questions import question

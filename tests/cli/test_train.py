@@ -32,7 +32,7 @@ open(f"rank-{os.environ['RANK']}", "w").write(" ".join([
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Ranks are a small program instead of the training program; no GPUs."""
-    package = tmp_path / "megatron" / "training"
+    package = tmp_path / "megatron" / "pretrain"
     package.mkdir(parents=True)
     (package / "__main__.py").write_text(RANK)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])

@@ -15,11 +15,11 @@ from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
 
 from helixpipe.common.errors import DataError
 from helixpipe.model import Microbatch
-from megatron.training.data.datasets import build_datasets
-from megatron.training.data.loading import Isolation, batch_iterator, document_lengths
-from megatron.training.data.options import DataOptions
-from megatron.training.data.samplers import MicrobatchSampler
-from megatron.training.data.tokenizer import build_tokenizer
+from megatron.pretrain.data.datasets import build_datasets
+from megatron.pretrain.data.loading import Isolation, batch_iterator, document_lengths
+from megatron.pretrain.data.options import DataOptions
+from megatron.pretrain.data.samplers import MicrobatchSampler
+from megatron.pretrain.data.tokenizer import build_tokenizer
 from tests.data.conftest import story
 
 MakePair = Callable[..., str]

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from helixpipe.common.errors import DataError, UserError
-from megatron.training.data.conversations import Renderer
-from megatron.training.data.datasets import build_datasets
-from megatron.training.data.options import DataOptions
-from megatron.training.data.tokenizer import build_tokenizer
+from megatron.pretrain.data.conversations import Renderer
+from megatron.pretrain.data.datasets import build_datasets
+from megatron.pretrain.data.options import DataOptions
+from megatron.pretrain.data.tokenizer import build_tokenizer
 
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
 CHATML = TURNS + "{% if add_generation_prompt %}<assistant>{% endif %}"

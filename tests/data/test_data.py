@@ -19,14 +19,14 @@ import torch
 from helixpipe.common.errors import DataError, UserError
 from helixpipe.common.progress import Progress
 from helixpipe.model.options import Microbatch
-from megatron.training.data import datasets as datasets_module
-from megatron.training.data.datasets import Datasets, build_datasets
-from megatron.training.data.indexed_files import read_indexed_file
-from megatron.training.data.loading import batch_iterator
-from megatron.training.data.options import DataOptions, parse_blend, parse_split
-from megatron.training.data.samplers import MicrobatchSampler
-from megatron.training.data.tokenizer import build_tokenizer
-from megatron.training.feed.samples import SampleFeed
+from megatron.pretrain.data import datasets as datasets_module
+from megatron.pretrain.data.datasets import Datasets, build_datasets
+from megatron.pretrain.data.indexed_files import read_indexed_file
+from megatron.pretrain.data.loading import batch_iterator
+from megatron.pretrain.data.options import DataOptions, parse_blend, parse_split
+from megatron.pretrain.data.samplers import MicrobatchSampler
+from megatron.pretrain.data.tokenizer import build_tokenizer
+from megatron.pretrain.feed.samples import SampleFeed
 from tests.data.conftest import story
 
 MakePair = Callable[..., str]

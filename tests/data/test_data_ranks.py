@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import megatron.training.data.datasets as data
+import megatron.pretrain.data.datasets as data
 from helixpipe.common.errors import DataError
-from megatron.training.data.datasets import build_datasets
-from megatron.training.data.options import DataOptions
-from megatron.training.data.tokenizer import build_tokenizer
+from megatron.pretrain.data.datasets import build_datasets
+from megatron.pretrain.data.options import DataOptions
+from megatron.pretrain.data.tokenizer import build_tokenizer
 from tests.data.conftest import story
 from tests.distributed import run_ranks
 

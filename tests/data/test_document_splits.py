@@ -12,13 +12,13 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from benchmarks.documents import build, distribution
 from helixpipe.common.errors import DataError
-from megatron.training.data.datasets import build_datasets
-from megatron.training.data.document_files import IndexedDocuments
-from megatron.training.data.document_splits import Orders, build_orders, build_stream
-from megatron.training.data.documents import DocumentStream
-from megatron.training.data.indexed_files import read_indexed_file
-from megatron.training.data.options import DataOptions
-from megatron.training.data.tokenizer import build_tokenizer
+from megatron.pretrain.data.datasets import build_datasets
+from megatron.pretrain.data.document_files import IndexedDocuments
+from megatron.pretrain.data.document_splits import Orders, build_orders, build_stream
+from megatron.pretrain.data.documents import DocumentStream
+from megatron.pretrain.data.indexed_files import read_indexed_file
+from megatron.pretrain.data.options import DataOptions
+from megatron.pretrain.data.tokenizer import build_tokenizer
 from tests.data.conftest import story
 
 MakePair = Callable[..., str]

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helixpipe.common.errors import DataError
-from megatron.training.data.document_files import Excerpt
-from megatron.training.data.document_order import Counts, DocumentOrder, NoDocuments, Share
-from megatron.training.data.documents import DocumentStream, StepDocuments
+from megatron.pretrain.data.document_files import Excerpt
+from megatron.pretrain.data.document_order import Counts, DocumentOrder, NoDocuments, Share
+from megatron.pretrain.data.documents import DocumentStream, StepDocuments
 
 
 @dataclass

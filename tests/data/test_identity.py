@@ -12,10 +12,10 @@ import numpy
 import pytest
 
 from helixpipe.common.errors import DataError
-from megatron.training.data.arrays import numbers_only
-from megatron.training.data.identity import identities
-from megatron.training.data.options import DataOptions
-from megatron.training.data.tokenizer import build_tokenizer
+from megatron.pretrain.data.arrays import numbers_only
+from megatron.pretrain.data.identity import identities
+from megatron.pretrain.data.options import DataOptions
+from megatron.pretrain.data.tokenizer import build_tokenizer
 
 
 def data(*words: str, **more: Any) -> str:

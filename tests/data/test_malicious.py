@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from helixpipe.common.errors import DataError, UserError
-from megatron.training.data.indexed_files import MAGIC, read_indexed_file
-from megatron.training.data.tokenizer import build_tokenizer
+from megatron.pretrain.data.indexed_files import MAGIC, read_indexed_file
+from megatron.pretrain.data.tokenizer import build_tokenizer
 from tests.checkpoint.malicious import Payload
 
 Pairs = tuple[Sequence[int], Sequence[int], Sequence[int]]

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from helixpipe.common.errors import DataError, UserError
-from megatron.training.data.document_files import IndexedDocuments
-from megatron.training.data.indexed_files import read_indexed_file
+from megatron.pretrain.data.document_files import IndexedDocuments
+from megatron.pretrain.data.indexed_files import read_indexed_file
 from tests.data.conftest import story, write_lines
 from tools.preprocess_data import main, parse_arguments, preprocess
 from tools.slices import cut

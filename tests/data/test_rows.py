@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helixpipe.program.workload import Chunk, Slice, Workload
-from megatron.training.data.documents import DocumentStream
-from megatron.training.data.rows import Part, RowReader, parts
+from megatron.pretrain.data.documents import DocumentStream
+from megatron.pretrain.data.rows import Part, RowReader, parts
 from tests.data.test_document_stream import ordered
 
 CPU = torch.device("cpu")

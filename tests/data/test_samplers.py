@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helixpipe.common.errors import UserError
-from megatron.training.data.samplers import MicrobatchSampler, consumed_valid_samples, samples_needed
+from megatron.pretrain.data.samplers import MicrobatchSampler, consumed_valid_samples, samples_needed
 
 KINDS = [("single", False), ("single", True), ("cyclic", False)]
 

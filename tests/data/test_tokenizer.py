@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helixpipe.common.errors import UserError
-from megatron.training.config.vocabulary import padded_vocab_size
-from megatron.training.data.tokenizer import TOKENIZER_TYPES, build_tokenizer
+from megatron.pretrain.config.vocabulary import padded_vocab_size
+from megatron.pretrain.data.tokenizer import TOKENIZER_TYPES, build_tokenizer
 
 
 def test_bytes() -> None:

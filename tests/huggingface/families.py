@@ -11,14 +11,14 @@ from torch.overrides import TorchFunctionMode
 
 from helixpipe.model import Microbatch, PipelineModel, UnitContext
 from helixpipe.program.stages import model_pieces
-from megatron.training.checkpoint.checkpointing import Checkpointer
-from megatron.training.checkpoint.from_huggingface import KEPT, checkpoint_key, import_folder, load_weights
-from megatron.training.checkpoint.options import CheckpointOptions
-from megatron.training.checkpoint.to_huggingface import Checkpoint, export_folder
-from megatron.training.config import Config, core
-from megatron.training.config.model import ModelConfig
-from megatron.training.huggingface.folder import Folder
-from megatron.training.huggingface.weights import Weights
+from megatron.pretrain.checkpoint.checkpointing import Checkpointer
+from megatron.pretrain.checkpoint.from_huggingface import KEPT, checkpoint_key, import_folder, load_weights
+from megatron.pretrain.checkpoint.options import CheckpointOptions
+from megatron.pretrain.checkpoint.to_huggingface import Checkpoint, export_folder
+from megatron.pretrain.config import Config, core
+from megatron.pretrain.config.model import ModelConfig
+from megatron.pretrain.huggingface.folder import Folder
+from megatron.pretrain.huggingface.weights import Weights
 from tests.model.common import BATCH, SEQUENCE, gradients_of, number_or_infinity, run_parts, score, set_parallel
 from tests.model.equality import whole
 

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from helixpipe.common.errors import CheckpointError
 from helixpipe.model.rope_scaling import RopeScaling
-from megatron.training.huggingface.config import arguments_of, config_of
-from megatron.training.huggingface.folder import INDEX, Folder, looks_like_one
-from megatron.training.huggingface.safetensors import TensorFile, write_tensors
-from megatron.training.huggingface.weights import Weights
+from megatron.pretrain.huggingface.config import arguments_of, config_of
+from megatron.pretrain.huggingface.folder import INDEX, Folder, looks_like_one
+from megatron.pretrain.huggingface.safetensors import TensorFile, write_tensors
+from megatron.pretrain.huggingface.weights import Weights
 
 CONFIG = {
     "model_type": "llama",

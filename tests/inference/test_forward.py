@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from helixpipe.common.errors import UserError
-from megatron.inference.perplexity import Bucket, edges, table
+from megatron.pretrain.inference.perplexity import Bucket, edges, table
 from tests.distributed import run_ranks
 from tests.integration.forked import run_forked
 from tests.integration.launching import MODEL, Launch
@@ -48,13 +48,13 @@ class Said(NamedTuple):
 
 def ask(rank: int, world: int, folder: str, flags: str) -> Said:
     """Tokens written, likewise by running each row anew without keeping anything, and losses."""
-    from megatron.inference.commands import CHECKPOINT_FLAGS
-    from megatron.inference.generation import GenerationOptions, generate
-    from megatron.inference.model import open_model
-    from megatron.inference.perplexity import PerplexityOptions, perplexity
-    from megatron.training.arguments import parse_args
-    from megatron.training.launch import _saved_arguments
-    from megatron.training.process.parallel import Parallel
+    from megatron.pretrain.arguments import parse_args
+    from megatron.pretrain.inference.commands import CHECKPOINT_FLAGS
+    from megatron.pretrain.inference.generation import GenerationOptions, generate
+    from megatron.pretrain.inference.model import open_model
+    from megatron.pretrain.inference.perplexity import PerplexityOptions, perplexity
+    from megatron.pretrain.launch import _saved_arguments
+    from megatron.pretrain.process.parallel import Parallel
     from tests.model.common import set_parallel
 
     set_parallel(tp=2 if "tensor" in flags else 1, pp=2 if "pipeline" in flags else 1)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.arguments import parse_args
-from megatron.training.config import Config
+from megatron.pretrain.arguments import parse_args
+from megatron.pretrain.config import Config
 from tests.integration.launching import ROOT
 
 EXAMPLES = ROOT / "examples"

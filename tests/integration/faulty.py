@@ -45,8 +45,8 @@ def main() -> None:
     from helixpipe.model.device import prepare
 
     prepare()
-    from megatron.training import launch
-    from megatron.training.plan import pipeline
+    from megatron.pretrain import launch
+    from megatron.pretrain.plan import pipeline
 
     fault, rank, *numbers = os.environ["FAULT"].split()
     make: Any = pipeline.make_transport

@@ -71,7 +71,7 @@ class Result:
         said = re.findall(r"^helixpipe: (.*)$", self.output, re.MULTILINE)
         assert self.status != 0 and len(said) == 1, self.output
         ours, _, _ = self.output.partition("torch/distributed/run.py")  # torchrun's own words come after
-        assert "megatron/training" not in ours and "Error: " not in ours, self.output
+        assert "megatron/pretrain" not in ours and "Error: " not in ours, self.output
         return said[0]
 
 

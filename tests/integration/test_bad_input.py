@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from helixpipe.common.errors import UserError
-from megatron.training.arguments import parse_args
+from megatron.pretrain.arguments import parse_args
 from tests.integration.forked import run_forked
 from tests.integration.launching import MOCK, MODEL, Launch
 

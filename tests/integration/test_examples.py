@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from helixpipe.program.stages import model_pieces
-from megatron.training.plan.costs import model_shape, training_costs
+from megatron.pretrain.plan.costs import model_shape, training_costs
 from tests.integration.example_scripts import (
     BATCH,
     EXAMPLES,

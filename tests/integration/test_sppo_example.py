@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from helixpipe.costs.models import MODELS
-from megatron.training.plan.costs import model_shape
+from megatron.pretrain.plan.costs import model_shape
 from tests.integration.example_scripts import JOB, commands, fakes, launched, run
 
 __all__ = ["fakes"]  # a fixture

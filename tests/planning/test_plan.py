@@ -19,8 +19,8 @@ from helixpipe.planning.background import BackgroundPlanner
 from helixpipe.planning.plan import Plan, Plans, make_plan
 from helixpipe.program.program import forward_only
 from helixpipe.simulate.simulator import simulate
-from megatron.training.arguments import parse_and_plan
-from megatron.training.plan.programs import full_batch, replanned
+from megatron.pretrain.arguments import parse_and_plan
+from megatron.pretrain.plan.programs import full_batch, replanned
 from schedules import Shape, build
 
 COSTS = PieceTimes({"mlp": 1.0, "attn": 2.0})

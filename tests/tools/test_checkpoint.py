@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.training.huggingface.folder import INDEX, Folder
-from megatron.training.huggingface.safetensors import TensorFile
+from megatron.pretrain.huggingface.folder import INDEX, Folder
+from megatron.pretrain.huggingface.safetensors import TensorFile
 from tests.huggingface.test_folder import CONFIG, make
 from tools.checkpoint import main
 

@@ -14,15 +14,15 @@ import torch
 
 from helixpipe.common.errors import UserError
 from helixpipe.planning.background import BackgroundPlanner
-from megatron.training import pretrain
-from megatron.training.checkpoint.checkpointing import Progress
-from megatron.training.config import core
-from megatron.training.data.tokenizer import build_tokenizer
-from megatron.training.plan import plan_stream
-from megatron.training.plan.documents import DocumentPlanner, StepPlan, StepRequest
-from megatron.training.plan.plan_stream import PlanStream
-from megatron.training.process.parallel import Parallel
-from megatron.training.step.microbatches import BatchSchedule, run_length
+from megatron.pretrain import pretrain
+from megatron.pretrain.checkpoint.checkpointing import Progress
+from megatron.pretrain.config import core
+from megatron.pretrain.data.tokenizer import build_tokenizer
+from megatron.pretrain.plan import plan_stream
+from megatron.pretrain.plan.documents import DocumentPlanner, StepPlan, StepRequest
+from megatron.pretrain.plan.plan_stream import PlanStream
+from megatron.pretrain.process.parallel import Parallel
+from megatron.pretrain.step.microbatches import BatchSchedule, run_length
 from tests.model.common import set_parallel
 from tests.training.steps import Figures, Run, make_trainer
 

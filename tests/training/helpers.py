@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatron.training.arguments import parse_args
-from megatron.training.config import Config
+from megatron.pretrain.arguments import parse_args
+from megatron.pretrain.config import Config
 
 BASE = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "

@@ -15,7 +15,7 @@ from pathlib import Path
 import tomllib
 
 from helixpipe.common.errors import UserError
-from megatron.training.arguments import by_flag, parse_args
+from megatron.pretrain.arguments import by_flag, parse_args
 
 FOLDER = Path(__file__).with_name("megatron_lm")
 GOLDEN = FOLDER / "outcomes.txt"

@@ -10,9 +10,9 @@ from unittest import mock
 import torch
 from megatron.core.tensor_parallel import layers
 
-from megatron.training.config import Config, core
-from megatron.training.log.log import StepResult
-from megatron.training.train import Trainer
+from megatron.pretrain.config import Config, core
+from megatron.pretrain.log.log import StepResult
+from megatron.pretrain.train import Trainer
 from tests.fakes import WeightGradientKernels
 from tests.model.common import set_parallel
 from tests.training.steps import Run, make_trainer

@@ -21,19 +21,19 @@ from megatron.core.optimizer import get_megatron_optimizer
 from helixpipe.common.errors import UserError
 from helixpipe.model import Microbatch, PipelineModel
 from helixpipe.program.stages import model_pieces
-from megatron.training.arguments import parse_args
-from megatron.training.checkpoint.checkpointing import Progress
-from megatron.training.config import Config, core
-from megatron.training.feed.samples import SampleFeed
-from megatron.training.log.log import StepResult, build_timers
-from megatron.training.plan.pipeline import Pipeline
-from megatron.training.plan.programs import make_planner
-from megatron.training.process.parallel import Parallel
-from megatron.training.process.signals import SignalFlag, StopCheck
-from megatron.training.step.microbatches import BatchSchedule, run_length
-from megatron.training.step.model import build_model
-from megatron.training.step.update import Outcome
-from megatron.training.train import Trainer
+from megatron.pretrain.arguments import parse_args
+from megatron.pretrain.checkpoint.checkpointing import Progress
+from megatron.pretrain.config import Config, core
+from megatron.pretrain.feed.samples import SampleFeed
+from megatron.pretrain.log.log import StepResult, build_timers
+from megatron.pretrain.plan.pipeline import Pipeline
+from megatron.pretrain.plan.programs import make_planner
+from megatron.pretrain.process.parallel import Parallel
+from megatron.pretrain.process.signals import SignalFlag, StopCheck
+from megatron.pretrain.step.microbatches import BatchSchedule, run_length
+from megatron.pretrain.step.model import build_model
+from megatron.pretrain.step.update import Outcome
+from megatron.pretrain.train import Trainer
 from tests.model.common import set_parallel
 from tests.runtime.host_reads import NoCopies, NoReads
 

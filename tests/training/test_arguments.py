@@ -10,12 +10,12 @@ import pytest
 
 from helixpipe.common.errors import UserError
 from helixpipe.common.flags import FlagParser
-from megatron.training.arguments import (
+from megatron.pretrain.arguments import (
     build_parser,
     parse_args,
 )
-from megatron.training.config import LaunchConfig, compat
-from megatron.training.validation import check_device
+from megatron.pretrain.config import LaunchConfig, compat
+from megatron.pretrain.validation import check_device
 from tests.training.helpers import BASE, config
 
 GOLDEN = Path(__file__).with_name("flags.txt")

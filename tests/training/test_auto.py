@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from helixpipe.common.errors import UserError
-from megatron.training.arguments import parse_and_plan, parse_args
-from megatron.training.config import CheckpointConfig, Config
-from megatron.training.plan.programs import full_batch
+from megatron.pretrain.arguments import parse_and_plan, parse_args
+from megatron.pretrain.config import CheckpointConfig, Config
+from megatron.pretrain.plan.programs import full_batch
 
 ENVIRON = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
 MODEL = (

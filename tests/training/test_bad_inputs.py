@@ -25,7 +25,7 @@ def test_one_sentence(
     if words.startswith("train "):
         with pytest.raises(UserError) as caught:
             chosen = config(words.removeprefix("train "))
-            from megatron.training.config.vocabulary import padded_vocabulary
+            from megatron.pretrain.config.vocabulary import padded_vocabulary
 
             padded_vocabulary(chosen, 0)  # asked for when the model is built
         sentence = str(caught.value)

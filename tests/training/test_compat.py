@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from helixpipe.common.errors import CheckpointError, UserError
-from megatron.training.arguments import build_parser, overlay_checkpoint_args, parse_args, split_unavailable
-from megatron.training.config import compat
+from megatron.pretrain.arguments import build_parser, overlay_checkpoint_args, parse_args, split_unavailable
+from megatron.pretrain.config import compat
 from tests.training.helpers import config
 from tests.training.megatron_lists import (
     BEGIN,

@@ -8,8 +8,8 @@ import pytest
 
 from helixpipe.common.errors import UserError
 from helixpipe.program.json_text import to_json
-from megatron.training.config import core
-from megatron.training.plan.programs import make_program
+from megatron.pretrain.config import core
+from megatron.pretrain.plan.programs import make_program
 from schedules import Shape, build
 from tests.training.helpers import config
 

@@ -11,8 +11,8 @@ from helixpipe.costs.hardware import GIB, HARDWARE, RESERVED_MEMORY
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import Layout
 from helixpipe.costs.profile_costs import ProfileCosts
-from megatron.training.plan.costs import memory_limit, model_shape, training_costs
-from megatron.training.plan.programs import make_program
+from megatron.pretrain.plan.costs import memory_limit, model_shape, training_costs
+from megatron.pretrain.plan.programs import make_program
 from tests.profile.test_profile import make_profile
 from tests.training.helpers import config
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy
 import pytest
 
-from megatron.training.plan.documents import DocumentPlanner, StepRequest
+from megatron.pretrain.plan.documents import DocumentPlanner, StepRequest
 from tests.distributed import run_ranks
 from tests.training.document_steps import STEPS, gradients_of_runs, losses_of_runs, resumed, troubled
 from tests.training.steps import Run

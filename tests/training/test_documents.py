@@ -9,9 +9,9 @@ import pytest
 from helixpipe.common.errors import UserError
 from helixpipe.planning.catalogue import Shape
 from helixpipe.program.stages import Stage
-from megatron.training.arguments import split_unavailable
-from megatron.training.plan.pipeline import places_tokens
-from megatron.training.step.microbatches import BatchSchedule, run_length
+from megatron.pretrain.arguments import split_unavailable
+from megatron.pretrain.plan.pipeline import places_tokens
+from megatron.pretrain.step.microbatches import BatchSchedule, run_length
 from schedules import build
 from tests.training.helpers import config
 

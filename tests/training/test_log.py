@@ -11,7 +11,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from helixpipe.common.errors import UserError
-from megatron.training.log.log import (
+from megatron.pretrain.log.log import (
     MemoryUse,
     StepResult,
     TrainingLog,
@@ -21,7 +21,7 @@ from megatron.training.log.log import (
     parameters_line,
     validation_line,
 )
-from megatron.training.log.metrics import MetricsWriter
+from megatron.pretrain.log.metrics import MetricsWriter
 from tests.training.helpers import config
 
 NUMBER = r"-?\d\.\d{6}E[+-]\d{2}"

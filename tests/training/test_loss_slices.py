@@ -6,11 +6,11 @@ from pathlib import Path
 
 from helixpipe.costs.hardware import GIB
 from helixpipe.costs.models import Layout
-from megatron.training.arguments import parse_and_plan
-from megatron.training.config import Config, core
-from megatron.training.plan.costs import model_shape, training_costs
-from megatron.training.plan.loss_slices import settled_again
-from megatron.training.plan.programs import full_batch
+from megatron.pretrain.arguments import parse_and_plan
+from megatron.pretrain.config import Config, core
+from megatron.pretrain.plan.costs import model_shape, training_costs
+from megatron.pretrain.plan.loss_slices import settled_again
+from megatron.pretrain.plan.programs import full_batch
 from tests.profile.test_profile import make_profile
 
 FLAGS = (

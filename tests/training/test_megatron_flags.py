@@ -8,13 +8,13 @@ import re
 import pytest
 
 from helixpipe.common.errors import CheckpointError, UserError
-from megatron.training.arguments import (
+from megatron.pretrain.arguments import (
     build_parser,
     overlay_checkpoint_args,
     parse_args,
 )
-from megatron.training.config import compat, core
-from megatron.training.log.summary import format_arguments, print_arguments
+from megatron.pretrain.config import compat, core
+from megatron.pretrain.log.summary import format_arguments, print_arguments
 from tests.training.helpers import config
 
 # --------------------------------------------------------------------------------------- flags of Megatron-LM, the dump

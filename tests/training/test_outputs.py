@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from helixpipe.common.errors import CheckpointError, LostSaveError, UserError
-from megatron.training.process.outputs import try_outputs
-from megatron.training.train import Trainer
+from megatron.pretrain.process.outputs import try_outputs
+from megatron.pretrain.train import Trainer
 from tests.training.helpers import config
 
 

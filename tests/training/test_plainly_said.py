@@ -15,12 +15,12 @@ from helixpipe.common.errors import CheckpointError, UserError
 from helixpipe.costs.profile_costs import Profile
 from helixpipe.program.files import load_program
 from helixpipe.program.timeline import Timeline
-from megatron.training.arguments import parse_and_plan
-from megatron.training.checkpoint.resumed import check_finite, check_optimizer
-from megatron.training.log.metrics import MetricsWriter
-from megatron.training.plan.out_of_memory import out_of_memory
-from megatron.training.process import output
-from megatron.training.process.meeting import MeetingError, check_master
+from megatron.pretrain.arguments import parse_and_plan
+from megatron.pretrain.checkpoint.resumed import check_finite, check_optimizer
+from megatron.pretrain.log.metrics import MetricsWriter
+from megatron.pretrain.plan.out_of_memory import out_of_memory
+from megatron.pretrain.process import output
+from megatron.pretrain.process.meeting import MeetingError, check_master
 from tests.training.helpers import BASE
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.training.log.profiling import Profiler
+from megatron.pretrain.log.profiling import Profiler
 from tests.training.helpers import config
 
 FLAGS = "--profile --profile-step-start 2 --profile-step-end 4"

@@ -9,7 +9,7 @@ import pytest
 from helixpipe.common.errors import UserError
 from helixpipe.program.files import save_program
 from helixpipe.program.program import Program
-from megatron.training.plan.programs import make_program
+from megatron.pretrain.plan.programs import make_program
 from tests.distributed import run_ranks
 from tests.lowering.offloads import offloading_program
 from tests.training.steps import Run, figures_of_runs

@@ -15,9 +15,9 @@ from helixpipe.lowering.lower import lower
 from helixpipe.lowering.project import LoweredProgram
 from helixpipe.runtime.recording import Record
 from helixpipe.simulate.simulator import Simulation, simulate
-from megatron.training.log.recorded import recorded_step
-from megatron.training.log.timelines import write_timelines
-from megatron.training.process.parallel import Parallel
+from megatron.pretrain.log.recorded import recorded_step
+from megatron.pretrain.log.timelines import write_timelines
+from megatron.pretrain.process.parallel import Parallel
 from schedules import Shape, build
 from tests.simulate.test_copying import leaving
 from tests.training.helpers import config

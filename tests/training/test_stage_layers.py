@@ -6,7 +6,7 @@ import pytest
 
 from helixpipe.common.errors import UserError
 from helixpipe.program.stages import layers_of
-from megatron.training.arguments import parse_and_plan, parse_args
+from megatron.pretrain.arguments import parse_and_plan, parse_args
 from tests.training.helpers import BASE
 
 RANKS = "--pipeline-model-parallel-size 4"

@@ -15,14 +15,14 @@ from megatron.core.transformer.enums import AttnBackend
 
 from helixpipe.common.errors import UserError
 from helixpipe.model.backends import Machine
-from megatron.training.arguments import parse_args
-from megatron.training.config import Config, core
-from megatron.training.config.core import transformer_config
-from megatron.training.log.flops import flops_per_sample
-from megatron.training.plan.programs import make_program
-from megatron.training.process.signals import SignalFlag, StopCheck, StopReason, all_ranks_max
-from megatron.training.step.lr_schedule import build_param_scheduler, schedule_lengths
-from megatron.training.step.microbatches import BatchSchedule, StepBatch, run_length
+from megatron.pretrain.arguments import parse_args
+from megatron.pretrain.config import Config, core
+from megatron.pretrain.config.core import transformer_config
+from megatron.pretrain.log.flops import flops_per_sample
+from megatron.pretrain.plan.programs import make_program
+from megatron.pretrain.process.signals import SignalFlag, StopCheck, StopReason, all_ranks_max
+from megatron.pretrain.step.lr_schedule import build_param_scheduler, schedule_lengths
+from megatron.pretrain.step.microbatches import BatchSchedule, StepBatch, run_length
 from tests.training.helpers import BASE, config
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.log.summary import (
+from megatron.pretrain.log.summary import (
     MOST_LINES,
     first_of,
     format_arguments,

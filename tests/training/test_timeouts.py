@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from helixpipe.common.errors import UserError
-from megatron.training.config import ParallelConfig
-from megatron.training.config.communicators import pipeline_settings
-from megatron.training.plan.programs import full_batch, make_planner
+from megatron.pretrain.config import ParallelConfig
+from megatron.pretrain.config.communicators import pipeline_settings
+from megatron.pretrain.plan.programs import full_batch, make_planner
 from tests.training.helpers import config
 
 LONG = (

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.training.step.update import Outcome, UnconfirmedUpdate
+from megatron.pretrain.step.update import Outcome, UnconfirmedUpdate
 from tests.runtime.happens_before.cuda import Simulation
 from tests.runtime.happens_before.nccl import Communicators, Nowhere
 

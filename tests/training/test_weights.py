@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from helixpipe.program.program import Piece
-from megatron.training.step import gradients
-from megatron.training.step.weights import MegatronWeights
+from megatron.pretrain.step import gradients
+from megatron.pretrain.step.weights import MegatronWeights
 
 EMBED, FIRST, SECOND, HEAD = Piece("embed"), Piece("mlp", 0), Piece("mlp", 1), Piece("head")
 SHAPES = {

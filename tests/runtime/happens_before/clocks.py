@@ -18,7 +18,7 @@ from pathlib import Path
 Clock = dict[int, int]
 """The last step known of each actor, by its number."""
 
-PROGRAM = ("helixpipe", "training", "happens_before")
+PROGRAM = ("helixpipe", "pretrain", "happens_before")
 """Folders whose lines are worth naming in a report."""
 
 

@@ -1,0 +1,1 @@
+"""The training program behind pretrain_gpt.py; `megatron.core` beside it in the namespace is megatron-core's."""

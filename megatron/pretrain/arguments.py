@@ -1,0 +1,281 @@
+"""Megatron-LM's command line: from `argv` to one validated, immutable `Config`. Imports no torch.
+
+config = parse_args()          # raises UserError, one sentence, for anything wrong
+config, plans = parse_and_plan()
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from helixpipe.common.errors import CheckpointError, UserError
+from helixpipe.common.flags import FlagParser, add_dataclass_arguments, dataclass_from_namespace, whole_number
+from helixpipe.planning.plan import Plans
+from helixpipe.program.files import is_file
+from megatron.pretrain.checkpoint.options import CheckpointOptions
+from megatron.pretrain.config import CheckpointConfig, Config, LaunchConfig, compat
+from megatron.pretrain.config.container import GROUPS
+from megatron.pretrain.config.parallel import PIPELINE
+from megatron.pretrain.plan import auto
+from megatron.pretrain.plan.loss_slices import settle
+from megatron.pretrain.plan.programs import check_program, predicted_step
+from megatron.pretrain.validation import validate
+from megatron.pretrain.validation.inputs import one_iteration
+from megatron.pretrain.validation.values import timeouts
+from schedules import CATALOGUE, find, foreign_options
+
+MODEL_SHAPE = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "kv_channels",
+    "group_query_attention",
+    "num_query_groups",
+    "seq_length",
+    "max_position_embeddings",
+    "position_embedding_type",
+    "rotary_base",
+    "rotary_percent",
+    "rotary_interleaved",
+    "rotary_seq_len_interpolation_factor",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "rope_scaling_low_freq_factor",
+    "rope_scaling_high_freq_factor",
+    "rope_scaling_original_max_position_embeddings",
+    "rotary_scaling_factor",
+    "mscale",
+    "mscale_all_dim",
+    "yarn_original_max_position_embeddings",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_correction_range_round_to_int",
+    "apply_layernorm_1p",
+    "qk_layernorm",
+    "normalization",
+    "norm_epsilon",
+    "swiglu",
+    "squared_relu",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "untie_embeddings_and_output_weights",
+    "make_vocab_size_divisible_by",
+    "attention_dropout",
+    "hidden_dropout",
+)
+"""The model's values that --use-checkpoint-args takes from the checkpoint."""
+
+PLANNED = ("chunks", "packing", "recompute", "offload")
+"""Groups of flags that say how a step is planned; --help has them before Megatron-LM's."""
+
+EXTENDS = frozenset(
+    name
+    for name in MODEL_SHAPE
+    if name.startswith(("rotary_", "rope_", "yarn_", "mscale", "use_rope"))
+    or name in ("seq_length", "max_position_embeddings", "position_embedding_type")
+)
+"""Those among them that a run may change, by which it extends the context of what it loads."""
+
+OTHER_MODELS = ("multi_latent_attention", "qk_l2_norm", "window_size")
+"""Values under which a checkpoint of Megatron-LM holds a model that cannot be built here."""
+
+CheckpointArgs = Callable[[CheckpointConfig], Mapping[str, Any] | argparse.Namespace | None]
+"""Reads the `args` a checkpoint was saved with; None when there is no checkpoint."""
+
+
+def parse_args(
+    argv: Sequence[str] | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    load_checkpoint_args: CheckpointArgs | None = None,
+) -> Config:
+    """Parse and validate the command line.
+
+    argv: without the program's name; default the process's. environ: for RANK, WORLD_SIZE, LOCAL_RANK.
+    load_checkpoint_args: called only with --use-checkpoint-args, and for what --pipeline-schedule auto had found.
+
+    Raises UserError (one sentence) for unknown flags, wrong values and combinations. --help prints and exits.
+    """
+    return parse_and_plan(argv, environ=environ, load_checkpoint_args=load_checkpoint_args)[0]
+
+
+def parse_and_plan(
+    argv: Sequence[str] | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    load_checkpoint_args: CheckpointArgs | None = None,
+) -> tuple[Config, Plans[int]]:
+    """`parse_args`, and the planner that has planned a step of the full batch to check the schedule."""
+    config = parse_config(argv, environ=environ, load_checkpoint_args=load_checkpoint_args)
+    config, plans = settle(config)
+    check_program(config, plans)
+    return timeouts(config, predicted_step(config, plans)), plans
+
+
+def parse_config(
+    argv: Sequence[str] | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    load_checkpoint_args: CheckpointArgs | None = None,
+) -> Config:
+    """`parse_args` without a look at the schedule's program: for those who plan it with other costs."""
+    arguments, warnings = split_unavailable(sys.argv[1:] if argv is None else argv)
+    parser = build_parser()
+    namespace = parser.parse(arguments, also_known=[*compat.IGNORED, *compat.LATER, *compat.REFUSED])
+    config = _config(namespace, LaunchConfig.from_environment(environ), warnings)
+    if config.parallel.pipeline_schedule == auto.AUTO:
+        chosen_flags = _search(config, parser.given(arguments), load_checkpoint_args)
+        arguments = [*arguments, *chosen_flags.words]
+        namespace = parser.parse(arguments)
+        config = _config(namespace, config.launch, warnings)
+        words = " ".join(chosen_flags.words)
+        config = config.replace("parallel", auto_schedule=words, auto_schedule_why=chosen_flags.why)
+    config = validate(_of_checkpoint(config, load_checkpoint_args, parser.given(arguments)))
+    schedule = config.parallel.pipeline_schedule or ""
+    chosen = [] if is_file(schedule) else [find(schedule)]
+    for each in chosen:
+        config = dataclasses.replace(config, schedule_options=dataclass_from_namespace(each.options, namespace))
+    for sentence in foreign_options(parser.given(arguments), chosen):
+        config = config.warn(sentence)
+    return config
+
+
+def _config(namespace: argparse.Namespace, launch: LaunchConfig, warnings: Sequence[str]) -> Config:
+    """What the flags say, not validated yet."""
+    groups: dict[str, Any] = {name: dataclass_from_namespace(cls, namespace) for name, (_, cls) in GROUPS.items()}
+    return one_iteration(Config(**groups, launch=launch, warnings=tuple(warnings)))
+
+
+def _of_checkpoint(config: Config, load: CheckpointArgs | None, given: Collection[str]) -> Config:
+    """With the model of the checkpoint, where --use-checkpoint-args asks for it. given: fields that have a flag."""
+    if not config.checkpoint.use_checkpoint_args:
+        return config
+    saved = load(config.checkpoint) if load is not None else None
+    if saved is None and load is not None and not CheckpointOptions.from_config(config).continues:
+        raise CheckpointError(
+            f"--load {config.checkpoint.load} holds no checkpoint, so --use-checkpoint-args can take no model from it."
+        )
+    return overlay_checkpoint_args(config, saved, given)
+
+
+def _search(config: Config, given: Mapping[str, str], load: CheckpointArgs | None) -> auto.Chosen:
+    """What --pipeline-schedule auto comes to: as the checkpoint's run had it, or as it is found now."""
+    checked = validate(auto.stand_in(_of_checkpoint(config, load, given)))
+    saved = load(config.checkpoint) if load is not None and config.checkpoint.load else None
+    kept = auto.kept(checked, vars(saved) if isinstance(saved, argparse.Namespace) else saved)
+    return kept or auto.search(checked, given)
+
+
+def build_parser() -> FlagParser:
+    """The parser of every flag there is, each schedule's own among them."""
+    parser = FlagParser(
+        prog="pretrain_gpt.py",
+        usage="torchrun [torchrun's flags] pretrain_gpt.py [flags]",
+        description="Train a GPT model under a pipeline schedule.",
+        epilog=f"Besides these, {len(compat.IGNORED)} flags of Megatron-LM are accepted without effect, with one "
+        "warning, and those that ask for something this project does not do are refused, saying why: "
+        "megatron/pretrain/config/compat.py lists both.",
+    )
+    parser.add_argument_group(PIPELINE)  # whatever group of the configuration they belong to, they are the first
+    for name in PLANNED:
+        add_dataclass_arguments(parser, GROUPS[name][1], title=GROUPS[name][0])
+    for schedule in CATALOGUE.values():
+        add_dataclass_arguments(parser, schedule.options, title=f"schedule {schedule.name}")
+    for name, (title, cls) in GROUPS.items():
+        if name not in PLANNED:
+            add_dataclass_arguments(parser, cls, title=title)
+    aliases = parser.add_argument_group("flags of HelixPipe's authors")
+    for flag, (field, help_text, value) in compat.ALIASES.items():
+        how: dict[str, Any] = {"action": "store_const", "const": value}
+        if value is None:
+            how = {"type": whole_number, "metavar": "N"}
+        aliases.add_argument(flag, dest=field, help=help_text, default=argparse.SUPPRESS, **how)
+    return parser
+
+
+def split_unavailable(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Take the flags of `compat`'s tables, with their values, out of `argv`.
+
+    Returns the rest, and warnings about what is ignored or read as something else. Raises UserError for a flag that is
+    refused.
+    """
+    readings: list[str] = []
+    rest: list[str] = []
+    read: dict[str, str] = {}
+    ignored: dict[str, str] = {}
+    for flag, values, words in by_flag(argv):
+        if (reading := compat.READ_AS.get((flag, *values))) is not None:
+            readings.extend(reading.words)
+            read[f"{' '.join([flag, *values])} as {' '.join(reading.words)}"] = reading.why
+            continue
+        neutral = list(values) in ([value] for value in compat.NEUTRAL.get(flag, ()))
+        refusal = compat.LATER.get(flag) or _reason(flag, compat.REFUSED, compat.REFUSED_FAMILIES)
+        if refusal is not None:
+            if not neutral:
+                raise UserError(f"{' '.join([flag, *values])} is refused: {refusal}.")
+        elif (why := _reason(flag, compat.IGNORED, compat.IGNORED_FAMILIES)) is not None:
+            ignored[flag] = why
+        else:
+            rest.extend(words)
+    warnings = [
+        f"{what}: {'; '.join(f'{flag} ({reason})' for flag, reason in flags.items())}."
+        for what, flags in (("accepted without effect", ignored), ("understood", read))
+        if flags
+    ]
+    return readings + rest, warnings
+
+
+def by_flag(argv: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+    """(flag, its values, the words as given) for each `--flag` and what follows it; flag "" for words before any."""
+    start = 0
+    for end in range(1, len(argv) + 1):
+        if end == len(argv) or argv[end].startswith("--"):
+            words = tuple(argv[start:end])
+            flag, equals, value = words[0].partition("=")
+            if words[0].startswith("--"):
+                yield flag, ((value,) if equals else ()) + words[1:], words
+            else:
+                yield "", (), words
+            start = end
+
+
+def _reason(flag: str, table: Mapping[str, str], families: Mapping[str, str]) -> str | None:
+    if flag in table:
+        return table[flag]
+    return next((reason for prefix, reason in families.items() if flag.startswith(prefix)), None)
+
+
+def overlay_checkpoint_args(
+    config: Config, saved: Mapping[str, Any] | argparse.Namespace | None, given: Collection[str] = ()
+) -> Config:
+    """The configuration with the model's shape (`MODEL_SHAPE`) and the vocabulary as saved in a checkpoint.
+
+    saved: the checkpoint's `args`, of this project or of Megatron-LM; None keeps the flags', with a warning. given:
+    fields whose flags are on the command line, which of those in `EXTENDS` hold.
+    Raises CheckpointError when it describes a model that cannot be built here.
+    """
+    if saved is None:
+        return config.warn("--use-checkpoint-args: there is no checkpoint, so the flags describe the model.")
+    values = dict(saved) if isinstance(saved, Mapping) else vars(saved)
+    kept = EXTENDS.intersection(given)
+    model = {name: values[name] for name in MODEL_SHAPE if values.get(name) is not None and name not in kept}
+    if not model.get("group_query_attention", True):
+        model["num_query_groups"] = 1
+    positions = model.get("position_embedding_type")
+    if positions not in (None, "learned_absolute", "rope", "yarn", "none"):
+        raise CheckpointError(
+            f"the checkpoint's model has position_embedding_type {positions!r}, which is not supported."
+        )
+    if values.get("num_experts"):
+        raise CheckpointError("the checkpoint's model is a mixture of experts, which is not supported.")
+    for name in OTHER_MODELS:
+        if values.get(name):
+            raise CheckpointError(f"the checkpoint's model has {name}, which is not supported.")
+    config = config.replace("model", **model)
+    vocabulary = {name: values[name] for name in ("tokenizer_type", "vocab_size") if values.get(name) is not None}
+    return config.replace("data", **{k: v for k, v in vocabulary.items() if getattr(config.data, k) is None})

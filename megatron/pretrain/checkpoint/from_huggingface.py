@@ -1,0 +1,182 @@
+"""Weights of a Hugging Face folder: into a model in place, or into a checkpoint folder, tensor by tensor.
+
+A checkpoint is written without a model and without ranks, by torch's classes of its own format, and holds what
+`Checkpointer` would have saved of such a model. So memory is that of one tensor of megatron-core's.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import re
+import shutil
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from helixpipe.common.errors import CheckpointError
+from helixpipe.common.files import new_file
+from helixpipe.model import PipelineModel
+from helixpipe.model.layers import CHECKPOINT_NAMES
+from megatron.pretrain.checkpoint import folder as folders
+from megatron.pretrain.huggingface.folder import Folder
+from megatron.pretrain.huggingface.weights import Weight
+
+KEPT = "huggingface"
+"""Folder, beside a checkpoint, with the files of the Hugging Face folder that are no weights."""
+
+SHARD = "__0_0.distcp"
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
+_POSITIONS = ("rotary_", "rope_", "use_rope_", "yarn_", "mscale", "position_embedding_type")
+"""How arguments about rotary embeddings begin."""
+_COPIED = (".json", ".txt", ".model", ".jinja", ".md", ".tiktoken")
+_COPIED_NAMES = ("LICENSE", "NOTICE", "USE_POLICY")
+
+
+def load_weights(model: PipelineModel, path: Path) -> dict[str, Any]:
+    """Give every weight of a rank's model its value, and return the model's arguments. Raises CheckpointError."""
+    source = Folder(path)
+    source.check()
+    weights = {(weight.layer, weight.key): weight for weight in source.weights}
+    for name, parameter in model.named_parameters():
+        layer, key = checkpoint_key(name, model.share_embeddings_and_output_weights)
+        if (layer, key) not in weights:
+            raise CheckpointError(f"{path} holds no {key}, which the model of these flags has.")
+        weight = weights[layer, key]
+        whole = _padded(source.read(weight), weight, model.gpt.vocab_size)
+        own = _own_part(whole, parameter, model.tp_group.size(), model.tp_group.rank())
+        if own.shape != parameter.shape:
+            raise CheckpointError(
+                f"{path} gives {name} the shape {list(own.shape)}, but these flags make it {list(parameter.shape)}; "
+                "give the flags it was trained with, or --use-checkpoint-args."
+            )
+        with torch.no_grad():
+            parameter.copy_(own)
+    return source.arguments
+
+
+def other_positions(arguments: Mapping[str, Any], flags: Mapping[str, Any]) -> list[str]:
+    """Where a run's rotary embeddings are not those of the folder: `rotary_base 500000 (here 10000)`."""
+    return [
+        f"{name} {value} (here {flags.get(name)})"
+        for name, value in arguments.items()
+        if name.startswith(_POSITIONS) and flags.get(name) != value
+    ]
+
+
+def checkpoint_key(name: str, tied: bool) -> tuple[int | None, str]:
+    """Layer, and key in checkpoints, of a model's parameter."""
+    if tied and name == "output_layer.weight":
+        return None, "embedding.word_embeddings.weight"
+    match = _LAYER.fullmatch(name)
+    if match is None:
+        return None, name
+    inner = match[2]
+    for module, saved in CHECKPOINT_NAMES.items():
+        if inner.startswith(module):
+            inner = saved + inner.removeprefix(module)
+    return int(match[1]), f"decoder.layers.{inner}"
+
+
+def _padded(whole: Tensor, weight: Weight, vocabulary: int) -> Tensor:
+    """Rows of a padded vocabulary are 0."""
+    missing = vocabulary - whole.size(0)
+    if weight.layer is not None or whole.dim() != 2 or missing <= 0:
+        return whole
+    return torch.cat([whole, whole.new_zeros(missing, whole.size(1))])
+
+
+def _own_part(whole: Tensor, parameter: Any, size: int, rank: int) -> Tensor:
+    """What a tensor-parallel rank has of a tensor, as megatron-core's layers share it out."""
+    if size == 1 or not getattr(parameter, "tensor_model_parallel", False):
+        return whole
+    dim = parameter.partition_dim
+    return torch.cat([block.chunk(size, dim)[rank] for block in whole.chunk(parameter.partition_stride, dim)], dim)
+
+
+# ---------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def import_folder(source: Folder, save: Path, done: Callable[[int], None] = lambda nbytes: None) -> Path:
+    """Write the weights as the checkpoint SAVE/release, and beside it the files that are no weights.
+
+    done: told the bytes of each tensor when it is written. Raises CheckpointError, and leaves nothing then.
+    """
+    source.check()
+    folder, temporary = save / folders.RELEASE, save / f".{folders.RELEASE}.tmp"
+    try:
+        if save.exists() and not {each.name for each in save.iterdir()} <= {temporary.name}:
+            raise CheckpointError(f"--save {save} is not empty; give a folder that is, or a new one.")
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        _write_shard(source, temporary, done)
+        _write_common(source, temporary)
+        names = ["common.pt", "metadata.json", ".metadata", SHARD]
+        described = {"files": folders.describe_files(temporary, names)}
+        (temporary / folders.MANIFEST).write_text(json.dumps(described), encoding="utf-8")
+        copy_files(source.path, save / KEPT)
+        temporary.rename(folder)
+        tracker = save / folders.TRACKER
+        new_file(tracker, folders.RELEASE.encode()).replace(tracker)
+    except OSError as error:
+        raise CheckpointError(f"--save {save} cannot be written: {error.strerror or error}.") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # renamed, unless something failed
+    return folder
+
+
+def _write_shard(source: Folder, folder: Path, done: Callable[[int], None]) -> None:
+    """All tensors in one file, and the index of it."""
+    layers, entries, places = source.arguments["num_layers"], dict[str, Any](), dict[Any, Any]()
+    with (folder / SHARD).open("wb") as stream:
+        for weight in source.weights:
+            tensor = source.read(weight).contiguous()
+            size, offset = tuple(tensor.shape), (0,) * tensor.dim()
+            if weight.layer is not None:  # a leading axis of layers, as `Decoder.sharded_state_dict` has it
+                tensor, size, offset = tensor[None], (layers, *size), (weight.layer, *offset)
+            entry = entries.setdefault(
+                weight.key, TensorStorageMetadata(TensorProperties(tensor.dtype), torch.Size(size), [])
+            )
+            tensor = tensor.to(entry.properties.dtype)
+            entry.chunks.append(ChunkStorageMetadata(torch.Size(offset), tensor.shape))
+            begin, written = stream.tell(), io.BytesIO()
+            torch.save(tensor.clone(), written)  # a clone: what is saved of a view is all that it is a view of
+            stream.write(written.getbuffer())
+            where = _StorageInfo(SHARD, begin, stream.tell() - begin)
+            places[MetadataIndex(weight.key, torch.Size(offset), len(entry.chunks) - 1)] = where
+            done(tensor.nbytes)
+    index = Metadata(entries, planner_data={}, storage_data=places)
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+
+
+def _write_common(source: Folder, folder: Path) -> None:
+    common = {
+        "args": Namespace(**source.arguments),
+        "checkpoint_version": 3.0,
+        "iteration": 0,
+        "num_floating_point_operations_so_far": 0.0,
+    }
+    torch.save(common, folder / "common.pt")
+    save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+
+
+def copy_files(source: Path, target: Path) -> None:
+    """Configuration, tokenizer and licence of a model: everything that is neither weights nor code."""
+    target.mkdir(parents=True, exist_ok=True)
+    for path in sorted(source.iterdir()):
+        if path.is_file() and (path.suffix in _COPIED or path.name.startswith(_COPIED_NAMES)):
+            shutil.copyfile(path, target / path.name)

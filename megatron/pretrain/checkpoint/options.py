@@ -1,0 +1,41 @@
+"""What saving and loading depend on."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """Flags of the checkpoint group that saving and loading depend on; the texts are in `config/checkpoint.py`."""
+
+    save: str | None = None
+    load: str | None = None
+    ckpt_step: int | None = None
+    ckpt_format: str = "torch_dist"
+    save_retain_interval: int | None = None
+    overwrite_checkpoints: bool = False
+    trust_checkpoint: bool = False
+    resume_with_other: tuple[str, ...] = ()
+    no_save_optim: bool = False
+    no_save_rng: bool = False
+    no_load_optim: bool = False
+    no_load_rng: bool = False
+    finetune: bool = False
+    exit_on_missing_checkpoint: bool = False
+    dist_ckpt_strictness: str = "assume_ok_unexpected"
+    ckpt_fully_parallel_save: bool = True
+    ckpt_fully_parallel_load: bool = False
+
+    @classmethod
+    def from_config(cls, config: Any) -> CheckpointOptions:
+        """The options of a `megatron.pretrain.config.Config`."""
+        return cls(**{field.name: getattr(config.checkpoint, field.name) for field in dataclasses.fields(cls)})
+
+    @property
+    def continues(self) -> bool:
+        """Whether --load and --save are one folder: a run that is launched again with the same flags."""
+        return bool(self.save and self.load) and Path(self.save or "").resolve() == Path(self.load or "").resolve()

@@ -1,0 +1,101 @@
+"""What may differ between a checkpoint and the run that resumes from it: the length of training; nothing unnoticed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from helixpipe.common.errors import CheckpointError
+from megatron.pretrain.checkpoint.ranks import say
+
+_LENGTHS = ("lr_decay_steps", "wd_incr_steps")
+_SAID_BY = ("lr_decay_iters", "lr_decay_samples", "lr_decay_style", "rampup_batch_size", "global_batch_size")
+IDENTITIES = {
+    "tokenizer": ("tokenizer_identity", ("tokenizer_type", "tokenizer_model", "vocab_file", "vocab_size")),
+    "data": ("data_identity", ("data_path", "train_data_path", "split", "mock_data")),
+}
+"""What a run must resume with unless told otherwise -> the argument that identifies it, those that name it."""
+
+
+def check_identities(
+    saved: Mapping[str, Any], flags: Mapping[str, Any], others_wanted: tuple[str, ...], folder: Path | str
+) -> None:
+    """Raise CheckpointError where a checkpoint was trained on other data, or with another tokenizer.
+
+    saved, flags: the arguments of the checkpoint and of this run. others_wanted: of what it is no mistake.
+    """
+    for what, (identity, names) in IDENTITIES.items():
+        before, now = saved.get(identity), flags.get(identity)
+        if before is None or now is None or before == now or what in others_wanted:
+            continue
+        differ = [name for name in names if saved.get(name) != flags.get(name)]
+        was = ", ".join(f"--{name.replace('_', '-')} {saved.get(name)}" for name in differ) or "files of the same names"
+        raise CheckpointError(
+            f"{folder} was trained with other {what} ({was}); resume with that, or allow this with "
+            f"--resume-with-other {what}."
+        )
+
+
+def check_optimizer(saved: Mapping[str, Any], flags: Mapping[str, Any], folder: Path | str) -> None:
+    """Raise CheckpointError where the checkpoint has the state of another optimizer."""
+    before, now = saved.get("optimizer"), flags.get("optimizer")
+    if isinstance(before, str) and before != now and now is not None:
+        raise CheckpointError(
+            f"{folder} was trained with --optimizer {before}, not {now}; give that, or --no-load-optim to begin its "
+            "state anew."
+        )
+
+
+def check_finite(weights: Iterable[tuple[str, Any]], folder: Path | str) -> None:
+    """Raise CheckpointError where a weight that was loaded is not a number: training cannot mend that."""
+    for name, weight in weights:
+        if not bool(weight.detach().isfinite().all()):
+            raise CheckpointError(
+                f"{folder} holds NaN or infinity in {name}: that run had diverged before it was saved; load an older "
+                "checkpoint with --ckpt-step, or go on all the same with --no-check-for-nan-in-loss-and-grad."
+            )
+
+
+def load_scheduler(
+    scheduler: Any, common: Mapping[str, Any], folder: Path, flags: Mapping[str, Any] | None = None
+) -> None:
+    """Give the learning-rate schedule its place in training. flags: of this run; None allows no other length.
+
+    Where the checkpoint's schedule and that of the flags differ in their length alone, and that follows from the length
+    of training, this run's holds, and the first rank says so. Raises CheckpointError for any other difference that the
+    flags do not settle.
+    """
+    if "opt_param_scheduler" not in common:
+        return
+    state = dict(common["opt_param_scheduler"])
+    settled = scheduler.override_opt_param_scheduler or scheduler.use_checkpoint_opt_param_scheduler
+    old = {name: state.get(name) for name in _LENGTHS}
+    names = (*_LENGTHS, "lr_warmup_steps") if flags and flags.get("lr_warmup_fraction") is not None else _LENGTHS
+    longer = not settled and flags is not None and _follows(flags, vars(common.get("args", object())))
+    if longer:
+        state.update({name: getattr(scheduler, name) for name in names if name in state})
+    try:
+        scheduler.load_state_dict(state)
+    except AssertionError as error:
+        detail = str(error).removeprefix("OptimizerParamScheduler: ").replace("checkpointvalue", "checkpoint value")
+        raise CheckpointError(
+            f"{folder} was trained with another learning-rate schedule ({detail}); choose the flags' with "
+            "--override-opt-param-scheduler or the checkpoint's with --use-checkpoint-opt-param-scheduler."
+        ) from None
+    if longer and old["lr_decay_steps"] not in (None, scheduler.lr_decay_steps):
+        group = scheduler.optimizer.param_groups[0]
+        now, scheduler.lr_decay_steps = scheduler.lr_decay_steps, old["lr_decay_steps"]
+        before, scheduler.lr_decay_steps = scheduler.get_lr(group), now
+        say(
+            f" > training is {'longer' if now > old['lr_decay_steps'] else 'shorter'} than the checkpoint's: the "
+            f"learning rate decays over {now} samples instead of {old['lr_decay_steps']}, and goes from {before:.6E} "
+            f"to {scheduler.get_lr(group):.6E} here (--use-checkpoint-opt-param-scheduler keeps the checkpoint's)"
+        )
+
+
+def _follows(flags: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
+    """Whether the schedule's length was left to the length of training, then and now."""
+    return all(flags.get(name) == saved.get(name) for name in _SAID_BY) and not any(
+        flags.get(name) for name in ("lr_decay_iters", "lr_decay_samples")
+    )

@@ -1,0 +1,199 @@
+"""From the configuration to megatron-core's own objects: the one module of this package that needs torch."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.activations import squared_relu
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
+
+from helixpipe.common.errors import UserError
+from helixpipe.model import GPTOptions
+from helixpipe.model.backends import Machine, fuses_rope, fuses_weight_gradients
+from helixpipe.model.rope_scaling import RopeScaling
+from megatron.pretrain.config.container import Config
+from megatron.pretrain.config.vocabulary import padded_vocabulary
+
+
+def params_dtype(config: Config) -> torch.dtype:
+    """Precision of weights and activations."""
+    if config.training.bf16:
+        return torch.bfloat16
+    return torch.float16 if config.training.fp16 else torch.float32
+
+
+def transformer_config(config: Config, machine: Machine | None = None) -> TransformerConfig:
+    """The model's shape and numerics. Fusions that need compiled kernels are on only where there is a GPU.
+
+    machine: whose kernels; None: this one's.
+    """
+    model, parallel, training = config.model, config.parallel, config.training
+    dtype = params_dtype(config)
+    machine = machine if machine is not None else Machine.here()
+    on_gpu = machine.device == "cuda"
+    activation = torch.nn.functional.silu if model.swiglu else torch.nn.functional.gelu
+    if model.squared_relu:
+        activation = squared_relu
+    fuse_activation = model.bias_swiglu_fusion if model.swiglu else model.bias_gelu_fusion and model.add_bias_linear
+    init = torch.nn.init.xavier_uniform_ if model.init_method_xavier_uniform else None
+    made = TransformerConfig(
+        num_layers=_given(model.num_layers),
+        hidden_size=_given(model.hidden_size),
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=_given(model.num_attention_heads),
+        num_query_groups=model.num_query_groups if model.group_query_attention else None,
+        kv_channels=model.kv_channels,
+        normalization=model.normalization,
+        layernorm_epsilon=model.norm_epsilon,
+        gated_linear_unit=model.swiglu,
+        activation_func=activation,
+        add_bias_linear=model.add_bias_linear,
+        add_qkv_bias=model.add_qkv_bias,
+        qk_layernorm=model.qk_layernorm,
+        layernorm_zero_centered_gamma=model.apply_layernorm_1p,
+        rotary_interleaved=model.rotary_interleaved,
+        attention_dropout=model.attention_dropout,
+        hidden_dropout=model.hidden_dropout,
+        attention_softmax_in_fp32=model.attention_softmax_in_fp32,
+        attention_backend=AttnBackend[model.attention_backend],
+        init_method=init,
+        output_layer_init_method=init,
+        init_method_std=model.init_method_std,
+        embedding_init_method_std=model.embedding_init_method_std,
+        use_cpu_initialization=model.use_cpu_initialization or not on_gpu,
+        bias_activation_fusion=fuse_activation and not model.squared_relu and on_gpu,
+        bias_dropout_fusion=model.bias_dropout_fusion and on_gpu,
+        # Its kernel adds to the gradient that was bound in the forward, when a shared-out weight has none.
+        gradient_accumulation_fusion=model.gradient_accumulation_fusion
+        and fuses_weight_gradients(machine)
+        and not parallel.shards_weights,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        sequence_parallel=parallel.sequence_parallel,
+        fp16=training.fp16,
+        bf16=training.bf16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        deterministic_mode=training.deterministic_mode,
+        calculate_per_token_loss=bool(training.calculate_per_token_loss),
+        deallocate_pipeline_outputs=True,
+        barrier_with_L1_time=config.logging.barrier_with_L1_time,
+        cuda_graph_scope=[],  # no graphs; the default warns that it is deprecated
+        transformer_impl=model.transformer_impl,
+    )
+    # Set afterwards: the class would import Transformer Engine to see whether it is there, which `machine` says.
+    plain_rope = model.position_embedding_type == "rope" and not model.rotary_interleaved
+    made.apply_rope_fusion = model.apply_rope_fusion and plain_rope and fuses_rope(machine)
+    return made
+
+
+def optimizer_config(config: Config) -> OptimizerConfig:
+    """The optimizer's hyperparameters."""
+    training = config.training
+    made = OptimizerConfig(
+        optimizer=training.optimizer,
+        lr=training.lr or 0.0,  # --skip-train needs none
+        min_lr=training.min_lr,
+        decoupled_lr=training.decoupled_lr,
+        decoupled_min_lr=training.decoupled_min_lr,
+        weight_decay=training.weight_decay,
+        adam_beta1=training.adam_beta1,
+        adam_beta2=training.adam_beta2,
+        adam_eps=training.adam_eps,
+        sgd_momentum=training.sgd_momentum,
+        clip_grad=training.clip_grad,
+        barrier_with_L1_time=config.logging.barrier_with_L1_time,
+        log_num_zeros_in_grad=config.logging.log_num_zeros_in_grad,
+        fp16=training.fp16,
+        bf16=training.bf16,
+        params_dtype=params_dtype(config),
+        loss_scale=training.loss_scale,
+        initial_loss_scale=training.initial_loss_scale,
+        min_loss_scale=training.min_loss_scale,
+        loss_scale_window=training.loss_scale_window,
+        hysteresis=training.hysteresis,
+        use_distributed_optimizer=config.parallel.use_distributed_optimizer and not config.parallel.shards_weights,
+        use_torch_optimizer_for_cpu_offload=training.use_torch_optimizer_for_cpu_offload,
+        overlap_cpu_optimizer_d2h_h2d=training.overlap_cpu_optimizer_d2h_h2d,
+        pin_cpu_grads=training.pin_cpu_grads,
+        pin_cpu_params=training.pin_cpu_params,
+    )
+    if training.optimizer_cpu_offload:
+        keep_state_on_host(made, training.optimizer_offload_fraction)
+    return made
+
+
+def keep_state_on_host(made: OptimizerConfig, fraction: float) -> None:
+    """Let megatron-core keep that share of Adam's state on the host, the float32 weights among it.
+
+    Those stay on the device without its "precision-aware" optimizer. That is said only now because the class would look
+    for Transformer Engine, whose Adam is not asked for what is on the host.
+    """
+    made.optimizer_cpu_offload, made.optimizer_offload_fraction = True, fraction
+    made.use_precision_aware_optimizer = made.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+
+
+def ddp_config(config: Config) -> DistributedDataParallelConfig:
+    """How gradients are reduced over data-parallel ranks: once, after all backwards, so that nothing overlaps."""
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=config.training.accumulate_allreduce_grads_in_fp32,
+        use_distributed_optimizer=config.parallel.use_distributed_optimizer and not config.parallel.shards_weights,
+        check_for_nan_in_grad=False,  # each rank would look for itself; `Trainer` looks at the norm of all
+        bucket_size=config.parallel.ddp_bucket_size,
+        average_in_collective=config.parallel.ddp_average_in_collective,
+    )
+
+
+def gpt_options(config: Config, vocab_size: int | None = None) -> GPTOptions:
+    """Embedding, positions and output layer. Raises UserError when nothing gives the size of the vocabulary."""
+    model, data = config.model, config.data
+    if vocab_size is None and data.padded_vocab_size is None and data.vocab_size is None:
+        raise UserError("--vocab-size is needed, because no tokenizer gives the size of the vocabulary.")
+    return GPTOptions(
+        vocab_size=padded_vocabulary(config, vocab_size or 0),
+        max_sequence_length=_given(model.max_position_embeddings),
+        position_embedding_type=model.position_embedding_type,
+        rotary_percent=model.rotary_percent,
+        rotary_base=model.rotary_base,
+        rope_scaling=rope_scaling(config),
+        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+        chunk_size=model.chunk_size,
+        loss_chunk_size=model.loss_chunk_size or 0,
+        cp_comm_type=config.parallel.cp_comm_type[0],
+    )
+
+
+def rope_scaling(config: Config) -> RopeScaling:
+    """What extends the context of rotary embeddings."""
+    model = config.model
+    if model.position_embedding_type == "yarn":
+        return RopeScaling(
+            "yarn",
+            model.rotary_scaling_factor,
+            original_length=model.yarn_original_max_position_embeddings,
+            beta_fast=model.yarn_beta_fast,
+            beta_slow=model.yarn_beta_slow,
+            round_ramp=model.yarn_correction_range_round_to_int,
+            mscale=model.mscale,
+            mscale_all_dim=model.mscale_all_dim,
+        )
+    interpolation = model.rotary_seq_len_interpolation_factor or 1.0
+    if model.position_embedding_type != "rope" or not model.use_rope_scaling:
+        return RopeScaling(interpolation=interpolation)
+    return RopeScaling(
+        "llama3",
+        model.rope_scaling_factor,
+        interpolation,
+        model.rope_scaling_original_max_position_embeddings,
+        model.rope_scaling_low_freq_factor,
+        model.rope_scaling_high_freq_factor,
+    )
+
+
+def _given(value: int | None) -> int:
+    """A size that validation has filled in."""
+    if value is None:
+        raise ValueError("the configuration was not validated")
+    return value

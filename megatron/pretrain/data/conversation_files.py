@@ -1,0 +1,82 @@
+"""Files of conversations (--sft), tokenized once: a .bin/.idx pair and a byte a token that says whether it is trained.
+
+The pair lies in a folder beside the file, or in --data-cache-path, whose name is a digest of all that it depends on:
+the file's content, the tokenizer, its chat template and how it is used. It is built by rank 0 under another name and
+renamed when complete.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from helixpipe.common.errors import DataError
+from megatron.pretrain.data.cache import made_once
+from megatron.pretrain.data.conversations import Renderer
+from megatron.pretrain.data.document_files import IndexedDocuments
+from megatron.pretrain.data.indexed_files import read_indexed_file
+
+_FORMAT = 1  # of what is written; counts up whenever the same file gives other tokens or masks
+_PAIR, _MASKS = "conversations", "trained.bin"
+
+
+def tokenize_once(path: str, tokenizer: Any, prompt_format: str, cache: str | None) -> str:
+    """The folder with the tokens of a .jsonl file, made if it is not there. For rank 0.
+
+    Raises DataError, naming file and line, for what is no conversation, and where nothing can be read or written.
+    """
+    renderer = Renderer(tokenizer, prompt_format)
+    description = [_FORMAT, _digest(path), tokenizer.unique_identifiers, renderer.template, prompt_format]
+    key = hashlib.sha256(json.dumps(description).encode()).hexdigest()[:24]
+    final = Path(cache or f"{path}.cache") / key
+    made_once(final, lambda folder: _write(path, renderer, Path(folder)))
+    return str(final)
+
+
+def open_conversations(folder: str, path: str, *, mapped: bool = True) -> IndexedDocuments:
+    """What `tokenize_once` made of the file at `path`. Raises DataError where this rank does not see it."""
+    if not Path(folder).is_dir():
+        raise DataError(f"tokens of {path} in {folder} are not visible: --data-cache-path must be shared by all nodes")
+    file, masks = read_indexed_file(os.path.join(folder, _PAIR)), os.path.join(folder, _MASKS)
+    if not os.path.isfile(masks) or os.path.getsize(masks) != file.tokens:
+        raise DataError(f"{masks} does not have a byte for each of {file.tokens} tokens; remove {folder}")
+    return IndexedDocuments(file, masks, mapped, path)
+
+
+def _write(path: str, renderer: Renderer, folder: Path) -> None:
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+    dtype = DType.optimal_dtype(renderer.tokenizer.vocab_size)
+    builder = IndexedDatasetBuilder(str(folder / f"{_PAIR}.bin"), dtype=dtype)
+    with closing(builder.data_file), open(folder / _MASKS, "wb") as masks, open(path, "rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                encoded = renderer.encode(line)
+            except DataError as error:
+                raise DataError(f"{path}, line {number}: {error}") from error
+            builder.add_document(encoded.tokens, [len(encoded.tokens)])
+            masks.write(numpy.array(encoded.trained, numpy.uint8).tobytes())
+        if not builder.sequence_lengths:
+            raise DataError(f"{path} holds no conversations")
+        builder.finalize(str(folder / f"{_PAIR}.idx"))
+
+
+def _digest(path: str) -> str:
+    if not path.endswith((".jsonl", ".json")):
+        raise DataError(f"{path} is not a .jsonl file: --sft reads conversations from JSON lines")
+    sha = hashlib.sha256()
+    try:
+        with open(path, "rb") as stream:
+            while block := stream.read(1 << 22):
+                sha.update(block)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+    return sha.hexdigest()

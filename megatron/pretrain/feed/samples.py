@@ -1,0 +1,61 @@
+"""Steps over samples that are all equally long, under the same plan each time."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from helixpipe.model import Microbatch
+from helixpipe.planning.plan import Plans
+from megatron.pretrain.checkpoint.checkpointing import Progress
+from megatron.pretrain.feed.work import StepWork
+from megatron.pretrain.step.microbatches import BatchSchedule, StepBatch
+
+
+@dataclass
+class SampleFeed:
+    """train_batches, valid_batches, test_batches: endless microbatches of each split; None where this rank reads no
+    data, or there is none for the split. seq_length: tokens of a sample, flops: of its forward and backward."""
+
+    schedule: BatchSchedule
+    plans: Plans[int]
+    train_batches: Iterator[Microbatch] | None
+    valid_batches: Iterator[Microbatch] | None = None
+    test_batches: Iterator[Microbatch] | None = None
+    has_valid: bool = False
+    has_test: bool = False
+    device: torch.device | None = None
+    seq_length: int = 0
+    flops: float = 0.0
+
+    def train(self, progress: Progress) -> StepWork:
+        return self._work(self.train_batches, self.schedule.at(progress.consumed_train_samples), training=True)
+
+    def evaluation(self, split: str) -> StepWork:
+        batches = self.valid_batches if split == "valid" else self.test_batches
+        return self._work(batches, self.schedule.final(), training=False)
+
+    def close(self) -> None:
+        """The processes that load data ignore SIGTERM, so the interpreter would wait for them for ever where a circle
+        of references keeps them until its end."""
+        for each in (self.train_batches, self.valid_batches, self.test_batches):
+            if isinstance(each, Generator):
+                each.close()
+
+    def _work(self, iterator: Iterator[Microbatch] | None, batch: StepBatch, training: bool) -> StepWork:
+        plan, count = self.plans.plan(batch.num_microbatches), batch.num_microbatches
+        if iterator is None:
+            nothing = torch.empty(0, device=self.device)
+            microbatches = [Microbatch(nothing, nothing, nothing)] * count
+        else:
+            microbatches = [next(iterator) for _ in range(count)]
+        return StepWork(
+            microbatches,
+            (plan if training else plan.evaluation).lowered,
+            samples=batch.samples,
+            scheduled_samples=batch.samples,
+            tokens=batch.samples * self.seq_length,
+            flops=batch.samples * self.flops,
+        )

@@ -1,0 +1,45 @@
+"""One step's work, and whoever has it ready."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from helixpipe.lowering.project import LoweredProgram
+from helixpipe.model import Microbatch
+from megatron.pretrain.checkpoint.checkpointing import Progress
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """microbatches: of this rank's pipeline. lowered: what runs them. samples: of the step, over all data-parallel
+    ranks; scheduled_samples: by which it moves the schedule of the learning rate. tokens, flops: of the step, over all
+    ranks. figures: what the log says of it beside, by name."""
+
+    microbatches: Sequence[Microbatch]
+    lowered: LoweredProgram
+    samples: int
+    scheduled_samples: int
+    tokens: int
+    flops: float
+    figures: Mapping[str, float] = field(default_factory=dict)
+
+
+class Feed(Protocol):
+    """Has the work of every step ready, in the order of the steps."""
+
+    has_valid: bool
+    has_test: bool
+
+    def train(self, progress: Progress) -> StepWork:
+        """Of the step after `progress`. Raises UserError where data or plans are wrong, on all ranks alike."""
+        ...
+
+    def evaluation(self, split: str) -> StepWork:
+        """Of the next step of an evaluation, of split `valid` or `test`; `--eval-iters` of them make one."""
+        ...
+
+    def close(self) -> None:
+        """End all processes and threads."""
+        ...

@@ -1,0 +1,90 @@
+"""A model goes on with what it is given, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from helixpipe.common.errors import UserError
+from helixpipe.common.flags import option
+from helixpipe.model.kv_store import KeyValueStore
+from megatron.pretrain.inference.model import ForwardModel
+from megatron.pretrain.inference.sampling import SamplingOptions, pick
+
+
+@dataclass(frozen=True)
+class GenerationOptions(SamplingOptions):
+    """What to write."""
+
+    prompt: tuple[str, ...] = option((), "Text to go on with; several run one after another.", nargs="+")
+    prompt_file: str | None = option(None, "A file whose text is a prompt.", metavar="FILE")
+    max_new_tokens: int = option(100, "Tokens to write, unless a document ends before.", at_least=1)
+    num_samples: int = option(1, "Continuations of each prompt, side by side.", at_least=1)
+    sampling_seed: int = option(1234, "Of what is drawn.", at_least=0)
+    prefill_chunk: int = option(2048, "Tokens of a prompt that run at once.", at_least=1)
+
+
+def generate(model: ForwardModel, prompt: Sequence[int], options: GenerationOptions) -> Iterator[Tensor]:
+    """Yield the next token of each sample, [samples] int64, on every rank; ends when all have ended, or at the most.
+
+    prompt: token ids, at least one. The keys and values of what has run are kept. Collective over all ranks.
+
+    Raises UserError for a row longer than the model has positions.
+    """
+    total = len(prompt) + options.max_new_tokens
+    if model.longest is not None and total > model.longest:
+        raise UserError(
+            f"{len(prompt)} tokens of prompt and --max-new-tokens {options.max_new_tokens} are more than the "
+            f"{model.longest} positions that the model has learned."
+        )
+    tokens = torch.zeros((options.num_samples, total), dtype=torch.int64, device=model.device)
+    tokens[:, : len(prompt)] = torch.tensor(list(prompt), dtype=torch.int64)
+    ended = torch.zeros(options.num_samples, dtype=torch.bool, device=model.device)
+    generator = torch.Generator(model.device).manual_seed(options.sampling_seed)
+    store, done = KeyValueStore(), 0
+    for position in range(len(prompt), total):
+        while done < position:
+            length = min(options.prefill_chunk, position - done)
+            hidden = model.hidden(tokens, done, length, store)
+            done += length
+        following = torch.zeros(options.num_samples, dtype=torch.int64, device=model.device)
+        if hidden is not None:
+            following = pick(model.logits(hidden[-1:])[0], options, generator)
+        dist.broadcast(following, group_src=model.parallel.pp_size - 1, group=model.parallel.pp_group)
+        tokens[:, position] = following
+        yield following
+        ended |= following == model.tokenizer.eod
+        if bool(ended.all()):
+            return
+
+
+def continuation(model: ForwardModel, prompt: str, options: GenerationOptions) -> list[str]:
+    """What the model goes on with, a text for each sample, each to its end of document. Collective over all ranks."""
+    ids = model.tokenizer.tokenize(prompt) or [model.tokenizer.eod]
+    columns = list(generate(model, ids, options))
+    eod = model.tokenizer.eod
+    texts = []
+    for row in torch.stack(columns, dim=1).tolist():
+        texts.append(_text(model.tokenizer, row[: row.index(eod)] if eod in row else row))
+    return texts
+
+
+def _text(tokenizer: Any, ids: Sequence[int]) -> str:
+    """Without tokens that stand for nothing: a model that has learned little draws them too."""
+    try:
+        return str(tokenizer.detokenize(list(ids)))
+    except (ValueError, IndexError, KeyError):
+        return str(tokenizer.detokenize([each for each in ids if _stands_for_text(tokenizer, each)]))
+
+
+def _stands_for_text(tokenizer: Any, token: int) -> bool:
+    try:
+        tokenizer.detokenize([token])
+    except (ValueError, IndexError, KeyError):
+        return False
+    return True

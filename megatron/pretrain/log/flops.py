@@ -1,0 +1,33 @@
+"""Floating-point operations of training, for the throughput in log lines. No torch."""
+
+from __future__ import annotations
+
+from megatron.pretrain.config import ModelConfig
+
+
+def flops_per_sample(model: ModelConfig, padded_vocab_size: int) -> float:
+    """Operations of forward and backward of one sequence of a validated model.
+
+    Counted as in Megatron-LM's log (and Korthikanti et al., 2022): matrix products only, a multiply and an add each;
+    the backward is twice the forward; causal attention does half of the s x s products; recomputation does not count.
+    """
+    layers, hidden, ffn, heads = (
+        _given(value)
+        for value in (model.num_layers, model.hidden_size, model.ffn_hidden_size, model.num_attention_heads)
+    )
+    length, channels = _given(model.seq_length), _given(model.kv_channels)
+    groups = model.num_query_groups if model.group_query_attention else heads
+    query, key_value = heads * channels, groups * channels
+    # multiply-adds of one token
+    qkv = hidden * (query + 2 * key_value)
+    scores_and_values = 2 * query * length / 2
+    projection = query * hidden
+    mlp = (3 if model.swiglu else 2) * hidden * ffn
+    head = hidden * padded_vocab_size
+    return 3 * 2 * length * (layers * (qkv + scores_and_values + projection + mlp) + head)
+
+
+def _given(value: int | None) -> int:
+    if value is None:
+        raise ValueError("the configuration was not validated")
+    return value

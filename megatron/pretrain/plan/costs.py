@@ -1,0 +1,121 @@
+"""What ops take in the configured model, for schedules that are found from costs. No torch."""
+
+from __future__ import annotations
+
+from math import inf
+
+from helixpipe.common.errors import UserError
+from helixpipe.costs.hardware import DEFAULT_HARDWARE, GIB, RESERVED_MEMORY, find_hardware
+from helixpipe.costs.model_costs import ModelCosts
+from helixpipe.costs.models import Layout, ModelShape
+from helixpipe.costs.profile_costs import Profile, ProfileCosts
+from megatron.pretrain.config import Config
+from megatron.pretrain.config.vocabulary import padded_vocabulary
+
+
+def training_costs(config: Config) -> ModelCosts | ProfileCosts:
+    """Seconds and bytes: measured, where --cost-profile gives them, else on the hardware that --hardware names. Only
+    the ratios of times matter to a schedule. Raises UserError for a file that cannot be read or is of another model."""
+    parallel, model, training = config.parallel, config.model, config.training
+    if parallel.cost_profile is not None:
+        return _measured(config, parallel.cost_profile)
+    hardware = find_hardware(parallel.hardware or DEFAULT_HARDWARE)
+    tp = parallel.tensor_model_parallel_size
+    return ModelCosts(
+        model_shape(config),
+        hardware,
+        Layout(
+            tp,
+            parallel.sequence_parallel,
+            training.micro_batch_size or 1,
+            element_bytes=2 if training.bf16 or training.fp16 else 4,
+            mlp_chunk=model.chunk_size,
+            loss_chunk=model.loss_chunk_size or 0,
+            context_parallel=parallel.context_parallel_size,
+            cp_comm_type=parallel.cp_comm_type[0],
+        ),
+        model.seq_length or 1,
+        parallel.data_parallel_size,
+        parallel.use_distributed_optimizer,
+        parallel.kv_grad_fp32,
+        adam_on_host=training.optimizer_offload_fraction if training.optimizer_cpu_offload else 0.0,
+        shards_weights=parallel.shards_weights,
+    )
+
+
+def _measured(config: Config, path: str) -> ProfileCosts:
+    profile = Profile.load(path, flag="--cost-profile")
+    ours, theirs = model_shape(config), profile.model
+    for flag, name in (
+        ("--hidden-size", "hidden"),
+        ("--num-attention-heads", "heads"),
+        ("--num-query-groups", "groups"),
+        ("--ffn-hidden-size", "ffn"),
+        ("--swiglu", "gated"),
+        ("--kv-channels", "channels"),
+        ("--qk-layernorm", "qk_norm"),
+    ):
+        if getattr(ours, name) != getattr(theirs, name):
+            raise UserError(
+                f"--cost-profile {path} was measured with {flag} {getattr(theirs, name)}, not {getattr(ours, name)}."
+            )
+    for flag, here, there in (
+        ("--seq-length", config.model.seq_length, profile.seq_length),
+        ("--micro-batch-size", config.training.micro_batch_size, profile.layout.micro_batch_size),
+        (
+            "--tensor-model-parallel-size",
+            config.parallel.tensor_model_parallel_size,
+            profile.layout.tensor_parallel,
+        ),
+        ("--context-parallel-size", config.parallel.context_parallel_size, profile.layout.context_parallel),
+        ("--chunk-size", config.model.chunk_size, profile.layout.mlp_chunk),
+        ("--loss-chunk-size", config.model.loss_chunk_size or 0, profile.layout.loss_chunk),
+    ):
+        if here != there:
+            raise UserError(f"--cost-profile {path} was measured with {flag} {there}, not {here}.")
+    return ProfileCosts(profile, config.parallel.kv_grad_fp32, config.parallel.weight_parts)
+
+
+def memory_limit(config: Config) -> float | None:
+    """Bytes a GPU may use: --memory-limit, else those of --hardware; None when neither is given."""
+    parallel = config.parallel
+    if parallel.memory_limit is not None:
+        return parallel.memory_limit * GIB
+    return None if parallel.hardware is None else find_hardware(parallel.hardware).memory - RESERVED_MEMORY
+
+
+def host_limit(config: Config) -> float:
+    """Bytes of its host's memory that a GPU may use: its part of --host-memory, or of what --hardware has; infinite
+    when neither is given."""
+    parallel = config.parallel
+    if parallel.host_memory is None and parallel.hardware is None:
+        return inf
+    hardware = find_hardware(parallel.hardware or DEFAULT_HARDWARE)
+    memory = hardware.host_memory if parallel.host_memory is None else parallel.host_memory * GIB
+    return memory / min(hardware.gpus_per_node, config.launch.world_size)
+
+
+def model_shape(config: Config) -> ModelShape:
+    """The configured model. Where the flags do not say the vocabulary, it is taken to be GPT-2's until the tokenizer
+    is read."""
+    model = config.model
+    heads, hidden = model.num_attention_heads or 1, model.hidden_size or 1
+    return ModelShape(
+        name="the model",
+        layers=model.num_layers or 1,
+        hidden=hidden,
+        heads=heads,
+        groups=model.num_query_groups if model.group_query_attention else heads,
+        ffn=model.ffn_hidden_size or 4 * hidden,
+        gated=model.swiglu,
+        vocab=padded_vocabulary(config, tokenizer=50257, guessed=True),
+        tied=not model.untie_embeddings_and_output_weights,
+        norm=model.normalization,
+        positions="rope" if model.position_embedding_type == "yarn" else model.position_embedding_type,
+        bias=model.add_bias_linear,
+        seq_length=model.seq_length or 1,
+        head_channels=0 if model.kv_channels == hidden // heads else model.kv_channels or 0,
+        qkv_bias=model.add_qkv_bias,
+        qk_norm=model.qk_layernorm,
+        centered=model.apply_layernorm_1p,
+    )

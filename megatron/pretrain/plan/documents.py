@@ -1,0 +1,225 @@
+"""Plans of steps over documents, no two of which are alike. No torch: they are made in a process of their own."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from helixpipe.common.errors import ScheduleError, UserError
+from helixpipe.costs.hardware import find_hardware
+from helixpipe.costs.model_costs import ModelCosts
+from helixpipe.costs.profile_costs import ProfileCosts
+from helixpipe.lowering.project import LoweredProgram
+from helixpipe.planning.alike import lowered_with_rows, rows_alike, with_rows
+from helixpipe.planning.catalogue import Shape
+from helixpipe.planning.document_steps import StepPacker, adapting, dealt, row_program
+from helixpipe.planning.early import peak_memory
+from helixpipe.planning.packing import Packing, spread
+from helixpipe.planning.plan import Plan, make_plan
+from helixpipe.program.files import is_file
+from helixpipe.program.program import Program
+from helixpipe.program.workload import Workload
+from megatron.pretrain.config import Config
+from megatron.pretrain.plan.costs import host_limit, memory_limit, training_costs
+from schedules import build, find
+
+
+class StepRequest(NamedTuple):
+    """What a plan is asked for.
+
+    split, step: which step, of training or an evaluation. lengths: tokens of each document of the step, of all
+    data-parallel ranks. dp_rank: whose plan. quick: make it at once, without a search.
+    """
+
+    split: str
+    step: int
+    lengths: tuple[int, ...]
+    dp_rank: int
+    quick: bool = False
+
+
+class StepReport(NamedTuple):
+    """What is said of a plan in the log.
+
+    tokens: of the step, over all pipelines. chunks: of this pipeline. spread_of_time, spread_of_tokens: standard
+    deviation over mean of all its chunks. seconds: that it took to plan. predicted: seconds of the step, bubble:
+    share of idle time, both on paper.
+    """
+
+    tokens: int
+    chunks: int
+    spread_of_time: float
+    spread_of_tokens: float
+    seconds: float
+    predicted: float
+    bubble: float
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """lowered: of a training step, or of an evaluation. numbers: of each document of its workload, its number in the
+    step; higher ones are padding. deal: tells whether all pipelines mean the same dealing. shares: where all pipelines
+    run one order, the rows and the numbers of each."""
+
+    request: StepRequest
+    lowered: LoweredProgram
+    numbers: tuple[int, ...]
+    deal: str
+    report: StepReport
+    shares: tuple[tuple[Workload, tuple[int, ...]], ...] = ()
+
+    def of(self, dp_rank: int) -> StepPlan:
+        """The plan of that pipeline."""
+        if not self.shares:
+            return self
+        workload, numbers = self.shares[dp_rank]
+        return replace(self, lowered=lowered_with_rows(self.lowered, workload), numbers=numbers, shares=())
+
+
+@dataclass(frozen=True)
+class DocumentPlanner:
+    """Makes a rank's plans from the lengths of a step's documents; can be sent to another process."""
+
+    config: Config
+
+    def __reduce__(self) -> tuple[type[DocumentPlanner], tuple[Config]]:
+        return DocumentPlanner, (self.config,)  # without what it has found out so far
+
+    def __call__(self, request: StepRequest) -> StepPlan:
+        """Raises UserError where nothing fits, ScheduleError where the schedule cannot run so many microbatches."""
+        begin = time.perf_counter()
+        given, pipelines = len(request.lengths), self.config.parallel.data_parallel_size
+        # A step of fewer documents than pipelines, as --max-tokens may make, has one of padding for each of the others.
+        every = (*request.lengths, *[self._packer.alignment] * (pipelines - given))
+        hands, _ = dealt(every, self.costs, self._layers, pipelines)
+        numbers = [tuple(number for number in hand if number < given) for hand in hands]
+        together = range(pipelines) if self.together else (request.dp_rank,)
+        packings = [self._packed([every[number] for number in hands[rank]], request.quick) for rank in together]
+        packing = max(packings, key=lambda each: each.time)
+        program, workloads = self._program_of(packings, request.quick)
+        plan = make_plan(program, self.costs)
+        chosen = plan if request.split == "train" else plan.evaluation
+        digest = hashlib.sha256(repr((request.step, request.lengths, hands)).encode()).hexdigest()
+        report = self._report(request, chosen, packing, time.perf_counter() - begin)
+        shares = tuple(zip(workloads, numbers, strict=True)) if self.together else ()
+        return StepPlan(request, chosen.lowered, numbers[request.dp_rank], digest, report, shares)
+
+    @property
+    def together(self) -> bool:
+        """Whether all pipelines run one order, because they share weights: then one plan is made for all."""
+        return self.config.parallel.shards_weights and self.config.parallel.data_parallel_size > 1
+
+    def _packed(self, lengths: Sequence[int], quick: bool) -> Packing:
+        return self._packer_for(lengths).pack(lengths, search=not quick)
+
+    def _program_of(self, packings: Sequence[Packing], quick: bool) -> tuple[Program, list[Workload]]:
+        """One program for the rows of all, and these, cut alike. The order is that of the pipeline that takes longest,
+        or of the next with which all fit into the memory."""
+        slowest = sorted(range(len(packings)), key=lambda number: -packings[number].time)
+        if len(packings) == 1:
+            return self._program(packings[0].workload, quick), [packings[0].workload]
+        unit, limit = self._packer.alignment, memory_limit(self.config)
+        alike = rows_alike([each.workload for each in packings], unit)
+        first: tuple[Program, list[Workload]] | None = None
+        for number in slowest:
+            program = self._program(alike[number], quick)
+            _, *workloads = rows_alike([program.workload, *alike], unit)  # the schedule may ask for more rows
+            first = first or (program, workloads)
+            if limit is None or all(
+                max(peak_memory(with_rows(program, each), self.costs)) <= limit * (1 + 1e-9) for each in workloads
+            ):
+                return program, workloads
+        assert first is not None
+        return first
+
+    def nominal(self) -> Program:
+        """Of a step of the longest documents there may be, two for each pipeline rank."""
+        parallel, length = self.config.parallel, self.config.model.seq_length or 1
+        count = 2 * parallel.pipeline_model_parallel_size
+        if (most := self.config.data.max_tokens) is not None:
+            count = max(1, min(count, most // (length * parallel.data_parallel_size)))
+        return self._program(self._packer.pack([length] * count, search=False).workload, quick=True)
+
+    @cached_property
+    def costs(self) -> ModelCosts | ProfileCosts:
+        return training_costs(self.config)
+
+    def _program(self, workload: Workload, quick: bool) -> Program:
+        """The schedule's. quick: one that is not searched for."""
+        config, options = self.config, self.config.schedule_options
+        if quick and hasattr(options, "infinipipe_grouping"):
+            options = replace(options, infinipipe_grouping=False, infinipipe_ahead=options.infinipipe_ahead or 1)
+        name, alignment = config.parallel.pipeline_schedule or "none", self._packer.alignment
+        return row_program(lambda shape: build(name, shape, options), self._shape, workload, alignment)
+
+    def _packer_for(self, lengths: Sequence[int]) -> StepPacker:
+        """With no more slices than these documents can have, whatever flags ask for: a step may have short ones."""
+        packer = self._packer
+        asked, most = packer.options.chunks, max(max(lengths) // packer.alignment, 1)
+        if asked is None or asked <= most:
+            return packer
+        return replace(packer, options=replace(packer.options, infinipipe_chunks=str(most)))
+
+    @cached_property
+    def _packer(self) -> StepPacker:
+        config, parallel = self.config, self.config.parallel
+        name = parallel.pipeline_schedule or "none"
+        chunks = is_file(name) or find(name).chunks
+        if not chunks and config.packing.chunks not in (None, 1):
+            raise ScheduleError(
+                f"schedule {name} does not cut sequences, so documents have one chunk each: --infinipipe-chunks must "
+                "be 1 or left out."
+            )
+        alignment = config.chunks.chunk_alignment or parallel.unit
+        if alignment % parallel.unit:
+            raise UserError(
+                f"--chunk-alignment {alignment} must be a multiple of {parallel.unit}, which tensor- and "
+                "context-parallel ranks can share."
+            )
+        return StepPacker(
+            shape=self._shape,
+            options=config.packing if chunks else replace(config.packing, infinipipe_chunks="1"),
+            adapts=adapting(config.schedule_options) and config.recompute.granularity is None,
+            alignment=alignment,
+            least=1 if parallel.hardware is None else find_hardware(parallel.hardware).short_chunk,
+        )
+
+    @cached_property
+    def _shape(self) -> Shape:
+        config, parallel = self.config, self.config.parallel
+        return Shape(
+            ranks=parallel.pipeline_model_parallel_size,
+            microbatches=1,
+            layers=self._layers,
+            virtual_stages=parallel.virtual_pipeline_model_parallel_size,
+            costs=self.costs,
+            recompute=config.recompute,
+            memory_limit=memory_limit(config),
+            offload=config.offload,
+            host_limit=host_limit(config),
+            sharded=parallel.weight_parts,
+            stage_layers=parallel.stage_layers,
+        )
+
+    @property
+    def _layers(self) -> int:
+        return self.config.model.num_layers or 0
+
+    def _report(self, request: StepRequest, plan: Plan, packing: Packing, seconds: float) -> StepReport:
+        times: dict[tuple[int, int], float] = {}
+        for event in plan.simulation.timeline.ops:
+            unit = event.op.microbatch, event.op.chunk
+            times[unit] = times.get(unit, 0.0) + event.end - event.start
+        return StepReport(
+            tokens=sum(request.lengths),
+            chunks=len(times),
+            spread_of_time=spread(list(times.values())),
+            spread_of_tokens=packing.spread_of_tokens,
+            seconds=seconds,
+            predicted=plan.simulation.makespan,
+            bubble=plan.simulation.bubble_ratio,
+        )

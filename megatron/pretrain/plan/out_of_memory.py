@@ -1,0 +1,55 @@
+"""What to say when a GPU's memory was too small: what the run needs on paper, and which flags would save most."""
+
+from __future__ import annotations
+
+import re
+
+from helixpipe.common.errors import UserError
+from helixpipe.costs.hardware import GIB
+from helixpipe.planning.plan import Plans
+from megatron.pretrain.config import Config
+from megatron.pretrain.plan.programs import full_batch, make_planner
+
+_SAVERS = (
+    ("--recompute-granularity full", "recompute", {"recompute_granularity": "full"}),
+    ("--recompute-granularity selective", "recompute", {"recompute_granularity": "selective"}),
+    ("--use-distributed-optimizer", "parallel", {"use_distributed_optimizer": True}),
+    ("--loss-chunk-size 1024", "model", {"loss_chunk_size": 1024}),
+    ("--chunk-size 1024", "model", {"chunk_size": 1024}),
+    ("--micro-batch-size 1", "training", {"micro_batch_size": 1}),
+)
+"""Flags, and what they change in which group of the configuration."""
+
+
+def out_of_memory(config: Config, plans: Plans[int], said: str) -> str:
+    """One sentence. said: torch's message, of which it takes what was asked for and what there is."""
+    match = re.search(r"Tried to allocate ([\d.]+ \w+)", said)
+    there = re.search(r"total capacity of ([\d.]+ \w+)", said)
+    asked = f" ({match[1]} more were asked for)" if match else ""
+    capacity = f", which has {there[1]}," if there else ""
+    needs = _needs(plans, config)
+    sentence = (
+        f"the GPU{capacity} is out of memory{asked}; a rank needs up to {needs / GIB:.3g} GiB on paper, as `helixpipe "
+        "memory` says"
+    )
+    better = savers(config, needs)
+    words = " and ".join(f"{flags} ({saved / GIB:.3g} GiB less)" for flags, saved in better)
+    return f"{sentence}; what would save most is {words}." if better else f"{sentence}; use more ranks."
+
+
+def savers(config: Config, needs: float) -> list[tuple[str, float]]:
+    """The two flags that save most on paper: (flags, bytes of the rank that needs most)."""
+    saved = []
+    for flags, group, changes in _SAVERS:
+        try:
+            changed = config.replace(group, **changes)
+            if getattr(changed, group) != getattr(config, group):
+                saved.append((flags, needs - _needs(make_planner(changed), changed)))
+        except UserError:  # not with this schedule
+            continue
+    best = sorted(saved, key=lambda each: -each[1])[:2]
+    return [each for each in best if each[1] > 0.01 * needs]
+
+
+def _needs(plans: Plans[int], config: Config) -> float:
+    return max(plans.plan(full_batch(config)).simulation.device_needs)

@@ -1,0 +1,221 @@
+"""The chosen schedule, as something that runs a step: by a plan for each number of microbatches, made when first
+needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from helixpipe.common.errors import ScheduleError
+from helixpipe.costs.by_hand import PieceTimes
+from helixpipe.costs.hardware import DEFAULT_HARDWARE, find_hardware
+from helixpipe.draw.text import chunk_times, copies_text
+from helixpipe.lowering.project import LoweredProgram
+from helixpipe.model import Microbatch, PipelineModel
+from helixpipe.planning.chunk_lengths import short_chunks
+from helixpipe.planning.plan import Plans
+from helixpipe.program.program import Program
+from helixpipe.program.stages import Piece
+from helixpipe.runtime.copies import make_engine
+from helixpipe.runtime.executor import Executor, Step
+from helixpipe.runtime.numa import bind_to_device
+from helixpipe.runtime.offload import Offloader
+from helixpipe.runtime.recording import Record
+from helixpipe.runtime.transport import make_transport
+from helixpipe.runtime.weights import StageWeights
+from helixpipe.simulate.simulator import simulate
+from helixpipe.watch.position import Position
+from megatron.pretrain.config import Config
+from megatron.pretrain.config.communicators import pipeline_settings
+from megatron.pretrain.log.recorded import RecordedStep, recorded_step
+from megatron.pretrain.process.output import complain
+from megatron.pretrain.process.parallel import Parallel
+
+ROUNDING = 0.02
+"""Part of what is offloaded that its place in the host's memory may be larger."""
+
+
+class Pipeline:
+    """Runs steps on this rank.
+
+    plans: by number of microbatches. step_sizes: every one that may be asked for; each is checked at once, so that a
+    bad one shows before training starts. position: where this rank publishes what it does. Raises ScheduleError when
+    programs of different sizes would place the model differently.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        plans: Plans[int],
+        parallel: Parallel,
+        step_sizes: Sequence[int],
+        position: Position | None = None,
+    ):
+        self._config = config
+        self.plans = plans
+        self._parallel = parallel
+        self._position = position or Position()
+        self._counted: tuple[LoweredProgram, torch.Tensor] | None = None
+        self.program = plans.program
+        largest = plans.plan(step_sizes[-1])
+        placement = _placement(largest.program)
+        self.pieces = placement[parallel.pp_rank]
+        self.copies = largest.program.copies(parallel.pp_rank)
+        held = enumerate(largest.program.stages)
+        self.stages = [each.pieces for index, each in held if parallel.pp_rank in largest.program.holders(index)]
+        for size in step_sizes:
+            if _placement(plans.program(size)) != placement:  # alike on all ranks
+                raise ScheduleError(
+                    f"schedule {config.parallel.pipeline_schedule} places the model differently for {size} "
+                    f"microbatches than for {step_sizes[-1]}, so the batch cannot change size under it."
+                )
+        self._largest = largest
+        if largest.graph.copies or config.training.optimizer_cpu_offload:
+            _bind(parallel.device)
+        channels = {(message.source, message.target) for message in largest.graph.messages}
+        self._transport = make_transport(
+            parallel.pp_group, parallel.device, channels, pipeline_settings(config.parallel)
+        )
+
+    def attach(self, model: PipelineModel, weights: StageWeights) -> None:
+        """The model to run, which must be made of `pieces`, and who keeps its weights."""
+        self._executor = Executor(
+            self._parallel.pp_rank,
+            model,
+            self._transport,
+            self._config.parallel.kv_grad_fp32,
+            self._position,
+            weights,
+            offloader=self._offloader(),
+        )
+
+    def _offloader(self) -> Offloader | None:
+        """With as much page-locked memory as the largest step needs; None where nothing is offloaded."""
+        if not self._largest.graph.copies:
+            return None
+        room = self._largest.simulation.peaks[self._parallel.pp_rank].host * (1 + ROUNDING)
+        return Offloader(make_engine(self._parallel.device), round(room))
+
+    @property
+    def reads_data(self) -> bool:
+        """Whether this rank needs tokens or labels."""
+        return any(piece.kind in ("embed", "head") for piece in self.pieces)
+
+    @property
+    def places_tokens(self) -> bool:
+        """Whether this rank needs to know where documents end."""
+        return places_tokens(self._largest.program, self._parallel.pp_rank)
+
+    @property
+    def has_head(self) -> bool:
+        return any(piece.kind == "head" for piece in self.pieces)
+
+    def counted(self, lowered: LoweredProgram) -> torch.Tensor:
+        """The microbatches of a step whose tokens this rank counts: it runs their head, that of their first chunk. Each
+        is counted on one rank. An index (int64) on the device: a list would be copied there in each step, for which the
+        host waits."""
+        if self._counted is None or self._counted[0] is not lowered:
+            program = lowered.program
+            head = len(program.stages) - 1
+            own = program.ranks[self._parallel.pp_rank]
+            numbers = [op.microbatch for op in own if op.kind == "F" and op.stage == head and op.chunk == 0]
+            index = torch.tensor(numbers, dtype=torch.int64)
+            if self._parallel.device.type == "cuda":
+                index = index.pin_memory().to(self._parallel.device, non_blocking=True)
+            self._counted = lowered, index
+        return self._counted[1]
+
+    def run(
+        self,
+        iteration: int,
+        lowered: LoweredProgram,
+        batches: Sequence[Microbatch],
+        root_gradient: Callable[[int], torch.Tensor],
+        training: bool = True,
+        record: bool = False,
+        confirm: Callable[[], bool] | None = None,
+    ) -> tuple[torch.Tensor, Record]:
+        """Run one step (evaluation: forwards only, no dropout) over all `batches` of this pipeline, by a program for as
+        many.
+
+        root_gradient, confirm: see `helixpipe.runtime.executor.Step`.
+        Returns the sum of the loss sums whose head is here (a float64 scalar) and the step's record.
+        """
+        step = Step(
+            iteration=iteration,
+            # as the sampler deals them out, so that dropout does not depend on the data-parallel size
+            microbatch_number=lambda index: index * self._parallel.dp_size + self._parallel.dp_rank,
+            batch=batches.__getitem__,
+            root_gradient=root_gradient,
+            micro_batch_size=self._config.training.micro_batch_size or 0,
+            seq_length=self._config.model.seq_length or 0,
+            training=training,
+            confirm=confirm,
+        )
+        if record:
+            dist.barrier(group=self._parallel.pp_group)  # the clocks of several machines are taken to agree here
+        losses, times = self._executor.run(lowered, step, record)
+        total = torch.zeros((), dtype=torch.float64, device=self._parallel.device)
+        # In the order of microbatches, not of the schedule, and in float64, since heads may be on several ranks: the
+        # reported loss is then the same under all schedules.
+        for loss in sorted(losses, key=lambda loss: (loss.microbatch, loss.chunk)):
+            total += loss.value
+        return total, times
+
+    def recorded(self, record: Record, lowered: LoweredProgram) -> RecordedStep:
+        """A recorded training step beside its simulation, in seconds; collective over the pipeline.
+
+        The simulation uses the step's own median time of each kind of op in each stage, and its own rate of copying to
+        the host and back, so it shows what the order of ops costs, not what ops cost; messages take no time in it.
+        """
+        records: list[Record] = [record] * self._parallel.pp_size
+        dist.all_gather_object(records, record, group=self._parallel.pp_group)
+        return recorded_step(lowered, records)
+
+    def bubble(self, num_microbatches: int) -> float:
+        """Simulated share of idle time with equal layers, backward twice forward, and no message time."""
+        return simulate(self.plans.plan(num_microbatches).lowered, PieceTimes({"mlp": 1.0})).bubble_ratio
+
+    def chunks(self, num_microbatches: int) -> list[str]:
+        """Lines about the chunks of a sequence and their simulated times, none where sequences are not cut."""
+        plan = self.plans.plan(num_microbatches)
+        if plan.program.num_chunks == 1 or self._config.data.variable_seq_lengths:
+            return []
+        lengths = plan.program.workload.in_tokens(self._config.model.seq_length or 1).tokens(0)
+        times = chunk_times(plan.simulation)
+        shares = ", ".join(f"{length} ({time / sum(times):.1%})" for length, time in zip(lengths, times, strict=True))
+        line = f"tokens of each chunk (share of a microbatch's simulated time): {shares}"
+        name, micro = self._config.parallel.hardware, self._config.training.micro_batch_size or 1
+        short = None if name is None else short_chunks(sum(lengths), len(lengths), micro, find_hardware(name))
+        return [line] if short is None else [line, short]
+
+    def offloading(self, num_microbatches: int) -> list[str]:
+        """Lines about what leaves the device in a step, none where nothing does."""
+        text = copies_text(self.plans.plan(num_microbatches).simulation)
+        costs = self._config.parallel.cost_profile or self._config.parallel.hardware or DEFAULT_HARDWARE
+        first, _, rest = (text or "").partition("\n")
+        return [f"{first} (predicted from {costs})", *rest.splitlines()] if first else []
+
+    def close(self) -> None:
+        self._executor.close()
+        self._transport.close()
+
+
+def places_tokens(program: Program, rank: int) -> bool:
+    """Whether a rank runs what depends on where documents end, with weights of its own or without: attention, and the
+    rotary embedding behind QKV."""
+    stages = {op.stage for op in program.ranks[rank]}
+    return any(piece.kind in ("qkv", "attn") for stage in stages for piece in program.stages[stage].pieces)
+
+
+def _bind(device: torch.device) -> None:
+    """Stay near the GPU; before the first page-locked page."""
+    if device.type == "cuda" and (unbound := bind_to_device(device)) is not None:
+        complain(unbound)
+
+
+def _placement(program: Program) -> list[tuple[Piece, ...]]:
+    """The pieces of every rank."""
+    return [program.pieces_of_rank(rank) for rank in range(program.num_ranks)]

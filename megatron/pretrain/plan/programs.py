@@ -1,0 +1,148 @@
+"""From the flags to the schedule's plans. No torch: a bad schedule is refused before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from math import inf
+
+from helixpipe.common.errors import ProgramError, UserError
+from helixpipe.costs.hardware import GIB, find_hardware
+from helixpipe.costs.model_costs import ModelCosts
+from helixpipe.costs.models import shared_unit
+from helixpipe.costs.profile_costs import ProfileCosts
+from helixpipe.lowering.validate import untrainable
+from helixpipe.planning.chunk_lengths import FEW_COUNTS, best_chunks, chunk_counts
+from helixpipe.planning.plan import Plan, Plans
+from helixpipe.program.program import Program
+from helixpipe.simulate.simulator import Simulation
+from megatron.pretrain.config import Config
+from megatron.pretrain.plan.costs import host_limit, memory_limit, model_shape, training_costs
+from megatron.pretrain.plan.documents import DocumentPlanner
+from schedules import Shape, build
+
+
+def make_planner(config: Config) -> Plans[int]:
+    """The plans of training steps, by their number of microbatches on each data-parallel rank; of steps of documents
+    one that stands for them all, of the longest documents there may be."""
+    costs = training_costs(config)
+    if config.data.variable_seq_lengths:
+        return Plans(lambda _: DocumentPlanner(config).nominal(), costs)
+    return Plans(lambda num_microbatches: make_program(config, num_microbatches, costs), costs)
+
+
+def replanned(plans: Plans[int], before: Config, config: Config) -> Plans[int]:
+    """The same plans, if all that they follow from is as it was before the vocabulary was known."""
+    return plans if model_shape(config) == model_shape(before) else make_planner(config)
+
+
+def make_program(config: Config, num_microbatches: int, costs: ModelCosts | ProfileCosts | None = None) -> Program:
+    """The schedule's program for a training step. costs: the configured ones, if they are at hand. Raises
+    ScheduleError, ProgramError or UserError, in the words of the flags."""
+    name, costs = config.parallel.pipeline_schedule or "none", costs or training_costs(config)
+    limit = memory_limit(config)
+    if config.offload.auto and limit is None:
+        raise UserError("--offload-activations auto needs --memory-limit or --hardware, which say what there is.")
+    shape = Shape(
+        ranks=config.parallel.pipeline_model_parallel_size,
+        microbatches=num_microbatches,
+        layers=config.model.num_layers or 0,
+        virtual_stages=config.parallel.virtual_pipeline_model_parallel_size,
+        costs=costs,
+        recompute=config.recompute,
+        memory_limit=limit,
+        offload=config.offload,
+        host_limit=host_limit(config),
+        sharded=config.parallel.weight_parts,
+        stage_layers=config.parallel.stage_layers,
+    )
+
+    def cut(chunks: int) -> Program:
+        """The program with the sequence cut into so many chunks."""
+        lengths = config.chunks.resolve(
+            chunks,
+            costs,
+            shape.layers,
+            config.model.seq_length,
+            config.parallel.tensor_model_parallel_size,
+            shared_unit(
+                config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size, config.parallel.parts
+            ),
+        )
+        return build(name, replace(shape, chunks=chunks, chunk_lengths=lengths), config.schedule_options)
+
+    def fits(simulation: Simulation) -> bool:
+        return limit is None or max(simulation.device_needs) <= limit
+
+    count = config.chunks.count()
+    if not config.chunks.auto:
+        return cut(count or 1)
+    counts: tuple[int, ...] = FEW_COUNTS
+    if config.parallel.hardware is not None:  # whose shortest worthwhile chunk is known
+        hardware = find_hardware(config.parallel.hardware)
+        counts = chunk_counts(config.model.seq_length or 1, config.training.micro_batch_size or 1, hardware)
+    return best_chunks(cut, costs, fits, counts)
+
+
+def full_batch(config: Config) -> int:
+    """Microbatches on each data-parallel rank of a step of the full batch."""
+    samples = (config.training.micro_batch_size or 1) * config.parallel.data_parallel_size
+    return (config.training.global_batch_size or 1) // samples
+
+
+def check_program(config: Config, plans: Plans[int]) -> None:
+    """Plan a step of a full batch, and see that it can be run. Raises ScheduleError, ProgramError."""
+    program = plans.plan(full_batch(config)).program
+    if (reason := untrainable(program)) is not None:
+        raise ProgramError(reason)
+    if program.kv_blocks:
+        _check_blocks(config)
+    if not config.data.variable_seq_lengths:
+        workload = program.workload.in_tokens(config.model.seq_length or 1)  # refuses chunks that are not the sequence
+        _check_lengths(config, {length for number in range(len(workload)) for length in workload.tokens(number)})
+    _check_host(config, plans.plan(full_batch(config)))
+
+
+def _check_blocks(config: Config) -> None:
+    """Raise UserError for what attention to keys and values in blocks cannot do."""
+    flag = "--kv-blocks" if config.offload.kv_blocks else "--sppo-multiplex"
+    for other, value, valid in (
+        ("--context-parallel-size", config.parallel.context_parallel_size, 1),
+        ("--attention-dropout", config.model.attention_dropout, 0),
+    ):
+        if value != valid:
+            raise UserError(f"{flag} cannot be had with {other} {value:g}; give {valid}, or leave {flag} out.")
+
+
+def _check_lengths(config: Config, lengths: Collection[float]) -> None:
+    """Raise UserError where the ranks that share a chunk cannot do so evenly."""
+    parallel = config.parallel
+    odd = [length for length in lengths if length % parallel.unit]
+    if odd:
+        raise UserError(
+            f"chunks must be multiples of {parallel.unit} tokens with --context-parallel-size "
+            f"{parallel.context_parallel_size} and --tensor-model-parallel-size "
+            f"{parallel.tensor_model_parallel_size}, not {min(odd):g}."
+        )
+
+
+def _check_host(config: Config, plan: Plan) -> None:
+    """Raise UserError where what is offloaded does not fit into the host's memory."""
+    limit = host_limit(config)
+    if not plan.graph.copies or limit == inf:
+        return
+    need = max(plan.simulation.host_needs)
+    if need > limit:
+        raise UserError(
+            f"a GPU would need {need / GIB:.3g} GiB of its host's memory, and {limit / GIB:.3g} are its own: offload "
+            f"about {limit / need:.2f} of it (--offload-activations), or raise --host-memory."
+        )
+
+
+def predicted_step(config: Config, plans: Plans[int]) -> float | None:
+    """The seconds that a step of a full batch takes on paper; None where nothing is known of the GPUs, whose costs are
+    then those of a default that only the ratios of times matter of."""
+    parallel = config.parallel
+    if parallel.hardware is None and parallel.cost_profile is None:
+        return None
+    return plans.plan(full_batch(config)).simulation.makespan

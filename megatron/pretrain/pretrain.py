@@ -1,0 +1,280 @@
+"""From a command line to a running `Trainer`: setup in the order things depend on each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from helixpipe.model import Microbatch
+from helixpipe.model.device import prepare
+from helixpipe.planning.plan import Plans
+from helixpipe.watch.position import Patience, Position
+from megatron.pretrain.config import Config, core
+from megatron.pretrain.data.datasets import build_datasets
+from megatron.pretrain.data.identity import identities
+from megatron.pretrain.data.loading import Isolation, batch_iterator
+from megatron.pretrain.data.options import DataOptions
+from megatron.pretrain.data.samplers import MicrobatchSampler, consumed_valid_samples, samples_needed
+from megatron.pretrain.log.summary import print_arguments, record_arguments, spread, summary
+from megatron.pretrain.plan.loss_slices import settled_again
+from megatron.pretrain.process.output import complain, say
+from megatron.pretrain.process.outputs import try_outputs
+from megatron.pretrain.validation import check_device
+
+
+def pretrain(config: Config, plans: Plans[int], started: float) -> None:
+    """Run what the configuration asks for.
+
+    plans: those made of it already. started: `time.monotonic()` when the program began.
+
+    Raises UserError (alike on all ranks) for what flags, data or checkpoints get wrong.
+    """
+    prepare()
+    from megatron.pretrain.process.parallel import initialize
+    from megatron.pretrain.process.watching import watched
+
+    check_device(config, gpus=torch.cuda.device_count())
+    print_arguments(config)
+    if config.logging.logging_level is not None:
+        logging.getLogger().setLevel(config.logging.logging_level)
+    if config.training.deterministic_mode:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else torch refuses matrix products on a GPU
+        torch.use_deterministic_algorithms(True)
+    parallel = initialize(config)
+    with watched(config, parallel) as position:
+        from megatron.pretrain.checkpoint.checkpointing import Checkpointer
+        from megatron.pretrain.checkpoint.options import CheckpointOptions
+        from megatron.pretrain.checkpoint.ranks import together
+
+        together(lambda: try_outputs(config), "output")
+        checkpointer = Checkpointer(CheckpointOptions.from_config(config))
+        with nullcontext() if config.training.skip_train else checkpointer.folder.locked():
+            _run(config, plans, parallel, checkpointer, position, started)
+            dist.barrier()
+    dist.destroy_process_group()
+
+
+def _run(
+    config: Config, plans: Plans[int], parallel: Any, checkpointer: Any, position: Position, started: float
+) -> None:
+    # These import megatron-core, which `prepare` has to see first.
+    from megatron.pretrain.checkpoint.checkpointing import Progress
+    from megatron.pretrain.checkpoint.saved_arguments import read_arguments
+    from megatron.pretrain.data.tokenizer import build_tokenizer
+    from megatron.pretrain.log.log import TrainingLog, build_timers, parameters_line
+    from megatron.pretrain.log.metrics import MetricsWriter
+    from megatron.pretrain.plan.pipeline import Pipeline
+    from megatron.pretrain.process.signals import SignalFlag, StopCheck, all_ranks_max
+    from megatron.pretrain.step.lr_schedule import build_param_scheduler
+    from megatron.pretrain.step.microbatches import BatchSchedule, run_length
+    from megatron.pretrain.step.model import build_model, say_kernels
+    from megatron.pretrain.train import Trainer
+
+    gc.freeze()  # no collection, nor the end of the process, need search what was imported
+    gc.enable()
+    schedule = BatchSchedule.from_config(config)
+    length = run_length(config, schedule)
+    evaluation_size = schedule.final().num_microbatches
+    tokenizer = build_tokenizer(**tokenizer_flags(config))
+    flags, config = config, fix_vocabulary(config, tokenizer.vocab_size, read_arguments)
+    config, plans = settled_again(plans, flags, config)
+    position.enter("connecting the pipeline", Patience.LONG)
+    pipeline = Pipeline(config, plans, parallel, schedule.step_sizes(), position)
+    position.enter("set-up", Patience.ENDLESS)
+    state = build_model(config, parallel, pipeline.pieces, tokenizer.vocab_size, pipeline.copies, pipeline.stages)
+    pipeline.attach(state.model, state.weights)
+    scheduler = build_param_scheduler(state.optimizer, config, schedule)
+    own, total = state.weights.count()
+    if config.logging.log_arguments and parallel.dp_rank == parallel.cp_rank == 0:
+        say(parameters_line(parallel.tp_rank, parallel.pp_rank, own))
+    ends = spread(own, parallel.device)
+    if parallel.is_first:
+        say(summary(config, pipeline, evaluation_size, total, ends))
+        say_kernels(state, config, chunked=pipeline.program(evaluation_size).num_chunks > 1)
+
+    checkpointer.keep(state.sharded)
+    arguments = _arguments(config, tokenizer)
+    loaded = checkpointer.load(state.model, state.optimizer, scheduler, arguments)
+    progress = loaded[0] if loaded is not None else Progress()
+    make_feed = _document_feed if config.data.variable_seq_lengths else _sample_feed
+    feed = make_feed(config, parallel, pipeline, tokenizer, schedule, length, progress)
+    if progress.iteration < length.iterations:  # a run that has ended before writes nothing
+        record_arguments(config)
+    # Until here signals kill: there is nothing to save, and a rank that waits for a dead one would not notice a flag.
+    with SignalFlag(active=config.training.exit_signal_handler) as flag:
+        trainer = Trainer(
+            config=config,
+            parallel=parallel,
+            pipeline=pipeline,
+            state=state,
+            scheduler=scheduler,
+            length=length,
+            feed=feed,
+            checkpointer=checkpointer,
+            arguments=arguments,
+            progress=progress,
+            log=TrainingLog(
+                config,
+                total_iterations=length.iterations,
+                writer=(writer := MetricsWriter.from_config(config)),
+                timers=(timers := build_timers(config)),
+                report_memory=parallel.dp_rank == parallel.cp_rank == 0,
+            ),
+            timers=timers,
+            stop=StopCheck(config, flag, agree=all_ranks_max(parallel.device), started=started),
+            position=position,
+        )
+        if loaded is None and config.checkpoint.load and parallel.is_first:
+            say(f" > no checkpoint in {config.checkpoint.load} yet: starting from scratch")
+        try:
+            trainer.run()
+        finally:
+            position.enter("the end", Patience.LONG)
+            writer.close()
+            feed.close()
+    pipeline.close()
+
+
+def _arguments(config: Config, tokenizer: Any) -> dict[str, Any]:
+    """What a checkpoint keeps as `args`: the flags, and what identifies data and tokenizer. Collective."""
+    from megatron.pretrain.checkpoint.ranks import on_first
+
+    options = DataOptions.from_flags(config.data, seq_length=config.model.seq_length or 0, seed=config.training.seed)
+    return {**config.flat(), **on_first(lambda: identities(options, tokenizer), "data")}
+
+
+def fix_vocabulary(config: Config, vocab_size: int, read_arguments: Callable[..., Any]) -> Config:
+    """Settle the padded vocabulary: the flags', the checkpoint's, or padded as --make-vocab-size-divisible-by says.
+
+    The padding depends on the tensor-parallel size, and the padded rows take part in the loss: a run that resumes under
+    another size keeps the vocabulary it was saved with where that can be divided, and so its losses.
+    """
+    checkpoint = config.checkpoint
+    if config.data.padded_vocab_size is None and checkpoint.load:
+        arguments = read_arguments(checkpoint.load, checkpoint.ckpt_step, checkpoint.trust_checkpoint) or {}
+        saved = arguments.get("padded_vocab_size")
+        tp = config.parallel.tensor_model_parallel_size
+        if isinstance(saved, int) and saved >= (config.data.vocab_size or vocab_size) and saved % tp == 0:
+            return config.replace("data", padded_vocab_size=saved)
+    return config.replace("data", padded_vocab_size=core.gpt_options(config, vocab_size).vocab_size)
+
+
+def tokenizer_flags(config: Config) -> dict[str, Any]:
+    """Arguments of `build_tokenizer`."""
+    data = config.data
+    return {
+        "tokenizer_type": data.tokenizer_type,
+        "tokenizer_model": data.tokenizer_model,
+        "vocab_file": data.vocab_file,
+        "merge_file": data.merge_file,
+        "vocab_size": data.vocab_size,
+        "tiktoken_pattern": data.tiktoken_pattern,
+        "tiktoken_num_special_tokens": data.tiktoken_num_special_tokens,
+    }
+
+
+def _sample_feed(
+    config: Config, parallel: Any, pipeline: Any, tokenizer: Any, schedule: Any, length: Any, progress: Any
+) -> Any:
+    """The microbatches of every split, from where `progress` says. Collective."""
+    from megatron.pretrain.feed.samples import SampleFeed
+    from megatron.pretrain.log.flops import flops_per_sample
+
+    training, logging = config.training, config.logging
+    size, interval = training.global_batch_size or 1, logging.eval_interval or 0
+    options = DataOptions.from_flags(config.data, seq_length=config.model.seq_length or 0, seed=training.seed)
+    samples = samples_needed(length.samples, length.iterations, interval, logging.eval_iters, size)
+    isolation = Isolation(attention=options.reset_attention_mask, positions=options.reset_position_ids)
+    needed_here = pipeline.reads_data or (isolation.attention and pipeline.places_tokens)
+    datasets = build_datasets(options, tokenizer, samples, needed_here=needed_here)
+    present = torch.tensor([each is not None for each in datasets], dtype=torch.int32, device=parallel.device)
+    dist.all_reduce(present, op=dist.ReduceOp.MAX)
+
+    def iterate(dataset: Any, consumed: int, wrap: bool) -> Iterator[Microbatch] | None:
+        if dataset is None:
+            return None
+        sampler = MicrobatchSampler(
+            total_samples=len(dataset),
+            consumed_samples=consumed,
+            micro_batch_size=training.micro_batch_size or 1,
+            dp_rank=parallel.dp_rank,
+            dp_size=parallel.dp_size,
+            dataloader_type="single" if wrap else options.dataloader_type,
+            seed=training.seed,
+            wrap=wrap,
+        )
+        return batch_iterator(
+            dataset,
+            sampler,
+            Microbatch,
+            num_workers=options.num_workers,
+            device=parallel.device,
+            isolation=isolation,
+            whole=pipeline.reads_data,
+        )
+
+    used = consumed_valid_samples(progress.iteration, interval, logging.eval_iters, size)
+    progress.consumed_valid_samples = used
+    return SampleFeed(
+        schedule,
+        pipeline.plans,
+        train_batches=iterate(datasets.train, progress.consumed_train_samples, wrap=False),
+        valid_batches=iterate(datasets.valid, used, wrap=True),
+        test_batches=iterate(datasets.test, 0, wrap=True),
+        has_valid=bool(present[1]) and logging.eval_iters > 0,
+        has_test=bool(present[2]) and logging.eval_iters > 0,
+        device=parallel.device,
+        seq_length=config.model.seq_length or 0,
+        flops=flops_per_sample(config.model, config.data.padded_vocab_size or 0),
+    )
+
+
+def _document_feed(
+    config: Config, parallel: Any, pipeline: Any, tokenizer: Any, schedule: Any, length: Any, progress: Any
+) -> Any:
+    """The documents of every split, from where `progress` says. Collective."""
+    from megatron.pretrain.data.document_splits import build_orders, build_stream
+    from megatron.pretrain.data.rows import RowReader
+    from megatron.pretrain.feed.documents import DocumentFeed
+    from megatron.pretrain.log.flops import flops_per_sample
+    from megatron.pretrain.plan.documents import DocumentPlanner
+    from megatron.pretrain.plan.plan_stream import PlanStream
+
+    training, logging = config.training, config.logging
+    options = DataOptions.from_flags(config.data, seq_length=config.model.seq_length or 0, seed=training.seed)
+    orders = build_orders(options, tokenizer)
+    size, vocabulary = training.global_batch_size, config.data.padded_vocab_size or 0
+    begin = {"first_step": progress.iteration, "consumed": progress.consumed_train_samples}
+    streams = {
+        split: build_stream(order, options, tokenizer, size, **(begin if split == "train" else {}))
+        for split, order in orders._asdict().items()
+        if order is not None
+    }
+
+    planner = DocumentPlanner(config)
+
+    def flops(tokens: int) -> float:
+        return flops_per_sample(dataclasses.replace(config.model, seq_length=tokens), vocabulary)
+
+    return DocumentFeed(
+        streams,
+        lambda stream: RowReader(
+            stream, parallel.device, threads=max(1, options.num_workers), whole=pipeline.reads_data
+        ),
+        lambda arrived: PlanStream(planner, parallel, arrived, complain, together=planner.together),
+        ahead=config.parallel.plan_ahead,
+        steps=length.iterations,
+        dp_rank=parallel.dp_rank,
+        scheduled_samples=schedule.final().samples if options.max_tokens is not None else None,
+        flops=flops,
+        eval_iters=logging.eval_iters,
+        evaluations=progress.iteration // logging.eval_interval if logging.eval_interval else 0,
+    )

@@ -1,0 +1,125 @@
+"""Process groups of a run, passed to whoever needs them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from helixpipe.common.errors import UserError
+from helixpipe.model.device import device as current_device
+from megatron.pretrain.config import Config
+from megatron.pretrain.process.meeting import check_master
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Where this process stands and whom it talks to. Ranks and sizes are those of the axis named; `device` is its
+    own. Ranks of `tp_cp_group` run the same stream on the same microbatches; those of `dp_cp_group` hold the same
+    weights."""
+
+    rank: int
+    world_size: int
+    pp_rank: int
+    pp_size: int
+    tp_rank: int
+    tp_size: int
+    cp_rank: int
+    cp_size: int
+    dp_rank: int
+    dp_size: int
+    pp_group: dist.ProcessGroup
+    tp_group: dist.ProcessGroup
+    tp_cp_group: dist.ProcessGroup
+    dp_cp_group: dist.ProcessGroup
+    device: torch.device
+
+    @classmethod
+    def current(cls) -> Parallel:
+        """From megatron-core's initialised parallel state."""
+        from megatron.core import parallel_state
+
+        return cls(
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+            pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
+            tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+            tp_size=parallel_state.get_tensor_model_parallel_world_size(),
+            cp_rank=parallel_state.get_context_parallel_rank(),
+            cp_size=parallel_state.get_context_parallel_world_size(),
+            dp_rank=parallel_state.get_data_parallel_rank(),
+            dp_size=parallel_state.get_data_parallel_world_size(),
+            pp_group=parallel_state.get_pipeline_model_parallel_group(),
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            tp_cp_group=parallel_state.get_tensor_and_context_parallel_group(),
+            dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+            device=current_device(),
+        )
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """The rank that prints losses, as in Megatron-LM."""
+        return self.rank == self.world_size - 1
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether this rank's number of tokens counts, where all ranks' are summed: tensor-parallel and
+        context-parallel ranks have the same whole microbatches."""
+        return self.tp_rank == 0 and self.cp_rank == 0
+
+    def sum_over_pipeline_and_data(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum a small tensor, in place, over context-parallel ranks as well; tensor-parallel ranks hold equal values,
+        so they do not add to it."""
+        dist.all_reduce(values, group=self.pp_group)
+        dist.all_reduce(values, group=self.dp_cp_group)
+        return values
+
+
+def initialize(config: Config) -> Parallel:
+    """Start torch.distributed and megatron-core's parallel state. Raises UserError when there is no CUDA for NCCL."""
+    from megatron.core import parallel_state
+    from megatron.core.rerun_state_machine import RerunMode, initialize_rerun_state_machine
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    parallel, launch = config.parallel, config.launch
+    backend = parallel.distributed_backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    if backend == "nccl" and not torch.cuda.is_available():
+        raise UserError("--distributed-backend nccl needs GPUs, and this machine shows none; use gloo.")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(launch.local_rank % torch.cuda.device_count())
+    if "MASTER_ADDR" not in os.environ:  # started without torchrun: one process
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")  # 0: any that is free
+    else:
+        check_master(wait=min(parallel.timeout_seconds, 300.0))
+    dist.init_process_group(backend, timeout=timedelta(seconds=parallel.timeout_seconds))
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
+        distributed_timeout_minutes=max(1, round(parallel.timeout_seconds / 60)),
+        # With another backend megatron-core would look for NCCL's options all the same.
+        nccl_communicator_config_path=parallel.nccl_communicator_config_path if backend == "nccl" else None,
+        high_priority_stream_groups=list(parallel.high_priority_stream_groups or ()) if backend == "nccl" else None,
+        create_gloo_process_groups=False,
+        # Gradients of tied copies are summed by ReplicaSums, whichever ranks hold them.
+        get_embedding_ranks=lambda ranks, *_: ranks[:1],
+        get_position_embedding_ranks=lambda ranks, *_: ranks[:1],
+    )
+    model_parallel_cuda_manual_seed(config.training.seed)
+    rerun_logger = logging.getLogger("megatron.core.rerun_state_machine")
+    rerun_logger.addFilter(_not_about_initialization)  # it warns that it is off, which is as meant
+    initialize_rerun_state_machine(mode=RerunMode.DISABLED)
+    return Parallel.current()
+
+
+def _not_about_initialization(record: logging.LogRecord) -> bool:
+    return "RerunStateMachine initialized" not in record.getMessage()

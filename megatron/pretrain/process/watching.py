@@ -1,0 +1,49 @@
+"""The watchdog of a training run: which ranks there are, and how long a part of the run may take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from helixpipe.watch.position import Patience, Peers, Position
+from helixpipe.watch.watchdog import Watchdog
+from megatron.pretrain.config import Config
+from megatron.pretrain.process.parallel import Parallel
+
+_SHARE_OF_TIMEOUT = 0.9
+"""What may take minutes is given so much of torch's own timeout, which would end whoever waits for it."""
+
+
+@contextmanager
+def watched(config: Config, parallel: Parallel) -> Iterator[Position]:
+    """Watch this rank; yields where it has to publish what it does. Entered on all ranks alike."""
+    seconds = config.parallel.stall_timeout_seconds
+    if not seconds or parallel.world_size == 1:
+        yield Position()
+        return
+    position = Position(_peers(parallel))
+    torchs = config.parallel.timeout_seconds
+    limits = {
+        Patience.STEP: seconds,
+        Patience.LONG: max(seconds, _SHARE_OF_TIMEOUT * torchs),
+        Patience.ENDLESS: math.inf,
+    }
+    with Watchdog(position, dist.distributed_c10d._get_default_store(), parallel.world_size, limits):
+        yield position
+
+
+def _peers(parallel: Parallel) -> Peers:
+    """With its place in the parallel axes where the rank alone does not say which it is."""
+    name = f"rank {parallel.rank}"
+    if parallel.world_size > parallel.pp_size:
+        context = f", context {parallel.cp_rank}" if parallel.cp_size > 1 else ""
+        name += f" (pipeline {parallel.pp_rank}, tensor {parallel.tp_rank}{context}, data {parallel.dp_rank})"
+    return Peers(
+        parallel.rank,
+        tuple(dist.get_process_group_ranks(parallel.pp_group)),
+        tuple(dist.get_process_group_ranks(parallel.tp_cp_group)),
+        name,
+    )

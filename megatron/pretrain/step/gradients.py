@@ -1,0 +1,152 @@
+"""Sums of gradients over the ranks that hold parts of them, once a step.
+
+A sum over the replicas of a stage has its place in the one order of tasks, after their last backwards, and is on its
+way while ranks run what is left of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from helixpipe.program.stages import Piece
+from helixpipe.runtime.replicas import (
+    Held,
+    ReplicatedModel,
+    ReplicatedWeight,
+    holders,
+    replica_groups,
+    replicated_weights,
+)
+from megatron.pretrain.process.parallel import Parallel
+
+
+class ReplicaSums:
+    """The sums of a rank's gradients over the pipeline ranks that hold replicas of the same weights.
+
+    held: the pieces of each pipeline rank. partial: weights, by id, whose gradients tensor-parallel ranks have to sum
+    before. Collective over all ranks when made: they make process groups.
+    """
+
+    def __init__(self, model: ReplicatedModel, held: Held, parallel: Parallel, partial: Collection[int]):
+        groups = _make_groups(replica_groups(held, model.share_embeddings_and_output_weights), parallel)
+        weights = replicated_weights(model, held)
+        # A weight of two stages, embedding and head, is summed on all its ranks with the later one, or at the end.
+        apart = {
+            id(each.parameter) for each in weights for piece in each.pieces if holders(held, {piece}) != each.ranks
+        }
+        self._batches = _batches(weights, groups, apart.union(partial))
+        self._begin()
+
+    def _begin(self) -> None:
+        self._pending = list(self._batches)
+        self._started: list[Sum] = []
+        self._complete: set[Piece] = set()
+
+    def start(self, pieces: Sequence[Piece]) -> None:
+        """This rank has run its last backward of these pieces, and all ranks that hold replicas of their weights come
+        here in one order: start what waits for no other pieces."""
+        self._complete.update(pieces)
+        pending = []
+        for batch in self._pending:
+            waiting = batch.waiting(self._complete)
+            names = {weight.name for weight in waiting}
+            ready = [weight for weight in batch.weights if weight.name not in names]
+            if ready:
+                self._start(replace(batch, weights=ready))
+            if waiting:
+                pending.append(replace(batch, weights=waiting))
+        self._pending = pending
+
+    def finish(self) -> None:
+        """Start what is left, and wait for all."""
+        for batch in self._pending:
+            self._start(batch)
+        for each in self._started:
+            each.finish()
+        self._begin()
+
+    def _start(self, batch: _Batch) -> None:
+        self._started.append(Sum([weight.parameter for weight in batch.weights], batch.group))
+
+
+class Sum:
+    """On its way: of the gradients of some parameters over the ranks of a group. Matrices are summed as they are,
+    several vectors in one collective for each type."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], group: dist.ProcessGroup):
+        vectors: dict[torch.dtype, list[torch.Tensor]] = {}
+        tensors = []
+        self._gathered: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+        for parameter in parameters:
+            gradient = parameter.main_grad  # type: ignore[attr-defined]  # DDP's
+            if gradient.dim() > 1:
+                tensors.append(gradient)
+            else:
+                vectors.setdefault(gradient.dtype, []).append(gradient)
+        for alike in vectors.values():
+            if len(alike) > 1:
+                self._gathered.append((torch.cat([vector.reshape(-1) for vector in alike]), alike))
+            tensors.append(self._gathered[-1][0] if len(alike) > 1 else alike[0])
+        self._works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
+
+    def finish(self) -> None:
+        for work in self._works:
+            work.wait()
+        for flat, vectors in self._gathered:
+            for vector, piece in zip(vectors, flat.split([vector.numel() for vector in vectors]), strict=True):
+                vector.copy_(piece.view_as(vector))
+
+
+_LAYERS, _EMBEDDING, _LATE = range(3)
+"""Kinds of batches, in the order in which they start at the end of a step: gradients of the head and of layers, the
+embedding's, and those that are never summed before."""
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """What is summed in one go."""
+
+    weights: list[ReplicatedWeight]
+    group: dist.ProcessGroup
+    kind: int
+
+    def waiting(self, complete: Collection[Piece]) -> list[ReplicatedWeight]:
+        """Those whose gradients are not there yet, with the last backwards of these pieces."""
+        return [each for each in self.weights if self.kind == _LATE or not each.pieces.issubset(complete)]
+
+
+def _batches(
+    weights: Sequence[ReplicatedWeight], groups: Mapping[tuple[int, ...], dist.ProcessGroup], late: Collection[int]
+) -> list[_Batch]:
+    """In an order alike on all ranks. late: by id."""
+
+    def kind(weight: ReplicatedWeight) -> int:
+        return _LATE if id(weight.parameter) in late else (_LAYERS, _EMBEDDING)[Piece("embed") in weight.pieces]
+
+    result = []
+    for ranks, group in groups.items():
+        alike = sorted((weight for weight in weights if weight.ranks == ranks), key=kind)
+        result += [_Batch(list(several), group, number) for number, several in groupby(alike, key=kind)]
+    return sorted(result, key=lambda batch: batch.kind)
+
+
+def _make_groups(several: Sequence[tuple[int, ...]], parallel: Parallel) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """The process groups of this rank's own pipeline among these sets of its ranks, in their order."""
+    if not several:  # on all ranks alike
+        return {}
+    # Every rank of the job makes every pipeline's groups, in one order, as new_group asks. Pipelines are alike.
+    pipelines: list[Any] = [None] * parallel.world_size
+    dist.all_gather_object(pipelines, tuple(dist.get_process_group_ranks(parallel.pp_group)))
+    result = {}
+    for pipeline in sorted(set(pipelines)):
+        for ranks in several:
+            group = dist.new_group([pipeline[rank] for rank in ranks])
+            if group is not None and parallel.rank in pipeline and parallel.pp_rank in ranks:
+                result[ranks] = group
+    return result

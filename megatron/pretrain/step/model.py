@@ -1,0 +1,90 @@
+"""Model, optimizer and learning-rate schedule of one rank, from the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.parallel_state import get_intra_distributed_optimizer_instance_group
+
+from helixpipe.model import PipelineModel
+from helixpipe.model.backends import transport_name
+from helixpipe.program.stages import Piece
+from helixpipe.runtime.sharded_weights import ShardedWeights
+from megatron.pretrain.config import Config, core
+from megatron.pretrain.process.output import complain, say
+from megatron.pretrain.process.parallel import Parallel
+from megatron.pretrain.step.sharded import PartsOfModel, TrainedParts
+from megatron.pretrain.step.update import TrainedWeights
+from megatron.pretrain.step.weights import MegatronWeights
+
+
+@dataclass(frozen=True)
+class TrainingModel:
+    """`weights` keeps those of `model`, with their gradients and their update; `optimizer` is what it updates them
+    with, for checkpoints and the learning rate. sharded: the weights, where data-parallel ranks have parts of them."""
+
+    model: PipelineModel
+    optimizer: Any
+    weights: TrainedWeights
+    sharded: ShardedWeights | None = None
+
+
+def build_model(
+    config: Config,
+    parallel: Parallel,
+    pieces: Sequence[Piece],
+    vocab_size: int,
+    copies: Mapping[Piece, int] = MappingProxyType({}),
+    stages: Sequence[Sequence[Piece]] = (),
+) -> TrainingModel:
+    """The weights of `pieces` with their gradient buffers and optimizer. vocab_size: the tokenizer's, before padding.
+    copies: those of the pieces that other pipeline ranks hold as well (`Program.copies`). stages: the pieces, stage by
+    stage; weights that data-parallel ranks have parts of are gathered so.
+
+    Collective over all ranks.
+    """
+    transformer_config = core.transformer_config(config)
+    gpt, seed = core.gpt_options(config, vocab_size), config.training.seed
+    model = PipelineModel(transformer_config, gpt, pieces, seed=seed, copies=copies)
+    per_token, ddp_config = bool(config.training.calculate_per_token_loss), core.ddp_config(config)
+    if not config.parallel.shards_weights:
+        ddp = DistributedDataParallel(transformer_config, ddp_config, model)
+        optimizer = get_megatron_optimizer(core.optimizer_config(config), [ddp], use_gloo_process_groups=False)
+        return TrainingModel(model, optimizer, MegatronWeights(ddp, model, optimizer, parallel, per_token))
+    scale = 1.0 if per_token else 1.0 / (parallel.dp_size * parallel.cp_size)
+    sharded = ShardedWeights(model, stages or [pieces], parallel.dp_cp_group, _gradient_dtype(config), scale)
+    parts: Any = PartsOfModel(sharded.parts(), transformer_config, ddp_config)
+    optimizer = get_megatron_optimizer(core.optimizer_config(config), [parts], use_gloo_process_groups=False)
+    for each in optimizer.chained_optimizers:  # the norm is that of all parts
+        each.grad_stats_parallel_group = get_intra_distributed_optimizer_instance_group()
+    weights = TrainedParts(sharded, model, optimizer, parallel, per_token)
+    return TrainingModel(model, optimizer, weights, sharded)
+
+
+def _gradient_dtype(config: Config) -> torch.dtype:
+    """Of sums of gradients."""
+    return torch.float32 if config.training.accumulate_allreduce_grads_in_fp32 else core.params_dtype(config)
+
+
+def say_kernels(state: TrainingModel, training: Config, *, chunked: bool) -> None:
+    """One line: what the model runs on; before it a warning for whoever asked for something that is not there.
+
+    training: the run's configuration. chunked: whether sequences run chunk by chunk.
+    """
+    kernels, config = state.model.kernels, state.model.config
+    on_gpu = kernels.machine.device == "cuda"
+    backend = dist.get_backend()
+    transport = transport_name(backend, on_gpu, torch.cuda.nccl.version() if backend == "nccl" else ())
+    if kernels.warning:
+        complain(f"WARNING: {kernels.warning}")
+    context = state.model.context
+    shared = f", context parallel {context.comm_type} over {context.size}" if context.size > 1 else ""
+    line = kernels.line(config, chunked=chunked, transport=transport, gradients=_gradient_dtype(training))
+    say(f" > kernels: {line}{shared}")

@@ -1,0 +1,79 @@
+"""Weights whole on each pipeline rank that holds them, as megatron-core keeps them: its DistributedDataParallel with
+gradients in `main_grad`, and its optimizer, with `--use-distributed-optimizer` one whose state data-parallel ranks
+share out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from helixpipe.model import PipelineModel
+from helixpipe.program.stages import Piece
+from helixpipe.runtime.replicas import holders
+from helixpipe.runtime.weights import WholeWeights
+from megatron.pretrain.process.parallel import Parallel
+from megatron.pretrain.step.gradients import ReplicaSums, Sum
+from megatron.pretrain.step.optimizer_update import OptimizerUpdate
+
+
+class MegatronWeights(OptimizerUpdate, WholeWeights):
+    """The `TrainedWeights` of today. ddp: the model in megatron-core's wrapper; optimizer: its own for that.
+
+    Collective over all ranks when made: they tell each other what they hold.
+    """
+
+    def __init__(self, ddp: Any, model: PipelineModel, optimizer: Any, parallel: Parallel, per_token: bool):
+        super().__init__(optimizer, parallel, list(model.parameters()))
+        self._ddp, self._model, self._per_token = ddp, model, per_token
+        self._held: list[Any] = [None] * parallel.pp_size
+        dist.all_gather_object(self._held, model.pieces, group=parallel.pp_group)
+        self._partial = [weight for weight in model.parameters() if getattr(weight, "sequence_parallel", False)]
+        partial = {id(weight) for weight in self._partial} if parallel.tp_size > 1 else set()
+        self._replicas = ReplicaSums(model, self._held, parallel, partial)
+
+    def holders(self, pieces: Sequence[Piece]) -> tuple[int, ...]:
+        return holders(self._held, pieces)
+
+    # ---------------------------------------------------------------------------------------------------- gradients
+
+    def zero_gradients(self) -> None:
+        self._ddp.zero_grad_buffer()
+        self._optimizer.zero_grad()
+
+    def sum_replicas(self, pieces: Sequence[Piece]) -> None:
+        self._replicas.start(pieces)
+
+    def reduce(self, tokens: Tensor | None) -> None:
+        """In an order that any placement allows: sums over replicas while every rank still holds whole gradients, then
+        the data-parallel reduction, which may leave each rank a shard only."""
+        if self._parallel.tp_size > 1:
+            Sum(self._partial, self._parallel.tp_group).finish()
+        self._replicas.finish()
+        self._ddp.finish_grad_sync()
+        if self._per_token and tokens is not None:
+            self._ddp.scale_gradients(1.0 / tokens.clamp(min=1.0).reshape(()))
+
+    # ------------------------------------------------------------------------------------------------------- counts
+
+    def count(self) -> tuple[int, int]:
+        own = sum(weight.numel() for weight in self._model.parameters())
+        counted = sum(weight.numel() for weight in self._model.parameters() if self.counts_here(weight))
+        total = self._over_model(torch.tensor(counted, dtype=torch.int64, device=self._parallel.device))
+        return own, int(total)
+
+    def norm(self) -> float:
+        square = torch.zeros((), dtype=torch.float64, device=self._parallel.device)
+        for weight in self._model.parameters():
+            if self.counts_here(weight):
+                square += weight.detach().double().pow(2).sum()
+        return math.sqrt(float(self._over_model(square)))
+
+    def _over_model(self, value: Tensor) -> Tensor:
+        dist.all_reduce(value, group=self._parallel.tp_group)
+        dist.all_reduce(value, group=self._parallel.pp_group)
+        return value

@@ -1,0 +1,305 @@
+"""The training loop: everything a run does between its setup and its exit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
+
+from helixpipe.common.errors import CheckpointError, LostSaveError, UserError
+from helixpipe.model import Microbatch
+from helixpipe.runtime.recording import Record
+from helixpipe.watch.position import Patience, Position
+from megatron.pretrain.checkpoint.checkpointing import Checkpointer, Progress
+from megatron.pretrain.config import Config
+from megatron.pretrain.feed.work import Feed, StepWork
+from megatron.pretrain.log.log import StepResult, TrainingLog
+from megatron.pretrain.log.profiling import Profiler
+from megatron.pretrain.log.timelines import write_timelines
+from megatron.pretrain.plan.pipeline import Pipeline
+from megatron.pretrain.process.output import complain, say
+from megatron.pretrain.process.parallel import Parallel
+from megatron.pretrain.process.signals import StopCheck, all_ranks_max
+from megatron.pretrain.step.microbatches import RunLength
+from megatron.pretrain.step.model import TrainingModel
+from megatron.pretrain.step.update import ImmediateUpdate, UnconfirmedUpdate
+
+
+@dataclass(frozen=True)
+class _Unfinished:
+    """A step whose outcome is not known yet. consumed_samples: with this step's."""
+
+    update: ImmediateUpdate | UnconfirmedUpdate
+    iteration: int
+    work: StepWork
+    consumed_samples: int
+
+
+@dataclass
+class Trainer:
+    """All that a run needs, made by `megatron.pretrain.pretrain`; `run` is the whole of training and evaluation."""
+
+    config: Config
+    parallel: Parallel
+    pipeline: Pipeline
+    state: TrainingModel
+    scheduler: Any
+    length: RunLength
+    feed: Feed
+    checkpointer: Checkpointer
+    progress: Progress
+    log: TrainingLog
+    timers: Any
+    stop: StopCheck
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Kept in checkpoints: the flags, and what identifies the data."""
+    position: Position = field(default_factory=Position)
+
+    def __post_init__(self) -> None:
+        self._immediate = ImmediateUpdate(self.state.weights)
+        self._unconfirmed = UnconfirmedUpdate(self.state.weights, self.config.training.clip_grad)
+        self._unfinished: _Unfinished | None = None
+        self._wait = True  # the first norm is unlike any other
+        self._asked_to_stop = False
+        self._not_saved: CheckpointError | None = None
+
+    def run(self) -> None:
+        """Train from `progress` to the end or to a reason to stop; evaluate and save when due and at the end.
+
+        Raises LostSaveError when the last checkpoint that was due could not be written.
+        """
+        stopped = False if self.config.training.skip_train else self._train()
+        if not stopped:
+            self._evaluate_at_end()
+        if self._not_saved is not None:
+            raise LostSaveError(f"the last checkpoint was not saved: {self._not_saved}")
+
+    def _evaluate_at_end(self) -> None:
+        at_end = f"iteration {self.progress.iteration}"
+        if self.feed.has_valid:
+            self._evaluate("valid", f"{at_end} on validation set")
+        if self.feed.has_test:
+            self._evaluate("test", f"{at_end} on test set")
+
+    # ------------------------------------------------------------------------------------------------------ the loop
+
+    def _train(self) -> bool:
+        """Returns whether training stopped before its end."""
+        config, progress = self.config, self.progress
+        interval = config.logging.eval_interval
+        if progress.iteration >= self.length.iterations and self.parallel.is_last:
+            say(f" > already at iteration {progress.iteration} of {self.length.iterations}: nothing is left to train")
+        with Profiler(config, self.parallel.rank, progress.iteration) as profiler:
+            while progress.iteration < self.length.iterations:
+                last = progress.iteration + 1 == self.length.iterations
+                work, recorded = self._iteration(record=last and self._wants_timeline())
+                profiler.after(progress.iteration)
+                if interval and progress.iteration % interval == 0 and self.feed.has_valid and not last:
+                    self._evaluate("valid", f"iteration {progress.iteration}")
+                reason = self.stop.after(progress.iteration) if self._unfinished is None else None
+                if self._save_is_due() or reason is not None or last:
+                    self._save()
+                if recorded is not None:  # only now: a picture that cannot be drawn must not cost the checkpoint
+                    write_timelines(config, self.parallel, self.pipeline.recorded(recorded, work.lowered))
+                if reason is not None and not last:
+                    if self.parallel.is_last:
+                        say(self.stop.message(reason, progress.iteration))
+                    return True
+        return False
+
+    def _iteration(self, record: bool) -> tuple[StepWork, Record | None]:
+        """One optimizer step, and what was left of the one before. Returns its work, and what was recorded of it."""
+        progress = self.progress
+        self.position.iteration = progress.iteration + 1
+        with self._timed("batch-generator", Patience.LONG, together=False):
+            work = self.feed.train(progress)
+        numbers, times = self._forward_backward(progress.iteration + 1, work, record)
+        progress.iteration += 1
+        progress.consumed_train_samples += work.samples
+        progress.num_floating_point_operations_so_far += work.flops
+        wait = self._wait or self._outcome_is_due()
+        update = self._immediate if wait else self._unconfirmed
+        with self._timed("optimizer"):
+            update.start(numbers)
+        self._unfinished = _Unfinished(update, progress.iteration, work, progress.consumed_train_samples)
+        if wait:
+            self._finish_step()
+        return work, times if record else None
+
+    def _forward_backward(self, iteration: int, work: StepWork, record: bool) -> tuple[torch.Tensor, Record]:
+        """Sum and reduce the gradients of one step. Returns numbers that are to be summed over all ranks: loss sum,
+        tokens, whether to stop."""
+        per_token = self.config.training.calculate_per_token_loss
+        tokens = self._tokens(work.microbatches)
+        counted = tokens[self.pipeline.counted(work.lowered)].sum()
+        # Tensor-parallel ranks hold equal values; the sum needs one of them. Context-parallel ranks have a part each of
+        # a loss, and all tokens of it.
+        part = 1.0 if self.parallel.tp_rank == 0 else 0.0
+        counted = counted if self.parallel.counts_tokens else torch.zeros_like(counted)
+        all_tokens, summing = counted.reshape(1).clone(), None
+        if per_token:
+            summing = torch.distributed.all_reduce(all_tokens, async_op=True)
+
+        def root_gradient(microbatch: int) -> torch.Tensor:
+            scale = self.state.optimizer.get_loss_scale().reshape(())
+            # DDP takes the mean over all ranks that hold the weights; over context-parallel ranks it should be the sum.
+            count = len(work.microbatches) / self.parallel.cp_size
+            divisor = 1.0 if per_token else tokens[microbatch].clamp(min=1.0) * count
+            return (scale / divisor).to(torch.float32)
+
+        late = self._unfinished is not None
+        if not late:
+            self.state.weights.zero_gradients()
+        with self._timed("forward-backward"):
+            loss_sum, times = self.pipeline.run(
+                iteration,
+                work.lowered,
+                work.microbatches,
+                root_gradient,
+                record=record,
+                confirm=self._confirm if late else None,
+            )
+        with self._timed("grads-reduce"):
+            if summing is not None:
+                summing.wait()
+            self.state.weights.reduce(all_tokens)
+        asked = torch.full_like(loss_sum, float(self.stop.wish(iteration) is not None))
+        return torch.stack([loss_sum * part, counted, asked]), times
+
+    def _confirm(self) -> bool:
+        """In the next step, between its opening and its first backward."""
+        with self._timed("confirmation"):
+            right = self._finish_step()
+            self.state.weights.zero_gradients()
+        self.position.enter("forward-backward")
+        return right
+
+    def _finish_step(self) -> bool:
+        """What a step has to wait for. Returns whether its weights were right from the start; they are now. All ranks
+        get the same answer."""
+        step, self._unfinished = self._unfinished, None
+        assert step is not None
+        outcome = step.update.finish()
+        if outcome.updated:
+            self.scheduler.step(increment=step.work.scheduled_samples)
+        else:
+            self.progress.skipped_train_samples += step.work.samples
+        loss_sum, tokens, asked_to_stop = outcome.sums.tolist()
+        loss = loss_sum / max(tokens, 1.0)
+        training, logging = self.config.training, self.config.logging
+        for name, number in (("the loss", loss), ("the norm of the gradients", outcome.grad_norm or 0.0)):
+            if not math.isfinite(number) and training.check_for_nan_in_loss_and_grad and not training.fp16:
+                raise UserError(
+                    f"{name} is {number} at iteration {step.iteration}; lower --lr or lengthen the warm-up "
+                    "(--no-check-for-nan-in-loss-and-grad goes on regardless)."
+                )
+        self._asked_to_stop = asked_to_stop > 0
+        if training.enable_optimizer_post_validation:
+            clipped = outcome.grad_norm is None or 0 < training.clip_grad < outcome.grad_norm
+            if step.update is self._immediate:  # data-parallel ranks may have summed their norms in another order
+                clipped = all_ranks_max(self.parallel.device)(int(clipped)) > 0
+            self._wait = clipped
+        result = StepResult(
+            loss=loss,
+            learning_rate=get_canonical_lr_for_logging(self.state.optimizer.param_groups) or 0.0,
+            samples=step.work.samples,
+            tokens=step.work.tokens,
+            flops=step.work.flops,
+            figures=step.work.figures,
+            loss_scale=float(self.state.optimizer.get_loss_scale()),
+            grad_norm=outcome.grad_norm,
+            num_zeros=outcome.num_zeros if logging.log_num_zeros_in_grad else None,
+            params_norm=self.state.weights.norm() if logging.log_params_norm else None,
+            skipped=not outcome.updated,
+        )
+        self.log.step(step.iteration, step.consumed_samples, result)
+        return outcome.confirmed
+
+    def _outcome_is_due(self) -> bool:
+        """Whether something follows this iteration that needs to know its outcome."""
+        config, iteration = self.config, self.progress.iteration
+        evaluation = config.logging.eval_interval
+        return (
+            iteration == self.length.iterations
+            or self._asked_to_stop
+            or self._save_is_due()
+            or bool(evaluation and iteration % evaluation == 0)
+            or bool(config.training.exit_interval and iteration % config.training.exit_interval == 0)
+            or (self._wants_timeline() and iteration + 1 == self.length.iterations)  # the last is recorded as it is
+            or config.logging.log_num_zeros_in_grad
+            or config.logging.log_params_norm
+        )
+
+    # ---------------------------------------------------------------------------------------------------- evaluation
+
+    def _evaluate(self, split: str, where: str) -> None:
+        """Mean loss over the tokens of `--eval-iters` global batches, printed and logged."""
+        with self.log.paused():
+            totals = torch.zeros(2, dtype=torch.float64, device=self.parallel.device)
+            for _ in range(self.config.logging.eval_iters):
+                self.position.enter("evaluation", Patience.LONG, together=False)
+                work = self.feed.evaluation(split)
+                loss_sum, _ = self.pipeline.run(
+                    self.progress.iteration, work.lowered, work.microbatches, _no_gradient, training=False
+                )
+                totals += self._totals(loss_sum, work)
+                self.progress.consumed_valid_samples += work.samples
+            loss = float(totals[0] / totals[1].clamp(min=1.0))
+            self.log.evaluation(where, loss, self.progress.iteration, self.progress.consumed_train_samples)
+
+    # ------------------------------------------------------------------------------------------------------- details
+
+    def _tokens(self, microbatches: Sequence[Microbatch]) -> torch.Tensor:
+        """Tokens that count in each microbatch, float64; zeros on ranks without a head, which do not know them."""
+        if not self.pipeline.has_head:
+            return torch.zeros(len(microbatches), dtype=torch.float64, device=self.parallel.device)
+        return torch.stack([each.loss_mask.sum(dtype=torch.float64) for each in microbatches])
+
+    def _totals(self, loss_sum: torch.Tensor, work: StepWork) -> torch.Tensor:
+        """(loss sum, tokens) over all microbatches of all data-parallel ranks, on every rank."""
+        own = self._tokens(work.microbatches)[self.pipeline.counted(work.lowered)].sum()
+        own = own * float(self.parallel.cp_rank == 0)
+        return self.parallel.sum_over_pipeline_and_data(torch.stack([loss_sum, own]))
+
+    def _save_is_due(self) -> bool:
+        interval = self.config.checkpoint.save_interval
+        return bool(interval) and self.progress.iteration % (interval or 1) == 0
+
+    def _save(self) -> None:
+        """A checkpoint that cannot be written, on a full disk for example, does not end the run: the next may be."""
+        if not self.config.checkpoint.save:
+            return
+        with self.log.paused(), self._timed("save-checkpoint", Patience.ENDLESS):
+            try:
+                self.checkpointer.save(
+                    self.progress, self.state.model, self.state.optimizer, self.scheduler, dict(self.arguments)
+                )
+                self._not_saved = None
+            except CheckpointError as error:
+                self._not_saved = error
+                if self.parallel.is_first:
+                    complain(f"WARNING: iteration {self.progress.iteration} was not saved: {error}")
+
+    def _wants_timeline(self) -> bool:
+        return bool(self.config.logging.record_timeline or self.config.logging.timeline_png)
+
+    @contextmanager
+    def _timed(self, name: str, patience: Patience = Patience.STEP, together: bool = True) -> Iterator[None]:
+        """A part of a step: under a timer, and known to the watchdog."""
+        self.position.enter(name, patience, together)
+        timer = self.timers(name, log_level=1)
+        timer.start(barrier=False)
+        try:
+            yield
+        finally:
+            timer.stop()
+        self.position.enter(f"after {name}")
+
+
+def _no_gradient(microbatch: int) -> torch.Tensor:
+    raise RuntimeError("evaluation has no backward")

@@ -1,0 +1,112 @@
+"""The shape of the model."""
+
+from __future__ import annotations
+
+from helixpipe.common.errors import UserError
+from megatron.pretrain.config import Config
+from megatron.pretrain.validation.wording import alternatives, checked, nearest
+
+
+def position_embeddings(config: Config) -> Config:
+    """The older flags for rope and for none; a learned table must be given its size and hold a sequence."""
+    model = config.model
+    if model.use_rotary_position_embeddings:
+        config = config.replace("model", position_embedding_type="rope")
+    if not model.add_position_embedding and config.model.position_embedding_type == "learned_absolute":
+        config = config.replace("model", position_embedding_type="none")
+    longest, length = model.max_position_embeddings, checked(model.seq_length)
+    if longest is None:
+        if config.model.position_embedding_type == "learned_absolute":
+            raise UserError(
+                f"--max-position-embeddings must be given with learned positions, at least --seq-length {length}."
+            )
+        return config.replace("model", max_position_embeddings=length)
+    if longest < length:
+        raise UserError(f"--max-position-embeddings {longest} must be at least --seq-length {length}.")
+    return config
+
+
+def attention_heads(config: Config) -> Config:
+    """Channels of a head default to hidden / heads; heads are split over tensor-parallel ranks."""
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    heads, hidden = checked(model.num_attention_heads), checked(model.hidden_size)
+    if heads % tp:
+        raise UserError(
+            f"--num-attention-heads {heads} must be a multiple of --tensor-model-parallel-size {tp}; "
+            f"the nearest valid values are {nearest(heads, tp)}."
+        )
+    if model.kv_channels is None:
+        if hidden % heads:
+            raise UserError(
+                f"--hidden-size {hidden} must be a multiple of --num-attention-heads {heads}, such as "
+                f"{nearest(hidden, heads)}, unless --kv-channels is given."
+            )
+        config = config.replace("model", kv_channels=hidden // heads)
+    channels, positions = checked(config.model.kv_channels), config.model.position_embedding_type
+    if positions in ("rope", "yarn") and channels % 2:
+        raise UserError(
+            f"--kv-channels {channels} must be even with --position-embedding-type {positions}, which rotates pairs of "
+            "them."
+        )
+    return config
+
+
+def rotary_embeddings(config: Config) -> Config:
+    """What extends rotary embeddings needs them: YaRN's own positions, the others `rope`."""
+    model, positions = config.model, config.model.position_embedding_type
+    for flag, given, needed in (
+        ("--use-rope-scaling", model.use_rope_scaling, ("rope",)),
+        (
+            "--rotary-seq-len-interpolation-factor",
+            model.rotary_seq_len_interpolation_factor not in (None, 1),
+            ("rope",),
+        ),
+        ("--rotary-interleaved", model.rotary_interleaved, ("rope", "yarn")),
+        ("--rotary-scaling-factor", model.rotary_scaling_factor != 1, ("yarn",)),
+    ):
+        if given and positions not in needed:
+            raise UserError(f"{flag} needs --position-embedding-type {' or '.join(needed)}, not {positions}.")
+    low, high = model.rope_scaling_low_freq_factor, model.rope_scaling_high_freq_factor
+    if model.use_rope_scaling and low >= high:
+        raise UserError(
+            f"--rope-scaling-low-freq-factor {low:g} must be less than --rope-scaling-high-freq-factor {high:g}."
+        )
+    return config
+
+
+def query_groups(config: Config) -> Config:
+    """Key/value heads divide the query heads and are split over tensor-parallel ranks."""
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    heads = checked(model.num_attention_heads)
+    if not model.group_query_attention:
+        if model.num_query_groups != 1:
+            raise UserError(f"--num-query-groups {model.num_query_groups} needs --group-query-attention.")
+        return config
+    valid = [groups for groups in range(tp, heads + 1, tp) if heads % groups == 0]
+    if model.num_query_groups not in valid:
+        raise UserError(
+            f"--num-query-groups {model.num_query_groups} must divide --num-attention-heads {heads} and be a multiple "
+            f"of --tensor-model-parallel-size {tp}; valid values are {alternatives(valid)}."
+        )
+    return config
+
+
+def ffn_hidden_size(config: Config) -> Config:
+    """4h, or as many parameters with a gated MLP: 2/3 of that, down to a multiple of 64 (Megatron-LM's rule)."""
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    if model.swiglu and model.squared_relu:
+        raise UserError("--swiglu and --squared-relu name two activations; give one.")
+    size = model.ffn_hidden_size
+    if size is None:
+        wide = 4 * checked(model.hidden_size)
+        size = wide * 2 // 3 // 64 * 64 if model.swiglu else wide
+        if size == 0:
+            raise UserError(
+                f"--hidden-size {model.hidden_size} is too small for --swiglu's default width; give --ffn-hidden-size."
+            )
+    if size % tp:
+        raise UserError(
+            f"--ffn-hidden-size {size} must be a multiple of --tensor-model-parallel-size {tp}; "
+            f"the nearest valid values are {nearest(size, tp)}."
+        )
+    return config.replace("model", ffn_hidden_size=size)
