@@ -23,11 +23,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
@@ -43,6 +41,7 @@ from megatron.pretrain.checkpoint import optimizer as optimizers
 from megatron.pretrain.checkpoint.from_huggingface import load_weights, other_positions
 from megatron.pretrain.checkpoint.options import CheckpointOptions
 from megatron.pretrain.checkpoint.ranks import DamagedError, gather, on_first, say, together
+from megatron.pretrain.checkpoint.reading import read_shards
 from megatron.pretrain.checkpoint.save_folder import SaveFolder
 from megatron.pretrain.checkpoint.sharded_optimizer import saved_optimizer, whole_weights
 from megatron.pretrain.huggingface.folder import looks_like_one
@@ -137,7 +136,7 @@ class Checkpointer:
             folders.sync_file(folder / "metadata.json")
 
         on_first(write_common, where)
-        strategy: SaveShardedStrategy = tensors.InProcessSave()
+        strategy: Any = tensors.InProcessSave()
         if self._options.ckpt_fully_parallel_save and self._groups.dp_cp.size() > 1:
             strategy = FullyParallelSaveStrategyWrapper(strategy, self._groups.dp_cp)
         together(lambda: strategy.save(sharded, folder), where)
@@ -289,24 +288,12 @@ class Checkpointer:
         return self._progress(common, weights_only)
 
     def _read(self, state: dict[str, Any], folder: Path) -> dict[str, Any]:
-        strategy, common = known.strategies(self._options.trust_checkpoint)
+        trusted = self._options.trust_checkpoint
+        strategy = known.strategy(trusted)
         if self._options.ckpt_fully_parallel_load and self._groups.dp_cp.size() > 1:
             strategy = FullyParallelLoadStrategyWrapper(strategy, self._groups.dp_cp)
-
-        def read() -> dict[str, Any]:
-            # Ranks may read overlapping parts; checking that is for the writer. It also spares a collective in which
-            # the others would wait for a rank that failed before it.
-            loaded = dist_checkpointing.load(
-                state,
-                str(folder),
-                sharded_strategy=strategy,
-                common_strategy=common,
-                validate_access_integrity=False,
-                strict=self._options.dist_ckpt_strictness,
-            )
-            return loaded[0] if isinstance(loaded, tuple) else loaded
-
-        return together(read)
+        strictness = self._options.dist_ckpt_strictness
+        return together(lambda: read_shards(state, folder, strategy, strictness=strictness, trusted=trusted))
 
     def _apply_model(self, model: Any, state: dict[str, Any], folder: Path) -> None:
         missing, _ = tensors.unwrap(model).load_state_dict(state, strict=False)

@@ -29,6 +29,8 @@ from helixpipe.common.files import new_file
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
 RELEASE = "release"
+COMMON = "common_state"
+"""The object that megatron-core's own writer keeps the plain values in since 0.19; until then, and here, common.pt."""
 _FOLDER = re.compile(r"iter_(\d{7,})")
 _REPLACED = re.compile(r"\.(iter_\d{7,})\.replaced")
 _TEMPORARY = re.compile(r"\.iter_\d{7,}\.tmp-([0-9a-f]+)")
@@ -170,7 +172,7 @@ def _plain(name: str) -> str:
 def _wrong_structure(
     folder: Path, read_index: Callable[[Path], Any], manifest: Mapping[str, list[int]], mine: slice
 ) -> str | None:
-    for name in _READ_BY_ALL:
+    for name in ("metadata.json", ".metadata"):
         if wrong := _wrong_size(folder / name, 1, exactly=False):
             return wrong
     try:
@@ -180,7 +182,11 @@ def _wrong_structure(
     if backend != "torch_dist":
         return f"its format is {backend}, not torch_dist"
     needed: dict[str, int] = {}
-    for info in read_index(folder).storage_data.values():
+    index = read_index(folder)
+    plain_values_inside = any(name.startswith(f"{COMMON}/") for name in index.state_dict_metadata)
+    if not plain_values_inside and (wrong := _wrong_size(folder / "common.pt", 1, exactly=False)):
+        return wrong
+    for info in index.storage_data.values():
         end = info.offset + info.length
         name = _plain(info.relative_path)
         if manifest and name not in manifest:

@@ -6,12 +6,14 @@ in megatron-core's torch_dist format, and megatron-core and torch.distributed.ch
 .metadata            a plain pickle of torch's `Metadata`: `_KNOWN` are its classes, whatever else is refused by name
 shards, objects      torch.save: read by torch's `weights_only` unpickler, with `_OBJECTS` beside what that knows
 shards, tensors      the same, as torch itself does
-common.pt            the same
+common.pt            the same; megatron-core's own writer has it as one of the objects since 0.19, named `folder.COMMON`
 """
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import pickle
 import re
 from collections.abc import Mapping
@@ -21,8 +23,7 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreLoadPlanner,
     TorchDistLoadShardedStrategy,
@@ -39,7 +40,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load_state_dict
 
 from helixpipe.common.errors import CheckpointError
-from megatron.pretrain.checkpoint.folder import MalformedError
+from megatron.pretrain.checkpoint.folder import COMMON, MalformedError
 
 _KNOWN: Mapping[str, frozenset[str]] = MappingProxyType(
     {
@@ -127,7 +128,7 @@ class _Planner(MCoreLoadPlanner):
 class _Shards(TorchDistLoadShardedStrategy):
     """megatron-core's way to read shards, with that reader and that planner."""
 
-    def load(self, sharded_state_dict: Any, checkpoint_dir: Path) -> Any:
+    def load(self, sharded_state_dict: Any, checkpoint_dir: Path, *options: Any) -> Any:
         tensors = [each for each in nested_values(sharded_state_dict) if isinstance(each, ShardedTensor)]
         by_key, flat, renamed = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
         wanted = mcore_to_pyt_state_dict(by_key, True)
@@ -152,8 +153,6 @@ class _Shards(TorchDistLoadShardedStrategy):
         return super().load_tensors_metadata(checkpoint_dir, metadata or read_index(Path(checkpoint_dir)))
 
     def load_sharded_metadata(self, checkpoint_dir: Path) -> Any:
-        from megatron.core.dist_checkpointing.mapping import ShardedObject
-
         index = read_index(Path(checkpoint_dir))
         tensors = self.load_tensors_metadata(checkpoint_dir, index)
         objects = (
@@ -162,15 +161,9 @@ class _Shards(TorchDistLoadShardedStrategy):
         return {**{each.unique_key: each for each in objects}, **tensors}
 
 
-class _Common(TorchCommonLoadStrategy):
-    def load_common(self, checkpoint_dir: Path | str) -> Any:
-        return load_common(Path(checkpoint_dir))
-
-
-def strategies(trusted: bool) -> tuple[Any, Any]:
-    """How `dist_checkpointing.load` reads shards, and common.pt. trusted: as megatron-core does, and runs what is in
-    them."""
-    return (TorchDistLoadShardedStrategy(), TorchCommonLoadStrategy()) if trusted else (_Shards(), _Common())
+def strategy(trusted: bool) -> Any:
+    """What reads the shards of a folder. trusted: as megatron-core does, and runs what is in them."""
+    return TorchDistLoadShardedStrategy() if trusted else _Shards()
 
 
 def read_index(folder: Path, trusted: bool = False) -> Any:
@@ -199,9 +192,25 @@ def read_index(folder: Path, trusted: bool = False) -> Any:
 def load_common(folder: Path, trusted: bool = False) -> dict[str, Any]:
     """The plain values of a checkpoint. Raises UntrustedError for classes that are not known, and anything for what is
     no such file."""
+    path = folder / "common.pt"
+    if not path.exists():
+        return _common_object(folder, trusted)
     if trusted:
-        return dict(torch.load(folder / "common.pt", map_location="cpu", weights_only=False))
-    return dict(load_objects(folder / "common.pt", folder / "common.pt"))
+        return dict(torch.load(path, map_location="cpu", weights_only=False))
+    return dict(load_objects(path, path))
+
+
+def _common_object(folder: Path, trusted: bool) -> dict[str, Any]:
+    """The plain values where they are among the shards; FileNotFoundError, of common.pt, where they are not."""
+    name = ShardedObject(COMMON, None, (1,), (0,)).unique_key
+    if name not in read_index(folder, trusted).state_dict_metadata:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder / "common.pt"))
+    wanted: dict[str, Any] = {name: io.BytesIO()}
+    load_state_dict(wanted, FileSystemReader(folder) if trusted else _Reader(folder), no_dist=True)
+    wanted[name].seek(0)
+    if trusted:
+        return dict(torch.load(wanted[name], map_location="cpu", weights_only=False)[0])
+    return dict(load_objects(wanted[name], f"{folder}: {name}")[0])
 
 
 def load_objects(source: Path | io.BytesIO, where: Path | str) -> Any:

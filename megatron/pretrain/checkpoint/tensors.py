@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     _replace_state_dict_keys_with_sharded_keys,
@@ -34,15 +33,14 @@ def quiet() -> Iterator[None]:
         yield
 
 
-class InProcessSave(SaveShardedStrategy):
-    """megatron-core's tensors to torch_dist files, one a rank, written and synchronised by the calling thread."""
+class InProcessSave:
+    """megatron-core's tensors to torch_dist files, one a rank, written and synchronised by the calling thread.
 
-    def __init__(self) -> None:
-        super().__init__("torch_dist", 1)
+    It has what megatron-core's wrappers ask of a strategy; their base class is gone since 0.19.
+    """
 
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        return True
+    backend, version = "torch_dist", 1
+    can_handle_sharded_objects = True
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
         flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)

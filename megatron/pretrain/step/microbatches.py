@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
-
-from megatron.core.num_microbatches_calculator import (
-    ConstantNumMicroBatchesCalculator,
-    NumMicroBatchesCalculator,
-    RampupBatchsizeNumMicroBatchesCalculator,
-)
 
 from helixpipe.common.errors import UserError
 from megatron.pretrain.config import Config
@@ -21,70 +16,59 @@ class StepBatch(NamedTuple):
     samples: int
 
 
-class _DocumentsAStep:
-    """A calculator as megatron-core's for steps of documents: as many in each, of which a data-parallel rank gets about
-    its share."""
-
-    def __init__(self, documents: int, dp_size: int) -> None:
-        self._documents, self._dp_size = documents, dp_size
-
-    def update(self, consumed_samples: int, consistency_check: bool) -> None:
-        pass
-
-    def get(self) -> int:
-        return -(-self._documents // self._dp_size)
-
-    def get_current_running_global_batch_size(self) -> int:
-        return self._documents
-
-
+@dataclass(frozen=True)
 class BatchSchedule:
     """How many microbatches a step has, as a function of the samples consumed before it.
 
-    Wraps megatron-core's calculators without their global state. Build it with `from_config`. With steps of documents
+    Megatron-LM's arithmetic, stated here because its calculators differ between releases of megatron-core (that of
+    --rampup-batch-size is gone since 0.18). Build it with `from_config`. With steps of documents
     (--variable-seq-lengths) `samples` are documents and `num_microbatches` the most that a data-parallel rank needs if
     each is a row of its own; under --max-tokens, where steps have different numbers of documents
     (`megatron.pretrain.data.documents`), `samples` is only the unit in which the learning rate's schedule counts steps.
+
+    size: samples a step, after any rampup. quantum: samples that all data-parallel ranks together take as one
+    microbatch; what does not fill one is left out of a step, unless its last may be `partial`. start, increment: how
+    many the first step has, and how many are added at a time so that there are `size` after `rampup_samples` samples.
     """
 
-    def __init__(self, calculator: NumMicroBatchesCalculator | _DocumentsAStep, rampup_samples: int = 0) -> None:
-        self._calculator = calculator
-        self._rampup_samples = rampup_samples
+    size: int
+    quantum: int
+    partial: bool = False
+    start: int = 0
+    increment: int = 0
+    rampup_samples: int = 0
 
     @classmethod
     def from_config(cls, config: Config) -> BatchSchedule:
         """The batches of a validated configuration."""
-        training = config.training
+        training, dp_size = config.training, config.parallel.data_parallel_size
         size, micro = training.global_batch_size, training.micro_batch_size
         if size is None or micro is None:
             raise ValueError("the configuration was not validated")
         if config.data.variable_seq_lengths:
-            return cls(_DocumentsAStep(size, config.parallel.data_parallel_size))
-        common = (
-            size,
-            micro,
-            config.parallel.data_parallel_size,
-            training.decrease_batch_size_if_needed,
-            config.launch.rank,
-        )
+            return cls(size, dp_size, partial=True)
         if training.rampup_batch_size is None:
-            return cls(ConstantNumMicroBatchesCalculator(*common))
-        start, increment, samples = training.rampup_batch_size
-        return cls(RampupBatchsizeNumMicroBatchesCalculator(*common, start, increment, samples), samples)
+            return cls(size, micro * dp_size)
+        return cls(size, micro * dp_size, False, *training.rampup_batch_size)
 
     def at(self, consumed_samples: int) -> StepBatch:
         """The step that comes after `consumed_samples` samples."""
-        self._calculator.update(consumed_samples, consistency_check=False)
-        return StepBatch(self._calculator.get(), self._calculator.get_current_running_global_batch_size())
+        samples = self.size
+        if self.rampup_samples and consumed_samples <= self.rampup_samples:
+            samples_each = self.rampup_samples / ((self.size - self.start) // self.increment)
+            samples = self.start + int(consumed_samples / samples_each) * self.increment
+        if self.partial:
+            return StepBatch(-(-samples // self.quantum), samples)
+        return StepBatch(samples // self.quantum, samples - samples % self.quantum)
 
     def final(self) -> StepBatch:
         """The step after any rampup."""
-        return self.at(self._rampup_samples + 1)
+        return self.at(self.rampup_samples + 1)
 
     def step_sizes(self) -> list[int]:
         """Every number of microbatches that a step will have, ascending."""
         sizes, consumed = {self.final().num_microbatches}, 0
-        while consumed <= self._rampup_samples:
+        while consumed <= self.rampup_samples:
             batch = self.at(consumed)
             sizes.add(batch.num_microbatches)
             consumed += batch.samples
@@ -93,7 +77,7 @@ class BatchSchedule:
     def samples_after(self, iterations: int) -> int:
         """Samples that the first `iterations` steps consume."""
         samples, done = 0, 0
-        while done < iterations and samples <= self._rampup_samples:
+        while done < iterations and samples <= self.rampup_samples:
             samples += self.at(samples).samples
             done += 1
         return samples + (iterations - done) * self.at(samples).samples
@@ -101,7 +85,7 @@ class BatchSchedule:
     def iterations_within(self, samples: int) -> int:
         """Whole steps that fit into `samples` samples."""
         consumed, done = 0, 0
-        while consumed <= self._rampup_samples:
+        while consumed <= self.rampup_samples:
             batch = self.at(consumed).samples
             if consumed + batch > samples:
                 return done
