@@ -44,6 +44,7 @@ class ChunkedMLP(MLP):
     ):
         super().__init__(config, submodules, ffn_hidden_size=config.ffn_hidden_size, tp_group=tp_group)
         self.slices = Slices(chunk_size, self.linear_fc1.sequence_parallel, tp_group)
+        self._first_half = _FirstHalf(self)
 
     def forward(
         self, hidden_states: Tensor, per_token_scale: None = None, **unused: Any
@@ -55,7 +56,7 @@ class ChunkedMLP(MLP):
 
     def inner(self, tokens: Tensor) -> Tensor:
         """First linear layer and activation function, as megatron-core computes them: [n, b, h] to [n, b, ffn / tp]."""
-        output, _ = MLP.forward(cast(Any, _FirstHalf(self)), tokens)
+        output, _ = MLP.forward(cast(Any, self._first_half), tokens)
         return cast(Tensor, output)
 
     def output_into(self, target: Tensor, tokens: Tensor) -> None:
@@ -80,12 +81,23 @@ class _FirstHalf:
 
     def __init__(self, mlp: ChunkedMLP):
         self.config, self.activation_func = mlp.config, mlp.activation_func
-        self._layer = mlp.linear_fc1
+        self.linear_fc1, self.linear_fc2 = _OnThisRank(mlp.linear_fc1), _NoLayer()
 
-    def linear_fc1(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        return torch.matmul(tokens, self._layer.weight.t()), self._layer.bias
 
-    def linear_fc2(self, inner: Tensor) -> tuple[Tensor, None]:
+class _OnThisRank(torch.nn.Module):
+    """A linear layer without what its ranks communicate. A module, as megatron-core asks since 0.18."""
+
+    def __init__(self, layer: ColumnParallelLinear):
+        super().__init__()
+        self._layers = (layer,)  # in a tuple, so that its parameters are not those of a second module
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        (layer,) = self._layers
+        return torch.matmul(tokens, layer.weight.t()), layer.bias
+
+
+class _NoLayer(torch.nn.Module):
+    def forward(self, inner: Tensor) -> tuple[Tensor, None]:
         return inner, None
 
 

@@ -9,11 +9,11 @@ Start-up without CUDA takes a third of the time because megatron-core's function
 (`_uncompiled`), and everywhere because Python's garbage collector does not search half a million objects that are all
 in use, again and again, while they are imported (`collector_paused`).
 
-Without CUDA, megatron-core 0.16 still names the device "cuda" in several places. Two remedies, by cost:
+Without CUDA, megatron-core still names the device "cuda" in several places. Two remedies, by cost:
 
-- functions that can only fail without CUDA (`torch.cuda.current_device`, `synchronize`, the CUDA random state,
-  `Tensor.cuda`) are replaced for good by their CPU meaning. Nothing else slows down, and all that the forward and
-  backward passes of megatron-core's layers need is among them;
+- functions that can only fail without CUDA (`torch.cuda.current_device`, `current_stream`, `synchronize`, the CUDA
+  random state, `Tensor.cuda`) are replaced for good by their CPU meaning. Nothing else slows down, and all that the
+  forward and backward passes of megatron-core's layers need is among them;
 - literal `device="cuda"` arguments and the checks of `Tensor.type()` are rewritten by a `TorchFunctionMode`. It costs
   about a microsecond for every torch call made while it is active, as much as a small op itself, so it is active only
   inside megatron-core's own construction, optimizer and checkpoint code (`_ENTRY_POINTS`), never in the forward and
@@ -200,9 +200,7 @@ class _TorchWithoutStreams:
     """`torch` for code that copies on streams of its own: what is put on a stream is done at once."""
 
     def __init__(self) -> None:
-        done = SimpleNamespace(wait=_nothing, synchronize=_nothing)
-        stream = SimpleNamespace(wait_stream=_nothing, record_event=lambda: done)
-        self.cuda = SimpleNamespace(current_stream=lambda: stream, Stream=lambda: stream, stream=nullcontext)
+        self.cuda = SimpleNamespace(current_stream=_current_stream, Stream=_current_stream, stream=nullcontext)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -239,6 +237,12 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     """Stands for torch.cuda functions that have nothing to do on the CPU."""
 
 
+def _current_stream(*args: Any, **kwargs: Any) -> SimpleNamespace:
+    """A stream on which everything is done at once, so that nobody waits."""
+    done = SimpleNamespace(wait=_nothing, synchronize=_nothing)
+    return SimpleNamespace(wait_stream=_nothing, wait_event=_nothing, record_event=lambda: done, synchronize=_nothing)
+
+
 def _get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
     return torch.default_generator.get_state()
 
@@ -263,6 +267,7 @@ def _not_about_cpu_generator(record: logging.LogRecord) -> bool:
 def _replace_cuda_functions() -> None:
     cuda: Any = torch.cuda
     cuda.current_device = _current_device
+    cuda.current_stream = _current_stream
     cuda.synchronize = cuda.empty_cache = _nothing
     cuda.get_rng_state = cuda.random.get_rng_state = _get_rng_state
     cuda.set_rng_state = cuda.random.set_rng_state = _set_rng_state

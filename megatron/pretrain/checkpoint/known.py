@@ -206,11 +206,13 @@ def _common_object(folder: Path, trusted: bool) -> dict[str, Any]:
     if name not in read_index(folder, trusted).state_dict_metadata:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder / "common.pt"))
     wanted: dict[str, Any] = {name: io.BytesIO()}
-    load_state_dict(wanted, FileSystemReader(folder) if trusted else _Reader(folder), no_dist=True)
-    wanted[name].seek(0)
     if trusted:
-        return dict(torch.load(wanted[name], map_location="cpu", weights_only=False)[0])
-    return dict(load_objects(wanted[name], f"{folder}: {name}")[0])
+        load_state_dict(wanted, FileSystemReader(folder), no_dist=True)
+    else:
+        planner = _Planner()
+        planner.folder = folder
+        load_state_dict(wanted, _Reader(folder), planner=planner, no_dist=True)
+    return dict(wanted[name][0])
 
 
 def load_objects(source: Path | io.BytesIO, where: Path | str) -> Any:

@@ -30,6 +30,10 @@ SHARDING = {
 _STATE = "optimizer.state."
 _CLASSES = ("cpu_optimizer_cls", "gpu_optimizer_cls")  # in the groups of an optimizer with state on the host
 _KERNELS = ("bias_correction", "fused")  # there, too: settings of this program, not of what was saved
+_IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")  # tells groups apart in every release
+RATES = ("max_lr", "min_lr", "start_wd", "end_wd", "optimizer")
+"""In a group, what this run's flags say. megatron-core 0.19 also tells groups apart by it, 0.16 takes the saved one."""
+
 _COPIES = ("param", "fp32_param")  # the float32 copy's name with the distributed optimizer, and without
 
 
@@ -146,13 +150,48 @@ class WholeOptimizer:
         load(self._optimizer, state)
 
 
+def matched(groups: Iterable[dict[str, Any]], saved: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each of an optimizer's groups the saved one: in order among those of the same multipliers.
+
+    Raises CheckpointError where there is none.
+    """
+    waiting: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for group in saved:
+        waiting.setdefault(_identity(group), []).append(group)
+    try:
+        return [waiting[_identity(group)].pop(0) for group in groups]
+    except (KeyError, IndexError):
+        raise CheckpointError(
+            "the checkpoint's optimizer has other groups of weights (weight decay, learning rates of their own); "
+            "give the flags it was trained with, or --no-load-optim to begin its state anew."
+        ) from None
+
+
+def _identity(group: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(group[name] if name in group else group.get(f"pre_{name}") for name in _IDENTITY)
+
+
+def rates(group: dict[str, Any]) -> dict[str, Any]:
+    """What flags say of a group."""
+    return {name: group[name] for name in RATES if name in group}
+
+
+def set_rates(group: dict[str, Any], values: dict[str, Any]) -> None:
+    for name in RATES:
+        group.pop(name, None)
+    group.update(values)
+
+
 def load(optimizer: Any, state: dict[str, Any]) -> None:
-    """Give an optimizer its loaded state (after `convert`).
+    """Give an optimizer its loaded state (after `convert`), but for what this run's flags say of its groups.
 
     megatron-core's distributed optimizer looks for torch Adam's step among the tensors that were read, where it never
     is: the steps are put aside while it loads them. The others save no step when it is 0, which torch misses.
     """
     parts = _parts(optimizer)
+    own_rates = [rates(group) for group in optimizer.param_groups]
+    for group, values in zip(matched(optimizer.param_groups, saved_groups(state)), own_rates, strict=True):
+        set_rates(group, values)
     for hybrid in _hybrids(optimizer):
         for group in state["optimizer"]["param_groups"]:
             group.update({name: hybrid.defaults[name] for name in _KERNELS})
@@ -167,7 +206,15 @@ def load(optimizer: Any, state: dict[str, Any]) -> None:
             parameter_state["step"] = step
     else:
         optimizer.load_state_dict(state)
+    for group, values in zip(optimizer.param_groups, own_rates, strict=True):
+        set_rates(group, values)
     complete_state(optimizer)
+
+
+def saved_groups(state: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of an optimizer's state, of any class."""
+    groups: list[dict[str, Any]] = state.get("optimizer", state)["param_groups"]
+    return groups
 
 
 def convert(state: dict[str, Any], common: dict[str, Any], old: str, new: str) -> dict[str, Any]:
@@ -180,7 +227,7 @@ def convert(state: dict[str, Any], common: dict[str, Any], old: str, new: str) -
         return state
     outer = common["optimizer"]
     inner = outer.get("optimizer", outer)
-    groups = [dict(group) for group in inner["param_groups"]]
+    groups = [dict(group) for group in saved_groups(outer)]
     steps = [group.pop("step") for group in groups if "step" in group]
     step = inner.get("state", {}).get("common_step", steps[0] if steps else 0.0)
     rest: dict[str, Any] = {

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from helixpipe.common.errors import CheckpointError
+from megatron.pretrain.checkpoint.optimizer import matched, rates, saved_groups, set_rates
 from megatron.pretrain.checkpoint.ranks import say
 
 _LENGTHS = ("lr_decay_steps", "wd_incr_steps")
@@ -83,6 +84,10 @@ def load_scheduler(
             f"{folder} was trained with another learning-rate schedule ({detail}); choose the flags' with "
             "--override-opt-param-scheduler or the checkpoint's with --use-checkpoint-opt-param-scheduler."
         ) from None
+    if scheduler.use_checkpoint_opt_param_scheduler and "optimizer" in common:
+        groups = scheduler.optimizer.param_groups
+        for group, saved in zip(groups, matched(groups, saved_groups(common["optimizer"])), strict=True):
+            set_rates(group, rates(saved))
     if longer and old["lr_decay_steps"] not in (None, scheduler.lr_decay_steps):
         group = scheduler.optimizer.param_groups[0]
         now, scheduler.lr_decay_steps = scheduler.lr_decay_steps, old["lr_decay_steps"]

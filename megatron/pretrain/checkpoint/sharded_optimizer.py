@@ -15,11 +15,10 @@ from typing import Any, Protocol
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
-from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from torch import Tensor
 
 from helixpipe.runtime.sharded_weights import Part, ShardedWeights, Unit
-from megatron.pretrain.checkpoint.optimizer import SHARDING, WholeOptimizer, complete_state
+from megatron.pretrain.checkpoint.optimizer import SHARDING, WholeOptimizer, complete_state, matched, rates, set_rates
 
 _STATE = "optimizer.state."
 
@@ -92,11 +91,14 @@ class PartsOptimizer:
         complete_state(self._optimizer)
         if (scaler := self._scaler()) is not None and "grad_scaler" in state:
             scaler.load_state_dict(state["grad_scaler"])
-        saved = {_key(group): group for group in state["optimizer"]["param_groups"]}
-        steps = [float(group["step"]) for group in saved.values() if group.get("step") is not None]
-        for group in self._groups():
+        groups = list(self._groups())
+        saved = matched(groups, state["optimizer"]["param_groups"])
+        steps = [float(group["step"]) for group in saved if group.get("step") is not None]
+        for group, values in zip(groups, saved, strict=True):
             kept = {"params": group["params"]} | ({"step": int(max(steps))} if "step" in group and steps else {})
-            group.update({**saved[_key(group)], **kept})
+            of_flags = rates(group)
+            group.update({**values, **kept})
+            set_rates(group, of_flags)
             if "step" not in kept:
                 group.pop("step", None)
         whole = iter(state["param_state"].values())
@@ -161,10 +163,6 @@ class PartsOptimizer:
         """Updates so far; the same on all ranks."""
         states = [self._state_of(part) for part in self._sharded.parts()[:1]]
         return max((float(each["step"]) for each in [*states, *self._groups()] if "step" in each), default=0.0)
-
-
-def _key(group: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(group[key] if key in group else group[f"pre_{key}"] for key in param_group_identifier_keys)
 
 
 def _like(entry: Any, name: str, value: Tensor) -> Any:
