@@ -35,6 +35,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from helixpipe.common.collector import collector_paused
+from helixpipe.model.releases import without_advice
 
 _IMPORTS = (
     "megatron.core",
@@ -81,6 +82,7 @@ _NOISE = (
     (FutureWarning, r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"),
     (FutureWarning, r"`load_state_dict` is deprecated and will be removed"),
     (FutureWarning, r"Please use DTensor instead and we are deprecating ShardedTensor"),
+    (UserWarning, r"MimoModelConfig is experimental"),  # imported with the optimizer since 0.18
     (UserWarning, r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed"),
 )
 """Warnings that megatron-core's own code draws from torch at every run; whoever runs it can do nothing about them."""
@@ -100,10 +102,11 @@ def device() -> torch.device:
 
 def prepare() -> None:
     """Import megatron-core quietly and, without CUDA, make it run on the CPU. Calling it again does nothing."""
-    with warnings.catch_warnings(), collector_paused(), _uncompiled():
+    with warnings.catch_warnings(), collector_paused(), _uncompiled(), _silent_logs():
         warnings.simplefilter("ignore")
         for name in _IMPORTS:
             importlib.import_module(name)
+    without_advice()
     _ignore(_NOISE)
     if torch.cuda.is_available():
         _compile_every_variant()
@@ -118,6 +121,17 @@ def prepare() -> None:
             _run_redirected(_OFFLOADING, f"HybridDeviceOptimizer.{name}", _HostAside)
         offloading: Any = importlib.import_module(_OFFLOADING)
         offloading.torch = _TorchWithoutStreams()
+
+
+@contextmanager
+def _silent_logs() -> Iterator[None]:
+    """Without torch's note that it found a CUDA toolkit but no GPU, when triton or an extension builder is imported."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from helixpipe.common.errors import UserError
+from helixpipe.model.releases import null_tokenizer
 from megatron.pretrain.data.tokenizer_folder import check_folder
 
 if TYPE_CHECKING:
@@ -37,6 +38,9 @@ _LIBRARIES: dict[str, tuple[str, str | None]] = {
     "Llama2Tokenizer": ("sentencepiece", "sentencepiece"),
     "TikTokenizer": ("tiktoken", "tiktoken"),
 }
+_HUGGINGFACE = {"use_fast": True, "include_special_tokens": False}
+"""Options of every such tokenizer; their defaults are others from release to release."""
+
 TOKENIZER_TYPES = tuple(_LIBRARIES)
 
 
@@ -65,7 +69,8 @@ def build_tokenizer(
     if library == "null":
         if vocab_size is None:
             raise UserError("--tokenizer-type NullTokenizer needs --vocab-size, the number of token ids")
-        return _load(tokenizer_type, library, None, vocab_size=vocab_size)
+        name, options = null_tokenizer(vocab_size)
+        return _load(tokenizer_type, name, None, **options)
     if library == "byte-level":
         if vocab_size is not None and vocab_size < 256:
             raise UserError(f"--vocab-size {vocab_size} is too small for ByteLevelTokenizer, which needs at least 256")
@@ -77,7 +82,7 @@ def build_tokenizer(
         raise UserError(f"--tokenizer-type {tokenizer_type} needs --tokenizer-model")
     if tokenizer_type == "HuggingFaceTokenizer":  # a folder, or a name that the Hugging Face hub or its cache knows
         check_folder(tokenizer_model)
-        return _load(tokenizer_type, library, tokenizer_model, use_fast=True, trust_remote_code=False)
+        return _load(tokenizer_type, library, tokenizer_model, trust_remote_code=False, **_HUGGINGFACE)
     model = _existing("--tokenizer-model", tokenizer_model, tokenizer_type)
     if tokenizer_type == "TikTokenizer":
         size = {} if vocab_size is None else {"vocab_size": vocab_size}
@@ -146,6 +151,6 @@ def _gpt2(vocab_file: str, merge_file: str) -> MegatronTokenizerText:
         end = "<|endoftext|>"
         config = {"tokenizer_class": "GPT2Tokenizer", "bos_token": end, "eos_token": end, "unk_token": end}
         Path(folder, "tokenizer_config.json").write_text(json.dumps(config))
-        tokenizer = _load("GPT2BPETokenizer", "huggingface", folder, use_fast=True)
+        tokenizer = _load("GPT2BPETokenizer", "huggingface", folder, **_HUGGINGFACE)
     tokenizer.path = vocab_file  # part of the data index's cache key, so not the temporary folder's name
     return tokenizer

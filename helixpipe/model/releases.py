@@ -1,0 +1,28 @@
+"""What differs between the releases of megatron-core that this program runs with, 0.16.1 to 0.19.
+
+Where a release merely lost a name, the code that used it does without, as `megatron.pretrain.checkpoint.reading` does.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import Any
+
+
+def null_tokenizer(vocab_size: int) -> tuple[str, dict[str, Any]]:
+    """Name and options of megatron-core's tokenizer of numbers below `vocab_size`, with end of document after them."""
+    from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
+
+    if "eod_id" in inspect.signature(NullTokenizer).parameters:  # since 0.17 the end of document is one of the numbers
+        return "null-text", {"vocab_size": vocab_size + 1}
+    return "null", {"vocab_size": vocab_size}
+
+
+def without_advice() -> None:
+    """Leave out megatron-core's advice, since 0.18 on every rank, that callers plan DDP's buffers."""
+    logging.getLogger("megatron.core.distributed.distributed_data_parallel").addFilter(_is_no_advice)
+
+
+def _is_no_advice(record: logging.LogRecord) -> bool:
+    return "full_param_layout not provided" not in record.getMessage()
