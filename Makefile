@@ -6,7 +6,7 @@ export PYTHON
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test pytest mutants lint format clean distclean
+.PHONY: help install quickstart test test-newest pytest mutants lint format clean distclean
 .PHONY: bench bench-predict bench-steps bench-setups bench-choosing bench-plans bench-network bench-planning bench-queues bench-emulate
 .PHONY: bench-host bench-gpu bench-offload bench-sppo bench-sppo-steps bench-infinipipe bench-infinipipe-steps bench-search reproduce
 
@@ -22,6 +22,9 @@ quickstart: install  ## train a small GPT on the Python standard library's sourc
 test:  ## everything CI checks: install, the whole test suite, lint
 	@$(MAKE) --no-print-directory pytest
 	@$(MAKE) --no-print-directory lint
+
+test-newest:  ## a part of the suite on the newest megatron-core, and the same losses; needs Python 3.12 or newer
+	@tools/newest.sh
 
 pytest: install  ## the test suite alone, in two processes; make pytest ARGS="tests/test_cli.py -x" runs in one
 	env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -m pytest $(or $(ARGS),--numprocesses 2 --dist loadfile --no-loadscope-reorder)

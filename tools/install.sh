@@ -2,13 +2,15 @@
 # Makes .venv and installs requirements.lock and this checkout into it. `make install` runs this, as do the other targets.
 # Where the lock, pyproject.toml, setup.py and what is compiled are those of the last time it does nothing, and takes no time.
 # PYTHON=python3.12 chooses the interpreter of a new .venv; an existing one keeps its own.
+# MEGATRON_CORE=0.19.2 installs that release of megatron-core in place of the lock's (from 0.17 on: Python 3.12 or newer).
 set -euo pipefail
 cd -P "$(dirname "$0")/.."
 
 python=${PYTHON:-python3}
 venv_python=.venv/bin/python
 stamp=.venv/installed
-wanted=$(cksum requirements.lock pyproject.toml setup.py helixpipe/planning/reorder/evaluate.cpp)
+core=${MEGATRON_CORE:-$(sed -n 's/^megatron-core==//p' requirements.lock)}
+wanted="$(cksum requirements.lock pyproject.toml setup.py helixpipe/planning/reorder/evaluate.cpp) megatron-core $core"
 
 say() { echo "install: $*"; }
 fail() {
@@ -45,8 +47,9 @@ pip() { "$venv_python" -m pip --disable-pip-version-check "$@"; }
 torch=$(grep '^torch==' requirements.lock)
 say "installing $torch (the largest download)"
 pip install "$torch"
-say "installing the other packages of requirements.lock"
-pip install --requirement requirements.lock
+say "installing the other packages of requirements.lock, with megatron-core $core"
+sed "s/^megatron-core==.*/megatron-core==$core/" requirements.lock >.venv/requirements.lock
+pip install --requirement .venv/requirements.lock
 say "installing this checkout (editable)"
 PYTHONWARNINGS=ignore pip install --quiet --no-deps --no-build-isolation --editable .
 sees_gpu="import sys, torch; sys.exit(not torch.cuda.is_available())"

@@ -31,6 +31,7 @@ class Launch:
     flags: str
     ranks: int = 2
     script: str = "pretrain_gpt.py"
+    folder: Path = ROOT  # where it is started
 
     def start(self, **paths: Path | str) -> Job:
         """Start it; `{name}` in the flags stands for a path given here."""
@@ -86,7 +87,7 @@ class Job:
         environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
         self.process = subprocess.Popen(
             [sys.executable, *(torchrun if launch.ranks else []), launch.script, *launch.flags.split()],
-            cwd=ROOT,
+            cwd=launch.folder,
             env={**environment, _MARK: self._mark, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Is the newest megatron-core as good as the one that requirements.lock pins? In a copy of this checkout with an
+# environment of its own (runs/newest) the tests run that touch megatron-core most, and five schedules train a small
+# model here and there: their losses and gradient norms must be equal to the digit.
+# NEWEST=0.19.2 chooses the release, PYTHON3_12=/path/to/python its Python; before 3.12 no release after 0.16.1 installs.
+set -euo pipefail
+cd -P "$(dirname "$0")/.."
+
+newest=${NEWEST:-0.19.2}
+copy=runs/newest
+tests=(
+    tests/test_architecture.py tests/model/test_device.py tests/model/test_equality.py tests/model/test_chunked_mlp.py
+    tests/model/test_parts.py tests/checkpoint tests/drop_in/test_drop_in.py tests/data/test_tokenizer.py
+    tests/training/test_steps.py tests/integration/test_neighbours.py
+)
+
+find_python() {
+    local candidate
+    for candidate in "${PYTHON3_12:-}" python3.12 python3.13 "$HOME"/.pyenv/versions/3.1[23]*/bin/python3; do
+        if [ -n "$candidate" ] && "$candidate" -c "import sys, venv; sys.exit(sys.version_info < (3, 12))" 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+    echo "newest: no Python 3.12 or newer here; name one: PYTHON3_12=/path/to/python3.12 make test-newest" >&2
+    return 1
+}
+
+python=$(find_python)
+mkdir -p "$copy"
+find "$copy" -mindepth 1 -maxdepth 1 ! -name .venv ! -name helixpipe.egg-info -exec rm -rf {} +
+git ls-files --cached --others --exclude-standard -z | tar --create --null --files-from - | tar --extract --directory "$copy"
+make --no-print-directory install
+PYTHON=$python MEGATRON_CORE=$newest make --no-print-directory --directory "$copy" install
+(cd "$copy" && .venv/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder "${tests[@]}")
+.venv/bin/python tools/losses.py --output runs/losses.json
+(cd "$copy" && .venv/bin/python tools/losses.py --equal "$OLDPWD/runs/losses.json")
