@@ -1,9 +1,9 @@
 """What a small model's losses are under several schedules, to compare installations.
 
     python tools/losses.py --output losses.json      # here
-    python tools/losses.py --equal losses.json       # there: exit status 1 and the first difference, if there is one
+    python tools/losses.py --equal losses.json       # there: exit status 1 at the first difference
 
-Two processes of this machine's CPU train it for a few steps under each schedule, by `pretrain_gpt.py`. Losses and gradient
+Two processes on the CPU train it for a few steps under each schedule, by `pretrain_gpt.py`. Losses and gradient
 norms are compared as printed: seven and four digits.
 """
 
