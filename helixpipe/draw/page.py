@@ -19,7 +19,7 @@ from typing import Any
 
 from helixpipe.common.errors import UserError
 from helixpipe.common.files import whole_file
-from helixpipe.draw.page_data import COLLECTIVE_KINDS, MESSAGE_KINDS, circle_data, knobs, panel_data
+from helixpipe.draw.page_data import COLLECTIVE_KINDS, MESSAGE_KINDS, circle_data, knobs, panels_data
 from helixpipe.draw.style import (
     IDLE_COLOUR,
     KIND_STYLES,
@@ -41,6 +41,7 @@ SCRIPTS = (
     "marks.js",
     "details.js",
     "input.js",
+    "search.js",
     "table.js",
     "controls.js",
     "main.js",
@@ -66,7 +67,7 @@ def html_page(shown: Sequence[Timeline | Simulation]) -> str:
     data = {
         "scale": scale_note(timelines),
         "knobs": knobs([each for each in shown if isinstance(each, Simulation)]),
-        "panels": [panel_data(each) for each in shown],
+        "panels": panels_data(shown),
     }
     return _page(" / ".join(timeline.title for timeline in timelines), data)
 

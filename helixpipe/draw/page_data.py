@@ -8,10 +8,12 @@ in the graph: ops, messages, collectives, copies.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 from helixpipe.costs.by_hand import SPLIT_BACKWARD, PieceTimes
 from helixpipe.draw.style import heading, is_chunked
+from helixpipe.draw.why import why_longer
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.project import LoweredProgram
 from helixpipe.lowering.validate import CircleError
@@ -32,6 +34,17 @@ MESSAGE_KINDS = ("activation", "gradient", "keys_values", "kv_gradients", "weigh
 COLLECTIVE_KINDS = ("gather", "scatter", "replica_sum")
 
 
+def panels_data(shown: Sequence[Timeline | Simulation]) -> list[dict[str, Any]]:
+    """Of several timelines. base: the number of the one before that a timeline is compared with, the first of its size
+    or else the first; None for the first of all. why: where the difference from it comes from, in words."""
+    panels = [panel_data(each) for each in shown]
+    for number, panel in enumerate(panels):
+        sizes = [before["size"] for before in panels[:number]]
+        base = sizes.index(panel["size"]) if panel["size"] in sizes else 0 if number else None
+        panel |= {"base": base, "why": "" if base is None else why_longer(shown[number], shown[base])}
+    return panels
+
+
 def panel_data(shown: Timeline | Simulation) -> dict[str, Any]:
     """Of one timeline."""
     timeline = shown.timeline if isinstance(shown, Simulation) else shown
@@ -42,6 +55,7 @@ def panel_data(shown: Timeline | Simulation) -> dict[str, Any]:
         "unit": timeline.unit,
         "chunked": is_chunked(timeline),
         "measured": not isinstance(shown, Simulation),
+        "size": _size(timeline.num_ranks, [event.op for event in timeline.ops]),
     }
     return facts | (_simulated(shown) if isinstance(shown, Simulation) else _measured(timeline))
 
@@ -113,6 +127,12 @@ def _op_columns(ops: Sequence[Op], ranks: Sequence[int]) -> dict[str, Any]:
         "microbatch": [op.microbatch for op in ops],
         "chunk": [op.chunk for op in ops] if any(op.chunk for op in ops) else [],
     }
+
+
+def _size(ranks: int, ops: Sequence[Op]) -> str:
+    """Timelines of one size have the same ops, or a recording lacks some."""
+    most = (max(map(attrgetter(name), ops), default=0) for name in ("stage", "microbatch", "chunk"))
+    return ",".join(map(str, (ranks, *most)))
 
 
 def _before(lowered: LoweredProgram) -> list[list[int]]:
@@ -250,6 +270,7 @@ def circle_data(error: CircleError) -> dict[str, Any]:
         "ranks": program.num_ranks,
         "unit": "",
         "chunked": any(op.chunk for op in ops),
+        "size": _size(program.num_ranks, ops),
         "ops": _op_columns(ops, ranks),
         "circle": [[number[op], number[target], int(direct)] for op, target, direct in error.circle],
         "ended": [int(op in error.ended) for op in ops],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,6 +17,7 @@ from matplotlib.image import imread
 from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.draw.page import circle_page, html_page
 from helixpipe.draw.style import KIND_STYLES, LANE_STYLES
+from helixpipe.draw.why import why_longer
 from helixpipe.lowering.lower import lower
 from helixpipe.lowering.validate import CircleError
 from helixpipe.program.text import from_csv
@@ -56,6 +58,28 @@ class Opened:
             "return [at.left + box.x + box.wide / 2, at.top + box.y + box.tall / 2]; })()"
         )
         return x, y
+
+    def edges(self, cell: str, panel: int = 0) -> tuple[float, float]:
+        """Where an op begins and ends, in the window."""
+        x, _ = self.place(cell, panel)
+        wide = self.browser.evaluate(f"boxOf(page.panels[{panel}], page.panels[{panel}].byCell.get('{cell}')).wide")
+        return x - wide / 2, x + wide / 2
+
+    def box(self, selector: str) -> tuple[float, float, float, float]:
+        """Left, top, right, bottom of an element in the window."""
+        left, top, right, bottom = self.browser.evaluate(
+            f"(({{left, top, right, bottom}}) => [left, top, right, bottom])"
+            f"(document.querySelector('{selector}').getBoundingClientRect())"
+        )
+        return left, top, right, bottom
+
+    def shows(self, selector: str) -> bool:
+        """Whether an element is there to be seen."""
+        return bool(self.browser.evaluate(f"document.querySelector('{selector}').checkVisibility()"))
+
+    def focused(self) -> str:
+        """The id of what has the focus, or its tag."""
+        return str(self.browser.evaluate("document.activeElement.id || document.activeElement.tagName"))
 
     def picture(self) -> np.ndarray:
         """What is in sight: rows, columns, and red, green and blue from 0 to 255."""
@@ -113,7 +137,7 @@ def test_boxes_have_the_colours_of_the_picture(show: Any) -> None:
         x, y = opened.place(cell)
         assert opened.colour(x, y - 10) == KIND_STYLES[cell[1]].colour
     lane = "page.panels[0].canvas.getBoundingClientRect().top + page.panels[0].strips[1].top + 2.5"
-    x = opened.place("0F1")[0] - 12  # just after 0F0
+    x = opened.edges("0F0")[1] + 2
     assert opened.colour(x, opened.browser.evaluate(lane)) == LANE_STYLES["out"].colour
 
 
@@ -121,13 +145,200 @@ def test_a_click_keeps_it_and_buttons_follow_the_waits(show: Any) -> None:
     opened = show(simulation())
     opened.browser.click(*opened.place("1B0"))
     assert opened.text("#details h2") == "1B0: backward · 1f1b"
-    assert opened.text("#details .links") == "Waits for: 1F02B0 (gradient, sent 98, arrived 98.5)"
+    assert opened.text("#jumps + .links") == "Waits for: 1F02B0 (gradient, sent 98, arrived 98.5)"
     before = opened.picture()
-    opened.browser.click_on("#details .links button:nth-of-type(2)")
+    opened.browser.click_on("#jumps + .links button:nth-of-type(2)")
     assert opened.text("#details h2") == "2B0: backward · 1f1b"
     assert (before != opened.picture()).any()
     opened.browser.click_on("#details > button")
     assert opened.browser.evaluate("document.getElementById('details').hidden")
+
+
+@pytest.mark.parametrize(("width", "height"), [(1440, 900), (1024, 768), (390, 800), (390, 250)])
+def test_the_tip_covers_no_part_of_the_row(show: Any, width: int, height: int) -> None:
+    """Of ops and of memory, wherever in the window the row is."""
+    opened = show(simulation(), simulation("gpipe"), width=width, height=height)
+    for cell, panel, part in itertools.product(("0F0", "3B7"), (0, 1), (0.2, 0.5, 0.85)):
+        opened.browser.evaluate(f"scrollBy(0, {opened.place(cell, panel)[1]} - {part} * innerHeight)")
+        opened.browser.settle()
+        for below in (0, 26):  # its memory
+            x, y = opened.place(cell, panel)
+            opened.browser.move(x, y + below)
+            assert opened.shows("#tip") and (cell in opened.text("#tip")) != (below > 0)
+            canvas = opened.box(f"section:nth-of-type({panel + 1}) canvas")[1]
+            strip = f"stripAt(page.panels[{panel}], {y + below - canvas})"
+            top = canvas + opened.browser.evaluate(f"{strip}.top")
+            bottom = top + opened.browser.evaluate(f"{strip}.height")
+            left, over, right, under = opened.box("#tip")
+            assert (under <= top or over >= bottom) and over >= 0 and under <= height and left >= 0 and right <= width
+            assert under - over > 40, "it can be read"
+
+
+def test_the_tip_is_gone_after_a_click(show: Any) -> None:
+    """The details say the same; another op's tip comes as before."""
+    opened = show(simulation())
+    x, y = opened.place("1B0")
+    opened.browser.move(x, y)
+    assert opened.shows("#tip")
+    opened.browser.click(x, y)
+    assert not opened.shows("#tip") and opened.shows("#details")
+    opened.browser.move(x + 2, y)
+    assert not opened.shows("#tip")
+    opened.browser.move(*opened.place("1B1"))
+    assert opened.shows("#tip") and "1B1" in opened.text("#tip")
+
+
+def test_the_tip_is_gone_when_the_chart_moves(show: Any) -> None:
+    opened = show(simulation(), simulation("zb1p"), height=500)
+    page, (x, y) = opened.browser, opened.place("1B1")
+    page.click(*opened.place("1B0"))
+    for action in (
+        lambda: page.wheel(x, y, -20),
+        lambda: page.key("ArrowRight"),
+        lambda: page.evaluate("scrollBy(0, 1)"),
+        lambda: page.call("Input.dispatchMouseEvent", type="mouseMoved", x=x + 1, y=y, button="left", buttons=1),
+    ):
+        page.move(*opened.place("1B3"))
+        page.move(*opened.place("1B1"))
+        assert opened.shows("#tip")
+        action()
+        page.settle()
+        assert not opened.shows("#tip")
+
+
+@pytest.mark.parametrize(("width", "beside"), [(1440, True), (1200, True), (1024, False), (390, False)])
+@pytest.mark.parametrize("cell", ["0F0", "3B7"])
+def test_details_hide_no_chart(show: Any, width: int, beside: bool, cell: str) -> None:
+    """They lie beside the charts or below them; whatever is scrolled to is to be seen, and so is the op itself."""
+    opened = show(simulation(), simulation("helix"), width=width, height=600)
+    page, charts = opened.browser, [f"section:nth-of-type({number}) canvas" for number in (1, 2)]
+    page.evaluate(f"scrollBy(0, {opened.place(cell)[1]} - 595)")
+    before = [opened.box(chart) for chart in charts]
+    page.click(*opened.place(cell))
+    seen = "(([x, y]) => document.elementFromPoint(x, y))"
+    assert page.evaluate(f"{seen}({list(opened.place(cell))}) === page.panels[0].canvas")
+    left, top, _, _ = opened.box("#side")
+    if beside:
+        assert [opened.box(chart) for chart in charts] == before, "nothing moves"
+        assert all(right < left for _, _, right, _ in before)
+        return
+    assert 300 < top < 600
+    for chart in charts:
+        page.evaluate(f"document.querySelector('{chart}').scrollIntoView({{block: 'end'}})")
+        under = opened.box(chart)
+        assert under[3] <= top + 0.5
+        x, y = (under[0] + under[2]) / 2, under[3] - 2
+        assert page.evaluate(f"{seen}([{x}, {y}]) === document.querySelector('{chart}')")
+    page.evaluate("scrollTo(0, 1e6)")
+    assert opened.box("#help")[3] <= top, "the page's end"
+
+
+def test_the_waits_are_followed_and_back(show: Any) -> None:
+    """From the chart, and from the details, where the focus stays."""
+    opened = show(simulation())
+    page = opened.browser
+    page.click(*opened.place("1B0"))
+
+    def press(*keys: str) -> list[str]:
+        found = []
+        for key in keys:
+            page.key(key)
+            found.append(opened.text("#details h2").split(":")[0])
+        return found
+
+    assert opened.text("#jumps") == "Go to 2B0, which it waited for w"
+    assert press("w", "w", "b", "b") == ["2B0", "3B0", "2B0", "1B0"]
+    assert press("b") == ["1B0"], "there is nothing to go back to"
+    page.click_on("#jumps button")
+    assert opened.text("#jumps") == "Go to 3B0, which it waited for wBack to 1B0 b"
+    assert page.evaluate("document.activeElement === document.querySelector('#details h2')")
+    assert press("w", "b", "n", "b") == ["3B0", "2B0", "1B0", "2B0"]
+    page.click_on("#jumps button:nth-of-type(2)")
+    assert opened.text("#details h2") == "1B0: backward · 1f1b"
+    assert press("w", "w")[-1] == "3B0" and opened.text("#jumps").startswith("Go to 3F0, which it followed at once w")
+    page.key("Escape")
+    assert not opened.shows("#details") and opened.focused() == "CANVAS"
+    assert page.evaluate("page.trail") == []
+
+
+def test_an_op_is_found_by_its_name(show: Any) -> None:
+    opened = show(simulation(), simulation("helix"))
+    page = opened.browser
+    page.evaluate("document.getElementById('help').open = true")
+    page.key("/")
+    assert opened.focused() == "find"
+    page.type("1B3")
+    assert opened.text("#live") == "2 ops found. Enter goes to the first."
+    page.key("Enter")
+    assert opened.text("#details h2") == "1B3: backward · 1f1b" and opened.text("#found") == "1 of 2"
+    assert opened.text("#live").startswith("1 of 2. 1B3: backward. stage 1, microbatch 3, rank 1. ")
+    page.key("Enter")
+    assert opened.text("#details h2") == "1B3: backward · helix"
+    top, bottom = opened.place("1B3", panel=1)[1], page.evaluate("innerHeight")
+    assert 0 < top < bottom, "it is brought into view"
+    page.key("Enter")
+    assert opened.text("#found") == "1 of 2"
+    page.key("Enter", shift=True)
+    assert opened.text("#found") == "2 of 2" and opened.focused() == "find"
+    page.key("Escape")
+    assert opened.text("#found") == page.evaluate("document.getElementById('find').value") == ""
+    assert opened.focused() == "CANVAS" and page.evaluate("document.activeElement === page.panels[1].canvas")
+    page.key("b")
+    assert opened.text("#details h2") == "1B3: backward · 1f1b", "from one timeline to the other"
+
+
+def test_what_a_name_leaves_out_may_be_any(show: Any) -> None:
+    opened = show(of(build("seq1f1b", Shape(4, 8, 8, chunks=2))))
+    page = opened.browser
+
+    def found(text: str) -> list[str]:
+        page.evaluate(f"findOps('{text}')")
+        return list(page.evaluate("page.found.ops.map(({panel, task}) => cellOf(panel, task))"))
+
+    assert found("f5") == ["0F5", "1F5", "2F5", "3F5", "0F5.1", "1F5.1", "2F5.1", "3F5.1"]
+    assert found("2B5") == ["2B5", "2B5.1"], "the very name first, though chunk 1 runs before"
+    assert found(" 2B5.1 ") == ["2B5.1"] and found("2B5.0") == ["2B5"]
+    assert len(found("3F")) == 16 and len(found("B")) == 64
+    assert found("2F9") == [] and opened.text("#found") == "none" and opened.text("#live") == "No such op."
+    for text in ("5", "2X5", "2F5x", "F5."):
+        assert found(text) == [] and opened.text("#found") == "no name"
+    assert found("") == [] and opened.text("#found") == opened.text("#live") == ""
+
+
+def test_ops_not_found_are_pale(show: Any) -> None:
+    opened = show(simulation())
+    at = {cell: (opened.edges(cell)[0] + 3, opened.place(cell)[1]) for cell in ("1F2", "1F1")}
+    before = {cell: opened.colour(*place) for cell, place in at.items()}
+    assert set(before.values()) == {KIND_STYLES["F"].colour}
+    opened.browser.evaluate("findOps('1F2')")
+    opened.browser.settle()
+    assert opened.colour(*at["1F2"]) == before["1F2"] and opened.colour(*at["1F1"]) != before["1F1"]
+    opened.browser.evaluate("findOps('1F99')")
+    opened.browser.settle()
+    assert opened.colour(*at["1F1"]) == before["1F1"], "nothing is, where nothing is found"
+
+
+def test_a_slash_in_a_field_is_a_slash(show: Any) -> None:
+    opened = show(simulation())
+    opened.browser.click_on("#ops summary")
+    opened.browser.evaluate("document.getElementById('filter').focus()")
+    opened.browser.key("/")
+    assert opened.focused() == "filter"
+
+
+def test_why_one_takes_longer(show: Any) -> None:
+    """As Python says it, while the times are those it was said of."""
+    one, other = simulation(), simulation("helix")
+    opened = show(one, other)
+    page, said = opened.browser, "section:nth-of-type({}) .why"
+    assert opened.text(said.format(2)) == why_longer(other, one) != ""
+    assert opened.shows(said.format(2)) and not opened.shows(said.format(1))
+    page.click_on("#times summary")
+    page.evaluate("document.querySelector('input[name=attn]').value = 0.5")
+    page.click_on("#form button[type=submit]")
+    assert not opened.shows(said.format(2))
+    page.click_on("#form button[type=reset]")
+    assert opened.text(said.format(2)) == why_longer(other, one)
 
 
 def test_zoom_and_pan(show: Any) -> None:
@@ -141,9 +352,9 @@ def test_zoom_and_pan(show: Any) -> None:
     start, end = opened.view()
     assert 0 < start < 98.5 and 122.5 < end < 404
     assert opened.place("1B0")[0] == pytest.approx(x, abs=1)
-    page.drag(x, y, x + 100)
+    page.drag(x, y, x + 60)
     assert opened.view()[0] < start
-    assert opened.place("1B0")[0] == pytest.approx(x + 100, abs=1)
+    assert opened.place("1B0")[0] == pytest.approx(x + 60, abs=1)
     page.click_on("#closer")
     assert opened.view()[1] - opened.view()[0] < end - start
     page.click_on("#all")
@@ -158,7 +369,7 @@ def test_keys_go_from_op_to_op_and_are_read_out(show: Any) -> None:
     for key in ("ArrowRight", "ArrowRight", "ArrowDown", "End", "w", "n", "Home"):
         page.key(key)
         said.append(re.split("[:.] ", opened.text("#live"))[0])
-    assert said == ["0F0", "0F1", "1F0", "1B7", "gradient of 2B7 for 1B7 (rank 2 to rank 1)", "1B7", "1F0"]
+    assert said == ["0F0", "0F1", "1F0", "1B7", "2B7", "1B7", "1F0"]
     page.key("+")
     page.key("ArrowRight", shift=True)
     assert opened.view()[0] > 0 and opened.view()[1] < 404
@@ -171,7 +382,10 @@ def test_it_can_be_read_without_seeing_it(show: Any) -> None:
     opened = show(simulation())
     nodes = opened.browser.call("Accessibility.getFullAXTree")["nodes"]
     named = [(node["role"]["value"], node.get("name", {}).get("value", "")) for node in nodes if not node["ignored"]]
-    assert all(name for role, name in named if role in ("button", "checkbox", "combobox", "slider", "application"))
+    assert all(
+        name for role, name in named if role in ("button", "checkbox", "combobox", "slider", "application", "searchbox")
+    )
+    assert ("searchbox", "find op") in named and ("button", "Next op found") in named
     assert ("button", "Zoom in") in named and ("checkbox", "critical path") in named
     charts = [name for role, name in named if role == "application"]
     assert len(charts) == 1 and charts[0].startswith(
@@ -270,7 +484,8 @@ def test_dark_and_light_small_and_large(show: Any) -> None:
         opened = show(simulation(), simulation("zb1p"), dark=dark, width=width, height=900)
         assert (np.median(opened.picture()) < 60) == dark
         assert opened.browser.evaluate("document.documentElement.scrollWidth") <= width
-        assert opened.browser.evaluate("document.querySelector('canvas').clientWidth") > 0.9 * width - 50
+        left, _, right, _ = opened.box("canvas")
+        assert right - left > 0.9 * width - 50 - (350 if width == 1400 else 0), "but for the details beside it"
 
 
 def test_the_circle_is_drawn(chromium: Browser, tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ function textWidth(pen, text) {  // measuring is slow, and there are few texts
 function drawTasks(panel, pen, strip, empty, look) {
   const {view, times} = panel, {tasks, height} = strip, isOps = strip.type === OPS;
   const gap = height >= 16 ? 2 : height >= 8 ? 1 : 0.5, top = strip.top + gap / 2, tall = height - gap;
-  const size = Math.min(13, tall * (isOps ? 0.58 : 0.8)), faded = page.settings.path && panel.path.length > 0;
+  const size = Math.min(13, tall * (isOps ? 0.58 : 0.8)), bright = panel.found ?? (page.settings.path && panel.path.length ? panel.onPath : null);
   pen.font = `${size}px ${FONT}`;
   pen.textAlign = "center";
   pen.fillStyle = empty;
@@ -136,7 +136,7 @@ function drawTasks(panel, pen, strip, empty, look) {
     }
     drawn = end;
     const {fill, ink} = look(task);
-    pen.globalAlpha = faded && !panel.onPath.has(task) ? 0.3 : panel.stuck?.has(task) ? 0.35 : 1;
+    pen.globalAlpha = bright && !bright.has(task) ? 0.3 : panel.stuck?.has(task) ? 0.35 : 1;
     pen.fillStyle = fill;
     pen.fillRect(x, top, wide > 3 ? wide - 0.8 : Math.max(wide, 0.6), tall);
     if (wide < 7 || size < 6) continue;

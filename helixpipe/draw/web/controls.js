@@ -153,8 +153,11 @@ function describe(panel) {
   panel.summary.textContent = summaryOf(panel);
   panel.comparison.textContent = comparisonOf(panel);
   panel.comparison.hidden = !panel.comparison.textContent;
+  const asGiven = panel.compared?.other?.times === panel.compared?.other?.given;  // it was written for these times
+  panel.why.textContent = asGiven && panel.times === panel.given ? panel.data.why : "";
+  panel.why.hidden = !panel.why.textContent;
   panel.canvas.setAttribute("aria-label", headingOf(panel) +
-    ". Arrow keys go from op to op; w goes to what an op waited for, n to what waits for it.");
+    ". Arrow keys go from op to op; w goes to what an op waited for, n to what waits for it, b back; slash finds an op by its name.");
 }
 
 // ---------------------------------------------------------------------------------------------------------- what if

@@ -1,10 +1,10 @@
 // What is said of a task: in the tip beside the pointer, in the panel of details, and to a screen reader.
 
-function baseOf(panel) {  // what a timeline is compared with: itself as it was given, or the first of its size, or the first
+function baseOf(panel) {  // what a timeline is compared with: itself as it was given, or another
   if (panel.data.circle) return null;
   if (panel.times !== panel.given)
     return {name: "the times given", times: panel.given, twin: op => op, scale: 1, span: panel.givenSpan, idle: panel.givenBubble, alike: true};
-  const before = page.panels.slice(0, panel.index), other = before.find(each => each.size === panel.size) ?? before[0];
+  const other = page.panels[panel.data.base];
   if (!other) return null;
   const scale = other.unit === panel.unit ? 1 : panel.span / (other.span || 1), alike = other.size === panel.size;
   const twin = op => alike ? other.byCell.get(cellOf(panel, op)) ?? -1 : -1;  // other stages are other work
@@ -93,45 +93,109 @@ function make(tag, attributes = {}, ...children) {
   return node;
 }
 
-function showTip(held, x, y) {
-  const tip = element("tip");
-  tip.hidden = !held;
-  if (!held) return;
-  tip.textContent = lines(held.panel, held.task).join("\n");
-  tip.style.left = Math.max(4, Math.min(x + 14, innerWidth - tip.offsetWidth - 8)) + "px";
-  tip.style.top = (y + 18 + tip.offsetHeight > innerHeight ? Math.max(4, y - tip.offsetHeight - 10) : y + 18) + "px";
+function showTip(text, x = 0, top = 0, bottom = 0) {  // beside the pointer, above or below the row from top to bottom
+  const tip = element("tip"), gap = 6;
+  tip.hidden = !text;
+  if (!text) return;
+  tip.textContent = text;
+  tip.style.maxHeight = "none";
+  const above = top - 2 * gap, below = lowest() - bottom - 2 * gap, {offsetHeight: tall, offsetWidth: wide} = tip;
+  const under = tall <= below || below >= above, room = Math.max(0, under ? below : above);
+  tip.style.maxHeight = room + "px";
+  tip.style.top = (under ? bottom + gap : top - gap - Math.min(tall, room)) + "px";
+  tip.style.left = Math.max(4, Math.min(x + 14, innerWidth - wide - 8)) + "px";
 }
 
-function select(panel, task, {say = true, move = true} = {}) {  // pin a task: its details stay, and keys go on from it
+function select(panel, task, {say = true, move = true, before = ""} = {}) {  // pin a task: its details stay, and keys go on from it
   page.selected = task < 0 ? null : {panel, task};
-  const box = element("details");
+  page.hovered = null;
+  const box = element("details"), inside = box.contains(document.activeElement);
   box.hidden = !page.selected;
+  element("hint").hidden = !!page.selected;
+  showTip("");
   if (page.selected) {
-    const [name, ...rest] = lines(panel, task), {program} = panel;
-    const [place, when, ...said] = rest, short = said.length ? [`${place} · ${when}`, said.join(" ")] : rest;
-    box.replaceChildren(make("h2", {textContent: `${name} · ${panel.data.title}`}), ...short.map(text => make("p", {}, text)));
-    if (!panel.data.circle) {
-      box.append(neighbours(panel, "Waits for", program.before[task]));
-      box.append(neighbours(panel, "Waited for by", program.after[task]));
-    }
-    box.append(make("button", {type: "button", textContent: "Close", onclick: () => select(panel, -1)}));
-    if (move) bringIntoView(panel, task);
-    if (say) element("live").textContent = lines(panel, task).map(text => text.replace(/\.$/, "") + ".").join(" ");
-  }
+    fillDetails(box, panel, task);
+    reserveRoom();
+    bringIntoView(panel, task, move);
+    if (say) element("live").textContent = before + lines(panel, task).map(text => text.replace(/\.$/, "") + ".").join(" ");
+  } else page.trail = [];
+  if (inside) (page.selected ? box.firstChild : panel.canvas).focus({preventScroll: true});  // what had it is gone
   showRow(panel, task);
   requestDraw();
 }
 
-function neighbours(panel, title, tasks) {  // buttons that go there; a message stands for the op behind it
+function fillDetails(box, panel, task) {
+  const [name, ...rest] = lines(panel, task), {program} = panel;
+  const [place, when, ...said] = rest, short = said.length ? [`${place} · ${when}`, said.join(" ")] : rest;
+  box.replaceChildren(make("h2", {textContent: `${name} · ${panel.data.title}`, tabIndex: -1}), ...short.map(text => make("p", {}, text)));
+  if (!panel.data.circle) {
+    box.append(jumps(panel, task));
+    box.append(neighbours(panel, "Waits for", program.before[task]));
+    box.append(neighbours(panel, "Waited for by", program.after[task]));
+  }
+  box.append(make("button", {type: "button", textContent: "Close", title: "Close (Esc)", onclick: () => select(panel, -1)}));
+}
+
+// ------------------------------------------------------------------------------------------------ from op to op, and back
+
+function behind(panel, task, forward) {  // a message stands for the op behind it; weights come from no op
+  const what = task >= 0 ? panel.whatIs(task) : {};
+  return what.type === MESSAGE && what.kind < OF_WEIGHTS ? (forward ? what.consumer : what.producer) : task;
+}
+
+const causeOf = (panel, task) => behind(panel, heldUpBy(panel.program, panel.times, task), false);
+
+function jump(panel, task, options) {
+  if (task === undefined || task < 0) return;
+  if (page.selected) page.trail.push(page.selected);
+  select(panel, task, options);
+}
+
+function goBack() {
+  const last = page.trail.pop();
+  if (last) select(last.panel, last.task);
+}
+
+function jumps(panel, task) {  // buttons to what the task waited for, and to where the reader came from
+  const node = make("p", {className: "links", id: "jumps"}), cause = causeOf(panel, task), last = page.trail.at(-1);
+  const add = (key, text, onclick) => node.append(
+    make("button", {type: "button", "aria-keyshortcuts": key, onclick}, text + " ", make("kbd", {"aria-hidden": "true"}, key)));
+  const waited = task >= panel.ops.rank.length || idleBefore(panel, task) > panel.span * 1e-9;
+  if (cause >= 0) add("w", `Go to ${nameOf(panel, cause)}, which it ${waited ? "waited for" : "followed at once"}`, () => jump(panel, cause));
+  if (last) add("b", `Back to ${nameOf(last.panel, last.task)}` + (last.panel === panel ? "" : ` of ${last.panel.data.title}`), goBack);
+  return node;
+}
+
+function neighbours(panel, title, tasks) {  // buttons that go there
   const node = make("p", {className: "links"}, make("b", {}, title + ": "), tasks.length ? "" : "nothing");
   for (const task of tasks.slice(0, 24)) {
-    const what = panel.whatIs(task), forward = title !== "Waits for";
-    const op = what.type === MESSAGE && what.kind < OF_WEIGHTS ? (forward ? what.consumer : what.producer) : -1;
-    const arrival = op < 0 ? timeText(panel.times.end[task], panel.unit)
-      : `sent ${timeText(panel.times.start[task], panel.unit)}, arrived ${timeText(panel.times.end[task], panel.unit)}`;
-    const text = op < 0 ? nameOf(panel, task) : `${cellOf(panel, op)} (${page.data.links[what.kind].name}, ${arrival})`;
-    node.append(make("button", {type: "button", textContent: text, onclick: () => select(panel, op < 0 ? task : op)}));
+    const op = behind(panel, task, title !== "Waits for"), {times, unit} = panel;
+    const text = op === task ? nameOf(panel, task) : `${cellOf(panel, op)} (${page.data.links[panel.whatIs(task).kind].name}, ` +
+      `sent ${timeText(times.start[task], unit)}, arrived ${timeText(times.end[task], unit)})`;
+    node.append(make("button", {type: "button", textContent: text, onclick: () => jump(panel, op)}));
   }
   if (tasks.length > 24) node.append(` and ${tasks.length - 24} more`);
   return node;
+}
+
+function lowest() {  // where the window ends, or the details begin if they lie below
+  const side = element("side");
+  return getComputedStyle(side).position === "fixed" ? side.getBoundingClientRect().top : innerHeight;
+}
+
+function reserveRoom() {  // at the page's end, for details that lie below; whatever gets the focus is scrolled clear of bars
+  const {style} = document.documentElement, bar = element("bar");
+  style.setProperty("--docked", Math.ceil(innerHeight - lowest()) + "px");
+  style.setProperty("--bar", getComputedStyle(bar).position === "sticky" ? bar.offsetHeight + "px" : "0px");
+}
+
+function startSide() {
+  const sizes = new ResizeObserver(reserveRoom), side = element("side");
+  [side, element("bar"), document.documentElement].forEach(node => sizes.observe(node));
+  document.addEventListener("scroll", () => showTip(""), {passive: true});  // the row goes from under the pointer
+  side.addEventListener("keydown", event => {  // as in the chart
+    if (!page.selected || event.ctrlKey || event.metaKey || event.altKey || !["w", "n", "b", "Escape"].includes(event.key)) return;
+    event.preventDefault();
+    keysOf(page.selected.panel)[event.key]();
+  });
 }

@@ -16,23 +16,24 @@ function pan(view, part) {
   setView(view, view.from + by, view.to + by);
 }
 
-function bringIntoView(panel, task) {
+function bringIntoView(panel, task, move) {  // its row; with `move` its time, too
   const {view, times} = panel, span = view.to - view.from, start = times.start[task], end = times.end[task];
-  if (start < view.from || end > view.to) {
+  if (move && (start < view.from || end > view.to)) {
     const middle = (start + end) / 2, wide = Math.max(span, Math.min(view.full, 2 * (end - start)));
     setView(view, middle - wide / 2, middle + wide / 2);
   }
-  const strip = panel.strips && panel.stripOf(task);
-  if (!strip) return;
-  const box = panel.canvas.getBoundingClientRect(), y = box.top + strip.top, bar = element("bar").offsetHeight;
-  const bottom = innerHeight - element("details").offsetHeight;
+  if (!panel.strips) return;
+  const strip = panel.stripOf(task) ?? panel.rowOf[panel.whatIs(task).rank];
+  const box = panel.canvas.getBoundingClientRect(), y = box.top + strip.top, bar = Math.max(0, element("bar").getBoundingClientRect().bottom);
+  const bottom = lowest();
   if (y < bar || y + strip.height > bottom) scrollBy({top: y - (bar + bottom) / 2, behavior: "instant"});
 }
 
+const stripAt = (panel, y) => panel.strips?.find(each => each.top <= y && y < each.top + each.height);
+
 function taskAt(panel, x, y) {
-  if (x < LEFT || x > LEFT + plotWidth(panel) || !panel.strips) return -1;
-  const strip = panel.strips.find(each => each.top <= y && y < each.top + each.height);
-  if (!strip) return -1;
+  const strip = stripAt(panel, y);
+  if (!strip || x < LEFT || x > LEFT + plotWidth(panel)) return -1;
   const time = timeAt(panel, x), index = panel.firstEndingAfter(strip.tasks, time), task = strip.tasks[index];
   if (task !== undefined && panel.times.start[task] <= time) return task;
   const near = [strip.tasks[index - 1], task].filter(each => each !== undefined);  // thin ones are hard to hit
@@ -43,7 +44,7 @@ function taskAt(panel, x, y) {
 }
 
 function memoryAt(panel, x, y) {  // in words, where the pointer is over a rank's memory
-  const strip = panel.strips?.find(each => each.top <= y && y < each.top + each.height);
+  const strip = stripAt(panel, y);
   if (!strip || (strip.type !== "device" && strip.type !== "host") || x < LEFT) return "";
   const {steps, most} = panel.memory[strip.rank], which = strip.type === "host" ? 2 : 1, time = timeAt(panel, x);
   let level = steps[0];
@@ -57,12 +58,9 @@ function point(panel, event) {
   const box = panel.canvas.getBoundingClientRect(), x = event.clientX - box.left, y = event.clientY - box.top;
   const task = taskAt(panel, x, y), before = page.hovered;
   page.hovered = task < 0 ? null : {panel, task};
-  showTip(page.hovered, event.clientX, event.clientY);
-  const text = task < 0 ? memoryAt(panel, x, y) : "";
-  if (text) {
-    showTip({panel, task: 0}, event.clientX, event.clientY);
-    element("tip").textContent = text;
-  }
+  const strip = stripAt(panel, y), known = page.selected?.panel === panel && page.selected.task === task;  // its details are shown
+  const text = event.buttons || known ? "" : task < 0 ? memoryAt(panel, x, y) : lines(panel, task).join("\n");
+  if (text) showTip(text, event.clientX, box.top + strip.top, box.top + strip.top + strip.height); else showTip("");
   if (before?.task !== page.hovered?.task || before?.panel !== page.hovered?.panel) requestDraw();
 }
 
@@ -72,6 +70,7 @@ function listen(panel) {
   canvas.addEventListener("wheel", event => {
     if (!event.ctrlKey && !event.shiftKey && !event.deltaX && document.activeElement !== canvas) return;  // the page scrolls
     event.preventDefault();
+    showTip("");
     const sideways = event.deltaX || (event.shiftKey && event.deltaY);
     if (sideways && Math.abs(sideways) >= Math.abs(event.shiftKey ? 0 : event.deltaY)) pan(view, sideways / plotWidth(panel));
     else zoom(view, Math.exp(Math.max(-1, Math.min(1, event.deltaY * 0.002))), timeAt(panel, event.offsetX));
@@ -93,11 +92,12 @@ function listen(panel) {
     if (grabbed !== null && moved <= 3)
       select(panel, taskAt(panel, event.clientX - box.left, event.clientY - box.top), {move: false});
     grabbed = null;
+    showTip("");
   });
   canvas.addEventListener("pointercancel", () => { grabbed = null; });
   canvas.addEventListener("pointerleave", () => {
     page.hovered = null;
-    showTip(null);
+    showTip("");
     requestDraw();
   });
   canvas.addEventListener("dblclick", () => setView(view, 0, view.full));
@@ -106,6 +106,7 @@ function listen(panel) {
     const action = keysOf(panel)[(event.shiftKey ? "Shift+" : "") + event.key] ?? keysOf(panel)[event.key];
     if (!action) return;
     event.preventDefault();
+    showTip("");
     action();
   });
 }
@@ -122,8 +123,9 @@ function keysOf(panel) {
   return {
     ArrowRight: () => along(1), ArrowLeft: () => along(-1), ArrowDown: () => across(1), ArrowUp: () => across(-1),
     Home: () => ends(0), End: () => ends(-1), Escape: () => select(panel, -1),
-    w: () => go(held < 0 ? panel.path.at(-1) : heldUpBy(panel.program, panel.times, held)),
-    n: () => go(held < 0 ? panel.path[0] : panel.program.after[held][0] ?? panel.program.next[held]),
+    w: () => jump(panel, held < 0 ? panel.path.at(-1) : causeOf(panel, held)),
+    n: () => jump(panel, held < 0 ? panel.path[0] : behind(panel, panel.program.after[held][0] ?? panel.program.next[held], true)),
+    b: goBack,
     "Shift+ArrowRight": () => pan(view, 0.2), "Shift+ArrowLeft": () => pan(view, -0.2),
     "+": () => zoom(view, 0.7), "=": () => zoom(view, 0.7), "-": () => zoom(view, 1 / 0.7), "0": () => setView(view, 0, view.full),
   };

@@ -1,6 +1,6 @@
 // The page, when all that it is made of is there.
 
-const page = {data: null, panels: [], views: {}, stale: new Set(), widths: new Map(), frame: 0, selected: null, hovered: null, theme: {}, table: null,
+const page = {data: null, panels: [], views: {}, stale: new Set(), widths: new Map(), frame: 0, selected: null, hovered: null, trail: [], found: {ops: [], at: -1}, theme: {}, table: null,
   settings: {path: false, messages: false, links: false, copies: true, memory: false, colour: "kind", rowHeight: 0}};
 
 async function readData(node) {
@@ -26,10 +26,11 @@ function fitViews() {  // timelines of one unit zoom together, on one scale that
 function addPanel(panel) {
   const canvas = make("canvas", {tabIndex: 0, role: "application"}), id = "panel-" + panel.index;
   const title = make("h2", {id}), summary = make("p", {className: "summary"}), comparison = make("p", {className: "summary"});
-  Object.assign(panel, {canvas, title, summary, comparison, givenSpan: panel.span, givenBubble: panel.bubble});
+  const why = make("p", {className: "summary why"});
+  Object.assign(panel, {canvas, title, summary, comparison, why, givenSpan: panel.span, givenBubble: panel.bubble});
   panel.view = page.views[panel.data.circle ? "places" : panel.unit] ??= {from: 0, to: 0, full: 0, panels: []};
   panel.view.panels.push(panel);
-  element("panels").append(make("section", {"aria-labelledby": id}, title, summary, comparison, canvas));
+  element("panels").append(make("section", {"aria-labelledby": id}, title, summary, comparison, why, canvas));
   describe(panel);
 }
 
@@ -45,6 +46,8 @@ async function start() {
   startForm();
   startTable();
   startControls();
+  startSearch();
+  startSide();
   page.panels.forEach(panel => {
     panel.layout(page.settings);
     element("height").value ||= panel.rowHeight;

@@ -51,16 +51,20 @@ function drawMarks(panel, pen) {
 function drawHeld(panel, pen, task) {  // the op in hand, what it waits for and who waits for it, with the messages
   const {theme} = page, {program, times} = panel;
   if (panel.data.circle) return frame(panel, pen, task, theme.ink);
+  const travel = message => {
+    const {source, target} = panel.whatIs(message);
+    pen.strokeStyle = pen.fillStyle = theme.ink;
+    pen.lineWidth = 1.3;
+    arrow(pen, xOf(panel, times.start[message]), middleOf(panel, source), xOf(panel, times.end[message]), middleOf(panel, target));
+  };
   for (const message of [...program.before[task], ...program.after[task]]) {
     const what = panel.whatIs(message);
     if (what.type === OPS) frame(panel, pen, message, theme.soft, 1.5);
     if (what.type !== MESSAGE) continue;
     frame(panel, pen, program.before[task].includes(message) ? what.producer : what.consumer, theme.soft, 1.5);
-    pen.strokeStyle = pen.fillStyle = theme.ink;
-    pen.lineWidth = 1.3;
-    arrow(pen, xOf(panel, times.start[message]), middleOf(panel, what.source),
-      xOf(panel, times.end[message]), middleOf(panel, what.target));
+    travel(message);
   }
+  if (panel.whatIs(task).type === MESSAGE && !panel.stripOf(task)) travel(task);  // its lane is not shown
   frame(panel, pen, task, theme.ink, 2.5);
 }
 

@@ -1,11 +1,11 @@
 // A panel: one timeline, its rows from top to bottom, and where they lie.
 
-const LEFT = 78, RIGHT = 84, TOP = 8, AXIS = 38;  // pixels beside and above the plot, and below it
+const LEFT = 58, RIGHT = 68, TOP = 8, AXIS = 38;  // pixels beside and above the plot, and below it
 const LANE = 0.42;  // of a row: the height of a lane
 
 class Panel {
   constructor(data, index) {
-    Object.assign(this, {data, index, ops: data.ops, ranks: data.ranks, unit: data.unit});
+    Object.assign(this, {data, index, ops: data.ops, ranks: data.ranks, unit: data.unit, size: data.size});
     this.rows = Array.from({length: this.ranks}, () => []);
     if (data.circle) return this.standStill();
     this.program = makeProgram(data);
@@ -144,10 +144,5 @@ class Panel {
       if (this.times.end[tasks[middle]] > time) high = middle; else low = middle + 1;
     }
     return low;
-  }
-
-  get size() {  // timelines of one size have the same ops, or a recording lacks some
-    const {stage, microbatch, chunk} = this.ops, most = values => values.reduce((a, b) => Math.max(a, b), 0);
-    return this.ownSize ??= [this.ranks, most(stage), most(microbatch), most(chunk)].join();
   }
 }
