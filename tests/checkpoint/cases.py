@@ -72,6 +72,7 @@ def all_cases(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     results: dict[str, Any] = {"after kill": after_kill(directory / "killed")}
     for name, (layout, others) in RESUMED.items():
         resumed(results, directory / name, layout, others)
+    other_rates(results, directory)
     damaged(results, directory / "pp2", directory / "damaged")
     mistakes(results, directory / "pp2", directory)
     untrusted(results, directory / "pp2", directory / "untrusted")
@@ -81,6 +82,21 @@ def all_cases(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------------------------------------------------ resuming
+
+
+RATES = {"pp2": PP, "bf16 pp2": BF16, "zero": ZERO, "bf16 sharded": replace(SHARDED, bf16=True)}
+SOURCES = ("flags", "checkpoint")
+
+
+def other_rates(results: dict[str, Any], directory: Path) -> None:
+    """Resume with another learning rate: (rates of the optimizer's groups, rate of the next step)."""
+    for name, layout in RATES.items():
+        for source in SOURCES:
+            run = Run(replace(layout, lr=3e-2, rates_from=source), seed=2)
+            run.load(directory / name, ckpt_step=3)
+            groups = run.optimizer.param_groups
+            run.train(1)
+            results[f"{name}, rates of the {source}"] = {group["max_lr"] for group in groups}, groups[0]["lr"]
 
 
 def resumed(results: dict[str, Any], directory: Path, layout: Layout, others: dict[str, Layout]) -> None:

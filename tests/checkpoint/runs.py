@@ -56,6 +56,9 @@ class Layout:
     offload: float = 0.0
     """Share of the optimizer's state that is on the host."""
     cp: int = 1
+    lr: float = 1e-2
+    rates_from: str = ""
+    """`flags` or `checkpoint`: whose learning rates hold where they differ; empty: that is a mistake."""
 
     def program(self) -> Program:
         """What says which rank holds which weights."""
@@ -125,7 +128,7 @@ class Run:
             self.ddp = updated = DistributedDataParallel(config, ddp_config, self.model)
         optimizer_config = OptimizerConfig(
             optimizer="adam",
-            lr=1e-2,
+            lr=layout.lr,
             min_lr=1e-3,
             bf16=layout.bf16,
             params_dtype=dtype,
@@ -138,7 +141,7 @@ class Run:
         self.scheduler = OptimizerParamScheduler(
             self.optimizer,
             init_lr=0.0,
-            max_lr=1e-2,
+            max_lr=layout.lr,
             min_lr=1e-3,
             lr_warmup_steps=2,
             lr_decay_steps=layout.lr_decay_steps,
@@ -147,7 +150,8 @@ class Run:
             end_wd=0.1,
             wd_incr_steps=10,
             wd_incr_style="constant",
-            use_checkpoint_opt_param_scheduler=False,
+            use_checkpoint_opt_param_scheduler=layout.rates_from == "checkpoint",
+            override_opt_param_scheduler=layout.rates_from == "flags",
         )
         self.progress = Progress()
         self.arguments = {

@@ -25,6 +25,14 @@ def test_resumed_run_equals_the_uninterrupted_one(ranks: list[dict[str, Any]], c
     assert [results[case] for results in ranks] == ["", ""]
 
 
+@pytest.mark.parametrize("name", cases.RATES)
+def test_another_learning_rate_is_the_one_asked_for(ranks: list[dict[str, Any]], name: str) -> None:
+    for results in ranks:
+        (flags, now), (checkpoint, before) = (results[f"{name}, rates of the {source}"] for source in cases.SOURCES)
+        assert (flags, checkpoint) == ({3e-2}, {1e-2})
+        assert now > 2.5 * before > 0  # the cosine has hardly begun
+
+
 @pytest.mark.parametrize("case", cases.DAMAGES)
 def test_damaged_newest_checkpoint_is_reported_and_the_previous_one_used(
     ranks: list[dict[str, Any]], case: str
