@@ -84,19 +84,24 @@ def all_cases(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------------ resuming
 
 
-RATES = {"pp2": PP, "bf16 pp2": BF16, "zero": ZERO, "bf16 sharded": replace(SHARDED, bf16=True)}
+RATES = {"pp2": PP, "bf16 pp2": BF16, "bf16 zero": ZERO_BF16, "bf16 sharded": replace(SHARDED, bf16=True)}
+RATES["ends"] = replace(BF16, ends_lr=2e-2)
 SOURCES = ("flags", "checkpoint")
 
 
 def other_rates(results: dict[str, Any], directory: Path) -> None:
-    """Resume with another learning rate: (rates of the optimizer's groups, rate of the next step)."""
+    """Resume with other learning rates: (those of the optimizer's groups, those of a run that is not resumed, rate of
+    the first group's next step)."""
+    Run(RATES["ends"]).train(3).save(directory / "ends")
     for name, layout in RATES.items():
         for source in SOURCES:
-            run = Run(replace(layout, lr=3e-2, rates_from=source), seed=2)
+            ends_lr = layout.ends_lr and 6e-2
+            run = Run(replace(layout, lr=3e-2, ends_lr=ends_lr, rates_from=source), seed=2)
+            wanted = [group["max_lr"] for group in (run if source == "flags" else Run(layout)).optimizer.param_groups]
             run.load(directory / name, ckpt_step=3)
             groups = run.optimizer.param_groups
             run.train(1)
-            results[f"{name}, rates of the {source}"] = {group["max_lr"] for group in groups}, groups[0]["lr"]
+            results[f"{name}, {source}"] = [group["max_lr"] for group in groups], wanted, groups[0]["lr"]
 
 
 def resumed(results: dict[str, Any], directory: Path, layout: Layout, others: dict[str, Layout]) -> None:

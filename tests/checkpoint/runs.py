@@ -57,6 +57,8 @@ class Layout:
     """Share of the optimizer's state that is on the host."""
     cp: int = 1
     lr: float = 1e-2
+    ends_lr: float | None = None
+    """A learning rate of their own for embedding and output layer."""
     rates_from: str = ""
     """`flags` or `checkpoint`: whose learning rates hold where they differ; empty: that is a mistake."""
 
@@ -129,6 +131,7 @@ class Run:
         optimizer_config = OptimizerConfig(
             optimizer="adam",
             lr=layout.lr,
+            decoupled_lr=layout.ends_lr,
             min_lr=1e-3,
             bf16=layout.bf16,
             params_dtype=dtype,

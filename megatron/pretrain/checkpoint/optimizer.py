@@ -31,6 +31,7 @@ _STATE = "optimizer.state."
 _CLASSES = ("cpu_optimizer_cls", "gpu_optimizer_cls")  # in the groups of an optimizer with state on the host
 _KERNELS = ("bias_correction", "fused")  # there, too: settings of this program, not of what was saved
 _IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")  # tells groups apart in every release
+_TAG = "is_decoupled_lr"  # of these the one that no release uses for anything else
 RATES = ("max_lr", "min_lr", "start_wd", "end_wd", "optimizer")
 """In a group, what this run's flags say. megatron-core 0.19 also tells groups apart by it, 0.16 takes the saved one."""
 
@@ -168,7 +169,8 @@ def matched(groups: Iterable[dict[str, Any]], saved: Iterable[dict[str, Any]]) -
 
 
 def _identity(group: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(group[name] if name in group else group.get(f"pre_{name}") for name in _IDENTITY)
+    multipliers = (group[name] if name in group else group.get(f"pre_{name}") for name in _IDENTITY)
+    return (*multipliers, group.get("default_config", True))  # False with rates of its own (--decoupled-lr)
 
 
 def rates(group: dict[str, Any]) -> dict[str, Any]:
@@ -189,9 +191,11 @@ def load(optimizer: Any, state: dict[str, Any]) -> None:
     is: the steps are put aside while it loads them. The others save no step when it is 0, which torch misses.
     """
     parts = _parts(optimizer)
-    own_rates = [rates(group) for group in optimizer.param_groups]
-    for group, values in zip(matched(optimizer.param_groups, saved_groups(state)), own_rates, strict=True):
-        set_rates(group, values)
+    own = [dict(rates(group), **{_TAG: group.get(_TAG)}) for group in optimizer.param_groups]
+    pairs = zip(optimizer.param_groups, matched(optimizer.param_groups, saved_groups(state)), own, strict=True)
+    for number, (group, saved, values) in enumerate(pairs):
+        set_rates(saved, values)
+        group[_TAG] = saved[_TAG] = number  # megatron-core 0.16 takes groups that differ in their rates alone for one
     for hybrid in _hybrids(optimizer):
         for group in state["optimizer"]["param_groups"]:
             group.update({name: hybrid.defaults[name] for name in _KERNELS})
@@ -206,8 +210,8 @@ def load(optimizer: Any, state: dict[str, Any]) -> None:
             parameter_state["step"] = step
     else:
         optimizer.load_state_dict(state)
-    for group, values in zip(optimizer.param_groups, own_rates, strict=True):
-        set_rates(group, values)
+    for group, values in zip(optimizer.param_groups, own, strict=True):
+        group.update(values)
     complete_state(optimizer)
 
 
