@@ -101,6 +101,11 @@ class FlagParser(argparse.ArgumentParser):
             limits.check(flags.get(name, "--" + name.replace("_", "-")), getattr(parsed, name, None))
         return parsed, rest
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """--help and --version. Raises OSError where they cannot be written, of which argparse says nothing."""
+        if message:
+            (file or sys.stderr).write(message)
+
     def _as_typed(self, message: str) -> str:
         """argparse names all spellings of a flag (`-L/--layers`): only the one that was given."""
         for action in self._actions:

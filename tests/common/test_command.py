@@ -1,0 +1,83 @@
+"""How command lines end."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+
+import numpy
+import pytest
+import torch
+
+from helixpipe.common.command import run_command
+from helixpipe.common.errors import LostSaveError, UserError
+from helixpipe.common.memory import asked_for, out_of_memory
+
+FOUR_PETABYTES = 10**15
+
+
+def python() -> None:
+    raise MemoryError
+
+
+def cuda() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of …")
+
+
+def system() -> None:
+    raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+
+@pytest.mark.parametrize(
+    ("allocate", "said"),
+    [
+        (lambda: torch.empty(FOUR_PETABYTES), "this host is out of memory (3725290.3 GiB more were asked for)."),
+        (lambda: numpy.empty(FOUR_PETABYTES), "this host is out of memory (7.11 PiB more were asked for)."),
+        (python, "this host is out of memory."),
+        (system, "this host is out of memory."),
+        (cuda, "the GPU is out of memory (2.50 GiB more were asked for)."),
+    ],
+    ids=["torch", "numpy", "python", "system", "CUDA"],
+)
+def test_memory_that_was_refused(allocate: Callable[[], object], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def command() -> int:
+        allocate()
+        return 0
+
+    assert run_command("program", command) == 1
+    assert capsys.readouterr().err == f"program: {said}\n"
+
+
+def test_what_is_no_ones_fault_but_ours_keeps_its_trace() -> None:
+    for error in (RuntimeError("shapes differ"), AssertionError(), KeyError("x")):
+        with pytest.raises(type(error)):
+            run_command("program", lambda error=error: (_ for _ in ()).throw(error))
+        assert out_of_memory(error) is None and asked_for(str(error)) == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (UserError("--lr is wrong."), 2, "program: --lr is wrong.\n"),
+        (LostSaveError("--save is full."), 1, "program: --save is full.\n"),
+        (FileNotFoundError(2, "No such file", "here/x"), 2, "program: here/x: No such file.\n"),
+        (OSError(11, "Try again"), 2, "program: the system refuses: Try again.\n"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_errors_and_statuses(error: BaseException, status: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def command() -> int:
+        raise error
+
+    assert run_command("program", command) == status
+    assert capsys.readouterr().err == said
+
+
+def test_who_tells_a_mistake_may_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    told: list[str] = []
+
+    def command() -> int:
+        raise UserError("--lr is wrong.")
+
+    assert run_command("program", command, lambda program, error: told.append(f"{program}, {error}")) == 2
+    assert told == ["program, --lr is wrong."] and capsys.readouterr().err == ""
