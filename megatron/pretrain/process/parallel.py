@@ -96,7 +96,7 @@ def initialize(config: Config) -> Parallel:
         raise UserError("--distributed-backend nccl needs GPUs, and this machine shows none; use gloo.")
     if torch.cuda.is_available():
         torch.cuda.set_device(launch.local_rank % torch.cuda.device_count())
-    if "MASTER_ADDR" not in os.environ:  # started without torchrun: one process
+    if "MASTER_ADDR" not in os.environ and launch.world_size == 1:  # started without torchrun: one process
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")  # 0: any that is free
     else:
         check_master(wait=min(parallel.timeout_seconds, 300.0))
