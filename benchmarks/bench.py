@@ -27,10 +27,11 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+
+from helixpipe.common.child import python_command
 
 HERE = Path(__file__).resolve().parent
 SIZES = {  # name: (layers, hidden, heads, groups, ffn, sequence, micro batch, microbatches)
@@ -89,7 +90,7 @@ def launch(size: tuple[int, ...], pairs: int, rows: Sequence[str]) -> dict:
     """Run one size on two ranks, one thread each."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "result.json")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command = python_command("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
         command += [str(HERE / "measure.py"), str(output), str(pairs), ",".join(rows), *map(str, size)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
         subprocess.run(command, check=True, env=environment)

@@ -22,6 +22,8 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from helixpipe.common.child import python_command
+
 ROOT = Path(__file__).resolve().parents[1]
 LENGTH = 8192
 MODEL = (
@@ -84,7 +86,7 @@ PATTERNS = {
 
 
 def run(flags: str, steps: int, port: int) -> Measured:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port)]
+    command = python_command("torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port))
     command += ["pretrain_gpt.py", *f"{MODEL} {TRAINING} {flags} --train-iters {steps + 1}".split()]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
@@ -126,7 +128,7 @@ def profile(folder: Path) -> Path:
     path = folder / "profile.json"
     if not path.exists():
         shape = MODEL.replace("--swiglu", "--swiglu --vocab-size 257")
-        command = [sys.executable, "-m", "schedules.command", "profile", *shape.split(), "--seq-length", str(LENGTH)]
+        command = python_command("schedules.command", "profile", *shape.split(), "--seq-length", str(LENGTH))
         subprocess.run([*command, "--repeats", "3", "-o", str(path)], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     return path
 

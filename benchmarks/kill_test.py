@@ -27,6 +27,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
+from helixpipe.common.child import python_command
+
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "HELIXPIPE_KILL_TEST"
 SAVE_INTERVAL = 5
@@ -65,7 +67,7 @@ class Job:
         self.mark = uuid.uuid4().hex
         self.log = log
         self.started = time.monotonic()
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command = python_command("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
         with log.open("w") as file:
             self.launcher = subprocess.Popen(
                 [*command, "pretrain_gpt.py", *flags.split()],

@@ -17,10 +17,11 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from helixpipe.common.child import python_command
 
 HERE = Path(__file__).resolve().parent
 MODEL = "--num-layers 4 --hidden-size 192 --num-attention-heads 4 --ffn-hidden-size 512 --vocab-size 512 --swiglu"
@@ -42,9 +43,9 @@ def main() -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
     with tempfile.TemporaryDirectory() as folder:
         profile, output = Path(folder, "profile.json"), Path(folder, "result.json")
-        command = [sys.executable, "-m", "schedules.command", "profile", "--output", str(profile), *MODEL.split()]
+        command = python_command("schedules.command", "profile", "--output", str(profile), *MODEL.split())
         subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command = python_command("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
         command += [str(HERE / "offload_ranks.py"), str(profile), str(output), str(arguments.rounds)]
         command += [str(arguments.bandwidth * 1e9), str(arguments.part), ",".join(arguments.schedules)]
         subprocess.run(command, check=True, env=environment)

@@ -41,6 +41,7 @@ sys.path.insert(0, str(HERE.parent))
 
 from benchmarks.pages import written_into
 from benchmarks.predict_cases import CASES, DEFAULT, WAYS, Case
+from helixpipe.common.child import python_command
 
 LEAST_STEPS = 5
 MOST_OTHERS = 0.05
@@ -109,10 +110,10 @@ def run_case(name: str, ways: list[str], arguments: argparse.Namespace) -> Rows:
     with tempfile.TemporaryDirectory() as folder:
         profile, output = (arguments.profiles or Path(folder)) / f"profile-{name}.json", Path(folder, "result.json")
         if not profile.exists():
-            command = [sys.executable, "-m", "schedules.command", "profile", "--output", str(profile), *case.flags()]
+            command = python_command("schedules.command", "profile", "--output", str(profile), *case.flags())
             command += ["--repeats", str(arguments.repeats)]
             subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.ranks)]
+        command = python_command("torch.distributed.run", "--standalone", "--nproc-per-node", str(case.ranks))
         command += [str(HERE / "predict_ranks.py"), name, str(profile), str(output), str(arguments.steps)]
         subprocess.run([*command, "ops" if arguments.ops else "-", ";".join(ways)], check=True, env=environment)
         rows: Rows = json.loads(output.read_text(encoding="utf-8"))

@@ -25,6 +25,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from helixpipe.common.child import python_command
+
 HERE = Path(__file__).resolve().parent
 STEPS, WARM_UP = 8, 1
 CATALOGUE = ("1f1b", "zb1p", "zb2p", "zbv", "wzb2")
@@ -54,7 +56,7 @@ def main() -> None:
         parser.error("--rounds must be at least 3")
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "result.json")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
+        command = python_command("torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__)
         command += ["ranks", str(output), str(arguments.rounds), ",".join(arguments.schedules), arguments.flags]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
         subprocess.run(command, check=True, env=environment)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from helixpipe.cli.main import PIPE_CLOSED, USER_ERROR
 from helixpipe.cli.main import main as run
+from helixpipe.common.command import PIPE_CLOSED, USER_ERROR
 from schedules import CATALOGUE
 
 __all__ = ["PIPE_CLOSED", "USER_ERROR", "main"]

@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere, installed or not
 
-from helixpipe.common.errors import UserError
+from helixpipe.common.command import run_command
 from helixpipe.common.flags import FlagParser
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -97,15 +97,15 @@ def export_hf(arguments: argparse.Namespace) -> None:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    try:
-        arguments = parse_arguments(words)
-        from helixpipe.model.device import prepare
+    return run_command("checkpoint.py", lambda: _run(words))
 
-        prepare()  # imports megatron-core quickly
-        (import_hf if arguments.command == "import-hf" else export_hf)(arguments)
-    except UserError as error:
-        print(f"checkpoint.py: {error}", file=sys.stderr)
-        return error.status
+
+def _run(words: Sequence[str] | None) -> int:
+    arguments = parse_arguments(words)
+    from helixpipe.model.device import prepare
+
+    prepare()  # imports megatron-core quickly
+    (import_hf if arguments.command == "import-hf" else export_hf)(arguments)
     return 0
 
 

@@ -20,12 +20,12 @@ import numpy
 
 from helixpipe.common.errors import UserError
 from helixpipe.common.files import try_file, whole_file
+from helixpipe.common.output import say
 from megatron.pretrain.checkpoint.ranks import together
 from megatron.pretrain.data.document_files import IndexedDocuments
 from megatron.pretrain.data.indexed_files import read_indexed_file
 from megatron.pretrain.inference.commands import run_with_model
 from megatron.pretrain.inference.perplexity import PerplexityOptions, context_of, perplexity, table
-from megatron.pretrain.process.output import say
 
 
 def documents(options: PerplexityOptions, tokenizer: Any, context: int) -> Iterator[numpy.ndarray]:

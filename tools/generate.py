@@ -16,9 +16,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere, installed or not
 
 from helixpipe.common.errors import UserError
+from helixpipe.common.output import say
 from megatron.pretrain.inference.commands import run_with_model
 from megatron.pretrain.inference.generation import GenerationOptions, continuation
-from megatron.pretrain.process.output import say
 
 
 def work(model: Any, options: GenerationOptions) -> None:

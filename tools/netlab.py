@@ -29,7 +29,10 @@ from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere, installed or not
 
+from helixpipe.common.child import python_command
+from helixpipe.common.command import run_command
 from helixpipe.common.errors import UserError
+from helixpipe.common.flags import FlagParser
 from tools.hosts import Lab, LabError, clean
 
 PORT = 29500
@@ -56,7 +59,7 @@ class Job:
             lab.start(
                 host,
                 [
-                    *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={lab.hosts}", f"--node-rank={host}"),
+                    *python_command("torch.distributed.run", f"--nnodes={lab.hosts}", f"--node-rank={host}"),
                     *(f"--nproc-per-node={ranks_per_host}", f"--local-addr={lab.address(host)}"),
                     *(f"--master-addr={lab.address(0)}", f"--master-port={PORT}", *arguments),
                 ],
@@ -178,7 +181,7 @@ def _signals_raise() -> Iterator[Callable[[], None]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="%(prog)s [options] -- program …",
@@ -190,7 +193,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--grace", type=float, default=30.0, help="seconds, see above (default: 30)")
     parser.add_argument("--clean", action="store_true", help="remove what netlabs left that are gone, and end")
     parser.add_argument("program", nargs="*", help="what each torchrun starts, with its arguments")
-    options = parser.parse_args(arguments)
+    return run_command("netlab.py", lambda: _run(parser.parse_args(arguments)))
+
+
+def _run(options: argparse.Namespace) -> int:
     job = None
     try:
         if options.clean:
@@ -209,9 +215,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 ignore_signals()
                 if job is not None:
                     job.end()
-    except UserError as error:
-        print(f"netlab.py: {error}", file=sys.stderr)
-        return 2
     except _Stopped as stopped:
         return 128 + stopped.number
 

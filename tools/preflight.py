@@ -31,8 +31,10 @@ from helixpipe.cli.model import Plan
 from helixpipe.cli.model_report import report as step_report
 from helixpipe.cli.model_report import step_text
 from helixpipe.cli.profile import simulation_text
+from helixpipe.common.command import run_command
 from helixpipe.common.errors import UserError
 from helixpipe.common.flags import FlagParser, add_dataclass_arguments, dataclass_from_namespace, option
+from helixpipe.common.output import complain, say
 from helixpipe.costs.hardware import GIGA, RESERVED_MEMORY, Hardware
 from helixpipe.costs.profile_costs import ProfileCosts
 from helixpipe.draw.style import count
@@ -41,18 +43,16 @@ from helixpipe.planning.plan import Plans
 from helixpipe.simulate.simulator import simulate
 from megatron.pretrain.arguments import parse_and_plan
 from megatron.pretrain.config import Config
+from megatron.pretrain.config.parallel import whole_variable
 from megatron.pretrain.plan.costs import training_costs
 from megatron.pretrain.plan.programs import full_batch, make_planner
-from megatron.pretrain.process.output import complain, say
+from megatron.pretrain.process.once import tell
 from megatron.pretrain.validation import check_device
 
 if TYPE_CHECKING:  # the prediction does without torch
     import torch
 
     from tools.links import Check, Pair, Store
-
-WAIT_FOR_RANK_0 = 3.0
-"""Seconds before another rank tells of a mistake: where all see it, rank 0 has, and torchrun has stopped the others."""
 
 
 @dataclass(frozen=True)
@@ -168,36 +168,31 @@ def fastest(flags: Sequence[str], schedules: Sequence[str], gpus_per_node: int, 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
-    rank = os.environ.get("RANK", "0")
-    try:
-        parser = FlagParser(
-            prog="preflight.py",
-            description=f"{(__doc__ or '').splitlines()[0]} All other flags are those of pretrain_gpt.py.",
-        )
-        add_dataclass_arguments(parser, PreflightOptions)
-        namespace, flags = parser.parse_known_args(arguments)
-        options = dataclass_from_namespace(PreflightOptions, namespace)
-        per_node, network = int(os.environ.get("LOCAL_WORLD_SIZE", "0")), options.network
-        if options.preflight_fastest:
-            say(fastest(flags, options.preflight_compare, per_node, network))
-            return 0
-        config, plans = parse_and_plan(flags)
-        predicted = predict(config, plans, per_node, network)
-        if rank == "0":
-            say(predicted.text)
-            if options.preflight_compare:
-                say(f"\n{compare(flags, options.preflight_compare, per_node, network)}")
-        pairs = {(message.source, message.target) for message in predicted.lowered.messages}
-        if options.preflight_predict_only or not pairs:
-            return 0
-        return check_links(config, options, pairs)
-    except UserError as error:
-        if rank == "0":
-            complain(f"preflight.py: {error}")
-        else:
-            time.sleep(WAIT_FOR_RANK_0)
-            complain(f"[Rank {rank}] preflight.py: {error}")  # rank 0 had nothing to say
-        return 2
+    return run_command("preflight.py", lambda: _run(arguments), tell)
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    parser = FlagParser(
+        prog="preflight.py",
+        description=f"{(__doc__ or '').splitlines()[0]} All other flags are those of pretrain_gpt.py.",
+    )
+    add_dataclass_arguments(parser, PreflightOptions)
+    namespace, flags = parser.parse_known_args(arguments)
+    options = dataclass_from_namespace(PreflightOptions, namespace)
+    per_node, network = whole_variable(os.environ, "LOCAL_WORLD_SIZE", 0), options.network
+    if options.preflight_fastest:
+        say(fastest(flags, options.preflight_compare, per_node, network))
+        return 0
+    config, plans = parse_and_plan(flags)
+    predicted = predict(config, plans, per_node, network)
+    if os.environ.get("RANK", "0") == "0":
+        say(predicted.text)
+        if options.preflight_compare:
+            say(f"\n{compare(flags, options.preflight_compare, per_node, network)}")
+    pairs = {(message.source, message.target) for message in predicted.lowered.messages}
+    if options.preflight_predict_only or not pairs:
+        return 0
+    return check_links(config, options, pairs)
 
 
 def check_links(config: Config, options: PreflightOptions, pairs: set[tuple[int, int]]) -> int:
@@ -248,7 +243,7 @@ def _announce(store: Store, config: Config, device: torch.device) -> None:
     from tools.links import Place
 
     kind = "gpu" if device.type == "cuda" else "process"
-    place = Place(socket.gethostname(), int(os.environ.get("GROUP_RANK", "0")), kind, config.launch.local_rank)
+    place = Place(socket.gethostname(), whole_variable(os.environ, "GROUP_RANK", 0), kind, config.launch.local_rank)
     store.set(f"place {config.launch.rank}", json.dumps(dataclasses.asdict(place)))
 
 
@@ -283,7 +278,7 @@ def _judge(
         say(f"  not here within {options.preflight_timeout:g} s: rank {', '.join(map(str, missing))}")
     if (network := slowest_between_nodes(links, places)) is not None and config.parallel.hardware is not None:
         step_time = predict(
-            config, make_planner(config), int(os.environ.get("LOCAL_WORLD_SIZE", "0")), network
+            config, make_planner(config), whole_variable(os.environ, "LOCAL_WORLD_SIZE", 0), network
         ).step_time
         speed = f"{network / GIGA:.3g} GB/s between nodes, as the slowest link has"
         say(f"  with {speed}, a step takes {step_time:.4g} s (simulated)")

@@ -29,7 +29,10 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere, installed or not
 
+from helixpipe.common.command import run_command, sentence_of
 from helixpipe.common.errors import DataError, UserError
+from helixpipe.common.flags import FlagParser
+from helixpipe.common.output import complain
 from megatron.pretrain.data.conversations import json_object, token_ids
 from tools.slices import Slice, cut, find_files, line_number
 
@@ -56,9 +59,7 @@ class Progress(NamedTuple):
 
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Tokenize JSON lines into Megatron's .bin/.idx files.", allow_abbrev=False
-    )
+    parser = FlagParser(description="Tokenize JSON lines into Megatron's .bin/.idx files.")
     add = parser.add_argument
     group = parser.add_argument_group("input data")
     group.add_argument(
@@ -234,8 +235,8 @@ def _worker(share: Sequence[tuple[int, Slice]], work: Work, folder: str, pipe: C
                     return
                 pipe.send(progress)
         pipe.send(None)
-    except (UserError, OSError) as error:
-        pipe.send(str(error))
+    except (UserError, OSError, MemoryError) as error:
+        pipe.send(sentence_of(error) or str(error))
 
 
 def _follow(pipes: list[Connection], log_interval: int) -> None:
@@ -259,9 +260,9 @@ def _follow(pipes: list[Connection], log_interval: int) -> None:
             reported = total.documents
             seconds = max(time.monotonic() - began, 1e-9)
             rates = f"{total.documents / seconds:.1f} docs/s, {total.bytes / seconds / 1e6:.2f} MB/s"
-            print(f"Processed {total.documents} documents ({rates}).", file=sys.stderr, flush=True)
+            complain(f"Processed {total.documents} documents ({rates}).")
     if total.empty:
-        print(f"Left out {total.empty} texts without tokens.", file=sys.stderr)
+        complain(f"Left out {total.empty} texts without tokens.")
 
 
 def _join(folder: str, key: str, count: int, vocab_size: int | None) -> None:
@@ -281,14 +282,15 @@ def _join(folder: str, key: str, count: int, vocab_size: int | None) -> None:
 
 def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # clean up as after Ctrl-C
+    return run_command("preprocess_data.py", _run)
+
+
+def _run() -> int:
     try:
         outputs = preprocess(parse_arguments())
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
-        print("error: interrupted; nothing was written", file=sys.stderr)
-        return 130
+        complain("preprocess_data.py: interrupted; nothing was written.")
+        raise
     for output in outputs.values():
         print(f"Wrote {output}.bin ({os.path.getsize(f'{output}.bin')} bytes) and {output}.idx")
     return 0

@@ -10,7 +10,6 @@ the bytes: the loss of a model that knows only how frequent each byte is, which 
 
 from __future__ import annotations
 
-import argparse
 import collections
 import hashlib
 import json
@@ -20,6 +19,12 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere, installed or not
+
+from helixpipe.common.command import run_command
+from helixpipe.common.errors import UserError
+from helixpipe.common.flags import FlagParser
 
 LEFT_OUT = {"__pycache__", "dist-packages", "ensurepip", "idle_test", "idlelib", "site-packages", "test", "tests"}
 
@@ -63,7 +68,7 @@ def write_corpus(output: Path, root: Path, max_megabytes: float | None = None) -
                 counts.update(data)
                 lengths.append(len(data))
         if not lengths:
-            raise ValueError(f"{root} has no source files within --max-megabytes {max_megabytes}")
+            raise UserError(f"{root} has no source files within --max-megabytes {max_megabytes}.")
         nats = unigram_entropy(counts)
         stats = {
             "documents": len(lengths),
@@ -82,18 +87,17 @@ def write_corpus(output: Path, root: Path, max_megabytes: float | None = None) -
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description="Write the Python standard library's source files as JSON lines, one document a file.",
-        allow_abbrev=False,
+    return run_command("stdlib_corpus.py", _run)
+
+
+def _run() -> int:
+    parser = FlagParser(
+        description="Write the Python standard library's source files as JSON lines, one document a file."
     )
     parser.add_argument("--output", required=True, type=Path, help="JSON lines file to write")
     parser.add_argument("--max-megabytes", type=float, help="stop before the text exceeds this many million bytes")
     arguments = parser.parse_args()
-    try:
-        stats = write_corpus(arguments.output, Path(sysconfig.get_path("stdlib")), arguments.max_megabytes)
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    stats = write_corpus(arguments.output, Path(sysconfig.get_path("stdlib")), arguments.max_megabytes)
     print(
         f"{arguments.output}: {stats['documents']} documents, {stats['bytes']} bytes "
         f"(shortest {stats['shortest']}, median {stats['median']}, longest {stats['longest']}), unigram entropy "

@@ -5,7 +5,6 @@ python tools/step_times.py --ranks 2 --schedules helix 1f1b --steps 6 -- FLAGS O
 
 from __future__ import annotations
 
-import argparse
 import re
 import statistics
 import subprocess
@@ -14,12 +13,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # run from anywhere, installed or not
+
+from helixpipe.common.child import python_command
+from helixpipe.common.command import run_command
+from helixpipe.common.flags import FlagParser
+
 WARM_UP = 2
 """Steps before those that count."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    return run_command("step_times.py", lambda: _run(argv))
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    parser = FlagParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, required=True, help="Processes that torchrun starts.")
     parser.add_argument("--schedules", nargs="+", required=True, help="The first is compared with each of the others.")
     parser.add_argument("--steps", type=int, default=6, help="Steps of each that count (default: 6).")
@@ -28,8 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     times = {}
     for schedule in options.schedules:
         flags = ["--pipeline-schedule", schedule, "--train-iters", str(WARM_UP + options.steps), "--log-interval", "1"]
-        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
-        command = [sys.executable, *launch, str(ROOT / "pretrain_gpt.py"), *options.flags, *flags, "--eval-iters", "0"]
+        command = python_command("torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks))
+        command += [str(ROOT / "pretrain_gpt.py"), *options.flags, *flags, "--eval-iters", "0"]
         ended = subprocess.run(command, capture_output=True, text=True)
         if ended.returncode:
             sys.stderr.write(ended.stdout + ended.stderr)

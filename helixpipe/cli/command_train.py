@@ -10,14 +10,15 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
 
+from helixpipe.common.child import python_command
 from helixpipe.common.errors import UserError
+from helixpipe.common.output import complain
 from helixpipe.common.ports import free_port
 
 _PREFIX = "helixpipe: "
@@ -37,10 +38,9 @@ def run(arguments: Sequence[str]) -> int:
         print(_USAGE)
         return 0
     ranks, flags = _split(arguments)
-    command = [sys.executable, "-m", "megatron.pretrain", *flags]
+    command = python_command("megatron.pretrain", *flags)
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([path for path in sys.path if path]),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks))),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
@@ -90,7 +90,7 @@ class _Ranks:
         for reader in self._readers:
             reader.join(2.0)
         for line in dict.fromkeys(self._told):
-            print(line, file=sys.stderr)
+            complain(line)
         return status if status >= 0 else 128 - status
 
     def _read(self, process: subprocess.Popen[bytes]) -> None:
@@ -102,8 +102,7 @@ class _Ranks:
                 if line.startswith(_PREFIX):
                     self._told.append(line)
                 else:
-                    sys.stderr.write(line + "\n")
-                    sys.stderr.flush()
+                    complain(line)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         for each in self._processes:

@@ -18,7 +18,6 @@ starts, as does `train`), and what is slow to import (matplotlib, rich) only whe
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
 from types import MappingProxyType
@@ -37,39 +36,18 @@ from helixpipe.cli import (
 )
 from helixpipe.cli.parser import parsers
 from helixpipe.common.collector import collector_paused
+from helixpipe.common.command import USER_ERROR, run_command
 from helixpipe.common.errors import UserError
 from helixpipe.common.flags import nearest_name, unknown_argument
 from helixpipe.planning.catalogue import Catalogue
-
-USER_ERROR, INTERRUPTED, PIPE_CLOSED = 2, 130, 141  # exit codes; the last two as a shell gives them
 
 
 def main(catalogue: Catalogue, argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code. Errors of the user's are one sentence on standard error."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    try:
-        if arguments[:1] == ["train"]:  # its flags are those of another program
-            return command_train.run(arguments[1:])
-        code = _run(arguments, catalogue)
-        sys.stdout.flush()
-    except UserError as error:
-        print(f"helixpipe: {error}", file=sys.stderr)
-        return USER_ERROR
-    except BrokenPipeError:  # the reader (`| head`) has seen enough
-        _give_up_stdout()
-        return PIPE_CLOSED
-    except OSError as error:  # a full disk behind standard output
-        _give_up_stdout()
-        print(f"helixpipe: cannot write the output: {error.strerror or error}.", file=sys.stderr)
-        return USER_ERROR
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    return code
-
-
-def _give_up_stdout() -> None:
-    """Keep the interpreter from flushing what nobody reads when it exits."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if arguments[:1] == ["train"]:  # its flags are those of another program
+        return run_command("helixpipe", lambda: command_train.run(arguments[1:]))
+    return run_command("helixpipe", lambda: _run(arguments, catalogue))
 
 
 @collector_paused()  # one command makes its objects and ends

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -21,7 +20,9 @@ from typing import Any
 from helixpipe.cli.model import ModelOptions
 from helixpipe.cli.options import CostOptions
 from helixpipe.cli.profile_options import ProfileOptions, model_shape
+from helixpipe.common.child import python_command
 from helixpipe.common.errors import UserError
+from helixpipe.common.output import complain
 from helixpipe.common.ports import free_port
 from helixpipe.common.progress import Progress
 from helixpipe.costs.efficiency import fitted, reached
@@ -62,13 +63,12 @@ def _measure(task: dict[str, Any], world_size: int, threads: int) -> Profile:
         task_path.write_text(json.dumps(task), encoding="utf-8")
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             "OMP_NUM_THREADS": str(threads),
             "WORLD_SIZE": str(world_size),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
         }
-        command = [sys.executable, "-m", "helixpipe.profile.profiler", str(task_path), str(result)]
+        command = python_command("helixpipe.profile.profiler", str(task_path), str(result))
         processes: list[subprocess.Popen[bytes]] = []
         outputs = [Path(folder, f"output-{rank}") for rank in range(world_size)]
         try:
@@ -97,9 +97,10 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], outputs: Sequence[Path])
             progress.at(done, of)
         for code, output in zip(codes, outputs, strict=True):
             if code:
-                text = output.read_text(encoding="utf-8", errors="replace").strip()
-                sys.stderr.write(f"{text}\n")
-                reason = text.splitlines()[-1] if text else f"exit code {code}"
+                text = PROGRESS.sub("", output.read_text(encoding="utf-8", errors="replace")).strip()
+                *before, reason = [f"exit code {code}"] if code < 0 or not text else text.splitlines()
+                if before:  # what led to it
+                    complain(text)
                 raise UserError(f"a process that measures failed: {reason}")
     progress.end()
 

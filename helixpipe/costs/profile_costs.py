@@ -18,6 +18,7 @@ from typing import Any
 
 from helixpipe.common.errors import UserError
 from helixpipe.common.files import whole_file
+from helixpipe.common.json_values import parse_json
 from helixpipe.costs.hardware import find_device
 from helixpipe.costs.measured_chunks import ChunkTimes, MeasuredChunks
 from helixpipe.costs.models import Chunk, Layout, ModelShape
@@ -101,10 +102,10 @@ class Profile:
     def load(cls, path: str | Path, flag: str = "--profile") -> Profile:
         """Read a file that `save` wrote. Raises UserError, which names the flag that gave it, for any other."""
         try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            content = parse_json(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise UserError(f"{flag}: cannot read {path}: {error.strerror or error}.") from None
-        except (ValueError, RecursionError):  # of JSON or of UTF-8; nested too deeply
+        except ValueError:  # of JSON or of UTF-8
             raise UserError(f"{flag}: {path} is not JSON; `helixpipe profile` writes such files.") from None
         if not isinstance(content, dict) or content.get("format") != _FORMAT:
             raise UserError(f"{flag}: {path} was not written by `helixpipe profile`.")

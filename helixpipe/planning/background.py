@@ -19,9 +19,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from helixpipe.common.child import python_command
+from helixpipe.common.output import complain
 from helixpipe.planning.plan import Size
 
 NICENESS = 5
@@ -29,10 +30,6 @@ NICENESS = 5
 
 PATIENCE = 10.0
 """Seconds that a plan which is not there yet is waited for, before it is made here instead."""
-
-
-def complain(sentence: str) -> None:
-    sys.stderr.write(f"{sentence}\n")
 
 
 Made = TypeVar("Made")
@@ -52,11 +49,8 @@ class BackgroundPlanner(Generic[Size, Made]):
         self._announced: set[Size] = set()
         ours, theirs = Pipe()
         self._pipe: Connection | None = ours
-        root = str(Path(__file__).resolve().parents[2])
-        paths = [root, *filter(None, sys.path)]
-        command = [sys.executable, "-m", "helixpipe.planning.background", str(theirs.fileno())]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
-        self.process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), env=environment)
+        command = python_command("helixpipe.planning.background", str(theirs.fileno()))
+        self.process = subprocess.Popen(command, pass_fds=(theirs.fileno(),))
         theirs.close()
         self._send(make)
 

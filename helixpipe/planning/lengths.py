@@ -134,7 +134,7 @@ def _of_file(name: str, options: LengthOptions, draws: random.Random) -> Documen
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise UserError(f"--lengths {name} is no name of a histogram, and cannot be read: {reason}.{hint}") from None
     for line, text in enumerate(lines, start=1):
-        if not (text.isascii() and text.isdigit() and int(text)):
+        if not (text.isascii() and text.isdigit() and len(text) < 16 and int(text)):
             raise UserError(
                 f"{name}, number {line}: {text[:40]!r} is no length; each is a whole number of tokens, 1 or more."
             )

@@ -17,6 +17,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from helixpipe.common.command import run_command
 from helixpipe.costs.models import Layout
 from helixpipe.costs.profile_costs import Profile, WeightTimes
 from helixpipe.model.backends import transport_name
@@ -27,7 +28,7 @@ from helixpipe.profile.message_times import measure_messages
 from helixpipe.profile.subject import DTYPES, Task, initialize_parallel_state
 
 
-def main() -> None:
+def main() -> int:
     """Rank 0 writes the profile; every rank measures messages, the first `task.processes` the rest."""
     task = Task.load(sys.argv[1])
     torch.set_num_threads(task.threads)
@@ -72,8 +73,9 @@ def main() -> None:
         ).save(sys.argv[2])
     dist.barrier()
     dist.destroy_process_group()
+    return 0
 
 
 if __name__ == "__main__":
     gc.freeze()  # neither collections between measurements nor the end of the process need search what was imported
-    main()
+    sys.exit(run_command("profiler", main))

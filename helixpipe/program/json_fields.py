@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from helixpipe.common.errors import ProgramError
+from helixpipe.common.json_values import parse_json
 from helixpipe.program.stages import LAYER_PIECES, PIECE_KINDS, Piece
 from helixpipe.program.workload import Chunk, Slice
 
@@ -25,9 +26,7 @@ def file_content(path: Path) -> Any:
     """What a JSON file holds. Raises ProgramError with line and column of what is not JSON."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
-        return json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant)
-    except RecursionError:
-        raise ProgramError(f"{path.name} is no program: it is nested too deeply.") from None
+        return parse_json(text, object_pairs_hook=_object, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
         raise ProgramError(f"{path.name}, line {error.lineno}, column {error.colno}: {error.msg}.") from None
     except OSError as error:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from helixpipe.common.errors import UserError
 from helixpipe.common.files import whole_file
+from helixpipe.common.json_values import parse_json
 from helixpipe.program.program import Op
 from helixpipe.program.text import parse_cell
 
@@ -141,7 +142,7 @@ class Timeline:
     def load(cls, path: str | Path) -> Timeline:
         """Read what `save` wrote. Raises UserError, naming the file, for anything else."""
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            data = parse_json(Path(path).read_text(encoding="utf-8"))
             ops = [OpEvent(int(r), _op(cell), float(a), float(b)) for r, cell, a, b in data["ops"]]
             messages = [
                 MessageEvent(str(kind), int(s), int(t), _op(p), _op(c), float(a), float(b))
@@ -159,7 +160,7 @@ class Timeline:
             return cls(str(data["title"]), int(data["ranks"]), ops, messages, str(data["unit"]), copies, sharing, until)
         except OSError as error:
             raise UserError(f"cannot read the timeline {path}: {error.strerror}.") from None
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise UserError(f"{path} is not a timeline file ({type(error).__name__}: {error}).") from None
 
 

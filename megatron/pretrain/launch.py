@@ -6,25 +6,25 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
+from helixpipe.common import memory
+from helixpipe.common.command import INTERRUPTED, run_command
 from helixpipe.common.errors import UserError
+from helixpipe.common.output import complain
 from helixpipe.planning.plan import Plans
 from megatron.pretrain.config import CheckpointConfig, Config
 from megatron.pretrain.process.lifetime import end_with_parent
-from megatron.pretrain.process.output import complain
+from megatron.pretrain.process.once import LAUNCHER, say_once, tell
 
 _LOST_CONNECTION = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 """Parts of gloo's messages when the process at the other end is gone."""
 
-_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "HELIXPIPE_LAUNCHER")
+_LAUNCHERS = ("TORCHELASTIC_RUN_ID", LAUNCHER)
 """Variables that torchrun and `helixpipe train` set, which a rank does not outlive."""
-
-_WAIT_FOR_RANK_0 = 3.0  # seconds; torchrun ends the others as soon as rank 0 has ended
-
 
 Work = Callable[[Config, Plans[int], float], None]
 """What a job does with its configuration, its planner and the time it began."""
@@ -35,33 +35,29 @@ def run(started: float, argv: Sequence[str] | None = None, work: Work | None = N
     instead of training.
 
     After a failure the process ends at once, without waiting for other ranks: their connections to it close, which ends
-    them too. A mistake that all ranks see is told once, by rank 0.
+    them too. A mistake that several ranks see is told once.
     """
+    return run_command("helixpipe", lambda: _run(started, argv, work), tell)
+
+
+def _run(started: float, argv: Sequence[str] | None, work: Work | None) -> int:
     if any(name in os.environ for name in _LAUNCHERS):
         end_with_parent()  # a rank that no launcher watches would train on, against its successor
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # torch's profiler tells of every start and stop
     gc.disable()  # while much is imported and all of it stays; `pretrain` turns it on again
     from megatron.pretrain.arguments import parse_and_plan
 
-    try:
-        config, plans = parse_and_plan(argv, load_checkpoint_args=_saved_arguments)
-    except UserError as error:
-        if os.environ.get("RANK", "0") == "0":
-            complain(f"helixpipe: {error}")
-        else:
-            time.sleep(_WAIT_FOR_RANK_0)  # the first rank to end makes torchrun stop the others: let rank 0 speak
-            complain(f"[Rank {os.environ['RANK']}] helixpipe: {error}")  # rank 0 had nothing to say
-        return 2
+    config, plans = parse_and_plan(argv, load_checkpoint_args=_saved_arguments)
 
     from megatron.pretrain.pretrain import pretrain
 
     try:
         (work or pretrain)(config, plans, started)
     except UserError as error:
-        _tell(error)
+        tell("helixpipe", error)
         _leave(error.status)
     except KeyboardInterrupt:
-        _leave(130)
+        _leave(INTERRUPTED)
     except BaseException as error:
         _explain(error, config, plans)
         _leave(1)
@@ -77,45 +73,24 @@ def _saved_arguments(options: CheckpointConfig) -> dict[str, Any] | None:
     return read_arguments(options.load, options.ckpt_step, options.trust_checkpoint) if options.load else None
 
 
-def _tell(error: UserError) -> None:
-    """Print a sentence that several ranks may have, once: whoever comes first, as the job's store knows."""
-    from megatron.pretrain.process.meeting import MeetingError
-
-    alone = isinstance(error, MeetingError) and os.environ.get("LOCAL_RANK", "0") == "0"
-    if alone or _first_to_say(str(error)):
-        complain(f"helixpipe: {error}")
-
-
-def _first_to_say(sentence: str) -> bool:
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        return os.environ.get("RANK", "0") == "0"
-    try:
-        store = dist.distributed_c10d._get_default_store()
-        return bool(store.add(f"told: {sentence}", 1) == 1)
-    except Exception:  # the store may be gone with the rank that held it
-        return True
-
-
-def _cause(error: BaseException | None, kind: type[Exception]) -> BaseException | None:
-    """The error of that kind that led to this one, or itself; None where there is none."""
-    while error is not None and not isinstance(error, kind):
+def _short_of_memory(error: BaseException | None) -> tuple[str, str] | None:
+    """Whose memory was too small, and the message that says so, of the error or one that led to it; else None."""
+    while error is not None:
+        if (short := memory.out_of_memory(error)) is not None:
+            return short, str(error)
         error = error.__cause__ or error.__context__
-    return error
+    return None
 
 
 def _explain(error: BaseException, config: Config, plans: Plans[int]) -> None:
-    from torch import OutOfMemoryError
-
     from helixpipe.runtime.executor import ExecutionError
 
-    rank, cause = config.launch.rank, _cause(error, OutOfMemoryError)
-    if cause is not None:
+    rank, memory_error = config.launch.rank, _short_of_memory(error)
+    if memory_error is not None:
         from megatron.pretrain.plan.out_of_memory import out_of_memory
 
-        if _first_to_say("out of memory"):
-            complain(f"helixpipe: rank {rank}: {out_of_memory(config, plans, str(cause))}")
+        short, said = memory_error
+        say_once(f"helixpipe: rank {rank}: {out_of_memory(config, plans, said, short)}", "out of memory")
     elif any(words in str(error) for words in _LOST_CONNECTION):
         sentence = (
             "lost the connection to another rank, which has ended; if it said why, that is printed above or below."
@@ -130,6 +105,7 @@ def _explain(error: BaseException, config: Config, plans: Plans[int]) -> None:
 
 def _leave(status: int) -> None:
     """End this process now: neither process groups nor loader processes may hold it up."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # its reader is gone, or the disk is full
+            stream.flush()
     os._exit(status)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from helixpipe.common.output import complain, say
 from helixpipe.model import Microbatch
 from helixpipe.model.device import prepare
 from helixpipe.planning.plan import Plans
@@ -25,7 +26,6 @@ from megatron.pretrain.data.options import DataOptions
 from megatron.pretrain.data.samplers import MicrobatchSampler, consumed_valid_samples, samples_needed
 from megatron.pretrain.log.summary import print_arguments, record_arguments, spread, summary
 from megatron.pretrain.plan.loss_slices import settled_again
-from megatron.pretrain.process.output import complain, say
 from megatron.pretrain.process.outputs import try_outputs
 from megatron.pretrain.validation import check_device
 

@@ -12,6 +12,7 @@ import torch
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from helixpipe.common.errors import CheckpointError, LostSaveError, UserError
+from helixpipe.common.output import complain, say
 from helixpipe.model import Microbatch
 from helixpipe.runtime.recording import Record
 from helixpipe.watch.position import Patience, Position
@@ -22,7 +23,6 @@ from megatron.pretrain.log.log import StepResult, TrainingLog
 from megatron.pretrain.log.profiling import Profiler
 from megatron.pretrain.log.timelines import write_timelines
 from megatron.pretrain.plan.pipeline import Pipeline
-from megatron.pretrain.process.output import complain, say
 from megatron.pretrain.process.parallel import Parallel
 from megatron.pretrain.process.signals import StopCheck, all_ranks_max
 from megatron.pretrain.step.microbatches import RunLength

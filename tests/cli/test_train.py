@@ -34,6 +34,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Ranks are a small program instead of the training program; no GPUs."""
     package = tmp_path / "megatron" / "pretrain"
     package.mkdir(parents=True)
+    (package / "__init__.py").touch()  # found before the real one, which is a package as well
     (package / "__main__.py").write_text(RANK)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.chdir(tmp_path)

@@ -134,8 +134,8 @@ def test_the_command_prints_one_sentence_for_a_mistake(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["tool", "--input", str(tmp_path / "no"), "--output-prefix", "out", *BYTES])
-    assert main() == 1
-    assert capsys.readouterr().err == f"error: --input {tmp_path / 'no'} does not name any file\n"
+    assert main() == 2
+    assert capsys.readouterr().err == f"preprocess_data.py: --input {tmp_path / 'no'} does not name any file\n"
 
 
 def test_corpus_of_the_standard_library(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 
+from helixpipe.common.errors import UserError
 from helixpipe.planning.search.bounds import Bounds
 from helixpipe.planning.search.documents import bounds_of, trials_of
 from helixpipe.planning.search.explore import Outcome, Search
@@ -175,6 +176,18 @@ def test_processes_find_the_same() -> None:
     finally:
         crew.close()
     assert beside.best == search(asked, top=3).best
+
+
+def test_a_process_that_is_gone_is_told() -> None:
+    crew = Processes(question(2, schedules="1f1b", sequences=4), 1)
+    try:
+        (process,) = crew._processes
+        process.kill()
+        process.join()
+        with pytest.raises(UserError, match=r"a process of the search has ended .*: try fewer --jobs"):
+            Search(question(2, schedules="1f1b", sequences=4), crew, 3).run()
+    finally:
+        crew.close()
 
 
 def test_terms_add_up_to_the_step() -> None:

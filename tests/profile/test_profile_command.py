@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -130,7 +131,7 @@ def test_flags_change_a_preset() -> None:
 
 
 def test_a_process_that_fails_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli_profile.sys, "executable", "/bin/false")
+    monkeypatch.setattr(sys, "executable", "/bin/false")
     assert "a process that measures failed: exit code 1" in refused(capsys, f"profile {OWN}")
 
 

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from helixpipe.common import output
 from helixpipe.common.errors import CheckpointError, UserError
+from helixpipe.common.ports import free_port
 from helixpipe.costs.profile_costs import Profile
 from helixpipe.program.files import load_program
 from helixpipe.program.timeline import Timeline
@@ -19,9 +21,9 @@ from megatron.pretrain.arguments import parse_and_plan
 from megatron.pretrain.checkpoint.resumed import check_finite, check_optimizer
 from megatron.pretrain.log.metrics import MetricsWriter
 from megatron.pretrain.plan.out_of_memory import out_of_memory
-from megatron.pretrain.process import output
 from megatron.pretrain.process.meeting import MeetingError, check_master
 from tests.training.helpers import BASE
+from tools import preflight
 
 
 @pytest.mark.parametrize(
@@ -44,6 +46,46 @@ def test_a_port_in_use_and_one_that_answers() -> None:
         check_master({**at, "RANK": "1"})
         check_master({**at, "RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"})
     check_master({**at, "RANK": "0"})
+
+
+def test_an_address_that_is_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rank 0 needs it as the others do, and torch would try for minutes."""
+    at = {"MASTER_ADDR": "no-such-host", "MASTER_PORT": "29500"}
+    given = dict.fromkeys(("MASTER_PORT", "RANK"), "1")
+    with pytest.raises(MeetingError, match="WORLD_SIZE is set and MASTER_ADDR is not: set both"):
+        check_master(given)
+    for name in ("a..b", "x" * 70):
+        with pytest.raises(MeetingError, match=rf"^MASTER_ADDR={name} is not the name or address of a host"):
+            check_master({**at, "MASTER_ADDR": name}, wait=0.0)
+
+    def unknown(host: str, *_: Any, **__: Any) -> Any:
+        raise socket.gaierror(socket.EAI_NONAME, f"{host} is not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    capsys.readouterr()
+    for rank in ("0", "1"):
+        with pytest.raises(MeetingError, match=r"^MASTER_ADDR=no-such-host is not .* \(no-such-host is not known\):"):
+            check_master({**at, "RANK": rank}, wait=0.01)
+        said = capsys.readouterr().err
+        assert said == "waiting for the address of no-such-host (no-such-host is not known)\n"
+
+
+def test_rank_0_runs_elsewhere() -> None:
+    """Nothing can be sent to the address of all hosts."""
+    at = {"MASTER_ADDR": "255.255.255.255", "MASTER_PORT": str(free_port()), "RANK": "0"}
+    with pytest.raises(MeetingError, match=rf"^MASTER_ADDR=255\.255\.255\.255 does not lead to {socket.gethostname()}"):
+        check_master(at, wait=0.1)
+    check_master({**at, "MASTER_ADDR": "localhost"})
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
+def test_a_variable_that_is_no_number(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(name, "two")
+    words = f"{BASE} --mock-data --train-iters 1 --hardware h100 --preflight-predict-only --preflight-fastest"
+    assert preflight.main([*words.split(), "--preflight-compare", "1f1b"]) == 2
+    assert f"preflight.py: the environment variable {name}='two' is not a whole number.\n" == capsys.readouterr().err
 
 
 def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,6 +162,8 @@ def test_out_of_memory_names_what_would_save_most() -> None:
     assert "what would save most is --micro-batch-size 1 (" in sentence
     assert sentence.count(" GiB less)") == 2 and "\n" not in sentence
     assert "is out of memory;" in out_of_memory(config, plans, "no figures")
+    on_host = out_of_memory(config, plans, "tried to allocate 4000000000 bytes. Error code 12", "this host")
+    assert on_host.startswith("this host is out of memory (3.7 GiB more were asked for); a rank needs up to")
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "\0", '{"format": 1}'], ids=["deep", "nonsense", "other"])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from math import inf
 from multiprocessing.connection import Connection, wait
 from typing import Any, Literal, NamedTuple, Protocol
 
+from helixpipe.common.errors import UserError
 from helixpipe.planning.search.documents import trials_of
 from helixpipe.planning.search.space import Candidate, Question
 from helixpipe.planning.search.terms import Terms, terms_of
@@ -76,7 +78,7 @@ class Processes:
             self._processes.append(process)
 
     def run(self, jobs: Sequence[Job]) -> list[Any]:
-        """Raises RuntimeError where a process has died."""
+        """Raises UserError where a process has died."""
         results: dict[int, Any] = {}
         left = list(reversed(range(len(jobs))))
         working: dict[Connection, int] = {}
@@ -85,10 +87,8 @@ class Processes:
         while working:
             ready: list[Any] = wait(list(working))
             for pipe in ready:
-                try:
+                with _alive():
                     results[working.pop(pipe)] = pipe.recv()
-                except (EOFError, OSError):
-                    raise RuntimeError("a process of the search has ended before it was done") from None
                 self._next(pipe, jobs, left, working)
         return [results[number] for number in range(len(jobs))]
 
@@ -96,7 +96,8 @@ class Processes:
         if left:
             number = left.pop()
             working[pipe] = number
-            pipe.send(jobs[number])
+            with _alive():
+                pipe.send(jobs[number])
 
     def close(self) -> None:
         for pipe in self._pipes:
@@ -104,6 +105,17 @@ class Processes:
         for process in self._processes:
             process.terminate()
             process.join()
+
+
+@contextmanager
+def _alive() -> Iterator[None]:
+    """Around what is said to a process, or by it."""
+    try:
+        yield
+    except (EOFError, OSError):
+        raise UserError(
+            "a process of the search has ended before it was done, as where the memory is full: try fewer --jobs."
+        ) from None
 
 
 def _serve(question: Question, pipe: Connection, inherited: Sequence[Connection]) -> None:
@@ -117,4 +129,8 @@ def _serve(question: Question, pipe: Connection, inherited: Sequence[Connection]
             job = pipe.recv()
         except (EOFError, OSError):
             return
-        pipe.send(made(trials, job))
+        try:
+            found = made(trials, job)
+        except MemoryError:  # whoever asked says so
+            return
+        pipe.send(found)

@@ -25,6 +25,7 @@ from typing import Any
 
 from helixpipe.common.errors import CheckpointError
 from helixpipe.common.files import new_file
+from helixpipe.common.json_values import parse_json
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
@@ -152,9 +153,9 @@ def _read_manifest(folder: Path) -> Mapping[str, list[int]]:
     if not path.exists():
         return {}
     try:
-        files = json.loads(path.read_bytes())["files"]
+        files = parse_json(path.read_bytes())["files"]
         manifest = {_plain(str(name)): [int(size), int(crc)] for name, (size, crc) in files.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         raise MalformedError(f"{MANIFEST} is corrupt") from None
     missing = [name for name in _READ_BY_ALL if name not in manifest]
     if missing:
@@ -176,8 +177,8 @@ def _wrong_structure(
         if wrong := _wrong_size(folder / name, 1, exactly=False):
             return wrong
     try:
-        backend = json.loads((folder / "metadata.json").read_bytes())["sharded_backend"]
-    except (ValueError, KeyError, TypeError, RecursionError):
+        backend = parse_json((folder / "metadata.json").read_bytes())["sharded_backend"]
+    except (ValueError, KeyError, TypeError):
         return "metadata.json is corrupt"
     if backend != "torch_dist":
         return f"its format is {backend}, not torch_dist"

@@ -20,7 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from helixpipe.common.errors import CheckpointError
-from megatron.pretrain.process.output import say
+from helixpipe.common.json_values import parse_json
+from helixpipe.common.output import say
 
 NAME = ".lock"
 _BEAT, _PATIENCE = 10.0, 60.0  # seconds between two counts, and until one that stands still is dead
@@ -181,7 +182,7 @@ def _read(path: Path) -> _Holder | None:
     """What a lock says; None where there is none that can be read."""
     for _ in range(5):  # it may be half-written
         try:
-            return _Holder(**json.loads(path.read_bytes()))
+            return _Holder(**parse_json(path.read_bytes()))
         except FileNotFoundError:
             return None
         except (ValueError, TypeError):

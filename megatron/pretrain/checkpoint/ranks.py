@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from helixpipe.common import output
 from helixpipe.common.errors import CheckpointError, UserError
-from megatron.pretrain.process import output
 
 T = TypeVar("T")
 _VISIBLE_WITHIN = 10.0  # seconds a network file system may take to show a new folder to other nodes

@@ -54,6 +54,8 @@ def nccl_settings(path: str) -> dict[str, dict[str, int | str | bool]]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{_FLAG} {path} cannot be read: {reason}.") from None
+    except RecursionError:
+        raise UserError(f"{_FLAG} {path} cannot be read: it is nested too deeply.") from None
     if not isinstance(content, dict):
         raise UserError(f"{_FLAG} {path} must hold a mapping from process groups, such as pp, to settings.")
     for group, settings in content.items():

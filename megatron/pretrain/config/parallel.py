@@ -196,6 +196,14 @@ class ParallelConfig:
         return 60.0 * self.distributed_timeout_minutes
 
 
+def whole_variable(environ: Mapping[str, str], name: str, default: int) -> int:
+    """A variable of the environment that counts. Raises UserError when it is no number."""
+    try:
+        return int(environ.get(name, default))
+    except ValueError:
+        raise UserError(f"the environment variable {name}={environ[name]!r} is not a whole number.") from None
+
+
 @dataclass(frozen=True)
 class LaunchConfig:
     """Where this process stands in the job, from the environment torchrun sets."""
@@ -208,12 +216,8 @@ class LaunchConfig:
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> LaunchConfig:
         """Read RANK, WORLD_SIZE and LOCAL_RANK (absent: a single process). Raises UserError when one is no number."""
         environ = os.environ if environ is None else environ
-        values = {}
-        for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)):
-            try:
-                values[name.lower()] = int(environ.get(name, default))
-            except ValueError:
-                raise UserError(f"the environment variable {name}={environ[name]!r} is not a whole number.") from None
+        defaults = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
+        values = {name.lower(): whole_variable(environ, name, default) for name, default in defaults}
         if not 0 <= values["rank"] < values["world_size"]:
             raise UserError(
                 f"RANK={values['rank']} must lie between 0 and WORLD_SIZE={values['world_size']} (excluded)."

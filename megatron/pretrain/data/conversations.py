@@ -15,12 +15,12 @@ Where no template says how a conversation ends, the end-of-document token ends i
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from helixpipe.common.errors import DataError
+from helixpipe.common.json_values import parse_json
 from megatron.pretrain.data.boundaries import end_of_document
 
 ASSISTANT = "assistant"
@@ -123,7 +123,7 @@ def _first_line(error: Exception) -> str:
 def json_object(line: bytes | str) -> dict[str, Any]:
     """What a line says. Raises DataError where that is no object."""
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError as error:
         raise DataError(f"not JSON ({error})") from error
     if not isinstance(record, dict):

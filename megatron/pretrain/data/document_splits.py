@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 
 from helixpipe.common.errors import DataError
+from helixpipe.common.output import say
 from megatron.pretrain.data.boundaries import check_boundaries, end_of_document
 from megatron.pretrain.data.conversation_files import open_conversations, tokenize_once
 from megatron.pretrain.data.document_files import DocumentFile, IndexedDocuments, MockDocuments
@@ -24,7 +25,6 @@ from megatron.pretrain.data.indexed_files import check_vocabulary, read_indexed_
 from megatron.pretrain.data.options import DataOptions, SplitSource, split_sources
 from megatron.pretrain.data.rows import row
 from megatron.pretrain.data.together import on_rank_0, together, waiting_group
-from megatron.pretrain.process.output import say
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from helixpipe.common.errors import UserError
+from helixpipe.common.json_values import parse_json
 from megatron.pretrain.data.samplers import DATALOADER_TYPES
 
 SPLITS = ("train", "valid", "test")
@@ -187,8 +187,8 @@ def _read(flag: str, path: str) -> str:
 def _per_split(path: str) -> dict[str, list[str]]:
     flag = "--per-split-data-args-path"
     try:
-        lists = json.loads(_read(flag, path))
+        lists = parse_json(_read(flag, path))
         values = {f"{name}_data_path": [str(word) for word in lists[name]] for name in SPLITS if lists.get(name)}
-    except (ValueError, AttributeError, TypeError, RecursionError) as error:
+    except (ValueError, AttributeError, TypeError) as error:
         raise UserError(f"{flag} {path} must hold a JSON object of lists under train, valid and test") from error
     return values

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from helixpipe.common.errors import UserError
+from helixpipe.common.json_values import parse_json
 
 _PICKLES = (".pkl", ".pickle")
 _WITH_CLASSES = ("tokenizer_config.json", "config.json")
@@ -49,8 +49,8 @@ def _leads_inside(link: Path, folder: Path) -> bool:
 
 def _refuse_code(name: str, path: Path) -> None:
     try:
-        content = json.loads(path.read_bytes())
-    except (ValueError, RecursionError, OSError) as error:
+        content = parse_json(path.read_bytes())
+    except (ValueError, OSError) as error:
         raise UserError(f"--tokenizer-model {name}: {path.name} cannot be read as JSON ({error}).") from None
     if not isinstance(content, dict):
         raise UserError(f"--tokenizer-model {name}: {path.name} is not a JSON object.")

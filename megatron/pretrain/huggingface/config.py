@@ -7,7 +7,6 @@ and values have a bias, and Qwen3, which normalizes those of each head. Facts: t
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from helixpipe.common.errors import CheckpointError
+from helixpipe.common.json_values import parse_json
 
 
 class Family(NamedTuple):
@@ -44,10 +44,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     """A folder's config.json. Raises CheckpointError."""
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from None
-    except (ValueError, RecursionError):
+    except ValueError:
         raise CheckpointError(f"{path} is not JSON.") from None
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} is not a JSON object.")
@@ -57,9 +57,9 @@ def read_config(folder: Path) -> dict[str, Any]:
 def arguments_of(config: Mapping[str, Any], where: Path | str) -> dict[str, Any]:
     """The model's flags, by field. Raises CheckpointError, which names `where`, for a model that is not built here."""
     kind = config.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise CheckpointError(f"{where} holds a model of type {kind!r}; those read are {', '.join(FAMILIES)}.")
-    _refuse(config, str(kind), where)
+    _refuse(config, kind, where)
     try:
         heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
         groups = int(config.get("num_key_value_heads") or heads)
@@ -77,8 +77,8 @@ def arguments_of(config: Mapping[str, Any], where: Path | str) -> dict[str, Any]
             "swiglu": True,
             "squared_relu": False,
             "add_bias_linear": False,
-            "add_qkv_bias": FAMILIES[str(kind)].qkv_bias,
-            "qk_layernorm": FAMILIES[str(kind)].qk_norm,
+            "add_qkv_bias": FAMILIES[kind].qkv_bias,
+            "qk_layernorm": FAMILIES[kind].qk_norm,
             "apply_layernorm_1p": False,
             "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
             "attention_dropout": float(config.get("attention_dropout") or 0.0),
@@ -89,7 +89,7 @@ def arguments_of(config: Mapping[str, Any], where: Path | str) -> dict[str, Any]
         return {**arguments, **_rope_of(config, where)}
     except KeyError as error:
         raise CheckpointError(f"{where} has no {error.args[0]!r}.") from None
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{where} is damaged ({error}).") from None

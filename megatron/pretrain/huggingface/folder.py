@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from helixpipe.common.errors import CheckpointError
+from helixpipe.common.json_values import parse_json
 from megatron.pretrain.huggingface.config import arguments_of, read_config
 from megatron.pretrain.huggingface.safetensors import Entry, TensorFile
 from megatron.pretrain.huggingface.weights import Weight, Weights
@@ -28,8 +28,8 @@ def looks_like_one(path: Path) -> bool:
 def read_index(path: Path) -> dict[str, str]:
     """The file of each tensor, by name, as an index has it. Raises CheckpointError."""
     try:
-        places = {str(name): str(file) for name, file in json.loads(path.read_bytes())["weight_map"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        places = {str(name): str(file) for name, file in parse_json(path.read_bytes())["weight_map"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise CheckpointError(f"{path} is damaged.") from None
     for file in sorted(set(places.values())):
         if file != Path(file).name or not file.endswith(".safetensors"):

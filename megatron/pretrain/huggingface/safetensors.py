@@ -19,6 +19,7 @@ from torch import Tensor
 
 from helixpipe.common.errors import CheckpointError
 from helixpipe.common.files import whole_file
+from helixpipe.common.json_values import parse_json
 
 _DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -52,12 +53,12 @@ class TensorFile:
                 length = int.from_bytes(stream.read(8), "little")
                 if self._size < 8 or length > min(_LONGEST_HEADER, self._size - 8):
                     raise CheckpointError(f"{path} is truncated, or no safetensors file ({self._size} bytes).")
-                header = json.loads(stream.read(length))
+                header = parse_json(stream.read(length))
             self._first = 8 + length
             self.entries = {name: _entry(about) for name, about in header.items() if name != _METADATA}
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from None
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             if isinstance(error, CheckpointError):
                 raise CheckpointError(f"{path}: {error}" if str(path) not in str(error) else str(error)) from None
             raise CheckpointError(f"{path} is corrupt, or no safetensors file.") from None

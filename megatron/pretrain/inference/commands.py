@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from helixpipe.common.command import run_command
 from helixpipe.common.errors import UserError
 from helixpipe.common.flags import FlagParser, add_dataclass_arguments, check_ranges, dataclass_from_namespace
 from megatron.pretrain.config import Config
 from megatron.pretrain.launch import run
-from megatron.pretrain.process.output import complain
+from megatron.pretrain.process.once import tell
 
 Options = TypeVar("Options")
 
@@ -31,20 +32,22 @@ def run_with_model(
     argv: Sequence[str] | None = None,
 ) -> int:
     """Parse, open the model of --load, do `work(model, options)` on every rank, and return the exit status."""
+    return run_command("helixpipe", lambda: _run(options, description, work, argv), tell)
+
+
+def _run(
+    options: type[Options], description: str, work: Callable[[Any, Options], None], argv: Sequence[str] | None
+) -> int:
     started = time.monotonic()
     parser = FlagParser(
         description=description, epilog="Besides these, any flag of pretrain_gpt.py; --load FOLDER is needed."
     )
     add_dataclass_arguments(parser, options)
-    try:
-        namespace, rest = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
-        chosen = dataclass_from_namespace(options, namespace)
-        check_ranges(chosen)
-        if not any(word.partition("=")[0] == "--load" for word in rest):
-            raise UserError("--load is needed: the folder of the model's checkpoints.")
-    except UserError as error:
-        complain(f"helixpipe: {error}")
-        return 2
+    namespace, rest = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    chosen = dataclass_from_namespace(options, namespace)
+    check_ranges(chosen)
+    if not any(word.partition("=")[0] == "--load" for word in rest):
+        raise UserError("--load is needed: the folder of the model's checkpoints.")
 
     def job(config: Config, plans: Any, began: float) -> None:
         import torch.distributed as dist

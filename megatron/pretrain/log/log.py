@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
+from helixpipe.common.output import say
 from megatron.pretrain.config import Config
 from megatron.pretrain.log.metrics import MetricsWriter
-from megatron.pretrain.process.output import say
 
 if TYPE_CHECKING:
     from megatron.core.timers import Timers

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from helixpipe.common.errors import UserError
+from helixpipe.common.output import complain
 from megatron.pretrain.config import Config
-from megatron.pretrain.process.output import complain
 
 
 class MetricsWriter:

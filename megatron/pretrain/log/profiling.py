@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from helixpipe.common.output import say
 from megatron.pretrain.config import Config
-from megatron.pretrain.process.output import say
 
 
 class Profiler:

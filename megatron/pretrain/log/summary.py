@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from helixpipe.common.errors import UserError
 from helixpipe.common.files import whole_file
+from helixpipe.common.output import complain, say
 from helixpipe.draw.text import stage_count, stage_lines
 from megatron.pretrain.config import Config
 from megatron.pretrain.config.model import ModelConfig
-from megatron.pretrain.process.output import complain, say
 
 ARGUMENTS_FILE = "arguments.txt"
 """In the folder of --save: the values of the last run that wrote there."""

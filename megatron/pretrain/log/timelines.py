@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from helixpipe.common.errors import UserError
+from helixpipe.common.output import say
 from helixpipe.draw.formats import draw
 from helixpipe.program.timeline import Timeline
 from megatron.pretrain.config import Config
 from megatron.pretrain.log.recorded import RecordedStep
-from megatron.pretrain.process.output import say
 from megatron.pretrain.process.parallel import Parallel
 
 

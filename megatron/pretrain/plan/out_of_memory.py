@@ -1,10 +1,11 @@
-"""What to say when a GPU's memory was too small: what the run needs on paper, and which flags would save most."""
+"""What to say when a rank's memory was too small: what the run needs on paper, and which flags would save most."""
 
 from __future__ import annotations
 
 import re
 
 from helixpipe.common.errors import UserError
+from helixpipe.common.memory import asked_for
 from helixpipe.costs.hardware import GIB
 from helixpipe.planning.plan import Plans
 from megatron.pretrain.config import Config
@@ -21,16 +22,15 @@ _SAVERS = (
 """Flags, and what they change in which group of the configuration."""
 
 
-def out_of_memory(config: Config, plans: Plans[int], said: str) -> str:
-    """One sentence. said: torch's message, of which it takes what was asked for and what there is."""
-    match = re.search(r"Tried to allocate ([\d.]+ \w+)", said)
+def out_of_memory(config: Config, plans: Plans[int], said: str, short: str = "the GPU") -> str:
+    """One sentence. said: the error's message, of which it takes what was asked for and what there is. short: whose
+    memory it was, as `helixpipe.common.memory.out_of_memory` has it."""
     there = re.search(r"total capacity of ([\d.]+ \w+)", said)
-    asked = f" ({match[1]} more were asked for)" if match else ""
     capacity = f", which has {there[1]}," if there else ""
     needs = _needs(plans, config)
     sentence = (
-        f"the GPU{capacity} is out of memory{asked}; a rank needs up to {needs / GIB:.3g} GiB on paper, as `helixpipe "
-        "memory` says"
+        f"{short}{capacity} is out of memory{asked_for(said)}; a rank needs up to {needs / GIB:.3g} GiB on paper, as "
+        "`helixpipe memory` says"
     )
     better = savers(config, needs)
     words = " and ".join(f"{flags} ({saved / GIB:.3g} GiB less)" for flags, saved in better)

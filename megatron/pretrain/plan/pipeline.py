@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from helixpipe.common.errors import ScheduleError
+from helixpipe.common.output import complain
 from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.costs.hardware import DEFAULT_HARDWARE, find_hardware
 from helixpipe.draw.text import chunk_times, copies_text
@@ -30,7 +31,6 @@ from helixpipe.watch.position import Position
 from megatron.pretrain.config import Config
 from megatron.pretrain.config.communicators import pipeline_settings
 from megatron.pretrain.log.recorded import RecordedStep, recorded_step
-from megatron.pretrain.process.output import complain
 from megatron.pretrain.process.parallel import Parallel
 
 ROUNDING = 0.02

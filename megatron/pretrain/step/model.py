@@ -13,12 +13,12 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.parallel_state import get_intra_distributed_optimizer_instance_group
 
+from helixpipe.common.output import complain, say
 from helixpipe.model import PipelineModel
 from helixpipe.model.backends import transport_name
 from helixpipe.program.stages import Piece
 from helixpipe.runtime.sharded_weights import ShardedWeights
 from megatron.pretrain.config import Config, core
-from megatron.pretrain.process.output import complain, say
 from megatron.pretrain.process.parallel import Parallel
 from megatron.pretrain.step.sharded import PartsOfModel, TrainedParts
 from megatron.pretrain.step.update import TrainedWeights
