@@ -20,6 +20,13 @@ from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # run from anywhere, installed or not
+
+from helixpipe.common.child import python_command
+from helixpipe.common.command import run_command
+from helixpipe.common.flags import FlagParser
+from helixpipe.common.json_values import parse_json
+
 SCHEDULES = ("1f1b", "helix", "seq1f1b --pipe-sp-splits 4", "zbv", "weipipe")
 MODEL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --swiglu "
@@ -34,7 +41,7 @@ _STEP = re.compile(r"iteration +(\d+)/.*?lm loss: (\S+).*?grad norm: (\S+)")
 def losses(schedule: str, folder: str) -> list[list[str]]:
     """[iteration, loss, gradient norm] of each step, as printed. Raises RuntimeError with the output where it fails."""
     flags = [*MODEL.split(), "--pipeline-schedule", *schedule.split(), "--data-cache-path", folder]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = python_command("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [*command, str(ROOT / "pretrain_gpt.py"), *flags],
@@ -51,11 +58,14 @@ def losses(schedule: str, folder: str) -> list[list[str]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     chosen = parser.add_mutually_exclusive_group(required=True)
     chosen.add_argument("--output", type=Path, help="write the losses to this file")
     chosen.add_argument("--equal", type=Path, help="compare with the losses in this file")
-    arguments = parser.parse_args(argv)
+    return run_command("losses.py", lambda: _run(parser.parse_args(argv)))
+
+
+def _run(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         measured = {schedule: losses(schedule, folder) for schedule in SCHEDULES}
     here = f"megatron-core {version('megatron-core')}, torch {version('torch')}"
@@ -63,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text(json.dumps({"with": here, "losses": measured}, indent=1) + "\n", encoding="utf-8")
         return 0
-    other = json.loads(arguments.equal.read_text(encoding="utf-8"))
+    other = parse_json(arguments.equal.read_text(encoding="utf-8"))
     for schedule, steps in measured.items():
         if steps != (expected := other["losses"][schedule]):
             print(f"{schedule}: {here} gives {steps}, {other['with']} gave {expected}")
