@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import suppress
 from typing import Literal
 
 
@@ -33,11 +32,8 @@ def complain(line: str) -> None:
 
 
 def give_up(name: Literal["stdout", "stderr"]) -> None:
-    """Let a stream lead nowhere, with what it still buffers: that would fail again when the interpreter ends."""
-    nowhere = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # until the end
-    with suppress(OSError, ValueError):  # it is closed, or no file
-        os.dup2(nowhere.fileno(), getattr(sys, name).fileno())
-    setattr(sys, name, nowhere)
+    """Let a stream lead nowhere: what it still buffers would fail again when the interpreter ends."""
+    setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # until the end
 
 
 def open_streams() -> None:
@@ -46,6 +42,7 @@ def open_streams() -> None:
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
-    for name in ("stdout", "stderr"):
+    names: tuple[Literal["stdout", "stderr"], ...] = ("stdout", "stderr")
+    for name in names:
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # until the end
+            give_up(name)

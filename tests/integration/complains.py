@@ -27,6 +27,7 @@ def main(how: str, ranks: str) -> int:
         import torch.distributed as dist
 
         dist.init_process_group("gloo")
+        dist.barrier()  # or one that has spoken would leave while others still connect to it
     if str(rank) not in ranks.split(","):
         return 0
     what = "--lr is wrong." if not ranks.startswith("own") else f"--lr of rank {rank} is wrong."
@@ -42,6 +43,7 @@ def refused(rank: int, ranks: str) -> int:
         import torch.distributed as dist
 
         dist.init_process_group("gloo")
+        dist.barrier()
         torch.empty(10**15)
 
     return run(time.monotonic(), f"{HOST_WITHOUT}{JOB} --pipeline-model-parallel-size 2".split(), work)
