@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("helixpipe", "schedules", "megatron/pretrain")
-MAX_LINES = 350
+MAX_LINES = 500
 """A file is for one sitting: beyond this it holds two things."""
 
 MAX_FUNCTION_LINES = {"lowering": 60, "simulate": 60, "program": 60, "planning": 60}
