@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from helixpipe.common.errors import ProgramError
 from helixpipe.common.json_values import parse_json
+from helixpipe.program.file_limits import Parts, read_program_file
 from helixpipe.program.stages import LAYER_PIECES, PIECE_KINDS, Piece
 from helixpipe.program.workload import Chunk, Slice
 
@@ -25,12 +26,12 @@ MAX_LAYERS = 100_000
 def file_content(path: Path) -> Any:
     """What a JSON file holds. Raises ProgramError with line and column of what is not JSON."""
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        text = read_program_file(path).decode("utf-8-sig")
         return parse_json(text, object_pairs_hook=_object, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
         raise ProgramError(f"{path.name}, line {error.lineno}, column {error.colno}: {error.msg}.") from None
-    except OSError as error:
-        raise ProgramError(f"cannot read the schedule file {path}: {error.strerror or error}.") from None
+    except ProgramError:
+        raise
     except ValueError as error:  # not UTF-8, a key twice, a number of thousands of digits
         raise ProgramError(f"cannot read the schedule file {path}: {error}.") from None
 
@@ -58,11 +59,13 @@ def shown(value: Any) -> str:
 
 
 class Fields:
-    """A value of a JSON file. place: `x.json, stages[2].owner`. All methods raise ProgramError that begins with it."""
+    """A value of a JSON file. place: `x.json, stages[2].owner`. All methods raise ProgramError that begins with it.
+    parts: what the file has come to so far, shared by all its values."""
 
-    def __init__(self, value: Any, place: str, file: str):
+    def __init__(self, value: Any, place: str, file: str, parts: Parts | None = None):
         self.value = value
         self.place = place
+        self.parts = parts or Parts(file)
         self._file = file
 
     def __contains__(self, key: str) -> bool:
@@ -74,7 +77,7 @@ class Fields:
             self._refuse("an object")
         if key not in self.value:
             raise ProgramError(f"{self.place}: the key {key} is missing.")
-        return Fields(self.value[key], self._inner(key), self._file)
+        return Fields(self.value[key], self._inner(key), self._file, self.parts)
 
     def only(self, known: Sequence[str]) -> None:
         """Refuse keys that are not known."""
@@ -91,7 +94,7 @@ class Fields:
         if not isinstance(self.value, list):
             self._refuse("a list")
         for index, value in enumerate(self.value):
-            yield Fields(value, f"{self.place}[{index}]", self._file)
+            yield Fields(value, f"{self.place}[{index}]", self._file, self.parts)
 
     def text(self) -> str:
         if not isinstance(self.value, str) or not self.value.isprintable():
@@ -120,11 +123,13 @@ class Fields:
         made: list[Piece] = []
         for match in _PIECES.finditer(self.text()):
             if match["one"] is not None:
+                self.parts.add(1)
                 made.append(self._piece(match["one"]))
                 continue
             first, last = int(match["first"]), int(match["last"] or match["first"])
             if not first <= last < MAX_LAYERS:
                 raise ProgramError(f"{self.place}: {match[0]} must count up, to {MAX_LAYERS - 1} at most.")
+            self.parts.add((last + 1 - first) * len(LAYER_PIECES))
             made += [Piece(kind, layer) for layer in range(first, last + 1) for kind in LAYER_PIECES]
         return tuple(made)
 
@@ -140,7 +145,9 @@ class Fields:
     def slices(self) -> Chunk:
         """A chunk, as slices `0[0:512] 1[0:64]`."""
         parts = []
-        for word in self.text().split():
+        words = self.text().split()
+        self.parts.add(len(words))
+        for word in words:
             match = _SLICE.fullmatch(word)
             if match is None:
                 raise ProgramError(

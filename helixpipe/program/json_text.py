@@ -198,7 +198,9 @@ def from_json(path: str | Path) -> Program:
 
 def _ops(line: Fields) -> tuple[Op, ...]:
     ops: list[Op] = []
-    for number, cell in enumerate(line.text().split(), start=1):
+    cells = line.text().split()
+    line.parts.add(len(cells))
+    for number, cell in enumerate(cells, start=1):
         try:
             (op,) = parse_cell(cell)
         except ProgramError as error:

@@ -8,6 +8,7 @@ chunk lengths or recomputation: the JSON form has all of these.
 from __future__ import annotations
 
 import csv
+import io
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from helixpipe.common.errors import ProgramError, ScheduleError
+from helixpipe.program.file_limits import Parts, read_program_file
 from helixpipe.program.program import OP_KINDS, Op, Program
 from helixpipe.program.stages import even_stages, ring_stages
 from helixpipe.program.workload import uniform
@@ -49,8 +51,10 @@ def parse_cell(cell: str) -> list[Op]:
 
 
 def parse_rows(rows: Iterable[Sequence[str]], source: str = "program") -> tuple[tuple[Op, ...], ...]:
-    """The ops of each rank from rows of cells. Raises ProgramError with row and column of a malformed cell."""
+    """The ops of each rank from rows of cells. Raises ProgramError with row and column of a malformed cell, and for
+    more ops than a file may have."""
     ranks: list[tuple[Op, ...]] = []
+    parts = Parts(source)
     for rank, row in enumerate(rows):
         ops: list[Op] = []
         for column, cell in enumerate(row):
@@ -58,6 +62,7 @@ def parse_rows(rows: Iterable[Sequence[str]], source: str = "program") -> tuple[
                 ops.extend(parse_cell(cell))
             except ProgramError as error:
                 raise ProgramError(f"{source}, row {rank} (rank {rank}), column {column + 1}: {error}") from None
+        parts.add(len(ops))
         ranks.append(tuple(ops))
     return tuple(ranks)
 
@@ -111,11 +116,10 @@ def from_csv(path: str | Path, num_layers: int | None = None) -> Program:
     """
     path = Path(path)
     try:
-        with open(path, newline="", encoding="utf-8-sig") as file:  # spreadsheets write a byte order mark
-            ranks = parse_rows(list(csv.reader(file)), source=path.name)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise ProgramError(f"cannot read the schedule file {path}: {reason}.") from None
+        text = read_program_file(path).decode("utf-8-sig")  # spreadsheets write a byte order mark
+        ranks = parse_rows(csv.reader(io.StringIO(text, newline="")), source=path.name)
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ProgramError(f"cannot read the schedule file {path}: {error}.") from None
     while ranks and not ranks[-1]:  # trailing blank lines
         ranks = ranks[:-1]
     return _from_ranks(path.name, ranks, num_layers)
