@@ -7,7 +7,6 @@ true gives a flag without a value, false and null leave it out. A field that is 
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
@@ -64,7 +63,7 @@ def load(path: str | Path) -> list[Cell]:
     the cell and the field. Raises UserError where none is left."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"CELLS={path} cannot be read: {error}.") from None
     if not isinstance(content, list) or not content:
         raise UserError(f"CELLS={path} must be a list of cells, not {json.dumps(content)[:40]}.")
@@ -110,8 +109,8 @@ def _cell(place: str, content: Any) -> Cell:
 
 
 def _is_number(value: Any, least: float) -> bool:
-    """Whether it is a finite one of at least so much."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= least
+    """Whether it is one of at least so much, and not beyond all that is measured."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= 1e30
 
 
 def _checked(place: str, content: Any, cls: type) -> dict[str, Any]:

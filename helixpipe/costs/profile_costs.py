@@ -19,6 +19,7 @@ from typing import Any
 from helixpipe.common.errors import UserError
 from helixpipe.common.files import whole_file
 from helixpipe.common.json_values import parse_json
+from helixpipe.common.ranges import MOST_TOKENS
 from helixpipe.costs.hardware import find_device
 from helixpipe.costs.measured_chunks import ChunkTimes, MeasuredChunks
 from helixpipe.costs.models import Chunk, Layout, ModelShape
@@ -131,6 +132,12 @@ class Profile:
 
     def _check(self) -> None:
         """Raise ValueError, KeyError or TypeError unless every time is there, a number, and not negative."""
+        _check_fields("model", self.model)
+        _check_fields("layout", self.layout)
+        _check_fields("", self, only=("dtype", "seq_length", "torch"))
+        for name in ("machine", "assumed"):
+            if not isinstance(getattr(self, name), dict):
+                raise ValueError(f"{name} is no object")
         if not self.chunks:
             raise ValueError("it has no chunk")
         for chunk in self.chunks:
@@ -159,6 +166,8 @@ class Profile:
 
 
 _FORMAT = "helixpipe profile"
+_MOST = 1e30
+"""Of a time or a bandwidth: what is calculated with it stays a number."""
 
 
 @dataclass(frozen=True)
@@ -269,9 +278,21 @@ def _weight_times(pack: Sequence[float] = (0.0, 0.0), add: Sequence[float] = (0.
     return WeightTimes((pack_once, pack_byte), (add_once, add_byte))
 
 
+def _check_fields(what: str, described: Any, only: Sequence[str] | None = None) -> None:
+    """Raise ValueError for a field, of those that are text, whether something is so, or a size, that is of another type,
+    or a size that is none. Sizes are at least 1, but for those whose default is 0."""
+    types = {"int": int, "bool": bool, "str": str}
+    for each in dataclasses.fields(described):
+        value, kind = getattr(described, each.name), types.get(str(each.type))
+        if only is not None and each.name not in only:
+            continue
+        if type(value) is not kind or (kind is int and not (each.default != 0) <= value <= MOST_TOKENS):
+            raise ValueError(f"{what} {each.name} is {value!r}".lstrip())
+
+
 def _check_numbers(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= _MOST:
             raise ValueError(f"{name} is {value!r}")
 
 

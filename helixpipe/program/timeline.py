@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 from helixpipe.common.errors import UserError
 from helixpipe.common.files import whole_file
 from helixpipe.common.json_values import parse_json
+from helixpipe.common.ranges import MOST_RANKS
 from helixpipe.program.program import Op
 from helixpipe.program.text import parse_cell
 
@@ -157,11 +159,28 @@ class Timeline:
                 for rank, kind, cell, start, end in data.get("sharing", ())
             ]
             until = float(data.get("until", 0.0))
-            return cls(str(data["title"]), int(data["ranks"]), ops, messages, str(data["unit"]), copies, sharing, until)
+            title, ranks, unit = str(data["title"]), int(data["ranks"]), str(data["unit"])
+            _check_ranks(ranks, [e.rank for e in (*ops, *copies, *sharing)] + [r for e in messages for r in e[1:3]])
+            _check_times([(0.0, until), *((e.start, e.end) for e in (*ops, *messages, *copies, *sharing))])
+            return cls(title, ranks, ops, messages, unit, copies, sharing, until)
         except OSError as error:
             raise UserError(f"cannot read the timeline {path}: {error.strerror}.") from None
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise UserError(f"{path} is not a timeline file ({type(error).__name__}: {error}).") from None
+
+
+def _check_ranks(count: int, ranks: Sequence[int]) -> None:
+    """Raise ValueError unless there may be so many ranks and all that are named are among them."""
+    if not 1 <= count <= MOST_RANKS:
+        raise ValueError(f"ranks must be a whole number from 1 to {MOST_RANKS}, not {count}")
+    if wrong := [rank for rank in ranks if not 0 <= rank < count]:
+        raise ValueError(f"there is no rank {wrong[0]} of {count}")
+
+
+def _check_times(times: Sequence[tuple[float, float]]) -> None:
+    """Raise ValueError unless each event ends, and not before it starts."""
+    if wrong := [each for each in times if not -math.inf < each[0] <= each[1] < math.inf]:
+        raise ValueError("an event lasts from {} to {}".format(*wrong[0]))
 
 
 def _op(cell: str) -> Op:

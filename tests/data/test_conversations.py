@@ -54,7 +54,8 @@ class Templated:
 
 def shown(record: Any, tokenizer: Any = None, prompt_format: str = "default") -> str:
     """The conversation's text, what is trained in brackets; the end of the document is a full stop."""
-    encoded = Renderer(tokenizer or build_tokenizer("ByteLevelTokenizer"), prompt_format).encode(json.dumps(record))
+    line = "[" * 100_000 if record == "nested" else json.dumps(record)
+    encoded = Renderer(tokenizer or build_tokenizer("ByteLevelTokenizer"), prompt_format).encode(line)
     text, open_ = "", False
     for token, trained in zip(encoded.tokens, encoded.trained, strict=True):
         text += ("[" if trained and not open_ else "]" if open_ and not trained else "") + (
@@ -104,6 +105,7 @@ def test_what_the_assistant_says_is_trained(record: Any, how: dict[str, Any], ex
     ("record", "template", "words"),
     [
         ([1], None, "a JSON object is expected, not list"),
+        ("nested", None, "not JSON"),
         ({"text": "a"}, None, "neither 'messages' nor 'prompt' and 'completion' are among its keys; there are 'text'"),
         ({"prompt": "a", "completion": 4}, None, "the value of 'completion' is int, not text"),
         ({"prompt": "a", "completion": ""}, None, "the assistant says nothing"),
