@@ -124,7 +124,7 @@ DAMAGES: dict[str, tuple[int, Damage, str]] = {
         "type 'gpt2'; those read are llama, mi",
     ),
     "no hidden size": (1, lambda f: edit(f / "config.json", hidden_size=None), "has no 'hidden_size'"),
-    "a word": (1, lambda f: edit(f / "config.json", hidden_size="wide"), "is damaged"),
+    "a word": (1, lambda f: edit(f / "config.json", hidden_size="wide"), "hidden_size must be a whole number"),
     "bias": (1, lambda f: edit(f / "config.json", attention_bias=True), r"not supported \(attention_bias\)"),
     "rope": (1, lambda f: edit(f / "config.json", rope_scaling={"type": "dynamic"}), "of type 'dynamic'; those read"),
     "quantized": (1, lambda f: edit(f / "config.json", quantization_config={}), "quantized weights are not read"),

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from helixpipe.common.errors import CheckpointError
 from helixpipe.common.json_values import parse_json
+from megatron.pretrain.huggingface.keys import check_keys
 
 
 class Family(NamedTuple):
@@ -59,19 +60,21 @@ def arguments_of(config: Mapping[str, Any], where: Path | str) -> dict[str, Any]
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise CheckpointError(f"{where} holds a model of type {kind!r}; those read are {', '.join(FAMILIES)}.")
+    config = _without_nulls(config)
+    check_keys(config, where)
     _refuse(config, kind, where)
     try:
-        heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
-        groups = int(config.get("num_key_value_heads") or heads)
+        heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        groups = config.get("num_key_value_heads") or heads
         arguments = {
-            "num_layers": int(config["num_hidden_layers"]),
+            "num_layers": config["num_hidden_layers"],
             "hidden_size": hidden,
-            "ffn_hidden_size": int(config["intermediate_size"]),
+            "ffn_hidden_size": config["intermediate_size"],
             "num_attention_heads": heads,
             "group_query_attention": groups != heads,
             "num_query_groups": groups if groups != heads else 1,
-            "kv_channels": int(config.get("head_dim") or hidden // heads),
-            "max_position_embeddings": int(config["max_position_embeddings"]),
+            "kv_channels": config.get("head_dim") or hidden // heads,
+            "max_position_embeddings": config["max_position_embeddings"],
             "normalization": "RMSNorm",
             "norm_epsilon": float(config["rms_norm_eps"]),
             "swiglu": True,
@@ -83,16 +86,18 @@ def arguments_of(config: Mapping[str, Any], where: Path | str) -> dict[str, Any]
             "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
             "attention_dropout": float(config.get("attention_dropout") or 0.0),
             "hidden_dropout": 0.0,
-            "vocab_size": int(config["vocab_size"]),
-            "padded_vocab_size": int(config["vocab_size"]),
+            "vocab_size": config["vocab_size"],
+            "padded_vocab_size": config["vocab_size"],
         }
         return {**arguments, **_rope_of(config, where)}
     except KeyError as error:
         raise CheckpointError(f"{where} has no {error.args[0]!r}.") from None
-    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{where} is damaged ({error}).") from None
+
+
+def _without_nulls(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A key that is null is as if it were not there."""
+    said = {key: value for key, value in config.items() if value is not None}
+    return {key: _without_nulls(value) if isinstance(value, dict) else value for key, value in said.items()}
 
 
 def _refuse(config: Mapping[str, Any], kind: str, where: Path | str) -> None:
@@ -113,9 +118,7 @@ def _refuse(config: Mapping[str, Any], kind: str, where: Path | str) -> None:
 def _rope_of(config: Mapping[str, Any], where: Path | str) -> dict[str, Any]:
     """Flags of the rotary embeddings: of `rope_parameters`, or in older files of `rope_theta` and `rope_scaling`."""
     rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    base = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    if base != int(base):
-        raise CheckpointError(f"{where} has rope_theta {base}, which is not a whole number.")
+    base = rope.get("rope_theta") or config.get("rope_theta") or 10000
     percent = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     arguments: dict[str, Any] = {
         "rotary_base": int(base),
@@ -135,7 +138,7 @@ def _rope_of(config: Mapping[str, Any], where: Path | str) -> dict[str, Any]:
             "rope_scaling_factor": float(rope["factor"]),
             "rope_scaling_low_freq_factor": float(rope["low_freq_factor"]),
             "rope_scaling_high_freq_factor": float(rope["high_freq_factor"]),
-            "rope_scaling_original_max_position_embeddings": int(rope["original_max_position_embeddings"]),
+            "rope_scaling_original_max_position_embeddings": rope["original_max_position_embeddings"],
         }
     if kind == "yarn":
         return {**arguments, **PLAIN_ROPE, **_yarn_of(config, rope)}
@@ -145,8 +148,8 @@ def _rope_of(config: Mapping[str, Any], where: Path | str) -> dict[str, Any]:
 
 
 def _yarn_of(config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
-    longest = int(config["max_position_embeddings"])
-    original = int(rope.get("original_max_position_embeddings") or longest)
+    longest = config["max_position_embeddings"]
+    original = rope.get("original_max_position_embeddings") or longest
     factor = float(rope.get("factor") or longest / original)
     scales = (1.0, 0.0)
     if rope.get("attention_factor") is not None:
