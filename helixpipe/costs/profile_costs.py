@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -279,8 +278,8 @@ def _weight_times(pack: Sequence[float] = (0.0, 0.0), add: Sequence[float] = (0.
 
 
 def _check_fields(what: str, described: Any, only: Sequence[str] | None = None) -> None:
-    """Raise ValueError for a field, of those that are text, whether something is so, or a size, that is of another type,
-    or a size that is none. Sizes are at least 1, but for those whose default is 0."""
+    """Raise ValueError for a field of another type than it is declared with, or a size that is none: these are at least
+    1, or at least 0 where that is the default."""
     types = {"int": int, "bool": bool, "str": str}
     for each in dataclasses.fields(described):
         value, kind = getattr(described, each.name), types.get(str(each.type))

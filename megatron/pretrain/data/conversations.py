@@ -17,11 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from helixpipe.common.errors import DataError
 from helixpipe.common.json_values import parse_json
 from megatron.pretrain.data.boundaries import end_of_document
+from megatron.pretrain.data.chat_template import ChatTemplate, Conversation
 
 ASSISTANT = "assistant"
 ROLES = ("system", "user", "assistant", "tool")
@@ -64,6 +66,10 @@ class Renderer:
             template = template.get("default")
         return template if isinstance(template, str) and template else None
 
+    @cached_property
+    def _chat(self) -> ChatTemplate | None:
+        return None if self.template is None else ChatTemplate(self.tokenizer, self.template)
+
     def encode(self, line: bytes | str) -> Encoded:
         """Raises DataError, a phrase without file and line, for what is no conversation."""
         pieces, ended = self._pieces(line)
@@ -85,22 +91,11 @@ class Renderer:
         if "messages" not in record:
             return [Piece(_text(record, "prompt"), False), Piece(_spoken(_text(record, "completion")), True)], False
         messages = _messages(record["messages"])
-        template = self.template
-        if template is not None:
-            return _by_template(messages, lambda part, go_on: self._render(template, part, go_on)), True
+        if self._chat is not None:
+            return _by_template(messages, self._chat.render), True
         if self.prompt_format == "identity":
             return [Piece(content, role == ASSISTANT) for role, content in messages], False
         return _plainly(messages), False
-
-    def _render(self, template: str, messages: Sequence[Message], go_on: bool) -> str:
-        conversation = [message._asdict() for message in messages]
-        try:
-            text = self.tokenizer.apply_chat_template(
-                conversation, chat_template=template, tokenize=False, add_generation_prompt=go_on
-            )
-        except Exception as error:  # templates raise what they like
-            raise DataError(f"the chat template fails ({_first_line(error)})") from error
-        return str(text)
 
 
 def token_ids(tokenizer: Any, text: str) -> list[int]:
@@ -176,9 +171,13 @@ def _plainly(messages: Sequence[Message]) -> list[Piece]:
     return pieces
 
 
-def _by_template(messages: Sequence[Message], render: Callable[[Sequence[Message], bool], str]) -> list[Piece]:
+def _by_template(messages: Sequence[Message], rendered: Callable[[Conversation, bool], str]) -> list[Piece]:
     """What the template makes of longer and longer beginnings of the conversation: each must go on from the one before,
     and the assistant's turn from its prompt, or the model would be trained on what it will never be asked."""
+
+    def render(part: Sequence[Message], go_on: bool) -> str:
+        return rendered([message._asdict() for message in part], go_on)
+
     pieces: list[Piece] = []
     done = ""
     for number, message in enumerate(messages):
