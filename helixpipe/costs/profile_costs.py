@@ -282,10 +282,10 @@ def _check_fields(what: str, described: Any, only: Sequence[str] | None = None) 
     1, or at least 0 where that is the default."""
     types = {"int": int, "bool": bool, "str": str}
     for each in dataclasses.fields(described):
-        value, kind = getattr(described, each.name), types.get(str(each.type))
+        value, kind, least = getattr(described, each.name), types.get(str(each.type)), 0 if each.default == 0 else 1
         if only is not None and each.name not in only:
             continue
-        if type(value) is not kind or (kind is int and not (each.default != 0) <= value <= MOST_TOKENS):
+        if type(value) is not kind or (kind is int and not least <= value <= MOST_TOKENS):
             raise ValueError(f"{what} {each.name} is {value!r}".lstrip())
 
 

@@ -160,8 +160,9 @@ class Timeline:
             ]
             until = float(data.get("until", 0.0))
             title, ranks, unit = str(data["title"]), int(data["ranks"]), str(data["unit"])
-            _check_ranks(ranks, [e.rank for e in (*ops, *copies, *sharing)] + [r for e in messages for r in e[1:3]])
-            _check_times([(0.0, until), *((e.start, e.end) for e in (*ops, *messages, *copies, *sharing))])
+            own: list[OpEvent | CopyEvent | SharingEvent] = [*ops, *copies, *sharing]
+            _check_ranks(ranks, [e.rank for e in own] + [rank for e in messages for rank in (e.source, e.target)])
+            _check_times([(0.0, until), *((e.start, e.end) for e in own), *((e.start, e.end) for e in messages)])
             return cls(title, ranks, ops, messages, unit, copies, sharing, until)
         except OSError as error:
             raise UserError(f"cannot read the timeline {path}: {error.strerror}.") from None

@@ -1,4 +1,4 @@
-"""A chat template is code of someone else: it ends, within limits that are counted, or is refused by its file's name."""
+"""A chat template is code of someone else: it ends within limits that are counted, or is refused by its file's name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ LIMITS = Limits(steps=100_000, seconds=2, bytes=64 << 20, characters=1000)
 MANY_STEPS = {
     "nested loops": "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}",
     "loops of messages": "{% for a in messages * 9999 %}{% for b in messages * 9999 %}{{ a }}{% endfor %}{% endfor %}",
-    "a macro that calls itself": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(50) }}",
+    "a macro that calls itself": (
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(50) }}"
+    ),
     "a loop that calls itself": (
         "{% for a in [[1, 2]] * 2 recursive %}{% if loop.depth < 60 %}{{ loop([[1], [2]]) }}{% endif %}{% endfor %}"
     ),

@@ -106,7 +106,7 @@ def check_keys(config: Mapping[str, Any], where: Path | str) -> None:
             raise _wrong(where, f"{name}.low_freq_factor", low, f"below its high_freq_factor {shown(high)}")
         longest, original = config.get("max_position_embeddings"), rope.get("original_max_position_embeddings")
         yarn = rope.get("rope_type", rope.get("type")) == "yarn"
-        if yarn and rope.get("factor") is None and None not in (longest, original) and original > longest:
+        if yarn and "factor" not in rope and longest and original and original > longest:
             key = f"{name}.original_max_position_embeddings"
             raise _wrong(where, key, original, f"at most max_position_embeddings {longest}, as there is no factor")
     heads, groups, hidden = (config.get(k) for k in ("num_attention_heads", "num_key_value_heads", "hidden_size"))
