@@ -104,7 +104,7 @@ class Run:
         length = config.model.seq_length or 0
         parallel, schedule = Parallel.current(), BatchSchedule.from_config(config)
         pipeline = Pipeline(config, make_planner(config), parallel, schedule.step_sizes())
-        state = build_model(config, parallel, pipeline.pieces, config.data.vocab_size or 0, pipeline.copies)
+        state = build_model(config, parallel, pipeline.pieces, pipeline.copies)
         pipeline.attach(state.model, state.weights)
         with SignalFlag(active=False) as flag:
             stop = StopCheck(config, flag, agree=lambda reason: reason)

@@ -44,6 +44,7 @@ from helixpipe.simulate.simulator import simulate
 from megatron.pretrain.arguments import parse_and_plan
 from megatron.pretrain.config import Config
 from megatron.pretrain.config.parallel import whole_variable
+from megatron.pretrain.launch import saved_arguments
 from megatron.pretrain.plan.costs import training_costs
 from megatron.pretrain.plan.programs import full_batch, make_planner
 from megatron.pretrain.process.once import tell
@@ -121,6 +122,14 @@ def predict(config: Config, plans: Plans[int], gpus_per_node: int, network: floa
     return Prediction(lowered, step.step_time, step_text(step), step.fits)
 
 
+def planned(flags: Sequence[str]) -> tuple[Config, Plans[int]]:
+    """The configuration and plans of the training program, which knows the model of a checkpoint that is loaded."""
+    try:
+        return parse_and_plan(flags, load_checkpoint_args=saved_arguments)
+    except ModuleNotFoundError as error:
+        raise UserError(f"--load needs {error.name}, which is not installed here: leave --load out.") from None
+
+
 def _with_network(hardware: Hardware, bandwidth: float) -> Hardware:
     """Every GPU sends so many bytes a second to its peer on another node, all of a node at once; NVLink as it was."""
     reached = hardware.efficiency.network
@@ -138,7 +147,7 @@ def compare(flags: Sequence[str], schedules: Sequence[str], gpus_per_node: int, 
     lines = []
     for name in schedules:
         try:
-            chosen = parse_and_plan([*flags, "--pipeline-schedule", name])
+            chosen = planned([*flags, "--pipeline-schedule", name])
             step_time = predict(*chosen, gpus_per_node, network).step_time
             lines.append(f"  {name:<20} {step_time:8.4g} s a step, simulated")
         except UserError as error:
@@ -153,7 +162,7 @@ def fastest(flags: Sequence[str], schedules: Sequence[str], gpus_per_node: int, 
     refused = UserError("--preflight-fastest needs --preflight-compare, the schedules to choose among.")
     for name in schedules:
         try:
-            predicted = predict(*parse_and_plan([*flags, "--pipeline-schedule", name]), gpus_per_node, network)
+            predicted = predict(*planned([*flags, "--pipeline-schedule", name]), gpus_per_node, network)
         except UserError as error:
             refused = error
         else:
@@ -183,7 +192,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     if options.preflight_fastest:
         say(fastest(flags, options.preflight_compare, per_node, network))
         return 0
-    config, plans = parse_and_plan(flags)
+    config, plans = planned(flags)
     predicted = predict(config, plans, per_node, network)
     if os.environ.get("RANK", "0") == "0":
         say(predicted.text)

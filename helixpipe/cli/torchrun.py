@@ -40,7 +40,7 @@ def model_flags(model: ModelShape) -> list[str]:
         "--hidden-dropout 0",
         "--mock-data",
         "--tokenizer-type NullTokenizer",
-        f"--vocab-size {model.vocab}",
+        f"--vocab-size {max(1, model.vocab - 1)}",  # and the end of a document
     ]
 
 

@@ -16,12 +16,12 @@ from helixpipe.program.workload import Extent, Extents
 class ModelShape:
     """A GPT. Words of megatron-core's configuration in brackets.
 
-    groups: key and value heads [num_query_groups]. ffn: inner size of the MLP, of each half when gated. vocab: not
-    padded. tied: the head uses the embedding's weights. norm: `LayerNorm` or `RMSNorm`. positions: `learned_absolute`
-    (seq_length of them), `rope` or `none`. bias: in the linear layers [add_bias_linear]. head_channels: of a head
-    [kv_channels]; 0: hidden / heads. qkv_bias: in the QKV layer, whatever the others have [add_qkv_bias]. qk_norm:
-    norms of each head's query and key [qk_layernorm]. centered: weights of norms are less 1
-    [layernorm_zero_centered_gamma].
+    groups: key and value heads [num_query_groups]. ffn: inner size of the MLP, of each half when gated. vocab: before
+    it is padded to a multiple of `vocab_multiple` for each tensor-parallel rank. tied: the head uses the embedding's
+    weights. norm: `LayerNorm` or `RMSNorm`. positions: `learned_absolute` (seq_length of them), `rope` or `none`. bias:
+    in the linear layers [add_bias_linear]. head_channels: of a head [kv_channels]; 0: hidden / heads. qkv_bias: in the
+    QKV layer, whatever the others have [add_qkv_bias]. qk_norm: norms of each head's query and key [qk_layernorm].
+    centered: weights of norms are less 1 [layernorm_zero_centered_gamma].
     """
 
     name: str
@@ -41,6 +41,7 @@ class ModelShape:
     qkv_bias: bool = False
     qk_norm: bool = False
     centered: bool = False
+    vocab_multiple: int = 128
 
     @property
     def channels(self) -> int:
@@ -69,9 +70,9 @@ class ModelShape:
         """A weight, and a bias where it has one."""
         return 2 if self.norm == "LayerNorm" else 1
 
-    def padded_vocab(self, tensor_parallel: int, divisible_by: int = 128) -> int:
-        """Rows of the embedding as Megatron pads them: a multiple of `divisible_by` for each tensor-parallel rank."""
-        unit = divisible_by * tensor_parallel
+    def padded_vocab(self, tensor_parallel: int) -> int:
+        """Rows of the embedding as Megatron pads them."""
+        unit = self.vocab_multiple * tensor_parallel
         return -(-self.vocab // unit) * unit
 
     def position_rows(self, tensor_parallel: int) -> int:

@@ -280,12 +280,14 @@ def _weight_times(pack: Sequence[float] = (0.0, 0.0), add: Sequence[float] = (0.
 def _check_fields(what: str, described: Any, only: Sequence[str] | None = None) -> None:
     """Raise ValueError for a field of another type than it is declared with, or a size that is none: these are at least
     1, or at least 0 where that is the default."""
-    types = {"int": int, "bool": bool, "str": str}
+    types: dict[str, type] = {"int": int, "bool": bool, "str": str}
     for each in dataclasses.fields(described):
-        value, kind, least = getattr(described, each.name), types.get(str(each.type)), 0 if each.default == 0 else 1
+        value: Any = getattr(described, each.name)
+        kind, least = types.get(str(each.type)), 0 if each.default == 0 else 1
         if only is not None and each.name not in only:
             continue
-        if type(value) is not kind or (kind is int and not least <= value <= MOST_TOKENS):
+        sized = not isinstance(value, int) or isinstance(value, bool) or least <= value <= MOST_TOKENS
+        if type(value) is not kind or not sized:
             raise ValueError(f"{what} {each.name} is {value!r}".lstrip())
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -160,28 +159,13 @@ class Timeline:
             ]
             until = float(data.get("until", 0.0))
             title, ranks, unit = str(data["title"]), int(data["ranks"]), str(data["unit"])
-            own: list[OpEvent | CopyEvent | SharingEvent] = [*ops, *copies, *sharing]
-            _check_ranks(ranks, [e.rank for e in own] + [rank for e in messages for rank in (e.source, e.target)])
-            _check_times([(0.0, until), *((e.start, e.end) for e in own), *((e.start, e.end) for e in messages)])
+            if not 1 <= ranks <= MOST_RANKS:
+                raise ValueError(f"ranks must be a whole number from 1 to {MOST_RANKS}, not {ranks}")
             return cls(title, ranks, ops, messages, unit, copies, sharing, until)
         except OSError as error:
             raise UserError(f"cannot read the timeline {path}: {error.strerror}.") from None
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise UserError(f"{path} is not a timeline file ({type(error).__name__}: {error}).") from None
-
-
-def _check_ranks(count: int, ranks: Sequence[int]) -> None:
-    """Raise ValueError unless there may be so many ranks and all that are named are among them."""
-    if not 1 <= count <= MOST_RANKS:
-        raise ValueError(f"ranks must be a whole number from 1 to {MOST_RANKS}, not {count}")
-    if wrong := [rank for rank in ranks if not 0 <= rank < count]:
-        raise ValueError(f"there is no rank {wrong[0]} of {count}")
-
-
-def _check_times(times: Sequence[tuple[float, float]]) -> None:
-    """Raise ValueError unless each event ends, and not before it starts."""
-    if wrong := [each for each in times if not -math.inf < each[0] <= each[1] < math.inf]:
-        raise ValueError("an event lasts from {} to {}".format(*wrong[0]))
 
 
 def _op(cell: str) -> Op:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,6 +21,8 @@ from megatron.pretrain.checkpoint.options import CheckpointOptions
 from megatron.pretrain.config import CheckpointConfig, Config, LaunchConfig, compat
 from megatron.pretrain.config.container import GROUPS
 from megatron.pretrain.config.parallel import PIPELINE
+from megatron.pretrain.config.vocabulary import padded_vocabulary
+from megatron.pretrain.data.tokenizer_flags import TokenizerFlags
 from megatron.pretrain.plan import auto
 from megatron.pretrain.plan.loss_slices import settle
 from megatron.pretrain.plan.programs import check_program, predicted_step
@@ -97,7 +100,8 @@ def parse_args(
     """Parse and validate the command line.
 
     argv: without the program's name; default the process's. environ: for RANK, WORLD_SIZE, LOCAL_RANK.
-    load_checkpoint_args: called only with --use-checkpoint-args, and for what --pipeline-schedule auto had found.
+    load_checkpoint_args: called once at most, with --load: for --use-checkpoint-args, the vocabulary that was saved,
+    and what --pipeline-schedule auto had found.
 
     Raises UserError (one sentence) for unknown flags, wrong values and combinations. --help prints and exits.
     """
@@ -125,17 +129,18 @@ def parse_config(
 ) -> Config:
     """`parse_args` without a look at the schedule's program: for those who plan it with other costs."""
     arguments, warnings = split_unavailable(sys.argv[1:] if argv is None else argv)
+    load = None if load_checkpoint_args is None else functools.cache(load_checkpoint_args)
     parser = build_parser()
     namespace = parser.parse(arguments, also_known=[*compat.IGNORED, *compat.LATER, *compat.REFUSED])
     config = _config(namespace, LaunchConfig.from_environment(environ), warnings)
     if config.parallel.pipeline_schedule == auto.AUTO:
-        chosen_flags = _search(config, parser.given(arguments), load_checkpoint_args)
+        chosen_flags = _search(config, parser.given(arguments), load)
         arguments = [*arguments, *chosen_flags.words]
         namespace = parser.parse(arguments)
         config = _config(namespace, config.launch, warnings)
         words = " ".join(chosen_flags.words)
         config = config.replace("parallel", auto_schedule=words, auto_schedule_why=chosen_flags.why)
-    config = validate(_of_checkpoint(config, load_checkpoint_args, parser.given(arguments)))
+    config = _with_vocabulary(validate(_of_checkpoint(config, load, parser.given(arguments))), load)
     schedule = config.parallel.pipeline_schedule or ""
     chosen = [] if is_file(schedule) else [find(schedule)]
     for each in chosen:
@@ -163,12 +168,24 @@ def _of_checkpoint(config: Config, load: CheckpointArgs | None, given: Collectio
     return overlay_checkpoint_args(config, saved, given)
 
 
+def _with_vocabulary(config: Config, load: CheckpointArgs | None) -> Config:
+    """With the rows of the model's embedding settled, which all planning needs."""
+    tokenizer = TokenizerFlags.of(config.data)
+    rows = padded_vocabulary(config, tokenizer.size, lambda: (_saved(config, load) or {}).get("padded_vocab_size"))
+    return config.replace("data", padded_vocab_size=rows)
+
+
+def _saved(config: Config, load: CheckpointArgs | None) -> Mapping[str, Any] | None:
+    """The `args` of the checkpoint that is loaded; None where there is none."""
+    saved = load(config.checkpoint) if load is not None and config.checkpoint.load else None
+    return vars(saved) if isinstance(saved, argparse.Namespace) else saved
+
+
 def _search(config: Config, given: Mapping[str, str], load: CheckpointArgs | None) -> auto.Chosen:
     """What --pipeline-schedule auto comes to: as the checkpoint's run had it, or as it is found now."""
     checked = validate(auto.stand_in(_of_checkpoint(config, load, given)))
-    saved = load(config.checkpoint) if load is not None and config.checkpoint.load else None
-    kept = auto.kept(checked, vars(saved) if isinstance(saved, argparse.Namespace) else saved)
-    return kept or auto.search(checked, given)
+    kept = auto.kept(checked, _saved(config, load))
+    return kept or auto.search(_with_vocabulary(checked, load), given)
 
 
 def build_parser() -> FlagParser:
@@ -253,10 +270,10 @@ def _reason(flag: str, table: Mapping[str, str], families: Mapping[str, str]) ->
 def overlay_checkpoint_args(
     config: Config, saved: Mapping[str, Any] | argparse.Namespace | None, given: Collection[str] = ()
 ) -> Config:
-    """The configuration with the model's shape (`MODEL_SHAPE`) and the vocabulary as saved in a checkpoint.
+    """The configuration with the model's shape (`MODEL_SHAPE`), vocabulary and tokenizer as saved in a checkpoint.
 
     saved: the checkpoint's `args`, of this project or of Megatron-LM; None keeps the flags', with a warning. given:
-    fields whose flags are on the command line, which of those in `EXTENDS` hold.
+    fields whose flags are on the command line, which of those in `EXTENDS` and of the tokenizer's hold.
     Raises CheckpointError when it describes a model that cannot be built here.
     """
     if saved is None:
@@ -264,6 +281,8 @@ def overlay_checkpoint_args(
     values = dict(saved) if isinstance(saved, Mapping) else vars(saved)
     kept = EXTENDS.intersection(given)
     model = {name: values[name] for name in MODEL_SHAPE if values.get(name) is not None and name not in kept}
+    if "seq_length" not in values and "seq_length" not in kept:  # a Hugging Face folder's says what it can take
+        model["seq_length"] = values.get("max_position_embeddings")
     if not model.get("group_query_attention", True):
         model["num_query_groups"] = 1
     positions = model.get("position_embedding_type")
@@ -277,5 +296,8 @@ def overlay_checkpoint_args(
         if values.get(name):
             raise CheckpointError(f"the checkpoint's model has {name}, which is not supported.")
     config = config.replace("model", **model)
-    vocabulary = {name: values[name] for name in ("tokenizer_type", "vocab_size") if values.get(name) is not None}
-    return config.replace("data", **{k: v for k, v in vocabulary.items() if getattr(config.data, k) is None})
+    names = ["vocab_size"]
+    if config.data.tokenizer_type in (None, values.get("tokenizer_type")):
+        names += [field.name for field in dataclasses.fields(TokenizerFlags)]
+    found = {name: values[name] for name in names if values.get(name) is not None and name not in given}
+    return config.replace("data", **found)

@@ -47,7 +47,7 @@ def _run(started: float, argv: Sequence[str] | None, work: Work | None) -> int:
     gc.disable()  # while much is imported and all of it stays; `pretrain` turns it on again
     from megatron.pretrain.arguments import parse_and_plan
 
-    config, plans = parse_and_plan(argv, load_checkpoint_args=_saved_arguments)
+    config, plans = parse_and_plan(argv, load_checkpoint_args=saved_arguments)
 
     from megatron.pretrain.pretrain import pretrain
 
@@ -64,13 +64,16 @@ def _run(started: float, argv: Sequence[str] | None, work: Work | None) -> int:
     return 0
 
 
-def _saved_arguments(options: CheckpointConfig) -> dict[str, Any] | None:
+def saved_arguments(options: CheckpointConfig) -> dict[str, Any] | None:
+    """The `args` of the checkpoint that --load names; None, without importing torch, where nothing is there."""
+    if not options.load or not os.path.exists(options.load):
+        return None
     from helixpipe.model.device import prepare
 
     prepare()
     from megatron.pretrain.checkpoint.saved_arguments import read_arguments
 
-    return read_arguments(options.load, options.ckpt_step, options.trust_checkpoint) if options.load else None
+    return read_arguments(options.load, options.ckpt_step, options.trust_checkpoint)
 
 
 def _short_of_memory(error: BaseException | None) -> tuple[str, str] | None:

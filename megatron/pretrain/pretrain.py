@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,14 +18,13 @@ from helixpipe.model import Microbatch
 from helixpipe.model.device import prepare
 from helixpipe.planning.plan import Plans
 from helixpipe.watch.position import Patience, Position
-from megatron.pretrain.config import Config, core
+from megatron.pretrain.config import Config
 from megatron.pretrain.data.datasets import build_datasets
 from megatron.pretrain.data.identity import identities
 from megatron.pretrain.data.loading import Isolation, batch_iterator
 from megatron.pretrain.data.options import DataOptions
 from megatron.pretrain.data.samplers import MicrobatchSampler, consumed_valid_samples, samples_needed
 from megatron.pretrain.log.summary import print_arguments, record_arguments, spread, summary
-from megatron.pretrain.plan.loss_slices import settled_again
 from megatron.pretrain.process.outputs import try_outputs
 from megatron.pretrain.validation import check_device
 
@@ -67,8 +66,7 @@ def _run(
 ) -> None:
     # These import megatron-core, which `prepare` has to see first.
     from megatron.pretrain.checkpoint.checkpointing import Progress
-    from megatron.pretrain.checkpoint.saved_arguments import read_arguments
-    from megatron.pretrain.data.tokenizer import build_tokenizer
+    from megatron.pretrain.data.tokenizer import tokenizer_of
     from megatron.pretrain.log.log import TrainingLog, build_timers, parameters_line
     from megatron.pretrain.log.metrics import MetricsWriter
     from megatron.pretrain.plan.pipeline import Pipeline
@@ -83,13 +81,11 @@ def _run(
     schedule = BatchSchedule.from_config(config)
     length = run_length(config, schedule)
     evaluation_size = schedule.final().num_microbatches
-    tokenizer = build_tokenizer(**tokenizer_flags(config))
-    flags, config = config, fix_vocabulary(config, tokenizer.vocab_size, read_arguments)
-    config, plans = settled_again(plans, flags, config)
+    tokenizer = tokenizer_of(config.data)
     position.enter("connecting the pipeline", Patience.LONG)
     pipeline = Pipeline(config, plans, parallel, schedule.step_sizes(), position)
     position.enter("set-up", Patience.ENDLESS)
-    state = build_model(config, parallel, pipeline.pieces, tokenizer.vocab_size, pipeline.copies, pipeline.stages)
+    state = build_model(config, parallel, pipeline.pieces, pipeline.copies, pipeline.stages)
     pipeline.attach(state.model, state.weights)
     scheduler = build_param_scheduler(state.optimizer, config, schedule)
     own, total = state.weights.count()
@@ -151,36 +147,6 @@ def _arguments(config: Config, tokenizer: Any) -> dict[str, Any]:
     return {**config.flat(), **on_first(lambda: identities(options, tokenizer), "data")}
 
 
-def fix_vocabulary(config: Config, vocab_size: int, read_arguments: Callable[..., Any]) -> Config:
-    """Settle the padded vocabulary: the flags', the checkpoint's, or padded as --make-vocab-size-divisible-by says.
-
-    The padding depends on the tensor-parallel size, and the padded rows take part in the loss: a run that resumes under
-    another size keeps the vocabulary it was saved with where that can be divided, and so its losses.
-    """
-    checkpoint = config.checkpoint
-    if config.data.padded_vocab_size is None and checkpoint.load:
-        arguments = read_arguments(checkpoint.load, checkpoint.ckpt_step, checkpoint.trust_checkpoint) or {}
-        saved = arguments.get("padded_vocab_size")
-        tp = config.parallel.tensor_model_parallel_size
-        if isinstance(saved, int) and saved >= (config.data.vocab_size or vocab_size) and saved % tp == 0:
-            return config.replace("data", padded_vocab_size=saved)
-    return config.replace("data", padded_vocab_size=core.gpt_options(config, vocab_size).vocab_size)
-
-
-def tokenizer_flags(config: Config) -> dict[str, Any]:
-    """Arguments of `build_tokenizer`."""
-    data = config.data
-    return {
-        "tokenizer_type": data.tokenizer_type,
-        "tokenizer_model": data.tokenizer_model,
-        "vocab_file": data.vocab_file,
-        "merge_file": data.merge_file,
-        "vocab_size": data.vocab_size,
-        "tiktoken_pattern": data.tiktoken_pattern,
-        "tiktoken_num_special_tokens": data.tiktoken_num_special_tokens,
-    }
-
-
 def _sample_feed(
     config: Config, parallel: Any, pipeline: Any, tokenizer: Any, schedule: Any, length: Any, progress: Any
 ) -> Any:
@@ -233,7 +199,7 @@ def _sample_feed(
         has_test=bool(present[2]) and logging.eval_iters > 0,
         device=parallel.device,
         seq_length=config.model.seq_length or 0,
-        flops=flops_per_sample(config.model, config.data.padded_vocab_size or 0),
+        flops=flops_per_sample(config.model, config.padded_vocabulary),
     )
 
 
@@ -251,7 +217,7 @@ def _document_feed(
     training, logging = config.training, config.logging
     options = DataOptions.from_flags(config.data, seq_length=config.model.seq_length or 0, seed=training.seed)
     orders = build_orders(options, tokenizer)
-    size, vocabulary = training.global_batch_size, config.data.padded_vocab_size or 0
+    size, vocabulary = training.global_batch_size, config.padded_vocabulary
     begin = {"first_step": progress.iteration, "consumed": progress.consumed_train_samples}
     streams = {
         split: build_stream(order, options, tokenizer, size, **(begin if split == "train" else {}))

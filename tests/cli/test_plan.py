@@ -12,7 +12,7 @@ import pytest
 from helixpipe.cli.command_plan import nothing_fits
 from helixpipe.cli.torchrun import model_flags
 from helixpipe.costs.hardware import GIB
-from helixpipe.costs.models import MODELS
+from helixpipe.costs.models import MODELS, ModelShape
 from helixpipe.planning.search.explore import Outcome, Search
 from megatron.pretrain.arguments import parse_and_plan, parse_args
 from megatron.pretrain.plan.costs import model_shape
@@ -39,8 +39,10 @@ def test_the_commands_train_what_was_planned(capsys: pytest.CaptureFixture[str])
         assert words[:5] == ["torchrun", "--nproc-per-node", "8", "--nnodes", "1"]
         config, plans = parse_and_plan(words[6:], environ={"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0"})
         shape = dataclasses.replace(MODELS["llama3-8b"], name="the model", seq_length=8192)
-        assert dataclasses.replace(model_shape(config), vocab=shape.vocab) == shape
-        parallel = config.parallel
+        parallel, trained_shape = config.parallel, model_shape(config)
+        assert with_vocabulary_of(shape, trained_shape) == shape
+        tp = parallel.tensor_model_parallel_size
+        assert trained_shape.padded_vocab(tp) == shape.padded_vocab(tp)
         assert not [warning for warning in config.warnings if "accepted" in warning]
         assert plan["tensor_parallel"] == parallel.tensor_model_parallel_size
         assert plan["context_parallel"] == parallel.context_parallel_size
@@ -50,10 +52,15 @@ def test_the_commands_train_what_was_planned(capsys: pytest.CaptureFixture[str])
         trained = plans.plan(full_batch(config))
         terms = plan["terms"]
         pipeline = plan["step_time"] - terms["gradients"] - terms["optimizer"]
-        assert trained.simulation.makespan == pytest.approx(pipeline, rel=2e-3)  # the vocabulary is GPT-2's until read
+        assert trained.simulation.makespan == pytest.approx(pipeline, rel=1e-6)
         assert max(trained.simulation.device_needs) <= printed["memory_limit"] * 1.001
         assert plan["memory"] <= printed["memory_limit"] == pytest.approx(40 * GIB / 1.1, rel=1e-4)
         assert sum(terms.values()) == pytest.approx(plan["step_time"], rel=1e-6)
+
+
+def with_vocabulary_of(shape: ModelShape, other: ModelShape) -> ModelShape:
+    """The other shape, whose vocabulary is padded already, with that of this one."""
+    return dataclasses.replace(other, vocab=shape.vocab, vocab_multiple=shape.vocab_multiple)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -62,7 +69,8 @@ def test_the_flags_of_a_model_give_that_model(name: str) -> None:
     shape = dataclasses.replace(MODELS[name], seq_length=4096)
     training = "--micro-batch-size 1 --train-iters 1 --lr 1e-4"
     config = parse_args(" ".join([*model_flags(shape), training]).split(), environ={})
-    assert dataclasses.replace(model_shape(config), vocab=shape.vocab) == dataclasses.replace(shape, name="the model")
+    assert with_vocabulary_of(shape, model_shape(config)) == dataclasses.replace(shape, name="the model")
+    assert model_shape(config).padded_vocab(1) == shape.padded_vocab(1)
 
 
 def test_the_table_and_what_explains_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

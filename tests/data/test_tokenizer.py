@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from helixpipe.common.errors import UserError
 from megatron.pretrain.config.vocabulary import padded_vocab_size
-from megatron.pretrain.data.tokenizer import TOKENIZER_TYPES, build_tokenizer
+from megatron.pretrain.data.tokenizer import build_tokenizer
+from megatron.pretrain.data.tokenizer_flags import TOKENIZER_TYPES
 
 
 def test_bytes() -> None:

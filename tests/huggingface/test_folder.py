@@ -33,11 +33,12 @@ CONFIG = {
 }
 
 
-def make(folder: Path, files: int = 1) -> dict[str, torch.Tensor]:
-    """A whole folder of that model, its weights in so many files."""
+def make(folder: Path, files: int = 1, **changes: Any) -> dict[str, torch.Tensor]:
+    """A whole folder of that model, or one that differs, its weights in so many files."""
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    weights = Weights(arguments_of(CONFIG, "here"))
+    config = {**CONFIG, **changes}
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = Weights(arguments_of(config, "here"))
     shapes = {n: s for weight in weights for n, s in zip(weight.names, weight.shapes, strict=True)}
     tensors = {name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}
     if files == 1:

@@ -53,13 +53,13 @@ def ask(rank: int, world: int, folder: str, flags: str) -> Said:
     from megatron.pretrain.inference.generation import GenerationOptions, generate
     from megatron.pretrain.inference.model import open_model
     from megatron.pretrain.inference.perplexity import PerplexityOptions, perplexity
-    from megatron.pretrain.launch import _saved_arguments
+    from megatron.pretrain.launch import saved_arguments
     from megatron.pretrain.process.parallel import Parallel
     from tests.model.common import set_parallel
 
     set_parallel(tp=2 if "tensor" in flags else 1, pp=2 if "pipeline" in flags else 1)
     argv = [*CHECKPOINT_FLAGS, "--load", folder, *flags.split()]
-    model: Any = open_model(parse_args(argv, load_checkpoint_args=_saved_arguments), Parallel.current())
+    model: Any = open_model(parse_args(argv, load_checkpoint_args=saved_arguments), Parallel.current())
     prompt = model.tokenizer.tokenize(PROMPT)
 
     def written(**options: Any) -> list[list[int]]:

@@ -9,6 +9,7 @@ import pytest
 
 from helixpipe.common.errors import UserError
 from tests.integration.example_scripts import EXAMPLES, PLANNED_AT_ONCE, STARTED, commands, environment, fakes, launched
+from tests.training.tokenizers import huggingface_folder
 
 __all__ = ["fakes"]  # a fixture
 
@@ -65,6 +66,9 @@ def test_a_dry_run_predicts_and_prints_the_same_flags(script: str, ranks: int, n
     config = launched(launch, ranks)
     assert config.parallel.pipeline_model_parallel_size * config.parallel.tensor_model_parallel_size == ranks
     assert config.data.mock_data and config.checkpoint.save == config.checkpoint.load
-    data = commands(script, fakes, DATA="data/mine", TOKENIZER="folder", EXTRA=f"--seed 7 {PLANNED_AT_ONCE}")[1]
+    folder = str(huggingface_folder(fakes / "tokenizer", words=9000))
+    data = commands(script, fakes, DATA="data/mine", TOKENIZER=folder, EXTRA=f"--seed 7 {PLANNED_AT_ONCE}")[1]
     config = launched(data, ranks)
-    assert (config.data.data_path, config.data.tokenizer_model, config.training.seed) == (("data/mine",), "folder", 7)
+    assert (config.data.data_path, config.data.tokenizer_model, config.training.seed) == (("data/mine",), folder, 7)
+    unit = 128 * config.parallel.tensor_model_parallel_size
+    assert config.padded_vocabulary == -(-9000 // unit) * unit

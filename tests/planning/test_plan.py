@@ -20,7 +20,7 @@ from helixpipe.planning.plan import Plan, Plans, make_plan
 from helixpipe.program.program import forward_only
 from helixpipe.simulate.simulator import simulate
 from megatron.pretrain.arguments import parse_and_plan
-from megatron.pretrain.plan.programs import full_batch, replanned
+from megatron.pretrain.plan.programs import full_batch
 from schedules import Shape, build
 
 COSTS = PieceTimes({"mlp": 1.0, "attn": 2.0})
@@ -153,20 +153,11 @@ def test_a_plan_is_made_once(flags: str, search: dict[str, int], monkeypatch: py
     config, plans = parse_and_plan(f"{FLAGS} {flags}".split(), environ={"WORLD_SIZE": "2"})
     assert counts == Counter(ONCE) + Counter(search)
     counts.clear()
-    vocabulary = config.replace("data", padded_vocab_size=1024)  # as the tokenizer would have it
-    assert replanned(plans, config, vocabulary) is plans
     plan = plans.plan(full_batch(config))
     assert plans.program(full_batch(config)) is plan.program
     assert not counts
     assert plan.evaluation is plan.evaluation and plan.simulation is plan.simulation
     assert counts["build"] == counts["validate"] == 0 and counts["build_graph"] == counts["simulate"] == 1
-
-
-def test_another_vocabulary_is_another_plan() -> None:
-    config, plans = parse_and_plan(FLAGS.split(), environ={"WORLD_SIZE": "2"})
-    other = config.replace("data", padded_vocab_size=2048)
-    again = replanned(plans, config, other)
-    assert again is not plans and again.plan(4).costs != plans.plan(4).costs
 
 
 def test_sizes_are_planned_when_asked_for() -> None:

@@ -82,7 +82,6 @@ def make_feed(trainer: Any, progress: Progress, beside: Any = Here) -> Any:
     config, parallel = trainer.config, trainer.parallel
     schedule = BatchSchedule.from_config(config)
     tokenizer = build_tokenizer(tokenizer_type="NullTokenizer", vocab_size=config.data.vocab_size)
-    config = config.replace("data", padded_vocab_size=128)
 
     def plans(planner: Any, parallel: Any, arrived: Any, say: Any, together: bool) -> PlanStream:
         return PlanStream(planner, parallel, arrived, say, beside=beside, together=together)

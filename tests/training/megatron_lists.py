@@ -79,9 +79,10 @@ def _flags(text: str) -> dict[str, tuple[str, ...]]:
 
 
 def outcome(each: ArgumentList) -> Outcome:
-    """Parse one list as the training program would on `world` ranks."""
+    """Parse one list as the training program would on `world` ranks, if the tokenizer's files had GPT-2's size."""
+    size = () if "--vocab-size" in each.words else ("--vocab-size", "50257")
     try:
-        config = parse_args(each.words, environ={"WORLD_SIZE": str(each.world)})
+        config = parse_args((*each.words, *size), environ={"WORLD_SIZE": str(each.world)})
     except UserError as error:
         return Outcome(str(error))
     ignored = [sentence for sentence in config.warnings if sentence.startswith(IGNORED)]

@@ -174,7 +174,7 @@ def make_trainer(config: Config) -> Trainer:
     parallel = Parallel.current()
     schedule = BatchSchedule.from_config(config)
     pipeline = Pipeline(config, make_planner(config), parallel, schedule.step_sizes())
-    state = build_model(config, parallel, pipeline.pieces, VOCABULARY - 1, pipeline.copies, pipeline.stages)
+    state = build_model(config, parallel, pipeline.pieces, pipeline.copies, pipeline.stages)
     pipeline.attach(state.model, state.weights)
     unused: Any = None
     with SignalFlag(active=False) as flag:
@@ -212,7 +212,7 @@ def reference(rank: int, world_size: int, runs: list[Run]) -> list[list[float]]:
 
 def reference_losses(config: Config) -> list[float]:
     transformer = core.transformer_config(config)
-    options = core.gpt_options(config, VOCABULARY - 1)
+    options = core.gpt_options(config)
     spec = get_gpt_layer_local_spec(normalization="RMSNorm" if config.model.swiglu else None)
     model = GPTModel(
         transformer,

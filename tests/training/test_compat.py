@@ -65,7 +65,7 @@ def test_every_flag_of_megatron_is_known() -> None:
 
 def test_values_of_a_list_arrive() -> None:
     chosen = {each.name: each for each in argument_lists()}["gpt3_mcore_tp1_pp4"]
-    parsed = parse_args(chosen.words, environ={"WORLD_SIZE": "8"})
+    parsed = parse_args((*chosen.words, "--vocab-size", "50257"), environ={"WORLD_SIZE": "8"})
     assert (parsed.parallel.pipeline_schedule, parsed.parallel.data_parallel_size) == ("1f1b", 2)
     assert (parsed.training.lr, parsed.training.lr_decay_iters) == (0.00015, 320000)
     assert parsed.checkpoint.dist_ckpt_strictness == "log_all"

@@ -72,7 +72,7 @@ def test_wrong_flags_give_one_sentence(flags: str, world: int, message: str) -> 
 def test_ranks_share_the_data_of_a_model_copy() -> None:
     made = config("--context-parallel-size 2 --cp-comm-type a2a a2a --tensor-model-parallel-size 2", world=8)
     assert made.parallel.data_parallel_size == 2
-    assert core.gpt_options(made, 64).cp_comm_type == "a2a"
+    assert core.gpt_options(made).cp_comm_type == "a2a"
     assert core.transformer_config(made).context_parallel_size == 1  # what asks megatron-core for attention of its own
 
 

@@ -151,7 +151,7 @@ def test_neither_flags_nor_the_command_line_import_torch() -> None:
     program = (
         "import sys; from megatron.pretrain.arguments import build_parser, parse_args; build_parser().format_help(); "
         "parse_args('--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8 "
-        "--micro-batch-size 1 --train-iters 1 --lr 1 --mock-data'.split()); "
+        "--micro-batch-size 1 --train-iters 1 --lr 1 --mock-data --tokenizer-type ByteLevelTokenizer'.split()); "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -9,7 +9,6 @@ from helixpipe.costs.models import Layout
 from megatron.pretrain.arguments import parse_and_plan
 from megatron.pretrain.config import Config, core
 from megatron.pretrain.plan.costs import model_shape, training_costs
-from megatron.pretrain.plan.loss_slices import settled_again
 from megatron.pretrain.plan.programs import full_batch
 from tests.profile.test_profile import make_profile
 
@@ -35,7 +34,7 @@ def slices(config: Config) -> tuple[int | None, int, int]:
     """By the flags, of the model, and of the costs."""
     return (
         config.model.loss_chunk_size,
-        core.gpt_options(config, 1000).loss_chunk_size,
+        core.gpt_options(config).loss_chunk_size,
         training_costs(config).bytes.layout.loss_chunk,
     )
 
@@ -83,17 +82,6 @@ def test_a_schedule_that_fits_with_slices_alone() -> None:
     found = parsed(f"{flags} --memory-limit 25")
     assert found.model.loss_chunk_size == 2048
     assert (found.model.loss_slices_why or "").startswith("without slices nothing fits into 25.0 GiB, with them a rank")
-
-
-def test_it_is_decided_again_once_the_vocabulary_is_known() -> None:
-    config, plans = parse_and_plan(f"{FLAGS} {FEW} --memory-limit 20".split(), environ={"WORLD_SIZE": "2"})
-    assert config.model.loss_chunk_size == 0
-    known = config.replace("data", padded_vocab_size=100096)
-    again, others = settled_again(plans, config, known)
-    assert again.model.loss_chunk_size == 2048 and others is not plans
-    assert settled_again(plans, config, config) == (config, plans)
-    given = known.replace("model", loss_slices_why=None)
-    assert settled_again(plans, given.replace("data", padded_vocab_size=1024), given)[0] is given
 
 
 def test_a_profile_says_what_it_was_measured_with(tmp_path: Path) -> None:

@@ -206,7 +206,7 @@ def test_megatron_core_configurations() -> None:
     gpt = core.gpt_options(chosen)
     assert (gpt.vocab_size, gpt.rotary_base, gpt.max_sequence_length) == (256, 500000, 32)
     assert gpt.position_embedding_type == "rope" and not gpt.share_embeddings_and_output_weights
-    assert (gpt.chunk_size, core.gpt_options(config("--chunk-size 7"), 100).chunk_size) == (0, 7)
+    assert (gpt.chunk_size, core.gpt_options(config("--chunk-size 7")).chunk_size) == (0, 7)
 
 
 def test_fusions_are_for_gpus_that_have_the_kernels() -> None:
@@ -228,7 +228,8 @@ def test_fusions_are_for_gpus_that_have_the_kernels() -> None:
 
 
 def test_the_vocabulary_comes_from_a_flag_or_the_tokenizer() -> None:
-    assert core.gpt_options(config(), vocab_size=1000).vocab_size == 128
+    assert core.gpt_options(config()).vocab_size == 128
+    assert core.gpt_options(config("--tokenizer-type ByteLevelTokenizer --vocab-size 300")).vocab_size == 384
     assert core.gpt_options(config("--padded-vocab-size 104")).vocab_size == 104
     assert core.gpt_options(config("--make-vocab-size-divisible-by 8")).vocab_size == 104
 

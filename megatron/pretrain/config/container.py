@@ -55,6 +55,13 @@ class Config:
     schedule_options: Any = None
     warnings: tuple[str, ...] = ()
 
+    @property
+    def padded_vocabulary(self) -> int:
+        """Rows of the model's embedding, which reading the command line has settled."""
+        if self.data.padded_vocab_size is None:
+            raise ValueError("the configuration's vocabulary was not settled")
+        return self.data.padded_vocab_size
+
     def replace(self, group: str, **changes: Any) -> Config:
         """A copy with fields of one group changed: `config.replace("training", lr=1e-4)`."""
         return dataclasses.replace(self, **{group: dataclasses.replace(getattr(self, group), **changes)})

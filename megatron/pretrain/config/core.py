@@ -9,12 +9,10 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
-from helixpipe.common.errors import UserError
 from helixpipe.model import GPTOptions
 from helixpipe.model.backends import Machine, fuses_rope, fuses_weight_gradients
 from helixpipe.model.rope_scaling import RopeScaling
 from megatron.pretrain.config.container import Config
-from megatron.pretrain.config.vocabulary import padded_vocabulary
 
 
 def params_dtype(config: Config) -> torch.dtype:
@@ -146,13 +144,11 @@ def ddp_config(config: Config) -> DistributedDataParallelConfig:
     )
 
 
-def gpt_options(config: Config, vocab_size: int | None = None) -> GPTOptions:
-    """Embedding, positions and output layer. Raises UserError when nothing gives the size of the vocabulary."""
-    model, data = config.model, config.data
-    if vocab_size is None and data.padded_vocab_size is None and data.vocab_size is None:
-        raise UserError("--vocab-size is needed, because no tokenizer gives the size of the vocabulary.")
+def gpt_options(config: Config) -> GPTOptions:
+    """Embedding, positions and output layer."""
+    model = config.model
     return GPTOptions(
-        vocab_size=padded_vocabulary(config, vocab_size or 0),
+        vocab_size=config.padded_vocabulary,
         max_sequence_length=_given(model.max_position_embeddings),
         position_embedding_type=model.position_embedding_type,
         rotary_percent=model.rotary_percent,

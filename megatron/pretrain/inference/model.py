@@ -17,11 +17,7 @@ from helixpipe.model.device import prepare
 from helixpipe.model.kv_store import KeyValueStore
 from helixpipe.program.stages import LAYER_PIECES, Piece, even_stages
 from megatron.pretrain.config import Config, core
-from megatron.pretrain.pretrain import fix_vocabulary, tokenizer_flags
 from megatron.pretrain.validation import check_device
-
-TOKENIZER = ("tokenizer_model", "vocab_file", "merge_file", "tiktoken_pattern", "tiktoken_num_special_tokens")
-"""Values of the checkpoint that name the tokenizer's files, where the flags do not."""
 
 
 class ForwardModel:
@@ -99,8 +95,7 @@ def open_model(config: Config, parallel: Any = None) -> ForwardModel:
     prepare()
     from megatron.pretrain.checkpoint.checkpointing import Checkpointer
     from megatron.pretrain.checkpoint.options import CheckpointOptions
-    from megatron.pretrain.checkpoint.saved_arguments import read_arguments
-    from megatron.pretrain.data.tokenizer import build_tokenizer
+    from megatron.pretrain.data.tokenizer import tokenizer_of
     from megatron.pretrain.process.parallel import initialize
 
     for flag, size in (
@@ -110,23 +105,14 @@ def open_model(config: Config, parallel: Any = None) -> ForwardModel:
         if size > 1:
             raise UserError(f"{size} {flag} ranks: only tensor and pipeline parallelism share a model here.")
     check_device(config, gpus=torch.cuda.device_count())
-    config = _tokenizer_of_checkpoint(config, read_arguments)
     config = config.replace("parallel", sequence_parallel=False)
     parallel = parallel or initialize(config)
-    tokenizer = build_tokenizer(**tokenizer_flags(config))
-    config = fix_vocabulary(config, tokenizer.vocab_size, read_arguments)
+    tokenizer = tokenizer_of(config.data)
     stages = even_stages(config.model.num_layers or 0, parallel.pp_size)
-    transformer, gpt = core.transformer_config(config), core.gpt_options(config, tokenizer.vocab_size)
+    transformer, gpt = core.transformer_config(config), core.gpt_options(config)
     model = PipelineModel(transformer, gpt, stages[parallel.pp_rank].pieces, seed=config.training.seed)
     Checkpointer(CheckpointOptions.from_config(config)).load(model, None, None)
     return ForwardModel(config, parallel, model, tokenizer)
-
-
-def _tokenizer_of_checkpoint(config: Config, read_arguments: Any) -> Config:
-    checkpoint = config.checkpoint
-    saved = read_arguments(checkpoint.load, checkpoint.ckpt_step, checkpoint.trust_checkpoint) or {}
-    values = {name: saved.get(name) for name in TOKENIZER if getattr(config.data, name) is None}
-    return config.replace("data", **{name: value for name, value in values.items() if value is not None})
 
 
 def _piece_before(piece: Piece) -> Piece:

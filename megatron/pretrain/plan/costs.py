@@ -10,7 +10,6 @@ from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import Layout, ModelShape
 from helixpipe.costs.profile_costs import Profile, ProfileCosts
 from megatron.pretrain.config import Config
-from megatron.pretrain.config.vocabulary import padded_vocabulary
 
 
 def training_costs(config: Config) -> ModelCosts | ProfileCosts:
@@ -96,8 +95,7 @@ def host_limit(config: Config) -> float:
 
 
 def model_shape(config: Config) -> ModelShape:
-    """The configured model. Where the flags do not say the vocabulary, it is taken to be GPT-2's until the tokenizer
-    is read."""
+    """The configured model, with the rows that its embedding will have."""
     model = config.model
     heads, hidden = model.num_attention_heads or 1, model.hidden_size or 1
     return ModelShape(
@@ -108,7 +106,7 @@ def model_shape(config: Config) -> ModelShape:
         groups=model.num_query_groups if model.group_query_attention else heads,
         ffn=model.ffn_hidden_size or 4 * hidden,
         gated=model.swiglu,
-        vocab=padded_vocabulary(config, tokenizer=50257, guessed=True),
+        vocab=config.padded_vocabulary,
         tied=not model.untie_embeddings_and_output_weights,
         norm=model.normalization,
         positions="rope" if model.position_embedding_type == "yarn" else model.position_embedding_type,
@@ -118,4 +116,5 @@ def model_shape(config: Config) -> ModelShape:
         qkv_bias=model.add_qkv_bias,
         qk_norm=model.qk_layernorm,
         centered=model.apply_layernorm_1p,
+        vocab_multiple=1,  # it is padded already
     )

@@ -10,8 +10,8 @@ from helixpipe.costs.models import Layout
 from helixpipe.costs.profile_costs import Profile
 from helixpipe.planning.plan import Plans
 from megatron.pretrain.config import Config
-from megatron.pretrain.plan.costs import memory_limit, model_shape
-from megatron.pretrain.plan.programs import full_batch, make_planner, replanned
+from megatron.pretrain.plan.costs import memory_limit
+from megatron.pretrain.plan.programs import full_batch, make_planner
 
 
 def settle(config: Config) -> tuple[Config, Plans[int]]:
@@ -49,13 +49,6 @@ def settle(config: Config) -> tuple[Config, Plans[int]]:
     else:
         why = f"without slices a rank needs {needed / GIB:.1f} of {there}, with them {less / GIB:.1f}, and {change}"
     return _with(config, size, why), others
-
-
-def settled_again(plans: Plans[int], before: Config, config: Config) -> tuple[Config, Plans[int]]:
-    """The same once more where what it follows from was not known before: the vocabulary."""
-    if before.model.loss_slices_why is None or model_shape(config) == model_shape(before):
-        return config, replanned(plans, before, config)
-    return settle(config.replace("model", loss_chunk_size=None))
 
 
 def _with(config: Config, size: int, why: str) -> Config:

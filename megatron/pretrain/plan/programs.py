@@ -17,7 +17,7 @@ from helixpipe.planning.plan import Plan, Plans
 from helixpipe.program.program import Program
 from helixpipe.simulate.simulator import Simulation
 from megatron.pretrain.config import Config
-from megatron.pretrain.plan.costs import host_limit, memory_limit, model_shape, training_costs
+from megatron.pretrain.plan.costs import host_limit, memory_limit, training_costs
 from megatron.pretrain.plan.documents import DocumentPlanner
 from schedules import Shape, build
 
@@ -29,11 +29,6 @@ def make_planner(config: Config) -> Plans[int]:
     if config.data.variable_seq_lengths:
         return Plans(lambda _: DocumentPlanner(config).nominal(), costs)
     return Plans(lambda num_microbatches: make_program(config, num_microbatches, costs), costs)
-
-
-def replanned(plans: Plans[int], before: Config, config: Config) -> Plans[int]:
-    """The same plans, if all that they follow from is as it was before the vocabulary was known."""
-    return plans if model_shape(config) == model_shape(before) else make_planner(config)
 
 
 def make_program(config: Config, num_microbatches: int, costs: ModelCosts | ProfileCosts | None = None) -> Program:

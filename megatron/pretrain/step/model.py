@@ -40,18 +40,17 @@ def build_model(
     config: Config,
     parallel: Parallel,
     pieces: Sequence[Piece],
-    vocab_size: int,
     copies: Mapping[Piece, int] = MappingProxyType({}),
     stages: Sequence[Sequence[Piece]] = (),
 ) -> TrainingModel:
-    """The weights of `pieces` with their gradient buffers and optimizer. vocab_size: the tokenizer's, before padding.
-    copies: those of the pieces that other pipeline ranks hold as well (`Program.copies`). stages: the pieces, stage by
-    stage; weights that data-parallel ranks have parts of are gathered so.
+    """The weights of `pieces` with their gradient buffers and optimizer. copies: those of the pieces that other
+    pipeline ranks hold as well (`Program.copies`). stages: the pieces, stage by stage; weights that data-parallel ranks
+    have parts of are gathered so.
 
     Collective over all ranks.
     """
     transformer_config = core.transformer_config(config)
-    gpt, seed = core.gpt_options(config, vocab_size), config.training.seed
+    gpt, seed = core.gpt_options(config), config.training.seed
     model = PipelineModel(transformer_config, gpt, pieces, seed=seed, copies=copies)
     per_token, ddp_config = bool(config.training.calculate_per_token_loss), core.ddp_config(config)
     if not config.parallel.shards_weights:
