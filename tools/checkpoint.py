@@ -42,6 +42,11 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         help="take tokenizer, configuration and division into files from this Hugging Face folder (default: what was "
         "imported into --load)",
     )
+    exporting.add_argument(
+        "--trust-checkpoint",
+        action="store_true",
+        help="read also what no checkpoint of this program has, which can run code of whoever wrote it",
+    )
     exporting.add_argument("--dtype", choices=_DTYPES, help="of the weights (default: as in the checkpoint)")
     exporting.add_argument(
         "--max-shard-size",
@@ -89,7 +94,7 @@ def export_hf(arguments: argparse.Namespace) -> None:
 
     from megatron.pretrain.checkpoint.to_huggingface import Checkpoint, export_folder
 
-    source = Checkpoint(arguments.load, arguments.ckpt_step)
+    source = Checkpoint(arguments.load, arguments.ckpt_step, arguments.trust_checkpoint)
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
     with _progress("export", source.nbytes(dtype)) as done:
         export_folder(source, arguments.folder, arguments.like, arguments.max_shard_size, dtype, done)

@@ -18,18 +18,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywher
 
 import numpy
 
-from helixpipe.common.errors import UserError
+from helixpipe.common.errors import DataError, UserError
 from helixpipe.common.files import try_file, whole_file
 from helixpipe.common.output import say
 from megatron.pretrain.checkpoint.ranks import together
+from megatron.pretrain.data.conversations import token_ids
 from megatron.pretrain.data.document_files import IndexedDocuments
-from megatron.pretrain.data.indexed_files import read_indexed_file
+from megatron.pretrain.data.indexed_files import check_vocabulary, read_indexed_file
 from megatron.pretrain.inference.commands import run_with_model
 from megatron.pretrain.inference.perplexity import PerplexityOptions, context_of, perplexity, table
 
 
 def documents(options: PerplexityOptions, tokenizer: Any, context: int) -> Iterator[numpy.ndarray]:
-    """Token ids of each. Raises UserError without any, or for a file that cannot be read."""
+    """Token ids of each. Raises UserError without any, for a file that cannot be read, and where there is nothing to
+    predict."""
     if (options.documents is None) == (options.text is None):
         raise UserError("give either --documents, the prefix of a .bin/.idx pair, or --text, a file.")
     if options.text is not None:
@@ -37,11 +39,28 @@ def documents(options: PerplexityOptions, tokenizer: Any, context: int) -> Itera
             text = Path(options.text).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"--text {options.text} cannot be read: {error}.") from None
-        yield numpy.asarray(tokenizer.tokenize(text))
+        try:
+            ids = token_ids(tokenizer, text) if text.strip() else []
+        except DataError as error:
+            raise UserError(f"--text {options.text}: {error}.") from None
+        if len(ids) < 2:
+            raise UserError(f"--text {options.text} has {_few(len(ids))}; give a file with two tokens or more.")
+        yield numpy.asarray(ids)
         return
     indexed = IndexedDocuments(read_indexed_file(str(options.documents)))
+    if (most := int(indexed.lengths.max(initial=0))) < 2:
+        raise UserError(
+            f"--documents {options.documents}: no document has more than {_few(most)}; give data whose "
+            "documents have two tokens or more."
+        )
+    check_vocabulary(indexed.file, tokenizer.vocab_size)
     for number in numpy.argsort(-indexed.lengths, kind="stable")[: options.max_documents]:
         yield indexed.read(int(number), context).tokens
+
+
+def _few(count: int) -> str:
+    """So few tokens that nothing can be predicted: each is, from those before it."""
+    return "no token" if count == 0 else "one token alone"
 
 
 def work(model: Any, options: PerplexityOptions) -> None:

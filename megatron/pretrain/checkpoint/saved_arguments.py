@@ -10,20 +10,32 @@ from typing import Any
 from helixpipe.common.errors import CheckpointError
 from megatron.pretrain.checkpoint import folder as folders
 from megatron.pretrain.checkpoint import known
+from megatron.pretrain.checkpoint.from_huggingface import KEPT
 from megatron.pretrain.huggingface.folder import Folder, looks_like_one
+
+_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+"""Files of a tokenizer, one of which a folder has that has one."""
 
 
 def read_arguments(load_dir: str, step: int | None = None, trusted: bool = False) -> dict[str, Any] | None:
     """The `args` of the checkpoint that `load` would try first among those that look complete, or those that a Hugging
-    Face folder comes to; not collective.
+    Face folder comes to; not collective. A model of Hugging Face's has the tokenizer of its folder, whether that is
+    loaded or was imported.
 
     None when the directory holds no checkpoint. Raises CheckpointError when none is readable.
     """
     directory = Path(load_dir)
     if looks_like_one(directory):
-        return Folder(directory).arguments
+        return {**Folder(directory).arguments, **tokenizer_in(directory)}
     newest = newest_usable(directory, step, trusted, shares=0)
-    return None if newest is None else newest[1]
+    return None if newest is None else {**tokenizer_in(directory / KEPT), **newest[1]}
+
+
+def tokenizer_in(folder: Path) -> dict[str, str]:
+    """Flags of the tokenizer in a folder of Hugging Face's; empty where there is none."""
+    if not any((folder / name).is_file() for name in _TOKENIZERS):
+        return {}
+    return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder)}
 
 
 def newest_usable(

@@ -26,14 +26,15 @@ GIGABYTE = 10**9
 
 
 class Checkpoint:
-    """The newest usable checkpoint of a folder. Raises CheckpointError."""
+    """The newest usable checkpoint of a folder. trusted: names and arguments are read as megatron-core does, which runs
+    what may be in them; weights never. Raises CheckpointError."""
 
-    def __init__(self, load: Path, step: int | None = None):
-        newest = newest_usable(load, step)
+    def __init__(self, load: Path, step: int | None = None, trusted: bool = False):
+        newest = newest_usable(load, step, trusted)
         if newest is None:
             raise CheckpointError(f"--load {load} holds no checkpoint.")
         self.path, self.arguments = newest
-        index = known.read_index(self.path)
+        index = known.read_index(self.path, trusted)
         self.tensors, self._places = index.state_dict_metadata, index.storage_data
 
     def nbytes(self, dtype: torch.dtype | None = None) -> int:

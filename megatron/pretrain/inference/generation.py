@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from helixpipe.common.errors import UserError
+from helixpipe.common.errors import DataError, UserError
 from helixpipe.common.flags import option
 from helixpipe.model.kv_store import KeyValueStore
+from megatron.pretrain.data.boundaries import end_of_document
+from megatron.pretrain.data.conversations import token_ids
 from megatron.pretrain.inference.model import ForwardModel
 from megatron.pretrain.inference.sampling import SamplingOptions, pick
 
@@ -46,7 +48,7 @@ def generate(model: ForwardModel, prompt: Sequence[int], options: GenerationOpti
     tokens[:, : len(prompt)] = torch.tensor(list(prompt), dtype=torch.int64)
     ended = torch.zeros(options.num_samples, dtype=torch.bool, device=model.device)
     generator = torch.Generator(model.device).manual_seed(options.sampling_seed)
-    store, done = KeyValueStore(), 0
+    store, done, eod = KeyValueStore(), 0, _end(model)
     for position in range(len(prompt), total):
         while done < position:
             length = min(options.prefill_chunk, position - done)
@@ -58,20 +60,31 @@ def generate(model: ForwardModel, prompt: Sequence[int], options: GenerationOpti
         dist.broadcast(following, group_src=model.parallel.pp_size - 1, group=model.parallel.pp_group)
         tokens[:, position] = following
         yield following
-        ended |= following == model.tokenizer.eod
+        ended |= following == eod
         if bool(ended.all()):
             return
 
 
 def continuation(model: ForwardModel, prompt: str, options: GenerationOptions) -> list[str]:
     """What the model goes on with, a text for each sample, each to its end of document. Collective over all ranks."""
-    ids = model.tokenizer.tokenize(prompt) or [model.tokenizer.eod]
+    eod = _end(model)
+    try:
+        ids = token_ids(model.tokenizer, prompt) or ([eod] if eod >= 0 else [])
+    except DataError as error:
+        raise UserError(f"--prompt {prompt[:40]!r}: {error}.") from None
+    if not ids:
+        raise UserError("--prompt must have a token: the tokenizer has none for the end of a document, to begin with.")
     columns = list(generate(model, ids, options))
-    eod = model.tokenizer.eod
     texts = []
     for row in torch.stack(columns, dim=1).tolist():
         texts.append(_text(model.tokenizer, row[: row.index(eod)] if eod in row else row))
     return texts
+
+
+def _end(model: ForwardModel) -> int:
+    """The end of a document, -1 where the tokenizer has none."""
+    eod = end_of_document(model.tokenizer)
+    return -1 if eod is None else eod
 
 
 def _text(tokenizer: Any, ids: Sequence[int]) -> str:
