@@ -17,6 +17,10 @@ from schedules.zero_bubble import ZeroBubbleOptions, zb1p, zb2p, zb_interleaved,
 
 __all__ = ["CATALOGUE", "NoOptions", "Schedule", "Shape", "build", "find", "foreign_options"]
 
+# A search for plans tries itself what to recompute, and predicts large steps from small ones: what fills the memory of
+# those says nothing of these.
+_ORDER_ALONE = (ZeroBubbleOptions(zb_recompute=False),)
+
 _REGISTRY = (
     Schedule("none", no_pipeline, "gradient accumulation, p = 1", bubble="0", memory="1", one_rank=True),
     Schedule("gpipe", gpipe, "Huang et al., GPipe, 2019", bubble="(p-1)(F+B)", memory="m"),
@@ -56,12 +60,27 @@ _REGISTRY = (
         memory="p",
         options=ZeroBubbleOptions,
         effort=9,
+        variants=_ORDER_ALONE,
     ),
     Schedule(
-        "zb2p", zb2p, "Qi et al., ICLR 2024 (ZB-H2)", bubble="(p-1)F", memory="2p", options=ZeroBubbleOptions, effort=9
+        "zb2p",
+        zb2p,
+        "Qi et al., ICLR 2024 (ZB-H2)",
+        bubble="(p-1)F",
+        memory="2p",
+        options=ZeroBubbleOptions,
+        effort=9,
+        variants=_ORDER_ALONE,
     ),
     Schedule(
-        "zbv", zbv, "Qi et al., ICLR 2024 (ZB-V)", bubble="(p-1)F/2", memory="p", options=ZeroBubbleOptions, effort=20
+        "zbv",
+        zbv,
+        "Qi et al., ICLR 2024 (ZB-V)",
+        bubble="(p-1)F/2",
+        memory="p",
+        options=ZeroBubbleOptions,
+        effort=20,
+        variants=_ORDER_ALONE,
     ),
     Schedule(
         "zb-interleaved",
@@ -71,6 +90,7 @@ _REGISTRY = (
         memory="(2(p-1) + (v-1)p + 1)/v",
         options=ZeroBubbleOptions,
         effort=20,
+        variants=_ORDER_ALONE,
         virtual_stages=True,
     ),
     Schedule("terapipe", terapipe, "Li et al., ICML 2021", bubble="(p-1)(F+B)/k", memory="m", chunks=True),
@@ -92,6 +112,7 @@ _REGISTRY = (
         memory="(p-1+k)/k",
         options=ZeroBubbleOptions,
         effort=4,
+        variants=_ORDER_ALONE,
         chunks=True,
     ),
     Schedule(

@@ -16,11 +16,13 @@ from helixpipe.common.flags import option
 from helixpipe.common.ranges import MOST_MICROBATCHES
 from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.planning.catalogue import Shape
+from helixpipe.planning.fitting import Find, Fitting, Limits
 from helixpipe.planning.list_scheduling import Rules, greedy
 from helixpipe.planning.orders import one_forward_one_backward
 from helixpipe.planning.problem import Problem, problem
-from helixpipe.planning.zero_bubble import Limits, Order, search, within_memory
+from helixpipe.planning.zero_bubble import Order, search
 from helixpipe.program.program import Op, Program
+from helixpipe.program.stages import Stage
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,11 @@ class ZeroBubbleOptions:
         "for zb-interleaved).",
         at_least=1,
         at_most=MOST_MICROBATCHES,
+    )
+    zb_recompute: bool = option(
+        True,
+        "zb1p, zb2p, zbv, zb-interleaved, seq1f1b-zb: under a memory limit, unless --recompute-granularity says what, "
+        "layers are recomputed where that is faster than fewer microbatches in flight.",
     )
 
 
@@ -59,23 +66,24 @@ def zbv(shape: Shape, options: ZeroBubbleOptions) -> Program:
 
     When F, I and W are equal no rank idles between its first op and its last; what remains of a single step is
     (p-1)F/2. A microbatch takes twice as many messages as in 1F1B; where those are so slow that 1F1B would be faster,
-    the stages lie in a line instead (2r and 2r+1 on rank r).
+    the stages lie in a line instead (2r and 2r+1 on rank r); but never where each step has microbatches of its own.
     """
     p, workload = shape.ranks, shape.workload
     limit = inflight_limit(options, p)
     costs = shape.costs or PieceTimes()
-    stages = shape.even_stages(2 * p)
     in_v, in_line = (*range(p), *reversed(range(p))), tuple(s // 2 for s in range(2 * p))
 
-    def find(limits: Limits) -> Program:
-        v, line = (problem("zbv", stages, at, workload, limit, costs, limits) for at in (in_v, in_line))
-        best = search(v, _v_orders)
+    def find(stages: tuple[Stage, ...], limits: Limits) -> Program:
+        best = search(problem("zbv", stages, in_v, workload, limit, costs, limits), _v_orders)
+        if shape.ragged is not None:  # steps are unlike each other, and none may decide where weights are
+            return Program("zbv", stages, best.ranks, workload)
+        line = problem("zbv", stages, in_line, workload, limit, costs, limits)
         straight = greedy(line, Rules(order=_one_f_one_b(line, limit), deferred=(0.0,) * p))
         if straight is not None and straight.rating[0] < best.rating[0]:
             best = min(straight, search(line, lambda given: [_one_f_one_b(given, limit)]), key=lambda one: one.rating)
         return Program("zbv", stages, best.ranks, workload)
 
-    return within_memory(find, p, costs, shape.memory_limit)
+    return fitted(find, shape.even_stages(2 * p), shape, options)
 
 
 def zb_interleaved(shape: Shape, options: ZeroBubbleOptions) -> Program:
@@ -92,11 +100,11 @@ def zb_interleaved(shape: Shape, options: ZeroBubbleOptions) -> Program:
     given = problem("zb-interleaved", stages, homes, workload, 1, costs)
     limit = inflight_limit(options, 0) or _most_kept(given, _interleaved_orders(given)[-1])
 
-    def find(limits: Limits) -> Program:
+    def find(stages: tuple[Stage, ...], limits: Limits) -> Program:
         given = problem("zb-interleaved", stages, homes, workload, limit, costs, limits)
         return Program("zb-interleaved", stages, search(given, _interleaved_orders).ranks, workload)
 
-    return within_memory(find, p, costs, shape.memory_limit)
+    return fitted(find, stages, shape, options)
 
 
 def one_stage_a_rank(name: str, shape: Shape, options: ZeroBubbleOptions, default: float) -> Program:
@@ -105,15 +113,23 @@ def one_stage_a_rank(name: str, shape: Shape, options: ZeroBubbleOptions, defaul
     default: microbatches that a rank may keep unless the options say otherwise.
     """
     p, workload = shape.ranks, shape.workload
-    limit = inflight_limit(options, default)
-    stages, costs = shape.even_stages(p), shape.costs or PieceTimes()
+    limit, costs = inflight_limit(options, default), shape.costs or PieceTimes()
 
-    def find(limits: Limits) -> Program:
+    def find(stages: tuple[Stage, ...], limits: Limits) -> Program:
         given = problem(name, stages, tuple(range(p)), workload, limit, costs, limits)
         best = search(given, lambda given: [_one_f_one_b(given, limit)])
         return Program(name, stages, best.ranks, workload)
 
-    return within_memory(find, p, costs, shape.memory_limit)
+    return fitted(find, shape.even_stages(p), shape, options)
+
+
+def fitted(find: Find, stages: tuple[Stage, ...], shape: Shape, options: ZeroBubbleOptions) -> Program:
+    """What the search finds, held to the shape's memory limit."""
+    recompute = shape.recompute
+    fitting = Fitting(
+        find, stages, shape.ranks, shape.costs or PieceTimes(), shape.memory_limit, recompute.recompute_early
+    )
+    return fitting.fastest() if options.zb_recompute and recompute.granularity is None else fitting.ordered()
 
 
 def inflight_limit(options: ZeroBubbleOptions, default: float) -> float:

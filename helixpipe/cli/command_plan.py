@@ -166,7 +166,7 @@ def _question(options: PlanOptions, namespace: argparse.Namespace) -> Question:
         adapters = model.network_adapters or 1
         model = dataclasses.replace(model, network_bandwidth=options.network, network_adapters=adapters)
     plain = dataclasses.replace(model, global_batch_size=None, nodes=None, tensor_parallel=None, context_parallel=None)
-    one = make_plan(plain, 1, 1, None)
+    one = make_plan(plain, 1, 1, None, memory_limit=options.memory_limit)
     assert one is not None
     hardware = one.costs.hardware
     gpus = options.gpus or (model.nodes or 1) * hardware.gpus_per_node
@@ -184,7 +184,6 @@ def _question(options: PlanOptions, namespace: argparse.Namespace) -> Question:
     for flag, size in (*sizes, ("--pipeline-parallel", options.pipeline_parallel)):
         if size is not None and gpus % size:
             raise UserError(f"{flag} {size} must divide the {gpus} GPUs.")
-    usable = one.limit if options.memory_limit is None else options.memory_limit * GIB
     strategy = model.data_parallel_sharding_strategy
     in_parts = None if strategy is None and model.distributed_optimizer else strategy == "optim_grads_params"
     own = {field.name for each in schedules for field in dataclasses.fields(each.options)} & set(namespace.given)
@@ -210,7 +209,7 @@ def _question(options: PlanOptions, namespace: argparse.Namespace) -> Question:
         gpus,
         sequences,
         dataclasses.replace(one.costs.layout, sequence_parallel=model.sequence_parallel),
-        rounded_limit(usable / (1 + options.memory_margin / 100)),
+        rounded_limit(one.limit / (1 + options.memory_margin / 100)),
         model.distributed_optimizer and strategy != "no_shard",
         one.costs.adam_on_host,
         given,

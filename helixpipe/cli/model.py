@@ -162,11 +162,17 @@ class Plan:
 
 
 def make_plan(
-    options: ModelOptions, ranks: int | None, microbatches: int | None, layers: int | None, one_rank: bool = False
+    options: ModelOptions,
+    ranks: int | None,
+    microbatches: int | None,
+    layers: int | None,
+    one_rank: bool = False,
+    memory_limit: float | None = None,
 ) -> Plan | None:
     """What the flags come to; None without --model. ranks, microbatches, layers: given by other flags or a file.
 
-    one_rank: the schedule runs on a single pipeline rank. Raises UserError for what does not fit together.
+    one_rank: the schedule runs on a single pipeline rank. memory_limit: GiB of each GPU that may be used; None: all but
+    what is reserved. Raises UserError for what does not fit together.
     """
     if not options.named:
         for field in dataclasses.fields(options):
@@ -227,6 +233,13 @@ def make_plan(
     )
     count = _microbatches(options.global_batch_size, microbatches, micro, data_parallel, ranks)
     reserved = RESERVED_MEMORY if options.reserved_memory is None else options.reserved_memory * GIB
+    if memory_limit is not None:
+        if options.reserved_memory is not None:
+            raise UserError(
+                f"--memory-limit {memory_limit:g} and --reserved-memory {options.reserved_memory:g} both say how much "
+                "of a GPU may be used; give one of them."
+            )
+        reserved = hardware.memory - memory_limit * GIB
     return Plan(costs, ranks, count, model.layers, nodes, reserved, options.efficiency_from)
 
 

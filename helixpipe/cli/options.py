@@ -63,8 +63,8 @@ class CostOptions:
     )
     memory_limit: float | None = option(
         None,
-        "What a rank may keep, for schedules that choose by it: in microbatch-layers, or beside --profile in GiB "
-        "(default: no limit; with --model the GPU's memory).",
+        "What a rank may keep, for schedules that choose by it: in microbatch-layers, or with --model or --profile in "
+        "GiB (default: no limit; with --model the GPU's memory but for --reserved-memory).",
         metavar="X",
         more_than=0,
     )

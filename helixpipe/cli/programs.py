@@ -46,7 +46,8 @@ def plan_of(names: Sequence[str], namespace: argparse.Namespace) -> Plan | None:
                 if says_all(name):
                     size = dataclasses.replace(size, layers=program.num_layers)
     one_rank = all(not is_file(name) and namespace.catalogue.find(name).one_rank for name in names)
-    plan = make_plan(options, size.ranks, size.microbatches, size.layers, one_rank)
+    limit = dataclass_from_namespace(CostOptions, namespace).memory_limit
+    plan = make_plan(options, size.ranks, size.microbatches, size.layers, one_rank, limit)
     if plan is None:
         return None
     costs = dataclasses.replace(plan.costs, op_overhead=namespace.op_overhead)
@@ -73,8 +74,6 @@ def make_simulations(
     costs: Costs = PieceTimes(pieces, *times)
     limit = options.memory_limit
     if isinstance(given, Plan):
-        if limit is not None:
-            raise UserError("--memory-limit is for times given by hand; with --model the limit is the GPU's memory.")
         size = dataclasses.replace(size, ranks=given.ranks, microbatches=given.microbatches, layers=given.layers)
         costs, limit = given.costs, None if options.ignore_memory_limit else given.limit
     elif given is not None:

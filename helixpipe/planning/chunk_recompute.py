@@ -52,12 +52,15 @@ class Recomputation:
     time: float = 0.0
 
 
-def recompute_chunks(program: Program, costs: Costs, limit: float, sizes: LayerSizes | None = None) -> Recomputation:
+def recompute_chunks(
+    program: Program, costs: Costs, limit: float, sizes: LayerSizes | None = None, exact: bool = True
+) -> Recomputation:
     """The program with as few layers recomputed, unit by unit, as keeps the memory of every rank to `limit` (in the
     costs' unit, weights and optimizer included).
 
-    By mixed-integer programming within its time limit, or its linear relaxation, rounded, where that is better. Where
-    not even all layers recomputed fit, all are. The program must be valid and recompute nothing yet.
+    By mixed-integer programming within its time limit, or its linear relaxation, rounded, where that is better; without
+    `exact` by the relaxation alone, which is the same wherever it is solved. Where not even all layers recomputed fit,
+    all are. The program must be valid and recompute nothing yet.
     """
     lowered = lower_graph(build_graph(program), costs)
     bound, sizes = BoundCosts(program, costs), sizes or LayerSizes()
@@ -67,7 +70,7 @@ def recompute_chunks(program: Program, costs: Costs, limit: float, sizes: LayerS
         return Recomputation(program, {}, None, True)
     diagonals = Diagonals(ranks)
     for _ in range(TRIES):
-        chosen = _chosen(program, diagonals, room)
+        chosen = _chosen(program, diagonals, room, exact)
         excess = [peak - limit * (1 + TOLERANCE) for peak in peak_memory(chosen.program, costs)]
         if max(excess) <= 0:
             return replace(chosen, fits=True)

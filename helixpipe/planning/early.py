@@ -50,7 +50,7 @@ def place_early(program: Program, costs: Costs, limit: float | None = None) -> P
     and weights may come with other ones, so a step may be slower for it all the same: the order stays as it was where
     that is faster.
     """
-    if program.forward_only or not any(stage.recompute for stage in program.stages):
+    if program.forward_only or not recomputes(program):
         return program
     explicit = {op.unit for ops in program.ranks for op in ops if op.kind == "R"}
     given = program
@@ -62,12 +62,24 @@ def place_early(program: Program, costs: Costs, limit: float | None = None) -> P
             break
         program = moved
     program = replace(program, ranks=tuple(_without_vain(ops, explicit) for ops in program.ranks))
-    if program.ranks == given.ranks or _makespan(program, costs) <= _makespan(given, costs):
+    if program.ranks == given.ranks or makespan(program, costs) <= makespan(given, costs):
         return program
     return given
 
 
-def _makespan(program: Program, costs: Costs) -> float:
+def recomputes(program: Program) -> bool:
+    """Whether any unit recomputes anything."""
+    own = (activations.recompute for activations in program.activations.values())
+    return any(stage.recompute for stage in program.stages) or any(own)
+
+
+def busy(program: Program, costs: Costs) -> list[float]:
+    """What the ops of each rank take together: no order of them is faster."""
+    bound = BoundCosts(program, costs)
+    return [sum(map(bound.op_time, ops)) for ops in program.ranks]
+
+
+def makespan(program: Program, costs: Costs) -> float:
     """As it runs: with the order of messages and the waits of streams that lowering makes."""
     lowered, timers = lower_graph(build_graph(program), costs), BoundCosts(program, costs).timers
     orders, waits = transfer_orders(lowered), stream_waits(lowered)

@@ -21,8 +21,8 @@ from helixpipe.lowering.build import build_graph
 from helixpipe.lowering.lower import lower_graph
 from helixpipe.planning.early import place_early
 from helixpipe.planning.offload import OffloadOptions, timed, with_ahead, with_shares
-from helixpipe.planning.offload_hidden import Base, Place, recomputing
-from helixpipe.planning.recompute_choice import CHOICES, TOLERANCE, Runs
+from helixpipe.planning.offload_hidden import Base, Place
+from helixpipe.planning.recompute_choice import CHOICES, TOLERANCE, Runs, recomputing
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Program, Unit
 from helixpipe.simulate.simulator import Simulation, simulate

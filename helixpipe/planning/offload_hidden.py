@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from math import inf
 from typing import NamedTuple
@@ -12,10 +11,8 @@ from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.graph import Graph
 from helixpipe.lowering.order import Times
 from helixpipe.planning.offload import OffloadOptions, timed, with_shares
-from helixpipe.planning.recompute_choice import Runs
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Program, Unit
-from helixpipe.program.stages import Piece, Stage
 from helixpipe.program.tasks import Buffer
 
 
@@ -100,15 +97,3 @@ def _spans(graph: Graph, times: Times, tasks: range) -> Iterator[tuple[Unit, flo
         gap = start[reader] - end[op]
         span = min(until.get(op, inf) - end[op], start[reader] - since.get(reader, -inf), gap / 2)
         yield op.unit, span, gap
-
-
-def recomputing(stage: Stage, runs: Runs, share: float) -> Stage:
-    """The stage with the first layers recomputing that; as it is where it does so already."""
-    layers = sorted({piece.layer for piece in stage.pieces if piece.layer >= 0})
-    own: list[tuple[Piece, ...]] = []
-    for layer in layers[: round(share * len(layers))]:
-        for run in runs:
-            pieces = tuple(piece for piece in stage.pieces if piece.layer == layer and piece.kind in run)
-            if pieces:
-                own.append(pieces)
-    return replace(stage, recompute=tuple(own)) if own else stage

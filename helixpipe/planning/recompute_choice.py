@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from helixpipe.costs.piece_kinds import MODULES, WITHOUT_CORE_ATTENTION
@@ -46,6 +46,18 @@ def make_stage(layers: Sequence[Runs], first: int = 0, embed: bool = False, head
         runs += [tuple(Piece(kind, layer) for kind in run) for run in recomputed]
     pieces += [Piece("head")] * head
     return Stage(tuple(pieces), recompute=tuple(runs))
+
+
+def recomputing(stage: Stage, runs: Runs, share: float) -> Stage:
+    """The stage with the first layers recomputing that; as it is where it does so already."""
+    layers = sorted({piece.layer for piece in stage.pieces if piece.layer >= 0})
+    own: list[tuple[Piece, ...]] = []
+    for layer in layers[: round(share * len(layers))]:
+        for run in runs:
+            pieces = tuple(piece for piece in stage.pieces if piece.layer == layer and piece.kind in run)
+            if pieces:
+                own.append(pieces)
+    return replace(stage, recompute=tuple(own)) if own else stage
 
 
 class Measures:

@@ -1,24 +1,20 @@
 """The search for zero bubble schedules: a few dozen greedy list schedules, and fixed orders, are compared.
 
-What is found keeps to the memory of its ranks: the list schedules count what units keep and leave an estimate of the
-room for all else; the memory sweep then says what a program really needs, and one that needs more than there is is
-searched for again with less room.
+What is found keeps to the memory of its ranks as far as can be told here: the list schedules count what units keep and
+leave an estimate of the room for all else. What a program really needs the memory sweep says, see `fitting`.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import permutations, product
 from math import inf
 
-from helixpipe.common.collector import collector_paused
-from helixpipe.planning.early import peak_memory
 from helixpipe.planning.list_scheduling import ABANDONED, Found, Rules, greedy
 from helixpipe.planning.problem import Problem
-from helixpipe.program.costs import Costs
-from helixpipe.program.program import Op, Program
+from helixpipe.program.program import Op
 
 Order = tuple[tuple[Op, ...], ...]
 """F and I of every rank in a fixed order."""
@@ -29,9 +25,6 @@ Orders = Callable[[Problem], list[Order]]
 Maker = Callable[[Problem], Rules]
 """Rules for a problem; a fixed order depends on the number of microbatches."""
 
-Limits = Sequence[float] | None
-"""What each rank may use in all, in the costs' unit."""
-
 FINALISTS = 4
 """Rules that are refined, and of which the best is chosen at full size."""
 
@@ -40,27 +33,6 @@ MARGIN = 1 + 1e-6
 
 BUDGET = 1_000_000
 """Ops that are scheduled to compare rules: some seconds. Only pipelines of more than 16 ranks come to the end of it."""
-
-TRIES = 3
-"""Searches with an estimate of the room, before one with room for a single microbatch."""
-
-
-def within_memory(find: Callable[[Limits], Program], ranks: int, costs: Costs, limit: float | None) -> Program:
-    """The program that `find` finds, searched for again with less room on ranks that need more than the limit.
-
-    limit: of every rank, in the costs' unit. It is kept to if it can be with one microbatch at a time.
-    """
-    with collector_paused():
-        if limit is None:
-            return find(None)
-        allowed = [limit] * ranks
-        for _ in range(TRIES):
-            program = find(allowed)
-            excess = [max(0.0, most - limit * (1 + 1e-9)) for most in peak_memory(program, costs)]
-            if not any(excess):
-                return program
-            allowed = [room - more for room, more in zip(allowed, excess, strict=True)]
-        return find([-inf] * ranks)
 
 
 def search(given: Problem, orders: Orders) -> Found:

@@ -1,4 +1,5 @@
-"""The cases of test_equality.py: those of `cases`, and with keys and values in blocks, on one rank and on a team's."""
+"""The cases of test_equality.py: those of `cases`, under a limit, and with keys and values in blocks on one rank and on
+a team's."""
 
 from __future__ import annotations
 
@@ -10,6 +11,11 @@ WITHOUT_ATTENTION = RecomputeOptions("without-attention", recompute_early=False)
 FULL = RecomputeOptions("full", recompute_early=False)
 
 GROUPS = cases.GROUPS | {
+    "limits": [  # layers of all units recomputed, and of some of them
+        Case("zb1p", 2, 5, "llama", layers=4, memory_limit=3.4),
+        Case("zbv", 2, 5, "gpt", tied=True, layers=4, memory_limit=2.2),
+        Case("seq1f1b-zb", 2, 4, "llama", lengths=(5, 4, 3), layers=4, memory_limit=2.55),
+    ],
     "blocks": [
         Case("sppo", 4, 1, "llama", lengths=(5, 4, 3), blocks=True),
         Case("sppo", 4, 3, "gpt", tied=True, lengths=(2, 2, 2, 2, 1, 1, 1, 1), blocks=True, offload=3),

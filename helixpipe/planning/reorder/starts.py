@@ -13,8 +13,9 @@ from itertools import groupby, pairwise
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.build import build_graph
 from helixpipe.lowering.order import list_schedule
+from helixpipe.planning.fitting import Fitting, Limits
 from helixpipe.planning.problem import problem
-from helixpipe.planning.zero_bubble import Limits, search, within_memory
+from helixpipe.planning.zero_bubble import search
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Op, Program
 from helixpipe.program.stages import Piece, Stage, uneven_stages
@@ -138,11 +139,11 @@ def listed(program: Program, homes: Sequence[int], costs: Costs, limit: float) -
         for stage in uneven_stages([after - before for before, after in pairwise(cuts)])
     )
 
-    def find(limits: Limits) -> Program:
+    def find(stages: tuple[Stage, ...], limits: Limits) -> Program:
         given = problem(program.schedule, stages, tuple(homes), program.workload, len(program.workload), costs, limits)
         return replace(program, stages=stages, ranks=search(given, lambda given: []).ranks)
 
-    return within_memory(find, program.num_ranks, costs, limit)
+    return Fitting(find, stages, program.num_ranks, costs, limit).ordered()
 
 
 def _within(runs: Sequence[Sequence[Piece]], pieces: Sequence[Piece]) -> tuple[tuple[Piece, ...], ...]:
