@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cached_property
 from math import lcm
 from typing import ClassVar
 
@@ -22,7 +23,7 @@ from helixpipe.costs.sizes import Sizes
 from helixpipe.program.costs import Contents, Leaving, Payload, Sharing, Work
 from helixpipe.program.program import Program
 from helixpipe.program.stages import LAYER_PIECES, PIECE_KINDS, Piece, Segment
-from helixpipe.program.workload import Extent, Extents
+from helixpipe.program.workload import Extent, Extents, Workload
 
 _TEXTBOOK = Sizes(
     ModelShape("", 1, 1, 1, 1, 4, False, 1, False, "LayerNorm", "none", False, 1), Layout(element_bytes=1), Chunk(1)
@@ -57,7 +58,7 @@ class _LayerMemory:
         return 0.0
 
     def size(self, contents: Contents) -> float:
-        segments, share = contents.segments, sum(part.tokens for part in contents.extents) / contents.whole
+        segments, share = contents.segments, _share(contents.extents, contents.whole)
         if contents.kind == "saved":
             return segments_stash(segments, "F") * share
         if contents.kind == "recomputed":
@@ -96,7 +97,7 @@ class PieceTimes(_LayerMemory):
                 raise UserError(f"the time of {name} must be a finite number and not negative, not {value}.")
 
     def op_time(self, work: Work) -> float:
-        extents, whole = _in_whole_numbers(work.extents) if work.whole == 1 else (work.extents, work.whole)
+        extents, whole = _in_whole_numbers(work.extents) if work.whole is None else (work.extents, work.whole)
         share = sum(part.tokens for part in extents) / whole
         attention = attention_pairs(extents) / (whole * whole / 2)
         pieces = sum(
@@ -130,8 +131,9 @@ def unit_costs() -> PieceTimes:
 
 @dataclass(frozen=True)
 class OpTimes(_LayerMemory):
-    """Costs measured on a program: the time of each (kind, stage, chunk), of any message between ranks, and of copying
-    a microbatch-layer. Where R was part of the backward, its time is there, and R takes none."""
+    """Costs measured on a program: the time of each (kind, stage, chunk), the chunk by its number among those that are
+    unlike (`chunk_numbers`), of any message between ranks, and of copying a microbatch-layer. Where R was part of the
+    backward, its time is there, and R takes none."""
 
     program: Program
     times: Mapping[tuple[str, int, int], float]
@@ -140,15 +142,12 @@ class OpTimes(_LayerMemory):
 
     def op_time(self, work: Work) -> float:
         stage = next(index for index, stage in enumerate(self.program.stages) if work.pieces[0] in stage.pieces)
-        workload, place = self.program.workload, _place(work.extents, work.whole)
-        chunk = next(
-            number
-            for chunks in dict.fromkeys(workload.extents)
-            for number, extents in enumerate(chunks)
-            if _place(extents, workload.mean_tokens) == place
-        )
-        key = (work.kind, stage, chunk)
+        key = (work.kind, stage, self._numbers[_place(work.extents, work.whole)])
         return self.times.get(key, 0.0) if work.kind == "R" else self.times[key]
+
+    @cached_property
+    def _numbers(self) -> dict[_Place, int]:
+        return _unlike(self.program.workload)
 
     def message_time(self, payload: Payload) -> float:
         return self.message
@@ -158,9 +157,31 @@ class OpTimes(_LayerMemory):
         return self.message
 
 
-def _place(extents: Extents, whole: float) -> list[tuple[float, float]]:
+_Place = tuple[tuple[float, float], ...]
+
+
+def chunk_numbers(workload: Workload) -> tuple[tuple[int, ...], ...]:
+    """For each chunk of each microbatch its number among the step's unlike ones: where all microbatches are one
+    document each and cut alike, its number in the microbatch."""
+    unlike, whole = _unlike(workload), workload.mean_tokens
+    return tuple(tuple(unlike[_place(extents, whole)] for extents in chunks) for chunks in workload.extents)
+
+
+def _unlike(workload: Workload) -> dict[_Place, int]:
+    whole = workload.mean_tokens
+    places = dict.fromkeys(_place(extents, whole) for chunks in dict.fromkeys(workload.extents) for extents in chunks)
+    return {place: number for number, place in enumerate(places)}
+
+
+def _place(extents: Extents, whole: float | None) -> _Place:
     """Of a chunk in its microbatch, whatever the unit of the extents."""
-    return [(round(part.tokens / whole, 9), round(part.earlier / whole, 9)) for part in extents]
+    unit = 1.0 if whole is None else whole
+    return tuple((round(part.tokens / unit, 9), round(part.earlier / unit, 9)) for part in extents)
+
+
+def _share(extents: Extents, whole: float | None) -> float:
+    """Of a chunk in its microbatch; see `Work.whole`."""
+    return sum(part.tokens for part in extents) / (1.0 if whole is None else whole)
 
 
 def _in_whole_numbers(parts: Extents) -> tuple[Extents, int]:

@@ -263,10 +263,10 @@ class Chunk:
         return sum(part.tokens + part.earlier for part in self.slices) if self.slices else self.tokens + self.earlier
 
 
-def chunk_of(extents: Extents, whole: float, seq_length: float) -> Chunk:
-    """The chunk of those extents, in tokens. whole: tokens of a microbatch on average; 1 where the extents are parts of
-    microbatches, which then have seq_length tokens."""
-    scale = seq_length if whole == 1 else 1
+def chunk_of(extents: Extents, whole: float | None, seq_length: float) -> Chunk:
+    """The chunk of those extents, in tokens. whole: tokens of a microbatch on average; None where the extents are parts
+    of microbatches, which then have seq_length tokens."""
+    scale = seq_length if whole is None else 1
     slices = tuple(Extent(part.tokens * scale, part.earlier * scale, part.stored) for part in extents)
     tokens, earlier = sum(part.tokens for part in slices), sum(part.earlier for part in slices)
     stored = any(part.stored for part in slices)

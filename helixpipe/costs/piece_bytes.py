@@ -137,7 +137,7 @@ class CountsBytes:
         """Of a microbatch's sequence."""
         return self._sequence()[0]
 
-    def chunk(self, extents: Extents, whole: float) -> Chunk:
+    def chunk(self, extents: Extents, whole: float | None) -> Chunk:
         """In tokens."""
         return chunk_of(extents, whole, self._sequence()[0])
 
@@ -150,7 +150,7 @@ class CountsBytes:
     def sharing_bytes(self, sharing: Sharing) -> float:
         """What each of the ranks receives, in a ring."""
         kind = "gathered" if sharing.kind == "gather" else "made_gradients"
-        whole = self.size(Contents(kind, (Segment(sharing.pieces, False),), (), 1.0))
+        whole = self.size(Contents(kind, (Segment(sharing.pieces, False),), (), None))
         return whole * (sharing.ranks - 1) / sharing.ranks
 
     def size(self, contents: Contents) -> float:

@@ -101,12 +101,12 @@ def _ranks(group: dist.ProcessGroup | None) -> list[int]:
 
 
 def check_lengths(program: Program, seq_length: int, model: PipelineModel) -> None:
-    """That the sequence can be cut as the program says. Raises ProgramError."""
+    """That every microbatch is a sequence of that length, cut as ranks can share it. Raises ProgramError."""
     config, context = model.config, model.context
     parts = context.size * (2 if context.rings else 1)
     if config.sequence_parallel:
         parts *= config.tensor_model_parallel_size
-    workload = program.workload.in_tokens(seq_length)
+    workload = program.workload.of_sequences(seq_length)
     for lengths in sorted({workload.tokens(microbatch) for microbatch in range(len(workload))}):
         if not any(length % parts for length in lengths):
             continue

@@ -24,7 +24,7 @@ def stage_work(
     stages: Sequence[Stage],
     stage: int,
     extents: Extents,
-    whole: float,
+    whole: float | None,
     crosses: Callable[[int], bool] = lambda cut: True,
     recomputed: Sequence[Sequence[Piece]] | None = None,
 ) -> Work:

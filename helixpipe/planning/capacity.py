@@ -18,7 +18,7 @@ from helixpipe.program.workload import Extent, Workload
 
 
 def token_capacity(
-    costs: Costs, stages: Sequence[Stage], limit: float | None, tokens: int, whole: float
+    costs: Costs, stages: Sequence[Stage], limit: float | None, tokens: int, whole: float | None
 ) -> list[float]:
     """The most tokens in flight for each stage, one a rank, with chunks of so many tokens; inf where nothing limits it.
 

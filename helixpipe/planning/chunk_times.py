@@ -19,8 +19,8 @@ class ChunkTimes:
     microbatch, depend on it.
     """
 
-    def __init__(self, costs: Costs, stages: Sequence[Stage], whole: float, usual: int = 8192):
-        self.costs, self.stages, self.whole = costs, tuple(stages), max(whole, 2.0)
+    def __init__(self, costs: Costs, stages: Sequence[Stage], whole: float | None, usual: int = 8192):
+        self.costs, self.stages, self.whole = costs, tuple(stages), whole
         self.usual = usual
         self._known: dict[tuple[tuple[int, int], ...], float] = {}
 

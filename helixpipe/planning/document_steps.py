@@ -22,7 +22,8 @@ from helixpipe.program.workload import Slice, Workload
 def dealt(lengths: Sequence[int], costs: Costs, layers: int, pipelines: int) -> tuple[Hands, tuple[float, ...]]:
     """The documents of each of so many pipelines, by number, and what each document takes on paper: what it adds to a
     chunk of usual size. Raises UserError for fewer documents than pipelines."""
-    each = tuple(document_times(lengths, ChunkTimes(costs, even_stages(layers, 1), 2.0)))
+    whole = sum(lengths) / max(len(lengths), 1)
+    each = tuple(document_times(lengths, ChunkTimes(costs, even_stages(layers, 1), whole)))
     return deal(each, lengths, pipelines), each
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import ceil, inf
 from typing import Literal
@@ -109,14 +109,17 @@ def level(tails: Sequence[Bucket], shorts: Sequence[tuple[int, int]], times: Chu
         buckets = _leveled(tails, shorts, added, once, count, mesh, limit)
         if buckets is None:
             count += max(count // 50, 1)
-        elif (longest := _exact(buckets, times, mesh.alignment)) <= max(mesh.time, _longest(tails)) * (1 + 1e-12):
+            continue
+        estimated = _longest(bucket for bucket in buckets if len(bucket.slices) > 1)
+        longest = _exact(buckets, times, mesh.alignment)
+        if longest <= max(mesh.time, _longest(tails)) * (1 + 1e-12):
             return [bucket for bucket in buckets if bucket.slices]
-        else:  # more than was estimated
-            limit *= min(mesh.time / longest, 1 - 1e-6)
+        # More than was estimated. Only a limit below the estimates lets another place be found for a document.
+        limit = min(limit * mesh.time / longest, estimated * (1 - 1e-6))
     return [*tails, *(Bucket([Slice(n, 0, tokens)], times.of_slice(tokens), tokens) for n, tokens in shorts)]
 
 
-def _longest(buckets: Sequence[Bucket]) -> float:
+def _longest(buckets: Iterable[Bucket]) -> float:
     return max((bucket.time for bucket in buckets), default=0.0)
 
 

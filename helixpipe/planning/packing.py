@@ -97,7 +97,7 @@ def balanced_mesh(
     _check_slices(longest, count, alignment)
     ends = _equal_times(longest, times, count, alignment)
     if even:
-        alike = accumulate(average_lengths(longest, count, alignment), initial=0)
+        alike = accumulate(average_lengths(aligned(longest, alignment), count, alignment), initial=0)
         blended = (
             (1 - even) * one + even * other for one, other in zip(ends[1:-1], islice(alike, 1, count), strict=True)
         )
@@ -132,15 +132,20 @@ def fixed_mesh(lengths: Sequence[int], slices: int, alignment: int = 1, document
     check_lengths(lengths)
     longest = max(lengths)
     _check_slices(longest, slices, alignment)
-    tokens = aligned(max(average_lengths(longest, slices, alignment)), alignment)
+    tokens = max(average_lengths(aligned(longest, alignment), slices, alignment))
     return Mesh((tokens,) * slices, tokens * documents, inf, alignment)
 
 
+def most_slices(longest: int, alignment: int) -> int:
+    """Of a document of so many tokens, whose last slice may be filled up."""
+    return aligned(longest, alignment) // alignment
+
+
 def _check_slices(longest: int, slices: int, alignment: int) -> None:
-    if longest < slices * alignment:
+    if slices > (most := most_slices(longest, alignment)):
         raise UserError(
             f"--infinipipe-chunks {slices} is too many for a longest document of {longest} tokens: chunks have "
-            f"{alignment} or more, so at most {max(longest // alignment, 1)}."
+            f"{alignment} or more, so at most {most}."
         )
 
 

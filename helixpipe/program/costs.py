@@ -17,15 +17,16 @@ class Work(NamedTuple):
 
     kind: F, B, I, W or R (a recomputation, whether it is an op of its own or part of a backward). pieces: those it
     works on; of R, those that are recomputed. extents: of its chunk. whole: tokens of a microbatch, on average over the
-    step, in the unit of the extents. receives, sends: the first piece after the cut at which the op takes what another
-    rank sent, and after that at which it gives what another rank needs; None where there is no such cut. alone: whether
-    no backward follows an F, as in an evaluation.
+    step; None where the extents are parts of a microbatch, of a program that does not say how long a sequence is.
+    receives, sends: the first piece after the cut at which the op takes what another rank sent, and after that at which
+    it gives what another rank needs; None where there is no such cut. alone: whether no backward follows an F, as in an
+    evaluation.
     """
 
     kind: str
     pieces: tuple[Piece, ...]
     extents: Extents
-    whole: float
+    whole: float | None
     receives: Piece | None = None
     sends: Piece | None = None
     alone: bool = False
@@ -42,7 +43,7 @@ class Payload(NamedTuple):
     kind: str
     pieces: tuple[Piece, ...]
     extents: Extents
-    whole: float
+    whole: float | None
     source: int
     target: int
     gradient_bytes: int = 4
@@ -86,7 +87,7 @@ class Contents(NamedTuple):
     kind: str
     segments: tuple[Segment, ...]
     extents: Extents
-    whole: float
+    whole: float | None
     in_backward: bool = False
     gradient_bytes: int = 4
     leaving: Leaving | None = None

@@ -104,10 +104,10 @@ class Workload:
         return tuple(sizes)
 
     @cached_property
-    def mean_tokens(self) -> float:
-        """Of a microbatch, in the unit of the extents."""
+    def mean_tokens(self) -> float | None:
+        """Of a microbatch; None where lengths are proportions, so that the extents are parts of a microbatch."""
         if self.proportional or not self.microbatches:
-            return 1.0
+            return None
         return sum(part.length for chunks in self.microbatches for chunk in chunks for part in chunk) / len(self)
 
     @cached_property
@@ -179,13 +179,19 @@ class Workload:
                 needed[place] = own
         return needed
 
+    def of_sequences(self, seq_length: int) -> Workload:
+        """As `in_tokens`, of steps whose microbatches are all sequences of that length. Raises ProgramError where one
+        is not, and where a chunk would have no token."""
+        for lengths in () if self.proportional else map(self.tokens, range(len(self))):
+            if sum(lengths) != seq_length:
+                raise ProgramError(f"chunk lengths {lengths} do not add up to the sequence's {seq_length} tokens.")
+        return self.in_tokens(seq_length)
+
     def in_tokens(self, seq_length: int) -> Workload:
-        """The same with lengths in tokens: proportions become lengths of sequences of that length, as even as whole
-        numbers can be, longer ones first. Raises ProgramError where microbatches that are all cut alike have another
-        length, and where a chunk would have no token."""
+        """The same with lengths in tokens, as they are where the workload says them: microbatches of documents have any
+        length. Proportions become lengths of sequences of `seq_length`, as even as whole numbers can be, longer ones
+        first. Raises ProgramError where a chunk would have no token."""
         if not self.proportional:
-            if self.lengths is not None and sum(self.lengths) != seq_length:
-                raise ProgramError(f"chunk lengths {self.lengths} do not add up to the sequence's {seq_length} tokens.")
             return self
         known: dict[int, tuple[int, ...]] = {}
         for chunks in self.microbatches:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import inf
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,9 +13,10 @@ from hypothesis import strategies as st
 from helixpipe.common.errors import UserError
 from helixpipe.costs.models import attention_pairs
 from helixpipe.lowering.validate_workload import check_workload
+from helixpipe.planning import filling
 from helixpipe.planning.chunk_times import ChunkTimes
 from helixpipe.planning.filling import Mesh
-from helixpipe.planning.packing import Packing, balanced_mesh, fixed_mesh, pack, spread
+from helixpipe.planning.packing import Packing, balanced_mesh, fixed_mesh, most_slices, pack, spread
 from helixpipe.program.costs import Work
 from helixpipe.program.stages import even_stages
 from tests.planning.packing_costs import MODEL_COSTS
@@ -70,7 +72,7 @@ def checked(packing: Packing, lengths: list[int], mesh: Mesh, times: ChunkTimes)
 )
 @settings(max_examples=150, deadline=None)
 def test_every_token_once_within_the_limits(lengths, slices, alignment, fill, fixed):
-    if max(lengths) < slices * alignment:
+    if slices > most_slices(max(lengths), alignment):
         return
     times = times_of()
     mesh = fixed_mesh(lengths, slices, alignment) if fixed else balanced_mesh(lengths, times, slices, alignment)
@@ -195,11 +197,14 @@ def test_refused(lengths, slices, alignment, says):
         pack(lengths, times, balanced_mesh(lengths, times, slices, alignment))
 
 
+@dataclass(frozen=True)
 class Crowded(Simple):
     """Documents of a chunk get in each other's way, which what one adds to a chunk does not show."""
 
+    crowding: float = 0.5
+
     def op_time(self, work: Work) -> float:
-        return super().op_time(work) + 0.5 * (len(work.extents) - 1) ** 2
+        return super().op_time(work) + self.crowding * (len(work.extents) - 1) ** 2
 
 
 def test_limits_are_kept_where_estimates_are_too_low():
@@ -209,3 +214,31 @@ def test_limits_are_kept_where_estimates_are_too_low():
     packing = pack(lengths, times, mesh)
     checked(packing, lengths, mesh, times)
     assert packing.time_limit == mesh.time
+
+
+class Waiting(Crowded):
+    """Chunks that are too short to hide it take as long as something else."""
+
+    def op_time(self, work: Work) -> float:
+        return max(super().op_time(work), 5000 + self.crowding * len(work.extents))
+
+
+@pytest.mark.parametrize("crowding", [0.5, 1e-3, 1e-7])
+def test_places_are_looked_for_a_few_times_however_much_estimates_are_too_low(
+    crowding: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though a limit lowered by what a chunk takes too long lets every document keep its place."""
+    looked = []
+
+    def noted(*given: Any) -> Any:
+        looked.append(given)
+        assert len(looked) < 100
+        return leveled(*given)
+
+    leveled = filling._leveled
+    monkeypatch.setattr(filling, "_leveled", noted)
+    times = ChunkTimes(Waiting(crowding=crowding, pair=0.0), even_stages(1, 1), 10)
+    for lengths in ([1] * 5, [3] * 8, [1, 2, 3, 4]):
+        mesh = balanced_mesh(lengths, times, 1, 4)
+        checked(pack(lengths, times, mesh), lengths, mesh, times)
+        looked.clear()

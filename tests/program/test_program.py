@@ -249,9 +249,19 @@ def test_chunks_without_lengths_are_as_equal_as_they_can_be() -> None:
 
 def test_chunks_with_lengths_make_the_sequence() -> None:
     workload = uniform(2, 3, (5, 1, 6))
-    assert workload.in_tokens(12).lengths == (5, 1, 6)
+    assert workload.of_sequences(12).lengths == (5, 1, 6)
     with pytest.raises(ProgramError, match=r"\(5, 1, 6\) do not add up to the sequence's 13 tokens"):
-        workload.in_tokens(13)
+        workload.of_sequences(13)
+    assert uniform(2, 3).of_sequences(14) == uniform(2, 3).in_tokens(14)
+    unlike = Workload((*workload.microbatches, ((Slice(2, 0, 12),),), ((Slice(3, 0, 5), Slice(4, 0, 6)),)))
+    with pytest.raises(ProgramError, match=r"\(11,\) do not add up to the sequence's 12 tokens"):
+        unlike.of_sequences(12)
+
+
+def test_a_step_of_documents_has_its_own_lengths() -> None:
+    """Though they be all alike, and whatever the longest document of a run may have."""
+    for workload in (uniform(1, 1, (9,)), uniform(3, 2, (4, 1)), uniform(2, 1, (1,))):
+        assert workload.in_tokens(32) == workload
 
 
 def test_rows_and_their_documents() -> None:

@@ -13,6 +13,7 @@ import pytest
 from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.lowering.lower import lower
 from helixpipe.lowering.project import LoweredProgram
+from helixpipe.program.workload import Slice, Workload
 from helixpipe.runtime.recording import Record
 from helixpipe.simulate.simulator import Simulation, simulate
 from megatron.pretrain.log.recorded import recorded_step
@@ -48,6 +49,21 @@ def test_a_step_as_predicted_hides_what_is_predicted() -> None:
     records[1] = replace(records[1], held_up=records[1].held_up + sum(simulation.copy_time) / 10)
     late = recorded_step(lowered, records)
     assert late.hidden == pytest.approx(simulation.hidden - 0.1) and late.simulated_hidden == step.simulated_hidden
+
+
+def test_a_step_of_unlike_documents_is_simulated_with_the_times_of_each() -> None:
+    rows = Workload((((Slice(0, 0, 9),),), ((Slice(1, 0, 1),),), ((Slice(2, 0, 4),), (Slice(2, 4, 2), Slice(3, 0, 1)))))
+    lowered = lower(build("seq1f1b", Shape(2, 3, 4, ragged=rows)), COSTS)
+    simulation = simulate(lowered, COSTS)
+    records = [Record(held_up=held_up) for held_up in simulation.held_up]
+    for event in simulation.timeline.ops:
+        records[event.rank].ops.append((event.op, event.start, event.end))
+    step = recorded_step(lowered, records)
+    took, found = (
+        {event.op: event.end - event.start for event in timeline.ops}
+        for timeline in (simulation.timeline, step.simulated)
+    )
+    assert found == pytest.approx(took)
 
 
 @pytest.mark.parametrize("copies", [True, False])

@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
 
-from helixpipe.costs.by_hand import OpTimes
+from helixpipe.costs.by_hand import OpTimes, chunk_numbers
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.project import LoweredProgram
 from helixpipe.program.timeline import Timeline
@@ -27,12 +27,14 @@ class RecordedStep(NamedTuple):
 
 def recorded_step(lowered: LoweredProgram, records: Sequence[Record]) -> RecordedStep:
     """What every rank recorded of a step, merged, and its simulation: with the median time of each kind of op in each
-    stage and chunk, the rate at which the step copied, and messages that take no time."""
+    stage on chunks that are alike, the rate at which the step copied, and messages that take no time."""
     name = lowered.program.schedule
     measured = merge_records(lowered, records, f"{name}, measured")
     samples: dict[tuple[str, int, int], list[float]] = {}
+    numbers = chunk_numbers(lowered.program.workload)
     for event in measured.ops:
-        samples.setdefault((event.op.kind, event.op.stage, event.op.chunk), []).append(event.end - event.start)
+        kind, stage, microbatch, chunk = event.op
+        samples.setdefault((kind, stage, numbers[microbatch][chunk]), []).append(event.end - event.start)
     costs = OpTimes(lowered.program, {key: median(times) for key, times in samples.items()})
     copied = sum(measured.copy_time())
     if copied:

@@ -18,7 +18,7 @@ from helixpipe.planning.alike import lowered_with_rows, rows_alike, with_rows
 from helixpipe.planning.catalogue import Shape
 from helixpipe.planning.document_steps import StepPacker, adapting, dealt, row_program
 from helixpipe.planning.early import peak_memory
-from helixpipe.planning.packing import Packing, spread
+from helixpipe.planning.packing import Packing, most_slices, spread
 from helixpipe.planning.plan import Plan, make_plan
 from helixpipe.program.files import is_file
 from helixpipe.program.program import Program
@@ -159,7 +159,7 @@ class DocumentPlanner:
     def _packer_for(self, lengths: Sequence[int]) -> StepPacker:
         """With no more slices than these documents can have, whatever flags ask for: a step may have short ones."""
         packer = self._packer
-        asked, most = packer.options.chunks, max(max(lengths) // packer.alignment, 1)
+        asked, most = packer.options.chunks, most_slices(max(lengths), packer.alignment)
         if asked is None or asked <= most:
             return packer
         return replace(packer, options=replace(packer.options, infinipipe_chunks=str(most)))

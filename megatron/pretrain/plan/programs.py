@@ -93,7 +93,7 @@ def check_program(config: Config, plans: Plans[int]) -> None:
     if program.kv_blocks:
         _check_blocks(config)
     if not config.data.variable_seq_lengths:
-        workload = program.workload.in_tokens(config.model.seq_length or 1)  # refuses chunks that are not the sequence
+        workload = program.workload.of_sequences(config.model.seq_length or 1)
         _check_lengths(config, {length for number in range(len(workload)) for length in workload.tokens(number)})
     _check_host(config, plans.plan(full_batch(config)))
 
