@@ -144,6 +144,8 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     from megatron.core.tokenizers.text.libraries import huggingface_tokenizer
 
     monkeypatch.setitem(sys.modules, "transformers", fake)
+    known = huggingface_tokenizer.HAVE_TRANSFORMERS
+    monkeypatch.setattr(huggingface_tokenizer, "HAVE_TRANSFORMERS", known)  # which is found anew under the fake
     monkeypatch.setattr(huggingface_tokenizer, "AutoTokenizer", fake.AutoTokenizer, raising=False)
     return asked
 
