@@ -93,10 +93,16 @@ class FlagParser(argparse.ArgumentParser):
         raise UserError(self._as_typed(_one_sentence(message)))
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """argparse's, and the ranges of what it has found. Raises UserError."""
+        """argparse's, and the ranges of what it has found. Raises UserError, for an empty text too: of a variable that
+        was never set, say. Only a flag that is empty by default may be empty."""
         self._given = sys.argv[1:] if args is None else list(args)
         parsed, rest = super().parse_known_args(args, namespace)
         flags = self.given(self._given)
+        for action in self._actions:
+            value = getattr(parsed, action.dest, None)
+            if action.default != "" and "" in (value if isinstance(value, list) else (value,)):
+                name = flags.get(action.dest, action.metavar or action.dest)
+                raise UserError(f"{name} is empty; give it a value{'' if action.required else ' or leave it out'}.")
         for name, limits in self.ranges.items():
             limits.check(flags.get(name, "--" + name.replace("_", "-")), getattr(parsed, name, None))
         return parsed, rest
