@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from helixpipe import __version__
+from helixpipe.cli.command_draw import DrawOptions
 from helixpipe.cli.command_improve import ImproveOptions
 from helixpipe.cli.command_plan import PlanOptions
 from helixpipe.cli.documents import BatchOptions
@@ -117,6 +118,7 @@ def parsers(schedules: Mapping[str, type]) -> tuple[FlagParser, dict[str, FlagPa
     for command in (listing, simulating, weighing, drawing, checking, planning, profiling, comparing, improving):
         add_dataclass_arguments(command, OutputOptions, title="output")
     add_dataclass_arguments(simulating, SimulateOptions, title="output of simulate")
+    add_dataclass_arguments(drawing, DrawOptions, title="output of draw")
     commands = {"list": listing, "simulate": simulating, "memory": weighing, "draw": drawing, "check": checking}
     commands |= {"plan": planning, "improve": improving}
     return parser, {**commands, "profile": profiling, "compare": comparing, "train": training}

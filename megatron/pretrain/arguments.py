@@ -240,11 +240,19 @@ def split_unavailable(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         else:
             rest.extend(words)
     warnings = [
-        f"{what}: {'; '.join(f'{flag} ({reason})' for flag, reason in flags.items())}."
+        f"{what}: {_with_reasons(flags)}."
         for what, flags in (("accepted without effect", ignored), ("understood", read))
         if flags
     ]
     return readings + rest, warnings
+
+
+def _with_reasons(flags: Mapping[str, str]) -> str:
+    """`--a, --b (why); --c (why)`: each reason once."""
+    by_reason: dict[str, list[str]] = {}
+    for flag, reason in flags.items():
+        by_reason.setdefault(reason, []).append(flag)
+    return "; ".join(f"{', '.join(alike)} ({reason})" for reason, alike in by_reason.items())
 
 
 def by_flag(argv: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
