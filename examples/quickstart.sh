@@ -55,9 +55,9 @@ shape=(  # of the model and of a microbatch, as `helixpipe profile` takes them, 
     --disable-bias-linear
     --untie-embeddings-and-output-weights
     --seq-length 256
-    --micro-batch-size 8
+    --micro-batch-size 16
 )
-MICROBATCHES=4
+MICROBATCHES=2
 model=(
     "${shape[@]}"
     --group-query-attention
@@ -67,7 +67,7 @@ model=(
 )
 training=(
     --pipeline-model-parallel-size 2
-    --global-batch-size $((8 * MICROBATCHES))
+    --global-batch-size $((16 * MICROBATCHES))
     --cost-profile "$RUN/profile.json"
     --lr 3e-3
     --lr-decay-style constant

@@ -41,6 +41,13 @@ _PROBLEM: tuple[tuple[type, str], ...] = (
 """What `simulate`, `memory` and `draw` are told of the problem, and the heading it is under."""
 
 
+_SIZE = ("ranks", "microbatches", "chunks", "virtual_stages")
+_TIMES = ("layers", "piece_times", "message_time", "profile")
+_MODEL = ("model", "hardware", "seq_length", "global_batch_size", "nodes", "tensor_parallel")
+_USUAL = (*_SIZE, *_TIMES, *_MODEL, "memory_limit", "recompute_granularity")
+"""Fields whose flags --help shows of a command that is told of a problem; --help-all shows all."""
+
+
 def parsers(schedules: Mapping[str, type]) -> tuple[FlagParser, dict[str, FlagParser]]:
     """The command's parser and those of its subcommands by name. schedules: the options class of each schedule."""
     parser = FlagParser(prog="helixpipe", description="Look at pipeline schedules without running them.")
@@ -51,6 +58,7 @@ def parsers(schedules: Mapping[str, type]) -> tuple[FlagParser, dict[str, FlagPa
 
     simulating = subparsers.add_parser(
         "simulate",
+        common=(*_USUAL, "save_program", "json"),
         help="time, bubble and memory of a schedule, or of several in a table",
         description="Run a schedule on paper: time, bubble, memory, messages; of several schedules or sizes (-k 1,2,4) "
         f"one table. {_BUBBLE}",
@@ -66,6 +74,7 @@ def parsers(schedules: Mapping[str, type]) -> tuple[FlagParser, dict[str, FlagPa
     weighing = _weighing(subparsers)
     drawing = subparsers.add_parser(
         "draw",
+        common=(*_USUAL, "output", "measured", "width"),
         help="a picture of schedules and of measured runs",
         description="Draw schedules, simulated, and measured runs below them. Timelines of one unit share a scale. "
         f"{_BUBBLE}",
@@ -128,6 +137,18 @@ def _planning(subparsers: Any) -> FlagParser:
     """`plan`, but for the options of schedules and its output."""
     parser: FlagParser = subparsers.add_parser(
         "plan",
+        common=(
+            *_MODEL,
+            "gpus",
+            "schedule",
+            "pipeline_parallel",
+            "network",
+            "top",
+            "commands",
+            "explain",
+            "pareto",
+            "json",
+        ),
         help="how to run a model on so many GPUs, and the commands that do",
         description="Find sizes, schedule, its options and what to do for memory by predicted step time, and print the "
         f"commands that train so. {_BUBBLE}",
@@ -142,6 +163,7 @@ def _improving(subparsers: Any) -> FlagParser:
     """`improve`, but for what it shares with others."""
     parser: FlagParser = subparsers.add_parser(
         "improve",
+        common=(*_USUAL, "evaluations", "save_program"),
         help="search for a faster program than a schedule's own",
         description="Change the order of a schedule's ops, split backwards, cut sequences, place stages otherwise: "
         "whatever makes the simulated step shorter within the memory there is. Without a limit that is what the "
@@ -167,6 +189,7 @@ def _comparing(subparsers: Any) -> FlagParser:
     """`compare`, but for what it shares with others."""
     parser: FlagParser = subparsers.add_parser(
         "compare",
+        common=(*_USUAL, "json"),
         help="schedules side by side",
         description="Simulate schedules of one size, all of the catalogue by default: time, bubble, memory, fit. "
         f"{_BUBBLE}",
@@ -182,6 +205,7 @@ def _weighing(subparsers: Any) -> FlagParser:
     """`memory`, but for what it shares with others."""
     parser: FlagParser = subparsers.add_parser(
         "memory",
+        common=(*_SIZE, "layers", *_MODEL, "recompute_granularity", "json"),
         help="bytes a rank that a model needs under a schedule",
         description="Memory of each GPU by kind, for a model on named hardware, and whether it fits.",
     )

@@ -103,7 +103,7 @@ def parse_args(
     load_checkpoint_args: called once at most, with --load: for --use-checkpoint-args, the vocabulary that was saved,
     and what --pipeline-schedule auto had found.
 
-    Raises UserError (one sentence) for unknown flags, wrong values and combinations. --help prints and exits.
+    Raises UserError (one sentence) for unknown flags, wrong values and combinations. --help and --help-all print and exit.
     """
     return parse_and_plan(argv, environ=environ, load_checkpoint_args=load_checkpoint_args)[0]
 
@@ -188,11 +188,21 @@ def _search(config: Config, given: Mapping[str, str], load: CheckpointArgs | Non
     return kept or auto.search(_with_vocabulary(checked, load), given)
 
 
+USUAL = (
+    *("pipeline_schedule", "pipe_sp_splits", "recompute_granularity", "pipeline_model_parallel_size"),
+    *("tensor_model_parallel_size", "sequence_parallel", "num_layers", "hidden_size", "num_attention_heads"),
+    *("seq_length", "micro_batch_size", "global_batch_size", "train_iters", "lr", "bf16", "data_path", "mock_data"),
+    *("tokenizer_type", "tokenizer_model", "save", "load", "save_interval", "log_interval"),
+)
+"""Fields whose flags --help shows; --help-all shows all."""
+
+
 def build_parser() -> FlagParser:
     """The parser of every flag there is, each schedule's own among them."""
     parser = FlagParser(
         prog="pretrain_gpt.py",
         usage="torchrun [torchrun's flags] pretrain_gpt.py [flags]",
+        common=USUAL,
         description="Train a GPT model under a pipeline schedule.",
         epilog=f"Besides these, {len(compat.IGNORED)} flags of Megatron-LM are accepted without effect, with one "
         "warning, and those that ask for something this project does not do are refused, saying why: "
