@@ -72,29 +72,7 @@ def parsers(schedules: Mapping[str, type]) -> tuple[FlagParser, dict[str, FlagPa
     add_dataclass_arguments(simulating, SizeOptions, title="size")
 
     weighing = _weighing(subparsers)
-    drawing = subparsers.add_parser(
-        "draw",
-        common=(*_USUAL, "output", "measured", "width"),
-        help="a picture of schedules and of measured runs",
-        description="Draw schedules, simulated, and measured runs below them. Timelines of one unit share a scale. "
-        f"{_BUBBLE}",
-    )
-    drawing.add_argument(
-        "schedules",
-        nargs="+",
-        metavar=_PROGRAM,
-        help="names from `helixpipe list`, or .json and .csv files; several to compare",
-    )
-    drawing.add_argument(
-        "-o", "--output", metavar="FILE",
-        help="where to; its suffix chooses the format: .png, .svg, .pdf, .html (zoom, pan, hover) or .json "
-        "(Chrome trace for ui.perfetto.dev) (default: SCHEDULE.png)",
-    )  # fmt: skip
-    drawing.add_argument(
-        "--measured", action="append", default=[], metavar="RUN.json",
-        help="a timeline recorded in training, drawn below the simulated ones; may be repeated",
-    )  # fmt: skip
-
+    drawing = _drawing(subparsers)
     checking = subparsers.add_parser(
         "check",
         help="whether a schedule of one's own can run",
@@ -198,6 +176,33 @@ def _comparing(subparsers: Any) -> FlagParser:
         "schedules", nargs="*", metavar=_PROGRAM, help="names from `helixpipe list`, or files (default: all there are)"
     )
     add_dataclass_arguments(parser, SizeOptions, title="sizes")
+    return parser
+
+
+def _drawing(subparsers: Any) -> FlagParser:
+    """`draw`, but for what it shares with others."""
+    parser: FlagParser = subparsers.add_parser(
+        "draw",
+        common=(*_USUAL, "output", "measured", "width"),
+        help="a picture of schedules and of measured runs",
+        description="Draw schedules, simulated, and measured runs below them. Timelines of one unit share a scale. "
+        f"{_BUBBLE}",
+    )
+    parser.add_argument(
+        "schedules",
+        nargs="+",
+        metavar=_PROGRAM,
+        help="names from `helixpipe list`, or .json and .csv files; several to compare",
+    )
+    parser.add_argument(
+        "-o", "--output", metavar="FILE",
+        help="where to; its suffix chooses the format: .png, .svg, .pdf, .html (zoom, pan, hover) or .json "
+        "(Chrome trace for ui.perfetto.dev) (default: SCHEDULE.png)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--measured", action="append", default=[], metavar="RUN.json",
+        help="a timeline recorded in training, drawn below the simulated ones; may be repeated",
+    )  # fmt: skip
     return parser
 
 

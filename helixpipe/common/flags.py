@@ -87,7 +87,9 @@ class FlagParser(argparse.ArgumentParser):
     def __init__(self, *args: Any, common: Sequence[str] = (), **kwargs: Any) -> None:
         kwargs.setdefault("allow_abbrev", False)
         kwargs.setdefault("formatter_class", HelpFormatter)
-        super().__init__(*args, add_help=kwargs.pop("add_help", True) and not common, **kwargs)
+        if common:
+            kwargs["add_help"] = False
+        super().__init__(*args, **kwargs)
         if common:
             add_help(self, common)
         self.ranges: dict[str, Range] = {}

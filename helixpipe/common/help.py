@@ -58,7 +58,7 @@ class _Help(argparse.Action):
 
 def _usage(parser: argparse.ArgumentParser) -> str:
     """`helixpipe draw SCHEDULE|FILE [SCHEDULE|FILE ...] [flags]`: the flags' names would fill a screen."""
-    counts = {"*": "[{0} ...]", "+": "{0} [{0} ...]", "?": "[{0}]", None: "{0}"}
+    counts: dict[int | str | None, str] = {"*": "[{0} ...]", "+": "{0} [{0} ...]", "?": "[{0}]", None: "{0}"}
     words = [counts[action.nargs].format(action.metavar) for action in parser._get_positional_actions()]
     return " ".join([parser.prog, *words, "[flags]"])
 

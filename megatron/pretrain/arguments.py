@@ -103,7 +103,7 @@ def parse_args(
     load_checkpoint_args: called once at most, with --load: for --use-checkpoint-args, the vocabulary that was saved,
     and what --pipeline-schedule auto had found.
 
-    Raises UserError (one sentence) for unknown flags, wrong values and combinations. --help and --help-all print and exit.
+    Raises UserError (one sentence) for unknown flags, wrong values and combinations. --help prints and exits.
     """
     return parse_and_plan(argv, environ=environ, load_checkpoint_args=load_checkpoint_args)[0]
 
@@ -258,11 +258,13 @@ def split_unavailable(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _with_reasons(flags: Mapping[str, str]) -> str:
-    """`--a, --b (why); --c (why)`: each reason once."""
-    by_reason: dict[str, list[str]] = {}
+    """`--a (why); --b (as --a); --c (why)`: each reason once."""
+    first: dict[str, str] = {}
+    told = []
     for flag, reason in flags.items():
-        by_reason.setdefault(reason, []).append(flag)
-    return "; ".join(f"{', '.join(alike)} ({reason})" for reason, alike in by_reason.items())
+        told.append(f"{flag} ({f'as {first[reason]}' if reason in first else reason})")
+        first.setdefault(reason, flag)
+    return "; ".join(told)
 
 
 def by_flag(argv: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
