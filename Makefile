@@ -16,7 +16,7 @@ help:  ## this list
 install:  ## make .venv and install the pinned dependencies and this checkout (quick when nothing changed)
 	@tools/install.sh
 
-quickstart: install  ## train a small GPT on the Python standard library's source over 2 pipeline ranks, SCHEDULE=helix
+quickstart: install  ## train a small GPT on the Python standard library's source over 2 pipeline ranks; SCHEDULE=1f1b make quickstart
 	@examples/quickstart.sh
 
 test:  ## everything CI checks: install, the whole test suite, lint

@@ -13,7 +13,7 @@ export GPUS=${GPUS:-8} NODES=1
 TENSOR=${TENSOR:-2}
 PIPELINE=${PIPELINE:-4}
 SCHEDULE=${SCHEDULE:-1f1b}
-HARDWARE=${HARDWARE:-a100-80}  # what predictions, and schedules found from costs, assume: `helixpipe simulate --help`
+HARDWARE=${HARDWARE:-a100-80}  # what predictions, and schedules found from costs, assume: `helixpipe simulate --help hardware`
 RUN=${RUN:-runs/one_node}
 read -r -a extra <<<"${EXTRA:-}"
 if [ "$SCHEDULE" = interleaved-1f1b ]; then extra+=(--num-virtual-stages-per-pipeline-rank 2); fi

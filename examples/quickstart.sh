@@ -1,16 +1,19 @@
 #!/usr/bin/env bash
-# The main job in small, on any machine: a Llama-style GPT over 2 pipeline ranks under HelixPipe's schedule, trained on
-# the source of Python's standard library. `make quickstart` installs and runs this. Everything is written below
-# runs/quickstart. Run it again and it resumes from its checkpoint, for ITERATIONS more once it had finished, under
+# The main job in small, on any machine: a Llama-style GPT over 2 pipeline ranks under Seq1F1B with 4 chunks a sequence,
+# trained on the source of Python's standard library. `make quickstart` installs and runs this. Everything is written
+# below runs/quickstart. Run it again and it resumes from its checkpoint, for ITERATIONS more once it had finished, under
 # whatever SCHEDULE it is then given.
 #
 #   ITERATIONS=300 SCHEDULE=1f1b examples/quickstart.sh
+#   SCHEDULE="seq1f1b --pipe-sp-splits 2" examples/quickstart.sh    a schedule with flags of its own
 #   DRY_RUN=1 examples/quickstart.sh                     the prediction and the commands, on any machine
 set -euo pipefail
 cd -P "$(dirname "$0")/.."
 
-ITERATIONS=${ITERATIONS:-150}
-SCHEDULE=${SCHEDULE:-helix}
+ITERATIONS=${ITERATIONS:-120}
+CHUNKED="seq1f1b --pipe-sp-splits 4"
+SCHEDULE=${SCHEDULE:-$CHUNKED}
+OTHER=$([ "${SCHEDULE%% *}" = 1f1b ] && echo "$CHUNKED" || echo 1f1b)  # what it is compared with
 RUN=${RUN:-runs/quickstart}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 python=${BIN:-.venv/bin}/python
@@ -40,29 +43,32 @@ if [ -e "$tracker" ]; then
     echo "quickstart: resuming at iteration $done_before, up to $target (make clean starts over)"
 fi
 
-model=(
+shape=(  # of the model and of a microbatch, as `helixpipe profile` takes them, too
     --num-layers 4
     --hidden-size 128
     --ffn-hidden-size 344
     --num-attention-heads 8
-    --group-query-attention
     --num-query-groups 2
     --position-embedding-type rope
     --normalization RMSNorm
     --swiglu
     --disable-bias-linear
     --untie-embeddings-and-output-weights
+    --seq-length 256
+    --micro-batch-size 16
+)
+MICROBATCHES=2
+model=(
+    "${shape[@]}"
+    --group-query-attention
     --attention-dropout 0
     --hidden-dropout 0
-    --seq-length 256
     --max-position-embeddings 256
 )
 training=(
     --pipeline-model-parallel-size 2
-    --pipeline-schedule "$SCHEDULE"
-    --micro-batch-size 4
-    --global-batch-size 32
-    --train-iters "$target"
+    --global-batch-size $((16 * MICROBATCHES))
+    --cost-profile "$RUN/profile.json"
     --lr 3e-3
     --lr-decay-style constant
     --lr-warmup-iters 10
@@ -87,19 +93,30 @@ output=(
     --eval-interval 50
     --eval-iters 4
     --tensorboard-dir "$RUN/tensorboard"
-    --timeline-png "$RUN/timeline.png"
+    --record-timeline "$RUN/timeline.json"
 )
+read -r -a chosen <<<"$SCHEDULE"
+read -r -a compared <<<"$OTHER"
+run=(--pipeline-schedule "${chosen[@]}" --train-iters "$target")
 if [ -n "${DRY_RUN:-}" ]; then  # in times of pieces: what they take here is not known before it is measured
     [ -x "$python" ] || python=$(command -v python3)
-    "$python" -m schedules.command simulate "$SCHEDULE" -p 2 -m 8 -L 4 --piece-times pre=1,attn=1,post=2
-    printf '\nThe command, after tools/stdlib_corpus.py and tools/preprocess_data.py:'
+    "$python" -m schedules.command simulate "${chosen[@]}" -p 2 -m "$MICROBATCHES" -L 4 --piece-times pre=1,attn=1,post=2
+    printf '\nThe command, after tools/stdlib_corpus.py, tools/preprocess_data.py and helixpipe profile:'
     printf ' %q' torchrun --standalone --nproc-per-node 2 pretrain_gpt.py \
-        "${model[@]}" "${training[@]}" "${data[@]}" "${output[@]}"
+        "${model[@]}" "${training[@]}" "${data[@]}" "${run[@]}" "${output[@]}"
     echo
     exit
 fi
+if [ ! -e "$RUN/profile.json" ]; then
+    echo "quickstart: measuring what the model's pieces take on this machine, into $RUN/profile.json"
+    "$python" -m schedules.command profile "${shape[@]}" --vocab-size 257 --repeats 3 --output "$RUN/profile.json" \
+        >"$RUN/profile.txt"
+fi
 "$python" -m torch.distributed.run --standalone --nproc-per-node 2 pretrain_gpt.py \
-    "${model[@]}" "${training[@]}" "${data[@]}" "${output[@]}" 2>&1 | tee "$RUN/log.txt"
+    "${model[@]}" "${training[@]}" "${data[@]}" "${run[@]}" "${output[@]}" 2>&1 | tee "$RUN/log.txt"
+"$python" -m schedules.command draw "${compared[0]}" "${chosen[0]}" "${compared[@]:1}" "${chosen[@]:1}" -p 2 \
+    -m "$MICROBATCHES" --profile "$RUN/profile.json" --measured "$RUN/timeline.json" --width 1600 \
+    --output "$RUN/timeline.png" >>"$RUN/log.txt"
 
 # What came of it: the loss against that of a model that only knows how frequent each byte is.
 "$python" - "$RUN" <<'PYTHON'
@@ -111,7 +128,7 @@ unigram = json.loads((run / "data/stdlib.jsonl.stats.json").read_text())["unigra
 loss = float(re.findall(r"validation loss at .*? lm loss value: (\S+)", (run / "log.txt").read_text())[-1])
 print(f"\nquickstart: validation loss {loss:.3f}, unigram entropy of the data {unigram:.3f} (nats a token)")
 print(f"  checkpoints  {run / 'checkpoints'}")
-print(f"  picture      {run / 'timeline.png'} (simulated above measured)")
+print(f"  picture      {run / 'timeline.png'} (a step under two schedules, simulated, above the last one, measured)")
 print(f"  curves       .venv/bin/tensorboard --logdir {run / 'tensorboard'}")
 if loss > 0.9 * unigram and int((run / "checkpoints/latest_checkpointed_iteration.txt").read_text()) >= 100:
     sys.exit("quickstart: the loss is not clearly below the unigram entropy: something is wrong")
@@ -122,7 +139,7 @@ echo
 echo "quickstart: what the model writes (up to ten lines)"
 "$python" tools/generate.py --load "$RUN/checkpoints" --prompt "    def " --max-new-tokens 900 --temperature 0.7 \
     --sampling-seed 7 | grep -v -e "successfully loaded" -e "^-*$" | head -n 10 || true
-other=$([ "$SCHEDULE" = 1f1b ] && echo helix || echo 1f1b)
 echo
-echo "quickstart: $("$python" tools/step_times.py --ranks 2 --schedules "$SCHEDULE" "$other" -- \
+echo "quickstart: $("$python" tools/step_times.py --ranks 2 --schedules "$SCHEDULE" "$OTHER" \
+    --profile "$RUN/profile.json" --microbatches "$MICROBATCHES" -- \
     "${model[@]}" "${training[@]}" "${data[@]}" --lr-warmup-iters 1)"

@@ -6,9 +6,8 @@
 #   NETWORK=0.11 DRY_RUN=1 examples/two_hosts.sh                                  the predictions and the command
 #
 # SCHEDULE   by default that of 1f1b, zb1p and weipipe which is predicted to be the fastest with NETWORK and
-#            GLOBAL_BATCH. weipipe sends weights, as many bytes however large the batch is: between 2 A100 a step of
-#            GLOBAL_BATCH=256 takes 65 s over 10 Gbit Ethernet and 97 s over 1, 1f1b's 70 and 140, zb1p's 65 and 134
-#            (simulated). With small batches (32) zb1p is faster.
+#            GLOBAL_BATCH. weipipe sends weights, as many bytes however large the batch is, so slow networks and large
+#            batches favour it; DRY_RUN prints what is predicted of each
 # NETWORK    GB/s that one host really sends to the other (1.1 over 10 Gbit Ethernet, 0.11 over 1), for predictions;
 #            the preflight measures it
 # INTERFACE  the network interface that joins the hosts, by its name there (`ip -brief address`)

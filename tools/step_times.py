@@ -1,11 +1,15 @@
-"""Time a few training steps under each of some schedules, one run after the other, and say it in a sentence.
+"""Time a few training steps under two schedules, one run after the other, and say in a sentence what the first gains.
 
-python tools/step_times.py --ranks 2 --schedules helix 1f1b --steps 6 -- FLAGS OF pretrain_gpt.py
+python tools/step_times.py --ranks 2 --schedules "seq1f1b --pipe-sp-splits 4" 1f1b --profile profile.json -- FLAGS
+
+FLAGS are those of pretrain_gpt.py. Beside what is measured stands what is simulated from a file of `helixpipe profile`.
 """
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -30,22 +34,36 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None) -> int:
     parser = FlagParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, required=True, help="Processes that torchrun starts.")
-    parser.add_argument("--schedules", nargs="+", required=True, help="The first is compared with each of the others.")
+    parser.add_argument(
+        "--schedules", nargs=2, required=True, help="The first is compared with the second; each with its own flags."
+    )
+    parser.add_argument("--profile", required=True, help="File of `helixpipe profile`, to simulate with.")
+    parser.add_argument("--microbatches", type=int, required=True, help="Of a step, to simulate with.")
     parser.add_argument("--steps", type=int, default=6, help="Steps of each that count (default: 6).")
     parser.add_argument("flags", nargs="*", help="Those of pretrain_gpt.py, after --.")
     options = parser.parse_args(argv)
-    times = {}
+    measured: list[list[float]] = []
+    simulated: list[float] = []
     for schedule in options.schedules:
-        flags = ["--pipeline-schedule", schedule, "--train-iters", str(WARM_UP + options.steps), "--log-interval", "1"]
-        command = python_command("torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks))
-        command += [str(ROOT / "pretrain_gpt.py"), *options.flags, *flags, "--eval-iters", "0"]
-        ended = subprocess.run(command, capture_output=True, text=True)
-        if ended.returncode:
-            sys.stderr.write(ended.stdout + ended.stderr)
-            return ended.returncode
-        times[schedule] = milliseconds(ended.stdout)[WARM_UP:]
-    print(sentence(times))
+        flags = ["--train-iters", str(WARM_UP + options.steps), "--log-interval", "1", "--eval-iters", "0"]
+        train = [str(ROOT / "pretrain_gpt.py"), *options.flags, "--pipeline-schedule", *shlex.split(schedule), *flags]
+        launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
+        measured.append(milliseconds(_output(*launch, *train)))
+        size = ["-p", str(options.ranks), "-m", str(options.microbatches), "--profile", options.profile, "--json"]
+        printed = _output("schedules.command", "simulate", *shlex.split(schedule), *size)
+        simulated.append(1000 * json.loads(printed)["makespan"])
+    first, second = (schedule.split()[0] for schedule in options.schedules)
+    print(sentence((first, second), [each[WARM_UP:] for each in measured], simulated))
     return 0
+
+
+def _output(*module: str) -> str:
+    """What a module prints with these arguments. Ends this process where it fails."""
+    ended = subprocess.run(python_command(*module), capture_output=True, text=True)
+    if ended.returncode:
+        sys.stderr.write(ended.stdout + ended.stderr)
+        sys.exit(ended.returncode)
+    return ended.stdout
 
 
 def milliseconds(log: str) -> list[float]:
@@ -53,17 +71,20 @@ def milliseconds(log: str) -> list[float]:
     return [float(text) for text in re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", log)]
 
 
-def sentence(times: dict[str, list[float]]) -> str:
-    """What the first schedule's steps took, and the others'; honest whichever is faster."""
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    (first, own), *others = medians.items()
-    number = len(times[first])
-    compared = [
-        f"{name} {value:.0f} ms: {first} takes {own / value:.2f} of its time" for name, value in others if value
-    ]
-    return "; ".join(
-        [f"a step under {first} takes {own:.0f} ms (median of {number}, run after one another)", *compared]
+def sentence(names: tuple[str, str], measured: Sequence[Sequence[float]], simulated: Sequence[float]) -> str:
+    """What a step under the first schedule takes beside one under the second; honest whichever is faster. Times in
+    milliseconds: of each step of each, and simulated ones."""
+    own, other = map(statistics.median, measured)
+    return (
+        f"a step under {names[0]} takes {_compared(own, other)} time than under {names[1]}, {own:.0f} against "
+        f"{other:.0f} ms (medians of {len(measured[0])} steps); {_compared(*simulated)} was simulated from what the "
+        f"model's pieces take here, {simulated[0]:.0f} against {simulated[1]:.0f} ms"
     )
+
+
+def _compared(own: float, other: float) -> str:
+    """`13 % less`, or more."""
+    return f"{100 * abs(own / other - 1):.0f} % {'less' if own <= other else 'more'}"
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ class Chunking:
     plan: Plan | None
 
     def lengths(self, chunks: int, layers: int) -> Lengths:
-        """Tokens of each of so many chunks."""
+        """Tokens of each of so many chunks; see `in_unit`."""
         seq_length, layout = self._sequence()
         return self.options.resolve(chunks, self.costs, layers, seq_length, layout.tensor_parallel, layout.unit)
 
@@ -42,14 +42,21 @@ class Chunking:
             return self.plan.costs.seq_length, self.plan.costs.layout
         return None, Layout()
 
+    def in_unit(self, program: Program) -> Program:
+        """A program made with such lengths; they are proportions where nothing says how long a sequence is."""
+        if self._sequence()[0] is not None or self.options.lengths is not None or program.workload.proportional:
+            return program
+        return dataclasses.replace(program, workload=program.workload.in_proportions())
+
     def of_file(self, name: str, program: Program) -> Program:
         """A file's program with the chunk lengths of the flags, which a CSV file never says and a JSON file may.
         Raises ScheduleError where flags say otherwise than the file, ProgramError where it does not fit the sequence.
         """
         workload, flags = program.workload, self.options
-        if workload.proportional and workload.lengths is not None:
+        if workload == uniform(len(workload), program.num_chunks):
             lengths = self.lengths(program.num_chunks, program.num_layers)
-            return dataclasses.replace(program, workload=uniform(len(workload), program.num_chunks, lengths))
+            workload = uniform(len(workload), program.num_chunks, lengths)
+            return self.in_unit(dataclasses.replace(program, workload=workload))
         other_lengths = flags.chunk_lengths if flags.lengths != program.chunk_lengths else None
         for flag, given in (
             ("--chunk-lengths", other_lengths),
@@ -66,7 +73,7 @@ class Chunking:
         """The program of so many chunks; None: of the best number of them."""
 
         def cut(count: int) -> Program:
-            return make(count, self.lengths(count, layers))
+            return self.in_unit(make(count, self.lengths(count, layers)))
 
         if chunks is not None:
             return cut(chunks)

@@ -6,18 +6,32 @@ import argparse
 import dataclasses
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
 from helixpipe.cli.profile import profile_costs
 from helixpipe.cli.programs import make_simulations, plan_of
 from helixpipe.common.errors import UserError
 from helixpipe.common.files import try_file
+from helixpipe.common.flags import dataclass_from_namespace, option
 from helixpipe.draw.formats import check_suffix, draw
 from helixpipe.draw.page import draw_circle
 from helixpipe.lowering.validate import CircleError
 from helixpipe.program.files import is_file
 from helixpipe.program.timeline import Timeline
 from helixpipe.simulate.simulator import Simulation
+
+
+@dataclass(frozen=True)
+class DrawOptions:
+    """What `draw` adds."""
+
+    width: int | None = option(
+        None,
+        "Pixels that a picture has at most; numbers without room are left out (default: as many as they need).",
+        at_least=600,
+        at_most=24000,
+    )
 
 
 def run(namespace: argparse.Namespace) -> None:
@@ -40,7 +54,8 @@ def run(namespace: argparse.Namespace) -> None:
         raise UserError(f"{str(error).rstrip('.')}; {output} shows it.") from None
     simulated = [_titled(simulation, "simulated") if measured else simulation for simulation in simulations]
     blocking = namespace.p2p == "blocking"  # the page simulates ranks that compute while they send
-    draw([*(each.timeline if blocking else each for each in simulated), *measured], output)
+    shown = [*(each.timeline if blocking else each for each in simulated), *measured]
+    draw(shown, output, dataclass_from_namespace(DrawOptions, namespace).width)
     if namespace.json:
         print(json.dumps({"output": str(output), "simulations": [simulation.to_json() for simulation in simulations]}))
     else:

@@ -70,6 +70,9 @@ class PlanOptions:
         at_most=MOST_BANDWIDTH,
     )
     top: int = option(10, "So many plans are printed, the fastest first.", at_least=1, at_most=1000)
+    commands: bool = option(
+        False, "Print the torchrun command of each plan, not of the first alone.", flags=("--commands",)
+    )
     explain: bool = option(
         False,
         "Say where time goes, why the second lost, and what takes over as GPUs become more.",
@@ -106,7 +109,7 @@ def run(namespace: argparse.Namespace) -> None:
     if namespace.json:
         print(json.dumps(plans.to_json(front)))
         return
-    print(plans.text(options.explain, front))
+    print(plans.text(options.explain, front, options.commands))
 
 
 def _so_far(done: float, best: Tried | None) -> tuple[int, int, str]:

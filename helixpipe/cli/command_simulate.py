@@ -21,7 +21,15 @@ from helixpipe.common.files import try_file
 from helixpipe.common.flags import dataclass_from_namespace
 from helixpipe.costs.hardware import GIB
 from helixpipe.costs.profile_costs import ProfileCosts
-from helixpipe.draw.text import chunk_times, chunks_text, copies_text, sharing_text, summary, text_timeline
+from helixpipe.draw.text import (
+    chunk_shares,
+    chunk_times,
+    chunks_text,
+    copies_text,
+    sharing_text,
+    summary,
+    text_timeline,
+)
 from helixpipe.lowering.build import build_graph
 from helixpipe.lowering.lower import lower_graph
 from helixpipe.planning.catalogue import Catalogue
@@ -81,8 +89,10 @@ def _json(
         result["makespan_many_queues"] = simulate(simulation.lowered, simulation.costs).makespan
     if late is not None:
         result["makespan_recomputing_late"] = late.makespan
-    if program.chunk_lengths is not None:
-        result |= {"chunk_lengths": program.chunk_lengths, "chunk_times": chunk_times(simulation)}
+    if (shares := chunk_shares(simulation)) is not None:
+        tokens = program.chunk_lengths
+        result |= {"chunk_shares": shares} if tokens is None else {"chunk_lengths": tokens}
+        result["chunk_times"] = chunk_times(simulation)
     if batch is not None:
         result["documents"] = BatchReport(batch, simulation).to_json()
     if plan is not None:

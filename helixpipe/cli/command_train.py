@@ -28,7 +28,8 @@ _USAGE = """usage: helixpipe train [-p P] [--ranks N] [flags of pretrain_gpt.py]
 
 Train on this host: N ranks, by default one a GPU, or without GPUs as many as -p, --tensor-model-parallel-size and
 --context-parallel-size need.
--p is --pipeline-model-parallel-size; all others are flags of pretrain_gpt.py, which `pretrain_gpt.py --help` lists."""
+-p is --pipeline-model-parallel-size; all others are flags of pretrain_gpt.py, and `pretrain_gpt.py --help-all` lists
+them."""
 
 
 def run(arguments: Sequence[str]) -> int:

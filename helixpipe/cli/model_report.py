@@ -69,7 +69,7 @@ class StepReport:
     @property
     def near_limit(self) -> bool:
         """Whether it fits, and little more of fragments would be too much."""
-        return NEAR_LIMIT * self.limit < self.peak <= self.limit
+        return self.fits and NEAR_LIMIT * self.limit < self.peak
 
     @property
     def fits(self) -> bool:
@@ -163,10 +163,9 @@ def memory_text(step: StepReport) -> str:
     lines = ["  ".join(cell.rjust(max(7, len(h))) for cell, h in zip(row, headers, strict=True)) for row in rows]
     what = "least and most of all ranks, " if len(ranks) < len(step.memory) else ""
     header = "  ".join(name.rjust(max(7, len(name))) for name in headers)
-    spare = (step.limit - step.peak) / GIB
-    verdict = f"fits, with {spare:.1f} GiB to spare" if spare >= 0 else f"does NOT fit: {-spare:.1f} GiB too much"
     limit = f"{step.limit / GIB:.1f} GiB of {step.plan.costs.hardware.memory / GIB:.0f}"
-    lines = [f"Memory of each GPU, GiB ({what}simulated):", header, *lines, f"{verdict} ({limit} are usable)"]
+    lines = [f"Memory of each GPU, GiB ({what}simulated):", header, *lines, *_host_line(step)]
+    lines.append(f"{_verdict(step)} ({limit} are usable)")
     if step.near_limit:
         lines.append(
             f"WARNING: that is within {100 * (1 - NEAR_LIMIT):.0f} % of the limit; torch's allocator may reserve "
@@ -175,7 +174,7 @@ def memory_text(step: StepReport) -> str:
     if step.with_loss_slices is not None and step.with_loss_slices < step.peak:
         size = step.plan.costs.layout.with_loss_slices().loss_chunk
         lines.append(f"with --loss-chunk-size {size} a rank needs {step.with_loss_slices / GIB:.1f} GiB at most")
-    return "\n".join([*lines, *_host_line(step)])
+    return "\n".join(lines)
 
 
 def _host_line(step: StepReport) -> list[str]:
@@ -183,8 +182,16 @@ def _host_line(step: StepReport) -> list[str]:
     if not step.host_peak:
         return []
     share, peak = step.plan.costs.host_memory / GIB, step.host_peak / GIB
-    verdict = "" if peak <= share else f": does NOT fit, {peak - share:.1f} GiB too much"
-    return [f"Host memory of each GPU: {peak:.1f} GiB of {share:.1f}, its part of the node's{verdict}"]
+    return [f"Host memory of each GPU: {peak:.1f} GiB of {share:.1f}, its part of the node's"]
+
+
+def _verdict(step: StepReport) -> str:
+    """Of GPUs and hosts together."""
+    if step.fits:
+        return f"fits, with {(step.limit - step.peak) / GIB:.1f} GiB to spare"
+    over = {"": step.peak - step.limit, " of host memory": step.host_peak - step.plan.costs.host_memory}
+    missing = (f"{amount / GIB:.1f} GiB{of}" for of, amount in over.items() if amount > 0)
+    return f"does NOT fit: {' and '.join(missing)} too much"
 
 
 def _setup(step: StepReport) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from helixpipe import __version__
+from helixpipe.cli.command_draw import DrawOptions
 from helixpipe.cli.command_improve import ImproveOptions
 from helixpipe.cli.command_plan import PlanOptions
 from helixpipe.cli.documents import BatchOptions
@@ -40,6 +41,13 @@ _PROBLEM: tuple[tuple[type, str], ...] = (
 """What `simulate`, `memory` and `draw` are told of the problem, and the heading it is under."""
 
 
+_SIZE = ("ranks", "microbatches", "chunks", "virtual_stages")
+_TIMES = ("layers", "piece_times", "message_time", "profile")
+_MODEL = ("model", "hardware", "seq_length", "global_batch_size", "nodes", "tensor_parallel")
+_USUAL = (*_SIZE, *_TIMES, *_MODEL, "memory_limit", "recompute_granularity")
+"""Fields whose flags --help shows of a command that is told of a problem; --help-all shows all."""
+
+
 def parsers(schedules: Mapping[str, type]) -> tuple[FlagParser, dict[str, FlagParser]]:
     """The command's parser and those of its subcommands by name. schedules: the options class of each schedule."""
     parser = FlagParser(prog="helixpipe", description="Look at pipeline schedules without running them.")
@@ -50,6 +58,7 @@ def parsers(schedules: Mapping[str, type]) -> tuple[FlagParser, dict[str, FlagPa
 
     simulating = subparsers.add_parser(
         "simulate",
+        common=(*_USUAL, "save_program", "json"),
         help="time, bubble and memory of a schedule, or of several in a table",
         description="Run a schedule on paper: time, bubble, memory, messages; of several schedules or sizes (-k 1,2,4) "
         f"one table. {_BUBBLE}",
@@ -63,28 +72,7 @@ def parsers(schedules: Mapping[str, type]) -> tuple[FlagParser, dict[str, FlagPa
     add_dataclass_arguments(simulating, SizeOptions, title="size")
 
     weighing = _weighing(subparsers)
-    drawing = subparsers.add_parser(
-        "draw",
-        help="a picture of schedules and of measured runs",
-        description="Draw schedules, simulated, and measured runs below them. Timelines of one unit share a scale. "
-        f"{_BUBBLE}",
-    )
-    drawing.add_argument(
-        "schedules",
-        nargs="+",
-        metavar=_PROGRAM,
-        help="names from `helixpipe list`, or .json and .csv files; several to compare",
-    )
-    drawing.add_argument(
-        "-o", "--output", metavar="FILE",
-        help="where to; its suffix chooses the format: .png, .svg, .pdf, .html (zoom, pan, hover) or .json "
-        "(Chrome trace for ui.perfetto.dev) (default: SCHEDULE.png)",
-    )  # fmt: skip
-    drawing.add_argument(
-        "--measured", action="append", default=[], metavar="RUN.json",
-        help="a timeline recorded in training, drawn below the simulated ones; may be repeated",
-    )  # fmt: skip
-
+    drawing = _drawing(subparsers)
     checking = subparsers.add_parser(
         "check",
         help="whether a schedule of one's own can run",
@@ -117,6 +105,7 @@ def parsers(schedules: Mapping[str, type]) -> tuple[FlagParser, dict[str, FlagPa
     for command in (listing, simulating, weighing, drawing, checking, planning, profiling, comparing, improving):
         add_dataclass_arguments(command, OutputOptions, title="output")
     add_dataclass_arguments(simulating, SimulateOptions, title="output of simulate")
+    add_dataclass_arguments(drawing, DrawOptions, title="output of draw")
     commands = {"list": listing, "simulate": simulating, "memory": weighing, "draw": drawing, "check": checking}
     commands |= {"plan": planning, "improve": improving}
     return parser, {**commands, "profile": profiling, "compare": comparing, "train": training}
@@ -126,6 +115,18 @@ def _planning(subparsers: Any) -> FlagParser:
     """`plan`, but for the options of schedules and its output."""
     parser: FlagParser = subparsers.add_parser(
         "plan",
+        common=(
+            *_MODEL,
+            "gpus",
+            "schedule",
+            "pipeline_parallel",
+            "network",
+            "top",
+            "commands",
+            "explain",
+            "pareto",
+            "json",
+        ),
         help="how to run a model on so many GPUs, and the commands that do",
         description="Find sizes, schedule, its options and what to do for memory by predicted step time, and print the "
         f"commands that train so. {_BUBBLE}",
@@ -140,6 +141,7 @@ def _improving(subparsers: Any) -> FlagParser:
     """`improve`, but for what it shares with others."""
     parser: FlagParser = subparsers.add_parser(
         "improve",
+        common=(*_USUAL, "evaluations", "save_program"),
         help="search for a faster program than a schedule's own",
         description="Change the order of a schedule's ops, split backwards, cut sequences, place stages otherwise: "
         "whatever makes the simulated step shorter within the memory there is. Without a limit that is what the "
@@ -165,6 +167,7 @@ def _comparing(subparsers: Any) -> FlagParser:
     """`compare`, but for what it shares with others."""
     parser: FlagParser = subparsers.add_parser(
         "compare",
+        common=(*_USUAL, "json"),
         help="schedules side by side",
         description="Simulate schedules of one size, all of the catalogue by default: time, bubble, memory, fit. "
         f"{_BUBBLE}",
@@ -176,10 +179,38 @@ def _comparing(subparsers: Any) -> FlagParser:
     return parser
 
 
+def _drawing(subparsers: Any) -> FlagParser:
+    """`draw`, but for what it shares with others."""
+    parser: FlagParser = subparsers.add_parser(
+        "draw",
+        common=(*_USUAL, "output", "measured", "width"),
+        help="a picture of schedules and of measured runs",
+        description="Draw schedules, simulated, and measured runs below them. Timelines of one unit share a scale. "
+        f"{_BUBBLE}",
+    )
+    parser.add_argument(
+        "schedules",
+        nargs="+",
+        metavar=_PROGRAM,
+        help="names from `helixpipe list`, or .json and .csv files; several to compare",
+    )
+    parser.add_argument(
+        "-o", "--output", metavar="FILE",
+        help="where to; its suffix chooses the format: .png, .svg, .pdf, .html (zoom, pan, hover) or .json "
+        "(Chrome trace for ui.perfetto.dev) (default: SCHEDULE.png)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--measured", action="append", default=[], metavar="RUN.json",
+        help="a timeline recorded in training, drawn below the simulated ones; may be repeated",
+    )  # fmt: skip
+    return parser
+
+
 def _weighing(subparsers: Any) -> FlagParser:
     """`memory`, but for what it shares with others."""
     parser: FlagParser = subparsers.add_parser(
         "memory",
+        common=(*_SIZE, "layers", *_MODEL, "recompute_granularity", "json"),
         help="bytes a rank that a model needs under a schedule",
         description="Memory of each GPU by kind, for a model on named hardware, and whether it fits.",
     )

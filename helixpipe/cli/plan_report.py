@@ -54,8 +54,8 @@ class Plans:
     def command(self, tried: Tried) -> str:
         return torchrun_command(self.question, tried.candidate)
 
-    def text(self, explain: bool, front: Sequence[Tried]) -> str:
-        """Setup, table, commands; what explains them where that is asked for."""
+    def text(self, explain: bool, front: Sequence[Tried], all_commands: bool) -> str:
+        """Setup, table, the command of the best, or those of all; what explains them where that is asked for."""
         question, best = self.question, self.outcome.best
         lines = [
             f"{question.model.name} on {question.gpus} x {question.hardware.name}: "
@@ -89,8 +89,10 @@ class Plans:
                 "No other plan beats these in time and memory:",
                 table(("step, s", "GiB", "TP CP PP DP", "schedule", "saving"), cells),
             ]
-        for number, each in enumerate(best, start=1):
+        for number, each in enumerate(best if all_commands else best[:1], start=1):
             lines += ["", f"{number}. {self.command(each)}"]
+        if len(best) > 1 and not all_commands:
+            lines += ["", "--commands prints those of the others, too."]
         return "\n".join(lines)
 
     def _row(self, number: int, tried: Tried) -> tuple[str, ...]:

@@ -35,7 +35,7 @@ from helixpipe.simulate.simulator import Simulation
 MIB = 2**20
 _KINDS = ("F", "I", "W", "B")
 PROGRESS = re.compile(r"^measured (\d+) of (\d+)$", re.MULTILINE)
-"""What the first process prints after each part."""
+"""What the first process prints before each part."""
 
 
 def measure(options: ProfileOptions) -> Profile:
@@ -85,16 +85,15 @@ def _measure(task: dict[str, Any], world_size: int, threads: int) -> Profile:
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], outputs: Sequence[Path]) -> None:
-    """Until all have ended; shows how far the first says it is (`PROGRESS`)."""
+    """Until all have ended; shows how far the first says it is (`PROGRESS`), from when they start on."""
     codes: list[int | None] = [None]
-    progress = Progress("measuring")
+    progress = Progress("measuring", unit=" %")
     while None in codes:
         time.sleep(0.05)
         codes = [process.poll() for process in processes]
         told = PROGRESS.findall(outputs[0].read_text(encoding="utf-8", errors="replace"))
-        if told:
-            done, of = map(int, told[-1])
-            progress.at(done, of)
+        done, of = map(int, told[-1]) if told else (0, 1)
+        progress.at(100 * done // of, 100)
         for code, output in zip(codes, outputs, strict=True):
             if code:
                 text = PROGRESS.sub("", output.read_text(encoding="utf-8", errors="replace")).strip()

@@ -24,7 +24,7 @@ from helixpipe.planning.offload import OffloadOptions, check_offloads
 from helixpipe.planning.recompute import RecomputeOptions, check_recomputes
 from helixpipe.planning.sharding import shared_out
 from helixpipe.program.costs import Costs
-from helixpipe.program.files import is_file, load_program, says_all
+from helixpipe.program.files import is_file, load_program, naming, says_all
 from helixpipe.program.program import Program, forward_only
 from helixpipe.program.workload import Workload
 from helixpipe.simulate.simulator import Simulation, simulate
@@ -154,17 +154,25 @@ def _programs(
             shape = dataclasses.replace(shapes[name], layers=layers)
             program = _scheduled(schedules[name], shape, chunking, namespace)
         else:
-            if says_all(name):
-                check_recomputes(name, files[name], given.recompute)
-                check_offloads(name, files[name], given.offload)
-                program = shared_out(chunking.of_file(name, files[name]), given.sharded)
-            else:
-                program = shared_out(chunking.of_file(name, program_of_file(name, own, layers)), given.sharded)
-                program = recomputed(program, given.recompute, given.costs, given.memory_limit)
-            shape = Shape(program.num_ranks, program.num_microbatches, program.num_layers, **vars(given))
-            program = namespace.catalogue.offloaded(name, program, shape)
+            program = files[name] if says_all(name) else program_of_file(name, own, layers)
+            with naming(name):
+                program = _of_file(name, program, given, chunking, namespace)
         programs.append(forward_only(program) if namespace.forward_only else program)
     return programs
+
+
+def _of_file(name: str, program: Program, given: _Given, chunking: Chunking, namespace: argparse.Namespace) -> Program:
+    """A file's program with what the flags say of it."""
+    if says_all(name):
+        check_recomputes(name, program, given.recompute)
+        check_offloads(name, program, given.offload)
+        program = shared_out(chunking.of_file(name, program), given.sharded)
+    else:
+        program = shared_out(chunking.of_file(name, program), given.sharded)
+        program = recomputed(program, given.recompute, given.costs, given.memory_limit)
+    shape = Shape(program.num_ranks, program.num_microbatches, program.num_layers, **vars(given))
+    catalogue: Catalogue = namespace.catalogue
+    return catalogue.offloaded(name, program, shape)
 
 
 def _packed(name: str, size: ShapeOptions, given: _Given, packer: Packer, namespace: argparse.Namespace) -> Program:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import product
+from pathlib import Path
 
 from helixpipe.cli.model import ModelOptions
 from helixpipe.cli.model_report import report
@@ -18,8 +19,14 @@ from helixpipe.common.errors import ScheduleError, UserError
 from helixpipe.common.flags import dataclass_from_namespace, option
 from helixpipe.common.progress import Progress
 from helixpipe.costs.hardware import GIB
-from helixpipe.draw.text import table
+from helixpipe.draw.text import chunk_shares, chunk_times, table
 from helixpipe.planning.catalogue import Schedule
+from helixpipe.planning.chunk_options import ChunkOptions
+from helixpipe.program.files import is_file
+from helixpipe.simulate.simulator import Simulation
+
+UNEVEN = 1.05
+"""Time of the longest chunk over that of a chunk on average from which on a table says so."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,8 @@ class SizeOptions:
 @dataclass(frozen=True)
 class Row:
     """One schedule at one size; refused: why there is none. bubble: idle share of all ranks' time in the step; memory:
-    of the rank that needs most, GiB, or microbatch-layers where no model is given."""
+    of the rank that needs most, GiB, or microbatch-layers where no model is given. longest_chunk: its time over that of
+    a chunk on average, where sequences are cut."""
 
     schedule: str
     microbatches: int | None
@@ -59,7 +67,14 @@ class Row:
     bubble: float = math.nan
     memory: float = math.nan
     fits: bool | None = None
+    longest_chunk: float | None = None
     refused: str = ""
+
+    @property
+    def reason(self) -> str:
+        """Why there is none, with the name of the schedule or file."""
+        named = is_file(self.schedule) and Path(self.schedule).name in self.refused
+        return self.refused if named else f"{self.schedule}: {self.refused}"
 
 
 def one_size(namespace: argparse.Namespace) -> argparse.Namespace | None:
@@ -99,6 +114,10 @@ def compare(schedules: Mapping[str, Schedule | None], namespace: argparse.Namesp
     named = [schedule for schedule in schedules.values() if schedule is not None]
     if foreign := namespace.catalogue.foreign_options(namespace.given, named):
         raise ScheduleError(foreign[0])
+    chunk_options = dataclass_from_namespace(ChunkOptions, namespace)
+    most_chunks = max((each for each in lists["chunks"] if each is not None), default=None)
+    chunk_options.count(most_chunks)  # refuses flags that no row can have
+    namespace.catalogue.check_chunks(chunk_options.cutting_flag(most_chunks), list(schedules))
     asked = [(name, schedule, sizes) for name, schedule in schedules.items() for sizes in _sizes(lists, schedule)]
     rows = []
     with Progress("simulating").parts(len(asked)) as simulated:
@@ -106,7 +125,7 @@ def compare(schedules: Mapping[str, Schedule | None], namespace: argparse.Namesp
             rows.append(_row(name, schedule, namespace, sizes, one_queue))
             simulated()
     if all(row.refused for row in rows):
-        raise UserError(f"{rows[0].schedule}: {rows[0].refused}" if rows else "there is nothing to compare.")
+        raise UserError(rows[0].reason if rows else "there is nothing to compare.")
     rows.sort(key=lambda row: (row.fits is False, row.time, row.schedule))
     if namespace.json:
         print(json.dumps([asdict(row) | {"time": row.time if math.isfinite(row.time) else None} for row in rows]))
@@ -145,6 +164,7 @@ def _row(
     if namespace.layers is None and schedule is not None and not _in_bytes(namespace):
         stages = max(2, *(each or 0 for each in numbers(namespace, "virtual_stages")))
         values["layers"] = (namespace.ranks or 4) * stages  # of all alike, or their times would not compare
+    values |= _not_for(chunks, schedule, dataclass_from_namespace(ChunkOptions, namespace))
     values["given"] = {field: flag for field, flag in namespace.given.items() if field not in others}
     asked = argparse.Namespace(**values)
     try:
@@ -155,11 +175,29 @@ def _row(
         return Row(name, microbatches, chunks, virtual, refused=str(error))
     program = simulation.lowered.program
     size = (program.num_microbatches, program.num_chunks, len(program.stages) // program.num_ranks)
+    bubble, longest = simulation.bubble_ratio, _longest_chunk(simulation)
     if plan is not None:
         step = report(simulation, plan)
-        return Row(name, *size, step.step_time, simulation.bubble_ratio, step.peak / GIB, step.fits)
+        return Row(name, *size, step.step_time, bubble, step.peak / GIB, step.fits, longest)
     unit = 1.0 if measured is None else GIB
-    return Row(name, *size, simulation.makespan, simulation.bubble_ratio, max(simulation.peak_activation) / unit)
+    return Row(name, *size, simulation.makespan, bubble, max(simulation.peak_activation) / unit, None, longest)
+
+
+def _not_for(chunks: int | None, schedule: Schedule | None, options: ChunkOptions) -> dict[str, None]:
+    """The flags about chunks that a row has no use for: they are for the others. chunks: of --chunks."""
+    if schedule is None:
+        return {}
+    if not schedule.chunks:
+        return {field.name: None for field in fields(ChunkOptions)}
+    return {} if options.cutting_flag(chunks) else {"pipe_sp_strategy": None, "chunk_alignment": None}
+
+
+def _longest_chunk(simulation: Simulation) -> float | None:
+    """The time of the longest chunk over that of a chunk on average; None where sequences are whole."""
+    if chunk_shares(simulation) is None:
+        return None
+    times = chunk_times(simulation)
+    return max(times) * len(times) / (sum(times) or 1.0)
 
 
 def _print(rows: list[Row], in_bytes: bool) -> None:
@@ -177,4 +215,9 @@ def _print(rows: list[Row], in_bytes: bool) -> None:
     print(table(headers, cells))
     for row in rows:
         if row.refused:
-            print(f"{row.schedule}: {row.refused}")
+            print(row.reason)
+        elif row.longest_chunk is not None and row.longest_chunk > UNEVEN:
+            longer = 100 * (row.longest_chunk - 1)
+            print(
+                f"{row.schedule}, k = {row.chunks}: its longest chunk takes {longer:.0f} % longer than the average one."
+            )

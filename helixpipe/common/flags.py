@@ -29,6 +29,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from helixpipe.common.errors import UserError
+from helixpipe.common.help import HelpFormatter, add_help
 from helixpipe.common.ranges import MOST_SAMPLES, Range
 
 T = TypeVar("T")
@@ -78,12 +79,19 @@ def setting(default: Any, help: str) -> Any:
 
 
 class FlagParser(argparse.ArgumentParser):
-    """An argument parser that knows no abbreviations and raises UserError instead of printing usage and exiting."""
+    """An argument parser that knows no abbreviations and raises UserError instead of printing usage and exiting.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    common: the fields whose flags --help shows, of a parser that has too many for one screen (see `help`).
+    """
+
+    def __init__(self, *args: Any, common: Sequence[str] = (), **kwargs: Any) -> None:
         kwargs.setdefault("allow_abbrev", False)
-        kwargs.setdefault("formatter_class", _HelpFormatter)
+        kwargs.setdefault("formatter_class", HelpFormatter)
+        if common:
+            kwargs["add_help"] = False
         super().__init__(*args, **kwargs)
+        if common:
+            add_help(self, common)
         self.ranges: dict[str, Range] = {}
         """Of what is given for a field, by its name."""
         self._given: Sequence[str] = ()
@@ -93,10 +101,16 @@ class FlagParser(argparse.ArgumentParser):
         raise UserError(self._as_typed(_one_sentence(message)))
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """argparse's, and the ranges of what it has found. Raises UserError."""
+        """argparse's, and the ranges of what it has found. Raises UserError, for an empty text too: of a variable that
+        was never set, say. Only a flag that is empty by default may be empty."""
         self._given = sys.argv[1:] if args is None else list(args)
         parsed, rest = super().parse_known_args(args, namespace)
         flags = self.given(self._given)
+        for action in self._actions:
+            value = getattr(parsed, action.dest, None)
+            if action.default != "" and "" in (value if isinstance(value, list) else (value,)):
+                name = flags.get(action.dest, action.metavar or action.dest)
+                raise UserError(f"{name} is empty; give it a value{'' if action.required else ' or leave it out'}.")
         for name, limits in self.ranges.items():
             limits.check(flags.get(name, "--" + name.replace("_", "-")), getattr(parsed, name, None))
         return parsed, rest
@@ -146,8 +160,10 @@ def unknown_argument(argument: str, known: Iterable[str]) -> str:
         return f"unexpected argument {argument!r}: every value must follow its --flag."
     name = argument.split("=")[0]
     spelled = name.replace("_", "-")
-    nearest = difflib.get_close_matches(spelled, list(known), n=1, cutoff=0.6)
-    hint = f"; did you mean {nearest[0]}?" if nearest else "; --help lists the flags."
+    known = list(known)
+    nearest = difflib.get_close_matches(spelled, known, n=1, cutoff=0.6)
+    lists = "--help-all" if "--help-all" in known else "--help"
+    hint = f"; did you mean {nearest[0]}?" if nearest else f"; {lists} lists the flags."
     return f"unknown flag {name}{hint}"
 
 
@@ -306,11 +322,6 @@ _CONVERTERS: Mapping[type, Any] = types.MappingProxyType({int: whole_number, flo
 
 
 _NEGATIVE = re.compile(r"-\.?\d[\d.]*([eE][-+]?\d+)?$")
-
-
-class _HelpFormatter(argparse.HelpFormatter):
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=40, width=110)
 
 
 def _one_sentence(message: str) -> str:

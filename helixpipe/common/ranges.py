@@ -67,7 +67,9 @@ class Range:
         if number is None or not self.holds(number):
             what = "a whole number" if self.whole else "a number"
             limits = self._words(-math.inf if number is None else number)
-            raise error(f"{flag} {text} must be {what}, {limits}{self.unit}, or {' or '.join(self.words)}.")
+            words = f"or {' or '.join(self.words)}" if self.words else ""
+            valid = ", ".join(part for part in (what, f"{limits}{self.unit}" if limits else "", words) if part)
+            raise error(f"{flag} {text or repr(text)} must be {valid}.")
 
     def _words(self, value: float) -> str:
         """The limits; where both are far apart, the one that the value is beyond."""

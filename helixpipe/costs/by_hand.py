@@ -187,7 +187,7 @@ def _share(extents: Extents, whole: float | None) -> float:
 def _in_whole_numbers(parts: Extents) -> tuple[Extents, int]:
     """Extents in parts of a microbatch, as multiples of one such part, and how many of these it has: sums of whole
     numbers are exact, and ties between times decide orders."""
-    exact = [Fraction(value).limit_denominator(1 << 16) for part in parts for value in part[:2]]
+    exact = [Fraction(value).limit_denominator(1 << 20) for part in parts for value in part[:2]]
     scale = lcm(*(value.denominator for value in exact))
     return tuple(Extent(round(part.tokens * scale), round(part.earlier * scale)) for part in parts), scale
 

@@ -27,6 +27,9 @@ from helixpipe.program.timeline import CopyEvent, OpEvent, SharingEvent, Timelin
 from helixpipe.simulate.simulator import Simulation
 
 IMAGE_SUFFIXES = (".png", ".svg", ".pdf")
+DPI = 150
+"""Pixels of a picture's inch."""
+
 SUFFIXES = (*IMAGE_SUFFIXES, ".html", ".json")
 
 
@@ -39,17 +42,18 @@ def check_suffix(path: str | Path) -> None:
         )
 
 
-def draw(shown: Sequence[Timeline | Simulation], path: str | Path) -> None:
+def draw(shown: Sequence[Timeline | Simulation], path: str | Path, width: int | None = None) -> None:
     """Draw in the format that the suffix of `path` says: .png, .svg, .pdf, .html or .json (Chrome trace).
 
-    Of a simulation the page shows memory, too, and what waits for what. The file appears whole or not at all. Raises
-    UserError for another suffix, no timeline, or a file that cannot be written.
+    width: pixels that a picture has at most; None: as many as its numbers need. Of a simulation the page shows memory,
+    too, and what waits for what. The file appears whole or not at all. Raises UserError for another suffix, no
+    timeline, or a file that cannot be written.
     """
     check_suffix(path)
     suffix = Path(path).suffix.lower()
     timelines = [each.timeline if isinstance(each, Simulation) else each for each in shown]
     if suffix in IMAGE_SUFFIXES:
-        draw_png(timelines, path)
+        draw_png(timelines, path, width)
     elif suffix == ".html":
         draw_html(shown, path)
     else:
@@ -57,15 +61,16 @@ def draw(shown: Sequence[Timeline | Simulation], path: str | Path) -> None:
             temporary.write_text(json.dumps(chrome_trace(timelines)) + "\n", encoding="utf-8")
 
 
-def draw_png(timelines: Sequence[Timeline], path: str | Path) -> None:
-    """Draw a picture: PNG, or SVG or PDF when `path` ends so. Raises UserError when the file cannot be written."""
+def draw_png(timelines: Sequence[Timeline], path: str | Path, width: int | None = None) -> None:
+    """Draw a picture: PNG, or SVG or PDF when `path` ends so. width: see `draw`. Raises UserError when the file cannot
+    be written."""
     from helixpipe.draw.picture import picture  # matplotlib takes a second to import: only who draws waits for it
 
-    figure = picture(_some(timelines))
+    figure = picture(_some(timelines), None if width is None else width / DPI)
     suffix = Path(path).suffix.lower()
     kind = suffix[1:] if suffix in IMAGE_SUFFIXES else "png"
     with whole_file(path) as temporary:
-        figure.savefig(temporary, format=kind, dpi=150)
+        figure.savefig(temporary, format=kind, dpi=DPI)
 
 
 def chrome_trace(timelines: Sequence[Timeline]) -> dict[str, Any]:

@@ -71,8 +71,9 @@ class _Boxes:
     colours: Sequence[Colour]
 
 
-def picture(timelines: Sequence[Timeline]) -> Figure:
-    """A figure with one panel a timeline, from top to bottom; timelines of one unit share a time scale."""
+def picture(timelines: Sequence[Timeline], widest: float | None = None) -> Figure:
+    """A figure with one panel a timeline, from top to bottom; timelines of one unit share a time scale. widest: inches
+    that it may have, whatever its numbers would need."""
     rows = [_Rows(timeline) for timeline in timelines]
     totals = [each.total for each in rows]
     longest = {t.unit: max(other.makespan for other in timelines if other.unit == t.unit) or 1.0 for t in timelines}
@@ -82,6 +83,7 @@ def picture(timelines: Sequence[Timeline]) -> Figure:
     heights = [each * row_height for each in totals]
     total = LEGEND + sum(TITLE + height + BELOW for height in heights)
     width = max(WIDTH, min(LEFT + axis + RIGHT, WIDEST, AREA / total, FLATTEST * total))
+    width = width if widest is None else min(width, widest)
     figure = Figure(figsize=(width, total))
     _legend(figure, timelines, width, total)
     top = total - LEGEND

@@ -141,17 +141,26 @@ def chunk_times(simulation: Simulation) -> list[float]:
     return times
 
 
+def chunk_shares(simulation: Simulation) -> list[float] | None:
+    """Of a sequence that each chunk is; None where microbatches are cut otherwise, or not."""
+    lengths = simulation.lowered.program.workload.lengths
+    return None if lengths is None or len(lengths) == 1 else [length / sum(lengths) for length in lengths]
+
+
 def chunks_text(simulation: Simulation) -> str | None:
-    """A line a chunk, its length and what it takes; None when lengths are not stated."""
-    lengths = simulation.lowered.program.chunk_lengths
-    if lengths is None:
+    """A line a chunk, its length and what it takes; None where there is nothing to tell apart."""
+    shares, lengths = chunk_shares(simulation), simulation.lowered.program.chunk_lengths
+    if shares is None:
         return None
     unit = f" ({simulation.timeline.unit})" if simulation.timeline.unit else ""
+    sizes = [f"{100 * share:.4g} %" for share in shares] if lengths is None else map(str, lengths)
     rows = [
-        f"{chunk:>5}  {length:>8}  {time:>8.4g}"
-        for chunk, (length, time) in enumerate(zip(lengths, chunk_times(simulation), strict=True))
+        f"{chunk:>5}  {size:>8}  {time:>8.4g}"
+        for chunk, (size, time) in enumerate(zip(sizes, chunk_times(simulation), strict=True))
     ]
-    return "\n".join([f"chunk    tokens  time in all stages together{unit}", *rows])
+    return "\n".join(
+        [f"chunk  {'share' if lengths is None else 'tokens':>8}  time in all stages together{unit}", *rows]
+    )
 
 
 def copies_text(simulation: Simulation) -> str | None:

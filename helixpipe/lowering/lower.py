@@ -50,6 +50,7 @@ from helixpipe.lowering.places import without_holds
 from helixpipe.lowering.project import LoweredProgram, project
 from helixpipe.lowering.validate import check_ends, validate
 from helixpipe.program.costs import Costs
+from helixpipe.program.files import naming
 from helixpipe.program.program import Program
 
 
@@ -57,10 +58,11 @@ from helixpipe.program.program import Program
 def lower(program: Program, costs: Costs | None = None) -> LoweredProgram:
     """Validate and lower a program. Every rank computes the same result from the same arguments.
 
-    costs: decide the order of messages relative to ops; unit costs when None. Raises ProgramError when the program is
-    not valid.
+    costs: decide the order of messages relative to ops; unit costs when None. Raises ProgramError, which names the file
+    of a program that has one, when the program is not valid.
     """
-    return lower_graph(validate(program, ends=False), costs or unit_costs())
+    with naming(program.source):
+        return lower_graph(validate(program, ends=False), costs or unit_costs())
 
 
 def lower_graph(graph: Graph, costs: Costs) -> LoweredProgram:

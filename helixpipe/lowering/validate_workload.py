@@ -36,8 +36,6 @@ def check_workload(workload: Workload) -> None:
                 raise ProgramError(f"chunk {chunk} of microbatch {number} has no slice of any document.")
             if workload.proportional and {part.document for part in slices} != {chunks[0][0].document}:
                 raise ProgramError(f"microbatch {number} has several documents, so the lengths must be in tokens.")
-        if workload.proportional and len(set(workload.tokens(number))) > 1:
-            raise ProgramError(f"microbatch {number} has chunks of several lengths, so these must be in tokens.")
     ends: dict[int, int] = {}
     whole = True
     for number, chunks in enumerate(workload.microbatches):

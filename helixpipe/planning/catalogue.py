@@ -16,7 +16,7 @@ from helixpipe.planning.offload_choice import Limits, choose
 from helixpipe.planning.recompute import RecomputeOptions, check_recomputes
 from helixpipe.planning.sharding import shared_out
 from helixpipe.program.costs import Costs
-from helixpipe.program.files import is_file, load_program, says_all
+from helixpipe.program.files import is_file, load_program, naming, says_all
 from helixpipe.program.program import Program
 from helixpipe.program.stages import Stage, even_stages, layers_of, uneven_stages
 from helixpipe.program.workload import Workload, uniform
@@ -205,14 +205,15 @@ class Catalogue(Mapping[str, Schedule]):
         The program is not validated here (`lowering.lower` does).
         """
         program = self._of_file(name, shape) if is_file(name) else self._of_schedule(name, shape, options)
-        if says_all(name):
-            check_recomputes(name, program, shape.recompute)
-            check_offloads(name, program, shape.offload)
-            program = shared_out(program, shape.sharded)
-        else:
-            program = shared_out(program, shape.sharded)
-            program = recomputed(program, shape.recompute, shape.costs, shape.memory_limit)
-        return self.offloaded(name, program, shape)
+        with naming(program.source):
+            if says_all(name):
+                check_recomputes(name, program, shape.recompute)
+                check_offloads(name, program, shape.offload)
+                program = shared_out(program, shape.sharded)
+            else:
+                program = shared_out(program, shape.sharded)
+                program = recomputed(program, shape.recompute, shape.costs, shape.memory_limit)
+            return self.offloaded(name, program, shape)
 
     def offloaded(self, name: str, program: Program, shape: Shape) -> Program:
         """The program of a schedule or file with what its shape says is offloaded."""

@@ -18,8 +18,13 @@ from helixpipe.planning.chunk_lengths import (
 from helixpipe.program.costs import Costs
 from helixpipe.program.stages import even_stages
 
-NOMINAL_LENGTH = 65536
-"""Tokens of a sequence when nothing says how many, as with times given by hand: only the shares matter then."""
+NOMINAL_LENGTH = 1 << 20
+"""Parts of a sequence at most, where nothing says how many tokens it has, as with times given by hand: chunks are cut
+to such a part."""
+
+MOST_BALANCED = 1024
+"""Chunks that are given equal times where nobody asks for it and nothing says how many tokens there are; with more of
+them that takes longer than all else, and parts are too coarse."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ class ChunkOptions:
     pipe_sp_strategy: Literal["uniform_comp", "average"] | None = option(
         None,
         "Lengths of the chunks: uniform_comp, each takes equally long, or average, each is equally long "
-        "(default: uniform_comp where the costs are those of a model, else average).",
+        "(default: uniform_comp).",
     )
     chunk_lengths: str | None = option(
         None, "Tokens of each chunk, in place of a strategy; they add up to the sequence.", metavar="N,N,..."
@@ -118,7 +123,8 @@ class ChunkOptions:
         tensor_parallel: int = 1,
         unit: int | None = None,
     ) -> tuple[int, ...] | None:
-        """Tokens of each of so many chunks; None for one chunk, and by default where no sequence length is known.
+        """Tokens of each of so many chunks, or where no sequence length is known, of what only the proportions matter;
+        None for one chunk, and for more than MOST_BALANCED where nothing asks for lengths.
 
         unit: what lengths must be multiples of for the ranks that share a chunk; None: the tensor-parallel size.
         Raises UserError where lengths given do not add up to the sequence, or there are too few tokens.
@@ -132,15 +138,16 @@ class ChunkOptions:
             shared = f"{unit}, which tensor- and context-parallel ranks can share"
         if self.lengths is not None:
             return self._checked(self.lengths, chunks, seq_length, unit, shared)
-        strategy = self.pipe_sp_strategy or ("average" if seq_length is None else "uniform_comp")
-        length, alignment = seq_length or NOMINAL_LENGTH, self.chunk_alignment
+        if seq_length is None and self.pipe_sp_strategy is None and chunks > MOST_BALANCED:
+            return None
+        # A multiple of the chunks, so that chunks that take as long as they are long come out equal.
+        length = seq_length or NOMINAL_LENGTH // chunks * chunks
+        alignment = self.chunk_alignment
         if alignment is None:
-            if seq_length is None and self.pipe_sp_strategy is None:
-                return None
             alignment = 1 if seq_length is None else default_alignment(length, chunks, unit)
         if alignment % unit:
             raise UserError(f"--chunk-alignment {alignment} must be a multiple of {shared}.")
-        if strategy == "average":
+        if self.pipe_sp_strategy == "average":
             return average_lengths(length, chunks, alignment)
         return balanced_lengths(costs, even_stages(layers, 1), length, chunks, alignment)
 

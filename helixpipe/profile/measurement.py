@@ -165,13 +165,13 @@ class Measurement:
         runs = [self._run_of(row, split) for row in every for split in (False, True)]
         rounds = WARM_UP + self._task.repeats
         for number in range(rounds):
-            for run in runs:
+            for place, run in enumerate(runs):
+                _tell(number * len(runs) + place, rounds * len(runs))
                 dist.barrier(self._group)
                 found = list(self._round(run))
                 if number >= WARM_UP:
                     for key, seconds in found:
                         run.samples.setdefault(key, []).append(seconds)
-            _tell(number + 1, rounds)
         joint, split = ([run.samples for run in runs if run.split is which] for which in (False, True))
         samples = [dict(zip("FBIW", (a, a, b, b), strict=True)) for a, b in zip(joint, split, strict=True)]
         whole = [_whole_times(row, of) for row, of in zip(every, samples, strict=True) if row.whole]

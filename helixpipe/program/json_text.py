@@ -25,8 +25,8 @@ cell of its forward stands for a unit, and `ahead` is 1 if it is not there. A st
 `resident`) and an `owner`; a program `forward_only`, a `ring` (`slots`, `eager`, `gradient_bytes`),
 `min_offloaded_bytes`, `sharded` and `kv_blocks`. A workload is cut alike in every microbatch, into `chunks` of equal
 length or into `lengths` in tokens; or it lists for each microbatch its chunks, each as slices: `0[0:512] 1[0:64]` is
-tokens 0 to 511 of document 0, then 0 to 63 of document 1; `proportional` says that these are not tokens but
-proportions.
+tokens 0 to 511 of document 0, then 0 to 63 of document 1; `proportional` beside either says that these are not tokens
+but proportions.
 """
 
 from __future__ import annotations
@@ -129,10 +129,12 @@ def _layer(number: int) -> tuple[Piece, ...]:
 def _workload_text(workload: Workload) -> str:
     lengths = workload.lengths
     if lengths is not None:
-        count, own = len(lengths), None if workload.proportional else lengths
-        if workload == uniform(len(workload), count, own):
-            cut = {"chunks": count} if own is None else {"lengths": own}
-            return _line({"microbatches": len(workload), **cut})
+        number, count = len(workload), len(lengths)
+        if workload == uniform(number, count):
+            return _line({"microbatches": number, "chunks": count})
+        if workload == uniform(number, count, lengths, workload.proportional):
+            unit = {"proportional": True} if workload.proportional else {}
+            return _line({"microbatches": number, "lengths": lengths, **unit})
     shown = _lines(([_chunk_text(chunk) for chunk in chunks] for chunks in workload.microbatches), "    ")
     start = f'\n    "proportional": {_line(True)},' if workload.proportional else ""
     return f'{{{start}\n    "microbatches": {shown}\n  }}'
@@ -243,19 +245,22 @@ def _workload(entry: Fields, num_ops: int) -> Workload:
     """num_ops: of the program, which has as many units at most, whatever number the file says."""
     entry.only(("microbatches", "chunks", "lengths", "proportional"))
     microbatches = entry["microbatches"]
+    proportional = entry["proportional"].truth() if "proportional" in entry else False
     if isinstance(microbatches.value, list):
         if other := next((key for key in ("chunks", "lengths") if key in entry), None):
             raise ProgramError(f"{entry.place}: {other} has nothing to say where each microbatch lists its chunks.")
         chunks = tuple(tuple(chunk.slices() for chunk in each.each()) for each in microbatches.each())
-        return Workload(chunks, entry["proportional"].truth() if "proportional" in entry else False)
-    if "proportional" in entry or ("chunks" in entry) == ("lengths" in entry):
+        return Workload(chunks, proportional)
+    if ("chunks" in entry) == ("lengths" in entry):
         raise ProgramError(f"{entry.place} must have microbatches and either chunks or lengths, or a list of chunks.")
+    if "proportional" in entry and "chunks" in entry:
+        raise ProgramError(f"{entry.place}: chunks are equally long; proportional belongs to lengths.")
     lengths = tuple(length.whole() for length in entry["lengths"].each()) if "lengths" in entry else None
     count, number = entry["chunks"].whole() if lengths is None else len(lengths), microbatches.whole()
     if number * count > num_ops:
         raise ProgramError(f"{entry.place}: {number} microbatches of {count} chunks are more than the {num_ops} ops.")
     try:
-        return uniform(number, count, lengths)
+        return uniform(number, count, lengths, proportional)
     except ProgramError as error:
         raise ProgramError(f"{entry.place}: {error}") from None
 

@@ -58,6 +58,7 @@ class Program:
     min_offloaded_bytes: saved tensors smaller than that stay on the device, whatever is to be offloaded.
     sharded: data-parallel ranks that have parts of each rank's weights; 1: weights are whole.
     kv_blocks: keys and values of microbatches that run in chunks lie in a block for each chunk.
+    source: the file it was read from, for messages.
     """
 
     schedule: str
@@ -70,6 +71,7 @@ class Program:
     min_offloaded_bytes: int = 0
     sharded: int = 1
     kv_blocks: bool = False
+    source: str = field(default="", compare=False)
 
     @property
     def num_ranks(self) -> int:

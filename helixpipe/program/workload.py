@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from math import gcd
 from typing import NamedTuple
 
 from helixpipe.common.errors import ProgramError
@@ -187,23 +188,37 @@ class Workload:
                 raise ProgramError(f"chunk lengths {lengths} do not add up to the sequence's {seq_length} tokens.")
         return self.in_tokens(seq_length)
 
+    def in_proportions(self) -> Workload:
+        """The same with its lengths as proportions, in lowest terms."""
+        unit = gcd(*(part.length for chunks in self.microbatches for chunk in chunks for part in chunk))
+
+        def reduced(chunk: Chunk) -> Chunk:
+            return tuple(Slice(part.document, part.start // unit, part.length // unit) for part in chunk)
+
+        return Workload(tuple(tuple(map(reduced, chunks)) for chunks in self.microbatches), proportional=True)
+
     def in_tokens(self, seq_length: int) -> Workload:
         """The same with lengths in tokens, as they are where the workload says them: microbatches of documents have any
-        length. Proportions become lengths of sequences of `seq_length`, as even as whole numbers can be, longer ones
-        first. Raises ProgramError where a chunk would have no token."""
+        length. Proportions become lengths of sequences of `seq_length`, as near as whole numbers can be; of equal ones
+        the first are the longer. Raises ProgramError where a chunk would have no token."""
         if not self.proportional:
             return self
-        known: dict[int, tuple[int, ...]] = {}
-        for chunks in self.microbatches:
-            if len(chunks) not in known:
-                known[len(chunks)] = _even(seq_length, len(chunks))
-        return Workload(tuple(_cut(chunks[0][0].document, known[len(chunks)]) for chunks in self.microbatches))
+        known: dict[tuple[int, ...], tuple[int, ...]] = {}
+        microbatches = []
+        for number, chunks in enumerate(self.microbatches):
+            shares = self.tokens(number)
+            if shares not in known:
+                known[shares] = _divided(seq_length, shares)
+            microbatches.append(_cut(chunks[0][0].document, known[shares]))
+        return Workload(tuple(microbatches))
 
 
-def uniform(microbatches: int, chunks: int = 1, lengths: Iterable[int] | None = None) -> Workload:
+def uniform(
+    microbatches: int, chunks: int = 1, lengths: Iterable[int] | None = None, proportional: bool = False
+) -> Workload:
     """Microbatches of one document each, all cut alike: into `chunks` equal parts of whatever length a sequence has,
-    or into chunks of these `lengths` in tokens. Raises ProgramError for sizes below 1 and lengths that are not as many
-    as the chunks."""
+    or into chunks of these `lengths` in tokens, which may be proportions. Raises ProgramError for sizes below 1 and
+    lengths that are not as many as the chunks."""
     for name, size in (("microbatches", microbatches), ("chunks", chunks)):
         if size < 1:
             raise ProgramError(f"the number of {name} must be at least 1, not {size}.")
@@ -211,7 +226,7 @@ def uniform(microbatches: int, chunks: int = 1, lengths: Iterable[int] | None = 
     if own is not None and (len(own) != chunks or min(own) < 1):
         raise ProgramError(f"chunk lengths {own} do not fit {chunks} chunks.")
     cuts = own or (1,) * chunks
-    return Workload(tuple(_cut(document, cuts) for document in range(microbatches)), proportional=own is None)
+    return Workload(tuple(_cut(document, cuts) for document in range(microbatches)), own is None or proportional)
 
 
 def _cut(document: int, lengths: tuple[int, ...]) -> tuple[Chunk, ...]:
@@ -222,11 +237,16 @@ def _cut(document: int, lengths: tuple[int, ...]) -> tuple[Chunk, ...]:
     return tuple(chunks)
 
 
-def _even(tokens: int, chunks: int) -> tuple[int, ...]:
-    least, more = divmod(tokens, chunks)
-    if not least:
-        raise ProgramError(f"{tokens} tokens cannot be cut into {chunks} chunks.")
-    return tuple(least + (chunk < more) for chunk in range(chunks))
+def _divided(tokens: int, shares: tuple[int, ...]) -> tuple[int, ...]:
+    """Tokens in these proportions: whole numbers, each next to its exact share."""
+    whole = sum(shares)
+    least = [tokens * share // whole for share in shares]
+    by_remainder = sorted(range(len(shares)), key=lambda chunk: -(tokens * shares[chunk] % whole))
+    for chunk in by_remainder[: tokens - sum(least)]:
+        least[chunk] += 1
+    if not min(least):
+        raise ProgramError(f"{tokens} tokens cannot be cut into {len(shares)} chunks.")
+    return tuple(least)
 
 
 def _one_document(chunks: tuple[Chunk, ...]) -> tuple[int, ...] | None:

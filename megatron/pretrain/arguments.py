@@ -188,11 +188,21 @@ def _search(config: Config, given: Mapping[str, str], load: CheckpointArgs | Non
     return kept or auto.search(_with_vocabulary(checked, load), given)
 
 
+USUAL = (
+    *("pipeline_schedule", "pipe_sp_splits", "recompute_granularity", "pipeline_model_parallel_size"),
+    *("tensor_model_parallel_size", "sequence_parallel", "num_layers", "hidden_size", "num_attention_heads"),
+    *("seq_length", "micro_batch_size", "global_batch_size", "train_iters", "lr", "bf16", "data_path", "mock_data"),
+    *("tokenizer_type", "tokenizer_model", "save", "load", "save_interval", "log_interval"),
+)
+"""Fields whose flags --help shows; --help-all shows all."""
+
+
 def build_parser() -> FlagParser:
     """The parser of every flag there is, each schedule's own among them."""
     parser = FlagParser(
         prog="pretrain_gpt.py",
         usage="torchrun [torchrun's flags] pretrain_gpt.py [flags]",
+        common=USUAL,
         description="Train a GPT model under a pipeline schedule.",
         epilog=f"Besides these, {len(compat.IGNORED)} flags of Megatron-LM are accepted without effect, with one "
         "warning, and those that ask for something this project does not do are refused, saying why: "
@@ -240,11 +250,21 @@ def split_unavailable(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         else:
             rest.extend(words)
     warnings = [
-        f"{what}: {'; '.join(f'{flag} ({reason})' for flag, reason in flags.items())}."
+        f"{what}: {_with_reasons(flags)}."
         for what, flags in (("accepted without effect", ignored), ("understood", read))
         if flags
     ]
     return readings + rest, warnings
+
+
+def _with_reasons(flags: Mapping[str, str]) -> str:
+    """`--a (why); --b (as --a); --c (why)`: each reason once."""
+    first: dict[str, str] = {}
+    told = []
+    for flag, reason in flags.items():
+        told.append(f"{flag} ({f'as {first[reason]}' if reason in first else reason})")
+        first.setdefault(reason, flag)
+    return "; ".join(told)
 
 
 def by_flag(argv: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:

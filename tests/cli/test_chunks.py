@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from schedules import Shape, build
 from schedules import command as cli
 from tests.cli.commands import run, run_json
 
@@ -16,10 +17,12 @@ UNCUT = (
 MODEL = "--model seq1f1b-2.7b --hardware a100-80 -p 8 -m 8"
 
 
-def test_by_hand_chunks_are_equally_long(capsys: pytest.CaptureFixture[str]) -> None:
-    result = run_json(capsys, "simulate seq1f1b -p 4 -m 8 -k 4 --piece-times mlp=1")
-    assert (result["chunks"], result["bubble_time"]) == (4, 3 * 3 * 2 / 4)
-    assert "chunk_lengths" not in result
+def test_without_attention_chunks_are_equally_long(capsys: pytest.CaptureFixture[str]) -> None:
+    for chunks in (3, 4):
+        result = run_json(capsys, f"simulate seq1f1b -p 4 -m 8 -k {chunks} --piece-times mlp=1")
+        assert (result["chunks"], result["bubble_time"]) == (chunks, 3 * 3 * 2 / chunks)
+        assert result["chunk_shares"] == [1 / chunks] * chunks
+        assert "chunk_lengths" not in result
     assert run_json(capsys, "simulate seq1f1b -p 4 -m 8 --pipe-sp-splits 4 --piece-times mlp=1") == result
 
 
@@ -33,16 +36,37 @@ def test_lengths_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_a_strategy_balances_costs_given_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
-    slow, fast = (
-        run_json(capsys, f"simulate seq1f1b -p 4 -m 8 -k 4 --pipe-sp-strategy {strategy}")
-        for strategy in ("average", "uniform_comp")
+def test_costs_given_by_hand_are_balanced(capsys: pytest.CaptureFixture[str]) -> None:
+    """By default, too: the chunks take equally long, so the bubble is the formula's and seq1f1b beats 1f1b."""
+    size = "-p 4 -m 8 -L 8 -k 4"
+    slow, fast, usual = (
+        run_json(capsys, f"simulate seq1f1b {size} {strategy}")
+        for strategy in ("--pipe-sp-strategy average", "--pipe-sp-strategy uniform_comp", "")
     )
-    assert slow["chunk_lengths"] == [16384] * 4
-    assert max(fast["chunk_times"]) == pytest.approx(min(fast["chunk_times"]), rel=1e-3)
-    assert fast["makespan"] < slow["makespan"]
-    aligned = run_json(capsys, "simulate seq1f1b -p 4 -m 8 -k 4 --pipe-sp-strategy uniform_comp --chunk-alignment 1000")
-    assert [length % 1000 for length in aligned["chunk_lengths"]] == [0, 0, 0, 536]
+    assert slow["chunk_shares"] == [0.25] * 4
+    assert max(fast["chunk_times"]) == pytest.approx(min(fast["chunk_times"]), rel=1e-5)
+    assert usual == fast
+    whole = run_json(capsys, "simulate 1f1b -p 4 -m 8 -L 8")
+    assert usual["bubble_time"] == pytest.approx(whole["bubble_time"] / 4, rel=1e-4)
+    assert usual["makespan"] < whole["makespan"] < slow["makespan"]
+
+
+def test_the_text_says_shares_where_nothing_says_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    text = run(capsys, "simulate seq1f1b -p 2 -m 4 -L 2 -k 2 --piece-times attn=1")
+    cut = 100 / 2**0.5  # half of the pairs of tokens are before it
+    assert f"chunk     share  time in all stages together\n    0   {cut:.2f} %" in text
+    assert "chunk " not in run(capsys, "simulate seq1f1b -p 2 -m 4 -L 2 --piece-times attn=1")
+
+
+def test_a_file_keeps_the_shares_it_was_simulated_with(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """They are no tokens, so training takes it at any sequence length."""
+    path = tmp_path / "mine.json"
+    shares = run_json(capsys, f"simulate seq1f1b -p 2 -m 2 -L 4 -k 2 --save-program {path}")["chunk_shares"]
+    program = build(str(path), Shape(2, 2, 4))
+    assert program.chunk_lengths is None
+    lengths = program.workload.in_tokens(1000).lengths
+    assert lengths is not None and lengths == pytest.approx([1000 * share for share in shares], abs=1)
+    assert run_json(capsys, f"simulate {path} --piece-times mlp=1")["chunk_shares"] == shares
 
 
 def test_a_model_balances_by_default(capsys: pytest.CaptureFixture[str]) -> None:

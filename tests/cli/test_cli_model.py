@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,11 @@ def test_optimizer_state_on_the_host(capsys: pytest.CaptureFixture[str]) -> None
     assert half["memory"][0]["host_optimizer"] == 8 * weights
     assert run_json(capsys, f"memory {one} --optimizer-cpu-offload --host-memory 100")["fits"] is False
     text = run(capsys, f"memory {one} --optimizer-cpu-offload --host-memory 50")
-    assert "Host memory of each GPU: 100.4 GiB of 50.0, its part of the node's: does NOT fit, 50.4 GiB too much" in text
+    assert "Host memory of each GPU: 100.4 GiB of 50.0, its part of the node's\n" in text
+    assert "does NOT fit: 50.4 GiB of host memory too much (77.0 GiB of 80 are usable)" in text and "fits" not in text
+    both = run(capsys, f"memory {one} --optimizer-cpu-offload --host-memory 50 --reserved-memory 70")
+    assert re.search(r"^does NOT fit: [0-9.]+ GiB and 50\.4 GiB of host memory too much", both, re.MULTILINE)
+    assert "fits" not in both and "WARNING" not in both
     assert "Host memory" not in run(capsys, f"memory {one}")
     step = run(capsys, f"simulate {one} --optimizer-cpu-offload --optimizer-offload-fraction 0.5")
     assert "Adam, 50 % of it on the host" in step and "Host memory of each GPU: 50.2 GiB of 2048.0" in step

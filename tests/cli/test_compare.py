@@ -11,6 +11,7 @@ import pytest
 
 from helixpipe.cli.parser import parsers
 from helixpipe.cli.programs import make_simulations, plan_of
+from helixpipe.planning.chunk_options import MOST_BALANCED
 from helixpipe.program.timeline import BUBBLE, Timeline
 from schedules import CATALOGUE, command
 
@@ -93,12 +94,42 @@ def test_simulate_prints_the_same_table(capsys: pytest.CaptureFixture[str]) -> N
     by_chunks = {row["chunks"]: row for row in rows}
     for chunks in (1, 2):
         alone = simulated(capsys, f"seq1f1b -p 2 -m 4 -k {chunks}")
-        assert (alone["makespan"], alone["chunks"]) == (by_chunks[chunks]["time"], chunks)
+        assert (alone["makespan"], alone["chunks"]) == (pytest.approx(by_chunks[chunks]["time"]), chunks)
+
+
+@pytest.mark.parametrize(
+    "flags", ["-k 1,2", "-k 1,2 --pipe-sp-strategy average", "-k 1,2 --chunk-alignment 4", "--pipe-sp-splits 2"]
+)
+def test_rows_that_are_not_cut_are_kept(capsys: pytest.CaptureFixture[str], flags: str) -> None:
+    """Flags that cut sequences are for the rows that have something to cut."""
+    rows = compared(capsys, f"1f1b seq1f1b -p 2 -m 4 {flags}")
+    assert not any(row["refused"] for row in rows)
+    assert {(row["schedule"], row["chunks"]) for row in rows} >= {("1f1b", 1), ("seq1f1b", 2)}
+    (cut,) = (row for row in rows if row["chunks"] == 2)
+    alone = simulated(capsys, f"seq1f1b -p 2 -m 4 {flags.replace('1,2', '2')}")
+    assert cut["time"] == pytest.approx(alone["makespan"])
+
+
+@pytest.mark.parametrize(
+    "flags", ["-k 3 --pipe-sp-strategy average", "--chunk-lengths 1,1,1", f"-k {MOST_BALANCED + 1}"]
+)
+def test_a_row_whose_chunks_take_unlike_times_says_so(capsys: pytest.CaptureFixture[str], flags: str) -> None:
+    words = f"seq1f1b -p 2 -m 1 -L 2 --piece-times attn=1 {flags}"
+    (row,) = compared(capsys, words)
+    k = row["chunks"]
+    assert row["longest_chunk"] == pytest.approx((2 * k - 1) / k)  # (2 k - 1) / k^2 of the pairs are in the last
+    assert command.main(["compare", *words.split()]) == 0
+    assert f"seq1f1b, k = {k}: its longest chunk takes {100 * (k - 1) / k:.0f} % longer" in capsys.readouterr().out
+    balanced = [*words.replace(flags, "-k 3").split()]
+    assert command.main(["compare", *balanced]) == 0
+    assert "longer" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
+        ("1f1b gpipe -k 1 --pipe-sp-strategy average", "--pipe-sp-strategy needs --pipe-sp-splits of 2 or more"),
+        ("1f1b gpipe --pipe-sp-splits 2", "--pipe-sp-splits 2 cuts sequences into chunks"),
         ("1f1b gpipe --order", "--order is for one schedule of one size"),
         ("1f1b -m 4,8 --save-program x.json", "--save-program is for one schedule of one size"),
         ("1f1b gpipe --helix-folds 2", "--helix-folds is an option of helix, not of 1f1b, gpipe."),

@@ -103,6 +103,18 @@ def test_more_boxes_than_can_be_looked_at_have_none(monkeypatch: pytest.MonkeyPa
     assert figure.get_size_inches()[0] == 14
 
 
+@pytest.mark.parametrize("width", [600, 1600, 4000])
+def test_a_width_that_a_screen_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    """Whatever room its numbers would need: a measured op may be as short as it likes."""
+    monkeypatch.chdir(tmp_path)
+    short = timeline(ranks=2, microbatches=16)
+    ops = [event._replace(end=event.start + 0.01) for event in short.ops]
+    replace(short, ops=ops).save("run.json")
+    words = ["draw", "seq1f1b", "-p", "2", "-m", "16", "-k", "4", "--measured", "run.json", "--output", "x.png"]
+    assert cli.main(words) == 0 and png_size(tmp_path / "x.png")[0] > 4000
+    assert cli.main([*words, "--width", str(width)]) == 0 and png_size(tmp_path / "x.png")[0] == width
+
+
 def test_time_scales() -> None:
     """One unit: one scale, so that lengths compare; otherwise each fills the width, and the picture says so."""
     first, second = timeline(), timeline("interleaved-1f1b")

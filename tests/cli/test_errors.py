@@ -176,6 +176,30 @@ def test_options_of_one_of_the_schedules_that_are_compared(tmp_path: Path) -> No
     assert cli.main(words) == 0
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["plan", "--schedule", "", "--model", "llama2-7b", "--gpus", "8", "--global-batch-size", "8"],
+        ["simulate", "--model", ""],
+        ["simulate", "--piece-times="],
+        ["simulate", "-m", ""],
+        ["memory", "--hardware", ""],
+        ["draw", "1f1b", "--output", ""],
+        ["draw", "1f1b", "--measured", ""],
+        ["profile", "--output", ""],
+        ["simulate", ""],
+        ["compare", "1f1b", ""],
+        ["check", ""],
+    ],
+)
+def test_nothing_is_not_taken_for_something(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    """An empty text is no name, number or file, nor as if the flag were not there."""
+    monkeypatch.chdir(tmp_path)
+    assert " is empty; give it a value" in refused(capsys, *words)
+
+
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["--help"], ["simulate", "--help"], ["draw", "--help"], ["check", "--help"], ["--version"]):
         with pytest.raises(SystemExit) as stop:

@@ -63,6 +63,15 @@ def with_vocabulary_of(shape: ModelShape, other: ModelShape) -> ModelShape:
     return dataclasses.replace(other, vocab=shape.vocab, vocab_multiple=shape.vocab_multiple)
 
 
+def test_a_screen_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
+    """A table and the command of the best; those of the others are there for whoever asks."""
+    short, long = (run(capsys, f"{SMALL} --top 5{flag}") for flag in ("", " --commands"))
+    commands = [part for part in long.split("\n\n") if ". torchrun" in part]
+    assert len(commands) > 2
+    assert short == "\n\n".join([*long.split("\n\n")[:3], "--commands prints those of the others, too.\n"])
+    assert len(short.splitlines()) <= 24 and short.count("torchrun") == 1
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_the_flags_of_a_model_give_that_model(name: str) -> None:
     """Heads, norms, biases and positions as the preset has them."""
@@ -75,7 +84,7 @@ def test_the_flags_of_a_model_give_that_model(name: str) -> None:
 
 def test_the_table_and_what_explains_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     picture = tmp_path / "front.png"
-    text = run(capsys, f"{SMALL} --schedule 1f1b,seq1f1b,none --top 2 --explain --pareto {picture}")
+    text = run(capsys, f"{SMALL} --schedule 1f1b,seq1f1b,none --top 2 --commands --explain --pareto {picture}")
     assert text.count("torchrun") == 2 and "--nproc-per-node 2 --nnodes 1 pretrain_gpt.py" in text
     assert "\n2. takes " in text and "candidates: " in text and "No other plan beats these" in text
     assert "TP CP PP DP  schedule" in text

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
+from helixpipe.common.errors import UserError
+from helixpipe.lowering.lower import lower
 from helixpipe.program.files import load_program, save_program
+from helixpipe.program.json_text import json_text
 from helixpipe.program.program import Unit
 from helixpipe.program.stages import Activations
 from helixpipe.program.workload import Slice, Workload
 from schedules import CATALOGUE, Shape, build, find
+from schedules.command import main
 from tests.cli.commands import run, run_json
 from tests.cli.test_errors import refused
 
@@ -102,6 +110,48 @@ def test_bad_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
             assert says in refused(capsys, command, str(path))
     path.write_text(json.dumps({"title": "a timeline"}))
     assert "x.json is no program" in refused(capsys, "check", str(path))
+
+
+CELLS = st.sampled_from(["0F0", "1F0", "0B0", "1B1", "0F1.1", "9F9", "0X0", "2F", "0I0", "0R0", "F", "", "-1F0"])
+COMMANDS = ["check", "simulate", "memory --model llama2-7b", "improve --evaluations 1"]
+JSON_VALUES = st.sampled_from([None, 3, -1, "x", [], {}, ["0F0"], [["0[0:1]"]], 1e99, "layers 9-0", True])
+
+
+@settings(max_examples=60, phases=(Phase.generate,))
+@given(data=st.data())
+def test_every_error_about_a_file_names_it(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Whatever is wrong with it, and whoever reads it: the command, the catalogue of training, or a lowering."""
+    folder = tmp_path_factory.getbasetemp()
+    if data.draw(st.booleans()):
+        path = folder / "damaged.csv"
+        rows = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
+        for _ in range(data.draw(st.integers(1, 3))):
+            row = data.draw(st.sampled_from(rows))
+            row[data.draw(st.integers(0, 3))] = data.draw(CELLS)
+        path.write_text("\n".join(map(",".join, rows)))
+    else:
+        path = folder / "damaged.json"
+        content = json.loads(json_text(build("seq1f1b", Shape(2, 2, 2, 2, chunk_lengths=(5, 3)))))
+        entry = data.draw(st.sampled_from([content, content["stages"][1], content["workload"]]))
+        entry[data.draw(st.sampled_from([*entry, "odd"]))] = data.draw(JSON_VALUES)
+        path.write_text(json.dumps(content))
+
+    name, *flags = data.draw(st.sampled_from(COMMANDS)).split()
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        code = main([name, str(path), *flags])
+    assert code in (0, 2) and (code == 0 or said.getvalue().count(path.name) == 1)
+    try:
+        lower(build(str(path), Shape(2, 2, 2)))
+    except UserError as error:
+        assert str(error).count(path.name) == 1
+
+
+def test_a_table_names_a_file_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "damaged.csv"
+    path.write_text("0B0,0F0")
+    assert main(["compare", "1f1b", str(path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"{path}: rank 0: 0B0 ")
 
 
 def test_what_a_csv_file_cannot_hold_is_not_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -30,6 +31,13 @@ def test_a_dry_run_starts_nothing_wherever_it_is(script: str, fakes: Path, tmp_p
     first, *_, last = done.stdout.splitlines()
     assert first.startswith("PREDICT ") and "torchrun " in last and " pretrain_gpt.py --" in last
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bin"]
+
+
+@pytest.mark.parametrize("script", STARTED)
+def test_a_header_has_no_predicted_figures(script: str) -> None:
+    """They follow from costs, which change: a dry run prints those of today."""
+    header = (EXAMPLES / script).read_text(encoding="utf-8").split("set -euo")[0]
+    assert not re.search(r"[0-9.]+ s (a step|over)|[0-9]+ GiB of|imulated", header)
 
 
 @pytest.mark.parametrize(("batch", "name"), [(256, "weipipe"), (32, "1f1b")])

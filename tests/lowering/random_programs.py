@@ -81,7 +81,7 @@ def random_workload(rng: Random) -> Workload:
     num_microbatches, num_chunks = rng.randint(1, 4), rng.choice((1, 1, 2, 3))
     if rng.random() < 0.6:
         lengths = None if rng.random() < 0.5 else tuple(rng.randint(1, 9) for _ in range(num_chunks))
-        return uniform(num_microbatches, num_chunks, lengths)
+        return uniform(num_microbatches, num_chunks, lengths, proportional=rng.random() < 0.5)
     microbatches, document, start, documents = [], 0, 0, 1
     for _ in range(num_microbatches):
         chunks = []

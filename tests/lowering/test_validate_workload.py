@@ -42,6 +42,7 @@ def program(workload: Workload, ranks: int = 1) -> Program:
         placed("0:0+5 1:0+3", "1:3+8 2:0+1"),
         placed("1:0+1", "0:0+7"),
         placed("0:0+1|0:1+1", "1:0+1", proportional=True),
+        placed("0:0+1|0:1+2", "1:0+2|1:2+1", proportional=True),
     ],
 )
 def test_documents_that_are_whole(workload: Workload) -> None:
@@ -83,10 +84,6 @@ WRONG = [
     (
         placed("0:0+1 1:0+1", proportional=True),
         "microbatch 0 has several documents, so the lengths must be in tokens.",
-    ),
-    (
-        placed("0:0+1|0:1+2", proportional=True),
-        "microbatch 0 has chunks of several lengths, so these must be in tokens.",
     ),
 ]
 

@@ -24,6 +24,7 @@ CASES, FIGURES = HERE / "cases.txt", HERE / "figures.json"
 KEYS = (
     *("makespan", "ideal", "bubble_time", "bubble_time_without_flush", "busy", "messages"),
     *("peak_activation", "peak_activation_unit", "makespan_recomputing_late", "chunk_lengths", "chunk_times"),
+    "chunk_shares",
     *("memory", "memory_limit", "fits"),
 )
 STEP_KEYS = ("step_time", "reduction_time", "optimizer_time", "memory", "memory_limit", "fits")

@@ -28,7 +28,7 @@ from helixpipe.planning.chunk_lengths import (
     default_alignment,
     short_chunks,
 )
-from helixpipe.planning.chunk_options import ChunkOptions
+from helixpipe.planning.chunk_options import MOST_BALANCED, ChunkOptions
 from helixpipe.program.costs import Work
 from helixpipe.program.program import Program
 from helixpipe.program.stages import even_stages
@@ -283,9 +283,10 @@ def test_what_the_flags_come_to() -> None:
     fine = ChunkOptions(chunk_alignment=2).resolve(4, costs, 32, 8192, 2)
     assert fine is not None and fine != balanced and all(length % 2 == 0 for length in fine)
     assert ChunkOptions().resolve(1, costs, 32, 8192, 2) is None
-    assert ChunkOptions().resolve(4, LONG, 8) is None  # by hand: equal lengths
-    shares = ChunkOptions(pipe_sp_strategy="uniform_comp").resolve(4, LONG, 8)
+    assert ChunkOptions().resolve(MOST_BALANCED + 1, LONG, 8) is None
+    shares = ChunkOptions().resolve(4, LONG, 8)
     assert shares is not None and shares[0] > shares[3]
+    assert ChunkOptions(pipe_sp_strategy="uniform_comp").resolve(4, LONG, 8) == shares
     given_ones = ChunkOptions(chunk_lengths="4096,2048,2048")
     assert given_ones.resolve(3, costs, 32, 8192, 2) == given_ones.resolve(3, LONG, 8) == (4096, 2048, 2048)
     for options, chunks, said in [

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from helixpipe.cli import profile_options
 from helixpipe.common.progress import Progress
 from helixpipe.costs.models import Layout
 from helixpipe.costs.profile_costs import Profile
+from helixpipe.profile.measurement import WARM_UP, rows
 from helixpipe.program.stages import PIECE_KINDS
 from schedules import command as cli
 from tests.profile.test_profile import OWN
@@ -148,13 +150,28 @@ def test_a_process_that_fails_is_told(capsys: pytest.CaptureFixture[str], monkey
     ],
 )
 def test_a_tiny_model_from_end_to_end(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, style: str, processes: int, length: int
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    style: str,
+    processes: int,
+    length: int,
 ) -> None:
     path = tmp_path / "measured.json"
+    told: list[tuple[str, str]] = []
+    wait = cli_profile._wait
+
+    def waited(processes: Sequence[subprocess.Popen[bytes]], outputs: Sequence[Path]) -> None:
+        wait(processes, outputs)
+        told.extend(cli_profile.PROGRESS.findall(outputs[0].read_text()))
+
+    monkeypatch.setattr(cli_profile, "_wait", waited)
     assert cli.main(f"profile {OWN} {style} --seq-length {length} --repeats 2 --output {path}".split()) == 0
     output = capsys.readouterr()
     assert all(line.startswith("measuring: ") for line in output.err.splitlines())
     assert f"wrote {path}; next: helixpipe simulate 1f1b" in output.out
+    parts = (WARM_UP + 2) * 2 * len(rows(length))  # with backwards whole and split: a round alone may take minutes
+    assert told == [(str(part), str(parts)) for part in range(parts)]
     measured = Profile.load(path)
     slices = {"mlp_chunk": 5, "loss_chunk": 6} if style else {}
     assert measured.layout == Layout(element_bytes=2 if style else 4, fused_kernels=False, **slices)
@@ -192,7 +209,9 @@ def test_measuring_shows_how_far_it_is(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(cli_profile, "Progress", Shown)
     outputs = [tmp_path / "0", tmp_path / "1"]
-    outputs[0].write_text("a warning\nmeasured 2 of 8\nmeasured 3 of 8\nmeasured 4 of")
-    outputs[1].write_text("measured 7 of 8\n")
-    cli_profile._wait([subprocess.Popen(["true"]) for _ in outputs], outputs)
-    assert set(shown) == {(3, 8)}
+    for told, percent in (("", 0), ("measured 2 of 8\nmeasured 3 of 8\nmeasured 4 of", 37)):
+        outputs[0].write_text(f"a warning\n{told}")  # before the first part, while torch is imported, too
+        outputs[1].write_text("measured 7 of 8\n")
+        cli_profile._wait([subprocess.Popen(["true"]) for _ in outputs], outputs)
+        assert set(shown) == {(percent, 100)}
+        shown.clear()

@@ -100,6 +100,9 @@ def test_a_person_can_read_it() -> None:
     assert '"workload": {"microbatches": 4, "lengths": [9, 7]}' in json_text(
         replace(program, workload=uniform(4, 2, (9, 7)))
     )
+    assert '"workload": {"microbatches": 4, "lengths": [9, 7], "proportional": true}' in json_text(
+        replace(program, workload=uniform(4, 2, (9, 7), proportional=True))
+    )
 
 
 GOOD = json_text(build("1f1b", Shape(2, 2, 2)))

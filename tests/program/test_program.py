@@ -247,6 +247,20 @@ def test_chunks_without_lengths_are_as_equal_as_they_can_be() -> None:
         workload.in_tokens(2)
 
 
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.integers(1, 5), st.integers(0, 500))
+def test_proportions_become_tokens(shares: list[int], scale: int, more: int) -> None:
+    """Whole numbers next to the exact ones, which add up; the same whatever the proportions are counted in."""
+    workload = uniform(2, len(shares), [scale * share for share in shares]).in_proportions()
+    assert workload.proportional and workload == uniform(2, len(shares), shares).in_proportions()
+    tokens = sum(shares) + more  # so that every chunk has one
+    lengths = workload.in_tokens(tokens).lengths
+    assert lengths is not None and sum(lengths) == tokens
+    for length, share in zip(lengths, shares, strict=True):
+        assert abs(length - tokens * share / sum(shares)) < 1
+    with pytest.raises(ProgramError, match=rf"^0 tokens cannot be cut into {len(shares)} chunks\.$"):
+        workload.in_tokens(0)
+
+
 def test_chunks_with_lengths_make_the_sequence() -> None:
     workload = uniform(2, 3, (5, 1, 6))
     assert workload.of_sequences(12).lengths == (5, 1, 6)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from pathlib import Path
 
@@ -43,11 +42,11 @@ num-fold transfer-weight checkpoint-without-attn chunk-size pipeline-schedule
 
 
 def flag_lines(parser: FlagParser) -> list[str]:
-    """`--flag[, --other] = default`, sorted, of every flag but --help."""
+    """`--flag[, --other] = default`, sorted, of every flag but --help and --help-all."""
     return sorted(
         f"{', '.join(action.option_strings)} = {action.default!r}"
         for action in parser._actions
-        if not isinstance(action, argparse._HelpAction)
+        if action.dest not in ("help", "help_all")
     )
 
 

@@ -28,6 +28,15 @@ def test_ignored_flags_are_named_in_one_warning() -> None:
         assert flag in chosen.warnings[0]
 
 
+def test_a_log_says_once_that_tensor_parallel_communication_overlaps_nothing() -> None:
+    """Whoever asks for it with several flags, at any size."""
+    flags = "--tp-comm-overlap --tp-comm-overlap-rs-dgrad --disable-tp-comm-bulk-dgrad --no-masked-softmax-fusion"
+    (warning,) = config(f"{flags} --tensor-model-parallel-size 2", world=2).warnings
+    assert ": --tp-comm-overlap (tensor-parallel communication overlaps no computation yet" in warning
+    assert "; --tp-comm-overlap-rs-dgrad (as --tp-comm-overlap); " in warning
+    assert warning.count("tensor-parallel") == 1 and "; --no-masked-softmax-fusion (" in warning
+
+
 @pytest.mark.parametrize(("flag", "values"), compat.NEUTRAL.items())
 def test_refused_flags_are_accepted_where_they_ask_for_nothing(flag: str, values: tuple[str, ...]) -> None:
     assert flag in compat.REFUSED or flag in compat.LATER

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from helixpipe.common.errors import UserError
 from helixpipe.program.files import save_program
 from helixpipe.program.program import Program
+from helixpipe.program.workload import uniform
 from megatron.pretrain.plan.programs import make_program
 from tests.distributed import run_ranks
 from tests.lowering.offloads import offloading_program
@@ -49,5 +51,15 @@ def test_the_losses_are_those_of_the_schedule(tmp_path: Path) -> None:
 def test_flags_that_disagree_with_the_file(tmp_path: Path, flags: str, says: str) -> None:
     path = tmp_path / "x.json"
     save_program(program(SCHEDULES[1]), path)
-    with pytest.raises(UserError, match=says):
+    with pytest.raises(UserError, match=says) as caught:
         Run("llama", f"--pipeline-schedule {path} {flags}", pp=2).config(0, 2)
+    assert path.name in str(caught.value)
+
+
+def test_a_file_that_says_no_lengths_is_cut_as_the_schedule(tmp_path: Path) -> None:
+    """So that chunks take equally long, as `helixpipe simulate` cuts it."""
+    path, length = tmp_path / "x.json", "--seq-length 8192 --max-position-embeddings 8192"
+    schedule = program(f"seq1f1b --pipe-sp-splits 3 {length}")
+    save_program(replace(schedule, workload=uniform(len(schedule.workload), 3)), path)
+    assert schedule.chunk_lengths is not None and len(set(schedule.chunk_lengths)) == 3
+    assert program(f"{path} {length}") == schedule

@@ -87,7 +87,7 @@ READ_AS: Mapping[tuple[str, ...], Reading] = MappingProxyType(
 
 
 _FUSION = "kernels are chosen for you; fused and unfused agree up to rounding"
-_TP_OVERLAP = "only changes how tensor-parallel communication overlaps"
+_TP_OVERLAP = "tensor-parallel communication overlaps no computation yet, so a step takes as long as without"
 _DATA_PARALLEL = "gradients are reduced and weights gathered once at the edge of a step"
 _P2P = "pipeline messages follow from the schedule"
 _CHECKPOINT = "checkpoints are always torch_dist and can be loaded at any parallel sizes"

@@ -14,7 +14,9 @@ from helixpipe.costs.profile_costs import ProfileCosts
 from helixpipe.lowering.validate import untrainable
 from helixpipe.planning.chunk_lengths import FEW_COUNTS, best_chunks, chunk_counts
 from helixpipe.planning.plan import Plan, Plans
+from helixpipe.program.files import naming
 from helixpipe.program.program import Program
+from helixpipe.program.workload import uniform
 from helixpipe.simulate.simulator import Simulation
 from megatron.pretrain.config import Config
 from megatron.pretrain.plan.costs import host_limit, memory_limit, training_costs
@@ -71,7 +73,10 @@ def make_program(config: Config, num_microbatches: int, costs: ModelCosts | Prof
 
     count = config.chunks.count()
     if not config.chunks.auto:
-        return cut(count or 1)
+        program = cut(count or 1)
+        if program.num_chunks > 1 and program.workload == uniform(len(program.workload), program.num_chunks):
+            return cut(program.num_chunks)  # a file that does not say how long its chunks are
+        return program
     counts: tuple[int, ...] = FEW_COUNTS
     if config.parallel.hardware is not None:  # whose shortest worthwhile chunk is known
         hardware = find_hardware(config.parallel.hardware)
@@ -88,13 +93,14 @@ def full_batch(config: Config) -> int:
 def check_program(config: Config, plans: Plans[int]) -> None:
     """Plan a step of a full batch, and see that it can be run. Raises ScheduleError, ProgramError."""
     program = plans.plan(full_batch(config)).program
-    if (reason := untrainable(program)) is not None:
-        raise ProgramError(reason)
-    if program.kv_blocks:
-        _check_blocks(config)
-    if not config.data.variable_seq_lengths:
-        workload = program.workload.of_sequences(config.model.seq_length or 1)
-        _check_lengths(config, {length for number in range(len(workload)) for length in workload.tokens(number)})
+    with naming(program.source):
+        if (reason := untrainable(program)) is not None:
+            raise ProgramError(reason)
+        if program.kv_blocks:
+            _check_blocks(config)
+        if not config.data.variable_seq_lengths:
+            workload = program.workload.of_sequences(config.model.seq_length or 1)
+            _check_lengths(config, {length for number in range(len(workload)) for length in workload.tokens(number)})
     _check_host(config, plans.plan(full_batch(config)))
 
 
