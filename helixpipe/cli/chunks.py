@@ -66,7 +66,7 @@ class Chunking:
             if given is not None:
                 raise ScheduleError(f"{flag} {given} does not fit {name}, which says itself how long its chunks are.")
         if (seq_length := self._sequence()[0]) is not None:
-            workload.in_tokens(seq_length)  # refuses lengths that do not add up to it
+            workload.of_sequences(seq_length)  # refuses lengths that do not add up to it
         return program
 
     def program(self, make: Callable[[int, Lengths], Program], chunks: int | None, layers: int) -> Program:
