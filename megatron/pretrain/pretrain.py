@@ -66,8 +66,8 @@ def _run(
     config: Config, plans: Plans[int], parallel: Any, checkpointer: Any, position: Position, started: float
 ) -> None:
     # These import megatron-core, which `prepare` has to see first.
-    from megatron.pretrain.checkpoint.checkpointing import Progress
     from megatron.pretrain.checkpoint.saved_arguments import read_arguments
+    from megatron.pretrain.checkpoint.state import Progress
     from megatron.pretrain.data.tokenizer import build_tokenizer
     from megatron.pretrain.log.log import TrainingLog, build_timers, parameters_line
     from megatron.pretrain.log.metrics import MetricsWriter

@@ -23,8 +23,9 @@ from helixpipe.program.stages import Piece, Stage, model_pieces
 from helixpipe.program.text import parse_rows
 from helixpipe.program.workload import uniform
 from helixpipe.runtime.sharded_weights import ShardedWeights
-from megatron.pretrain.checkpoint.checkpointing import Checkpointer, Progress
+from megatron.pretrain.checkpoint.checkpointing import Checkpointer
 from megatron.pretrain.checkpoint.options import CheckpointOptions
+from megatron.pretrain.checkpoint.state import Progress
 from megatron.pretrain.checkpoint.tensors import quiet
 from megatron.pretrain.config.core import keep_state_on_host
 from megatron.pretrain.step.sharded import PartsOfModel

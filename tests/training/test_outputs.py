@@ -38,7 +38,7 @@ def trainer(failures: list[bool]) -> Any:
 
     made: Any = object.__new__(Trainer)
     made.config = config("--save here --train-iters 3 --save-interval 1")
-    made.checkpointer = SimpleNamespace(save=save)
+    made.checkpointer = SimpleNamespace(save=save, settle=lambda wait: None, writing=None)
     made.log = SimpleNamespace(paused=nullcontext)
     made.parallel = SimpleNamespace(is_first=True)
     made.progress = SimpleNamespace(iteration=7)
