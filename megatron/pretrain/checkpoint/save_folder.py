@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import shutil
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from helixpipe.common.errors import CheckpointError
 from megatron.pretrain.checkpoint import folder as folders
 from megatron.pretrain.checkpoint.lock import FolderLock
 from megatron.pretrain.checkpoint.options import CheckpointOptions
-from megatron.pretrain.checkpoint.ranks import Exchange, appears, gather, on_first, place, writing
+from megatron.pretrain.checkpoint.ranks import Exchange, NotWrittenError, appears, gather, on_first, place, writing
 
 
 class SaveFolder:
@@ -24,6 +25,9 @@ class SaveFolder:
         self._options = options
         self._lock: FolderLock | None = None
         self._owner = secrets.token_hex(8)  # without a lock nobody is its heir
+        self._unfinished: Path | None = None
+        self._given_up = False
+        self._naming = threading.Lock()  # a checkpoint is given its name or given up
         self.path = Path(options.save or "")
         self.where = f"--save {self.path}"
 
@@ -45,7 +49,15 @@ class SaveFolder:
             yield
         finally:
             if dist.get_rank() == 0:
+                self._give_up()
                 lock.release()
+
+    def _give_up(self) -> None:
+        """Remove what a thread may still be writing, in a run that has failed."""
+        with self._naming:
+            self._given_up = True
+            if self._unfinished is not None:
+                shutil.rmtree(self._unfinished, ignore_errors=True)
 
     def _claim(self, lock: FolderLock) -> None:
         there = folders.iterations(self.path)
@@ -58,7 +70,8 @@ class SaveFolder:
 
     def begin(self, iteration: int) -> Path:
         """A temporary folder for one checkpoint."""
-        return self.path / on_first(lambda: self._begin(iteration).name, self.where)
+        self._unfinished = self.path / on_first(lambda: self._begin(iteration).name, self.where)
+        return self._unfinished
 
     def _begin(self, iteration: int) -> Path:
         if self._lock is None:
@@ -89,13 +102,17 @@ class SaveFolder:
     def publish(self, temporary: Path, files: Mapping[str, list[int]], iteration: int) -> None:
         """Give a complete checkpoint its name and point the tracker at it; the one before goes where it is not to be
         kept. On rank 0. Raises CheckpointError, NotWrittenError."""
-        if self._lock is not None:
-            self._lock.check()
-        previous = folders.read_tracker(self.path)
-        with writing(temporary / folders.MANIFEST):
-            folders.publish(temporary, files, iteration)
-        with writing(self.path / folders.TRACKER):
-            folders.write_tracker(self.path, iteration)
+        with self._naming:
+            if self._given_up:
+                raise NotWrittenError("the run has ended before all of it was written")
+            if self._lock is not None:
+                self._lock.check()
+            previous = folders.read_tracker(self.path)
+            with writing(temporary / folders.MANIFEST):
+                folders.publish(temporary, files, iteration)
+            self._unfinished = None
+            with writing(self.path / folders.TRACKER):
+                folders.write_tracker(self.path, iteration)
         keep = self._options.save_retain_interval
         if keep and previous is not None and previous < iteration and previous % keep:
             folders.remove(self.path / folders.folder_name(previous), self._lock.token if self._lock else self._owner)
