@@ -13,7 +13,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from helixpipe.common.errors import CheckpointError, UserError
-from helixpipe.common.flags import FlagParser, add_dataclass_arguments, dataclass_from_namespace, whole_number
+from helixpipe.common.flags import (
+    FlagParser,
+    add_dataclass_arguments,
+    check_ranges,
+    dataclass_from_namespace,
+    fits,
+    whole_number,
+)
 from helixpipe.planning.plan import Plans
 from helixpipe.program.files import is_file
 from megatron.pretrain.checkpoint.options import CheckpointOptions
@@ -276,6 +283,12 @@ def overlay_checkpoint_args(
     for name in OTHER_MODELS:
         if values.get(name):
             raise CheckpointError(f"the checkpoint's model has {name}, which is not supported.")
+    wanted = [name for name in ("tokenizer_type", "vocab_size") if getattr(config.data, name) is None]
+    vocabulary = {name: values[name] for name in wanted if values.get(name) is not None}
+    for group, taken in ((config.model, model), (config.data, vocabulary)):
+        for name, value in taken.items():
+            if not fits(type(group), name, value):
+                raise CheckpointError(f"the checkpoint's arguments have {value!r:.40} as {name}, which it cannot be.")
     config = config.replace("model", **model)
-    vocabulary = {name: values[name] for name in ("tokenizer_type", "vocab_size") if values.get(name) is not None}
-    return config.replace("data", **{k: v for k, v in vocabulary.items() if getattr(config.data, k) is None})
+    check_ranges(config.model, CheckpointError)
+    return config.replace("data", **vocabulary)

@@ -21,6 +21,7 @@ from megatron.pretrain.checkpoint import folder as folders
 from megatron.pretrain.checkpoint import known, resumed, tensors
 from megatron.pretrain.checkpoint import optimizer as optimizers
 from megatron.pretrain.checkpoint.from_huggingface import load_weights, other_positions
+from megatron.pretrain.checkpoint.plain_values import COUNTS, check_groups, part
 from megatron.pretrain.checkpoint.ranks import DamagedError, gather, on_first, say, together
 from megatron.pretrain.checkpoint.reading import read_shards
 from megatron.pretrain.checkpoint.saving import Saver
@@ -159,14 +160,18 @@ class Checkpointer(Saver):
                 resumed.check_finite(tensors.unwrap(model).named_parameters(), folder)
             if self._sharded is not None:
                 self._sharded.keep()
-            if own is not None:
-                own.load(optimizers.convert(state["optimizer"], common, old, own.saved_as))
-                if scheduler is not None:
-                    resumed.load_scheduler(scheduler, common, folder, arguments)
+            if own is not None and wanted is not None:
+                with part("an optimizer", "--no-load-optim", folder):
+                    before = [dict(group) for group in wanted.param_groups]
+                    own.load(optimizers.convert(state["optimizer"], common, old, own.saved_as))
+                    check_groups(before, wanted.param_groups)
+                    if scheduler is not None:
+                        resumed.load_scheduler(scheduler, common, folder, arguments)
             elif optimizer is not None:
                 optimizer.reload_model_params()
             if "rng_state" in state:
-                tensors.set_rng_state(state["rng_state"][0])
+                with part("a random state", "--no-load-rng", folder):
+                    tensors.set_rng_state(state["rng_state"][0])
 
         together(apply, str(folder))
         return self._progress(common, weights_only)
@@ -189,8 +194,7 @@ class Checkpointer(Saver):
         arguments = vars(common.get("args", Namespace()))
         if weights_only:
             return Progress(), arguments
-        names = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
-        counts = {name: int(arguments.get(name) or 0) for name in names}
+        counts = {name: int(arguments.get(name) or 0) for name in COUNTS}
         flops = float(common.get("num_floating_point_operations_so_far") or 0.0)
         iteration = int(common.get("iteration", 0))
         return Progress(iteration, **counts, num_floating_point_operations_so_far=flops), arguments

@@ -180,7 +180,7 @@ def _reason(error: BaseException) -> str:
     failures = getattr(error, "failures", None)
     if failures:
         return _reason(next(iter(failures.values()))[0])
-    if isinstance(error, (UserError, NotWrittenError)):
+    if isinstance(error, (UserError, NotWrittenError, folders.MalformedError)):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror} ({error.filename})" if error.filename else error.strerror

@@ -17,6 +17,8 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from helixpipe.common.errors import CheckpointError
 
+_ONE_EXTENDED = (("rope", "yarn"), ("yarn", "rope"))
+
 
 @contextmanager
 def quiet() -> Iterator[None]:
@@ -78,7 +80,7 @@ def check_model(arguments: dict[str, Any], model: Any, folder: Path) -> None:
         ),
     ):
         saved = arguments.get(name)
-        if saved is not None and saved != value and {saved, value} != {"rope", "yarn"}:  # one is the other, extended
+        if saved is not None and saved != value and (saved, value) not in _ONE_EXTENDED:  # one is the other, extended
             raise CheckpointError(
                 f"{folder} holds a model with {flag} {saved}, but the flags say {value}; give the flags it was trained "
                 "with, or --use-checkpoint-args."
