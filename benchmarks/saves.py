@@ -26,7 +26,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 STEPS, WARM_UP = 6, 1
 KINDS = ("alone", "at once", "beside")
-MODEL = "--num-layers 8 --hidden-size 512 --ffn-hidden-size 1376 --seq-length 256 --pipeline-schedule 1f1b"
+MODEL = "--num-layers 4 --hidden-size 384 --ffn-hidden-size 1032 --seq-length 128 --pipeline-schedule 1f1b"
 
 
 def main() -> None:

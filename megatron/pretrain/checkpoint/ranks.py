@@ -37,18 +37,12 @@ class NotWrittenError(Exception):
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raises NotWrittenError where the block fails to write this file.
-
-    torch says of a full disk that its archive has not the size it should have; the reason is in what it was handling.
-    """
+    """Raises NotWrittenError where the block cannot write this file."""
     try:
         yield
-    except (OSError, RuntimeError) as error:
-        cause: BaseException | None = error
-        while cause is not None and not (isinstance(cause, OSError) and cause.strerror):
-            cause = cause.__cause__ or cause.__context__
-        reason = cause.strerror if isinstance(cause, OSError) else str(error).splitlines()[0][:200]
-        raise NotWrittenError(f"{folders.shown(path)} could not be written ({reason})") from error
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise NotWrittenError(f"{folders.shown(path)} could not be written ({reason})") from None
 
 
 def gather(value: T) -> list[T]:

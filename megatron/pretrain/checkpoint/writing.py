@@ -8,6 +8,9 @@ takes collectives and writing takes time. What is written is the same at once an
 from __future__ import annotations
 
 import io
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +22,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.futures import Future
 
@@ -35,11 +38,57 @@ class Written(NamedTuple):
     files: dict[str, list[int]]
 
 
+class _Stream:
+    """A file whose failure is kept in `error`, without its traceback; nothing more is written then.
+
+    An error that passes through torch's archives comes out as a complaint about their size. Its traceback has views of
+    buffers (`BytesIO.getbuffer`), and when the garbage collector meets those CPython may crash.
+    """
+
+    def __init__(self, file: Any):
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, content: Any) -> int:
+        self._try(lambda: self._file.write(content))
+        return memoryview(content).nbytes
+
+    def flush(self) -> None:
+        self._try(self._file.flush)
+
+    def tell(self) -> int:
+        return 0 if self.error is not None else int(self._file.tell())
+
+    def fileno(self) -> int:
+        return int(self._file.fileno())
+
+    def close(self) -> None:
+        """Who has opened the file closes it."""
+
+    def _try(self, action: Callable[[], object]) -> None:
+        if self.error is None:
+            try:
+                action()
+            except OSError as error:
+                self.error = OSError(error.errno, error.strerror)
+
+
+class _Files(FileSystem):
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as file:
+            stream = _Stream(file)
+            yield stream
+            if stream.error is not None:
+                raise stream.error
+
+
 class _Shards(FileSystemWriter):
     """torch's writer, which keeps what it is to write until it is asked to. One file a rank, synchronised."""
 
     def __init__(self, folder: Path | str):
         super().__init__(folder, thread_count=1, sync_files=True)
+        self.fs = _Files()
         self._plan: Any = None
         self._source: Any = None
         self._index: Any = None
