@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import resource
 import shutil
 import signal
 import sys
@@ -24,7 +23,7 @@ from megatron.pretrain.checkpoint.lock import FolderLock
 from megatron.pretrain.checkpoint.save_folder import SaveFolder
 from tests.checkpoint import cases
 from tests.checkpoint.cases import message, on_first, read
-from tests.checkpoint.damage import TRACKER, truncate
+from tests.checkpoint.damage import TRACKER, small_files, truncate
 from tests.checkpoint.runs import Run
 
 LAYOUTS = {
@@ -188,17 +187,6 @@ def failures(results: dict[str, Any], directory: Path) -> None:
     run.save(directory, async_save=True)
     results["afterwards"] = sorted(path.name for path in directory.iterdir())
     dist.barrier()
-
-
-@contextlib.contextmanager
-def small_files(limit: int | None) -> Iterator[None]:
-    """No file of this process gets larger: what a full disk is to a writer, without one. Python ignores the signal."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft if limit is None else limit, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @contextlib.contextmanager
