@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart test test-newest pytest mutants lint format clean distclean
-.PHONY: bench bench-predict bench-steps bench-setups bench-choosing bench-plans bench-network bench-planning bench-queues bench-emulate
+.PHONY: bench bench-predict bench-steps bench-saves bench-setups bench-choosing bench-plans bench-network bench-planning bench-queues bench-emulate
 .PHONY: bench-host bench-gpu bench-offload bench-sppo bench-sppo-steps bench-infinipipe bench-infinipipe-steps bench-search reproduce
 
 help:  ## this list
@@ -49,6 +49,9 @@ bench-predict: install  ## step time and memory as simulated from a profile, and
 
 bench-steps: install  ## training steps with and without a flush between them; make bench-steps ARGS="--schedules zb2p"
 	.venv/bin/python benchmarks/steps.py $(ARGS)
+
+bench-saves: install  ## how long a checkpoint holds up training, written at once and beside it; make bench-saves ARGS="--rounds 15"
+	.venv/bin/python benchmarks/saves.py $(ARGS)
 
 bench-setups: install  ## HelixPipe's published setups, simulated; make bench-setups ARGS="--tokens 128 --nodes 8"
 	.venv/bin/python benchmarks/setups.py $(ARGS)

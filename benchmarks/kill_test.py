@@ -1,6 +1,6 @@
 """Kill −9 a training run at random moments, relaunch it each time, and compare every loss with an undisturbed run's.
 
-    python benchmarks/kill_test.py [--kills 20] [--seed 1] [--workers 0] [--json out.json]
+    python benchmarks/kill_test.py [--kills 20] [--seed 1] [--workers 0] [--during saving] [--async-save]
 
 Two pipeline ranks train a tiny model under torchrun, saving every few iterations. Each kill hits rank 0, rank 1, both,
 or torchrun itself, while the run starts up, trains or saves. What has to hold: all processes of the job are gone soon
@@ -176,7 +176,15 @@ def resumed(text: str) -> int | None:
     return first[0][0] - 1 if first else None
 
 
-def wait_for_moment(job: Job, kill: Kill, delay: random.Random) -> bool:
+def seconds_of_a_save(job: Job) -> float:
+    """From the line that a save begins to the line that it is there; of the first one."""
+    job.wait_for(lambda: "saving checkpoint at iteration" in job.text())
+    begun = time.monotonic()
+    job.wait_for(lambda: "successfully saved checkpoint" in job.text())
+    return time.monotonic() - begun
+
+
+def wait_for_moment(job: Job, kill: Kill, save_seconds: float, delay: random.Random) -> bool:
     """Until the moment of the kill; False when the run ended before."""
     if kill.phase == "start-up":
         there = job.wait_for(lambda: len(job.ranks()) == 2)
@@ -188,13 +196,13 @@ def wait_for_moment(job: Job, kill: Kill, delay: random.Random) -> bool:
         time.sleep(delay.uniform(0.0, 0.03))
         return there
     there = job.wait_for(lambda: "saving checkpoint at iteration" in job.text())
-    time.sleep(kill.at * 0.4)
+    time.sleep(kill.at * 1.2 * save_seconds)
     return there
 
 
-def plan(kills: int, generator: random.Random) -> list[Kill]:
+def plan(kills: int, during: list[str], generator: random.Random) -> list[Kill]:
     """Phases and victims in turn, shuffled; moments spread evenly within each phase."""
-    phases = [PHASES[i % len(PHASES)] for i in range(kills)]
+    phases = [during[i % len(during)] for i in range(kills)]
     victims = [VICTIMS[i % len(VICTIMS)] for i in range(kills)]
     generator.shuffle(victims)
     planned = [
@@ -211,21 +219,25 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--iterations", type=int, default=0, help="of the whole run (default: 9 a kill and 20)")
     parser.add_argument("--workers", type=int, default=0, help="data loader processes a rank")
+    parser.add_argument("--during", nargs="+", choices=PHASES, default=list(PHASES), help="default: %(default)s")
+    parser.add_argument("--async-save", action="store_true", help="checkpoints are written beside training")
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
     arguments = parser.parse_args()
     iterations = arguments.iterations or 20 + 9 * arguments.kills
     flags = f"{FLAGS} --num-workers {arguments.workers} --train-iters {iterations}"
+    flags += " --async-save" * arguments.async_save
     generator = random.Random(arguments.seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         print(f"undisturbed run of {iterations} iterations", flush=True)
         reference = Job(f"{flags} --save {folder / 'reference'}", folder / "reference.log")
+        save_seconds = seconds_of_a_save(reference)
         expected = _finish(reference)
         kills, found = [], []
-        for number, kill in enumerate(plan(arguments.kills, generator), 1):
+        for number, kill in enumerate(plan(arguments.kills, arguments.during, generator), 1):
             job = _launch(flags, folder, number)
             try:
-                if not wait_for_moment(job, kill, generator):
+                if not wait_for_moment(job, kill, save_seconds, generator):
                     raise SystemExit(f"the run ended before kill {number}; see --iterations\n{job.text()[-2000:]}")
                 kill.gone = job.kill(kill.victim)
             finally:

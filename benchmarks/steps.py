@@ -84,7 +84,7 @@ class Run:
 
     def __init__(self, flags: str):
         from megatron.pretrain.arguments import parse_args
-        from megatron.pretrain.checkpoint.checkpointing import Progress
+        from megatron.pretrain.checkpoint.state import Progress
         from megatron.pretrain.feed.samples import SampleFeed
         from megatron.pretrain.log.log import StepResult, build_timers
         from megatron.pretrain.plan.pipeline import Pipeline

@@ -233,6 +233,22 @@ def check_ranges(options: Any, error: type[UserError] = UserError) -> None:
             field.metadata["range"].check(flag, getattr(options, field.name), error)
 
 
+def fits(cls: type, name: str, value: Any) -> bool:
+    """Whether a value that no parser made is of the type of this field of dataclass `cls`."""
+    return value is None or _fits(_required(_hints(cls)[name]), value)
+
+
+def _fits(kind: Any, value: Any) -> bool:
+    arguments, outer = typing.get_args(kind), typing.get_origin(kind)
+    if outer is typing.Literal:
+        return isinstance(value, str | int) and value in arguments
+    if outer in (tuple, list):
+        return isinstance(value, (tuple, list)) and all(_fits(arguments[0], each) for each in value)
+    if kind is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
 @functools.cache
 def _hints(cls: type) -> dict[str, Any]:
     """Types of the fields; to find them out, they are compiled from text, which is most of the time of a parser."""

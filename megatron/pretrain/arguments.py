@@ -14,7 +14,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from helixpipe.common.errors import CheckpointError, UserError
-from helixpipe.common.flags import FlagParser, add_dataclass_arguments, dataclass_from_namespace, whole_number
+from helixpipe.common.flags import (
+    FlagParser,
+    add_dataclass_arguments,
+    check_ranges,
+    dataclass_from_namespace,
+    fits,
+    whole_number,
+)
 from helixpipe.planning.plan import Plans
 from helixpipe.program.files import is_file
 from megatron.pretrain.checkpoint.options import CheckpointOptions
@@ -315,9 +322,14 @@ def overlay_checkpoint_args(
     for name in OTHER_MODELS:
         if values.get(name):
             raise CheckpointError(f"the checkpoint's model has {name}, which is not supported.")
-    config = config.replace("model", **model)
     names = ["vocab_size"]
     if config.data.tokenizer_type in (None, values.get("tokenizer_type")):
         names += [field.name for field in dataclasses.fields(TokenizerFlags)]
-    found = {name: values[name] for name in names if values.get(name) is not None and name not in given}
-    return config.replace("data", **found)
+    vocabulary = {name: values[name] for name in names if values.get(name) is not None and name not in given}
+    for group, taken in ((config.model, model), (config.data, vocabulary)):
+        for name, value in taken.items():
+            if not fits(type(group), name, value):
+                raise CheckpointError(f"the checkpoint's arguments have {value!r:.40} as {name}, which it cannot be.")
+    config = config.replace("model", **model)
+    check_ranges(config.model, CheckpointError)
+    return config.replace("data", **vocabulary)

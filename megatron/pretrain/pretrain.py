@@ -65,7 +65,7 @@ def _run(
     config: Config, plans: Plans[int], parallel: Any, checkpointer: Any, position: Position, started: float
 ) -> None:
     # These import megatron-core, which `prepare` has to see first.
-    from megatron.pretrain.checkpoint.checkpointing import Progress
+    from megatron.pretrain.checkpoint.state import Progress
     from megatron.pretrain.data.tokenizer import tokenizer_of
     from megatron.pretrain.log.log import TrainingLog, build_timers, parameters_line
     from megatron.pretrain.log.metrics import MetricsWriter

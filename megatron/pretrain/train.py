@@ -16,7 +16,8 @@ from helixpipe.common.output import complain, say
 from helixpipe.model import Microbatch
 from helixpipe.runtime.recording import Record
 from helixpipe.watch.position import Patience, Position
-from megatron.pretrain.checkpoint.checkpointing import Checkpointer, Progress
+from megatron.pretrain.checkpoint.checkpointing import Checkpointer
+from megatron.pretrain.checkpoint.state import Progress
 from megatron.pretrain.config import Config
 from megatron.pretrain.feed.work import Feed, StepWork
 from megatron.pretrain.log.log import StepResult, TrainingLog
@@ -73,9 +74,14 @@ class Trainer:
 
         Raises LostSaveError when the last checkpoint that was due could not be written.
         """
-        stopped = False if self.config.training.skip_train else self._train()
-        if not stopped:
-            self._evaluate_at_end()
+        try:
+            stopped = False if self.config.training.skip_train else self._train()
+            if not stopped:
+                self._evaluate_at_end()
+        except UserError:  # what was saved before it is worth keeping
+            self._finish_saving()
+            raise
+        self._finish_saving()
         if self._not_saved is not None:
             raise LostSaveError(f"the last checkpoint was not saved: {self._not_saved}")
 
@@ -99,6 +105,7 @@ class Trainer:
                 last = progress.iteration + 1 == self.length.iterations
                 work, recorded = self._iteration(record=last and self._wants_timeline())
                 profiler.after(progress.iteration)
+                self._settle(wait=False)
                 if interval and progress.iteration % interval == 0 and self.feed.has_valid and not last:
                     self._evaluate("valid", f"iteration {progress.iteration}")
                 reason = self.stop.after(progress.iteration) if self._unfinished is None else None
@@ -271,19 +278,35 @@ class Trainer:
         return bool(interval) and self.progress.iteration % (interval or 1) == 0
 
     def _save(self) -> None:
-        """A checkpoint that cannot be written, on a full disk for example, does not end the run: the next may be."""
         if not self.config.checkpoint.save:
             return
         with self.log.paused(), self._timed("save-checkpoint", Patience.ENDLESS):
-            try:
+            self._settle(wait=True)
+            self._not_saved = None
+            with self._told_if_lost(self.progress.iteration):
                 self.checkpointer.save(
                     self.progress, self.state.model, self.state.optimizer, self.scheduler, dict(self.arguments)
                 )
-                self._not_saved = None
-            except CheckpointError as error:
-                self._not_saved = error
-                if self.parallel.is_first:
-                    complain(f"WARNING: iteration {self.progress.iteration} was not saved: {error}")
+
+    def _settle(self, wait: bool) -> None:
+        """See what came of a checkpoint that is written beside training; wait: until it is there."""
+        with self._told_if_lost(self.checkpointer.writing):
+            self.checkpointer.settle(wait)
+
+    def _finish_saving(self) -> None:
+        if self.checkpointer.writing is not None:
+            with self._timed("save-checkpoint", Patience.ENDLESS):
+                self._settle(wait=True)
+
+    @contextmanager
+    def _told_if_lost(self, iteration: int | None) -> Iterator[None]:
+        """A checkpoint that cannot be written, on a full disk for example, does not end the run: the next may be."""
+        try:
+            yield
+        except CheckpointError as error:
+            self._not_saved = error
+            if self.parallel.is_first:
+                complain(f"WARNING: iteration {iteration} was not saved: {error}")
 
     def _wants_timeline(self) -> bool:
         return bool(self.config.logging.record_timeline or self.config.logging.timeline_png)

@@ -23,7 +23,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from helixpipe.common.errors import CheckpointError
-from megatron.pretrain.checkpoint import checkpointing, save_folder
+from megatron.pretrain.checkpoint import checkpointing, save_folder, writing
 from megatron.pretrain.checkpoint import folder as folders
 from megatron.pretrain.checkpoint import tensors as checkpoint_tensors
 from megatron.pretrain.checkpoint.saved_arguments import read_arguments
@@ -278,9 +278,8 @@ def written(results: dict[str, Any], directory: Path) -> None:
         dist.barrier()
         return found
 
-    writer = checkpoint_tensors.FileSystemWriter
-    results["disk full, shard"] = save_with(writer, "write_data", full, rank == 1)
-    results["disk full, common"] = save_with(checkpointing, "save_config", full, rank == 0)
+    results["disk full, shard"] = save_with(writing.FileSystemWriter, "write_data", full, rank == 1)
+    results["disk full, common"] = save_with(writing, "save_config", full, rank == 0)
     results["not shared"] = save_with(save_folder, "appears", lambda folder: rank == 0, True)
     results["no tracker yet"] = save_with(folders, "write_tracker", full, rank == 0)
     run.save(target).save(target)
@@ -301,13 +300,13 @@ def read(path: Path) -> str:
 def killed(rank: int, world_size: int, folder: str) -> None:
     """Save, train on, and be killed, on all ranks, when the shards of the next checkpoint are written."""
     run = Run(PP).train(3).save(folder).train(2)
-    save = checkpoint_tensors.InProcessSave.save
+    write = writing.CheckpointFiles.write
 
-    def save_and_die(*args: Any) -> None:
-        save(*args)
+    def write_and_die(files: Any) -> None:
+        write(files)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    with mock.patch.object(checkpoint_tensors.InProcessSave, "save", save_and_die):
+    with mock.patch.object(writing.CheckpointFiles, "write", write_and_die):
         run.save(folder, locked=True, load=folder)
 
 

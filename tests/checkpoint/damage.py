@@ -1,10 +1,12 @@
-"""What may happen to the files of a checkpoint."""
+"""What may happen to the files of a checkpoint, and while they are written."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,3 +56,14 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
 }
 TRACKERS = {"set back": ("3", 3), "garbage": ("\x00\xff nonsense", 5), "empty": ("", 5), "missing": (None, 5)}
 TRACKER = "latest_checkpointed_iteration.txt"
+
+
+@contextlib.contextmanager
+def small_files(limit: int | None) -> Iterator[None]:
+    """No file of this process gets larger: what a full disk is to a writer, without one. Python ignores the signal."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft if limit is None else limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

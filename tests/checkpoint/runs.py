@@ -23,8 +23,9 @@ from helixpipe.program.stages import Piece, Stage, model_pieces
 from helixpipe.program.text import parse_rows
 from helixpipe.program.workload import uniform
 from helixpipe.runtime.sharded_weights import ShardedWeights
-from megatron.pretrain.checkpoint.checkpointing import Checkpointer, Progress
+from megatron.pretrain.checkpoint.checkpointing import Checkpointer
 from megatron.pretrain.checkpoint.options import CheckpointOptions
+from megatron.pretrain.checkpoint.state import Progress
 from megatron.pretrain.checkpoint.tensors import quiet
 from megatron.pretrain.config.core import keep_state_on_host
 from megatron.pretrain.step.sharded import PartsOfModel
@@ -182,11 +183,20 @@ class Run:
             self.progress.num_floating_point_operations_so_far += 1e18
         return self
 
-    def save(self, directory: Path | str, locked: bool = False, **options: Any) -> Run:
+    def saver(self, directory: Path | str, **options: Any) -> Checkpointer:
         checkpointer = Checkpointer(CheckpointOptions(save=str(directory), **options))
         checkpointer.keep(self.sharded)
+        return checkpointer
+
+    def save_by(self, checkpointer: Checkpointer) -> Run:
+        checkpointer.save(self.progress, self.model, self.optimizer, self.scheduler, self.arguments)
+        return self
+
+    def save(self, directory: Path | str, locked: bool = False, **options: Any) -> Run:
+        checkpointer = self.saver(directory, **options)
         with checkpointer.folder.locked() if locked else nullcontext():
-            checkpointer.save(self.progress, self.model, self.optimizer, self.scheduler, self.arguments)
+            self.save_by(checkpointer)
+            checkpointer.settle()
         torch.distributed.barrier()  # the first rank lets go of the lock
         return self
 

@@ -9,6 +9,7 @@ import torch
 from helixpipe.common.errors import CheckpointError
 from helixpipe.lowering.validate import validate
 from schedules import CATALOGUE
+from tests.checkpoint.async_cases import unlike_at_once
 from tests.checkpoint.runs import REPLICATED_LAYERS, Layout, Run, contents
 
 WHOLE = Layout(num_layers=4)  # as many layers as every schedule can place on two ranks
@@ -16,7 +17,7 @@ NAMES = (*CATALOGUE, REPLICATED_LAYERS)
 
 
 def round_trips(rank: int, world_size: int, folder: str, names: list[str]) -> dict[str, str]:
-    """For each schedule, what is wrong with the checkpoint of a run that it places; '' for nothing."""
+    """For each schedule, what is wrong with the checkpoints of a run that it places; '' for nothing."""
     Run(WHOLE).train(1).save(f"{folder}/whole")
     expected = contents(Path(folder, "whole/iter_0000001"))
     results = {}
@@ -39,6 +40,8 @@ def round_trip(directory: Path, schedule: str, expected: dict[str, torch.Tensor]
         return f"only one of this run and one without a pipeline saves {saved.keys() ^ expected.keys()}"
     if differing := [name for name in saved if not torch.equal(saved[name], expected[name])]:
         return f"saved unlike a run without a pipeline: {differing}"
+    if wrong := unlike_at_once(Run(layout).train(1), directory / "async"):
+        return f"saved beside training: {wrong}"
     again = Run(layout, seed=2)
     again.load(directory)
     if again.progress != run.progress or again.scheduler.state_dict() != run.scheduler.state_dict():

@@ -1,4 +1,5 @@
-"""A checkpoint of every schedule of the catalogue, and of layers that several ranks hold; one launch runs all."""
+"""Checkpoints under every schedule of the catalogue, at once and beside training, and of layers that several ranks
+hold; one launch runs all."""
 
 from __future__ import annotations
 

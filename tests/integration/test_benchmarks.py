@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import infinipipe, network, sppo_setups, steps
+from benchmarks import infinipipe, network, saves, sppo_setups, steps
 from benchmarks.network_costs import Case, Link
 from benchmarks.pages import written_into
 from tests.integration.forked import run_forked
@@ -39,6 +39,18 @@ def test_steps_with_and_without_a_flush(tmp_path: Path, capsys: pytest.CaptureFi
     steps.report(rows)
     printed = capsys.readouterr().out
     assert all(len(row["ratios"]) == 2 and f"| {row['name']} |" in printed for row in rows)
+
+
+def test_saves_at_once_and_beside_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "saves.json"
+    tiny = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 --seq-length 32"
+    run_forked(Launch("saves", f"ranks {output} 3 {tiny}", script="benchmarks/saves.py")).done()
+    found = json.loads(output.read_text(encoding="utf-8"))
+    assert [set(each) for each in found["rounds"]] == [set(saves.KINDS)] * 3
+    saves.report(found)
+    printed = capsys.readouterr().out
+    assert "| at once | " in printed and "| beside | " in printed and "medians of 3" in printed
+    assert list(tmp_path.iterdir()) == [output]
 
 
 def test_published_setups(tmp_path: Path) -> None:

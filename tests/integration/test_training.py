@@ -9,18 +9,13 @@ import re
 import shutil
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from helixpipe.program.timeline import Timeline
 from tests.integration.forked import run_forked
 from tests.integration.launching import MOCK, MODEL, Launch, Result
+from tests.integration.tensors import assert_same_tensors
 
 ITERATIONS = 8
 DATA = f"{MODEL} --data-path {{data}} --split 90,10,0 --tokenizer-type ByteLevelTokenizer --data-cache-path {{cache}}"
@@ -64,21 +59,6 @@ CSV = (
     + ",".join(f"1F{m},1B{m}" for m in range(8))
     + "\n"
 )
-
-
-def assert_same_tensors(one: Path, other: Path) -> None:
-    """All tensors of the last checkpoints, weights and the optimizer's state, are equal to the bit."""
-    first, second = (read_tensors(folder / f"iter_{ITERATIONS:07d}") for folder in (one, other))
-    assert first.keys() == second.keys() and any("exp_avg" in name for name in first)
-    assert [name for name in first if not torch.equal(first[name], second[name])] == []
-
-
-def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    state: dict[str, Any] = {}
-    planner = _EmptyStateDictLoadPlanner()
-    _load_state_dict(state, storage_reader=FileSystemReader(folder), planner=planner, no_dist=True)
-    flat, _ = flatten_state_dict(state)
-    return {name: value for name, value in flat.items() if isinstance(value, torch.Tensor)}
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +175,7 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened(
     expected = {i: whole.losses()[i] for i in range(6, ITERATIONS + 1)}
     if launch.ranks:
         assert result.losses() == expected
-        assert_same_tensors(folder / "again", folder / "whole")
+        assert_same_tensors(folder / "again", folder / "whole", ITERATIONS)
     else:
         assert result.loss_values() == pytest.approx({i: float(loss) for i, (loss, _) in expected.items()}, rel=1e-5)
 
@@ -270,4 +250,4 @@ def test_a_killed_rank_ends_the_job_and_the_next_launch_resumes(
     again = run_forked(Launch("relaunched", f"{flags} --num-workers 0"), data=corpus, cache=folder / "cache").done()
     assert "successfully loaded checkpoint" in again.output
     assert {**result.losses(), **again.losses()} == whole.losses()
-    assert_same_tensors(tmp_path, folder / "whole")
+    assert_same_tensors(tmp_path, folder / "whole", ITERATIONS)

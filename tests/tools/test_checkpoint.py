@@ -11,6 +11,7 @@ import torch
 
 from megatron.pretrain.huggingface.folder import INDEX, Folder
 from megatron.pretrain.huggingface.safetensors import TensorFile
+from tests.checkpoint.damage import small_files
 from tests.huggingface.test_folder import CONFIG, make
 from tools.checkpoint import main
 
@@ -44,6 +45,20 @@ def test_files_of_another_size_and_type(tmp_path: Path) -> None:
         assert all(torch.equal(own.read(name), tensors[name].float()) for name in own.entries)
         assert len(own.entries) == 1 or sum(entry.nbytes for entry in own.entries.values()) <= 1000
     assert ours.config["dtype"] == "float32" and ours.config["vocab_size"] == CONFIG["vocab_size"]
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make(tmp_path / "theirs")
+    theirs, saved, ours = (str(tmp_path / name) for name in ("theirs", "saved", "ours"))
+    with small_files(5000):
+        assert main(["import-hf", theirs, "--save", saved]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"--save {saved}: __0_0.distcp could not be written (File too large); nothing is kept of it." in line
+    assert main(["import-hf", theirs, "--save", saved]) == 0
+    with small_files((tmp_path / "theirs" / "model.safetensors").stat().st_size - 1):
+        assert main(["export-hf", "--load", saved, ours]) == 2
+    assert f"cannot write {ours}/model.safetensors: File too large." in capsys.readouterr().err
+    assert not (tmp_path / "ours" / "model.safetensors").exists()
 
 
 def test_what_cannot_be_exported_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ import torch
 from helixpipe.common.errors import UserError
 from helixpipe.planning.background import BackgroundPlanner
 from megatron.pretrain import pretrain
-from megatron.pretrain.checkpoint.checkpointing import Progress
+from megatron.pretrain.checkpoint.state import Progress
 from megatron.pretrain.config import core
 from megatron.pretrain.data.tokenizer import build_tokenizer
 from megatron.pretrain.plan import plan_stream

@@ -22,7 +22,7 @@ from helixpipe.common.errors import UserError
 from helixpipe.model import Microbatch, PipelineModel
 from helixpipe.program.stages import model_pieces
 from megatron.pretrain.arguments import parse_args
-from megatron.pretrain.checkpoint.checkpointing import Progress
+from megatron.pretrain.checkpoint.state import Progress
 from megatron.pretrain.config import Config, core
 from megatron.pretrain.feed.samples import SampleFeed
 from megatron.pretrain.log.log import StepResult, build_timers

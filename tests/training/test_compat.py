@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from helixpipe.common.errors import CheckpointError, UserError
-from megatron.pretrain.arguments import build_parser, overlay_checkpoint_args, parse_args, split_unavailable
+from megatron.pretrain.arguments import (
+    MODEL_SHAPE,
+    build_parser,
+    overlay_checkpoint_args,
+    parse_args,
+    split_unavailable,
+)
 from megatron.pretrain.config import compat
 from tests.training.helpers import config
 from tests.training.megatron_lists import (
@@ -136,3 +146,16 @@ def test_a_checkpoint_of_another_model_is_refused(name: str) -> None:
     overlay_checkpoint_args(config(""), {name: False})
     with pytest.raises(CheckpointError, match=f"the checkpoint's model has {name}"):
         overlay_checkpoint_args(config(""), {name: True})
+
+
+@given(
+    st.sampled_from(MODEL_SHAPE + ("tokenizer_type", "vocab_size")),
+    st.sampled_from(["text", "", -3, 0, 10**30, 2.5, float("nan"), True, [], [1, "a"], {"a": 1}, (0.9,)]),
+)
+def test_whatever_a_checkpoint_says_of_its_model_is_taken_or_refused_in_a_sentence(name: str, value: Any) -> None:
+    sound = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 8}
+    flags = "--micro-batch-size 1 --train-iters 1 --lr 1 --mock-data --use-checkpoint-args --load here"
+    try:
+        parse_args(flags.split(), environ={}, load_checkpoint_args=lambda _: {**sound, name: value})
+    except UserError as error:
+        assert "\n" not in str(error) and str(error).endswith("."), str(error)

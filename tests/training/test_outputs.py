@@ -38,7 +38,7 @@ def trainer(failures: list[bool]) -> Any:
 
     made: Any = object.__new__(Trainer)
     made.config = config("--save here --train-iters 3 --save-interval 1")
-    made.checkpointer = SimpleNamespace(save=save)
+    made.checkpointer = SimpleNamespace(save=save, settle=lambda wait: None, writing=None)
     made.log = SimpleNamespace(paused=nullcontext)
     made.parallel = SimpleNamespace(is_first=True)
     made.progress = SimpleNamespace(iteration=7)
@@ -64,3 +64,47 @@ def test_a_run_whose_last_save_failed_ends_with_status_1() -> None:
         with pytest.raises(LostSaveError, match=r"the last checkpoint was not saved: .*No space left") as caught:
             run.run()
         assert caught.value.status == 1
+
+
+def test_a_run_that_cannot_write_what_it_has_scheduled_ends_with_status_1(capsys: pytest.CaptureFixture[str]) -> None:
+    """Told as soon as it is known, or at the end; a later save that works makes up for it."""
+    for failures, lost in (([True], True), ([True, False], False), ([False, True], True)):
+        run = trainer([])
+        Saver(run.checkpointer, failures)
+        run._train = lambda run=run, saves=failures: bool([run._save() for _ in saves].count(0))
+        with pytest.raises(LostSaveError) if lost else nullcontext():
+            run.run()
+        told = capsys.readouterr().err
+        assert told == "WARNING: iteration 7 was not saved: --save here: No space left on device.\n"
+
+
+class Saver:
+    """Puts its methods in place of a checkpointer's: one that schedules, and fails later as often as said."""
+
+    def __init__(self, checkpointer: Any, failures: list[bool]):
+        self._checkpointer, self._failures = checkpointer, list(failures)
+        checkpointer.save, checkpointer.settle = self.save, self.settle
+
+    def save(self, progress: Any, *_: Any) -> None:
+        assert self._checkpointer.writing is None, "one at a time"
+        self._checkpointer.writing = progress.iteration
+
+    def settle(self, wait: bool) -> None:
+        if self._checkpointer.writing is not None:
+            self._checkpointer.writing = None
+            if self._failures.pop(0):
+                raise CheckpointError("--save here: No space left on device.")
+
+
+def test_a_run_that_fails_waits_for_what_it_has_scheduled() -> None:
+    run = trainer([])
+    Saver(run.checkpointer, [False])
+
+    def train() -> bool:
+        run._save()
+        raise UserError("the loss is nan")
+
+    run._train = train
+    with pytest.raises(UserError, match="the loss is nan"):
+        run.run()
+    assert run.checkpointer.writing is None

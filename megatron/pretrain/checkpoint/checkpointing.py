@@ -1,37 +1,19 @@
-"""Saving and loading checkpoints in Megatron-LM's layout, through megatron-core's dist_checkpointing.
+"""Loading checkpoints in Megatron-LM's layout, through megatron-core's dist_checkpointing; saving is in `saving.py`.
 
-A checkpoint is written to a temporary folder and renamed when every rank is done; the tracker file follows. Whatever
-moment a run is killed at, the folders with a final name are complete. Loading checks a folder before it is used (sizes,
-structure, checksums) and goes back to an older one, on all ranks together, when it is damaged.
-
-Every rank writes its own shards itself. megatron-core's writer starts a helper process for every rank and forks another
-for every file: slow for small models, fatal for entry scripts without a main guard, and what SIGKILL of a rank leaves
-behind. torch.distributed.checkpoint's own writer produces the same files in the calling thread.
+A folder is checked before it is used (sizes, structure, checksums); when it is damaged an older one is taken, on all
+ranks together.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import random
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies.fully_parallel import (
-    FullyParallelLoadStrategyWrapper,
-    FullyParallelSaveStrategyWrapper,
-)
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 
 from helixpipe.common.errors import CheckpointError
 from helixpipe.model.device import redirect
@@ -39,114 +21,17 @@ from megatron.pretrain.checkpoint import folder as folders
 from megatron.pretrain.checkpoint import known, resumed, tensors
 from megatron.pretrain.checkpoint import optimizer as optimizers
 from megatron.pretrain.checkpoint.from_huggingface import load_weights, other_positions
-from megatron.pretrain.checkpoint.options import CheckpointOptions
+from megatron.pretrain.checkpoint.plain_values import COUNTS, check_groups, part
 from megatron.pretrain.checkpoint.ranks import DamagedError, gather, on_first, say, together
 from megatron.pretrain.checkpoint.reading import read_shards
-from megatron.pretrain.checkpoint.save_folder import SaveFolder
+from megatron.pretrain.checkpoint.saving import Saver
 from megatron.pretrain.checkpoint.sharded_optimizer import saved_optimizer, whole_weights
+from megatron.pretrain.checkpoint.state import Progress, model_state, rng_state, sharding
 from megatron.pretrain.huggingface.folder import looks_like_one
 
-_VERSION = 3.0  # of the state's keys; what Megatron-LM writes since its version 3
-_OF_ONE_RANK = ("rank", "local_rank")  # arguments that differ between ranks are not saved
 
-
-@dataclass
-class Progress:
-    """How far training has come."""
-
-    iteration: int = 0
-    consumed_train_samples: int = 0
-    consumed_valid_samples: int = 0
-    skipped_train_samples: int = 0
-    num_floating_point_operations_so_far: float = 0.0
-
-
-class Checkpointer:
-    """Saves and loads; every method is collective over all ranks and raises CheckpointError alike on all of them.
-
-    groups: needs `tp`, `pp` and `dp_cp`; None takes megatron-core's parallel state.
-    """
-
-    def __init__(self, options: CheckpointOptions, groups: ProcessGroupCollection | None = None):
-        self._options = options
-        self._sharded: Any = None
-        if groups is None:
-            groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "dp_cp"])
-        self._groups = groups
-        self.folder = SaveFolder(options)
-
-    def keep(self, sharded: Any) -> None:
-        """Of a model whose weights data-parallel ranks have parts of, its `ShardedWeights`; else None."""
-        self._sharded = sharded
-
-    # ------------------------------------------------------------------------------------------------------------ save
-
-    def save(
-        self, progress: Progress, model: Any, optimizer: Any | None, scheduler: Any | None, arguments: dict[str, Any]
-    ) -> None:
-        """Write DIR/iter_N and then the tracker file. arguments: the flags, kept as `args`.
-
-        model: a PipelineModel or what wraps it. Does nothing without --save.
-        """
-        if self._options.save is None:
-            return
-        directory, where, iteration = self.folder.path, self.folder.where, progress.iteration
-        say(f"saving checkpoint at iteration {iteration:7d} to {directory} in {self._options.ckpt_format} format")
-        with self.folder.begun(iteration) as temporary:
-            with tensors.quiet(), redirect(), whole_weights(self._sharded):
-                state = together(lambda: self._state_to_save(progress, model, optimizer, scheduler, arguments), where)
-                files = self._write(state, temporary, where)
-            self.folder.publish(temporary, files, iteration)
-        tp, pp = self._groups.tp, self._groups.pp
-        say(
-            f"  successfully saved checkpoint from iteration {iteration:7d} to {directory} "
-            f"[ t {tp.rank() + 1}/{tp.size()}, p {pp.rank() + 1}/{pp.size()} ]"
-        )
-
-    def _state_to_save(
-        self, progress: Progress, model: Any, optimizer: Any | None, scheduler: Any | None, arguments: dict[str, Any]
-    ) -> dict[str, Any]:
-        counts = {k: v for k, v in dataclasses.asdict(progress).items() if k != "num_floating_point_operations_so_far"}
-        plain = {name: tensors.storable(value) for name, value in arguments.items() if name not in _OF_ONE_RANK}
-        state: dict[str, Any] = {
-            "args": Namespace(**{**plain, **counts}),
-            "checkpoint_version": _VERSION,
-            "iteration": progress.iteration,
-            "num_floating_point_operations_so_far": progress.num_floating_point_operations_so_far,
-            "content_metadata": dict(optimizers.SHARDING),
-            "model": self._model_state(model),
-        }
-        if not self._options.no_save_optim:
-            if optimizer is not None:
-                state["optimizer"] = saved_optimizer(optimizer, self._sharded, self._metadata()).state(state["model"])
-            if scheduler is not None:
-                state["opt_param_scheduler"] = scheduler.state_dict()
-        if not self._options.no_save_rng:
-            state["rng_state"] = self._rng_state()
-        return state
-
-    def _write(self, state: dict[str, Any], folder: Path, where: str) -> dict[str, list[int]]:
-        """Write all files but the manifest, and return what the manifest is to say of them."""
-        sharded, common = together(lambda: save_preprocess(state), where)
-
-        def write_common() -> None:
-            torch.save(common, folder / "common.pt")
-            folders.sync_file(folder / "common.pt")
-            save_config(CheckpointingConfig("torch_dist", 1), str(folder))
-            folders.sync_file(folder / "metadata.json")
-
-        on_first(write_common, where)
-        strategy: Any = tensors.InProcessSave()
-        if self._options.ckpt_fully_parallel_save and self._groups.dp_cp.size() > 1:
-            strategy = FullyParallelSaveStrategyWrapper(strategy, self._groups.dp_cp)
-        together(lambda: strategy.save(sharded, folder), where)
-        own = [path.name for path in folder.glob(f"__{dist.get_rank()}_*.distcp")]
-        if dist.get_rank() == 0:
-            own += ["common.pt", "metadata.json", ".metadata"]
-        described = gather(together(lambda: folders.describe_files(folder, own), where))
-        return {name: entry for files in described for name, entry in files.items()}
-
-    # ------------------------------------------------------------------------------------------------------------ load
+class Checkpointer(Saver):
+    """Saves and loads; loading, too, is collective and raises CheckpointError alike on all ranks."""
 
     def load(
         self, model: Any, optimizer: Any | None, scheduler: Any | None, arguments: Mapping[str, Any] | None = None
@@ -241,7 +126,7 @@ class Checkpointer:
         common = together(lambda: known.load_common(folder, trusted))
         weights_only = self._options.finetune or folder.name == folders.RELEASE
         wanted = None if self._options.no_load_optim or weights_only else optimizer
-        own, old = None if wanted is None else saved_optimizer(wanted, self._sharded, self._metadata()), ""
+        own, old = None if wanted is None else saved_optimizer(wanted, self._sharded, sharding(self._groups)), ""
 
         if not weights_only and arguments is not None:
             saved = vars(common.get("args", Namespace()))
@@ -253,14 +138,14 @@ class Checkpointer:
             nonlocal old
             saved = tensors.saved_shapes(read_index(folder))
             tensors.check_model(vars(common.get("args", Namespace())), tensors.unwrap(model), folder)
-            state = {"model": self._model_state(model)}
+            state = {"model": model_state(model, self._groups)}
             tensors.forget_extra_state(state["model"], saved)
             if own is not None:
                 old = optimizers.saved_class(common, saved, str(folder))
-                state["optimizer"] = own.state(self._model_state(model), is_loading=True)
+                state["optimizer"] = own.state(model_state(model, self._groups), is_loading=True)
                 optimizers.request_saved_names(own.copies(state["optimizer"]), saved)
             if not (self._options.no_load_rng or weights_only):
-                rng = self._rng_state()
+                rng = rng_state(self._groups)
                 if rng.unique_key in saved:  # else the layout of ranks is another: nothing fits, and nothing needs it
                     state["rng_state"] = rng
             if self._options.dist_ckpt_strictness.startswith(("assume_ok", "raise")):
@@ -275,14 +160,18 @@ class Checkpointer:
                 resumed.check_finite(tensors.unwrap(model).named_parameters(), folder)
             if self._sharded is not None:
                 self._sharded.keep()
-            if own is not None:
-                own.load(optimizers.convert(state["optimizer"], common, old, own.saved_as))
-                if scheduler is not None:
-                    resumed.load_scheduler(scheduler, common, folder, arguments)
+            if own is not None and wanted is not None:
+                with part("an optimizer", "--no-load-optim", folder):
+                    before = [dict(group) for group in wanted.param_groups]
+                    own.load(optimizers.convert(state["optimizer"], common, old, own.saved_as))
+                    check_groups(before, wanted.param_groups)
+                    if scheduler is not None:
+                        resumed.load_scheduler(scheduler, common, folder, arguments)
             elif optimizer is not None:
                 optimizer.reload_model_params()
             if "rng_state" in state:
-                tensors.set_rng_state(state["rng_state"][0])
+                with part("a random state", "--no-load-rng", folder):
+                    tensors.set_rng_state(state["rng_state"][0])
 
         together(apply, str(folder))
         return self._progress(common, weights_only)
@@ -305,30 +194,7 @@ class Checkpointer:
         arguments = vars(common.get("args", Namespace()))
         if weights_only:
             return Progress(), arguments
-        names = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
-        counts = {name: int(arguments.get(name) or 0) for name in names}
+        counts = {name: int(arguments.get(name) or 0) for name in COUNTS}
         flops = float(common.get("num_floating_point_operations_so_far") or 0.0)
         iteration = int(common.get("iteration", 0))
         return Progress(iteration, **counts, num_floating_point_operations_so_far=flops), arguments
-
-    # ----------------------------------------------------------------------------------------------------------- state
-
-    def _metadata(self) -> dict[str, Any]:
-        return {**optimizers.SHARDING, "dp_cp_group": self._groups.dp_cp}
-
-    def _model_state(self, model: Any) -> dict[str, Any]:
-        state: dict[str, Any] = tensors.unwrap(model).sharded_state_dict(metadata=self._metadata())
-        return state
-
-    def _rng_state(self) -> ShardedObject:
-        """The generators of this rank, one entry for each tensor- and pipeline-parallel rank, as in Megatron-LM."""
-        tp, pp = self._groups.tp, self._groups.pp
-        state = {
-            "random_rng_state": random.getstate(),
-            "np_rng_state": np.random.get_state(),
-            "torch_rng_state": torch.get_rng_state(),
-            "cuda_rng_state": torch.cuda.get_rng_state(),
-            "rng_tracker_states": get_cuda_rng_tracker().get_states(),
-        }
-        grid, place = (pp.size(), tp.size()), (pp.rank(), tp.rank())
-        return ShardedObject("rng_state", [state], grid, place, replica_id=self._groups.dp_cp.rank())

@@ -34,7 +34,7 @@ COMMON = "common_state"
 """The object that megatron-core's own writer keeps the plain values in since 0.19; until then, and here, common.pt."""
 _FOLDER = re.compile(r"iter_(\d{7,})")
 _REPLACED = re.compile(r"\.(iter_\d{7,})\.replaced")
-_TEMPORARY = re.compile(r"\.iter_\d{7,}\.tmp-([0-9a-f]+)")
+_TEMPORARY = re.compile(r"\.(iter_\d{7,})\.tmp-([0-9a-f]+)")
 _READ_BY_ALL = ("metadata.json", "common.pt", ".metadata")
 """Of a checkpoint, what every rank reads."""
 _BLOCK = 1 << 22
@@ -220,7 +220,7 @@ def begin(directory: Path, iteration: int, owner: str, heir_of: Collection[str] 
     directory.mkdir(parents=True, exist_ok=True)
     for entry in list(_entries(directory)):
         match = _TEMPORARY.fullmatch(entry.name)
-        if match and match[1] in (owner, *heir_of):
+        if match and match[2] in (owner, *heir_of):
             shutil.rmtree(entry, ignore_errors=True)
     temporary = directory / f".{folder_name(iteration)}.tmp-{owner}"
     temporary.mkdir()
@@ -276,6 +276,12 @@ def remove(folder: Path, owner: str) -> None:
         doomed = folder.with_name(f".{folder.name}.tmp-{owner}")
         folder.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
+
+
+def shown(path: Path) -> str:
+    """A file by the name that its folder is to have, for messages."""
+    match = _TEMPORARY.fullmatch(path.parent.name)
+    return f"{match[1]}/{path.name}" if match else path.name
 
 
 def sync_file(path: Path) -> None:

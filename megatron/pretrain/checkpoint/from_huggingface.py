@@ -33,6 +33,7 @@ from helixpipe.common.files import new_file
 from helixpipe.model import PipelineModel
 from helixpipe.model.layers import CHECKPOINT_NAMES
 from megatron.pretrain.checkpoint import folder as folders
+from megatron.pretrain.checkpoint.ranks import NotWrittenError, writing
 from megatron.pretrain.huggingface.folder import Folder
 from megatron.pretrain.huggingface.weights import Weight
 
@@ -123,8 +124,10 @@ def import_folder(source: Folder, save: Path, done: Callable[[int], None] = lamb
             raise CheckpointError(f"--save {save} is not empty; give a folder that is, or a new one.")
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        _write_shard(source, temporary, done)
-        _write_common(source, temporary)
+        with writing(temporary / SHARD):
+            _write_shard(source, temporary, done)
+        with writing(temporary / "common.pt"):
+            _write_common(source, temporary)
         names = ["common.pt", "metadata.json", ".metadata", SHARD]
         described = {"files": folders.describe_files(temporary, names)}
         (temporary / folders.MANIFEST).write_text(json.dumps(described), encoding="utf-8")
@@ -134,6 +137,8 @@ def import_folder(source: Folder, save: Path, done: Callable[[int], None] = lamb
         new_file(tracker, folders.RELEASE.encode()).replace(tracker)
     except OSError as error:
         raise CheckpointError(f"--save {save} cannot be written: {error.strerror or error}.") from None
+    except NotWrittenError as error:
+        raise CheckpointError(f"--save {save}: {error}; nothing is kept of it.") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # renamed, unless something failed
     return folder
@@ -170,7 +175,9 @@ def _write_common(source: Folder, folder: Path) -> None:
         "iteration": 0,
         "num_floating_point_operations_so_far": 0.0,
     }
-    torch.save(common, folder / "common.pt")
+    content = io.BytesIO()
+    torch.save(common, content)
+    (folder / "common.pt").write_bytes(content.getvalue())
     save_config(CheckpointingConfig("torch_dist", 1), str(folder))
 
 

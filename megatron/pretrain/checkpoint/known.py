@@ -41,6 +41,7 @@ from torch.distributed.checkpoint.state_dict_loader import load_state_dict
 
 from helixpipe.common.errors import CheckpointError
 from megatron.pretrain.checkpoint.folder import COMMON, MalformedError
+from megatron.pretrain.checkpoint.plain_values import checked
 
 _KNOWN: Mapping[str, frozenset[str]] = MappingProxyType(
     {
@@ -190,17 +191,15 @@ def read_index(folder: Path, trusted: bool = False) -> Any:
 
 
 def load_common(folder: Path, trusted: bool = False) -> dict[str, Any]:
-    """The plain values of a checkpoint. Raises UntrustedError for classes that are not known, and anything for what is
-    no such file."""
+    """The plain values of a checkpoint. Raises UntrustedError for classes that are not known, MalformedError for values
+    of other types, and anything for what is no such file."""
     path = folder / "common.pt"
     if not path.exists():
-        return _common_object(folder, trusted)
-    if trusted:
-        return dict(torch.load(path, map_location="cpu", weights_only=False))
-    return dict(load_objects(path, path))
+        return checked(_common_object(folder, trusted))
+    return checked(torch.load(path, map_location="cpu", weights_only=False) if trusted else load_objects(path, path))
 
 
-def _common_object(folder: Path, trusted: bool) -> dict[str, Any]:
+def _common_object(folder: Path, trusted: bool) -> Any:
     """The plain values where they are among the shards; FileNotFoundError, of common.pt, where they are not."""
     name = ShardedObject(COMMON, None, (1,), (0,)).unique_key
     if name not in read_index(folder, trusted).state_dict_metadata:
@@ -212,7 +211,7 @@ def _common_object(folder: Path, trusted: bool) -> dict[str, Any]:
         planner = _Planner()
         planner.folder = folder
         load_state_dict(wanted, _Reader(folder), planner=planner, no_dist=True)
-    return dict(wanted[name][0])
+    return wanted[name][0]
 
 
 def load_objects(source: Path | io.BytesIO, where: Path | str) -> Any:

@@ -72,7 +72,10 @@ def complete_state(optimizer: Any) -> None:
             if moment not in state:
                 state[moment] = torch.zeros_like(parameter.data)
             state[moment] = state[moment].to(parameter.device)  # megatron-core takes torch's Adam to be on the host
-        state["step"] = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32).detach().clone()
+        steps = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32).detach().clone().reshape(())
+        if not steps >= 0:
+            raise ValueError(f"an optimizer cannot have made {float(steps)} steps")
+        state["step"] = steps
     for hybrid in _hybrids(optimizer):
         hybrid._sync_sub_optimizers_state_to_hdo()
         for group in hybrid.param_groups:

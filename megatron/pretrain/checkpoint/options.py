@@ -18,6 +18,7 @@ class CheckpointOptions:
     ckpt_format: str = "torch_dist"
     save_retain_interval: int | None = None
     overwrite_checkpoints: bool = False
+    async_save: bool = False
     trust_checkpoint: bool = False
     resume_with_other: tuple[str, ...] = ()
     no_save_optim: bool = False

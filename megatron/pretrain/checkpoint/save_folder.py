@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import shutil
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,16 +15,19 @@ from helixpipe.common.errors import CheckpointError
 from megatron.pretrain.checkpoint import folder as folders
 from megatron.pretrain.checkpoint.lock import FolderLock
 from megatron.pretrain.checkpoint.options import CheckpointOptions
-from megatron.pretrain.checkpoint.ranks import appears, gather, on_first, place
+from megatron.pretrain.checkpoint.ranks import Exchange, NotWrittenError, appears, gather, on_first, place, writing
 
 
 class SaveFolder:
-    """Where checkpoints go; `begun` and `locked` are entered, and `publish` called, on all ranks."""
+    """Where checkpoints go; what is not said to be rank 0's alone is entered, or called, on all ranks."""
 
     def __init__(self, options: CheckpointOptions):
         self._options = options
         self._lock: FolderLock | None = None
         self._owner = secrets.token_hex(8)  # without a lock nobody is its heir
+        self._unfinished: Path | None = None
+        self._given_up = False
+        self._naming = threading.Lock()  # a checkpoint is given its name or given up
         self.path = Path(options.save or "")
         self.where = f"--save {self.path}"
 
@@ -41,11 +45,19 @@ class SaveFolder:
         try:
             on_first(lambda: self._claim(lock), self.where)
             self._lock = lock
-            self._seen_by_all(lock.path)
+            self.check_seen(lock.path)
             yield
         finally:
             if dist.get_rank() == 0:
+                self._give_up()
                 lock.release()
+
+    def _give_up(self) -> None:
+        """Remove what a thread may still be writing, in a run that has failed."""
+        with self._naming:
+            self._given_up = True
+            if self._unfinished is not None:
+                shutil.rmtree(self._unfinished, ignore_errors=True)
 
     def _claim(self, lock: FolderLock) -> None:
         there = folders.iterations(self.path)
@@ -56,17 +68,10 @@ class SaveFolder:
             )
         lock.acquire()
 
-    @contextmanager
-    def begun(self, iteration: int) -> Iterator[Path]:
-        """A temporary folder for one checkpoint; removed when the block fails, since room may be what is missing."""
-        path = self.path / on_first(lambda: self._begin(iteration).name, self.where)
-        try:
-            self._seen_by_all(path)
-            yield path
-        except BaseException:  # another rank may have been killed
-            if dist.get_rank() == 0:
-                shutil.rmtree(path, ignore_errors=True)
-            raise
+    def begin(self, iteration: int) -> Path:
+        """A temporary folder for one checkpoint."""
+        self._unfinished = self.path / on_first(lambda: self._begin(iteration).name, self.where)
+        return self._unfinished
 
     def _begin(self, iteration: int) -> Path:
         if self._lock is None:
@@ -74,20 +79,46 @@ class SaveFolder:
         self._lock.check()
         return folders.begin(self.path, iteration, self._lock.token, self._lock.heir_of)
 
+    @contextmanager
+    def says_what_is_kept(self, exchange: Exchange) -> Iterator[None]:
+        """Adds to a CheckpointError of the block, which all ranks raise alike, which checkpoint there still is."""
+        try:
+            yield
+        except CheckpointError as error:
+            newest = exchange.from_first(folders.read_tracker(self.path) if dist.get_rank() == 0 else None)
+            kept = "no checkpoint is there yet" if newest is None else f"{folders.folder_name(newest)} is kept"
+            raise CheckpointError(f"{str(error).rstrip('.')}; {kept}.") from error
+
+    @contextmanager
+    def removed_on_failure(self, temporary: Path) -> Iterator[None]:
+        """Removes what is written of a checkpoint when the block fails, since room may be what is missing."""
+        try:
+            yield
+        except BaseException:  # another rank may have been killed
+            if dist.get_rank() == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
     def publish(self, temporary: Path, files: Mapping[str, list[int]], iteration: int) -> None:
         """Give a complete checkpoint its name and point the tracker at it; the one before goes where it is not to be
-        kept."""
-        on_first(lambda: self._publish(temporary, files, iteration), self.where)
-
-    def _publish(self, temporary: Path, files: Mapping[str, list[int]], iteration: int) -> None:
-        previous = folders.read_tracker(self.path)
-        folders.publish(temporary, files, iteration)
-        folders.write_tracker(self.path, iteration)
+        kept. On rank 0. Raises CheckpointError, NotWrittenError."""
+        with self._naming:
+            if self._given_up:
+                raise NotWrittenError("the run has ended before all of it was written")
+            if self._lock is not None:
+                self._lock.check()
+            previous = folders.read_tracker(self.path)
+            with writing(temporary / folders.MANIFEST):
+                folders.publish(temporary, files, iteration)
+            self._unfinished = None
+            with writing(self.path / folders.TRACKER):
+                folders.write_tracker(self.path, iteration)
         keep = self._options.save_retain_interval
         if keep and previous is not None and previous < iteration and previous % keep:
             folders.remove(self.path / folders.folder_name(previous), self._lock.token if self._lock else self._owner)
 
-    def _seen_by_all(self, path: Path) -> None:
+    def check_seen(self, path: Path) -> None:
+        """Raises CheckpointError where a rank does not see a file or folder that the first has made."""
         missing = [host for host in gather(None if appears(path) else place()) if host]
         if missing:
             raise CheckpointError(

@@ -55,6 +55,8 @@ def newest_usable(
                 return path, dict(vars(known.load_common(path, trusted).get("args", Namespace())))
             except CheckpointError:
                 raise
+            except folders.MalformedError as error:
+                reason = str(error)
             except Exception:  # unpickling garbage may raise anything
                 reason = "common.pt is corrupt"
         reasons.append(f"{name}: {reason}")

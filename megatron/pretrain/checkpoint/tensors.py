@@ -1,4 +1,4 @@
-"""Between megatron-core's sharded tensors, the model and the files: writing, checking, random state."""
+"""Between megatron-core's sharded tensors, the model and what was saved: checking, random state."""
 
 from __future__ import annotations
 
@@ -13,16 +13,11 @@ import numpy as np
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from helixpipe.common.errors import CheckpointError
+
+_ONE_EXTENDED = (("rope", "yarn"), ("yarn", "rope"))
 
 
 @contextmanager
@@ -31,24 +26,6 @@ def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-class InProcessSave:
-    """megatron-core's tensors to torch_dist files, one a rank, written and synchronised by the calling thread.
-
-    It has what megatron-core's wrappers ask of a strategy; their base class is gone since 0.19.
-    """
-
-    backend, version = "torch_dist", 1
-    can_handle_sharded_objects = True
-
-    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
-        flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
-        save(
-            mcore_to_pyt_state_dict(flat),
-            storage_writer=FileSystemWriter(checkpoint_dir, thread_count=1, sync_files=True),
-            planner=MCoreSavePlanner(flatten_state_dict=False),
-        )
 
 
 def unwrap(model: Any) -> Any:
@@ -103,7 +80,7 @@ def check_model(arguments: dict[str, Any], model: Any, folder: Path) -> None:
         ),
     ):
         saved = arguments.get(name)
-        if saved is not None and saved != value and {saved, value} != {"rope", "yarn"}:  # one is the other, extended
+        if saved is not None and saved != value and (saved, value) not in _ONE_EXTENDED:  # one is the other, extended
             raise CheckpointError(
                 f"{folder} holds a model with {flag} {saved}, but the flags say {value}; give the flags it was trained "
                 "with, or --use-checkpoint-args."

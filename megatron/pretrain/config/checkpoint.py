@@ -25,6 +25,9 @@ class CheckpointConfig:
     overwrite_checkpoints: bool = option(
         False, "Replace checkpoints that are in --save already, without --load of the same folder."
     )
+    async_save: bool = option(
+        False, "Train on while a checkpoint is written from a copy of the state in the host's memory."
+    )
     load: str | None = option(
         None, "Folder to load the newest usable checkpoint from, or one iter_N in it.", metavar="DIR"
     )

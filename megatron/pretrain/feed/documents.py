@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from megatron.pretrain.checkpoint.checkpointing import Progress
+from megatron.pretrain.checkpoint.state import Progress
 from megatron.pretrain.data.documents import DocumentStream
 from megatron.pretrain.data.rows import RowReader
 from megatron.pretrain.feed.work import StepWork

@@ -9,7 +9,7 @@ import torch
 
 from helixpipe.model import Microbatch
 from helixpipe.planning.plan import Plans
-from megatron.pretrain.checkpoint.checkpointing import Progress
+from megatron.pretrain.checkpoint.state import Progress
 from megatron.pretrain.feed.work import StepWork
 from megatron.pretrain.step.microbatches import BatchSchedule, StepBatch
 

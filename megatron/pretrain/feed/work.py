@@ -8,7 +8,7 @@ from typing import Protocol
 
 from helixpipe.lowering.project import LoweredProgram
 from helixpipe.model import Microbatch
-from megatron.pretrain.checkpoint.checkpointing import Progress
+from megatron.pretrain.checkpoint.state import Progress
 
 
 @dataclass(frozen=True)

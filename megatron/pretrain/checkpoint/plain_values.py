@@ -1,0 +1,97 @@
+"""The plain values of a checkpoint, once they are known to be of the types that loading takes them for.
+
+Anybody may have written the file. What is wrong in all of it makes the checkpoint unusable, as damage does; what is
+wrong in the optimizer's part alone is said with the flag that leaves that out.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor
+
+from helixpipe.common.errors import CheckpointError, UserError
+from megatron.pretrain.checkpoint.folder import MalformedError
+
+COUNTS = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
+"""Of `args`: how far training had come."""
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+_ENTRIES: Mapping[str, tuple[str, Callable[[Any], bool]]] = MappingProxyType(
+    {
+        "args": ("a namespace", lambda value: isinstance(value, Namespace)),
+        "iteration": ("a whole number", _whole),
+        "num_floating_point_operations_so_far": ("a number", lambda value: value is None or _number(value)),
+        "optimizer": ("a dictionary", lambda value: isinstance(value, dict)),
+        "opt_param_scheduler": ("a dictionary", lambda value: isinstance(value, dict)),
+    }
+)
+"""Name -> what is there in words, and whether a value is that."""
+
+
+def checked(common: Any) -> dict[str, Any]:
+    """What was read, itself. Raises MalformedError, which names the entry that is of no use."""
+    if not isinstance(common, dict):
+        raise MalformedError(f"its plain values (common.pt) are {_named(common)}, not a dictionary")
+    for name, (words, fits) in _ENTRIES.items():
+        if name in common and not fits(common[name]):
+            raise MalformedError(f"its plain values (common.pt) have {_named(common[name])} as {name}, not {words}")
+    arguments = vars(common.get("args", Namespace()))
+    for name, value in arguments.items():
+        if name in COUNTS and value is not None and not _whole(value):
+            raise MalformedError(
+                f"its plain values (common.pt) have {_named(value)} as args.{name}, not a whole number"
+            )
+        if isinstance(value, Tensor):
+            raise MalformedError(f"its plain values (common.pt) have a tensor as args.{name}")
+    return common
+
+
+@contextmanager
+def part(what: str, flag: str, folder: Path) -> Iterator[None]:
+    """Raises CheckpointError for whatever a part of a checkpoint makes fail. flag: loads all but this part."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # values of other types may fail anywhere
+        raise CheckpointError(
+            f"{folder} holds {what} that cannot be read ({type(error).__name__}: {str(error).strip()[:100]!r}); pass "
+            f"{flag} to load the rest."
+        ) from error
+
+
+def check_groups(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> None:
+    """Raises TypeError where the groups of an optimizer, after they were loaded, hold another kind of value."""
+    for old, new in zip(before, after, strict=True):
+        for name, value in new.items():
+            if name in old and name != "params" and _kind(value) not in (_kind(old[name]), "none"):
+                raise TypeError(f"{name} of a group is {_named(value)}, not {_named(old[name])}")
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, (tuple, list)):
+        return f"{len(value)} " + " ".join(sorted({_kind(each) for each in value}))
+    if isinstance(value, bool):
+        return "switch"
+    return "number" if _number(value) or (isinstance(value, Tensor) and value.numel() == 1) else type(value).__name__
+
+
+def _named(value: Any) -> str:
+    text = repr(value).replace("\n", " ")
+    return f"{type(value).__name__} {text if len(text) <= 40 else text[:37] + '...'}"

@@ -1,0 +1,52 @@
+"""What a checkpoint is made of, as this rank has it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+from megatron.pretrain.checkpoint import tensors
+from megatron.pretrain.checkpoint.optimizer import SHARDING
+
+
+@dataclass
+class Progress:
+    """How far training has come."""
+
+    iteration: int = 0
+    consumed_train_samples: int = 0
+    consumed_valid_samples: int = 0
+    skipped_train_samples: int = 0
+    num_floating_point_operations_so_far: float = 0.0
+
+
+def sharding(groups: ProcessGroupCollection) -> dict[str, Any]:
+    """What megatron-core's `sharded_state_dict` methods take as `metadata`."""
+    return {**SHARDING, "dp_cp_group": groups.dp_cp}
+
+
+def model_state(model: Any, groups: ProcessGroupCollection) -> dict[str, Any]:
+    """Of a PipelineModel or what wraps it."""
+    state: dict[str, Any] = tensors.unwrap(model).sharded_state_dict(metadata=sharding(groups))
+    return state
+
+
+def rng_state(groups: ProcessGroupCollection) -> ShardedObject:
+    """The generators of this rank, one entry for each tensor- and pipeline-parallel rank, as in Megatron-LM."""
+    tp, pp = groups.tp, groups.pp
+    state = {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "cuda_rng_state": torch.cuda.get_rng_state(),
+        "rng_tracker_states": get_cuda_rng_tracker().get_states(),
+    }
+    grid, place = (pp.size(), tp.size()), (pp.rank(), tp.rank())
+    return ShardedObject("rng_state", [state], grid, place, replica_id=groups.dp_cp.rank())
