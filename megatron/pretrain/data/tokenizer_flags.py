@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
-import json
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from helixpipe.common.errors import UserError
+from helixpipe.common.json_values import parse_json
 from megatron.pretrain.data.tokenizer_folder import check_folder
 
 LIBRARIES: Mapping[str, tuple[str, str | None]] = MappingProxyType(
@@ -145,7 +145,7 @@ def _sentencepiece_size(path: str) -> int:
 
 
 def _gpt2_size(path: str) -> int:
-    vocabulary = json.loads(Path(path).read_text(encoding="utf-8"))
+    vocabulary = parse_json(Path(path).read_text(encoding="utf-8"))
     if not isinstance(vocabulary, dict):
         raise ValueError("it is not a JSON object")
     return len(vocabulary.keys() | {GPT2_END})
