@@ -23,6 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from helixpipe.common.child import python_command
+
 HERE = Path(__file__).resolve().parent
 STEPS, WARM_UP = 6, 1
 KINDS = ("alone", "at once", "beside")
@@ -40,7 +42,7 @@ def main() -> None:
         parser.error("--rounds must be at least 3")
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         output = Path(folder, "result.json")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
+        command = python_command("torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__)
         command += ["ranks", str(output), str(arguments.rounds), arguments.flags]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
         subprocess.run(command, check=True, env=environment)
