@@ -258,7 +258,7 @@ def test_a_csv_file_refuses_what_it_cannot_hold(
     path.write_text("old")
     with pytest.raises(ProgramError) as caught:
         save_program(change(build("1f1b", Shape(2, 2, 2))), path)
-    assert str(caught.value) == f"a CSV file cannot hold {lost}; give the file a name that ends in .json."
+    assert str(caught.value) == f"{path}: a CSV file cannot hold {lost}; give the file a name that ends in .json."
     assert path.read_text() == "old"
 
 
