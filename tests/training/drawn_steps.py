@@ -90,7 +90,7 @@ def reference(config: Config, step: int, lengths: Sequence[int]) -> tuple[dict[s
     """Gradients by name and mean loss of a step: each document by itself, in one process."""
     transformer = replace(core.transformer_config(config), params_dtype=torch.float64)
     transformer.tensor_model_parallel_size = transformer.pipeline_model_parallel_size = 1
-    options = core.gpt_options(config, VOCABULARY - 1)
+    options = core.gpt_options(config)
     model = GPTModel(
         transformer,
         get_gpt_layer_local_spec(normalization="RMSNorm" if config.model.swiglu else None),
