@@ -85,19 +85,22 @@ class _FirstHalf:
 
 
 class _OnThisRank(torch.nn.Module):
-    """A linear layer without what its ranks communicate. A module, as megatron-core asks since 0.18."""
+    """A linear layer without what its ranks communicate. It is a module, as megatron-core asks since 0.18, in name
+    alone: hooks on modules are for those that a user sees, and do not run."""
 
     def __init__(self, layer: ColumnParallelLinear):
         super().__init__()
         self._layers = (layer,)  # in a tuple, so that its parameters are not those of a second module
 
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         (layer,) = self._layers
         return torch.matmul(tokens, layer.weight.t()), layer.bias
 
 
 class _NoLayer(torch.nn.Module):
-    def forward(self, inner: Tensor) -> tuple[Tensor, None]:
+    """Stands for the second linear layer, likewise."""
+
+    def __call__(self, inner: Tensor) -> tuple[Tensor, None]:
         return inner, None
 
 
