@@ -78,7 +78,8 @@ def check_groups(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[st
     """Raises TypeError where the groups of an optimizer, after they were loaded, hold another kind of value."""
     for old, new in zip(before, after, strict=True):
         for name, value in new.items():
-            if name in old and name != "params" and _kind(value) not in (_kind(old[name]), "none"):
+            kinds = {_kind(value), _kind(old.get(name)), "none"}  # None is of any kind
+            if name != "params" and len(kinds) > 2:
                 raise TypeError(f"{name} of a group is {_named(value)}, not {_named(old[name])}")
 
 
