@@ -31,6 +31,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         ("args.consumed_train_samples", "have str 'many' as args.consumed_train_samples, not a whole number"),
         ("optimizer", "(common.pt) have list [1] as optimizer, not a dictionary"),
         ("optimizer.param_groups.0.eps", "eps of a group is str 'small', not float 1e-08"),
+        ("optimizer.param_groups.0.betas.1", "betas of a group is tuple (0.9, 7), outside of 0 to 1"),
         ("opt_param_scheduler.num_steps", "holds an optimizer that cannot be read (TypeError"),
     ],
 )

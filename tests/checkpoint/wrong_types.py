@@ -94,6 +94,7 @@ def named(rank: int, world_size: int, folder: str) -> dict[str, str]:
         (("args", "consumed_train_samples"), "many"),
         (("optimizer",), [1]),
         (("optimizer", "param_groups", 0, "eps"), "small"),
+        (("optimizer", "param_groups", 0, "betas", 1), 7),
         (("opt_param_scheduler", "num_steps"), "x"),
     ):
         torch.save(replaced(common, place, other), newest / "common.pt")

@@ -6,6 +6,7 @@ wrong in the optimizer's part alone is said with the flag that leaves that out.
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,6 +43,10 @@ _ENTRIES: Mapping[str, tuple[str, Callable[[Any], bool]]] = MappingProxyType(
 """Name -> what is there in words, and whether a value is that."""
 
 
+_BELOW = MappingProxyType({"betas": 1.0, "momentum": 1.0, "eps": math.inf, "weight_decay": math.inf})
+"""Of the values in an optimizer's groups: from 0 to below this."""
+
+
 def checked(common: Any) -> dict[str, Any]:
     """What was read, itself. Raises MalformedError, which names the entry that is of no use."""
     if not isinstance(common, dict):
@@ -75,12 +80,17 @@ def part(what: str, flag: str, folder: Path) -> Iterator[None]:
 
 
 def check_groups(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> None:
-    """Raises TypeError where the groups of an optimizer, after they were loaded, hold another kind of value."""
+    """Raises TypeError where the groups of an optimizer, after they were loaded, hold another kind of value, ValueError
+    where they hold one that no optimizer can compute with."""
     for old, new in zip(before, after, strict=True):
         for name, value in new.items():
             kinds = {_kind(value), _kind(old.get(name)), "none"}  # None is of any kind
             if name != "params" and len(kinds) > 2:
                 raise TypeError(f"{name} of a group is {_named(value)}, not {_named(old[name])}")
+            below = _BELOW.get(name)
+            values = value if isinstance(value, (tuple, list)) else (value,)
+            if below is not None and value is not None and not all(0 <= each < below for each in values):
+                raise ValueError(f"{name} of a group is {_named(value)}, outside of 0 to {below:g}")
 
 
 def _kind(value: Any) -> str:
