@@ -25,7 +25,7 @@ def test_setups_of_sppo(model: str, tokens: int, sizes: tuple[int, int], chunks:
     flags = [*launch, "--pipe-sp-strategy", "average"]  # cut at once
     config = launched(flags, sizes[0] * sizes[1])
     preset = replace(MODELS[f"sppo-{model}"], name="the model", seq_length=tokens * 1024)
-    assert replace(model_shape(config), vocab=preset.vocab) == preset
+    assert replace(model_shape(config), vocab=preset.vocab, vocab_multiple=preset.vocab_multiple) == preset
     parallel = config.parallel
     assert (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size) == sizes
     assert (parallel.pipeline_schedule, config.chunks.count(), config.training.global_batch_size) == ("sppo", chunks, 1)
