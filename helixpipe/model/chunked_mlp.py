@@ -85,7 +85,7 @@ class _FirstHalf:
 
 
 class _OnThisRank(torch.nn.Module):
-    """A linear layer without what its ranks communicate. It is a module, as megatron-core asks since 0.18, in name
+    """A linear layer without what its ranks communicate. It is a module, as megatron-core 0.19 asks, in name
     alone: hooks on modules are for those that a user sees, and do not run."""
 
     def __init__(self, layer: ColumnParallelLinear):

@@ -82,8 +82,8 @@ _NOISE = (
     (FutureWarning, r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"),
     (FutureWarning, r"`load_state_dict` is deprecated and will be removed"),
     (FutureWarning, r"Please use DTensor instead and we are deprecating ShardedTensor"),
-    (UserWarning, r"MimoModelConfig is experimental"),  # imported with the optimizer since 0.18
-    (UserWarning, r"Could not determine rank from torch\.distributed"),  # in tools, since 0.18
+    (UserWarning, r"MimoModelConfig is experimental"),  # imported with the optimizer, in 0.19
+    (UserWarning, r"Could not determine rank from torch\.distributed"),  # in tools, in 0.19
     (UserWarning, r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed"),
 )
 """Warnings that megatron-core's own code draws from torch at every run; whoever runs it can do nothing about them."""
