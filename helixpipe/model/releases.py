@@ -14,7 +14,7 @@ def null_tokenizer(vocab_size: int) -> tuple[str, dict[str, Any]]:
     """Name and options of megatron-core's tokenizer of numbers below `vocab_size`, with end of document after them."""
     from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
 
-    if "eod_id" in inspect.signature(NullTokenizer).parameters:  # in 0.19, where the end of document is one of the numbers
+    if "eod_id" in inspect.signature(NullTokenizer).parameters:  # in 0.19: the end of document is one of the numbers
         return "null-text", {"vocab_size": vocab_size + 1}
     return "null", {"vocab_size": vocab_size}
 
