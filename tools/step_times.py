@@ -7,7 +7,6 @@ FLAGS are those of pretrain_gpt.py. Beside what is measured stands what is simul
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import statistics
@@ -22,6 +21,7 @@ sys.path.insert(0, str(ROOT))  # run from anywhere, installed or not
 from helixpipe.common.child import python_command
 from helixpipe.common.command import run_command
 from helixpipe.common.flags import FlagParser
+from helixpipe.common.json_values import parse_json
 
 WARM_UP = 2
 """Steps before those that count."""
@@ -51,7 +51,7 @@ def _run(argv: Sequence[str] | None) -> int:
         measured.append(milliseconds(_output(*launch, *train)))
         size = ["-p", str(options.ranks), "-m", str(options.microbatches), "--profile", options.profile, "--json"]
         printed = _output("schedules.command", "simulate", *shlex.split(schedule), *size)
-        simulated.append(1000 * json.loads(printed)["makespan"])
+        simulated.append(1000 * parse_json(printed)["makespan"])
     first, second = (schedule.split()[0] for schedule in options.schedules)
     print(sentence((first, second), [each[WARM_UP:] for each in measured], simulated))
     return 0

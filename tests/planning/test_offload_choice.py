@@ -13,7 +13,7 @@ from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.planning.early import place_early
 from helixpipe.planning.offload import OffloadOptions, timed, with_ahead, with_shares
 from helixpipe.planning.offload_choice import LEVELS, Choice, Limits, choose
-from helixpipe.planning.offload_hidden import recomputing
+from helixpipe.planning.recompute_choice import recomputing
 from helixpipe.program.program import Program
 from schedules import Shape, build
 
