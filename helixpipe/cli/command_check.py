@@ -10,12 +10,14 @@ from helixpipe.cli.programs import program_of_file
 from helixpipe.common.flags import dataclass_from_namespace
 from helixpipe.draw.style import count
 from helixpipe.lowering.lower import lower
+from helixpipe.lowering.streams import check_streams
 from helixpipe.lowering.validate import untrainable
 
 
 def run(namespace: argparse.Namespace) -> None:
     size = dataclass_from_namespace(ShapeOptions, namespace)
     lowered = lower(program_of_file(namespace.file, size, size.layers))
+    check_streams(lowered)
     program = lowered.program
     counts = {
         "ranks": program.num_ranks,

@@ -15,6 +15,7 @@ from helixpipe.lowering.build import build_graph
 from helixpipe.lowering.graph import Graph
 from helixpipe.lowering.lower import lower, lower_graph
 from helixpipe.lowering.project import LoweredProgram
+from helixpipe.lowering.streams import check_streams
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Program, forward_only
 from helixpipe.simulate.simulator import Simulation, simulate
@@ -51,8 +52,10 @@ class Plan:
 
 
 def make_plan(program: Program, costs: Costs) -> Plan:
-    """Validate and lower a program. Raises ProgramError when it is not valid."""
-    return Plan(lower(program, costs), costs)
+    """Validate and lower a program, and check the streams it comes to. Raises ProgramError when it is not valid."""
+    lowered = lower(program, costs)
+    check_streams(lowered)
+    return Plan(lowered, costs)
 
 
 class Planner(Protocol[SizeIn]):
