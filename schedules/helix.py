@@ -26,9 +26,7 @@ from typing import Literal
 from helixpipe.common.flags import option
 from helixpipe.common.ranges import MOST_MICROBATCHES
 from helixpipe.costs.by_hand import unit_costs
-from helixpipe.lowering.bound import BoundCosts
-from helixpipe.lowering.build import build_graph
-from helixpipe.lowering.order import list_schedule
+from helixpipe.lowering.lower import scheduled
 from helixpipe.planning.catalogue import Shape
 from helixpipe.planning.early import peak_memory
 from helixpipe.planning.orders import require_multiple
@@ -129,7 +127,7 @@ def _recomputing(stage: Stage, kinds: Sequence[Collection[str]]) -> Stage:
 
 
 def _makespan(program: Program, costs: Costs) -> float:
-    return list_schedule(build_graph(program), *BoundCosts(program, costs).timers).makespan
+    return scheduled(program, costs).makespan
 
 
 def _stages(shape: Shape, kinds: frozenset[str], spread: bool) -> tuple[Stage, ...]:

@@ -25,9 +25,7 @@ from typing import Literal
 
 from helixpipe.common.flags import option
 from helixpipe.common.ranges import MOST_LAYERS
-from helixpipe.lowering.bound import BoundCosts
-from helixpipe.lowering.build import build_graph
-from helixpipe.lowering.order import list_schedule
+from helixpipe.lowering.lower import scheduled
 from helixpipe.planning.catalogue import Shape
 from helixpipe.planning.early import peak_memory
 from helixpipe.program.costs import Costs
@@ -202,4 +200,4 @@ def _fastest_that_fits(program: Program, costs: Costs, limit: float) -> Program:
 
 
 def _makespan(program: Program, costs: Costs) -> float:
-    return list_schedule(build_graph(program), *BoundCosts(program, costs).timers).makespan
+    return scheduled(program, costs).makespan

@@ -30,8 +30,7 @@ from helixpipe.draw.text import (
     summary,
     text_timeline,
 )
-from helixpipe.lowering.build import build_graph
-from helixpipe.lowering.lower import lower_graph
+from helixpipe.lowering.lower import lowered_valid
 from helixpipe.planning.catalogue import Catalogue
 from helixpipe.planning.chunk_options import ChunkOptions
 from helixpipe.planning.lengths import LengthOptions, documents_of
@@ -156,6 +155,6 @@ def _without_early_recomputation(
         without = argparse.Namespace(**{**vars(namespace), "recompute_early": False})
         (simulation,) = make_simulations([namespace.schedule], without, given, one_queue)
         return simulation
-    graph = build_graph(replace(program, ranks=late))
+    later = replace(program, ranks=late)
     blocking = namespace.p2p == "blocking"
-    return simulate(lower_graph(graph, costs), costs, one_queue=one_queue, blocking=blocking)
+    return simulate(lowered_valid(later, costs), costs, one_queue=one_queue, blocking=blocking)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from helixpipe.lowering.graph import Draft, Graph
@@ -54,6 +55,14 @@ def check_passes(passes: Sequence[Pass]) -> None:
         if missing := sorted(own.needs - there):
             raise ValueError(f"pass {own.add.__name__} needs {', '.join(missing)}, which no pass before it gives")
         there |= own.gives
+
+
+def graph_of(program: Program, index: OpIndex | None = None) -> Graph:
+    """The graph of a program, built once; that of an equal program which keeps nothing. index: as in `build_graph`."""
+    if "graph" not in program.derived:
+        program.derived["graph"] = build_graph(replace(program), index)
+    graph: Graph = program.derived["graph"]
+    return graph
 
 
 def build_graph(program: Program, index: OpIndex | None = None, passes: Sequence[Pass] = PASSES) -> Graph:

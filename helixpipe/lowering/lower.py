@@ -44,8 +44,8 @@ from __future__ import annotations
 from helixpipe.common.collector import collector_paused
 from helixpipe.costs.by_hand import unit_costs
 from helixpipe.lowering.bound import BoundCosts
-from helixpipe.lowering.graph import Graph
-from helixpipe.lowering.order import list_schedule
+from helixpipe.lowering.build import graph_of
+from helixpipe.lowering.order import Times, list_schedule
 from helixpipe.lowering.places import without_holds
 from helixpipe.lowering.project import LoweredProgram, project
 from helixpipe.lowering.validate import check_ends, validate
@@ -62,14 +62,31 @@ def lower(program: Program, costs: Costs | None = None) -> LoweredProgram:
     of a program that has one, when the program is not valid.
     """
     with naming(program.source):
-        return lower_graph(validate(program, ends=False), costs or unit_costs())
+        validate(program, ends=False)
+        return lowered_valid(program, costs or unit_costs())
 
 
-def lower_graph(graph: Graph, costs: Costs) -> LoweredProgram:
-    """Lower a program from its graph, which `validate` returned or which is known to have no fault. Raises ProgramError
-    when its ops wait for each other in a circle."""
-    times = list_schedule(graph, *BoundCosts(graph.program, costs).timers)
-    check_ends(graph, times.order)
-    times = without_holds(graph, times)
-    projected, openings = project(graph, times)
-    return LoweredProgram(graph.program, graph, tuple(times.order), tuple(map(tuple, projected)), openings)
+def lowered_valid(program: Program, costs: Costs) -> LoweredProgram:
+    """Lower a program that `validate` has been through, or that is known to have no fault; once for each of the costs
+    it is asked for with. Raises ProgramError when its ops wait for each other in a circle."""
+    key = "lowered", id(costs)
+    if key not in program.derived:
+        graph, times = graph_of(program), scheduled(program, costs)
+        del program.derived["times", id(costs)]  # nobody asks for them once there is the order
+        check_ends(graph, times.order)
+        times = without_holds(graph, times)
+        projected, openings = project(graph, times)
+        lowered = LoweredProgram(graph.program, graph, tuple(times.order), tuple(map(tuple, projected)), openings)
+        program.derived[key] = costs, lowered  # costs are known by their place in memory, so they have to stay there
+    kept: LoweredProgram = program.derived[key][1]
+    return kept
+
+
+def scheduled(program: Program, costs: Costs) -> Times:
+    """When each task of a program's graph runs if all run as early as they can; found once for each of the costs."""
+    key = "times", id(costs)
+    if key not in program.derived:
+        graph = graph_of(program)
+        program.derived[key] = costs, list_schedule(graph, *BoundCosts(graph.program, costs).timers)
+    times: Times = program.derived[key][1]
+    return times

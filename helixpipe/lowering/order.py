@@ -131,3 +131,41 @@ def list_schedule(
         busy[number], freed[number] = False, now
         try_start(number, now)
     return Times(run.start, run.end, order, run.crowded)
+
+
+def unit_order(graph: Graph) -> list[int]:
+    """The ops in the order in which `list_schedule` has them end where every op takes one time and a transfer none, in
+    linear time. Ops that can never start are absent."""
+    waiting, (resource, table) = list(graph.num_dependencies), graph.resources()
+    queues = [deque[int]() for _ in table]
+    for rank, tasks in enumerate(graph.rank_tasks):
+        queues[rank].extend(tasks)
+    busy = [False] * len(table)
+    running, instant = deque[int](), deque[int]()  # ops and transfers in the order they have started and so will end
+
+    def try_start(number: int) -> None:
+        queue = queues[number]
+        if queue and not busy[number] and not waiting[queue[0]]:
+            busy[number] = True
+            task = queue.popleft()
+            (running if task < graph.num_ops else instant).append(task)
+
+    for task in range(graph.num_ops, graph.num_tasks):
+        if not waiting[task]:
+            queues[resource[task]].append(task)
+    for number in range(len(table)):
+        try_start(number)
+    order = []
+    while instant or running:  # of what ends at one time transfers come first
+        task = instant.popleft() if instant else running.popleft()
+        if task < graph.num_ops:
+            order.append(task)
+        for successor in graph.successors[task]:
+            waiting[successor] -= 1
+            if not waiting[successor]:
+                if successor >= graph.num_ops:
+                    queues[resource[successor]].append(successor)
+                try_start(resource[successor])
+        busy[resource[task]] = False
+        try_start(resource[task])
+    return order

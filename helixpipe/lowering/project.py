@@ -15,7 +15,7 @@ from typing import NamedTuple
 from helixpipe.lowering.graph import Graph
 from helixpipe.lowering.order import Times
 from helixpipe.program.message import Collective, Message
-from helixpipe.program.program import Op, Program
+from helixpipe.program.program import Derives, Op, Program
 
 RETURN_SLACK = 4
 """Ops that an owner still runs, after returned weight gradients came on paper, before it waits for them.
@@ -87,7 +87,7 @@ _RECV, _RUN, _SEND, _FREE = Action.RECV, Action.RUN, Action.SEND, Action.FREE
 
 
 @dataclass(frozen=True)
-class LoweredProgram:
+class LoweredProgram(Derives):
     """What the executor and the simulator both read.
 
     streams: for each rank its instructions. graph: the tasks they came from. order: the one linear order of tasks.

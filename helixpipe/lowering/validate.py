@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from itertools import pairwise
 
 from helixpipe.common.errors import ProgramError
-from helixpipe.lowering.build import build_graph
+from helixpipe.lowering.build import graph_of
 from helixpipe.lowering.graph import Graph, op_dependencies
 from helixpipe.lowering.index import OpIndex
 from helixpipe.lowering.validate_workload import check_activations, check_workload
@@ -37,16 +37,18 @@ def validate(program: Program, ends: bool = True) -> Graph:
 
     ends: whether to look for a cycle; who list-schedules the graph comes upon one anyway (see `check_ends`).
     """
-    _check_stages(program)
-    check_workload(program.workload)
-    check_activations(program)
-    _check_ranges(program)
-    index = OpIndex(program)
-    _check_no_duplicates(index)
-    _check_units(program, index)
-    _check_placement(program, index)
-    graph = build_graph(program, index)
-    _check_own_order(graph)
+    if "valid" not in program.derived:
+        _check_stages(program)
+        check_workload(program.workload)
+        check_activations(program)
+        _check_ranges(program)
+        index = OpIndex(program)
+        _check_no_duplicates(index)
+        _check_units(program, index)
+        _check_placement(program, index)
+        _check_own_order(graph_of(program, index))
+        program.derived["valid"] = True
+    graph = graph_of(program)
     if ends:
         check_ends(graph, _ended(graph))
     return graph

@@ -14,6 +14,7 @@ from helixpipe.common.errors import ScheduleError
 from helixpipe.costs.by_hand import unit_costs
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.build import build_graph
+from helixpipe.lowering.lower import scheduled
 from helixpipe.lowering.order import list_schedule
 from helixpipe.planning.catalogue import Shape
 from helixpipe.planning.early import peak_memory, place_early
@@ -218,7 +219,7 @@ class Search:
 
     def _time_placed(self, program: Program) -> float:
         placed = place_early(program, self.shape.costs or unit_costs(), self.shape.memory_limit)
-        return rounded(list_schedule(build_graph(placed), *BoundCosts(placed, self.costs).timers).makespan)
+        return rounded(scheduled(placed, self.costs).makespan)
 
 
 def _amount(memory: float, unit: str) -> str:

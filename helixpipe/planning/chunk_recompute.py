@@ -17,8 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from helixpipe.lowering.bound import BoundCosts
-from helixpipe.lowering.build import build_graph
-from helixpipe.lowering.lower import lower_graph
+from helixpipe.lowering.lower import lowered_valid
 from helixpipe.planning.early import peak_memory
 from helixpipe.planning.integer_program import Solution, least, solve
 from helixpipe.planning.problem import held_by
@@ -62,8 +61,7 @@ def recompute_chunks(
     `exact` by the relaxation alone, which is the same wherever it is solved. Where not even all layers recomputed fit,
     all are. The program must be valid and recompute nothing yet.
     """
-    lowered = lower_graph(build_graph(program), costs)
-    bound, sizes = BoundCosts(program, costs), sizes or LayerSizes()
+    lowered, bound, sizes = lowered_valid(program, costs), BoundCosts(program, costs), sizes or LayerSizes()
     ranks = [RankNeeds(bound, rank, moments(lowered, bound, rank), sizes) for rank in range(program.num_ranks)]
     room = _room(program, costs, limit)
     if all(rank.most <= free for rank, free in zip(ranks, room, strict=True)):

@@ -9,15 +9,15 @@ from math import inf
 
 from helixpipe.costs.by_hand import unit_costs
 from helixpipe.lowering.bound import BoundCosts
-from helixpipe.lowering.build import build_graph
+from helixpipe.lowering.build import graph_of
 from helixpipe.lowering.graph import Graph
-from helixpipe.lowering.lower import lower_graph
-from helixpipe.lowering.order import Times, list_schedule
+from helixpipe.lowering.lower import lowered_valid, scheduled
+from helixpipe.lowering.order import Times
 from helixpipe.lowering.validate import validate
 from helixpipe.planning.recompute import RecomputeOptions
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Op, Program, Unit
-from helixpipe.simulate.streams import stream_waits, transfer_orders
+from helixpipe.simulate.streams import times_as_run
 from helixpipe.simulate.sweep import sweep
 
 SWEEPS = 8
@@ -61,7 +61,8 @@ def place_early(program: Program, costs: Costs, limit: float | None = None) -> P
         if moved.ranks == program.ranks:
             break
         program = moved
-    program = replace(program, ranks=tuple(_without_vain(ops, explicit) for ops in program.ranks))
+    needed = tuple(_without_vain(ops, explicit) for ops in program.ranks)
+    program = program if needed == program.ranks else replace(program, ranks=needed)
     if program.ranks == given.ranks or makespan(program, costs) <= makespan(given, costs):
         return program
     return given
@@ -81,9 +82,7 @@ def busy(program: Program, costs: Costs) -> list[float]:
 
 def makespan(program: Program, costs: Costs) -> float:
     """As it runs: with the order of messages and the waits of streams that lowering makes."""
-    lowered, timers = lower_graph(build_graph(program), costs), BoundCosts(program, costs).timers
-    orders, waits = transfer_orders(lowered), stream_waits(lowered)
-    return list_schedule(lowered.graph, *timers, orders, waits).makespan
+    return times_as_run(lowered_valid(program, costs), costs).makespan
 
 
 def _with_r(program: Program, ops: Sequence[Op], explicit: Container[Unit]) -> Iterator[Op]:
@@ -110,8 +109,7 @@ def _without_vain(ops: Sequence[Op], given: Container[Unit]) -> tuple[Op, ...]:
 def peak_memory(program: Program, costs: Costs) -> list[float]:
     """The most that each rank has at a time in all, in the costs' unit: weights, gradients, optimizer, and whatever
     buffers the one order lets live together. The program must be valid."""
-    lowered = lower_graph(build_graph(program), costs)
-    bound = BoundCosts(program, costs)
+    lowered, bound = lowered_valid(program, costs), BoundCosts(program, costs)
     return [
         sweep(lowered, bound, rank).total + costs.static_memory(program.pieces_of_rank(rank))
         for rank in range(program.num_ranks)
@@ -130,11 +128,10 @@ def _what_fits(old: Program, new: Program, costs: Costs, limit: float | None) ->
 
 def _fill_gaps(program: Program, costs: Costs, limit: float | None) -> Program:
     """One sweep over all ranks' idle times; the same order when no R has moved."""
-    graph = build_graph(program)
-    times = list_schedule(graph, *BoundCosts(program, costs).timers)
+    graph, times = graph_of(program), scheduled(program, costs)
     ready = _gradient_arrivals(graph, times)
     ranks = tuple(_fill_rank(program, graph, times, rank, ready) for rank in range(program.num_ranks))
-    return _what_fits(program, replace(program, ranks=ranks), costs, limit)
+    return program if ranks == program.ranks else _what_fits(program, replace(program, ranks=ranks), costs, limit)
 
 
 def _fill_rank(program: Program, graph: Graph, times: Times, rank: int, ready: Mapping[int, float]) -> tuple[Op, ...]:

@@ -17,8 +17,7 @@ from typing import NamedTuple
 from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.costs.remembered import RememberedCosts
 from helixpipe.lowering.bound import BoundCosts
-from helixpipe.lowering.build import build_graph
-from helixpipe.lowering.order import list_schedule
+from helixpipe.lowering.lower import scheduled
 from helixpipe.planning.catalogue import Shape
 from helixpipe.planning.chunk_recompute import Estimates, recompute_chunks
 from helixpipe.planning.early import peak_memory
@@ -163,7 +162,7 @@ class _Search:
         return self._rated[chains]
 
     def _makespan(self, program: Program) -> float:
-        return list_schedule(build_graph(program), *BoundCosts(program, self.costs).timers).makespan
+        return scheduled(program, self.costs).makespan
 
     def program(self, chains: Chains) -> Program:
         """With what it recomputes, as little as can be found."""

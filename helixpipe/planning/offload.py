@@ -16,9 +16,10 @@ from helixpipe.common.errors import ScheduleError
 from helixpipe.common.flags import check_ranges, option
 from helixpipe.costs.piece_bytes import CountsBytes
 from helixpipe.lowering.bound import BoundCosts
-from helixpipe.lowering.build import build_graph
+from helixpipe.lowering.build import graph_of
 from helixpipe.lowering.graph import Graph
-from helixpipe.lowering.order import Times, list_schedule
+from helixpipe.lowering.lower import scheduled
+from helixpipe.lowering.order import Times
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Program, Unit
 from helixpipe.program.stages import PIECE_KINDS, Piece
@@ -129,8 +130,7 @@ def with_ahead(program: Program, costs: Costs, graph: Graph, times: Times) -> Pr
 
 
 def timed(program: Program, costs: Costs) -> tuple[Graph, Times]:
-    graph = build_graph(program)
-    return graph, list_schedule(graph, *BoundCosts(program, costs).timers)
+    return graph_of(program), scheduled(program, costs)
 
 
 def offloaded(program: Program, options: OffloadOptions, costs: Costs) -> Program:

@@ -17,8 +17,7 @@ from functools import cached_property
 from math import inf
 
 from helixpipe.common.errors import ScheduleError
-from helixpipe.lowering.build import build_graph
-from helixpipe.lowering.lower import lower_graph
+from helixpipe.lowering.lower import lowered_valid
 from helixpipe.planning.early import place_early
 from helixpipe.planning.offload import OffloadOptions, timed, with_ahead, with_shares
 from helixpipe.planning.offload_hidden import Base, Place
@@ -66,7 +65,7 @@ class Choice:
 
     @cached_property
     def simulation(self) -> Simulation:
-        return simulate(lower_graph(build_graph(self.program), self.costs), self.costs)
+        return simulate(lowered_valid(self.program, self.costs), self.costs)
 
     @property
     def time(self) -> float:

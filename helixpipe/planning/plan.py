@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Generic, Protocol, TypeVar
 
-from helixpipe.lowering.build import build_graph
 from helixpipe.lowering.graph import Graph
-from helixpipe.lowering.lower import lower, lower_graph
+from helixpipe.lowering.lower import lower, lowered_valid
 from helixpipe.lowering.project import LoweredProgram
 from helixpipe.lowering.streams import check_streams
 from helixpipe.program.costs import Costs
@@ -47,8 +46,7 @@ class Plan:
     @cached_property
     def evaluation(self) -> Plan:
         """The plan of the forwards alone, which need no check: what is left of an order that ends does so, too."""
-        graph = build_graph(forward_only(self.program))
-        return Plan(lower_graph(graph, self.costs), self.costs)
+        return Plan(lowered_valid(forward_only(self.program), self.costs), self.costs)
 
 
 def make_plan(program: Program, costs: Costs) -> Plan:

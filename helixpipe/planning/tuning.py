@@ -10,10 +10,7 @@ from typing import Literal, NamedTuple
 from helixpipe.common.errors import UserError
 from helixpipe.common.flags import check_ranges, option
 from helixpipe.common.ranges import MOST_CHUNKS
-from helixpipe.lowering.bound import BoundCosts
-from helixpipe.lowering.build import build_graph
-from helixpipe.lowering.lower import lower
-from helixpipe.lowering.order import list_schedule
+from helixpipe.lowering.lower import lower, scheduled
 from helixpipe.planning.chunk_lengths import CHUNK_COUNTS
 from helixpipe.planning.chunk_times import ChunkTimes
 from helixpipe.planning.filling import Fill
@@ -160,7 +157,7 @@ class Predicted:
             orders.append(tuple(one_forward_one_backward(forwards, backwards, ahead)))
         program = Program("1f1b", self.stages, tuple(orders), workload)
         if self.limit is None:  # the one order's times alone: a third of the work
-            return list_schedule(build_graph(program), *BoundCosts(program, self.costs).timers).makespan
+            return scheduled(program, self.costs).makespan
         simulation = simulate(lower(program, self.costs), self.costs)
         return simulation.makespan if max(simulation.device_needs) <= self.limit else inf
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from helixpipe.program.stages import Activations, Piece, RingOptions, Stage
 from helixpipe.program.workload import Workload
@@ -44,8 +44,22 @@ class Op(NamedTuple):
         return f"{cell}.{self.chunk}" if self.chunk else cell
 
 
+class Derives:
+    """A value that keeps what has been derived from it, so that nobody derives it twice. That is no part of the value,
+    and is not sent to other processes."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "derived"}
+
+    @cached_property
+    def derived(self) -> dict[Any, Any]:
+        """By a key of whoever derives it. What is kept here must not refer to this object: cycles live until Python's
+        collector comes upon them, which costs as much as lowering."""
+        return {}
+
+
 @dataclass(frozen=True)
-class Program:
+class Program(Derives):
     """For each rank an ordered list of ops, the stages with the placement of their weights, and what they work on.
 
     schedule: name shown in tables, pictures and messages.
@@ -59,6 +73,7 @@ class Program:
     sharded: data-parallel ranks that have parts of each rank's weights; 1: weights are whole.
     kv_blocks: keys and values of microbatches that run in chunks lie in a block for each chunk.
     source: the file it was read from, for messages.
+
     """
 
     schedule: str

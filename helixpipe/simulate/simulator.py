@@ -23,7 +23,7 @@ from helixpipe.program.timeline import CopyEvent, MessageEvent, OpEvent, Sharing
 from helixpipe.simulate.blocking import blocking_schedule
 from helixpipe.simulate.copying import held_up_by_copies, held_up_by_sharing, hidden_share, leaving
 from helixpipe.simulate.handling import handling_times
-from helixpipe.simulate.streams import queue_waits, stream_waits, transfer_orders
+from helixpipe.simulate.streams import queue_waits, stream_waits, times_as_run, transfer_orders
 from helixpipe.simulate.sweep import Peak, sweep
 
 
@@ -191,8 +191,11 @@ def simulate(
         exact = op_time
         op_time = lambda op: exact(op) * (1 + noise * (2 * rng.random() - 1))  # noqa: E731
     waits = queue_waits(lowered) if one_queue else stream_waits(lowered)
-    run = blocking_schedule if blocking else list_schedule
-    times = run(graph, op_time, message_time, copy_time, collective_time, transfer_orders(lowered), waits)
+    if handling or noise or one_queue or blocking:
+        run = blocking_schedule if blocking else list_schedule
+        times = run(graph, op_time, message_time, copy_time, collective_time, transfer_orders(lowered), waits)
+    else:
+        times = times_as_run(lowered, costs)
     ops = [OpEvent(graph.ranks[i], op, times.start[i], times.end[i]) for i, op in enumerate(graph.ops)]
     messages = [
         MessageEvent(m.kind, m.source, m.target, m.producer, m.consumer, times.start[i], times.end[i])

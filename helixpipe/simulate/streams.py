@@ -8,7 +8,10 @@ cannot start yet holds up all that follows.
 
 from __future__ import annotations
 
+from helixpipe.lowering.bound import BoundCosts
+from helixpipe.lowering.order import Times, list_schedule
 from helixpipe.lowering.project import Action, LoweredProgram
+from helixpipe.program.costs import Costs
 from helixpipe.program.tasks import Resource
 
 Waits = dict[int, list[int]]
@@ -50,6 +53,20 @@ def stream_waits(lowered: LoweredProgram) -> Waits:
                     waits.setdefault(before, []).append(task)
                 waited = []
     return waits
+
+
+def times_as_run(lowered: LoweredProgram, costs: Costs) -> Times:
+    """When each task runs with the orders of transfers and the waits that lowering makes, with a queue for each stream;
+    found once for each of the costs."""
+    if id(costs) not in lowered.derived:
+        timers, orders, waits = (
+            BoundCosts(lowered.program, costs).timers,
+            transfer_orders(lowered),
+            stream_waits(lowered),
+        )
+        lowered.derived[id(costs)] = costs, list_schedule(lowered.graph, *timers, orders, waits)
+    times: Times = lowered.derived[id(costs)][1]
+    return times
 
 
 def queue_waits(lowered: LoweredProgram) -> Waits:

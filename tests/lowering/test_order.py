@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import pairwise
 from random import Random
 
@@ -12,9 +13,10 @@ from hypothesis import strategies as st
 
 from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.lowering.bound import BoundCosts
+from helixpipe.lowering.build import build_graph
 from helixpipe.lowering.graph import Graph
 from helixpipe.lowering.lower import lower
-from helixpipe.lowering.order import Times, list_schedule
+from helixpipe.lowering.order import Times, list_schedule, unit_order
 from helixpipe.lowering.places import without_holds
 from helixpipe.lowering.project import Action, LoweredProgram
 from helixpipe.lowering.validate import validate
@@ -40,6 +42,19 @@ def check_extends(graph: Graph, order: Iterable[int]) -> dict[int, int]:
     for tasks in graph.rank_tasks:
         assert all(place[before] < place[after] for before, after in pairwise(tasks))
     return place
+
+
+@settings(DETERMINISTIC, max_examples=200)
+@given(seed=st.integers(0, 2**32))
+def test_the_unit_order_is_that_of_a_list_schedule(seed: int) -> None:
+    """Also of a program that cannot run to its end."""
+    program = random_program(Random(seed))
+    for stuck in (False, True):
+        if stuck:
+            program = replace(program, ranks=(program.ranks[0][::-1], *program.ranks[1:]))
+        graph = build_graph(program)
+        order = list_schedule(graph, lambda op: 1.0, lambda message: 0.0).order
+        assert unit_order(graph) == [task for task in order if task < graph.num_ops]
 
 
 @settings(DETERMINISTIC, max_examples=100)

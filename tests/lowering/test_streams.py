@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import permutations
 from random import Random
@@ -11,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helixpipe.common.errors import ProgramError
+from helixpipe.common.errors import ProgramError, ScheduleError
 from helixpipe.costs.by_hand import unit_costs
 from helixpipe.lowering.build import PASSES, Pass, build_graph, check_passes
 from helixpipe.lowering.graph import Graph
-from helixpipe.lowering.lower import lower, lower_graph
+from helixpipe.lowering.lower import lower, lowered_valid
 from helixpipe.lowering.project import Action, Instruction, LoweredProgram
 from helixpipe.lowering.streams import check_streams
 from helixpipe.program.program import Program
@@ -63,7 +64,8 @@ def test_two_swapped_passes_are_refused() -> None:
 def test_streams_of_random_programs_have_what_they_need(seed: int, passes: Sequence[Pass]) -> None:
     """In every order of the passes that is not refused; and each gives what it says and no other kind."""
     program = full_program(seed)
-    check_streams(lower_graph(build_graph(program, passes=passes), unit_costs()))
+    program.derived["graph"] = build_graph(program, passes=passes)
+    check_streams(lowered_valid(program, unit_costs()))
     before: set[str] = set()
     for number, own in enumerate(PASSES, start=1):
         after = kinds(build_graph(program, passes=PASSES[:number]))
@@ -72,13 +74,14 @@ def test_streams_of_random_programs_have_what_they_need(seed: int, passes: Seque
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
-@pytest.mark.parametrize("shape", [Shape(1, 4, 8), Shape(4, 8, 8), Shape(2, 4, 8, chunks=2)], ids=["p1", "p4", "k2"])
-def test_streams_of_every_schedule_have_what_they_need(name: str, shape: Shape) -> None:
-    try:
-        program = build(name, shape)
-    except ValueError:
-        pytest.skip("the schedule does not take this shape")
-    check_streams(lower(program))
+def test_streams_of_every_schedule_have_what_they_need(name: str) -> None:
+    """Of the shapes that it takes, which every schedule does one of."""
+    checked = 0
+    for shape in (Shape(1, 4, 8), Shape(4, 8, 8), Shape(2, 4, 8, chunks=2)):
+        with suppress(ScheduleError):
+            check_streams(lower(build(name, shape)))
+            checked += 1
+    assert checked >= (3 if CATALOGUE[name].chunks and not CATALOGUE[name].one_rank else 1)
 
 
 def without(lowered: LoweredProgram, rank: int, place: int) -> LoweredProgram:

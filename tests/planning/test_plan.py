@@ -140,11 +140,11 @@ ONCE = {"build": 1, "validate": 1, "build_graph": 1, "list_schedule": 1}
     [
         ("--pipeline-schedule 1f1b", {}),
         ("--pipeline-schedule seq1f1b --pipe-sp-splits 2", {}),
-        # Which ranks run the last heads: two orders; each lists twice, once for the turns of what is shipped.
-        ("--pipeline-schedule helix --no-helix-recompute", {"build_graph": 2, "list_schedule": 4 + 1}),
-        # And R ops in idle time: what they are placed in is checked, and listed again after every move; in the end both
-        # orders are timed as they run.
-        ("--pipeline-schedule helix", {"validate": 1, "build_graph": 8, "list_schedule": 18}),
+        # Which ranks run the last heads: two orders, of which the better one is gone on with.
+        ("--pipeline-schedule helix --no-helix-recompute", {"build_graph": 1, "list_schedule": 1}),
+        # And R ops in idle time: where they could be, where they are, and which of them are left; in the end the orders
+        # with and without them are timed as they run.
+        ("--pipeline-schedule helix", {"validate": 1, "build_graph": 4, "list_schedule": 6}),
     ],
 )
 def test_a_plan_is_made_once(flags: str, search: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +154,7 @@ def test_a_plan_is_made_once(flags: str, search: dict[str, int], monkeypatch: py
     assert counts == Counter(ONCE) + Counter(search)
     counts.clear()
     plan = plans.plan(full_batch(config))
-    assert plans.program(full_batch(config)) is plan.program
+    assert plans.program(full_batch(config)) == plan.program
     assert not counts
     assert plan.evaluation is plan.evaluation and plan.simulation is plan.simulation
     assert counts["build"] == counts["validate"] == 0 and counts["build_graph"] == counts["simulate"] == 1
@@ -168,5 +168,5 @@ def test_sizes_are_planned_when_asked_for() -> None:
         return build("1f1b", Shape(2, size, 4))
 
     plans = Plans(make, COSTS)
-    assert plans.program(3) is plans.plan(3).program and plans.plan(2).program.num_microbatches == 2
+    assert plans.program(3) == plans.plan(3).program and plans.plan(2).program.num_microbatches == 2
     assert asked == [3, 2]  # each once

@@ -6,7 +6,7 @@ Which there are, and whose memory they take, `transfers` says; here they become 
 from __future__ import annotations
 
 from helixpipe.lowering.graph import Draft
-from helixpipe.lowering.order import list_schedule
+from helixpipe.lowering.order import unit_order
 from helixpipe.lowering.passes.transfers import Transfer, Turn, transfers
 from helixpipe.program.message import Message
 from helixpipe.program.program import Op
@@ -22,10 +22,10 @@ def borrowed_weights(draft: Draft) -> None:
     program, graph = draft.program, draft.graph
     if all(stage.owner is None for stage in program.stages):
         return
-    order = list_schedule(graph, lambda op: 1.0, lambda message: 0.0).order
-    if len(order) < graph.num_tasks:
+    order = unit_order(graph)
+    if len(order) < graph.num_ops:
         return
-    turns = [Turn(graph.ops[task], graph.ranks[task]) for task in order if task < graph.num_ops]
+    turns = [Turn(graph.ops[task], graph.ranks[task]) for task in order]
     task_of = {op: task for task, op in enumerate(graph.ops)}
     first = len(graph.messages)
     moved = transfers(program, turns)

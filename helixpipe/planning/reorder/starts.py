@@ -10,9 +10,8 @@ from dataclasses import replace
 from functools import partial
 from itertools import groupby, pairwise
 
-from helixpipe.lowering.bound import BoundCosts
-from helixpipe.lowering.build import build_graph
-from helixpipe.lowering.order import list_schedule
+from helixpipe.lowering.build import graph_of
+from helixpipe.lowering.lower import scheduled
 from helixpipe.planning.fitting import Fitting, Limits
 from helixpipe.planning.problem import problem
 from helixpipe.planning.zero_bubble import search
@@ -103,8 +102,7 @@ def spread_heads(program: Program, costs: Costs) -> Program:
         replace(last, pieces=last.pieces[:-1], recompute=recompute),
         Stage(last.pieces[-1:], "replicated"),
     )
-    graph = build_graph(program)
-    starts = list_schedule(graph, *BoundCosts(program, costs).timers).start
+    graph, starts = graph_of(program), scheduled(program, costs).start
     orders: list[list[tuple[float, int, Op]]] = [[] for _ in program.ranks]  # with the time and, at one time, the turn
     for task, op in enumerate(graph.ops):
         orders[graph.ranks[task]].append((starts[task], 2 * task + 1, op))
