@@ -194,10 +194,10 @@ def load(optimizer: Any, state: dict[str, Any]) -> None:
     is: the steps are put aside while it loads them. The others save no step when it is 0, which torch misses.
     """
     parts = _parts(optimizer)
-    own = [dict(rates(group), **{_TAG: group.get(_TAG)}) for group in optimizer.param_groups]
-    pairs = zip(optimizer.param_groups, matched(optimizer.param_groups, saved_groups(state)), own, strict=True)
-    for number, (group, saved, values) in enumerate(pairs):
-        set_rates(saved, values)
+    tags = [group.get(_TAG) for group in optimizer.param_groups]
+    pairs = zip(optimizer.param_groups, matched(optimizer.param_groups, saved_groups(state)), strict=True)
+    for number, (group, saved) in enumerate(pairs):
+        set_rates(saved, rates(group))
         group[_TAG] = saved[_TAG] = number  # megatron-core 0.16 takes groups that differ in their rates alone for one
     for hybrid in _hybrids(optimizer):
         for group in state["optimizer"]["param_groups"]:
@@ -213,8 +213,8 @@ def load(optimizer: Any, state: dict[str, Any]) -> None:
             parameter_state["step"] = step
     else:
         optimizer.load_state_dict(state)
-    for group, values in zip(optimizer.param_groups, own, strict=True):
-        group.update(values)
+    for group, tag in zip(optimizer.param_groups, tags, strict=True):
+        group[_TAG] = tag
     complete_state(optimizer)
 
 
