@@ -4,7 +4,7 @@
 
 For each row every schedule of the catalogue is simulated with several numbers of chunks, virtual stages and folds, each
 with the least recomputation that fits into the memory and nothing offloaded; what does not fit is left out. `--output`
-replaces what stands between the page's two marks. All figures come from the cost model (docs/costs.md). No torch here.
+replaces what stands between the page's two marks. All figures come from the cost model (docs/costs.md).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 Prints Markdown tables. The first says how even chunks are (of the first model) and how long it takes to plan a batch of
 512 documents; the second has a line for each published setup: the step of `infinipipe` and of what a batch is otherwise
 made into, each with the least recomputation with which it fits into the memory. All times of steps are simulated by the
-cost model (docs/costs.md). A run of everything also writes the tables into docs/infinipipe.md. No torch here.
+cost model (docs/costs.md). A run of everything also writes the tables into docs/infinipipe.md.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 Prints Markdown: for each setup step time, memory of the fullest GPU and of the host, and what of the copies is hidden,
 under Megatron-LM's 1F1B and under seq1f1b with every layer recomputed, and under sppo that offloads nothing, all that
 may leave of every unit, and what `--offload-activations auto` chooses. With --longest also sequences near the longest
-that fit. All is simulated by the cost model (docs/costs.md). No torch here.
+that fit. All is simulated by the cost model (docs/costs.md).
 """
 
 from __future__ import annotations

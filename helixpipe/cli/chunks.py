@@ -1,4 +1,4 @@
-"""What the flags about chunks come to for the programs of the `helixpipe` command. No torch here."""
+"""What the flags about chunks come to for the programs of the `helixpipe` command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`helixpipe improve`: search for a faster order than a schedule's own, or a faster program. No torch here.
+"""`helixpipe improve`: search for a faster order than a schedule's own, or a faster program.
 
 helixpipe improve seq1f1b -p 4 -m 4 -k 4 --model llama2-7b --seq-length 32768 --hardware a800 --save-program mine.json
 """

@@ -1,8 +1,6 @@
 """`helixpipe plan`: how to run a model on so many GPUs, and the commands that do.
 
-    helixpipe plan --model llama2-7b --hardware h100 --gpus 64 --seq-length 32768 --global-batch-size 128
-
-No torch here.
+helixpipe plan --model llama2-7b --hardware h100 --gpus 64 --seq-length 32768 --global-batch-size 128
 """
 
 from __future__ import annotations

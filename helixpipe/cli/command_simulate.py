@@ -1,4 +1,4 @@
-"""`helixpipe simulate`: time, bubble and memory of a schedule, or of several in a table. No torch here."""
+"""`helixpipe simulate`: time, bubble and memory of a schedule, or of several in a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step of documents of all lengths (`--lengths`) for the programs of the `helixpipe` command. No torch here."""
+"""A step of documents of all lengths (`--lengths`) for the programs of the `helixpipe` command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `helixpipe simulate --model` and `helixpipe memory` say of a simulated step. No torch here."""
+"""What `helixpipe simulate --model` and `helixpipe memory` say of a simulated step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `helixpipe plan` says of what it has found. No torch here."""
+"""What `helixpipe plan` says of what it has found."""
 
 from __future__ import annotations
 

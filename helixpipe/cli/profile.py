@@ -1,7 +1,4 @@
-"""`helixpipe profile`: the processes that measure, its table; and what `simulate --profile` prints.
-
-No torch here: the processes (`helixpipe.profile.profiler`) import it.
-"""
+"""`helixpipe profile`: the processes that measure, its table; and what `simulate --profile` prints."""
 
 from __future__ import annotations
 

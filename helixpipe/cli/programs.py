@@ -1,4 +1,4 @@
-"""From the flags of the `helixpipe` command to programs and their simulations. No torch here."""
+"""From the flags of the `helixpipe` command to programs and their simulations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules side by side, for `helixpipe compare` and for `simulate` of several. No torch here."""
+"""Schedules side by side, for `helixpipe compare` and for `simulate` of several."""
 
 from __future__ import annotations
 

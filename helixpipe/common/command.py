@@ -1,4 +1,4 @@
-"""How a command line ends: with its status, or with one sentence and the status of what went wrong. No torch here."""
+"""How a command line ends: with its status, or with one sentence and the status of what went wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What files in JSON say, whoever wrote them. No torch here."""
+"""What files in JSON say, whoever wrote them."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@
         progress.at(done, 8)
     progress.end()
 
-prints `measuring: 3 of 8, 12 s, about 20 s left`. What is over before `_FIRST` seconds prints nothing. No torch here.
+prints `measuring: 3 of 8, 12 s, about 20 s left`. What is over before `_FIRST` seconds prints nothing.
 """
 
 from __future__ import annotations

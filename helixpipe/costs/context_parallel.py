@@ -1,4 +1,4 @@
-"""What context-parallel ranks exchange around core attention, and what it makes them keep. No torch here.
+"""What context-parallel ranks exchange around core attention, and what it makes them keep.
 
 With cp ranks each has 1/cp of a chunk's rows outside core attention.
 

@@ -1,4 +1,4 @@
-"""Times of any chunk from those of a few that were measured. No torch here.
+"""Times of any chunk from those of a few that were measured.
 
 What a piece takes for a token depends on how many there are: launches, small products, reading the weights. So all but
 core attention is interpolated between the measured lengths. Attention, which also depends on what comes before the

@@ -1,4 +1,4 @@
-"""Bytes that stages of a model keep and send, of one tensor-parallel rank; the rules are in `piece_kinds`. No torch."""
+"""Bytes that stages of a model keep and send, of one tensor-parallel rank; the rules are in `piece_kinds`."""
 
 from __future__ import annotations
 

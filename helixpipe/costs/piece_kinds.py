@@ -1,4 +1,4 @@
-"""Everything that is known of each kind of piece: all tables elsewhere come from here. No torch here.
+"""Everything that is known of each kind of piece: all tables elsewhere come from here.
 
 A kind says what crosses the cut before it, what autograd saves, which linear layers it has (their weights' gradients
 may wait from I to W), its kernels and collectives, its weights, and what recomputation calls it. A layer is a sequence

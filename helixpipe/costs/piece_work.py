@@ -1,4 +1,4 @@
-"""What a piece computes and moves: FLOPs, bytes of device memory, bytes between tensor-parallel ranks. No torch here.
+"""What a piece computes and moves: FLOPs, bytes of device memory, bytes between tensor-parallel ranks.
 
 Figures are those of one tensor-parallel rank and one chunk; the rules are in `piece_kinds`.
 """

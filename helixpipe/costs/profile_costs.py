@@ -1,4 +1,4 @@
-"""Costs measured on a machine by `helixpipe profile`: its file, and the `Costs` read from it. No torch here.
+"""Costs measured on a machine by `helixpipe profile`: its file, and the `Costs` read from it.
 
 An op takes the sum of its pieces' measured times, what an op costs beside them, and what its messages cost the rank; a
 message takes a latency and its bytes at a bandwidth. Bytes are counted, not measured (`piece_bytes`, exact

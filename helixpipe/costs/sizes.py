@@ -1,4 +1,4 @@
-"""Sizes of one chunk's tensors on one tensor-parallel rank, and the kernels that work on them. No torch here."""
+"""Sizes of one chunk's tensors on one tensor-parallel rank, and the kernels that work on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The picture of timelines, with matplotlib: a row a rank, a box an op. Used through `timeline.draw`. No torch."""
+"""The picture of timelines, with matplotlib: a row a rank, a box an op. Used through `timeline.draw`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every format shows of a timeline: colours, headings, units. No torch here."""
+"""What every format shows of a timeline: colours, headings, units."""
 
 from __future__ import annotations
 

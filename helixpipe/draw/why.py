@@ -1,4 +1,4 @@
-"""Where the difference between two timelines comes from, in a sentence. No torch here."""
+"""Where the difference between two timelines comes from, in a sentence."""
 
 from __future__ import annotations
 

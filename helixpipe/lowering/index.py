@@ -1,4 +1,4 @@
-"""Where the ops of each unit are: what validation and the passes look things up in. No torch here."""
+"""Where the ops of each unit are: what validation and the passes look things up in."""
 
 from __future__ import annotations
 

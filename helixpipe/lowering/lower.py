@@ -1,4 +1,4 @@
-"""Lowering: a program with every receive, wait, send and free made explicit. No torch here.
+"""Lowering: a program with every receive, wait, send and free made explicit.
 
 The program is list-scheduled once; ops by the time they end, messages and collectives by the time they start, form one
 linear order that extends the dependencies and every rank's own order. Each rank's stream is the projection of that one

@@ -1,4 +1,4 @@
-"""The one order: every task of every resource in one list, ops by their end, all else by its start. No torch here.
+"""The one order: every task of every resource in one list, ops by their end, all else by its start.
 
 A message so stands before the op that its receiver runs while it travels: whoever goes through the list in turn has
 posted the receive when the message leaves, and the transfer overlaps that op. Of tasks with one time transfers come

@@ -1,4 +1,4 @@
-"""Transfers whose place in the one order is behind an op that runs when they start. No torch here.
+"""Transfers whose place in the one order is behind an op that runs when they start.
 
 By its start a transfer stands before the op that runs then, on each of its ranks. That op may so wait for the transfer:
 

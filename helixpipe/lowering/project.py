@@ -1,4 +1,4 @@
-"""The one order projected onto ranks: each rank's instructions. No torch here.
+"""The one order projected onto ranks: each rank's instructions.
 
 A rank's stream is the one order with everything left out that does not concern the rank. A message concerns two ranks
 and so appears in both of their streams, at its place; a collective appears in those of all its members.

@@ -1,4 +1,4 @@
-"""How long chunks of documents take, asked of a cost model and remembered. No torch here."""
+"""How long chunks of documents take, asked of a cost model and remembered."""
 
 from __future__ import annotations
 

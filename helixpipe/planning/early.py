@@ -1,4 +1,4 @@
-"""When pieces are recomputed: R ops placed in idle time, within what memory allows. No torch here."""
+"""When pieces are recomputed: R ops placed in idle time, within what memory allows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Filling chunks with short documents: best-fit decreasing (Algorithm 1 of InfiniPipe), and level. No torch here."""
+"""Filling chunks with short documents: best-fit decreasing (Algorithm 1 of InfiniPipe), and level."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lengths of a step's documents: drawn from a histogram or a distribution, or read from a file. No torch here."""
+"""Lengths of a step's documents: drawn from a histogram or a distribution, or read from a file."""
 
 from __future__ import annotations
 

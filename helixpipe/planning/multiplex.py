@@ -15,7 +15,7 @@ in which a rank has one adapter, with what has to travel:
 - hidden states and their gradients from team to team.
 
 A rank sends one message at a time and receives one, whoever the other is. What goes to all helpers passes from one to
-the next in small parts, so that each link carries it once and all at the same time. No torch here.
+the next in small parts, so that each link carries it once and all at the same time.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ open, is the mirror: each part on the rank that ran it forward.
 Here such a chunk is cut once more, into p parts that take equally long, each a chunk of the program. A team's members
 run theirs at the same time, for attention is a stage of its own: a part waits for the keys and values of those before
 it, which the stage before has computed and messages bring (`lowering.passes.spread_rows`), and not for their attention.
-Helpers run with copies of the stage's weights, which its owner ships. No torch here.
+Helpers run with copies of the stage's weights, which its owner ships.
 """
 
 from __future__ import annotations

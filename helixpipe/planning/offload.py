@@ -1,4 +1,4 @@
-"""Which activations leave the device: the flags, and what they make of a program. No torch here.
+"""Which activations leave the device: the flags, and what they make of a program.
 
 What a unit offloads is part of the program (`Activations.offload`), and so is how early it comes back (`ahead`). With a
 share every unit offloads as much; with `auto` it is found what to keep, to offload and to recompute

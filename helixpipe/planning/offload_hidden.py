@@ -1,4 +1,4 @@
-"""What the units of a program could offload for nothing: the time that hides their copies. No torch here."""
+"""What the units of a program could offload for nothing: the time that hides their copies."""
 
 from __future__ import annotations
 

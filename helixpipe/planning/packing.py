@@ -1,4 +1,4 @@
-"""Documents of all lengths as chunks that take about equally long: long ones cut, short ones packed. No torch here.
+"""Documents of all lengths as chunks that take about equally long: long ones cut, short ones packed.
 
 The sequence processor of InfiniPipe (Shiju Wang et al., "InfiniPipe: Elastic Pipeline Parallelism for Efficient
 Variable-Length Long-Context LLM Training", arXiv 2509.21275), Algorithm 1. The longest document is cut into N slices of

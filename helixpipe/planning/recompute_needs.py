@@ -1,4 +1,4 @@
-"""What recomputation must save on a rank, and can: from the memory it has at each moment. No torch here."""
+"""What recomputation must save on a rank, and can: from the memory it has at each moment."""
 
 from __future__ import annotations
 

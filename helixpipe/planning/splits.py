@@ -1,4 +1,4 @@
-"""How layers are divided over stages that differ: dynamic programs over tables of times and memory. No torch here."""
+"""How layers are divided over stages that differ: dynamic programs over tables of times and memory."""
 
 from __future__ import annotations
 

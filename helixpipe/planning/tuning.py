@@ -1,4 +1,4 @@
-"""The number of slices N of the longest document: each tried, packed, and its step's time predicted. No torch here."""
+"""The number of slices N of the longest document: each tried, packed, and its step's time predicted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step works on: microbatches, their chunks, and the documents these are slices of. No torch here."""
+"""What a step works on: microbatches, their chunks, and the documents these are slices of."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulation of a runtime whose ranks wait for their messages: nothing is sent beside an op. No torch here.
+"""Simulation of a runtime whose ranks wait for their messages: nothing is sent beside an op.
 
 So does Megatron-LM's engine: a rank exchanges what it has made and what it needs, both directions and both neighbours
 at once, and computes on when all of that is through. Here a message travels while neither of its ends computes, and

@@ -1,5 +1,5 @@
 """How much of the time that copies to the host and back take is hidden behind ops, and how much of that of gathers and
-scatters over data-parallel ranks. No torch here."""
+scatters over data-parallel ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank has at each moment of a step, on its device and on its host, for drawings. No torch here."""
+"""What a rank has at each moment of a step, on its device and on its host, for drawings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job that hangs: what its ranks say of themselves, and the text made of it. No torch here.
+"""A job that hangs: what its ranks say of themselves, and the text made of it.
 
 Each rank tells a `State` (`helixpipe.watch.watchdog` collects them). `stalled` decides whether the job hangs.
 `report` says where every rank is, and what is the first cause: whoever follows whom each rank waits for comes to a rank

@@ -1,4 +1,4 @@
-"""Weights that travel and the gradients that come back: messages of shipped and ring stages. No torch here.
+"""Weights that travel and the gradients that come back: messages of shipped and ring stages.
 
 Which there are, and whose memory they take, `transfers` says; here they become tasks and buffers.
 """

@@ -1,4 +1,4 @@
-"""A better program than a given one: other orders, and other programs to begin with. No torch here.
+"""A better program than a given one: other orders, and other programs to begin with.
 
 What the evaluator finds is only a proposal: every program that counts has been built, validated, lowered and simulated,
 and its memory swept. So what comes out is never slower than what was given and never over the limit, and all figures

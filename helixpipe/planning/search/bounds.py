@@ -5,7 +5,7 @@ evenly over the ranks, then the reduction of gradients and the optimizer for an 
 even share of weights, gradients and optimizer, and of what one microbatch keeps, which is all there when the first of
 its backwards begins. Cutting a sequence makes no op shorter than its share of the whole.
 
-Estimates add the bubble and the memory that the catalogue's formulas say. No torch here.
+Estimates add the bubble and the memory that the catalogue's formulas say.
 """
 
 from __future__ import annotations

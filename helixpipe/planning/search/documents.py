@@ -1,4 +1,4 @@
-"""The search where a step is documents of all lengths, packed and dealt as training does it. No torch here.
+"""The search where a step is documents of all lengths, packed and dealt as training does it.
 
 What is simulated is the whole step of the pipeline that is predicted to take longest; chunks are what the packing
 finds.

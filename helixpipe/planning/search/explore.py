@@ -1,4 +1,4 @@
-"""Best first: what promises most is tried, and what stands beside what was good. No torch here.
+"""Best first: what promises most is tried, and what stands beside what was good.
 
 A search goes in rounds, of which each is decided by what all earlier ones have found, so that its answer is the same
 however many processes make the trials. First of every schedule what is estimated best is tried; then, over all, what is

@@ -1,4 +1,4 @@
-"""Training's flags for what a search has found. No torch here."""
+"""Training's flags for what a search has found."""
 
 from __future__ import annotations
 

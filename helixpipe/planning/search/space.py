@@ -1,4 +1,4 @@
-"""What a search has to choose from: sizes, a schedule with its options, and what is saved of memory. No torch here."""
+"""What a search has to choose from: sizes, a schedule with its options, and what is saved of memory."""
 
 from __future__ import annotations
 

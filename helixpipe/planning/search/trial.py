@@ -1,4 +1,4 @@
-"""A candidate tried: its program made, lowered and simulated, with few microbatches where it has many. No torch here.
+"""A candidate tried: its program made, lowered and simulated, with few microbatches where it has many.
 
 After its first microbatches a schedule repeats itself: a microbatch more makes the step longer by as much, and the
 memory larger by as much, each time. So a step of many microbatches is tried with few, at two numbers of them, and what

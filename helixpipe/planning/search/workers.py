@@ -1,4 +1,4 @@
-"""Trials on several cores: processes that make them, and the same without any. No torch here."""
+"""Trials on several cores: processes that make them, and the same without any."""
 
 from __future__ import annotations
 

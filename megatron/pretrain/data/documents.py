@@ -7,7 +7,7 @@ steps can be planned long before their tokens are read; and neither depends on t
 
 What a checkpoint has to keep is the number of the next step and the documents consumed before it
 (`consumed_train_samples` counts documents): `DocumentStream(order, …, first_step=100, consumed=6412)` goes on from
-there exactly as the stream that was interrupted. No torch here.
+there exactly as the stream that was interrupted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the data flags say: documented fields named as Megatron's flags, and their values read. Imports no torch."""
+"""What the data flags say: documented fields named as Megatron's flags, and their values read."""
 
 from __future__ import annotations
 

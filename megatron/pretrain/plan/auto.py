@@ -1,4 +1,4 @@
-"""`--pipeline-schedule auto`: the search of `helixpipe plan` with the sizes that are given. No torch.
+"""`--pipeline-schedule auto`: the search of `helixpipe plan` with the sizes that are given.
 
 All ranks search for themselves and find the same, as a search depends on nothing but the flags. What it has chosen is
 a list of flags, as if they had been given, and a checkpoint keeps them (`auto_schedule` of its arguments).

@@ -1,4 +1,4 @@
-"""Plans of steps over documents, no two of which are alike. No torch: they are made in a process of their own."""
+"""Plans of steps over documents, no two of which are alike. They are made in a process of their own."""
 
 from __future__ import annotations
 
