@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere, installed or not
 
-from helixpipe.cli.model import Plan
+from helixpipe.cli.model import ModelOnCluster
 from helixpipe.cli.model_report import report as step_report
 from helixpipe.cli.model_report import step_text
 from helixpipe.cli.profile import simulation_text
@@ -117,7 +117,9 @@ def predict(config: Config, plans: Plans[int], gpus_per_node: int, network: floa
         hardware = _with_network(hardware, network)
     costs = dataclasses.replace(costs, hardware=hardware)
     program, nodes = lowered.program, max(1, config.launch.world_size // per_node)
-    plan = Plan(costs, program.num_ranks, program.num_microbatches, costs.model.layers, nodes, RESERVED_MEMORY)
+    plan = ModelOnCluster(
+        costs, program.num_ranks, program.num_microbatches, costs.model.layers, nodes, RESERVED_MEMORY
+    )
     step = step_report(simulate(lowered, costs, unit="s"), plan)
     return Prediction(lowered, step.step_time, step_text(step), step.fits)
 

@@ -54,7 +54,7 @@ def best_chains(make: Make, shape: Shape, grouping: bool, sort: bool, ahead: int
     sorted by time. ahead: see `Chains`; None: 1, or 2 where that is faster and within the memory limit. recompute:
     whether layers may be recomputed to keep to the limit.
     """
-    search = _Search(make, shape, recompute and shape.memory_limit is not None)
+    search = _GroupingSearch(make, shape, recompute and shape.memory_limit is not None)
     runs = search.runs(grouping, sort)
     first = ahead or 1
     tried = [Chains((sum(runs, ()),), first)]
@@ -75,7 +75,7 @@ def _joined(runs: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return runs
 
 
-class _Search:
+class _GroupingSearch:
     """costs: of the shape, or of times by hand where it has none. limit: None where what is kept does not matter."""
 
     def __init__(self, make: Make, shape: Shape, recompute: bool):

@@ -16,7 +16,7 @@ from helixpipe.program.program import Program, Unit
 from helixpipe.program.tasks import Buffer
 
 
-class Place(NamedTuple):
+class OffloadAmount(NamedTuple):
     """How much a rank offloads.
 
     amount: between nothing (0) and everything (1). longest: the units whose activations wait longest come first, whole;
@@ -52,19 +52,19 @@ class Base:
             self.hidden.append(shares)  # those that wait longest first
             self._copying.append(times)
 
-    def shares(self, places: Sequence[Place]) -> dict[Unit, float]:
+    def shares(self, places: Sequence[OffloadAmount]) -> dict[Unit, float]:
         """Of every unit that offloads. places: of each rank."""
         shares: dict[Unit, float] = {}
         for rank, place in enumerate(places):
             shares |= self._shares(rank, place)
         return shares
 
-    def exposed(self, rank: int, place: Place) -> float:
+    def exposed(self, rank: int, place: OffloadAmount) -> float:
         """The time of copies that nothing hides, about."""
         hidden, copying = self.hidden[rank], self._copying[rank]
         return sum(max(0.0, s - hidden[unit]) * copying[unit] for unit, s in self._shares(rank, place).items())
 
-    def _shares(self, rank: int, place: Place) -> dict[Unit, float]:
+    def _shares(self, rank: int, place: OffloadAmount) -> dict[Unit, float]:
         hidden = self.hidden[rank]
         if place.longest:
             whole = place.amount * len(hidden)

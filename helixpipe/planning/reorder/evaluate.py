@@ -95,14 +95,14 @@ class Evaluator:
         self.peaks = [0.0] * instance.num_ranks
 
     def makespan(self, orders: Sequence[Sequence[int]], bound: float) -> float:
-        run = _Run(self.instance, orders, bound)
+        run = _OrderEvaluation(self.instance, orders, bound)
         result = run.run()
         if result < inf:
             self.starts, self.ends, self.peaks = run.starts, run.ends, run.peaks
         return result
 
 
-class _Run:
+class _OrderEvaluation:
     """One order on its way. queues: of each resource the tasks to run; next: the place of the next one. completions:
     (end, turn, task) of tasks that run; of those that end at one time transfers come before ops, as in
     `list_schedule`."""
