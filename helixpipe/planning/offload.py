@@ -18,7 +18,7 @@ from helixpipe.costs.piece_bytes import CountsBytes
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.build import build_graph
 from helixpipe.lowering.graph import Graph
-from helixpipe.lowering.order import Times, list_schedule
+from helixpipe.lowering.order import TaskTimes, list_schedule
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Program, Unit
 from helixpipe.program.stages import PIECE_KINDS, Piece
@@ -102,7 +102,7 @@ def with_shares(program: Program, options: OffloadOptions, shares: Mapping[Unit,
     return replace(program, activations=own, min_offloaded_bytes=options.min_offloaded_tensor_size * element)
 
 
-def with_ahead(program: Program, costs: Costs, graph: Graph, times: Times) -> Program:
+def with_ahead(program: Program, costs: Costs, graph: Graph, times: TaskTimes) -> Program:
     """The program with everything that is offloaded coming back just early enough, on paper.
 
     graph, times: of the program, or of one with the same ops. Copies in of a rank follow each other, so the last one
@@ -128,7 +128,7 @@ def with_ahead(program: Program, costs: Costs, graph: Graph, times: Times) -> Pr
     return replace(program, activations=activations)
 
 
-def timed(program: Program, costs: Costs) -> tuple[Graph, Times]:
+def timed(program: Program, costs: Costs) -> tuple[Graph, TaskTimes]:
     graph = build_graph(program)
     return graph, list_schedule(graph, *BoundCosts(program, costs).timers)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.graph import Graph
-from helixpipe.lowering.order import Times
+from helixpipe.lowering.order import TaskTimes
 from helixpipe.planning.offload import OffloadOptions, timed, with_shares
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Program, Unit
@@ -79,7 +79,7 @@ class Base:
         return {unit: min(1.0, factor * share) for unit, share in hidden.items() if share > 0}
 
 
-def _spans(graph: Graph, times: Times, tasks: range) -> Iterator[tuple[Unit, float, float]]:
+def _spans(graph: Graph, times: TaskTimes, tasks: range) -> Iterator[tuple[Unit, float, float]]:
     """For each unit of a rank the time that hides a copy of it in either direction, and for how long it waits."""
     ops = [graph.ops[task] for task in tasks]
     start = {op: times.start[task] for op, task in zip(ops, tasks, strict=True)}

@@ -30,12 +30,12 @@ class Moments:
 
 def moments(lowered: LoweredProgram, costs: BoundCosts, rank: int) -> Moments:
     """Sweep through one rank's instructions."""
-    state = _Recorder(lowered.graph, costs, rank)
+    state = _MomentSweep(lowered.graph, costs, rank)
     state.go_through(lowered)
     return Moments(tuple(state.totals), state.saved, state.backward)
 
 
-class _Recorder(Sweep):
+class _MomentSweep(Sweep):
     """A sweep that notes each moment at which there may be most."""
 
     def __init__(self, graph: Graph, costs: BoundCosts, rank: int):

@@ -19,7 +19,7 @@ from torch import Tensor
 from helixpipe.model import PipelineModel
 from helixpipe.program.stages import Piece
 from helixpipe.runtime.replicas import holders
-from helixpipe.runtime.sharded_weights import Part, ShardedWeights
+from helixpipe.runtime.sharded_weights import ShardedWeights, WeightShard
 from megatron.pretrain.process.parallel import Parallel
 from megatron.pretrain.step.gradients import ReplicaSums, Sum
 from megatron.pretrain.step.optimizer_update import OptimizerUpdate
@@ -29,7 +29,7 @@ class PartsOfModel(torch.nn.Module):
     """The parts of a rank's weights where an optimizer expects a model, under the weights' names. config, ddp_config:
     megatron-core's, which it looks at."""
 
-    def __init__(self, parts: Sequence[Part], config: Any, ddp_config: Any):
+    def __init__(self, parts: Sequence[WeightShard], config: Any, ddp_config: Any):
         super().__init__()
         self._parts, self.config, self.ddp_config = parts, config, ddp_config
 
@@ -43,7 +43,7 @@ class PartsOfModel(torch.nn.Module):
 class _Replicas:
     """The parts of the weights that other pipeline ranks hold, too: theirs are the same parts."""
 
-    def __init__(self, model: PipelineModel, parts: Sequence[Part]):
+    def __init__(self, model: PipelineModel, parts: Sequence[WeightShard]):
         self.share_embeddings_and_output_weights = model.share_embeddings_and_output_weights
         names = {id(weight): name for name, weight in model.named_parameters()}
         own = {part.name: part.parameter for part in parts}
