@@ -251,10 +251,12 @@ def _network(config: Config, store: Store, timeout: float) -> tuple[torch.device
 
 def _announce(store: Store, config: Config, device: torch.device) -> None:
     """Tell rank 0 where this rank runs."""
-    from tools.links import Place
+    from tools.links import RankLocation
 
     kind = "gpu" if device.type == "cuda" else "process"
-    place = Place(socket.gethostname(), whole_variable(os.environ, "GROUP_RANK", 0), kind, config.launch.local_rank)
+    place = RankLocation(
+        socket.gethostname(), whole_variable(os.environ, "GROUP_RANK", 0), kind, config.launch.local_rank
+    )
     store.set(f"place {config.launch.rank}", json.dumps(dataclasses.asdict(place)))
 
 
@@ -267,16 +269,16 @@ def _judge(
 ) -> int:
     """Rank 0: meet the others, try the links, print what came of it, and tell the others the exit status."""
     from tools.link_report import report, slow_links, slowest_between_nodes
-    from tools.links import GRACE, Place
+    from tools.links import GRACE, RankLocation
 
     deadline = time.monotonic() + options.preflight_timeout
-    places, missing = list[Place](), list[int]()
+    places, missing = list[RankLocation](), list[int]()
     for rank in range(config.launch.world_size):
         try:
             store.wait([f"place {rank}"], timedelta(seconds=max(deadline - time.monotonic(), 0.01)))
-            places.append(Place(**json.loads(store.get(f"place {rank}"))))
+            places.append(RankLocation(**json.loads(store.get(f"place {rank}"))))
         except RuntimeError:
-            places.append(Place("missing", -1, "process", rank))
+            places.append(RankLocation("missing", -1, "process", rank))
             missing.append(rank)
     started = time.monotonic()
     links = check.run(order, missing)

@@ -17,7 +17,7 @@ from megatron.pretrain.checkpoint.optimizer import SHARDING
 
 
 @dataclass
-class Progress:
+class TrainingProgress:
     """How far training has come."""
 
     iteration: int = 0

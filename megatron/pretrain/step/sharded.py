@@ -40,7 +40,7 @@ class PartsOfModel(torch.nn.Module):
         yield from (part.parameter for part in self._parts)
 
 
-class _Replicas:
+class _ReplicatedShards:
     """The parts of the weights that other pipeline ranks hold, too: theirs are the same parts."""
 
     def __init__(self, model: PipelineModel, parts: Sequence[WeightShard]):
@@ -74,7 +74,7 @@ class TrainedParts(OptimizerUpdate):
         dist.all_gather_object(self._held, model.pieces, group=parallel.pp_group)
         self._partial = [part for part in self._own if getattr(part, "sequence_parallel", False)]
         partial = {id(part) for part in self._partial} if parallel.tp_size > 1 else set()
-        self._replicas = ReplicaSums(_Replicas(model, sharded.parts()), self._held, parallel, partial)
+        self._replicas = ReplicaSums(_ReplicatedShards(model, sharded.parts()), self._held, parallel, partial)
 
     def holders(self, pieces: Sequence[Piece]) -> tuple[int, ...]:
         return holders(self._held, pieces)
