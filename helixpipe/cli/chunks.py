@@ -1,4 +1,4 @@
-"""What the flags about chunks come to for the programs of the `helixpipe` command."""
+"""Turns the flags about chunks into the workload of the `helixpipe` command's programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `helixpipe simulate --model` and `helixpipe memory` say of a simulated step."""
+"""Reports a simulated step, for `helixpipe simulate --model` and `helixpipe memory`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `helixpipe plan` says of what it has found."""
+"""Reports the plans that `helixpipe plan` has found."""
 
 from __future__ import annotations
 

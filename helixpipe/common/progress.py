@@ -1,4 +1,4 @@
-"""How far something long has come, on standard error: a line that changes on a terminal, one now and then in a log.
+"""Reports the progress of long work on standard error: a line that changes on a terminal, occasional lines in a log.
 
     progress = ProgressLine("measuring")
     for done in range(8):

@@ -1,4 +1,4 @@
-"""What an op takes and what a message weighs.
+"""The cost model of times given by hand: op times from the time of each piece, message times, and textbook memory.
 
 B = I + W. A piece whose weights are linear layers splits its backward: I (gradient of its input) takes as long as F
 (but no longer than B), W (gradient of its weights) the rest. A piece without linear layers (attention, norms,

@@ -1,4 +1,4 @@
-"""What context-parallel ranks exchange around core attention, and what it makes them keep.
+"""Computes the traffic between context-parallel ranks around core attention, and the memory that it costs them.
 
 With cp ranks each has 1/cp of a chunk's rows outside core attention.
 

@@ -1,4 +1,4 @@
-"""What is asked of a kind of piece; the kinds are in `piece_kinds`."""
+"""Defines the interface of a kind of piece; the kinds themselves are in `piece_kinds`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a piece computes and moves: FLOPs, bytes of device memory, bytes between tensor-parallel ranks.
+"""Counts the work of a piece: FLOPs, bytes of device memory moved, bytes between tensor-parallel ranks.
 
 Figures are those of one tensor-parallel rank and one chunk; the rules are in `piece_kinds`.
 """

@@ -1,4 +1,4 @@
-"""What every schedule is given and what the catalogue says of it. Pure Python: no flags, no prints."""
+"""Defines the input of every schedule and its entry in the catalogue. Pure Python: no flags, no prints."""
 
 from __future__ import annotations
 

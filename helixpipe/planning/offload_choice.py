@@ -1,4 +1,4 @@
-"""What to keep, to offload and to recompute under a memory limit, at the least predicted time.
+"""Chooses which activations to keep, to offload and to recompute under a memory limit, for the least predicted time.
 
 Where all fits nothing is done. Else, for each level of recomputation (none, parts of some or all layers), every rank
 offloads as little as makes it fit, found by bisection, in two ways. One follows SPPO's rule (Chen et al., 2025, sec.

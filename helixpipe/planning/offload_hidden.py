@@ -1,4 +1,4 @@
-"""What the units of a program could offload for nothing: the time that hides their copies."""
+"""Computes how much each unit could offload with its copies hidden behind computation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the layers of one stage recompute: the choice that takes the least time under a memory limit.
+"""Chooses what the layers of one stage recompute, for the least time under a memory limit.
 
 All layers are alike, so only how many of them recompute what is chosen. Of a stage's layers the ones that make much
 again come first: a backward starts with the last layer, and once it has come to the first ones, what the others kept is

@@ -1,4 +1,4 @@
-"""What recomputation must save on a rank, and can: from the memory it has at each moment."""
+"""Computes how much memory recomputation must save on a rank, and can save, from its memory at each moment."""
 
 from __future__ import annotations
 

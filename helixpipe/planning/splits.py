@@ -1,4 +1,4 @@
-"""How layers are divided over stages that differ: dynamic programs over tables of times and memory."""
+"""Divides layers over stages that differ, by dynamic programs over tables of times and memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long messages between two ranks take, and how long they keep the ranks from computing."""
+"""Measures the time of messages between two ranks, and how long they keep the ranks from computing."""
 
 from __future__ import annotations
 

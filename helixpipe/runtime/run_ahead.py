@@ -1,4 +1,4 @@
-"""How far the host runs ahead of a device that works in the order enqueued: a few ops, and no further.
+"""Limits how far the host runs ahead of a device that works in the order enqueued: a few ops, and no further.
 
 A mark is left in the device's stream after each op, and before an op is issued the host waits for that of the op
 `OPS_AHEAD` before it. Without a bound the host would be through with a step before the device has done its first ops.

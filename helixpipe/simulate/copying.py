@@ -1,5 +1,4 @@
-"""How much of the time that copies to the host and back take is hidden behind ops, and how much of that of gathers and
-scatters over data-parallel ranks."""
+"""Computes the share of the time of host copies, and of data-parallel gathers and scatters, that is hidden behind ops."""
 
 from __future__ import annotations
 

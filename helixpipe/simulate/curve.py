@@ -1,4 +1,4 @@
-"""What a rank has at each moment of a step, on its device and on its host, for drawings."""
+"""Computes the memory of a rank at each moment of a step, on its device and on its host, for drawings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank has at each moment of a program, and which units' saved activations are in it.
+"""Computes the memory of a rank at each moment of a program, and which units' saved activations are in it.
 
 For solvers that change what units save: the rest of a rank's memory stays what it is, as long as the order does.
 """

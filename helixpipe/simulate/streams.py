@@ -1,4 +1,4 @@
-"""What the streams of the ranks add to the graph where they run: which task waits for which because of its place.
+"""Adds the dependencies that follow from streams to the graph: which task waits for which because of its place.
 
 By default every stream of a device (its compute, each direction to another rank, each group) has a hardware queue of
 its own. With one queue (`CUDA_DEVICE_MAX_CONNECTIONS=1`) a device starts work in the order it was issued in: what

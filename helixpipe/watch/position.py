@@ -1,4 +1,4 @@
-"""Where a rank is, published for the thread that watches it.
+"""Publishes the position of a rank for the thread that watches it.
 
 The executor and the training loop store what they are about to do: an attribute, without a lock or a synchronisation.
 On CUDA the host only enqueues. So marks (events) are left in the stream, those by which the executor keeps the host

@@ -1,4 +1,4 @@
-"""How weights reach the ranks that do not own them, and how their gradients come back.
+"""Derives the messages that bring weights to ranks that do not own them, and take their gradients back.
 
 A rank that runs ops of a `shipped` or `ring` stage it does not own runs them with a *copy* of the weights, which one
 message brings, and sums their weight gradients up in a buffer, which one message takes away. No schedule writes these

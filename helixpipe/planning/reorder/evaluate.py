@@ -1,5 +1,4 @@
-"""How long a step takes in an order of its ops, and what it needs: `list_schedule` and the memory sweep in one pass
-over flat lists.
+"""Evaluates an order of a step's ops: `list_schedule` and the memory sweep in one pass over flat lists.
 
 The compiled twin of `Evaluator` is `evaluate.cpp`; `evaluator` takes it where it was built. Both do the same
 sums in the same order, so they agree to the last digit.

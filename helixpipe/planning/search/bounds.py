@@ -1,4 +1,4 @@
-"""What a step takes and needs at least, whatever the order of its ops; and estimates that say what to try first.
+"""Lower bounds on a step's time and memory, whatever the order of its ops, and estimates that say what to try first.
 
 Bounds hold for every program of the catalogue (tested for all of them). Time: all ops, what is recomputed among them,
 evenly over the ranks, then the reduction of gradients and the optimizer for an even share of the weights. Memory: an

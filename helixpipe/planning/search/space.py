@@ -1,4 +1,4 @@
-"""What a search has to choose from: sizes, a schedule with its options, and what is saved of memory."""
+"""Defines the search space: parallel sizes, a schedule with its options, and what is done to save memory."""
 
 from __future__ import annotations
 
