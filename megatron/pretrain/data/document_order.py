@@ -1,4 +1,4 @@
-"""In which order documents are read: an endless sequence, shuffled anew each round, known from the lengths alone.
+"""The order in which documents are read: an endless sequence, shuffled anew each round, known from the lengths alone.
 
 A round of one file, or of several without weights, has every usable document once: it is an epoch. Weights of a blend
 are shares of the tokens, as they are for samples of equal length; a round then has about as many documents as there

@@ -1,4 +1,4 @@
-"""One step's work, and whoever has it ready."""
+"""Defines one step's work, and the interface of its producer."""
 
 from __future__ import annotations
 

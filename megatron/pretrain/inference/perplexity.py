@@ -1,4 +1,4 @@
-"""How well a model predicts tokens near the beginning of a document and far from it."""
+"""Measures how well a model predicts tokens near the beginning of a document and far from it."""
 
 from __future__ import annotations
 
