@@ -4,7 +4,7 @@
 
 For each row every schedule of the catalogue is simulated with several numbers of chunks, virtual stages and folds, each
 with the least recomputation that fits into the memory and nothing offloaded; what does not fit is left out. `--output`
-replaces what stands between the page's two marks. All figures come from the cost model (docs/costs.md). No torch here.
+replaces what stands between the page's two marks. All figures come from the cost model (docs/costs.md).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from helixpipe.cli.model import ModelOptions, Plan, make_plan
+from helixpipe.cli.model import ModelOnCluster, ModelOptions, make_plan
 from helixpipe.cli.model_report import report
 from helixpipe.common.collector import collector_paused
 from helixpipe.common.errors import UserError
@@ -67,7 +67,7 @@ class Row:
     def ranks(self) -> int:
         return 8 * self.nodes // self.tensor_parallel
 
-    def plan(self, chunk_size: int) -> Plan:
+    def plan(self, chunk_size: int) -> ModelOnCluster:
         options = ModelOptions(
             model=self.model,
             seq_length=self.tokens * 1024,
@@ -157,7 +157,7 @@ def savings(setting: Setting, row: Row) -> Iterator[Setting]:
             yield replace(setting, recompute=RecomputeOptions(granularity), chunk_size=size)
 
 
-def program_of(setting: Setting, row: Row, plan: Plan) -> Program:
+def program_of(setting: Setting, row: Row, plan: ModelOnCluster) -> Program:
     """Raises UserError where the schedule refuses the shape."""
     costs = plan.costs
     lengths = ChunkOptions().resolve(setting.chunks, costs, plan.layers, row.tokens * 1024, row.tensor_parallel)

@@ -1,4 +1,4 @@
-"""What emulate.py's ops and messages take: a narrow model, times by hand, a link as measured. No torch here."""
+"""What emulate.py's ops and messages take: a narrow model, times by hand, a link as measured."""
 
 from __future__ import annotations
 

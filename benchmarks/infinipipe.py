@@ -5,7 +5,7 @@
 Prints Markdown tables. The first says how even chunks are (of the first model) and how long it takes to plan a batch of
 512 documents; the second has a line for each published setup: the step of `infinipipe` and of what a batch is otherwise
 made into, each with the least recomputation with which it fits into the memory. All times of steps are simulated by the
-cost model (docs/costs.md). A run of everything also writes the tables into docs/infinipipe.md. No torch here.
+cost model (docs/costs.md). A run of everything also writes the tables into docs/infinipipe.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from statistics import mean
 
 from benchmarks.infinipipe_page import HARDWARE, NODES, SEEDS, TENSOR_PARALLEL, text
 from benchmarks.pages import written_into
-from helixpipe.cli.model import ModelOptions, Plan, make_plan
+from helixpipe.cli.model import ModelOnCluster, ModelOptions, make_plan
 from helixpipe.cli.model_report import report
 from helixpipe.costs.hardware import GIB
 from helixpipe.lowering.lower import lower
@@ -61,7 +61,7 @@ SETTINGS: tuple[tuple[str, RecomputeOptions], ...] = (
 """Kept, and what is recomputed, always inside the backwards."""
 
 
-def plan_of(model: str, context: int, ranks: int = NODES, nodes: int = NODES) -> Plan:
+def plan_of(model: str, context: int, ranks: int = NODES, nodes: int = NODES) -> ModelOnCluster:
     """One pipeline of `ranks` nodes. context: in units of 1024 tokens."""
     options = ModelOptions(
         model=f"infinipipe-{model}",
@@ -81,12 +81,12 @@ def lengths_of(corpus: str, context: int, seed: int) -> tuple[int, ...]:
     return documents.lengths
 
 
-def times_of(plan: Plan, lengths: Sequence[int]) -> ChunkTimes:
+def times_of(plan: ModelOnCluster, lengths: Sequence[int]) -> ChunkTimes:
     return ChunkTimes(plan.costs, even_stages(plan.layers, 1), sum(lengths) / len(lengths))
 
 
 def tuned_for(
-    plan: Plan, lengths: Sequence[int], options: PackingOptions | None = None, simulated: bool = True
+    plan: ModelOnCluster, lengths: Sequence[int], options: PackingOptions | None = None, simulated: bool = True
 ) -> Tuned:
     """The packing with the number of slices that is best; what does not fit with all layers recomputed is left out."""
     times, even = times_of(plan, lengths), even_stages(plan.layers, plan.ranks)
@@ -141,7 +141,7 @@ def _balance(setup: Setup) -> str:
     return _line(cells)
 
 
-def _algorithm_1(plan: Plan, lengths: Sequence[int], packing: Packing) -> Packing:
+def _algorithm_1(plan: ModelOnCluster, lengths: Sequence[int], packing: Packing) -> Packing:
     """The same number of slices by Algorithm 1 with the mended line."""
     assert packing.mesh is not None
     options = PackingOptions(infinipipe_chunks=str(packing.mesh.slices), infinipipe_packing="best-fit")
@@ -209,19 +209,21 @@ class Result:
 KEEP = RecomputeOptions(recompute_early=False)
 
 
-def _shape(plan: Plan, schedule: str, workload: Workload, recompute: RecomputeOptions) -> Shape:
+def _shape(plan: ModelOnCluster, schedule: str, workload: Workload, recompute: RecomputeOptions) -> Shape:
     limit = plan.limit if schedule == "infinipipe" else None
     shape = Shape(plan.ranks, len(workload), plan.layers, costs=plan.costs, recompute=recompute, memory_limit=limit)
     return replace(shape, ragged=workload)
 
 
-def simulated(plan: Plan, schedule: str, workload: Workload, mark: str, recompute: RecomputeOptions) -> Result:
+def simulated(
+    plan: ModelOnCluster, schedule: str, workload: Workload, mark: str, recompute: RecomputeOptions
+) -> Result:
     program = CATALOGUE.build(schedule, _shape(plan, schedule, workload, recompute))
     step = report(simulate(lower(program, plan.costs), plan.costs, "s"), plan)
     return Result(mark, step.step_time, step.simulation.bubble_ratio, step.peak, step.fits)
 
 
-def best(plan: Plan, schedule: str, packing: Packing) -> Result:
+def best(plan: ModelOnCluster, schedule: str, packing: Packing) -> Result:
     """With the least recomputation that fits; of none that does the one that needs the least memory."""
     results = []
     for mark, recompute in SETTINGS:

@@ -1,4 +1,4 @@
-"""What network.py's engines send in a step and how long a step takes, predicted. No torch here."""
+"""What network.py's engines send in a step and how long a step takes, predicted."""
 
 from __future__ import annotations
 

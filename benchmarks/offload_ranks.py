@@ -20,7 +20,7 @@ from helixpipe.costs.profile_costs import CopyTimes, Profile, ProfileCosts
 from helixpipe.model import Microbatch
 from helixpipe.model.device import device
 from helixpipe.planning.offload import OffloadOptions
-from helixpipe.planning.offload_choice import Choice, Limits, choose
+from helixpipe.planning.offload_choice import MemoryLimits, OffloadedProgram, choose
 from helixpipe.planning.recompute import RecomputeOptions
 from helixpipe.profile.subject import Task, build_model, initialize_parallel_state
 from helixpipe.runtime.copies import ThreadEngine
@@ -42,11 +42,11 @@ class Ways:
         kept = build(schedule, shape)
         recomputed = build(schedule, replace(shape, recompute=RecomputeOptions("full")))
         static = max(costs.static_memory(kept.pieces_of_rank(rank)) for rank in range(RANKS))
-        most = max(Choice(kept, costs, Limits(0.0), {}).needs)
-        limits = Limits(static + part * (most - static))
+        most = max(OffloadedProgram(kept, costs, MemoryLimits(0.0), {}).needs)
+        limits = MemoryLimits(static + part * (most - static))
         options = OffloadOptions("auto", min_offloaded_tensor_size=4096)
         programs = {"kept": kept, "recomputed": recomputed, "offloaded": choose(kept, options, costs, limits)}
-        self.choices = {name: Choice(program, costs, limits, {}) for name, program in programs.items()}
+        self.choices = {name: OffloadedProgram(program, costs, limits, {}) for name, program in programs.items()}
         self.microbatches = microbatches
         self.bandwidth = bandwidth
 
@@ -101,7 +101,7 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def timed(executor: Executor, choice: Choice, step: Step) -> tuple[float, float | None]:
+def timed(executor: Executor, choice: OffloadedProgram, step: Step) -> tuple[float, float | None]:
     """Seconds of a step over both ranks, and the share of its copies' time that ops did not wait for."""
     dist.barrier()
     start = time.perf_counter()

@@ -3,7 +3,7 @@
     python benchmarks/plans.py [--output docs/planning.md]
 
 Runs the command that stands between the page's two marks and puts what it prints, but for the commands to train with,
-behind it. No torch here.
+behind it.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from helixpipe.program.program import Program
 from helixpipe.program.timeline import Timeline
 from helixpipe.runtime.executor import Executor, Step
 from helixpipe.runtime.recording import merge_records
-from helixpipe.runtime.transport import Alone, Transport, make_transport
+from helixpipe.runtime.transport import SingleRankTransport, Transport, make_transport
 from helixpipe.simulate.simulator import simulate
 from schedules import Shape, build
 
@@ -128,7 +128,7 @@ class Pace:
         self._predicted = simulate(self._lowered, costs).makespan
         task = Task(profile.model, profile.seq_length, case.micro, profile.dtype, case.ranks, threads=1, repeats=1)
         model, self._ddp = build_model(task, case.layers, program.pieces_of_rank(0))
-        self._executor, self._step = Executor(0, model, Alone()), make_step(profile, case)
+        self._executor, self._step = Executor(0, model, SingleRankTransport()), make_step(profile, case)
 
     def timed(self) -> float:
         self._ddp.zero_grad_buffer()

@@ -1,4 +1,4 @@
-"""Published figures as cells of a JSON file: what was run, where, and what was measured. No torch here.
+"""Published figures as cells of a JSON file: what was run, where, and what was measured.
 
 The file is a list of objects; `Cell` has their fields. `flags` are the training program's own, without the two dashes;
 true gives a flag without a value, false and null leave it out. A field that is null is one that is left out.

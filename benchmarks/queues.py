@@ -5,7 +5,7 @@
 For every schedule of the catalogue how many percent a simulated step takes longer where a GPU starts work in the order
 it was issued in (CUDA_DEVICE_MAX_CONNECTIONS=1). Every piece's forward takes 1, so a layer's 5, and a backward twice
 that; a message takes some percent of a layer's forward, also where it carries a chunk of a sequence. 16 microbatches,
-two layers a rank, four chunks where the schedule has chunks. No torch here.
+two layers a rank, four chunks where the schedule has chunks.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 The rows are those of docs/choosing.md, and the search begins with what that page's table names as best, under the same
 memory limit; where that lets weights travel, also with seq1f1b in four chunks. `--few` repeats rows with as few
 microbatches as there are ranks, or half as many, and tries all of the catalogue for each. `--speed` prints how many
-orders a second either evaluator judges. No torch here.
+orders a second either evaluator judges.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from helixpipe.cli.model import ModelOptions, Plan, make_plan
+from helixpipe.cli.model import ModelOnCluster, ModelOptions, make_plan
 from helixpipe.planning.recompute import RecomputeOptions
 from schedules.helix import HelixOptions
 
@@ -37,7 +37,7 @@ class Setup:
     nodes: int
     network_efficiency: float | None = None
 
-    def plan(self, chunk_size: int) -> Plan:
+    def plan(self, chunk_size: int) -> ModelOnCluster:
         options = ModelOptions(
             model=f"helix-{self.model}",
             seq_length=self.tokens * 1024,

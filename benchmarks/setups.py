@@ -6,7 +6,7 @@ Prints two Markdown tables, which with `--output docs/helixpipe_setups.md` are t
 setup: tensor parallel 8 with sequence parallelism, one pipeline rank a node, microbatches of one sequence, 2p of them a
 step. Every schedule has the recomputation with which it fits into the memory and is fastest. The second says for the
 setups with a published gain where the time goes. All figures are simulated by the cost model (docs/costs.md), whose
-assumptions are printed below the tables. No torch here.
+assumptions are printed below the tables.
 """
 
 from __future__ import annotations

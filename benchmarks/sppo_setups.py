@@ -6,7 +6,7 @@ Prints Markdown tables. The first has a line for each setup:
 1f1b, seq1f1b and sppo, each with the recomputation with which it fits into the memory and is fastest. The second says
 what multiplexing the sequence partition would gain: bubble and step of the order of `sppo`, alone and with ranks that
 help at the start of the pipeline (`left`) or at both ends, with transfers that take no time and with all that has to
-travel. All figures are simulated by the cost model (docs/costs.md); assumptions are below the tables. No torch here.
+travel. All figures are simulated by the cost model (docs/costs.md); assumptions are below the tables.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
 
-from helixpipe.cli.model import ModelOptions, Plan, make_plan
+from helixpipe.cli.model import ModelOnCluster, ModelOptions, make_plan
 from helixpipe.cli.model_report import report
 from helixpipe.costs.hardware import GIB, GIGA, RESERVED_MEMORY
 from helixpipe.costs.sizes import GRADIENT_BYTES
 from helixpipe.lowering.lower import lower
 from helixpipe.planning.chunk_lengths import balanced_lengths, default_alignment
-from helixpipe.planning.multiplex import Outcome, multiplexed, teams
+from helixpipe.planning.multiplex import MultiplexedTimes, multiplexed, teams
 from helixpipe.planning.offload import OffloadOptions
 from helixpipe.planning.recompute import RecomputeOptions
 from helixpipe.program.costs import Contents, Payload, Work
@@ -49,7 +49,7 @@ class Setup:
     ranks: int
     chunks: Mapping[int, int]
 
-    def plan(self, tokens: int) -> Plan:
+    def plan(self, tokens: int) -> ModelOnCluster:
         options = ModelOptions(
             model=f"sppo-{self.model}",
             seq_length=tokens * 1024,
@@ -95,7 +95,7 @@ class Result:
     fits: bool
 
 
-def best(plan: Plan, schedule: str, lengths: tuple[int, ...]) -> Result:
+def best(plan: ModelOnCluster, schedule: str, lengths: tuple[int, ...]) -> Result:
     """Of the settings that fit the fastest, else the one that needs the least memory."""
     results = []
     for mark, recompute in SETTINGS:
@@ -112,7 +112,7 @@ def best(plan: Plan, schedule: str, lengths: tuple[int, ...]) -> Result:
 class Multiplexed:
     """`TeamCosts` of a plan. free: transfers take no time."""
 
-    plan: Plan
+    plan: ModelOnCluster
     lengths: tuple[int, ...]
     free: bool = False
 
@@ -186,8 +186,8 @@ class Row:
     tokens: int
     chunks: int
     schedules: Mapping[str, Result]
-    alone: Outcome
-    helped: Mapping[tuple[bool, bool], Outcome]
+    alone: MultiplexedTimes
+    helped: Mapping[tuple[bool, bool], MultiplexedTimes]
     lent: tuple[float, float]
 
 

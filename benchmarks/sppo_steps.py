@@ -5,7 +5,7 @@
 Prints Markdown: for each setup step time, memory of the fullest GPU and of the host, and what of the copies is hidden,
 under Megatron-LM's 1F1B and under seq1f1b with every layer recomputed, and under sppo that offloads nothing, all that
 may leave of every unit, and what `--offload-activations auto` chooses. With --longest also sequences near the longest
-that fit. All is simulated by the cost model (docs/costs.md). No torch here.
+that fit. All is simulated by the cost model (docs/costs.md).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.sppo_setups import SETUPS, Setup
-from helixpipe.cli.model import ModelOptions, Plan, make_plan
+from helixpipe.cli.model import ModelOnCluster, ModelOptions, make_plan
 from helixpipe.common.errors import ScheduleError
 from helixpipe.costs.hardware import GIB
 from helixpipe.costs.models import Layout
 from helixpipe.planning.chunk_options import ChunkOptions
 from helixpipe.planning.offload import OffloadOptions
-from helixpipe.planning.offload_choice import Choice, Limits
+from helixpipe.planning.offload_choice import MemoryLimits, OffloadedProgram
 from helixpipe.planning.recompute import RecomputeOptions
 from schedules import Shape, build
 
@@ -46,8 +46,8 @@ LONG = (
 @dataclass(frozen=True)
 class Row:
     way: str
-    choice: Choice | None
-    plan: Plan
+    choice: OffloadedProgram | None
+    plan: ModelOnCluster
 
     @property
     def fits(self) -> bool:
@@ -65,18 +65,18 @@ class Row:
                 f"{host:.0f}" if host else "", hidden, over]  # fmt: skip
 
 
-def row(way: str, plan: Plan, chunks: int) -> Row:
+def row(way: str, plan: ModelOnCluster, chunks: int) -> Row:
     schedule, recompute, offload = WAYS[way]
     chunks = 1 if schedule == "1f1b" else chunks
     costs = plan.costs
     lengths = ChunkOptions().resolve(chunks, costs, plan.layers, costs.seq_length, costs.layout.tensor_parallel)
-    limits = Limits(plan.limit, costs.host_memory)
+    limits = MemoryLimits(plan.limit, costs.host_memory)
     shape = Shape(
         plan.ranks, 1, plan.layers, chunks, None, lengths, costs, recompute, plan.limit,
         OffloadOptions(offload), costs.host_memory,
     )  # fmt: skip
     try:
-        return Row(way, Choice(build(schedule, shape), costs, limits, {}), plan)
+        return Row(way, OffloadedProgram(build(schedule, shape), costs, limits, {}), plan)
     except ScheduleError:
         return Row(way, None, plan)
 

@@ -84,7 +84,7 @@ class Run:
 
     def __init__(self, flags: str):
         from megatron.pretrain.arguments import parse_args
-        from megatron.pretrain.checkpoint.state import Progress
+        from megatron.pretrain.checkpoint.state import TrainingProgress
         from megatron.pretrain.feed.samples import SampleFeed
         from megatron.pretrain.log.log import StepResult, build_timers
         from megatron.pretrain.plan.pipeline import Pipeline
@@ -119,7 +119,7 @@ class Run:
             length=run_length(config, schedule),
             feed=SampleFeed(schedule, pipeline.plans, microbatches(length) if pipeline.reads_data else None),
             checkpointer=unused,
-            progress=Progress(),
+            progress=TrainingProgress(),
             log=log,
             timers=build_timers(config),
             stop=stop,

@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -275,3 +276,14 @@ def test_functions_can_be_read_at_once() -> None:
                 if length > limit:
                     too_long[f"{module}.{node.name}"] = length
     assert too_long == {}
+
+
+def test_a_class_name_stands_for_one_class() -> None:
+    """Also where one of two is private: a reader meets both in searches and in tracebacks."""
+    places = defaultdict(list)
+    for module, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                places[node.name.lstrip("_")].append(module)
+    assert len(places) > 100
+    assert {name: modules for name, modules in places.items() if len(modules) > 1} == {}

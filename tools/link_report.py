@@ -6,12 +6,12 @@ import statistics
 from collections.abc import Sequence
 
 from helixpipe.draw.style import count
-from tools.links import BETWEEN, WITHIN, Link, Place
+from tools.links import BETWEEN, WITHIN, Link, RankLocation
 
 # --------------------------------------------------------------------------------------------------------------- report
 
 
-def slow_links(links: Sequence[Link], places: Sequence[Place], share: float) -> dict[Link, float]:
+def slow_links(links: Sequence[Link], places: Sequence[RankLocation], share: float) -> dict[Link, float]:
     """Links that carry less than `share` of the median of their kind, with what they carry of it. Links within nodes
     and between nodes are two kinds; the median of an even number is the faster of the two in the middle."""
     slow: dict[Link, float] = {}
@@ -21,12 +21,12 @@ def slow_links(links: Sequence[Link], places: Sequence[Place], share: float) -> 
     return slow
 
 
-def slowest_between_nodes(links: Sequence[Link], places: Sequence[Place]) -> float | None:
+def slowest_between_nodes(links: Sequence[Link], places: Sequence[RankLocation]) -> float | None:
     """Bytes a second of the slowest link that works; None where all ranks are on one node."""
     return min((link.bandwidth for link in _by_kind(links, places).get(BETWEEN, ())), default=None)
 
 
-def report(links: Sequence[Link], places: Sequence[Place], share: float) -> list[str]:
+def report(links: Sequence[Link], places: Sequence[RankLocation], share: float) -> list[str]:
     """Lines about each kind of link, then one for each that is slow or dead."""
     lines = []
     for kind, group in _by_kind(links, places).items():
@@ -43,7 +43,7 @@ def report(links: Sequence[Link], places: Sequence[Place], share: float) -> list
     return lines
 
 
-def _by_kind(links: Sequence[Link], places: Sequence[Place]) -> dict[str, list[Link]]:
+def _by_kind(links: Sequence[Link], places: Sequence[RankLocation]) -> dict[str, list[Link]]:
     kinds: dict[str, list[Link]] = {}
     for link in links:
         if not link.failure:
@@ -52,7 +52,7 @@ def _by_kind(links: Sequence[Link], places: Sequence[Place]) -> dict[str, list[L
     return kinds
 
 
-def _ends(link: Link, places: Sequence[Place], arrow: str = "->") -> str:
+def _ends(link: Link, places: Sequence[RankLocation], arrow: str = "->") -> str:
     ends = (f"{places[rank]} (rank {rank})" for rank in (link.source, link.target))
     return f" {arrow} ".join(ends)
 

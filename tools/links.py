@@ -50,7 +50,7 @@ class Store(Protocol):
 
 
 @dataclass(frozen=True)
-class Place:
+class RankLocation:
     """Where a rank runs. node: the number of its launcher; index: of its GPU, or of the process on a node without."""
 
     host: str

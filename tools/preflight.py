@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere, installed or not
 
-from helixpipe.cli.model import Plan
+from helixpipe.cli.model import ModelOnCluster
 from helixpipe.cli.model_report import report as step_report
 from helixpipe.cli.model_report import step_text
 from helixpipe.cli.profile import simulation_text
@@ -117,7 +117,9 @@ def predict(config: Config, plans: Plans[int], gpus_per_node: int, network: floa
         hardware = _with_network(hardware, network)
     costs = dataclasses.replace(costs, hardware=hardware)
     program, nodes = lowered.program, max(1, config.launch.world_size // per_node)
-    plan = Plan(costs, program.num_ranks, program.num_microbatches, costs.model.layers, nodes, RESERVED_MEMORY)
+    plan = ModelOnCluster(
+        costs, program.num_ranks, program.num_microbatches, costs.model.layers, nodes, RESERVED_MEMORY
+    )
     step = step_report(simulate(lowered, costs, unit="s"), plan)
     return Prediction(lowered, step.step_time, step_text(step), step.fits)
 
@@ -249,10 +251,12 @@ def _network(config: Config, store: Store, timeout: float) -> tuple[torch.device
 
 def _announce(store: Store, config: Config, device: torch.device) -> None:
     """Tell rank 0 where this rank runs."""
-    from tools.links import Place
+    from tools.links import RankLocation
 
     kind = "gpu" if device.type == "cuda" else "process"
-    place = Place(socket.gethostname(), whole_variable(os.environ, "GROUP_RANK", 0), kind, config.launch.local_rank)
+    place = RankLocation(
+        socket.gethostname(), whole_variable(os.environ, "GROUP_RANK", 0), kind, config.launch.local_rank
+    )
     store.set(f"place {config.launch.rank}", json.dumps(dataclasses.asdict(place)))
 
 
@@ -265,16 +269,16 @@ def _judge(
 ) -> int:
     """Rank 0: meet the others, try the links, print what came of it, and tell the others the exit status."""
     from tools.link_report import report, slow_links, slowest_between_nodes
-    from tools.links import GRACE, Place
+    from tools.links import GRACE, RankLocation
 
     deadline = time.monotonic() + options.preflight_timeout
-    places, missing = list[Place](), list[int]()
+    places, missing = list[RankLocation](), list[int]()
     for rank in range(config.launch.world_size):
         try:
             store.wait([f"place {rank}"], timedelta(seconds=max(deadline - time.monotonic(), 0.01)))
-            places.append(Place(**json.loads(store.get(f"place {rank}"))))
+            places.append(RankLocation(**json.loads(store.get(f"place {rank}"))))
         except RuntimeError:
-            places.append(Place("missing", -1, "process", rank))
+            places.append(RankLocation("missing", -1, "process", rank))
             missing.append(rank)
     started = time.monotonic()
     links = check.run(order, missing)

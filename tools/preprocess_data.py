@@ -34,14 +34,14 @@ from helixpipe.common.errors import DataError, UserError
 from helixpipe.common.flags import FlagParser
 from helixpipe.common.output import complain
 from megatron.pretrain.data.conversations import json_object, token_ids
-from tools.slices import Slice, cut, find_files, line_number
+from tools.slices import FileSlice, cut, find_files, line_number
 
 _REPORT_AFTER = 100  # documents a worker does between two words to the parent
 _SENTENCES = "sentences are for BERT-style models, and only GPT data is made here"
 
 
 @dataclass(frozen=True)
-class Work:
+class TokenizationOptions:
     """What every slice needs to know."""
 
     keys: tuple[str, ...]
@@ -50,7 +50,7 @@ class Work:
     append_eod: bool
 
 
-class Progress(NamedTuple):
+class ProcessedCounts(NamedTuple):
     """What was done since the last report: documents read, their bytes, texts left out because they have no tokens."""
 
     documents: int
@@ -90,7 +90,9 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 # --------------------------------------------------------------------------------------------------------- tokenizing
 
 
-def tokenize_slice(part: Slice, work: Work, tokenizer: Any, folder: str, number: int) -> Iterator[Progress]:
+def tokenize_slice(
+    part: FileSlice, work: TokenizationOptions, tokenizer: Any, folder: str, number: int
+) -> Iterator[ProcessedCounts]:
     """Write the slice's documents as `folder`/`number`_KEY.bin/.idx for each key, saying now and then how far it is."""
     dtype, builder_class = _indexed_dataset(tokenizer.vocab_size)
     eod = _end_of_document(tokenizer) if work.append_eod else []
@@ -118,11 +120,11 @@ def tokenize_slice(part: Slice, work: Work, tokenizer: Any, folder: str, number:
             documents += 1
             byte_count += len(line)
             if documents == _REPORT_AFTER:
-                yield Progress(documents, byte_count, empty)
+                yield ProcessedCounts(documents, byte_count, empty)
                 documents = byte_count = empty = 0
     for key, builder in builders.items():
         builder.finalize(prefixes[key] + ".idx")
-    yield Progress(documents, byte_count, empty)
+    yield ProcessedCounts(documents, byte_count, empty)
 
 
 def _texts(line: bytes, keys: Sequence[str]) -> list[tuple[str, str]]:
@@ -135,7 +137,7 @@ def _texts(line: bytes, keys: Sequence[str]) -> list[tuple[str, str]]:
     return [(key, record[key]) for key in keys]
 
 
-def _build_tokenizer(work: Work) -> Any:
+def _build_tokenizer(work: TokenizationOptions) -> Any:
     from megatron.pretrain.data.tokenizer import build_tokenizer
 
     return build_tokenizer(**work.tokenizer)
@@ -173,7 +175,7 @@ def preprocess(arguments: argparse.Namespace) -> dict[str, Path]:
         if "/" in key:
             raise UserError(f"--json-keys {key!r} cannot become part of a file name")
     names = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size")
-    work = Work(
+    work = TokenizationOptions(
         tuple(dict.fromkeys(arguments.json_keys)),
         {name: getattr(arguments, name) for name in names},
         arguments.append_eod,
@@ -204,7 +206,9 @@ def preprocess(arguments: argparse.Namespace) -> dict[str, Path]:
     return outputs
 
 
-def _tokenize(slices: Sequence[Slice], work: Work, folder: str, workers: int, log_interval: int) -> None:
+def _tokenize(
+    slices: Sequence[FileSlice], work: TokenizationOptions, folder: str, workers: int, log_interval: int
+) -> None:
     """Tokenize the slices in `workers` processes. Whatever ends this function, no process outlives it."""
     numbered = list(enumerate(slices))
     processes, pipes = [], []
@@ -223,7 +227,7 @@ def _tokenize(slices: Sequence[Slice], work: Work, folder: str, workers: int, lo
             process.join()
 
 
-def _worker(share: Sequence[tuple[int, Slice]], work: Work, folder: str, pipe: Connection) -> None:
+def _worker(share: Sequence[tuple[int, FileSlice]], work: TokenizationOptions, folder: str, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers, with SIGTERM
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     parent = multiprocessing.parent_process()
@@ -242,7 +246,7 @@ def _worker(share: Sequence[tuple[int, Slice]], work: Work, folder: str, pipe: C
 def _follow(pipes: list[Connection], log_interval: int) -> None:
     """Report progress until every worker has sent None. Raises DataError when one sends a sentence, or dies."""
     began = time.monotonic()
-    total, reported = Progress(0, 0, 0), 0
+    total, reported = ProcessedCounts(0, 0, 0), 0
     while pipes:
         for pipe in wait(pipes):
             assert isinstance(pipe, Connection)
@@ -255,7 +259,7 @@ def _follow(pipes: list[Connection], log_interval: int) -> None:
             if message is None:
                 pipes.remove(pipe)
                 continue
-            total = Progress(*(a + b for a, b in zip(total, message, strict=True)))
+            total = ProcessedCounts(*(a + b for a, b in zip(total, message, strict=True)))
         if total.documents - reported >= (log_interval if pipes else 1):
             reported = total.documents
             seconds = max(time.monotonic() - began, 1e-9)

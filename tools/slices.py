@@ -11,7 +11,7 @@ from helixpipe.common.errors import DataError
 
 
 @dataclass(frozen=True)
-class Slice:
+class FileSlice:
     """Bytes [begin, end) of one input file, both at line boundaries."""
 
     path: str
@@ -30,7 +30,7 @@ def find_files(patterns: Sequence[str]) -> list[str]:
     return paths
 
 
-def cut(paths: Sequence[str], count: int) -> list[Slice]:
+def cut(paths: Sequence[str], count: int) -> list[FileSlice]:
     """Cut the files into about `count` slices of similar size, at line boundaries, in order."""
     sizes = [os.path.getsize(path) for path in paths]
     step = max(1, -(-sum(sizes) // count))
@@ -41,12 +41,12 @@ def cut(paths: Sequence[str], count: int) -> list[Slice]:
             while begin < size:
                 stream.seek(min(begin + step, size) - 1)
                 stream.readline()  # to the end of the line that the boundary falls into
-                slices.append(Slice(path, begin, stream.tell()))
+                slices.append(FileSlice(path, begin, stream.tell()))
                 begin = stream.tell()
     return slices
 
 
-def line_number(part: Slice, position: int) -> int:
+def line_number(part: FileSlice, position: int) -> int:
     """Number, from 1, of the line of the file that begins at byte `position`. Only for messages: it reads the file."""
     lines, left = 1, position
     with open(part.path, "rb") as stream:

@@ -1,4 +1,4 @@
-"""What the flags about chunks come to for the programs of the `helixpipe` command. No torch here."""
+"""Turns the flags about chunks into the workload of the `helixpipe` command's programs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from helixpipe.cli.model import Plan
+from helixpipe.cli.model import ModelOnCluster
 from helixpipe.cli.model_report import report
 from helixpipe.common.errors import ScheduleError
 from helixpipe.costs.models import Layout
@@ -27,7 +27,7 @@ class Chunking:
 
     options: ChunkOptions
     costs: Costs
-    plan: Plan | None
+    plan: ModelOnCluster | None
 
     def lengths(self, chunks: int, layers: int) -> Lengths:
         """Tokens of each of so many chunks; see `in_unit`."""
@@ -89,7 +89,7 @@ class Chunking:
         return best_chunks(cut, costs, fits, counts)
 
 
-def chunk_warning(plan: Plan, program: Program) -> str | None:
+def chunk_warning(plan: ModelOnCluster, program: Program) -> str | None:
     """A line about chunks that waste the hardware, None where they do not."""
     costs = plan.costs
     sentence = short_chunks(costs.seq_length, program.num_chunks, costs.layout.micro_batch_size, costs.hardware)

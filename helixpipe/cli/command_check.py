@@ -1,4 +1,4 @@
-"""`helixpipe check`: whether a schedule of one's own can run. No torch here."""
+"""`helixpipe check`: whether a schedule of one's own can run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`helixpipe compare`: schedules side by side, all of the catalogue unless some are named. No torch here."""
+"""`helixpipe compare`: schedules side by side, all of the catalogue unless some are named."""
 
 from __future__ import annotations
 

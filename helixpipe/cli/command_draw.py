@@ -1,4 +1,4 @@
-"""`helixpipe draw`: a picture of schedules and of measured runs. No torch here."""
+"""`helixpipe draw`: a picture of schedules and of measured runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`helixpipe improve`: search for a faster order than a schedule's own, or a faster program. No torch here.
+"""`helixpipe improve`: search for a faster order than a schedule's own, or a faster program.
 
 helixpipe improve seq1f1b -p 4 -m 4 -k 4 --model llama2-7b --seq-length 32768 --hardware a800 --save-program mine.json
 """
@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any
 
-from helixpipe.cli.model import Plan
+from helixpipe.cli.model import ModelOnCluster
 from helixpipe.cli.model_report import report
 from helixpipe.cli.options import CostOptions
 from helixpipe.cli.profile import profile_costs
@@ -18,11 +18,11 @@ from helixpipe.cli.programs import make_simulations, plan_of
 from helixpipe.common.errors import UserError
 from helixpipe.common.files import try_file
 from helixpipe.common.flags import dataclass_from_namespace, option
-from helixpipe.common.progress import Progress
+from helixpipe.common.progress import ProgressLine
 from helixpipe.costs.hardware import GIB
 from helixpipe.draw.text import table
 from helixpipe.planning.reorder.evaluate import is_compiled
-from helixpipe.planning.reorder.improve import Budget, Candidate, Improved, improve
+from helixpipe.planning.reorder.improve import Budget, Improved, SimulatedProgram, improve
 from helixpipe.program.files import save_program
 from helixpipe.program.program import Program
 
@@ -69,7 +69,7 @@ def run(namespace: argparse.Namespace) -> None:
     def after(program: Program) -> float:
         return 0.0 if plan is None or program.forward_only else sum(plan.costs.after_time(program))
 
-    progress = Progress("judging orders", unit=" %")
+    progress = ProgressLine("judging orders", unit=" %")
     improved = improve(
         given.lowered.program,
         given.costs,
@@ -105,11 +105,11 @@ class _Answer:
     """What was found, and what it is told in. plan: of --model. unit: of times; memory_unit: of what a rank has."""
 
     improved: Improved
-    plan: Plan | None
+    plan: ModelOnCluster | None
     unit: str
     memory_unit: str
 
-    def figures(self, candidate: Candidate) -> dict[str, Any]:
+    def figures(self, candidate: SimulatedProgram) -> dict[str, Any]:
         simulation = candidate.simulation
         figures = {
             "start": candidate.start,
@@ -150,7 +150,7 @@ class _Answer:
             lines.append(IN_PYTHON)
         return "\n".join(lines)
 
-    def _row(self, name: str, candidate: Candidate) -> tuple[str, ...]:
+    def _row(self, name: str, candidate: SimulatedProgram) -> tuple[str, ...]:
         simulation = candidate.simulation
         in_bytes = self.memory_unit == "bytes"
         memory = f"{candidate.fullest / GIB:.1f} GiB" if in_bytes else f"{candidate.fullest:.4g} {self.memory_unit}"

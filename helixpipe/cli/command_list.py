@@ -1,4 +1,4 @@
-"""`helixpipe list`: the schedules there are. No torch here."""
+"""`helixpipe list`: the schedules there are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`helixpipe memory`: bytes a rank that a model needs under a schedule. No torch here."""
+"""`helixpipe memory`: bytes a rank that a model needs under a schedule."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """`helixpipe plan`: how to run a model on so many GPUs, and the commands that do.
 
-    helixpipe plan --model llama2-7b --hardware h100 --gpus 64 --seq-length 32768 --global-batch-size 128
-
-No torch here.
+helixpipe plan --model llama2-7b --hardware h100 --gpus 64 --seq-length 32768 --global-batch-size 128
 """
 
 from __future__ import annotations
@@ -16,21 +14,21 @@ from dataclasses import dataclass
 
 from helixpipe.cli.hardware import MOST_BANDWIDTH
 from helixpipe.cli.model import MAX_GPUS, ModelOptions, make_plan
-from helixpipe.cli.plan_report import Plans, pareto_front
+from helixpipe.cli.plan_report import SearchReport, pareto_front
 from helixpipe.common.errors import ScheduleError, UserError
 from helixpipe.common.flags import dataclass_from_namespace, option
-from helixpipe.common.progress import Progress
+from helixpipe.common.progress import ProgressLine
 from helixpipe.common.ranges import MOST_GIB, MOST_MICROBATCHES
 from helixpipe.costs.hardware import GIB
 from helixpipe.draw.pareto import check_picture, draw_pareto
 from helixpipe.planning.catalogue import Catalogue
 from helixpipe.planning.filling import aligned
-from helixpipe.planning.lengths import Documents, LengthOptions, documents_of
-from helixpipe.planning.search.explore import Outcome, Search, Tried, budget
+from helixpipe.planning.lengths import DocumentLengths, LengthOptions, documents_of
+from helixpipe.planning.search.explore import Search, SearchResult, TriedCandidate, budget
 from helixpipe.planning.search.flags import limit_in_gib, rounded_limit
-from helixpipe.planning.search.space import Given, Question
+from helixpipe.planning.search.space import FixedChoices, Question
 from helixpipe.planning.search.terms import AtSize, Terms, smaller
-from helixpipe.planning.search.workers import Alone, Crew, Job, Processes
+from helixpipe.planning.search.workers import Crew, Processes, SerialCrew, TrialRequest
 
 LENGTH_UNIT = 512
 """Tokens that the longest document's length is rounded up to a multiple of: whatever ranks share it."""
@@ -92,7 +90,7 @@ def run(namespace: argparse.Namespace) -> None:
     if options.pareto is not None:
         check_picture("--pareto", options.pareto)  # before the search
     with closing(_crew(question, options)) as crew:
-        progress = Progress("searching plans", unit=" %")
+        progress = ProgressLine("searching plans", unit=" %")
         search = Search(question, crew, options.top, say=lambda done, best: progress.at(*_so_far(done, best)))
         outcome = search.run()
         progress.end()
@@ -100,7 +98,7 @@ def run(namespace: argparse.Namespace) -> None:
             raise UserError(nothing_fits(question, outcome))
         terms = _terms(crew, outcome)
     scan = _scan(question, options) if options.explain and not outcome.interrupted else []
-    plans = Plans(question, outcome, terms, scan)
+    plans = SearchReport(question, outcome, terms, scan)
     front = pareto_front(outcome) if options.pareto else []
     if options.pareto:
         draw_pareto([(each.trial.step, each.trial.peak / GIB) for each in plans.drawn],
@@ -112,7 +110,7 @@ def run(namespace: argparse.Namespace) -> None:
     print(plans.text(options.explain, front, options.commands))
 
 
-def _so_far(done: float, best: Tried | None) -> tuple[int, int, str]:
+def _so_far(done: float, best: TriedCandidate | None) -> tuple[int, int, str]:
     """Of a search: percent, of how many, and the best step."""
     step = f"best {best.trial.step:.4g} s, {best.candidate.setting.schedule}" if best is not None else ""
     return round(100 * done), 100, step
@@ -120,13 +118,17 @@ def _so_far(done: float, best: Tried | None) -> tuple[int, int, str]:
 
 def _crew(question: Question, options: PlanOptions) -> Crew:
     count = options.jobs or os.cpu_count() or 1
-    return Processes(question, count) if count > 1 else Alone(question)
+    return Processes(question, count) if count > 1 else SerialCrew(question)
 
 
-def _terms(crew: Crew, outcome: Outcome) -> list[Terms]:
+def _terms(crew: Crew, outcome: SearchResult) -> list[Terms]:
     """Of each of the best; none where the user has had enough."""
     try:
-        return [] if outcome.interrupted else crew.run([Job(each.candidate, kind="terms") for each in outcome.best])
+        return (
+            []
+            if outcome.interrupted
+            else crew.run([TrialRequest(each.candidate, kind="terms") for each in outcome.best])
+        )
     except KeyboardInterrupt:
         return []
 
@@ -141,7 +143,7 @@ def _scan(question: Question, options: PlanOptions) -> list[AtSize]:
                 if outcome.interrupted:
                     return []
                 candidate = outcome.best[0].candidate if outcome.best else None
-                terms = crew.run([Job(candidate, kind="terms")])[0] if candidate else None
+                terms = crew.run([TrialRequest(candidate, kind="terms")])[0] if candidate else None
                 sizes.append(AtSize(each.gpus, candidate, terms))
     except KeyboardInterrupt:
         return []
@@ -190,7 +192,7 @@ def _question(options: PlanOptions, namespace: argparse.Namespace) -> Question:
     strategy = model.data_parallel_sharding_strategy
     in_parts = None if strategy is None and model.distributed_optimizer else strategy == "optim_grads_params"
     own = {field.name for each in schedules for field in dataclasses.fields(each.options)} & set(namespace.given)
-    given = Given(
+    given = FixedChoices(
         model.tensor_parallel,
         model.context_parallel,
         options.pipeline_parallel,
@@ -220,7 +222,7 @@ def _question(options: PlanOptions, namespace: argparse.Namespace) -> Question:
     )
 
 
-def _with_documents(model: ModelOptions, lengths: LengthOptions) -> tuple[ModelOptions, Documents | None]:
+def _with_documents(model: ModelOptions, lengths: LengthOptions) -> tuple[ModelOptions, DocumentLengths | None]:
     """The options with sequences that hold the longest document, and the documents; None without --lengths.
 
     As in training, --seq-length is the longest that a document may be, and --global-batch-size the documents of a
@@ -243,7 +245,7 @@ def _with_documents(model: ModelOptions, lengths: LengthOptions) -> tuple[ModelO
     return dataclasses.replace(model, seq_length=length, global_batch_size=len(documents.lengths)), documents
 
 
-def nothing_fits(question: Question, outcome: Outcome) -> str:
+def nothing_fits(question: Question, outcome: SearchResult) -> str:
     """One sentence that says why a search has found nothing, by how much, and what would do."""
     if outcome.interrupted:
         return "nothing was found yet."

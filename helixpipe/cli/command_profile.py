@@ -1,4 +1,4 @@
-"""`helixpipe profile`: measure a model's costs on this machine. No torch here."""
+"""`helixpipe profile`: measure a model's costs on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`helixpipe simulate`: time, bubble and memory of a schedule, or of several in a table. No torch here."""
+"""`helixpipe simulate`: time, bubble and memory of a schedule, or of several in a table."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from helixpipe.cli.chunks import chunk_warning
-from helixpipe.cli.documents import Batch, BatchReport, batch_of
-from helixpipe.cli.model import Plan
+from helixpipe.cli.documents import BatchReport, DocumentBatch, batch_of
+from helixpipe.cli.model import ModelOnCluster
 from helixpipe.cli.model_report import report, step_text
 from helixpipe.cli.options import SimulateOptions
 from helixpipe.cli.profile import profile_costs, simulation_json, simulation_text
@@ -74,12 +74,12 @@ def _simulate(namespace: argparse.Namespace, options: SimulateOptions) -> None:
 
 def _json(
     simulation: Simulation,
-    plan: Plan | None,
+    plan: ModelOnCluster | None,
     measured: ProfileCosts | None,
     late: Simulation | None,
     options: SimulateOptions,
     profile: str,
-    batch: Batch | None,
+    batch: DocumentBatch | None,
 ) -> dict[str, Any]:
     """late: see `_without_early_recomputation`. profile: the name of the file with what was measured."""
     result: dict[str, Any] = simulation.to_json(order=options.order)
@@ -103,11 +103,11 @@ def _json(
 
 def _print(
     simulation: Simulation,
-    plan: Plan | None,
+    plan: ModelOnCluster | None,
     measured: ProfileCosts | None,
     late: Simulation | None,
     options: SimulateOptions,
-    batch: Batch | None,
+    batch: DocumentBatch | None,
 ) -> None:
     program = simulation.lowered.program
     if measured is not None:
@@ -140,7 +140,7 @@ def _print(
 
 
 def _without_early_recomputation(
-    namespace: argparse.Namespace, given: Plan | ProfileCosts | None, simulation: Simulation, one_queue: bool
+    namespace: argparse.Namespace, given: ModelOnCluster | ProfileCosts | None, simulation: Simulation, one_queue: bool
 ) -> Simulation | None:
     """The step if everything were recomputed inside the backwards; None where that is so, or nothing is.
 

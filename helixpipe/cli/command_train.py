@@ -1,4 +1,4 @@
-"""`helixpipe train`: start pretrain_gpt.py on each rank of this host, and say last what went wrong. No torch here.
+"""`helixpipe train`: start pretrain_gpt.py on each rank of this host, and say last what went wrong.
 
 torchrun does the same and more (several hosts, restarts); here the ranks' sentence is the last thing on the screen.
 """

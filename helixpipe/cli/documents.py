@@ -1,4 +1,4 @@
-"""A step of documents of all lengths (`--lengths`) for the programs of the `helixpipe` command. No torch here."""
+"""A step of documents of all lengths (`--lengths`) for the programs of the `helixpipe` command."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from helixpipe.cli.model import ModelOptions, Plan
+from helixpipe.cli.model import ModelOnCluster, ModelOptions
 from helixpipe.cli.options import ShapeOptions
 from helixpipe.common.errors import UserError
 from helixpipe.common.flags import dataclass_from_namespace, option
@@ -18,7 +18,7 @@ from helixpipe.planning.chunk_options import ChunkOptions
 from helixpipe.planning.chunk_times import ChunkTimes
 from helixpipe.planning.document_steps import StepPacker, adapting, dealt
 from helixpipe.planning.filling import aligned
-from helixpipe.planning.lengths import Documents, LengthOptions, documents_of
+from helixpipe.planning.lengths import DocumentLengths, LengthOptions, documents_of
 from helixpipe.planning.packing import Packing, spread
 from helixpipe.planning.tuning import PackingOptions
 from helixpipe.program.program import Program
@@ -39,11 +39,11 @@ class BatchOptions:
 
 
 @dataclass(frozen=True)
-class Batch:
+class DocumentBatch:
     """documents: of a step. lengths: of those of the pipeline that is predicted to take longest, which is simulated.
     times: what each pipeline is predicted to take, relative to the mean."""
 
-    documents: Documents
+    documents: DocumentLengths
     lengths: tuple[int, ...]
     times: tuple[float, ...] = (1.0,)
 
@@ -52,7 +52,7 @@ class Batch:
         return max(self.documents.lengths)
 
 
-def check_flags(namespace: argparse.Namespace) -> Documents | None:
+def check_flags(namespace: argparse.Namespace) -> DocumentLengths | None:
     """The documents that the flags ask for. Raises UserError for flags that say the same of all sequences, and for
     flags that need --lengths."""
     documents = documents_of(dataclass_from_namespace(LengthOptions, namespace))
@@ -79,7 +79,7 @@ def check_flags(namespace: argparse.Namespace) -> Documents | None:
     return documents
 
 
-def model_options(options: ModelOptions, documents: Documents | None) -> ModelOptions:
+def model_options(options: ModelOptions, documents: DocumentLengths | None) -> ModelOptions:
     """With sequences as long as the longest document."""
     if documents is None or not options.named:
         return options
@@ -87,23 +87,23 @@ def model_options(options: ModelOptions, documents: Documents | None) -> ModelOp
     return replace(options, seq_length=aligned(max(documents.lengths), unit))
 
 
-def batch_of(documents: Documents, plan: Plan | None) -> Batch:
+def batch_of(documents: DocumentLengths, plan: ModelOnCluster | None) -> DocumentBatch:
     """The documents dealt over the plan's pipelines."""
     if plan is None or plan.costs.data_parallel == 1:
-        return Batch(documents, documents.lengths)
+        return DocumentBatch(documents, documents.lengths)
     hands, each = dealt(documents.lengths, plan.costs, plan.layers, plan.costs.data_parallel)
     sums = [sum(each[document] for document in hand) for hand in hands]
     slowest = hands[sums.index(max(sums))]
     mean = sum(sums) / len(sums)
     lengths = tuple(documents.lengths[document] for document in slowest)
-    return Batch(documents, lengths, tuple(one / mean for one in sums))
+    return DocumentBatch(documents, lengths, tuple(one / mean for one in sums))
 
 
 @dataclass(frozen=True)
 class Packer:
     """Makes the workloads of schedules from a batch."""
 
-    batch: Batch
+    batch: DocumentBatch
     packing: PackingOptions
     rows: BatchOptions
     alignment: int
@@ -128,7 +128,7 @@ class Packer:
         return concatenated(lengths, times, aligned(longest, self.alignment), how == "isolate")
 
 
-def packer_of(namespace: argparse.Namespace, plan: Plan | None) -> Packer | None:
+def packer_of(namespace: argparse.Namespace, plan: ModelOnCluster | None) -> Packer | None:
     """What the flags ask for; None without --lengths."""
     documents = check_flags(namespace)
     if documents is None:
@@ -153,7 +153,7 @@ def packer_of(namespace: argparse.Namespace, plan: Plan | None) -> Packer | None
 class BatchReport:
     """What a batch became in a simulated step. Times and tokens are those of chunks, over all stages."""
 
-    batch: Batch
+    batch: DocumentBatch
     simulation: Simulation
 
     @property

@@ -1,4 +1,4 @@
-"""Flags that say what a cluster has where it is not the named hardware. No torch here."""
+"""Flags that say what a cluster has where it is not the named hardware."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from helixpipe.costs.efficiency import hardware_as_measured
 from helixpipe.costs.hardware import DEFAULT_HARDWARE, GIB, HARDWARE, RESERVED_MEMORY, find_hardware
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import MODELS, P2P, Layout
-from helixpipe.planning.lengths import Documents
+from helixpipe.planning.lengths import DocumentLengths
 
 MAX_GPUS = MOST_RANKS
 
@@ -125,7 +125,7 @@ class ModelOptions(ShapeFlags, HardwareFlags):
 
 
 @dataclass(frozen=True)
-class Plan:
+class ModelOnCluster:
     """A model on a cluster: the size it gives the schedule, and its costs. reserved: bytes a GPU not to be used.
     efficiency_from: the profile that says which shares of the peaks are reached; None: they are assumed. documents: of
     a step, where they are of all lengths."""
@@ -137,7 +137,7 @@ class Plan:
     nodes: int
     reserved: float
     efficiency_from: str | None = None
-    documents: Documents | None = None
+    documents: DocumentLengths | None = None
 
     @property
     def limit(self) -> float:
@@ -168,7 +168,7 @@ def make_plan(
     layers: int | None,
     one_rank: bool = False,
     memory_limit: float | None = None,
-) -> Plan | None:
+) -> ModelOnCluster | None:
     """What the flags come to; None without --model. ranks, microbatches, layers: given by other flags or a file.
 
     one_rank: the schedule runs on a single pipeline rank. memory_limit: GiB of each GPU that may be used; None: all but
@@ -240,7 +240,7 @@ def make_plan(
                 "of a GPU may be used; give one of them."
             )
         reserved = hardware.memory - memory_limit * GIB
-    return Plan(costs, ranks, count, model.layers, nodes, reserved, options.efficiency_from)
+    return ModelOnCluster(costs, ranks, count, model.layers, nodes, reserved, options.efficiency_from)
 
 
 def _adam_on_host(options: ModelOptions) -> float:

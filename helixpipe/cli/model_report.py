@@ -1,11 +1,11 @@
-"""What `helixpipe simulate --model` and `helixpipe memory` say of a simulated step. No torch here."""
+"""Reports a simulated step, for `helixpipe simulate --model` and `helixpipe memory`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any
 
-from helixpipe.cli.model import Plan
+from helixpipe.cli.model import ModelOnCluster
 from helixpipe.costs.hardware import GIB, NEAR_LIMIT, RESERVED_OVER_ALLOCATED, TERA
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.piece_kinds import num_parameters
@@ -22,7 +22,7 @@ class StepReport:
     that a rank would need if head and loss ran over slices; None where the step fits, or has them."""
 
     simulation: Simulation
-    plan: Plan
+    plan: ModelOnCluster
     reduction: float
     optimizer: float
     memory: list[RankMemory]
@@ -112,7 +112,7 @@ class StepReport:
         return {"memory": ranks, "memory_limit": round(self.limit), **host, "fits": self.fits, **expected}
 
 
-def report(simulation: Simulation, plan: Plan) -> StepReport:
+def report(simulation: Simulation, plan: ModelOnCluster) -> StepReport:
     """The figures of a simulated step."""
     lowered, costs = simulation.lowered, plan.costs
     training = not lowered.program.forward_only

@@ -1,4 +1,4 @@
-"""Flags that say the shape of a model, alone or in place of what a named one has. No torch here."""
+"""Flags that say the shape of a model, alone or in place of what a named one has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The flags of the `helixpipe` command and its subcommands. No torch here."""
+"""The flags of the `helixpipe` command and its subcommands."""
 
 from __future__ import annotations
 

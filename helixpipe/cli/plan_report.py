@@ -1,4 +1,4 @@
-"""What `helixpipe plan` says of what it has found. No torch here."""
+"""Reports the plans that `helixpipe plan` has found."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from helixpipe.costs.hardware import GIB
 from helixpipe.draw.text import table
 from helixpipe.planning.search.bounds import Bounds
 from helixpipe.planning.search.documents import bounds_of
-from helixpipe.planning.search.explore import Outcome, Tried
+from helixpipe.planning.search.explore import SearchResult, TriedCandidate
 from helixpipe.planning.search.flags import options_flags
 from helixpipe.planning.search.space import Question, Saving, Setting
 from helixpipe.planning.search.terms import AtSize, Terms, compared, taking_over
@@ -23,16 +23,16 @@ HEADERS = (
 
 
 @dataclass(frozen=True)
-class Plans:
+class SearchReport:
     """What was found. terms: of each of the best, none where the search was interrupted. scan: of smaller sizes."""
 
     question: Question
-    outcome: Outcome
+    outcome: SearchResult
     terms: Sequence[Terms]
     scan: Sequence[AtSize]
 
     @property
-    def drawn(self) -> list[Tried]:
+    def drawn(self) -> list[TriedCandidate]:
         """Trials that ended with a step time."""
         return [each for each in self.outcome.every if not each.trial.bound]
 
@@ -40,21 +40,21 @@ class Plans:
     def _bounds(self) -> Bounds:
         return bounds_of(self.question)
 
-    def tokens_per_gpu(self, tried: Tried) -> float:
+    def tokens_per_gpu(self, tried: TriedCandidate) -> float:
         """A second."""
         question = self.question
         tokens = sum(question.documents) or question.sequences * question.model.seq_length
         return tokens / (tried.trial.step * question.gpus)
 
-    def utilization(self, tried: Tried) -> float:
+    def utilization(self, tried: TriedCandidate) -> float:
         """MFU, 0 to 1."""
         flops = self._bounds.flops(tried.candidate.sizes)
         return flops / (tried.trial.step * self.question.gpus * self.question.hardware.flops)
 
-    def command(self, tried: Tried) -> str:
+    def command(self, tried: TriedCandidate) -> str:
         return torchrun_command(self.question, tried.candidate)
 
-    def text(self, explain: bool, front: Sequence[Tried], all_commands: bool) -> str:
+    def text(self, explain: bool, front: Sequence[TriedCandidate], all_commands: bool) -> str:
         """Setup, table, the command of the best, or those of all; what explains them where that is asked for."""
         question, best = self.question, self.outcome.best
         lines = [
@@ -95,7 +95,7 @@ class Plans:
             lines += ["", "--commands prints those of the others, too."]
         return "\n".join(lines)
 
-    def _row(self, number: int, tried: Tried) -> tuple[str, ...]:
+    def _row(self, number: int, tried: TriedCandidate) -> tuple[str, ...]:
         sizes, setting, trial = tried.candidate.sizes, tried.candidate.setting, tried.trial
         return (
             f"{number}.",
@@ -175,7 +175,7 @@ class Plans:
 
     # ----------------------------------------------------------------------------------------------------------- JSON
 
-    def to_json(self, front: Sequence[Tried]) -> dict[str, Any]:
+    def to_json(self, front: Sequence[TriedCandidate]) -> dict[str, Any]:
         question, outcome = self.question, self.outcome
         return {
             "simulated": True,
@@ -197,7 +197,7 @@ class Plans:
             ),
         }
 
-    def _json(self, index: int, tried: Tried) -> dict[str, Any]:
+    def _json(self, index: int, tried: TriedCandidate) -> dict[str, Any]:
         sizes, setting, trial = tried.candidate.sizes, tried.candidate.setting, tried.trial
         return {
             "tensor_parallel": sizes.tensor,
@@ -226,9 +226,9 @@ class Plans:
         }
 
 
-def pareto_front(outcome: Outcome) -> list[Tried]:
+def pareto_front(outcome: SearchResult) -> list[TriedCandidate]:
     """What was tried and no other beats in time and memory, the fastest first."""
-    front: list[Tried] = []
+    front: list[TriedCandidate] = []
     for each in sorted(outcome.every, key=lambda tried: (tried.trial.step, tried.trial.peak)):
         if not each.trial.bound and (not front or each.trial.peak < front[-1].trial.peak):
             front.append(each)
@@ -242,7 +242,7 @@ def _at_size(each: AtSize) -> dict[str, Any]:
     return entry
 
 
-def _sizes(tried: Tried) -> str:
+def _sizes(tried: TriedCandidate) -> str:
     sizes = tried.candidate.sizes
     return f"{sizes.tensor} {sizes.context} {sizes.ranks} {sizes.data}"
 

@@ -1,7 +1,4 @@
-"""`helixpipe profile`: the processes that measure, its table; and what `simulate --profile` prints.
-
-No torch here: the processes (`helixpipe.profile.profiler`) import it.
-"""
+"""`helixpipe profile`: the processes that measure, its table; and what `simulate --profile` prints."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from helixpipe.common.child import python_command
 from helixpipe.common.errors import UserError
 from helixpipe.common.output import complain
 from helixpipe.common.ports import free_port
-from helixpipe.common.progress import Progress
+from helixpipe.common.progress import ProgressLine
 from helixpipe.costs.efficiency import fitted, reached
 from helixpipe.costs.hardware import TERA, Hardware, find_device, find_hardware
 from helixpipe.costs.profile_costs import Profile, ProfileCosts
@@ -87,7 +84,7 @@ def _measure(task: dict[str, Any], world_size: int, threads: int) -> Profile:
 def _wait(processes: Sequence[subprocess.Popen[bytes]], outputs: Sequence[Path]) -> None:
     """Until all have ended; shows how far the first says it is (`PROGRESS`), from when they start on."""
     codes: list[int | None] = [None]
-    progress = Progress("measuring", unit=" %")
+    progress = ProgressLine("measuring", unit=" %")
     while None in codes:
         time.sleep(0.05)
         codes = [process.poll() for process in processes]

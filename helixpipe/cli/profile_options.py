@@ -1,4 +1,4 @@
-"""Flags of `helixpipe profile`, and the model they come to. No torch here."""
+"""Flags of `helixpipe profile`, and the model they come to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the flags of the `helixpipe` command to programs and their simulations. No torch here."""
+"""From the flags of the `helixpipe` command to programs and their simulations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from helixpipe.cli.chunks import Chunking, Lengths
 from helixpipe.cli.documents import Packer, check_flags, model_options, packer_of
-from helixpipe.cli.model import ModelOptions, Plan, make_plan
+from helixpipe.cli.model import ModelOnCluster, ModelOptions, make_plan
 from helixpipe.cli.options import CostOptions, ShapeOptions
 from helixpipe.common.errors import ScheduleError, UserError
 from helixpipe.common.flags import dataclass_from_namespace
@@ -32,7 +32,7 @@ from helixpipe.simulate.simulator import Simulation, simulate
 MAX_UNITS = 5_000_000  # some minutes and gigabytes: more is a slip of the finger
 
 
-def plan_of(names: Sequence[str], namespace: argparse.Namespace) -> Plan | None:
+def plan_of(names: Sequence[str], namespace: argparse.Namespace) -> ModelOnCluster | None:
     """The model and cluster of --model; a file's ranks, microbatches and, if it says them, layers are the plan's."""
     size = dataclass_from_namespace(ShapeOptions, namespace)
     documents = check_flags(namespace)
@@ -63,7 +63,7 @@ def _refuse_times(namespace: argparse.Namespace) -> None:
 def make_simulations(
     names: Sequence[str],
     namespace: argparse.Namespace,
-    given: Plan | ProfileCosts | None,
+    given: ModelOnCluster | ProfileCosts | None,
     one_queue: bool = False,
 ) -> list[Simulation]:
     """Simulate each schedule or file, all of one size. given: in place of times by hand. one_queue: see `simulate`."""
@@ -73,7 +73,7 @@ def make_simulations(
     times = (options.backward_ratio, options.message_time, options.copy_time, options.op_overhead)
     costs: Costs = PieceTimes(pieces, *times)
     limit = options.memory_limit
-    if isinstance(given, Plan):
+    if isinstance(given, ModelOnCluster):
         size = dataclasses.replace(size, ranks=given.ranks, microbatches=given.microbatches, layers=given.layers)
         costs, limit = given.costs, None if options.ignore_memory_limit else given.limit
     elif given is not None:
@@ -84,12 +84,12 @@ def make_simulations(
     offload = dataclass_from_namespace(OffloadOptions, namespace)
     if offload.auto and limit is None:
         raise UserError("--offload-activations auto needs a limit: --memory-limit, or --model with its hardware.")
-    plan = given if isinstance(given, Plan) else None
+    plan = given if isinstance(given, ModelOnCluster) else None
     host_limit = math.inf if plan is None else plan.costs.host_memory
     programs = _programs(
         names,
         size,
-        _Given(costs, limit, recompute, offload, host_limit, 1 if plan is None else plan.costs.sharded),
+        _ScheduleInputs(costs, limit, recompute, offload, host_limit, 1 if plan is None else plan.costs.sharded),
         plan,
         namespace,
     )
@@ -106,7 +106,7 @@ def make_simulations(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Given:
+class _ScheduleInputs:
     """What a schedule is given beside its size; see `schedules.Shape`."""
 
     costs: Costs
@@ -118,7 +118,11 @@ class _Given:
 
 
 def _programs(
-    names: Sequence[str], size: ShapeOptions, given: _Given, plan: Plan | None, namespace: argparse.Namespace
+    names: Sequence[str],
+    size: ShapeOptions,
+    given: _ScheduleInputs,
+    plan: ModelOnCluster | None,
+    namespace: argparse.Namespace,
 ) -> list[Program]:
     """The program of each name; a file gives ranks, microbatches and, if it says them, layers to the schedules it is
     compared with."""
@@ -161,7 +165,9 @@ def _programs(
     return programs
 
 
-def _of_file(name: str, program: Program, given: _Given, chunking: Chunking, namespace: argparse.Namespace) -> Program:
+def _of_file(
+    name: str, program: Program, given: _ScheduleInputs, chunking: Chunking, namespace: argparse.Namespace
+) -> Program:
     """A file's program with what the flags say of it."""
     if says_all(name):
         check_recomputes(name, program, given.recompute)
@@ -175,7 +181,9 @@ def _of_file(name: str, program: Program, given: _Given, chunking: Chunking, nam
     return catalogue.offloaded(name, program, shape)
 
 
-def _packed(name: str, size: ShapeOptions, given: _Given, packer: Packer, namespace: argparse.Namespace) -> Program:
+def _packed(
+    name: str, size: ShapeOptions, given: _ScheduleInputs, packer: Packer, namespace: argparse.Namespace
+) -> Program:
     """The program of a schedule of the catalogue on documents of all lengths."""
     if is_file(name):
         raise ScheduleError(f"{name} says itself what its microbatches are; leave --lengths out.")
@@ -203,7 +211,7 @@ def _scheduled(schedule: Schedule, shape: Shape, chunking: Chunking, namespace: 
     return chunking.program(make, None if auto else shape.chunks, shape.layers)
 
 
-def _shape(schedule: Schedule, size: ShapeOptions, given: _Given, interleaving: bool) -> Shape:
+def _shape(schedule: Schedule, size: ShapeOptions, given: _ScheduleInputs, interleaving: bool) -> Shape:
     """The size for one schedule. Compared with others, it takes only flags it knows: the rest are for the others.
 
     interleaving: one of them takes virtual stages; where none does, `Catalogue.build` refuses them.

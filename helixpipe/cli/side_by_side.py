@@ -1,4 +1,4 @@
-"""Schedules side by side, for `helixpipe compare` and for `simulate` of several. No torch here."""
+"""Schedules side by side, for `helixpipe compare` and for `simulate` of several."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from helixpipe.cli.profile import profile_costs
 from helixpipe.cli.programs import make_simulations, plan_of
 from helixpipe.common.errors import ScheduleError, UserError
 from helixpipe.common.flags import dataclass_from_namespace, option
-from helixpipe.common.progress import Progress
+from helixpipe.common.progress import ProgressLine
 from helixpipe.costs.hardware import GIB
 from helixpipe.draw.text import chunk_shares, chunk_times, table
 from helixpipe.planning.catalogue import Schedule
@@ -54,7 +54,7 @@ class SizeOptions:
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparedSchedule:
     """One schedule at one size; refused: why there is none. bubble: idle share of all ranks' time in the step; memory:
     of the rank that needs most, GiB, or microbatch-layers where no model is given. longest_chunk: its time over that of
     a chunk on average, where sequences are cut."""
@@ -120,7 +120,7 @@ def compare(schedules: Mapping[str, Schedule | None], namespace: argparse.Namesp
     namespace.catalogue.check_chunks(chunk_options.cutting_flag(most_chunks), list(schedules))
     asked = [(name, schedule, sizes) for name, schedule in schedules.items() for sizes in _sizes(lists, schedule)]
     rows = []
-    with Progress("simulating").parts(len(asked)) as simulated:
+    with ProgressLine("simulating").parts(len(asked)) as simulated:
         for name, schedule, sizes in asked:
             rows.append(_row(name, schedule, namespace, sizes, one_queue))
             simulated()
@@ -154,7 +154,7 @@ def _row(
     namespace: argparse.Namespace,
     sizes: tuple[int | None, ...],
     one_queue: bool,
-) -> Row:
+) -> ComparedSchedule:
     microbatches, chunks, virtual = sizes
     own = {field.name for field in fields(schedule.options)} if schedule is not None else set()
     others = {
@@ -172,15 +172,17 @@ def _row(
         plan = plan_of([name], asked)
         (simulation,) = make_simulations([name], asked, plan or measured, one_queue)
     except UserError as error:
-        return Row(name, microbatches, chunks, virtual, refused=str(error))
+        return ComparedSchedule(name, microbatches, chunks, virtual, refused=str(error))
     program = simulation.lowered.program
     size = (program.num_microbatches, program.num_chunks, len(program.stages) // program.num_ranks)
     bubble, longest = simulation.bubble_ratio, _longest_chunk(simulation)
     if plan is not None:
         step = report(simulation, plan)
-        return Row(name, *size, step.step_time, bubble, step.peak / GIB, step.fits, longest)
+        return ComparedSchedule(name, *size, step.step_time, bubble, step.peak / GIB, step.fits, longest)
     unit = 1.0 if measured is None else GIB
-    return Row(name, *size, simulation.makespan, bubble, max(simulation.peak_activation) / unit, None, longest)
+    return ComparedSchedule(
+        name, *size, simulation.makespan, bubble, max(simulation.peak_activation) / unit, None, longest
+    )
 
 
 def _not_for(chunks: int | None, schedule: Schedule | None, options: ChunkOptions) -> dict[str, None]:
@@ -200,7 +202,7 @@ def _longest_chunk(simulation: Simulation) -> float | None:
     return max(times) * len(times) / (sum(times) or 1.0)
 
 
-def _print(rows: list[Row], in_bytes: bool) -> None:
+def _print(rows: list[ComparedSchedule], in_bytes: bool) -> None:
     unit = "GiB" if in_bytes else "microbatch-layers"
     headers = ("schedule", "m", "k", "v", "time" + " (s)" * in_bytes, "bubble", f"memory ({unit})", "fits")
     fits = {True: "yes", False: "no", None: ""}

@@ -1,4 +1,4 @@
-"""The command that trains a model of the presets as it was planned. No torch here."""
+"""The command that trains a model of the presets as it was planned."""
 
 from __future__ import annotations
 

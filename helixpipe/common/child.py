@@ -1,4 +1,4 @@
-"""Command lines that start this Python anew, for a module of this project. No torch here."""
+"""Command lines that start this Python anew, for a module of this project."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cyclic garbage collector, paused. No torch here."""
+"""The cyclic garbage collector, paused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a command line ends: with its status, or with one sentence and the status of what went wrong. No torch here."""
+"""Ends a command: with its exit status, or with one sentence on standard error and the error's exit status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Output files that appear whole or not at all, and that are tried before work begins. No torch here."""
+"""Output files that appear whole or not at all, and that are tried before work begins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Command-line flags from dataclass fields, shared by the `helixpipe` command and the training program. No torch here.
+"""Command-line flags from dataclass fields, shared by the `helixpipe` command and the training program.
 
     @dataclass(frozen=True)
     class Options:

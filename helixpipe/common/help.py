@@ -1,5 +1,5 @@
 """The help of a parser with more flags than a screen has lines: `--help` shows the most used ones, `--help GROUP` those
-of a group, `--help-all` all. No torch here.
+of a group, `--help-all` all.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What files in JSON say, whoever wrote them. No torch here."""
+"""Parses JSON that may come from anyone: invalid or too deeply nested text is a ValueError."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that was refused, whoever asked for it. No torch here."""
+"""Memory that was refused, whoever asked for it."""
 
 from __future__ import annotations
 

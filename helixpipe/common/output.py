@@ -1,7 +1,6 @@
 """Lines to the terminal, each in one write: ranks share it, and print's separate newline would mix their lines.
 
-A terminal that is gone, or a full disk behind a redirected one, does not end a run: it goes on in silence. No torch
-here.
+A terminal that is gone, or a full disk behind a redirected one, does not end a run: it goes on in silence.
 """
 
 from __future__ import annotations

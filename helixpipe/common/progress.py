@@ -1,11 +1,11 @@
-"""How far something long has come, on standard error: a line that changes on a terminal, one now and then in a log.
+"""Reports the progress of long work on standard error: a line that changes on a terminal, occasional lines in a log.
 
-    progress = Progress("measuring")
+    progress = ProgressLine("measuring")
     for done in range(8):
         progress.at(done, 8)
     progress.end()
 
-prints `measuring: 3 of 8, 12 s, about 20 s left`. What is over before `_FIRST` seconds prints nothing. No torch here.
+prints `measuring: 3 of 8, 12 s, about 20 s left`. What is over before `_FIRST` seconds prints nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TextIO
 _FIRST, _EACH, _LOGGED = 1.0, 0.2, 10.0  # seconds until the first line, between two on a terminal, and in a log
 
 
-class Progress:
+class ProgressLine:
     """Of one piece of work. what: that is done. stream: default standard error. clock: seconds. unit: after numbers."""
 
     def __init__(

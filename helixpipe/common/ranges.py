@@ -1,4 +1,4 @@
-"""The values a flag may have, as data beside it. No torch here."""
+"""The values a flag may have, as data beside it."""
 
 from __future__ import annotations
 

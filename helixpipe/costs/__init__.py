@@ -1,1 +1,1 @@
-"""What ops take and tensors weigh: by hand, from a model on named hardware, or from a profile."""
+"""Cost models, the times of ops and the sizes of tensors: by hand, from a model on named hardware, or from a profile."""

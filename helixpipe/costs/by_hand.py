@@ -1,4 +1,4 @@
-"""What an op takes and what a message weighs. No torch here.
+"""The cost model of times given by hand: op times from the time of each piece, message times, and textbook memory.
 
 B = I + W. A piece whose weights are linear layers splits its backward: I (gradient of its input) takes as long as F
 (but no longer than B), W (gradient of its weights) the rest. A piece without linear layers (attention, norms,
@@ -19,13 +19,13 @@ from helixpipe.common.errors import UserError
 from helixpipe.costs.models import Chunk, Layout, ModelShape, attention_pairs
 from helixpipe.costs.piece_kinds import KINDS
 from helixpipe.costs.saved import kept, offloaded, staying
-from helixpipe.costs.sizes import Sizes
+from helixpipe.costs.sizes import ChunkSizes
 from helixpipe.program.costs import Contents, Leaving, Payload, Sharing, Work
 from helixpipe.program.program import Program
 from helixpipe.program.stages import LAYER_PIECES, PIECE_KINDS, Piece, Segment
 from helixpipe.program.workload import Extent, Extents, Workload
 
-_TEXTBOOK = Sizes(
+_TEXTBOOK = ChunkSizes(
     ModelShape("", 1, 1, 1, 1, 4, False, 1, False, "LayerNorm", "none", False, 1), Layout(element_bytes=1), Chunk(1)
 )
 """Of one element of b·s·h, and an MLP of 4 h."""

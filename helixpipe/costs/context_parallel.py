@@ -1,4 +1,4 @@
-"""What context-parallel ranks exchange around core attention, and what it makes them keep. No torch here.
+"""Computes the traffic between context-parallel ranks around core attention, and the memory that it costs them.
 
 With cp ranks each has 1/cp of a chunk's rows outside core attention.
 
@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from math import lcm
 
-from helixpipe.costs.sizes import Kernels, Sizes
+from helixpipe.costs.sizes import ChunkSizes, OpKernels
 
 
-def copies_of_groups(sizes: Sizes) -> float:
+def copies_of_groups(sizes: ChunkSizes) -> float:
     """How many times each key and value is held by the ranks that share out its heads."""
     if not sizes.layout.swaps:
         return 1
@@ -25,13 +25,13 @@ def copies_of_groups(sizes: Sizes) -> float:
     return lcm(groups, sizes.cp) // groups
 
 
-def keys_read(sizes: Sizes) -> float:
+def keys_read(sizes: ChunkSizes) -> float:
     """Elements of keys, and as many of values, that a rank's attention reads."""
     seen = sizes.chunk.seen * sizes.layout.micro_batch_size * sizes.kv
     return seen * copies_of_groups(sizes) / sizes.cp if sizes.layout.swaps else seen
 
 
-def saved_of_own_heads(sizes: Sizes) -> dict[str, float]:
+def saved_of_own_heads(sizes: ChunkSizes) -> dict[str, float]:
     """What attention keeps of a rank's own heads: no tensor of another piece, since rows were swapped for heads."""
     tensors = {
         "attention of own heads": sizes.bytes("query"),
@@ -43,7 +43,7 @@ def saved_of_own_heads(sizes: Sizes) -> dict[str, float]:
     return tensors
 
 
-def exchange(kernels: Kernels, flops: float) -> None:
+def exchange(kernels: OpKernels, flops: float) -> None:
     """flops: of the attention itself."""
     sizes = kernels.sizes
     if sizes.layout.swaps:
@@ -57,12 +57,12 @@ def exchange(kernels: Kernels, flops: float) -> None:
         kernels.add("ring", 0.0, messages * block(sizes), behind=hidden)
 
 
-def block(sizes: Sizes) -> float:
+def block(sizes: ChunkSizes) -> float:
     """Bytes of a rank's keys and values so far."""
     return 2 * sizes.chunk.seen / sizes.cp * sizes.layout.micro_batch_size * sizes.kv * sizes.element
 
 
-def on_its_way(sizes: Sizes) -> float:
+def on_its_way(sizes: ChunkSizes) -> float:
     """Bytes beside what attention itself needs: what is packed and what comes; of a ring the block at hand and the one
     that comes, and their gradients, found here and passed on."""
     if sizes.layout.swaps:

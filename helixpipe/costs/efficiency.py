@@ -1,4 +1,4 @@
-"""What a machine reaches of its hardware's peaks, from a file of `helixpipe profile`. No torch here.
+"""Derives the share of its hardware's peaks that a machine reaches from a file of `helixpipe profile`.
 
 Two readings of the same times. `reached` divides: FLOPs, as executed, by seconds and peak, all that a piece does beside
 its matrix products included. `fitted` asks which shares of the peaks the costs of `model_costs` must assume

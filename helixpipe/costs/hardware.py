@@ -1,4 +1,4 @@
-"""Machines as data: what a GPU computes, holds and sends, each figure with its source. No torch here.
+"""Machines as data: what a GPU computes, holds and sends, each figure with its source.
 
 FLOP/s are dense (no sparsity), bfloat16 with float32 accumulation. Bandwidths are bytes per second *in one direction*:
 vendors state NVLink and PCIe as the sum of both directions, so half of that stands here; network adapters are full

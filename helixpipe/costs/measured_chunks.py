@@ -1,4 +1,4 @@
-"""Times of any chunk from those of a few that were measured. No torch here.
+"""Times of any chunk from those of a few that were measured.
 
 What a piece takes for a token depends on how many there are: launches, small products, reading the weights. So all but
 core attention is interpolated between the measured lengths. Attention, which also depends on what comes before the
@@ -19,7 +19,7 @@ from helixpipe.program.workload import Extent
 
 
 @dataclass(frozen=True)
-class ChunkTimes:
+class MeasuredChunk:
     """Seconds on one chunk: of each piece (`F`, `I`, `W`, `B` and `R` of it), and of an op beside its pieces.
 
     tokens, earlier: the chunk's place in the sequence; a whole sequence has none earlier. pieces: by piece kind, then
@@ -45,22 +45,22 @@ class MeasuredChunks:
     One alone is scaled: attention to the queries times the keys they see, all else to the tokens.
     """
 
-    def __init__(self, chunks: Sequence[ChunkTimes]):
+    def __init__(self, chunks: Sequence[MeasuredChunk]):
         self.chunks = tuple(chunks)
-        self._known: dict[Chunk, ChunkTimes] = {}
+        self._known: dict[Chunk, MeasuredChunk] = {}
 
-    def times(self, chunk: Chunk) -> ChunkTimes:
+    def times(self, chunk: Chunk) -> MeasuredChunk:
         """Those measured, where they were."""
         if chunk not in self._known:
             self._known[chunk] = self._measured(chunk) or self._found(chunk)
         return self._known[chunk]
 
-    def _measured(self, chunk: Chunk) -> ChunkTimes | None:
+    def _measured(self, chunk: Chunk) -> MeasuredChunk | None:
         place = round(chunk.tokens), round(chunk.earlier), 1
         same = (each for each in self.chunks if (each.tokens, each.earlier, each.documents) == place)
         return None if chunk.slices else next(same, None)
 
-    def _found(self, chunk: Chunk) -> ChunkTimes:
+    def _found(self, chunk: Chunk) -> MeasuredChunk:
         first = self.chunks[0]
         pieces = {
             piece: {
@@ -75,10 +75,10 @@ class MeasuredChunks:
             kind: _held([(each.tokens, each.overhead[kind]) for each in self._lengths], chunk.tokens)
             for kind in first.overhead
         }
-        return ChunkTimes(round(chunk.tokens), round(chunk.earlier), pieces, overhead)
+        return MeasuredChunk(round(chunk.tokens), round(chunk.earlier), pieces, overhead)
 
     @cached_property
-    def _lengths(self) -> list[ChunkTimes]:
+    def _lengths(self) -> list[MeasuredChunk]:
         """Those of one document with nothing before it, by length, or the first where there is none."""
         found = {each.tokens: each for each in reversed(self.chunks) if not each.earlier and each.documents == 1}
         return [found[tokens] for tokens in sorted(found)] or [self.chunks[0]]

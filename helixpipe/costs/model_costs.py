@@ -1,4 +1,4 @@
-"""Costs of a model on named hardware: seconds of an op and of a message, from FLOPs and bytes. No torch here.
+"""Costs of a model on named hardware: seconds of an op and of a message, from FLOPs and bytes.
 
 An op takes the sum of its kernels' times; a kernel takes the longer of its arithmetic and its memory traffic, each at
 the share of the peak that `Efficiency` assumes. Collectives over tensor-parallel and context-parallel ranks go over

@@ -1,4 +1,4 @@
-"""Models as data: the shapes of published GPTs, by name. No torch here."""
+"""Models as data: the shapes of published GPTs, by name."""
 
 from __future__ import annotations
 

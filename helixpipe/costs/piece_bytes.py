@@ -1,4 +1,4 @@
-"""Bytes that stages of a model keep and send, of one tensor-parallel rank; the rules are in `piece_kinds`. No torch."""
+"""Bytes that stages of a model keep and send, of one tensor-parallel rank; the rules are in `piece_kinds`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from helixpipe.costs.models import Chunk, Layout, ModelShape, chunk_of
 from helixpipe.costs.piece_kind import Tensors
 from helixpipe.costs.piece_kinds import KINDS, Mlp
 from helixpipe.costs.saved import kept, offloaded, staying
-from helixpipe.costs.sizes import Sizes
+from helixpipe.costs.sizes import ChunkSizes
 from helixpipe.program.costs import Contents, Leaving, Payload, Sharing
 from helixpipe.program.stages import Piece, Segment
 from helixpipe.program.tasks import OF_WEIGHTS
@@ -29,8 +29,8 @@ class PieceBytes:
         self.tp = layout.tensor_parallel
         self.rows = model.padded_vocab(self.tp) // self.tp
 
-    def sizes(self, chunk: Chunk) -> Sizes:
-        return Sizes(self.model, self.layout, chunk)
+    def sizes(self, chunk: Chunk) -> ChunkSizes:
+        return ChunkSizes(self.model, self.layout, chunk)
 
     def stash(self, pieces: Sequence[Piece], chunk: Chunk) -> float:
         """Kept by one unit of a stage from F to B or I: what autograd saves, and the stage's inputs, but for a residual

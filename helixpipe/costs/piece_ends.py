@@ -6,13 +6,13 @@ from collections.abc import Collection
 
 from helixpipe.costs.models import ModelShape
 from helixpipe.costs.piece_kind import PieceKind, Tensors, saved_by_norm
-from helixpipe.costs.sizes import GRADIENT_BYTES, Kernels, Linear, Sizes
+from helixpipe.costs.sizes import GRADIENT_BYTES, ChunkSizes, Linear, OpKernels
 
 
 class Embed(PieceKind):
     name, inputs, kept_for_attention = "embed", {}, True
 
-    def saved(self, sizes: Sizes, inside: Collection[str]) -> Tensors:
+    def saved(self, sizes: ChunkSizes, inside: Collection[str]) -> Tensors:
         model = sizes.model
         split = 0 < model.position_rows(sizes.tp) < model.seq_length
         positions = sizes.length if model.positions == "learned_absolute" else 0
@@ -20,7 +20,7 @@ class Embed(PieceKind):
         masks = {"mask of positions": positions * split, "mask of words": sizes.tokens if sizes.tp > 1 else 0}
         return {"positions": positions * 8, "words": words * 8} | masks
 
-    def work(self, kernels: Kernels) -> None:
+    def work(self, kernels: OpKernels) -> None:
         sizes, model = kernels.sizes, kernels.sizes.model
         hidden = sizes.tokens * model.hidden
         if kernels.op == "F":
@@ -31,7 +31,7 @@ class Embed(PieceKind):
             kernels.move(weights * 2 * GRADIENT_BYTES)
         kernels.exchange(forward="scatter", backward="gather")
 
-    def workspace(self, sizes: Sizes) -> float:
+    def workspace(self, sizes: ChunkSizes) -> float:
         return 2 * sizes.tokens * sizes.model.hidden * sizes.element
 
     def weights(self, model: ModelShape, tp: int, rows: int) -> int:
@@ -41,10 +41,10 @@ class Embed(PieceKind):
 class Head(PieceKind):
     name, inputs, kept_for_attention = "head", {"last": "hidden"}, True
 
-    def linears(self, sizes: Sizes) -> tuple[Linear, ...]:
+    def linears(self, sizes: ChunkSizes) -> tuple[Linear, ...]:
         return ((sizes.model.hidden, sizes.vocab),)
 
-    def saved(self, sizes: Sizes, inside: Collection[str]) -> Tensors:
+    def saved(self, sizes: ChunkSizes, inside: Collection[str]) -> Tensors:
         own = saved_by_norm(sizes, self) | {"head input": sizes.bytes("hidden")}
         if sizes.layout.loss_chunk:
             return own
@@ -53,10 +53,10 @@ class Head(PieceKind):
             targets["weights of targets"] = sizes.tokens * 4
         return own | targets | {"probabilities": sizes.tokens * sizes.vocab * 4}
 
-    def deferred(self, sizes: Sizes) -> float:
+    def deferred(self, sizes: ChunkSizes) -> float:
         return 0.0 if sizes.layout.loss_chunk else super().deferred(sizes)
 
-    def work(self, kernels: Kernels) -> None:
+    def work(self, kernels: OpKernels) -> None:
         sizes, op, sliced = kernels.sizes, kernels.op, kernels.sizes.layout.loss_chunk > 0
         if sliced and op == "W":
             return
@@ -70,13 +70,13 @@ class Head(PieceKind):
                 kernels.multiply(self.linears(sizes), tokens, part)
                 kernels.move(tokens * sizes.vocab * self._loss_bytes(sizes, part))
 
-    def _loss_bytes(self, sizes: Sizes, op: str) -> float:
+    def _loss_bytes(self, sizes: ChunkSizes, op: str) -> float:
         """Of device memory, for each logit."""
         if op == "F":  # cast to float32; then maximum, difference, exponential, sum, quotient
             return sizes.element + 4 + 4 + 8 + 8 + 4 + 8
         return 8 + 4 + sizes.element if op == "I" else 0.0  # softmax times the loss's gradient, cast back
 
-    def workspace(self, sizes: Sizes) -> float:
+    def workspace(self, sizes: ChunkSizes) -> float:
         """The logits and their gradients; over slices those of one, or of one the gradients and the weight's before it
         is added to its sum, and the gradient of the whole input."""
         if not sizes.layout.loss_chunk:

@@ -1,4 +1,4 @@
-"""What is asked of a kind of piece; the kinds are in `piece_kinds`. No torch here."""
+"""Defines the interface of a kind of piece; the kinds themselves are in `piece_kinds`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import ClassVar
 
 from helixpipe.costs.models import ModelShape
-from helixpipe.costs.sizes import Kernels, Linear, Sizes
+from helixpipe.costs.sizes import ChunkSizes, Linear, OpKernels
 
 Tensors = dict[str, float]
 """Bytes of tensors by name. Pieces of one layer share tensors (the norm's output is the QKV layer's input): a name
@@ -17,7 +17,7 @@ appears once however many keep it."""
 class PieceKind:
     """A kind of piece.
 
-    inputs: what crosses the cut before it, by name, each with its shape (`Sizes.bytes`); the last is the residual.
+    inputs: what crosses the cut before it, by name, each with its shape (`ChunkSizes.bytes`); the last is the residual.
     in_store: those of them that lie in the document's buffers where its sequence runs in chunks.
     textbook: what it keeps from F to backward, in elements of b·s·h, with flash attention and no dropout (HelixPipe;
     Korthikanti et al., 2022). module: its name in `--recompute-modules`. kept_for_attention: whether recomputation
@@ -32,22 +32,22 @@ class PieceKind:
     kept_for_attention: ClassVar[bool] = False
     saved_outputs: ClassVar[tuple[str, ...]] = ()
 
-    def linears(self, sizes: Sizes) -> tuple[Linear, ...]:
+    def linears(self, sizes: ChunkSizes) -> tuple[Linear, ...]:
         return ()
 
-    def saved(self, sizes: Sizes, inside: Collection[str]) -> Tensors:
+    def saved(self, sizes: ChunkSizes, inside: Collection[str]) -> Tensors:
         """What autograd saves in the forward. inside: the kinds of its layer that have one graph with it."""
         return {}
 
-    def deferred(self, sizes: Sizes) -> float:
+    def deferred(self, sizes: ChunkSizes) -> float:
         """Bytes from I to W: input and output gradient of every linear layer, whole sequences of both."""
         return sum(sizes.tokens * (inputs + outputs) * sizes.element for inputs, outputs in self.linears(sizes))
 
-    def work(self, kernels: Kernels) -> None:
+    def work(self, kernels: OpKernels) -> None:
         """Add the kernels of `kernels.op`."""
         raise NotImplementedError
 
-    def workspace(self, sizes: Sizes) -> float:
+    def workspace(self, sizes: ChunkSizes) -> float:
         """An estimate, in bytes, of what its largest kernel needs beside what is kept."""
         raise NotImplementedError
 
@@ -56,7 +56,7 @@ class PieceKind:
         return 0
 
 
-def saved_by_norm(sizes: Sizes, kind: PieceKind) -> Tensors:
+def saved_by_norm(sizes: ChunkSizes, kind: PieceKind) -> Tensors:
     """What a norm at the start of a piece saves."""
     (own,) = kind.inputs
     tensors = {own: sizes.bytes("hidden"), f"deviations for {kind.name}": sizes.rows * 4}

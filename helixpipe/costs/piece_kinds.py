@@ -1,4 +1,4 @@
-"""Everything that is known of each kind of piece: all tables elsewhere come from here. No torch here.
+"""Everything that is known of each kind of piece: all tables elsewhere come from here.
 
 A kind says what crosses the cut before it, what autograd saves, which linear layers it has (their weights' gradients
 may wait from I to W), its kernels and collectives, its weights, and what recomputation calls it. A layer is a sequence
@@ -47,17 +47,17 @@ from helixpipe.costs.context_parallel import exchange, keys_read, on_its_way, sa
 from helixpipe.costs.models import ModelShape
 from helixpipe.costs.piece_ends import Embed, Head
 from helixpipe.costs.piece_kind import PieceKind, Tensors, saved_by_norm
-from helixpipe.costs.sizes import Kernels, Linear, Sizes
+from helixpipe.costs.sizes import ChunkSizes, Linear, OpKernels
 from helixpipe.program.stages import LAYER_PIECES, model_pieces
 
 
-def _copies_queries(sizes: Sizes) -> bool:
+def _copies_queries(sizes: ChunkSizes) -> bool:
     """Whether heads that lie group by group are copied to lie side by side: with one group here, or one a head, they
     stay a view."""
     return sizes.tp < sizes.model.groups < sizes.model.heads
 
 
-def _head_norms(sizes: Sizes) -> Tensors:
+def _head_norms(sizes: ChunkSizes) -> Tensors:
     """What the norms of each head's query and key save."""
     tensors = {"qkv": sizes.tokens * sizes.mixed * sizes.element}
     if _copies_queries(sizes):
@@ -76,13 +76,13 @@ def _head_norms(sizes: Sizes) -> Tensors:
 class Norm(PieceKind):
     name, inputs, textbook = "norm", {"into": "hidden"}, {"into": 1}
 
-    def saved(self, sizes: Sizes, inside: Collection[str]) -> Tensors:
+    def saved(self, sizes: ChunkSizes, inside: Collection[str]) -> Tensors:
         return saved_by_norm(sizes, self)
 
-    def work(self, kernels: Kernels) -> None:
+    def work(self, kernels: OpKernels) -> None:
         kernels.normalize()
 
-    def workspace(self, sizes: Sizes) -> float:
+    def workspace(self, sizes: ChunkSizes) -> float:
         return 2 * sizes.bytes("hidden")
 
     def weights(self, model: ModelShape, tp: int, rows: int) -> int:
@@ -92,13 +92,13 @@ class Norm(PieceKind):
 class Qkv(PieceKind):
     name, inputs, textbook = "qkv", {"normed": "hidden", "into": "hidden"}, {"normed": 1}
 
-    def linears(self, sizes: Sizes) -> tuple[Linear, ...]:
+    def linears(self, sizes: ChunkSizes) -> tuple[Linear, ...]:
         return ((sizes.model.hidden, sizes.mixed),)
 
-    def saved(self, sizes: Sizes, inside: Collection[str]) -> Tensors:
+    def saved(self, sizes: ChunkSizes, inside: Collection[str]) -> Tensors:
         return {"normed": sizes.bytes("hidden")} | (_head_norms(sizes) if sizes.model.qk_norm else {})
 
-    def work(self, kernels: Kernels) -> None:
+    def work(self, kernels: OpKernels) -> None:
         sizes, model = kernels.sizes, kernels.sizes.model
         kernels.exchange(forward="gather", backward="scatter", again=True)
         kernels.multiply(self.linears(sizes))
@@ -113,7 +113,7 @@ class Qkv(PieceKind):
         elif kernels.op == "I":
             kernels.move_elements(rope + 2 * sizes.tokens * sizes.mixed)  # gradients of q, k and v joined
 
-    def workspace(self, sizes: Sizes) -> float:
+    def workspace(self, sizes: ChunkSizes) -> float:
         return sizes.tokens * (sizes.model.hidden + 2 * sizes.mixed) * sizes.element
 
     def weights(self, model: ModelShape, tp: int, rows: int) -> int:
@@ -127,7 +127,7 @@ class Attention(PieceKind):
     inputs, in_store = {"q": "query", "k": "key", "v": "key", "into": "hidden"}, ("k", "v")
     textbook: ClassVar[Mapping[str, int]] = {"q": 1, "k": 1, "v": 1}
 
-    def saved(self, sizes: Sizes, inside: Collection[str]) -> Tensors:
+    def saved(self, sizes: ChunkSizes, inside: Collection[str]) -> Tensors:
         tensors = {"attention output": sizes.bytes("query"), "log-sum": sizes.tokens * sizes.model.heads / sizes.tp * 4}
         model, stored = sizes.model, sizes.chunk.stored
         if sizes.layout.swaps:
@@ -143,7 +143,7 @@ class Attention(PieceKind):
             tensors["k"] = sizes.bytes("key")
         return tensors
 
-    def work(self, kernels: Kernels) -> None:
+    def work(self, kernels: OpKernels) -> None:
         sizes, chunk, op = kernels.sizes, kernels.sizes.chunk, kernels.op
         if op == "W":
             return
@@ -155,7 +155,7 @@ class Attention(PieceKind):
             self._store(kernels)
         exchange(kernels, flops)
 
-    def _store(self, kernels: Kernels) -> None:
+    def _store(self, kernels: OpKernels) -> None:
         """Keys and values go to their buffers; what later chunks have summed up joins a chunk's own gradients, and what
         it finds for earlier ones the sums there (`helixpipe/model/kv_store.py`)."""
         sizes = kernels.sizes
@@ -165,7 +165,7 @@ class Attention(PieceKind):
         else:
             kernels.move_elements(3 * own + sizes.layout.kv_passes * max(seen - own, 0.0))
 
-    def workspace(self, sizes: Sizes) -> float:
+    def workspace(self, sizes: ChunkSizes) -> float:
         """Gradients of q, k, v, and a float32 sum; what is on its way between context-parallel ranks."""
         own = sizes.tokens * (2 * (sizes.query + sizes.kv) * sizes.element + 4 * sizes.query)
         return own + on_its_way(sizes)
@@ -175,26 +175,26 @@ class Proj(PieceKind):
     name, inputs = "proj", {"attention output": "attention", "into": "hidden"}
     textbook, kept_for_attention = {"attention output": 1}, True  # its output is as large as the residual kept instead
 
-    def linears(self, sizes: Sizes) -> tuple[Linear, ...]:
+    def linears(self, sizes: ChunkSizes) -> tuple[Linear, ...]:
         return ((sizes.query, sizes.model.hidden),)
 
-    def saved(self, sizes: Sizes, inside: Collection[str]) -> Tensors:
+    def saved(self, sizes: ChunkSizes, inside: Collection[str]) -> Tensors:
         layout = sizes.layout  # flash-attn's is [b, s]; a ring's is not, and rows for heads are copied anyway
         copied = layout.fused_kernels and layout.micro_batch_size > 1 and layout.context_parallel == 1
         return {"projected" if copied and "attn" in inside else "attention output": sizes.bytes("query")}
 
-    def work(self, kernels: Kernels) -> None:
+    def work(self, kernels: OpKernels) -> None:
         kernels.multiply(self.linears(kernels.sizes))
         _leave(kernels)
 
-    def workspace(self, sizes: Sizes) -> float:
+    def workspace(self, sizes: ChunkSizes) -> float:
         return 2 * sizes.tokens * sizes.model.hidden * sizes.element
 
     def weights(self, model: ModelShape, tp: int, rows: int) -> int:
         return model.query_hidden * model.hidden // tp + model.bias * model.hidden
 
 
-def _leave(kernels: Kernels) -> None:
+def _leave(kernels: OpKernels) -> None:
     """After a row-parallel layer: its sum over ranks, bias and residual."""
     kernels.exchange(forward="scatter", backward="gather")
     if kernels.op == "F":
@@ -205,14 +205,14 @@ class Mlp(PieceKind):
     name, inputs, module = "mlp", {"after attention": "hidden"}, "mlp"
     textbook: ClassVar[Mapping[str, int]] = {"after attention": 1, "mlp input": 1, "mlp inner": 4, "mlp product": 4}
 
-    def linears(self, sizes: Sizes) -> tuple[Linear, ...]:
+    def linears(self, sizes: ChunkSizes) -> tuple[Linear, ...]:
         return (sizes.model.hidden, sizes.first * sizes.ffn), (sizes.ffn, sizes.model.hidden)
 
-    def saved(self, sizes: Sizes, inside: Collection[str]) -> Tensors:
+    def saved(self, sizes: ChunkSizes, inside: Collection[str]) -> Tensors:
         whole = {} if sizes.layout.mlp_chunk else self.inner(sizes, sizes.length)
         return saved_by_norm(sizes, self) | {"mlp input": sizes.bytes("hidden")} | whole
 
-    def inner(self, sizes: Sizes, tokens: float) -> Tensors:
+    def inner(self, sizes: ChunkSizes, tokens: float) -> Tensors:
         """What so many tokens of each sequence keep between the linear layers."""
         inner = tokens * sizes.layout.micro_batch_size * sizes.ffn * sizes.element
         tensors = {"mlp product": inner, "mlp inner": (2 if sizes.model.gated else 1) * inner}
@@ -220,14 +220,14 @@ class Mlp(PieceKind):
             tensors |= {"mlp activated": inner, "mlp linear half": inner}
         return tensors
 
-    def slice(self, sizes: Sizes) -> Tensors:
+    def slice(self, sizes: ChunkSizes) -> Tensors:
         """What is kept during the backward of the largest slice; nothing if it is not sliced."""
         return self.inner(sizes, max(sizes.layout.mlp_slices(sizes.length)) if sizes.layout.mlp_chunk else 0.0)
 
-    def deferred(self, sizes: Sizes) -> float:
+    def deferred(self, sizes: ChunkSizes) -> float:
         return 0.0 if sizes.layout.mlp_chunk else super().deferred(sizes)
 
-    def work(self, kernels: Kernels) -> None:
+    def work(self, kernels: OpKernels) -> None:
         sizes, op, (_, second) = kernels.sizes, kernels.op, self.linears(kernels.sizes)
         if sizes.layout.mlp_chunk and op == "W":
             return
@@ -243,7 +243,7 @@ class Mlp(PieceKind):
             kernels.multiply((second,), tokens)
         _leave(kernels)
 
-    def _first_half(self, kernels: Kernels, tokens: float, op: str) -> None:
+    def _first_half(self, kernels: OpKernels, tokens: float, op: str) -> None:
         """First linear layer and activation function."""
         sizes, model, layout = kernels.sizes, kernels.sizes.model, kernels.sizes.layout
         fused = layout.fused_kernels and not layout.eager
@@ -254,7 +254,7 @@ class Mlp(PieceKind):
         elif op == "I":
             kernels.move_elements(inner * (2 * sizes.first + 1) * (1 if fused else 2))
 
-    def workspace(self, sizes: Sizes) -> float:
+    def workspace(self, sizes: ChunkSizes) -> float:
         """Gradients of its inner tensors; of a slice these tensors too."""
         layout, inner = sizes.layout, sizes.tokens
         if layout.mlp_chunk:

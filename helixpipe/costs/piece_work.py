@@ -1,4 +1,4 @@
-"""What a piece computes and moves: FLOPs, bytes of device memory, bytes between tensor-parallel ranks. No torch here.
+"""Counts the work of a piece: FLOPs, bytes of device memory moved, bytes between tensor-parallel ranks.
 
 Figures are those of one tensor-parallel rank and one chunk; the rules are in `piece_kinds`.
 """
@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from helixpipe.costs.models import Chunk, Layout, ModelShape
 from helixpipe.costs.piece_kinds import KINDS
-from helixpipe.costs.sizes import Kernel, Kernels, Sizes
+from helixpipe.costs.sizes import ChunkSizes, Kernel, OpKernels
 
 
 def work(model: ModelShape, layout: Layout, piece: str, op: str, chunk: Chunk, alone: bool = False) -> list[Kernel]:
     """The kernels of one piece for an op of kind F, I, W, B or R (as F) on one chunk of a microbatch. alone: whether no
     backward follows an F."""
-    sizes, found = Sizes(model, layout, chunk), list[Kernel]()
+    sizes, found = ChunkSizes(model, layout, chunk), list[Kernel]()
     for part in {"B": "IW", "R": "F"}.get(op, op):
-        kernels = Kernels(sizes, part, alone)
+        kernels = OpKernels(sizes, part, alone)
         KINDS[piece].work(kernels)
         found += kernels.list
     return found

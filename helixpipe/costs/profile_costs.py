@@ -1,4 +1,4 @@
-"""Costs measured on a machine by `helixpipe profile`: its file, and the `Costs` read from it. No torch here.
+"""Costs measured on a machine by `helixpipe profile`: its file, and the `Costs` read from it.
 
 An op takes the sum of its pieces' measured times, what an op costs beside them, and what its messages cost the rank; a
 message takes a latency and its bytes at a bandwidth. Bytes are counted, not measured (`piece_bytes`, exact
@@ -20,7 +20,7 @@ from helixpipe.common.files import whole_file
 from helixpipe.common.json_values import parse_json
 from helixpipe.common.ranges import MOST_TOKENS
 from helixpipe.costs.hardware import find_device
-from helixpipe.costs.measured_chunks import ChunkTimes, MeasuredChunks
+from helixpipe.costs.measured_chunks import MeasuredChunk, MeasuredChunks
 from helixpipe.costs.models import Chunk, Layout, ModelShape
 from helixpipe.costs.piece_bytes import CountsBytes, PieceBytes
 from helixpipe.costs.sizes import GRADIENT_BYTES
@@ -81,7 +81,7 @@ class Profile:
     layout: Layout
     dtype: str
     seq_length: int
-    chunks: tuple[ChunkTimes, ...]
+    chunks: tuple[MeasuredChunk, ...]
     messages: MessageTimes
     torch: str = ""
     machine: Mapping[str, Any] = field(default_factory=dict)
@@ -118,7 +118,7 @@ class Profile:
             profile = cls(
                 model=ModelShape(**content["model"]),
                 layout=Layout(**content["layout"]),
-                chunks=tuple(ChunkTimes(**chunk) for chunk in content["chunks"]),
+                chunks=tuple(MeasuredChunk(**chunk) for chunk in content["chunks"]),
                 messages=_message_times(**content["messages"]),
                 copies=_copy_times(content.get("copies")),
                 weights=_weight_times(**content.get("weights", {})),

@@ -1,4 +1,4 @@
-"""Costs that are asked once: for searches that bind the same costs to one program after another. No torch here."""
+"""Costs that are asked once: for searches that bind the same costs to one program after another."""
 
 from __future__ import annotations
 

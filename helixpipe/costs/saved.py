@@ -1,4 +1,4 @@
-"""What a unit keeps for its backward, from the sizes of named tensors. No torch here."""
+"""Computes the activations that a unit saves for its backward from the sizes of named tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes of one chunk's tensors on one tensor-parallel rank, and the kernels that work on them. No torch here."""
+"""Sizes of one chunk's tensors on one tensor-parallel rank, and the kernels that work on them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Linear = tuple[float, float]
 """Input and output channels of a linear layer on one tensor-parallel rank."""
 
 
-class Sizes:
+class ChunkSizes:
     """A chunk of a microbatch of a model in a layout.
 
     length: of each of its sequences, the tokens that this context-parallel rank has; tokens: those of all of them;
@@ -57,10 +57,10 @@ class Kernel(NamedTuple):
     rows: float = 0.0
 
 
-class Kernels:
+class OpKernels:
     """Collects the kernels of an op, F, I or W, on a chunk. alone: whether no backward follows an F."""
 
-    def __init__(self, sizes: Sizes, op: str, alone: bool = False):
+    def __init__(self, sizes: ChunkSizes, op: str, alone: bool = False):
         self.sizes, self.op, self.alone = sizes, op, alone
         self.list: list[Kernel] = []
 

@@ -2,7 +2,6 @@
 
 `draw` chooses by the suffix. Timelines are drawn one below the other; those with the same unit share one time scale, so
 their lengths can be compared, and the others fill the width on a scale of their own, which the picture says.
-No torch here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Numbers in the boxes of a picture: what they say, how wide it must be for them, and how many are drawn at once.
-
-No torch here.
-"""
+"""Numbers in the boxes of a picture: what they say, how wide it must be for them, and how many are drawn at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of timelines: one file with all that it shows, its styles and its programs. No torch here.
+"""The page of timelines: one file with all that it shows, its styles and its programs.
 
 The parts lie beside this file in `web/`, as they are read: `page.html` is the frame, `page.css` the looks, and the
 programs of `SCRIPTS` go into it one after the other. They share one scope, and each uses only what stands before it

@@ -1,4 +1,4 @@
-"""What the page of timelines is given: tasks in columns, what they wait for and take, memory. No torch here.
+"""Prepares the data of the web page of timelines: tasks as columns, their dependencies and durations, memory.
 
 A simulated timeline comes as its program's tasks with their times of work, and the page runs it again by itself, with
 these times or others (see `simulate.js`); a measured one comes with the times that were measured. Tasks are numbered as

@@ -1,4 +1,4 @@
-"""The picture of plans: time against memory, with matplotlib. No torch."""
+"""The picture of plans: time against memory, with matplotlib."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The picture of timelines, with matplotlib: a row a rank, a box an op. Used through `timeline.draw`. No torch."""
+"""The picture of timelines, with matplotlib: a row a rank, a box an op. Used through `timeline.draw`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ LANE, NAMED_LANE = 0.42, 7.0  # of a row: the height of a lane; points: of one w
 Colour = tuple[float, float, float]
 
 
-class _Rows:
+class _RowPositions:
     """Where the rows of a timeline are, from top to bottom, in heights of a rank's row, and where its lanes.
 
     middle: of each rank's row. total: of all of them.
@@ -74,7 +74,7 @@ class _Boxes:
 def picture(timelines: Sequence[Timeline], widest: float | None = None) -> Figure:
     """A figure with one panel a timeline, from top to bottom; timelines of one unit share a time scale. widest: inches
     that it may have, whatever its numbers would need."""
-    rows = [_Rows(timeline) for timeline in timelines]
+    rows = [_RowPositions(timeline) for timeline in timelines]
     totals = [each.total for each in rows]
     longest = {t.unit: max(other.makespan for other in timelines if other.unit == t.unit) or 1.0 for t in timelines}
     axis = max(points_for(timeline) * longest[timeline.unit] / POINTS for timeline in timelines)
@@ -119,7 +119,9 @@ def _legend(figure: Figure, timelines: Sequence[Timeline], width: float, total: 
     figure.text(1 - RIGHT / width, place[1], text, ha="right", va="top", fontsize=9, color="#555555")
 
 
-def _panel(axes: Axes, timeline: Timeline, rows: _Rows, longest: float, row_points: float, width: float) -> None:
+def _panel(
+    axes: Axes, timeline: Timeline, rows: _RowPositions, longest: float, row_points: float, width: float
+) -> None:
     """width: of the figure, in inches."""
     factor, unit = time_scale(longest) if timeline.unit == "s" else (1.0, timeline.unit)
     points_per_time = (width - LEFT - RIGHT) * POINTS / (longest * factor)
@@ -161,7 +163,7 @@ def _panel(axes: Axes, timeline: Timeline, rows: _Rows, longest: float, row_poin
     )
 
 
-def _name_lanes(axes: Axes, rows: _Rows, height: float) -> None:
+def _name_lanes(axes: Axes, rows: _RowPositions, height: float) -> None:
     """height: of a lane, in points."""
     for rank in rows.copying:
         for lane in LANES:
@@ -171,13 +173,13 @@ def _name_lanes(axes: Axes, rows: _Rows, height: float) -> None:
             )  # fmt: skip
 
 
-def _op_boxes(timeline: Timeline, rows: _Rows, half: float) -> _Boxes:
+def _op_boxes(timeline: Timeline, rows: _RowPositions, half: float) -> _Boxes:
     shades = _shades(timeline)
     colours = [shades[event.rank, event.op.stage, event.op.kind] for event in timeline.ops]
     return _Boxes(timeline.ops, [rows.middle[event.rank] for event in timeline.ops], half, colours)
 
 
-def _copy_boxes(timeline: Timeline, rows: _Rows, half: float) -> _Boxes:
+def _copy_boxes(timeline: Timeline, rows: _RowPositions, half: float) -> _Boxes:
     colours = {lane: to_rgb(style.colour) for lane, style in LANE_STYLES.items()}
     lanes = [lane_of(copy) for copy in timeline.copies]
     middles = [rows.lane(copy.rank, lane) for copy, lane in zip(timeline.copies, lanes, strict=True)]
@@ -230,7 +232,7 @@ def _numbers(axes: Axes, boxes: _Boxes, chunked: bool, factor: float, points_per
     draw_labels(axes, labels, size)
 
 
-def _arrows(axes: Axes, timeline: Timeline, rows: _Rows, factor: float, half: float) -> None:
+def _arrows(axes: Axes, timeline: Timeline, rows: _RowPositions, factor: float, half: float) -> None:
     style = {"arrowstyle": "-|>", "linewidth": 0.6, "color": "#444444", "shrinkA": 0, "shrinkB": 0, "mutation_scale": 5}
     for message in timeline.messages:
         down = 1 if message.target > message.source else -1

@@ -1,4 +1,4 @@
-"""What every format shows of a timeline: colours, headings, units. No torch here."""
+"""Defines the colours, headings and units that all formats of a timeline share."""
 
 from __future__ import annotations
 

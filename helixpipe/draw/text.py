@@ -1,4 +1,4 @@
-"""What the `helixpipe` command prints for people: a summary, a timeline in letters, a table. No torch here."""
+"""Formats text output of the `helixpipe` command: a summary, a timeline in letters, a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the difference between two timelines comes from, in a sentence. No torch here."""
+"""Explains in a sentence where the difference between two timelines comes from."""
 
 from __future__ import annotations
 

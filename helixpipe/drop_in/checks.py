@@ -1,4 +1,4 @@
-"""What a schedule and the user's model must have for each other; everything else is refused in a sentence."""
+"""Checks that a schedule and the user's model fit each other; whatever does not is refused in a sentence."""
 
 from __future__ import annotations
 

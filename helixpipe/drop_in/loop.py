@@ -1,4 +1,4 @@
-"""One step of a user's own training loop: megatron-core's calling convention around the executor."""
+"""Runs one step of a user's own training loop: megatron-core's calling convention around the executor."""
 
 from __future__ import annotations
 

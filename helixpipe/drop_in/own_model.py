@@ -1,4 +1,4 @@
-"""One step of `helixpipe.model.PipelineModel`, which runs any schedule: its data and its losses."""
+"""Runs one step of `helixpipe.model.PipelineModel`, which runs any schedule, and handles its data and losses."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class LoopWeights(WholeWeights):
 
     def __init__(self, own: PipelineModel | None, program: Program, group: dist.ProcessGroup):
         self._own = own
-        self._replicas = None if own is None else _Replicas(own, program, group)
+        self._replicas = None if own is None else _ReplicatedGradients(own, program, group)
 
     @contextmanager
     def step(self, chunks: list[torch.nn.Module], config: TransformerConfig) -> Iterator[None]:
@@ -64,7 +64,7 @@ class LoopWeights(WholeWeights):
             finalize(chunks, tokens, pg_collection=groups, force_all_reduce=force_all_reduce)
 
 
-class _Replicas:
+class _ReplicatedGradients:
     """The gradients of weights that several ranks hold, on whichever ranks: tied word embeddings, replicated stages."""
 
     def __init__(self, model: PipelineModel, program: Program, group: dist.ProcessGroup):
@@ -111,7 +111,7 @@ class _OneRank:
 
 
 def _without_embeddings(groups: ProcessGroupCollection) -> ProcessGroupCollection:
-    """The groups for `finalize_model_grads_func`, such that it leaves tied weights to `_Replicas`.
+    """The groups for `finalize_model_grads_func`, such that it leaves tied weights to `_ReplicatedGradients`.
 
     megatron-core's looks for them on the first and the last rank, where a schedule may not have them. Without a group
     it would take that of its parallel state.

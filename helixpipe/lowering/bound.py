@@ -1,4 +1,4 @@
-"""Costs bound to a program: what its ops and messages take and its buffers weigh. No torch here.
+"""Costs bound to a program: what its ops and messages take and its buffers weigh.
 
 Costs are asked for by work, not by number: equal work (of the same kind and stage, of equal extents, with equal
 activations) is asked for once, for there are far more ops than kinds of work.

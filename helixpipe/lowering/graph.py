@@ -1,4 +1,4 @@
-"""The graph of a program: tasks on resources, buffers, and the edges that follow from them. No torch here.
+"""The graph of a program: tasks on resources, buffers, and the edges that follow from them.
 
 `build.build_graph` indexes the program's ops and runs the passes one after the other. A pass adds buffers, with the
 tasks that write and read them, and the transfers that bring them to other ranks; a `Draft` makes every edge from that:

@@ -1,4 +1,4 @@
-"""Where the ops of each unit are: what validation and the passes look things up in. No torch here."""
+"""Indexes the ops of a program by unit, for validation and the passes."""
 
 from __future__ import annotations
 

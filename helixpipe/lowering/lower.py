@@ -1,4 +1,4 @@
-"""Lowering: a program with every receive, wait, send and free made explicit. No torch here.
+"""Lowering: a program with every receive, wait, send and free made explicit.
 
 The program is list-scheduled once; ops by the time they end, messages and collectives by the time they start, form one
 linear order that extends the dependencies and every rank's own order. Each rank's stream is the projection of that one
@@ -45,7 +45,7 @@ from helixpipe.common.collector import collector_paused
 from helixpipe.costs.by_hand import unit_costs
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.build import graph_of
-from helixpipe.lowering.order import Times, list_schedule
+from helixpipe.lowering.order import TaskTimes, list_schedule
 from helixpipe.lowering.places import without_holds
 from helixpipe.lowering.project import LoweredProgram, project
 from helixpipe.lowering.validate import check_ends, validate
@@ -82,11 +82,11 @@ def lowered_valid(program: Program, costs: Costs) -> LoweredProgram:
     return kept
 
 
-def scheduled(program: Program, costs: Costs) -> Times:
+def scheduled(program: Program, costs: Costs) -> TaskTimes:
     """When each task of a program's graph runs if all run as early as they can; found once for each of the costs."""
     key = "times", id(costs)
     if key not in program.derived:
         graph = graph_of(program)
         program.derived[key] = costs, list_schedule(graph, *BoundCosts(graph.program, costs).timers)
-    times: Times = program.derived[key][1]
+    times: TaskTimes = program.derived[key][1]
     return times

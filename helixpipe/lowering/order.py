@@ -1,4 +1,4 @@
-"""The one order: every task of every resource in one list, ops by their end, all else by its start. No torch here.
+"""The one order: every task of every resource in one list, ops by their end, all else by its start.
 
 A message so stands before the op that its receiver runs while it travels: whoever goes through the list in turn has
 posted the receive when the message leaves, and the transfer overlaps that op. Of tasks with one time transfers come
@@ -22,7 +22,7 @@ from helixpipe.program.tasks import Resource
 
 
 @dataclass(frozen=True)
-class Times:
+class TaskTimes:
     """Start and end of every task, and `order`: ops by end and transfers by start, always a linear extension of the
     dependencies, of each rank's order and of each link's.
 
@@ -40,7 +40,7 @@ class Times:
         return max(self.end, default=0.0)
 
 
-class _Run:
+class _EarliestStarts:
     """Tasks that start as early as their dependencies and resources allow; `completions` holds those that run."""
 
     def __init__(self, graph: Graph, durations: list[float], given: Mapping[Resource, Sequence[int]]):
@@ -90,7 +90,7 @@ def list_schedule(
     collective_time: Callable[[Collective], float] = lambda collective: 0.0,
     transfer_orders: Mapping[Resource, Sequence[int]] = MappingProxyType({}),
     waits: Mapping[int, Sequence[int]] | None = None,
-) -> Times:
+) -> TaskTimes:
     """Run the tasks as early as their dependencies and resources allow: each rank runs its ops in program order, one
     at a time; each directed link (source, target) carries one message at a time, each copy engine makes one copy, each
     group is in one collective at a time.
@@ -102,7 +102,7 @@ def list_schedule(
     durations = [op_time(op) for op in graph.ops] + [message_time(message) for message in graph.messages]
     durations += [collective_time(collective) for collective in graph.collectives]
     durations += [copy_time(copy) for copy in graph.copies]
-    run = _Run(graph, durations, transfer_orders)
+    run = _EarliestStarts(graph, durations, transfer_orders)
     waiting, resource, busy, freed, try_start = run.waiting, run.resource, run.busy, run.freed, run.try_start
     successors = graph.successors
     if waits:
@@ -130,7 +130,7 @@ def list_schedule(
         number = resource[task]
         busy[number], freed[number] = False, now
         try_start(number, now)
-    return Times(run.start, run.end, order, run.crowded)
+    return TaskTimes(run.start, run.end, order, run.crowded)
 
 
 def unit_order(graph: Graph) -> list[int]:

@@ -1,4 +1,4 @@
-"""Transfers whose place in the one order is behind an op that runs when they start. No torch here.
+"""Transfers whose place in the one order is behind an op that runs when they start.
 
 By its start a transfer stands before the op that runs then, on each of its ranks. That op may so wait for the transfer:
 
@@ -20,10 +20,10 @@ from itertools import pairwise
 from math import inf
 
 from helixpipe.lowering.graph import Graph
-from helixpipe.lowering.order import Times
+from helixpipe.lowering.order import TaskTimes
 
 
-def without_holds(graph: Graph, times: Times) -> Times:
+def without_holds(graph: Graph, times: TaskTimes) -> TaskTimes:
     """The same times, in an order in which transfers that can wait hold up no op."""
     if any(stage.placement == "ring" for stage in graph.program.stages):
         behind = _late_sums(graph, times)
@@ -32,10 +32,10 @@ def without_holds(graph: Graph, times: Times) -> Times:
         behind = [(op, task) for op, task in held if times.end[op] - times.start[task] <= slack[task]]
     else:
         behind = []
-    return Times(times.start, times.end, _sorted(graph, times, behind), times.crowded) if behind else times
+    return TaskTimes(times.start, times.end, _sorted(graph, times, behind), times.crowded) if behind else times
 
 
-def _late_sums(graph: Graph, times: Times) -> list[tuple[int, int]]:
+def _late_sums(graph: Graph, times: TaskTimes) -> list[tuple[int, int]]:
     """Ops that would wait for gradients longer than the sum these are added to would for the op; with the sum."""
     late = []
     for task, total in enumerate(graph.messages, start=graph.num_ops):
@@ -47,7 +47,7 @@ def _late_sums(graph: Graph, times: Times) -> list[tuple[int, int]]:
     return late
 
 
-def _held(graph: Graph, times: Times) -> list[tuple[int, int]]:
+def _held(graph: Graph, times: TaskTimes) -> list[tuple[int, int]]:
     """Ops that stand behind a transfer, but began before its link or group was free; with the transfer."""
     resource, table = graph.resources()
     place = [0] * graph.num_tasks
@@ -62,14 +62,14 @@ def _held(graph: Graph, times: Times) -> list[tuple[int, int]]:
     return held
 
 
-def _begun(graph: Graph, times: Times, rank: int, time: float) -> int:
+def _begun(graph: Graph, times: TaskTimes, rank: int, time: float) -> int:
     """The last op of a rank that began before a time; -1 where there is none."""
     ops = graph.rank_tasks[rank]
     at = bisect_left(ops, time, key=times.start.__getitem__)
     return ops[at - 1] if at else -1
 
 
-def _slack(graph: Graph, times: Times) -> dict[int, float]:
+def _slack(graph: Graph, times: TaskTimes) -> dict[int, float]:
     """For each transfer how much later it may end without any op starting later."""
     resource, _ = graph.resources()
     slack: dict[int, float] = {}
@@ -86,7 +86,7 @@ def _slack(graph: Graph, times: Times) -> dict[int, float]:
     return slack
 
 
-def _sorted(graph: Graph, times: Times, behind: Sequence[tuple[int, int]]) -> list[int]:
+def _sorted(graph: Graph, times: TaskTimes, behind: Sequence[tuple[int, int]]) -> list[int]:
     """The order anew, with these transfers behind these ops. It exists: by their starts all tasks are in such an
     order."""
     resource, table = graph.resources()

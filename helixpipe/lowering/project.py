@@ -1,4 +1,4 @@
-"""The one order projected onto ranks: each rank's instructions. No torch here.
+"""The one order projected onto ranks: each rank's instructions.
 
 A rank's stream is the one order with everything left out that does not concern the rank. A message concerns two ranks
 and so appears in both of their streams, at its place; a collective appears in those of all its members.
@@ -13,7 +13,7 @@ from functools import partial
 from typing import NamedTuple
 
 from helixpipe.lowering.graph import Graph
-from helixpipe.lowering.order import Times
+from helixpipe.lowering.order import TaskTimes
 from helixpipe.program.message import Collective, Message
 from helixpipe.program.program import Derives, Op, Program
 
@@ -107,7 +107,7 @@ class LoweredProgram(Derives):
 
 
 def project(
-    graph: Graph, times: Times, return_slack: int = RETURN_SLACK
+    graph: Graph, times: TaskTimes, return_slack: int = RETURN_SLACK
 ) -> tuple[list[list[Instruction]], tuple[int, ...]]:
     """The streams of the ranks, and how much of each is the opening: what comes before the first backward."""
     projection = _Projection(graph, times, return_slack)
@@ -129,7 +129,7 @@ def project(
 
 
 @dataclass
-class _Arrival:
+class _UnawaitedTransfer:
     """A transfer whose end no op waits for: weight gradients on their way to their owner, a copy to the host
     or a scatter.
     end: of it, on paper. slack: ops left until WAIT or GONE."""
@@ -143,10 +143,10 @@ class _Projection:
     """The streams so far. returned: by rank, gradients and copies that have ended or will, oldest first. unused: of
     borrowed weights, by message, the ops that still run with them and the messages that still pass them on."""
 
-    def __init__(self, graph: Graph, times: Times, return_slack: int):
+    def __init__(self, graph: Graph, times: TaskTimes, return_slack: int):
         self.graph, self.times, self.return_slack = graph, times, return_slack
         self.streams: list[list[Instruction]] = [[] for _ in graph.rank_tasks]
-        self.returned: list[list[_Arrival]] = [[] for _ in graph.rank_tasks]
+        self.returned: list[list[_UnawaitedTransfer]] = [[] for _ in graph.rank_tasks]
         self.waits: dict[Op, list[Instruction]] = {}
         for message in graph.messages:
             if message.kind != "weight_gradients":
@@ -184,7 +184,7 @@ class _Projection:
             wait = self._instruction(Action.WAIT, message)
             stage = self.graph.program.stages[message.producer.stage]
             slack = self.return_slack if stage.placement == "shipped" else 0
-            self.returned[message.target].append(_Arrival(self.times.end[task], slack, wait))
+            self.returned[message.target].append(_UnawaitedTransfer(self.times.end[task], slack, wait))
         if before is not None and message.kind == "weights":
             self._use(before)
 
@@ -195,7 +195,7 @@ class _Projection:
             self.streams[rank].append(Instruction(action, None, None, collective, task))
             if action is Action.SCATTER:
                 done = Instruction(Action.SCATTERED, None, None, collective, task)
-                self.returned[rank].append(_Arrival(self.times.end[task], 0, done))
+                self.returned[rank].append(_UnawaitedTransfer(self.times.end[task], 0, done))
 
     def copy(self, task: int) -> None:
         copy = self.graph.copy(task)
@@ -203,7 +203,7 @@ class _Projection:
         self.streams[copy.rank].append(_instruction((action, copy.op, None, None, task)))
         if not copy.inward:
             gone = _instruction((Action.GONE, copy.op, None, None, task))
-            self.returned[copy.rank].append(_Arrival(self.times.end[task], 0, gone))
+            self.returned[copy.rank].append(_UnawaitedTransfer(self.times.end[task], 0, gone))
 
     def _instruction(self, action: Action, message: Message) -> Instruction:
         return _instruction((action, None, message, None, self.graph.num_ops + message.number))

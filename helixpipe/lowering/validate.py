@@ -1,4 +1,4 @@
-"""Validation before launch: completeness, placement, order, deadlock, with messages a person can act on. No torch."""
+"""Validation before launch: completeness, placement, order, deadlock, with messages a person can act on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a program's workload and activations can be: slices, documents, runs of pieces. No torch here."""
+"""Whether a program's workload and activations can be: slices, documents, runs of pieces."""
 
 from __future__ import annotations
 

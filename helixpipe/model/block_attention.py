@@ -16,7 +16,17 @@ from torch import Tensor
 from helixpipe.model.documents import Documents
 from helixpipe.model.kv_blocks import UnitBlocks
 from helixpipe.model.log_sums import choose_kernel
-from helixpipe.model.tiles import Merged, Part, Rows, Tile, add_gradients, document_starts, merge, merged_nothing, tiles
+from helixpipe.model.tiles import (
+    KeyValue,
+    Merged,
+    Rows,
+    Tile,
+    add_gradients,
+    document_starts,
+    merge,
+    merged_nothing,
+    tiles,
+)
 
 
 class BlockAttention(NamedTuple):
@@ -38,18 +48,18 @@ def block_attention(query: Tensor, key: Tensor, value: Tensor, attention: BlockA
     """[n, b, heads, d] query and [n, b, groups, d] key and value of a chunk to [n, b, heads * d]. The key and value are
     kept in the store if they are not there yet."""
     attention.unit.keep(attention.layer, key, value)
-    output: Tensor = _BlockAttention.apply(query, key, value, attention)
+    output: Tensor = _BlockAttentionFunction.apply(query, key, value, attention)
     return output
 
 
-class _BlockAttention(torch.autograd.Function):
+class _BlockAttentionFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, attention: BlockAttention) -> Tensor:
         output, log_sum = merged_nothing(query)
         kernel = choose_kernel(query, key)
         for block in attention.unit.blocks(attention.layer):
             for tile in attention.work(block.first, block.key.size(0)):
-                merge(kernel, attention.scale, tile, query, Part(block.key, block.value), output, log_sum)
+                merge(kernel, attention.scale, tile, query, KeyValue(block.key, block.value), output, log_sum)
         attended = output.to(query.dtype).flatten(2)
         ctx.save_for_backward(query, attended, log_sum)
         ctx.attention, ctx.kernel = attention, kernel
@@ -67,7 +77,7 @@ class _BlockAttention(torch.autograd.Function):
         sums = (torch.zeros_like(own.key), torch.zeros_like(own.value)) if later is None else later
         for block in (*before, own):
             pair = sums if block is own else unit.store.gradients(unit.microbatch, layer, block.first)
-            part = Part(block.key, block.value)
+            part = KeyValue(block.key, block.value)
             for tile in attention.work(block.first, block.key.size(0)):
-                add_gradients(ctx.kernel, attention.scale, tile, merged, part, total, Part(*pair))
+                add_gradients(ctx.kernel, attention.scale, tile, merged, part, total, KeyValue(*pair))
         return total.to(query.dtype), sums[0].to(query.dtype), sums[1].to(query.dtype), None

@@ -1,4 +1,4 @@
-"""How many bytes a store holds."""
+"""Counts the bytes that a store of tensors holds."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class ChunkedMLP(MLP):
     ) -> tuple[Tensor, Tensor | None]:
         """Hidden states [s, b, h], with sequence parallelism [s / tp, b, h], to (output of the same shape, its bias,
         which the caller adds)."""
-        output: Tensor = _Slices.apply(hidden_states, self)
+        output: Tensor = _SlicedMLPFunction.apply(hidden_states, self)
         return output, self.linear_fc2.bias
 
     def inner(self, tokens: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ class _NoLayer(torch.nn.Module):
         return inner, None
 
 
-class _Slices(torch.autograd.Function):
+class _SlicedMLPFunction(torch.autograd.Function):
     """All slices of an MLP. Gradients of its weights are added to theirs directly, slice by slice."""
 
     @staticmethod

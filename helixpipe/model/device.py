@@ -1,4 +1,4 @@
-"""Where tensors live, and the one small shim that lets megatron-core run on machines without CUDA.
+"""Chooses the device of tensors, and holds the one shim that lets megatron-core run on machines without CUDA.
 
 `prepare()` is called once, before anything of `megatron.core` is imported (importing `helixpipe.model` calls it). It
 imports the parts of megatron-core used here with the notices about missing optional packages (Transformer Engine, apex)

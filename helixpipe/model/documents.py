@@ -1,4 +1,4 @@
-"""Where documents lie in a microbatch: attention does not look from one into another, and each has its own positions.
+"""Tracks where documents lie in a microbatch: attention stays within a document, and each has its own positions.
 
 Documents lie one after another in every sample. That is data of a microbatch, not of the schedule: any program runs it,
 and a chunk of a sequence may begin and end inside documents.

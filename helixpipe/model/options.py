@@ -1,4 +1,4 @@
-"""What the model is told: its shape beyond megatron-core's TransformerConfig, one microbatch, and the unit it runs."""
+"""Defines the model's inputs: its shape beyond megatron-core's TransformerConfig, one microbatch, and the unit to run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What differs between the releases of megatron-core that this program runs with, 0.16.1 to 0.19.
+"""Covers the differences between the supported releases of megatron-core, 0.16.1 to 0.19.
 
 Where a release merely lost a name, the code that used it does without, as `megatron.pretrain.checkpoint.reading` does.
 """

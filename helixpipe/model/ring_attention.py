@@ -19,7 +19,17 @@ from torch import Tensor
 from helixpipe.model.context_parallel import ContextParallel
 from helixpipe.model.documents import Documents
 from helixpipe.model.log_sums import LogSumKernel
-from helixpipe.model.tiles import Merged, Part, Rows, Tile, add_gradients, document_starts, merge, merged_nothing, tiles
+from helixpipe.model.tiles import (
+    KeyValue,
+    Merged,
+    Rows,
+    Tile,
+    add_gradients,
+    document_starts,
+    merge,
+    merged_nothing,
+    tiles,
+)
 
 
 def ring_rounds(
@@ -88,7 +98,7 @@ class _RingAttention(torch.autograd.Function):
         for number, work in enumerate(ring.rounds):
             passing = _Passing(group, block) if number + 1 < len(ring.rounds) else None
             for tile in work:
-                merge(ring.kernel, ring.scale, tile, query, Part(*block), output, log_sum)
+                merge(ring.kernel, ring.scale, tile, query, KeyValue(*block), output, log_sum)
             if passing is not None:
                 block = passing.wait()
         attention = output.to(query.dtype).flatten(2)
@@ -107,7 +117,7 @@ class _RingAttention(torch.autograd.Function):
             passing = _Passing(ring.parallel.group, block) if number + 1 < len(ring.rounds) else None
             own = [torch.zeros_like(tensor) for tensor in block]
             for tile in work:
-                add_gradients(ring.kernel, ring.scale, tile, merged, Part(*block), query_gradient, Part(*own))
+                add_gradients(ring.kernel, ring.scale, tile, merged, KeyValue(*block), query_gradient, KeyValue(*own))
             if passing is not None:
                 block = passing.wait()
             if passed is not None:

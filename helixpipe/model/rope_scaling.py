@@ -1,4 +1,4 @@
-"""How fast RoPE turns each pair of channels, and what becomes of that where a model's context is extended.
+"""Computes RoPE's frequency for each pair of channels, scaled where a model's context is extended.
 
 All in float32, as megatron-core and transformers compute them, in an order of operations that gives the same numbers.
 """

@@ -112,7 +112,7 @@ def merged_nothing(query: Tensor) -> tuple[Tensor, Tensor]:
     return torch.zeros(query.shape, dtype=log_sum.dtype, device=query.device), log_sum
 
 
-class Part(NamedTuple):
+class KeyValue(NamedTuple):
     """Keys and values, each [m, b, groups, d], or what gradients of these are summed in."""
 
     key: Tensor
@@ -120,7 +120,7 @@ class Part(NamedTuple):
 
 
 def merge(
-    kernel: LogSumKernel, scale: float, tile: Tile, query: Tensor, part: Part, output: Tensor, log_sum: Tensor
+    kernel: LogSumKernel, scale: float, tile: Tile, query: Tensor, part: KeyValue, output: Tensor, log_sum: Tensor
 ) -> None:
     """Take the attention of a tile into output and log-sums over all keys so far, in place."""
     part_output, part_sum = kernel.forward(
@@ -143,7 +143,7 @@ class Merged(NamedTuple):
 
 
 def add_gradients(
-    kernel: LogSumKernel, scale: float, tile: Tile, merged: Merged, part: Part, total: Tensor, sums: Part
+    kernel: LogSumKernel, scale: float, tile: Tile, merged: Merged, part: KeyValue, total: Tensor, sums: KeyValue
 ) -> None:
     """Add a tile's share of the gradients to those of the query (`total`) and of the part's keys and values (`sums`),
     in place."""

@@ -1,1 +1,1 @@
-"""What schedules are found with: the catalogue's types, list scheduling, choices of recomputation and of chunks."""
+"""Finds schedules and plans: the catalogue's types, list scheduling, choices of recomputation and of chunks."""

@@ -18,7 +18,7 @@ from helixpipe.lowering.lower import scheduled
 from helixpipe.lowering.order import list_schedule
 from helixpipe.planning.catalogue import Shape
 from helixpipe.planning.early import peak_memory, place_early
-from helixpipe.planning.recompute_choice import CHOICES, TOLERANCE, Choice, LayerChoices, Runs, make_stage
+from helixpipe.planning.recompute_choice import CHOICES, TOLERANCE, LayerChoices, Runs, StageRecompute, make_stage
 from helixpipe.planning.splits import Table, cheapest_split, least_bottleneck, rounded, splits_by_time
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Op, Program
@@ -51,7 +51,7 @@ class Stages:
         self.units = [min(p - rank, shape.microbatches) for rank in range(p)]
         always = {key: [0.0, *(place.always(count) for count in range(1, most + 1))] for key, place in places.items()}
         self._always = [always[rank == 0, rank == p - 1] for rank in range(p)]
-        self.choices: list[list[Choice | None]] = [
+        self.choices: list[list[StageRecompute | None]] = [
             [None, *(self._choice(rank, count, limit) for count in range(1, most + 1))] for rank in range(p)
         ]
         self.again: Table = [[inf if each is None else each.time for each in row] for row in self.choices]
@@ -60,7 +60,7 @@ class Stages:
             for place, row in zip(self.places, self.again, strict=True)
         ]
 
-    def _choice(self, rank: int, count: int, limit: float) -> Choice | None:
+    def _choice(self, rank: int, count: int, limit: float) -> StageRecompute | None:
         return self.places[rank].cheapest(count, self.units[rank], limit - self._always[rank][count])
 
     def memory(self) -> Table:
@@ -81,7 +81,7 @@ class Stages:
         return tuple(chosen)
 
 
-class Search:
+class LayoutSearch:
     """Layouts that may be the best for a shape, and which is. order: 1F1B's, of a stage a rank."""
 
     def __init__(self, shape: Shape, costs: Costs, order: tuple[tuple[Op, ...], ...]):

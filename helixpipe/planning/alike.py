@@ -1,4 +1,4 @@
-"""Rows of several pipelines cut alike, so that one order runs them all. No torch here.
+"""Rows of several pipelines cut alike, so that one order runs them all.
 
 Data-parallel ranks that have parts of the same weights gather and scatter them together, so all must come to each of
 these collectives in one order; but documents give each pipeline rows of its own. What stands in a program's streams

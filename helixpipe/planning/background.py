@@ -1,4 +1,4 @@
-"""Plans made in a process of their own, while this one trains. No torch here, and none there.
+"""Plans made in a process of their own, while this one trains.
 
     python -m helixpipe.planning.background FD     (by `BackgroundPlanner` alone)
 

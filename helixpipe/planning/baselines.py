@@ -1,4 +1,4 @@
-"""What a batch of documents is otherwise made into: padded, packed whole, or concatenated and cut. No torch here.
+"""Builds the usual batches of documents to compare with: padded, packed whole, or concatenated and cut.
 
 The same documents as `packing.pack` is given, as rows of a fixed length, to be compared with it. Chunks of a fixed
 length (`packing.fixed_mesh`) are another.

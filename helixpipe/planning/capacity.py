@@ -1,4 +1,4 @@
-"""How many tokens a pipeline can hold, from the bytes that the cost model counts. No torch here.
+"""Computes how many tokens a pipeline can hold from the bytes that the cost model counts.
 
 Under 1F1B over chunks, rank r of p keeps all chunks of a row until its first backward, and those that are on their way
 down the pipeline: of rows of at most N chunks it holds N + p - r - 1 chunks at its peak (InfiniPipe has it with ranks

@@ -1,4 +1,4 @@
-"""What every schedule is given and what the catalogue says of it. Pure Python: no flags, no prints, no torch."""
+"""Defines the input of every schedule and its entry in the catalogue. Pure Python: no flags, no prints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from helixpipe.common.flags import check_ranges, nearest_name
 from helixpipe.costs.by_hand import unit_costs
 from helixpipe.planning.early import recomputed
 from helixpipe.planning.offload import OffloadOptions, check_offloads, offloaded
-from helixpipe.planning.offload_choice import Limits, choose
+from helixpipe.planning.offload_choice import MemoryLimits, choose
 from helixpipe.planning.recompute import RecomputeOptions, check_recomputes
 from helixpipe.planning.sharding import shared_out
 from helixpipe.program.costs import Costs
@@ -227,7 +227,9 @@ class Catalogue(Mapping[str, Schedule]):
         if shape.memory_limit is None:
             return program
         early = shape.recompute.recompute_early
-        return choose(program, options, costs, Limits(shape.memory_limit, shape.host_limit), not is_file(name), early)
+        return choose(
+            program, options, costs, MemoryLimits(shape.memory_limit, shape.host_limit), not is_file(name), early
+        )
 
     def _of_file(self, name: str, shape: Shape) -> Program:
         program = load_program(name, shape.layers)

@@ -1,4 +1,4 @@
-"""Where to cut a sequence into chunks: equally long, or so that every chunk takes equally long. No torch here.
+"""Cuts a sequence into chunks: of equal length, or of equal time.
 
 Under causal attention a later chunk of the same length takes longer. A pipeline step is as slow as its slowest chunk,
 so the lengths are chosen on the costs at hand: given by hand, of a model on named hardware, or measured. Seq1F1B

@@ -1,4 +1,4 @@
-"""Flags that say how sequences are cut into chunks, for the `helixpipe` command and for training. No torch here."""
+"""Flags that say how sequences are cut into chunks, for the `helixpipe` command and for training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many layers each stage recomputes of each chunk: as little as keeps every rank to its memory. No torch here.
+"""Chooses how many layers each stage recomputes for each chunk: the fewest with which every rank fits its memory.
 
 Shiju Wang et al., "Data-Centric Elastic Pipeline Parallelism for Efficient Long-Context LLM Training" (InfiniPipe,
 2025), Alg. 2. Ranks whose pipeline is full run backwards at the same time that are one place apart in the order from

@@ -1,4 +1,4 @@
-"""How long chunks of documents take, asked of a cost model and remembered. No torch here."""
+"""Looks up the time of chunks of documents in a cost model, and caches it."""
 
 from __future__ import annotations
 

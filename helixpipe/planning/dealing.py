@@ -1,4 +1,4 @@
-"""Documents of a batch dealt over data-parallel ranks, so that all take about equally long. No torch here.
+"""Documents of a batch dealt over data-parallel ranks, so that all take about equally long.
 
 The method is the largest differencing method for several sets (Narendra Karmarkar and Richard Karp, "The Differencing
 Method of Set Partitioning", 1982). InfiniPipe says nothing of data parallelism.

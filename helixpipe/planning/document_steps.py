@@ -1,4 +1,4 @@
-"""A step over documents of all lengths: dealt over pipelines, packed into rows and ordered. No torch here."""
+"""A step over documents of all lengths: dealt over pipelines, packed into rows and ordered."""
 
 from __future__ import annotations
 

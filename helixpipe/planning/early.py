@@ -1,4 +1,4 @@
-"""When pieces are recomputed: R ops placed in idle time, within what memory allows. No torch here."""
+"""When pieces are recomputed: R ops placed in idle time, within what memory allows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.build import graph_of
 from helixpipe.lowering.graph import Graph
 from helixpipe.lowering.lower import lowered_valid, scheduled
-from helixpipe.lowering.order import Times
+from helixpipe.lowering.order import TaskTimes
 from helixpipe.lowering.validate import validate
 from helixpipe.planning.recompute import RecomputeOptions
 from helixpipe.program.costs import Costs
@@ -134,7 +134,9 @@ def _fill_gaps(program: Program, costs: Costs, limit: float | None) -> Program:
     return program if ranks == program.ranks else _what_fits(program, replace(program, ranks=ranks), costs, limit)
 
 
-def _fill_rank(program: Program, graph: Graph, times: Times, rank: int, ready: Mapping[int, float]) -> tuple[Op, ...]:
+def _fill_rank(
+    program: Program, graph: Graph, times: TaskTimes, rank: int, ready: Mapping[int, float]
+) -> tuple[Op, ...]:
     """The rank's ops with every R moved, in turn, into the first gap before it that is long enough, if its own place
     keeps its backward waiting. ready: see `_gradient_arrivals`."""
     tasks = graph.rank_tasks[rank]
@@ -168,7 +170,7 @@ def _fill_rank(program: Program, graph: Graph, times: Times, rank: int, ready: M
     )  # fmt: skip
 
 
-def _gradient_arrivals(graph: Graph, times: Times) -> dict[int, float]:
+def _gradient_arrivals(graph: Graph, times: TaskTimes) -> dict[int, float]:
     """For each backward, when the last of what it waits for has come, its own R apart."""
     arrivals: dict[int, float] = {}
     for task, successors in enumerate(graph.successors):

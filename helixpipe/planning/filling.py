@@ -1,4 +1,4 @@
-"""Filling chunks with short documents: best-fit decreasing (Algorithm 1 of InfiniPipe), and level. No torch here."""
+"""Filling chunks with short documents: best-fit decreasing (Algorithm 1 of InfiniPipe), and level."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Mesh:
 
 
 @dataclass
-class Bucket:
+class OpenChunk:
     """A chunk that documents may join. earlier: chunks of its row before it."""
 
     slices: list[Slice]
@@ -55,7 +55,7 @@ def aligned(tokens: int, alignment: int) -> int:
 
 
 def best_fit(
-    buckets: list[Bucket], shorts: Sequence[int], lengths: Sequence[int], times: ChunkTimes, mesh: Mesh
+    buckets: list[OpenChunk], shorts: Sequence[int], lengths: Sequence[int], times: ChunkTimes, mesh: Mesh
 ) -> float:
     """Put the short documents, longest first, each into the bucket with the least time for its tokens that keeps both
     limits; where none has room for the tokens, into a new one. Where none has the time, the limit rises to the least
@@ -71,7 +71,7 @@ def best_fit(
         if not candidates:
             time = times.of_slice(tokens)
             limit = max(limit, time)
-            buckets.append(Bucket([Slice(document, 0, tokens)], time, tokens))
+            buckets.append(OpenChunk([Slice(document, 0, tokens)], time, tokens))
             insort(order, (time / tokens, len(buckets) - 1))
             continue
         chosen, time = None, inf
@@ -93,7 +93,9 @@ def best_fit(
     return limit
 
 
-def level(tails: Sequence[Bucket], shorts: Sequence[tuple[int, int]], times: ChunkTimes, mesh: Mesh) -> list[Bucket]:
+def level(
+    tails: Sequence[OpenChunk], shorts: Sequence[tuple[int, int]], times: ChunkTimes, mesh: Mesh
+) -> list[OpenChunk]:
     """The tails and the fewest further buckets that hold the short documents, (number, tokens) from the longest down,
     within both limits when each is put where, of time and tokens, the fuller one is then least full.
 
@@ -116,15 +118,15 @@ def level(tails: Sequence[Bucket], shorts: Sequence[tuple[int, int]], times: Chu
             return [bucket for bucket in buckets if bucket.slices]
         # More than was estimated. Only a limit below the estimates lets another place be found for a document.
         limit = min(limit * mesh.time / longest, estimated * (1 - 1e-6))
-    return [*tails, *(Bucket([Slice(n, 0, tokens)], times.of_slice(tokens), tokens) for n, tokens in shorts)]
+    return [*tails, *(OpenChunk([Slice(n, 0, tokens)], times.of_slice(tokens), tokens) for n, tokens in shorts)]
 
 
-def _longest(buckets: Iterable[Bucket]) -> float:
+def _longest(buckets: Iterable[OpenChunk]) -> float:
     return max((bucket.time for bucket in buckets), default=0.0)
 
 
 def _fewest(
-    tails: Sequence[Bucket], shorts: Sequence[tuple[int, int]], added: Sequence[float], once: float, mesh: Mesh
+    tails: Sequence[OpenChunk], shorts: Sequence[tuple[int, int]], added: Sequence[float], once: float, mesh: Mesh
 ) -> int:
     """No fewer new buckets than this can do, by tokens and by time."""
     tokens = sum(tokens for _, tokens in shorts) - sum(max(mesh.tokens - tail.tokens, 0) for tail in tails)
@@ -136,17 +138,17 @@ def _fewest(
 
 
 def _leveled(
-    tails: Sequence[Bucket],
+    tails: Sequence[OpenChunk],
     shorts: Sequence[tuple[int, int]],
     added: Sequence[float],
     once: float,
     count: int,
     mesh: Mesh,
     limit: float,
-) -> list[Bucket] | None:
+) -> list[OpenChunk] | None:
     """The documents in the tails and so many new buckets, within a limit of time; None where one finds no room."""
-    buckets = [Bucket(list(tail.slices), tail.time, tail.tokens, tail.earlier) for tail in tails]
-    buckets += [Bucket([], once, 0) for _ in range(count)]
+    buckets = [OpenChunk(list(tail.slices), tail.time, tail.tokens, tail.earlier) for tail in tails]
+    buckets += [OpenChunk([], once, 0) for _ in range(count)]
     room = mesh.tokens // mesh.alignment * mesh.alignment
     per_token, per_time = 1 / room, 1 / (limit * (1 + 1e-9))
     for (document, tokens), time in zip(shorts, added, strict=True):
@@ -164,7 +166,7 @@ def _leveled(
     return buckets
 
 
-def _exact(buckets: Sequence[Bucket], times: ChunkTimes, alignment: int) -> float:
+def _exact(buckets: Sequence[OpenChunk], times: ChunkTimes, alignment: int) -> float:
     """Put the exact times, of padding too, in place of the estimated; the longest."""
     for bucket in buckets:
         bucket.time = times.of_chunk(bucket.sizes(alignment)) if bucket.slices else 0.0

@@ -1,4 +1,4 @@
-"""Which chains of chunks run together, and in which order: found by simulation, under a memory limit. No torch here.
+"""Which chains of chunks run together, and in which order: found by simulation, under a memory limit.
 
 A group whose longest chain has N chunks keeps N - 1 chunks more than 1F1B on every rank. Chains sorted by their number
 of chunks and run in groups of similar length keep that many only as long as it takes, which leaves the other groups
@@ -53,7 +53,7 @@ def best_chains(make: Make, shape: Shape, grouping: bool, sort: bool, ahead: int
     sorted by time. ahead: see `Chains`; None: 1, or 2 where that is faster and within the memory limit. recompute:
     whether layers may be recomputed to keep to the limit.
     """
-    search = _Search(make, shape, recompute and shape.memory_limit is not None)
+    search = _GroupingSearch(make, shape, recompute and shape.memory_limit is not None)
     runs = search.runs(grouping, sort)
     first = ahead or 1
     tried = [Chains((sum(runs, ()),), first)]
@@ -74,7 +74,7 @@ def _joined(runs: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return runs
 
 
-class _Search:
+class _GroupingSearch:
     """costs: of the shape, or of times by hand where it has none. limit: None where what is kept does not matter."""
 
     def __init__(self, make: Make, shape: Shape, recompute: bool):

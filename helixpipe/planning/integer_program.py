@@ -1,4 +1,4 @@
-"""Covering by whole numbers: as little as covers every need. Solved exactly, or relaxed and rounded. No torch here.
+"""Covering by whole numbers: as little as covers every need. Solved exactly, or relaxed and rounded.
 
 HiGHS (through scipy) is within a percent of the least for hundreds of numbers in seconds, mostly. Its relaxation with
 fractions takes a tenth of that; rounded up it covers all needs, for nothing here is bought with less, and then each

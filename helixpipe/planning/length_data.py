@@ -1,4 +1,4 @@
-"""How long documents of public corpora are, as histograms with their sources. No torch here.
+"""Histograms of document lengths in public corpora, with their sources.
 
 A histogram has edges in tokens and the share of documents between them, in percent; inside a bin, the logarithm of the
 length is evenly spread. What is published of a corpus are a few figures; `published` has them, and the bins between are

@@ -1,4 +1,4 @@
-"""Lengths of a step's documents: drawn from a histogram or a distribution, or read from a file. No torch here."""
+"""Lengths of a step's documents: drawn from a histogram or a distribution, or read from a file."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class LengthOptions:
 
 
 @dataclass(frozen=True)
-class Documents:
+class DocumentLengths:
     """Of a step: lengths in tokens, as drawn. source: where they are from. left_out: of a file, how many are too
     long."""
 
@@ -58,7 +58,7 @@ class Documents:
         return sum(self.lengths)
 
 
-def documents_of(options: LengthOptions) -> Documents | None:
+def documents_of(options: LengthOptions) -> DocumentLengths | None:
     """What the flags come to; None without --lengths. The same for the same flags on every machine.
 
     Raises UserError for a flag without --lengths, an unknown name, a file that cannot be read or has no length, and
@@ -79,7 +79,7 @@ def documents_of(options: LengthOptions) -> Documents | None:
     return _of_file(name, options, draws)
 
 
-def _drawn(draw: Callable[[], int], options: LengthOptions) -> Documents:
+def _drawn(draw: Callable[[], int], options: LengthOptions) -> DocumentLengths:
     """As many as asked for, each drawn until it is short enough."""
     most = options.max_length or math.inf
     lengths: list[int] = []
@@ -90,7 +90,7 @@ def _drawn(draw: Callable[[], int], options: LengthOptions) -> Documents:
                 f"--max-length {options.max_length} leaves next to no document of --lengths {options.lengths}."
             )
         lengths.append(length)
-    return Documents(tuple(lengths), str(options.lengths))
+    return DocumentLengths(tuple(lengths), str(options.lengths))
 
 
 def _of_histogram(histogram: Histogram, draws: random.Random) -> Callable[[], int]:
@@ -124,7 +124,7 @@ def _of_lognormal(name: str, draws: random.Random) -> Callable[[], int]:
     return draw
 
 
-def _of_file(name: str, options: LengthOptions, draws: random.Random) -> Documents:
+def _of_file(name: str, options: LengthOptions, draws: random.Random) -> DocumentLengths:
     """A sample of the file's lengths, in its order; all of it where that many are asked for."""
     try:
         lines = Path(name).read_text(encoding="utf-8").split()
@@ -148,4 +148,4 @@ def _of_file(name: str, options: LengthOptions, draws: random.Random) -> Documen
             f"{'one' if not short else f'--documents {count}'}."
         )
     chosen = sorted(draws.sample(range(len(short)), count))
-    return Documents(tuple(short[number] for number in chosen), name, len(lengths) - len(short))
+    return DocumentLengths(tuple(short[number] for number in chosen), name, len(lengths) - len(short))

@@ -39,7 +39,7 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Found:
+class ListSchedule:
     """A schedule: each rank's ops, the makespan, the longest time from a rank's first op to its last, and the largest
     part of its limit that a rank uses."""
 
@@ -58,11 +58,11 @@ class Found:
         return self.makespan <= bounds[0] * (1 + 1e-9) and self.span <= bounds[1] * (1 + 1e-9)
 
 
-ABANDONED = Found((), inf, inf, inf)
+ABANDONED = ListSchedule((), inf, inf, inf)
 """Of rules that were given up, since they lead to a schedule that is too slow."""
 
 
-def greedy(given: Problem, rules: Rules, slowest: float = inf) -> Found | None:
+def greedy(given: Problem, rules: Rules, slowest: float = inf) -> ListSchedule | None:
     """The schedule that the rules lead to; None when a fixed order does not fit into the memory; `ABANDONED` as soon as
     some rank can no longer end by `slowest`.
 
@@ -74,7 +74,7 @@ def greedy(given: Problem, rules: Rules, slowest: float = inf) -> Found | None:
     return _Greedy(given, rules).run(slowest)
 
 
-class _Stage:
+class _StageState:
     """A stage in the making.
 
     ops, forward, inputs, weights, held, deferred, added, left: of each unit, as of `Problem`. forwards_ready,
@@ -90,7 +90,7 @@ class _Stage:
 
     def __init__(self, given: Problem, number: int, rank: _Rank):
         self.number, self.rank = number, rank
-        self.later: list[_Stage] = []
+        self.later: list[_StageState] = []
         self.forward, self.inputs, self.weights = given.forward[number], given.inputs[number], given.weights[number]
         self.held, self.deferred, self.added = given.held[number], given.deferred[number], given.added[number]
         self.ops, self.left = given.ops[number], given.left[number]
@@ -99,7 +99,7 @@ class _Stage:
         self.forwards_done = self.inputs_done = 0
 
 
-_Choice = tuple[str, _Stage, int]
+_Choice = tuple[str, _StageState, int]
 """F or I of a stage, and the place of the stage on its rank; of a fixed order the place says nothing, and is 1."""
 
 
@@ -119,10 +119,10 @@ class _Rank:
 
     def __init__(self, given: Problem, rules: Rules, number: int):
         self.number = number
-        self.stages: list[_Stage] = []
+        self.stages: list[_StageState] = []
         self.choices: list[_Choice] = []
         self.turn = self.alive = 0
-        self.waiting: list[tuple[_Stage, int]] = []
+        self.waiting: list[tuple[_StageState, int]] = []
         self.order: list[Op] = []
         self.used = self.peak = self.free = 0.0
         self.begun, self.work = inf, given.work[number]
@@ -139,7 +139,7 @@ class _Greedy:
         self.forwards, self.backwards = given.forward_units, given.backward_units
         self.needed = [given.place(*unit) for unit in self.backwards]  # the F that each I waits for in the last stage
         self.ranks = [_Rank(given, rules, number) for number in range(len(given.own))]
-        self.stages = [_Stage(given, number, self.ranks[home]) for number, home in enumerate(given.homes)]
+        self.stages = [_StageState(given, number, self.ranks[home]) for number, home in enumerate(given.homes)]
         for rank, own in zip(self.ranks, given.own, strict=True):
             rank.stages = stages = [self.stages[number] for number in own]
             if rules.order:
@@ -152,7 +152,7 @@ class _Greedy:
         self.link_free: dict[tuple[int, int], float] = {}
         self.events = [(0.0, given.homes[0])]
 
-    def run(self, slowest: float) -> Found | None:
+    def run(self, slowest: float) -> ListSchedule | None:
         events, ranks = self.events, self.ranks
         start = {"F": self._forward, "I": self._inputs}
         while events:
@@ -178,10 +178,10 @@ class _Greedy:
             heappush(events, (end, number))
         return self._found()
 
-    def _choose(self, rank: _Rank, now: float) -> tuple[str, _Stage | None]:
+    def _choose(self, rank: _Rank, now: float) -> tuple[str, _StageState | None]:
         """What the rank starts: a kind and, of F and I, the stage; W of the unit that waits longest; or nothing."""
         kind: str = ""
-        chosen: _Stage | None = None
+        chosen: _StageState | None = None
         held_back, crowded, soon = False, False, inf
         for wanted, stage, place in self._choices(rank) if self.rules.order or rank.turn else rank.choices:
             if wanted == "F":
@@ -218,7 +218,7 @@ class _Greedy:
             return choices[turn : turn + 1]
         return choices[turn:] + choices[:turn] if turn else choices
 
-    def _room(self, stage: _Stage) -> float:
+    def _room(self, stage: _StageState) -> float:
         """What the stage's next F must find free."""
         needs = stage.held[stage.forwards_done]
         if stage.later:
@@ -231,7 +231,7 @@ class _Greedy:
 
     # ----------------------------------------------------------------------------------------- starting an op: its end
 
-    def _forward(self, rank: _Rank, stage: _Stage, now: float) -> float:
+    def _forward(self, rank: _Rank, stage: _StageState, now: float) -> float:
         place = stage.forwards_done
         end = now + stage.forward[place]
         stage.forwards_done += 1
@@ -247,7 +247,7 @@ class _Greedy:
         self._started("F", rank, stage, place)
         return end
 
-    def _inputs(self, rank: _Rank, stage: _Stage, now: float) -> float:
+    def _inputs(self, rank: _Rank, stage: _StageState, now: float) -> float:
         place = self.needed[stage.inputs_done]
         end = now + stage.inputs[place]
         stage.inputs_done += 1
@@ -267,7 +267,7 @@ class _Greedy:
         rank.order.append(stage.ops["W"][place])
         return now + stage.weights[place]
 
-    def _started(self, kind: str, rank: _Rank, stage: _Stage, place: int) -> None:
+    def _started(self, kind: str, rank: _Rank, stage: _StageState, place: int) -> None:
         rank.order.append(stage.ops[kind][place])
         if self.rules.order:
             rank.turn += 1
@@ -275,7 +275,7 @@ class _Greedy:
             prefer = self.rules.prefer
             rank.turn = (prefer.index((kind, rank.stages.index(stage))) + 1) % len(prefer)
 
-    def _deliver(self, source: _Stage, target: _Stage, place: int, end: float, ready: list[float]) -> None:
+    def _deliver(self, source: _StageState, target: _StageState, place: int, end: float, ready: list[float]) -> None:
         """Send what `source` has made of a unit at `end`, and note in `ready` when `target` has it."""
         link = source.rank.number, target.rank.number
         if link[0] != link[1]:
@@ -284,10 +284,10 @@ class _Greedy:
         ready.append(end)
         heappush(self.events, (end, link[1]))
 
-    def _found(self) -> Found | None:
+    def _found(self) -> ListSchedule | None:
         if sum(len(rank.order) for rank in self.ranks) < 3 * len(self.forwards) * len(self.stages):
             return None
         makespan, span = max(rank.free for rank in self.ranks), max(rank.free - rank.begun for rank in self.ranks)
         limits = zip(self.ranks, self.given.limit, strict=True)
         memory = max(rank.peak / limit if limit else 0.0 for rank, limit in limits)
-        return Found(tuple(tuple(rank.order) for rank in self.ranks), makespan, span, memory)
+        return ListSchedule(tuple(tuple(rank.order) for rank in self.ranks), makespan, span, memory)

@@ -15,7 +15,7 @@ in which a rank has one adapter, with what has to travel:
 - hidden states and their gradients from team to team.
 
 A rank sends one message at a time and receives one, whoever the other is. What goes to all helpers passes from one to
-the next in small parts, so that each link carries it once and all at the same time. No torch here.
+the next in small parts, so that each link carries it once and all at the same time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TeamCosts(Protocol):
     def weights(self, stage: int, gradients: bool) -> float: ...
 
 
-class Outcome(NamedTuple):
+class MultiplexedTimes(NamedTuple):
     """makespan: seconds of a step. busy: of each rank, in ops, exchanges within them not included."""
 
     makespan: float
@@ -62,13 +62,13 @@ def teams(ranks: int, chunks: int, left: bool, right: bool) -> dict[tuple[int, i
     return {(stage, chunk): team(ranks, chunks, stage, chunk, left, right) for stage, chunk in places}
 
 
-def multiplexed(costs: TeamCosts, ranks: int, chunks: int, left: bool = True, right: bool = True) -> Outcome:
+def multiplexed(costs: TeamCosts, ranks: int, chunks: int, left: bool = True, right: bool = True) -> MultiplexedTimes:
     """A step of one microbatch: all forwards, then all backwards in reverse, each as early as it can be."""
-    return _Step(costs, ranks, chunks, teams(ranks, chunks, left, right)).run()
+    return _SimulatedStep(costs, ranks, chunks, teams(ranks, chunks, left, right)).run()
 
 
 @dataclass
-class _Step:
+class _SimulatedStep:
     """free: when a rank's compute is, egress and ingress: its link out and in. done: when an op ended. there: when what
     an op needs of another had come. waiting: forwards that a rank still has to run."""
 
@@ -89,7 +89,7 @@ class _Step:
         self.done: dict[tuple[str, int, int], float] = {}
         self.there: dict[tuple[str, int, int], float] = {}
 
-    def run(self) -> Outcome:
+    def run(self) -> MultiplexedTimes:
         for stage in range(self.ranks):
             self.lend_weights(stage)
         following = [("F", stage, 0) for stage in range(self.ranks)]
@@ -101,7 +101,7 @@ class _Step:
             following.remove(op)
             if (after := self.following(*op)) is not None:
                 following.append(after)
-        return Outcome(self.end, tuple(self.busy))
+        return MultiplexedTimes(self.end, tuple(self.busy))
 
     def diagonal(self, kind: str, stage: int, chunk: int) -> int:
         return stage + chunk if kind == "F" else -stage - chunk

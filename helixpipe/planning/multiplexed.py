@@ -7,7 +7,7 @@ open, is the mirror: each part on the rank that ran it forward.
 Here such a chunk is cut once more, into p parts that take equally long, each a chunk of the program. A team's members
 run theirs at the same time, for attention is a stage of its own: a part waits for the keys and values of those before
 it, which the stage before has computed and messages bring (`lowering.passes.spread_rows`), and not for their attention.
-Helpers run with copies of the stage's weights, which its owner ships. No torch here.
+Helpers run with copies of the stage's weights, which its owner ships.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _with_backwards(forwards: Sequence[Op], head: int) -> tuple[Op, ...]:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _ChunkPart:
     """Of a chunk: its number among the program's chunks."""
 
     number: int
@@ -110,12 +110,12 @@ class _Cut:
         lengths = workload.in_tokens(tokens).tokens(0) if workload.proportional else workload.tokens(0)
         self.whole = sum(lengths)
         self.lengths: tuple[int, ...] = ()
-        self.parts: list[list[_Part]] = []
+        self.parts: list[list[_ChunkPart]] = []
         start = 0
         for chunk, length in enumerate(map(int, lengths)):
             cut = p > 1 and any(len(self.team(group, chunk)) > 1 for group in range(p))
             own = self._equal_times(start, length) if cut else (length,)
-            self.parts.append([_Part(len(self.lengths) + place, place, len(own)) for place in range(len(own))])
+            self.parts.append([_ChunkPart(len(self.lengths) + place, place, len(own)) for place in range(len(own))])
             self.lengths += own
             start += length
 

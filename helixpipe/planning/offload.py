@@ -1,4 +1,4 @@
-"""Which activations leave the device: the flags, and what they make of a program. No torch here.
+"""Which activations leave the device: the flags, and what they make of a program.
 
 What a unit offloads is part of the program (`Activations.offload`), and so is how early it comes back (`ahead`). With a
 share every unit offloads as much; with `auto` it is found what to keep, to offload and to recompute
@@ -19,7 +19,7 @@ from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.build import graph_of
 from helixpipe.lowering.graph import Graph
 from helixpipe.lowering.lower import scheduled
-from helixpipe.lowering.order import Times
+from helixpipe.lowering.order import TaskTimes
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Program, Unit
 from helixpipe.program.stages import PIECE_KINDS, Piece
@@ -103,7 +103,7 @@ def with_shares(program: Program, options: OffloadOptions, shares: Mapping[Unit,
     return replace(program, activations=own, min_offloaded_bytes=options.min_offloaded_tensor_size * element)
 
 
-def with_ahead(program: Program, costs: Costs, graph: Graph, times: Times) -> Program:
+def with_ahead(program: Program, costs: Costs, graph: Graph, times: TaskTimes) -> Program:
     """The program with everything that is offloaded coming back just early enough, on paper.
 
     graph, times: of the program, or of one with the same ops. Copies in of a rank follow each other, so the last one
@@ -129,7 +129,7 @@ def with_ahead(program: Program, costs: Costs, graph: Graph, times: Times) -> Pr
     return replace(program, activations=activations)
 
 
-def timed(program: Program, costs: Costs) -> tuple[Graph, Times]:
+def timed(program: Program, costs: Costs) -> tuple[Graph, TaskTimes]:
     return graph_of(program), scheduled(program, costs)
 
 

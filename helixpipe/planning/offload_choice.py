@@ -1,4 +1,4 @@
-"""What to keep, to offload and to recompute under a memory limit, at the least predicted time. No torch here.
+"""Chooses which activations to keep, to offload and to recompute under a memory limit, for the least predicted time.
 
 Where all fits nothing is done. Else, for each level of recomputation (none, parts of some or all layers), every rank
 offloads as little as makes it fit, found by bisection, in two ways. One follows SPPO's rule (Chen et al., 2025, sec.
@@ -20,7 +20,7 @@ from helixpipe.common.errors import ScheduleError
 from helixpipe.lowering.lower import lowered_valid
 from helixpipe.planning.early import place_early
 from helixpipe.planning.offload import OffloadOptions, timed, with_ahead, with_shares
-from helixpipe.planning.offload_hidden import Base, Place
+from helixpipe.planning.offload_hidden import Base, OffloadAmount
 from helixpipe.planning.recompute_choice import CHOICES, TOLERANCE, Runs, recomputing
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Program, Unit
@@ -49,7 +49,7 @@ SMALL = 48
 
 
 @dataclass(frozen=True)
-class Limits:
+class MemoryLimits:
     """What a rank may use, in the costs' unit of memory: of its device, weights and optimizer included, and of its
     host's memory."""
 
@@ -57,10 +57,10 @@ class Limits:
     host: float = inf
 
 
-class Choice:
+class OffloadedProgram:
     """A program with what it offloads, on paper. shares: of each unit that offloads."""
 
-    def __init__(self, program: Program, costs: Costs, limits: Limits, shares: Mapping[Unit, float]):
+    def __init__(self, program: Program, costs: Costs, limits: MemoryLimits, shares: Mapping[Unit, float]):
         self.program, self.costs, self.limits, self.shares = program, costs, limits, shares
 
     @cached_property
@@ -99,7 +99,7 @@ def choose(
     program: Program,
     options: OffloadOptions,
     costs: Costs,
-    limits: Limits,
+    limits: MemoryLimits,
     recompute: bool = True,
     early: bool = True,
 ) -> Program:
@@ -110,12 +110,12 @@ def choose(
     """
     if program.forward_only:
         return program
-    plain = Choice(program, costs, limits, {})
+    plain = OffloadedProgram(program, costs, limits, {})
     if plain.fits:
         return program
-    search = _Search(program, options, costs, limits, early)
+    search = _OffloadSearch(program, options, costs, limits, early)
     chosen = any(program.activations_of(unit).recompute for unit in program.units())
-    tried: list[_Found] = []
+    tried: list[_LeastOffload] = []
     for level in LEVELS if recompute and not chosen else LEVELS[:1]:
         for longest in (False, True):
             fitting = [each.choice.time for each in tried if each.choice.fits]
@@ -134,7 +134,7 @@ def choose(
     return search.improved(best).program
 
 
-def _sentence(closest: Choice, costs: Costs) -> str:
+def _sentence(closest: OffloadedProgram, costs: Costs) -> str:
     unit = 2.0**30 if costs.memory_unit == "bytes" else 1.0
     name = "GiB" if costs.memory_unit == "bytes" else costs.memory_unit
     if closest.excess > 0:
@@ -150,24 +150,24 @@ def _sentence(closest: Choice, costs: Costs) -> str:
     )
 
 
-class _Search:
-    def __init__(self, program: Program, options: OffloadOptions, costs: Costs, limits: Limits, early: bool):
+class _OffloadSearch:
+    def __init__(self, program: Program, options: OffloadOptions, costs: Costs, limits: MemoryLimits, early: bool):
         self.given, self.options, self.costs, self.limits = program, options, costs, limits
         self.early = early
         self.left = SIMULATED_OPS
         self.large = sum(map(len, program.ranks)) > LARGE
         self._bases: dict[tuple[Level, ...], Base] = {}
 
-    def least(self, levels: tuple[Level, ...], longest: bool = False, below: float = inf) -> _Found | None:
+    def least(self, levels: tuple[Level, ...], longest: bool = False, below: float = inf) -> _LeastOffload | None:
         """With these levels of recomputation, of each rank, the least offloaded that makes each rank fit; everything on
-        ranks where that does not do. longest: see `Place`. None: no stage has what is to be recomputed, or the step
-        takes longer than `below` with nothing offloaded."""
+        ranks where that does not do. longest: see `OffloadAmount`. None: no stage has what is to be recomputed, or the
+        step takes longer than `below` with nothing offloaded."""
         base = self._base(levels)
         if base is None or base.times.makespan >= below:
             return None
         ranks = range(self.given.num_ranks)
         low, high, fitting = [1.0] * len(ranks), [1.0] * len(ranks), [False] * len(ranks)
-        best: Choice | None = None
+        best: OffloadedProgram | None = None
         for amount in reversed(AMOUNTS):  # with more, what leaves last and comes back first may take more room
             choice = self._choice(base, [amount] * len(ranks), longest)
             for rank in ranks:
@@ -186,10 +186,10 @@ class _Search:
                 (high if choice.fits_rank(rank) else low)[rank] = middle[rank]
         last = self._choice(base, high, longest)
         if best is not None and not (last.fits and last.time <= best.time):
-            return _Found(levels, base, [Place(most, longest)] * len(ranks), best)
-        return _Found(levels, base, [Place(amount, longest) for amount in high], last)
+            return _LeastOffload(levels, base, [OffloadAmount(most, longest)] * len(ranks), best)
+        return _LeastOffload(levels, base, [OffloadAmount(amount, longest) for amount in high], last)
 
-    def mixed(self, tried: Sequence[_Found]) -> Choice:
+    def mixed(self, tried: Sequence[_LeastOffload]) -> OffloadedProgram:
         """Each rank with the level of recomputation that costs it least, and then another as long as that helps."""
         fitting = [each.choice for each in tried if each.choice.fits]
         best = min(fitting, key=lambda choice: choice.time) if fitting else None
@@ -213,7 +213,7 @@ class _Search:
                         choice, current, better = new, changed, True
         return choice
 
-    def _mix(self, chosen: Sequence[_Found]) -> Choice:
+    def _mix(self, chosen: Sequence[_LeastOffload]) -> OffloadedProgram:
         levels = tuple(each.levels[rank] for rank, each in enumerate(chosen))
         base = self._base(levels)
         if base is None:
@@ -224,7 +224,7 @@ class _Search:
         least = self.least(levels)  # times have changed, and with them what is there at once
         return least.choice if least is not None else choice
 
-    def improved(self, best: Choice) -> Choice:
+    def improved(self, best: OffloadedProgram) -> OffloadedProgram:
         """Unit by unit in small programs: less or more of it offloaded, as long as the step gets shorter."""
         units = sorted(best.program.units())
         if len(units) > SMALL:
@@ -254,19 +254,19 @@ class _Search:
             self._bases[levels] = Base(program, self.options, self.costs)
         return self._bases[levels]
 
-    def _choice(self, base: Base, amounts: Sequence[float], longest: bool) -> Choice:
-        return self._shared(base.program, base.shares([Place(amount, longest) for amount in amounts]), base)
+    def _choice(self, base: Base, amounts: Sequence[float], longest: bool) -> OffloadedProgram:
+        return self._shared(base.program, base.shares([OffloadAmount(amount, longest) for amount in amounts]), base)
 
-    def _shared(self, program: Program, shares: Mapping[Unit, float], base: Base | None = None) -> Choice:
+    def _shared(self, program: Program, shares: Mapping[Unit, float], base: Base | None = None) -> OffloadedProgram:
         plain = replace(program, activations={})
         graph, times = (base.graph, base.times) if base is not None else timed(plain, self.costs)
         made = with_shares(program, self.options, shares, self.costs)
         self.left -= sum(map(len, program.ranks))
-        return Choice(with_ahead(made, self.costs, graph, times), self.costs, self.limits, shares)
+        return OffloadedProgram(with_ahead(made, self.costs, graph, times), self.costs, self.limits, shares)
 
 
 @dataclass(frozen=True)
-class _Found:
+class _LeastOffload:
     """What the least offloading comes to with some levels of recomputation.
 
     places: of each rank. choice: with these.
@@ -274,8 +274,8 @@ class _Found:
 
     levels: tuple[Level, ...]
     base: Base
-    places: Sequence[Place]
-    choice: Choice
+    places: Sequence[OffloadAmount]
+    choice: OffloadedProgram
 
     def penalty(self, rank: int) -> float:
         """The time that the rank spends on recomputation and, about, waiting for copies; infinite where it does not

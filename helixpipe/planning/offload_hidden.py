@@ -1,4 +1,4 @@
-"""What the units of a program could offload for nothing: the time that hides their copies. No torch here."""
+"""Computes how much each unit could offload with its copies hidden behind computation."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.graph import Graph
-from helixpipe.lowering.order import Times
+from helixpipe.lowering.order import TaskTimes
 from helixpipe.planning.offload import OffloadOptions, timed, with_shares
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Program, Unit
 from helixpipe.program.tasks import Buffer
 
 
-class Place(NamedTuple):
+class OffloadAmount(NamedTuple):
     """How much a rank offloads.
 
     amount: between nothing (0) and everything (1). longest: the units whose activations wait longest come first, whole;
@@ -52,19 +52,19 @@ class Base:
             self.hidden.append(shares)  # those that wait longest first
             self._copying.append(times)
 
-    def shares(self, places: Sequence[Place]) -> dict[Unit, float]:
+    def shares(self, places: Sequence[OffloadAmount]) -> dict[Unit, float]:
         """Of every unit that offloads. places: of each rank."""
         shares: dict[Unit, float] = {}
         for rank, place in enumerate(places):
             shares |= self._shares(rank, place)
         return shares
 
-    def exposed(self, rank: int, place: Place) -> float:
+    def exposed(self, rank: int, place: OffloadAmount) -> float:
         """The time of copies that nothing hides, about."""
         hidden, copying = self.hidden[rank], self._copying[rank]
         return sum(max(0.0, s - hidden[unit]) * copying[unit] for unit, s in self._shares(rank, place).items())
 
-    def _shares(self, rank: int, place: Place) -> dict[Unit, float]:
+    def _shares(self, rank: int, place: OffloadAmount) -> dict[Unit, float]:
         hidden = self.hidden[rank]
         if place.longest:
             whole = place.amount * len(hidden)
@@ -79,7 +79,7 @@ class Base:
         return {unit: min(1.0, factor * share) for unit, share in hidden.items() if share > 0}
 
 
-def _spans(graph: Graph, times: Times, tasks: range) -> Iterator[tuple[Unit, float, float]]:
+def _spans(graph: Graph, times: TaskTimes, tasks: range) -> Iterator[tuple[Unit, float, float]]:
     """For each unit of a rank the time that hides a copy of it in either direction, and for how long it waits."""
     ops = [graph.ops[task] for task in tasks]
     start = {op: times.start[task] for op, task in zip(ops, tasks, strict=True)}

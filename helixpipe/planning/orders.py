@@ -1,4 +1,4 @@
-"""Parts of orders that several schedules share. No torch here."""
+"""Parts of orders that several schedules share."""
 
 from __future__ import annotations
 

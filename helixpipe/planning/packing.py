@@ -1,4 +1,4 @@
-"""Documents of all lengths as chunks that take about equally long: long ones cut, short ones packed. No torch here.
+"""Documents of all lengths as chunks that take about equally long: long ones cut, short ones packed.
 
 The sequence processor of InfiniPipe (Shiju Wang et al., "InfiniPipe: Elastic Pipeline Parallelism for Efficient
 Variable-Length Long-Context LLM Training", arXiv 2509.21275), Algorithm 1. The longest document is cut into N slices of
@@ -25,7 +25,7 @@ from math import inf, sqrt
 from helixpipe.common.errors import UserError
 from helixpipe.planning.chunk_lengths import average_lengths
 from helixpipe.planning.chunk_times import ChunkTimes
-from helixpipe.planning.filling import Bucket, Fill, Mesh, aligned, best_fit, level
+from helixpipe.planning.filling import Fill, Mesh, OpenChunk, aligned, best_fit, level
 from helixpipe.program.workload import Chunk, Slice, Workload
 
 
@@ -172,12 +172,12 @@ def pack(lengths: Sequence[int], times: ChunkTimes, mesh: Mesh, fill: Fill = "le
     elif fill == "best-fit":
         limit = best_fit(buckets, shorts, lengths, times, mesh)
     else:
-        buckets += [Bucket([Slice(n, 0, lengths[n])], times.of_slice(lengths[n]), lengths[n]) for n in shorts]
+        buckets += [OpenChunk([Slice(n, 0, lengths[n])], times.of_slice(lengths[n]), lengths[n]) for n in shorts]
     rows = sorted(buckets, key=lambda row: (-len(row.earlier), -row.time, row.slices[0].document))
     return _packing(lengths, times, rows, mesh, limit)
 
 
-def _cut(lengths: Sequence[int], times: ChunkTimes, mesh: Mesh) -> tuple[list[Bucket], list[int]]:
+def _cut(lengths: Sequence[int], times: ChunkTimes, mesh: Mesh) -> tuple[list[OpenChunk], list[int]]:
     """The tails of long documents, with the chunks before them, and the numbers of the short ones, longest first."""
     tails = []
     shorts = []
@@ -193,11 +193,11 @@ def _cut(lengths: Sequence[int], times: ChunkTimes, mesh: Mesh) -> tuple[list[Bu
             earlier.append((Slice(document, start, most),))
             start += most
         tail = Slice(document, start, length - start)
-        tails.append(Bucket([tail], times.of_slice(tail.length, start), tail.length, earlier))
+        tails.append(OpenChunk([tail], times.of_slice(tail.length, start), tail.length, earlier))
     return tails, shorts
 
 
-def _packing(lengths: Sequence[int], times: ChunkTimes, rows: Sequence[Bucket], mesh: Mesh, limit: float) -> Packing:
+def _packing(lengths: Sequence[int], times: ChunkTimes, rows: Sequence[OpenChunk], mesh: Mesh, limit: float) -> Packing:
     """The buckets as rows, filled up to whole multiples."""
     microbatches, chunk_times = [], []
     padding, documents = 0, len(lengths)

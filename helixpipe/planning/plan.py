@@ -1,4 +1,4 @@
-"""A plan: a program with all that was made from it, for one step size or one step. No torch here.
+"""A plan: a program with all that was made from it, for one step size or one step.
 
 It is made once and handed on. `Plans` keeps one for each step size; `background.BackgroundPlanner` makes the next
 step's in a process of its own.

@@ -1,4 +1,4 @@
-"""What list scheduling of split backwards is given: times, and what units keep under a memory limit."""
+"""Defines the problem that list scheduling of split backwards solves: times, and memory of units under a limit."""
 
 from __future__ import annotations
 

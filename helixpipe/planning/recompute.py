@@ -1,4 +1,4 @@
-"""Recomputation: which pieces drop their activations after the forward, and when they are recomputed. No torch here.
+"""Recomputation: which pieces drop their activations after the forward, and when they are recomputed.
 
 What a stage recomputes is part of the program (`Stage.recompute`). When is too: a unit with an R op recomputes there,
 and one without does it inside its backward, run by run, once the gradient has come. `place_early` adds R ops where a

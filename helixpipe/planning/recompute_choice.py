@@ -1,4 +1,4 @@
-"""What the layers of one stage recompute: the choice that takes the least time under a memory limit.
+"""Chooses what the layers of one stage recompute, for the least time under a memory limit.
 
 All layers are alike, so only how many of them recompute what is chosen. Of a stage's layers the ones that make much
 again come first: a backward starts with the last layer, and once it has come to the first ones, what the others kept is
@@ -79,7 +79,7 @@ class Measures:
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerRecompute:
     """A layer that recomputes `runs`. time: of that. kept: by a unit from F to B. backward: at most during its B."""
 
     runs: Runs
@@ -88,7 +88,7 @@ class Layer:
     backward: float
 
 
-class Choice(NamedTuple):
+class StageRecompute(NamedTuple):
     """What the layers of a stage recompute. time: of that, a microbatch. kept: by a unit from F to B. backward: at most
     during its B. counts: layers of each kind, the last of the stage first."""
 
@@ -116,15 +116,15 @@ class LayerChoices:
         self._beside = self._room_beside()
         # From the back to the front: what a layer makes again beside what it kept grows.
         self.layers = sorted(_layers(costs, free), key=lambda layer: layer.backward - layer.kept)
-        self.plain: list[Choice] = []
+        self.plain: list[StageRecompute] = []
         self._found = self._combine(most)
 
-    def kinds(self, choice: Choice) -> list[Runs]:
+    def kinds(self, choice: StageRecompute) -> list[Runs]:
         """What each layer of a stage recomputes, the first layer first."""
         pairs = zip(self.layers, choice.counts, strict=True)
         return [layer.runs for layer, count in reversed(list(pairs)) for _ in range(count)]
 
-    def memory(self, choice: Choice, units: int) -> float:
+    def memory(self, choice: StageRecompute, units: int) -> float:
         """The most a rank keeps of that many units of the stage; see `always` for the rest."""
         return (units - 1) * choice.kept + choice.backward + units * self._embedding
 
@@ -141,7 +141,7 @@ class LayerChoices:
         program = Program("neighbours", stages, ((),) * len(stages), uniform(1))
         return beside_units(BoundCosts(program, self._costs), [0 if self.embed else 1])
 
-    def cheapest(self, count: int, units: int, limit: float) -> Choice | None:
+    def cheapest(self, count: int, units: int, limit: float) -> StageRecompute | None:
         """The choice for `count` layers that takes the least time and keeps `units` microbatches in `limit`; None where
         none does. Nothing is recomputed where that fits."""
         bound = limit + TOLERANCE * abs(limit)
@@ -150,7 +150,7 @@ class LayerChoices:
                 return choice
         return None
 
-    def worthwhile(self, count: int) -> list[Choice]:
+    def worthwhile(self, count: int) -> list[StageRecompute]:
         """The choices for `count` layers that no other betters in time and in memory, by time."""
         return self._found[count]
 
@@ -158,17 +158,21 @@ class LayerChoices:
         """The least memory that any choice for `count` layers needs for that many units."""
         return min(self.memory(choice, units) for choice in self._found[count])
 
-    def _combine(self, most: int) -> list[list[Choice]]:
+    def _combine(self, most: int) -> list[list[StageRecompute]]:
         """For each number of layers the choices that no other betters in time and in memory, by time."""
-        by_count: list[list[Choice]] = [[] for _ in range(most + 1)]
+        by_count: list[list[StageRecompute]] = [[] for _ in range(most + 1)]
         for index, layer in enumerate(self.layers):
             one = tuple(int(at == index) for at in range(len(self.layers)))
             last = Measures(self._costs, make_stage([layer.runs], head=self.head))
             for count in range(1, most + 1):
-                added = [Choice(layer.time, last.kept(), last.kept(during_backward=True), one)] if count == 1 else []
+                added = (
+                    [StageRecompute(layer.time, last.kept(), last.kept(during_backward=True), one)]
+                    if count == 1
+                    else []
+                )
                 for time, kept, backward, counts in by_count[count - 1]:
                     added.append(
-                        Choice(
+                        StageRecompute(
                             time + layer.time,
                             kept + layer.kept,
                             max(backward + layer.kept, layer.backward),
@@ -181,15 +185,15 @@ class LayerChoices:
         return by_count
 
 
-_NO_LAYERS = Choice(0.0, 0.0, 0.0, ())
+_NO_LAYERS = StageRecompute(0.0, 0.0, 0.0, ())
 
 
-def _layers(costs: Costs, free: bool) -> list[Layer]:
+def _layers(costs: Costs, free: bool) -> list[LayerRecompute]:
     """The kinds of layer worth having: of kinds alike, the first."""
-    layers: list[Layer] = []
+    layers: list[LayerRecompute] = []
     for runs in CHOICES:
         alone = Measures(costs, make_stage([runs]))
-        layer = Layer(
+        layer = LayerRecompute(
             runs, alone.time("R") if runs and not free else 0.0, alone.kept(), alone.kept(during_backward=True)
         )
         if not any(
@@ -200,7 +204,7 @@ def _layers(costs: Costs, free: bool) -> list[Layer]:
     return layers
 
 
-def _undominated(choices: list[Choice]) -> list[Choice]:
+def _undominated(choices: list[StageRecompute]) -> list[StageRecompute]:
     """Those that no other betters, by time."""
     kept: list[float] = []  # of those that none so far betters in memory: what they keep, rising,
     backward: list[float] = []  # and what they need in a backward, falling

@@ -1,4 +1,4 @@
-"""What recomputation must save on a rank, and can: from the memory it has at each moment. No torch here."""
+"""Computes how much memory recomputation must save on a rank, and can save, from its memory at each moment."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _along(size: Callable[[int], float], most: int) -> list[float]:
     return [first, *line[:-1], before, last]
 
 
-class Need(NamedTuple):
+class SavedActivations(NamedTuple):
     """What must be saved at a moment. units: those whose saved activations are there. running: the one whose backward
     runs, which makes what it recomputes again."""
 
@@ -124,7 +124,7 @@ class RankNeeds:
             self.saving_inside[unit] = _least_slope(inside, inside[-1])
             self.most_inside[unit] = max(0.0, float(inside[0] - inside[-1]))
 
-    def needs(self, room: float) -> list[Need]:
+    def needs(self, room: float) -> list[SavedActivations]:
         """What must be saved at the moments at which the same units are there, but for what others take care of.
 
         While a backward runs, what its unit saves is the lesser of what its layers save and what they can at most. So
@@ -135,14 +135,16 @@ class RankNeeds:
             for moment in self.moments.saved[unit]:
                 changes.setdefault(moment, []).append(unit)
         alive: frozenset[Unit] = frozenset()
-        kept: list[Need] = []
+        kept: list[SavedActivations] = []
         for start, end in pairwise([*sorted(changes), len(self.totals)]):
             alive ^= frozenset(changes[start])
             if end == start:
                 continue
-            moments = [Need(alive, backward_at.get(at), float(self.totals[at]) - room) for at in range(start, end)]
+            moments = [
+                SavedActivations(alive, backward_at.get(at), float(self.totals[at]) - room) for at in range(start, end)
+            ]
             without = [
-                Need(alive - {unit}, None, size - self.most_inside[unit])
+                SavedActivations(alive - {unit}, None, size - self.most_inside[unit])
                 for _, unit, size in moments
                 if unit is not None
             ]
@@ -154,13 +156,13 @@ class RankNeeds:
                 kept.append(need)
         return kept
 
-    def coefficients(self, need: Need) -> list[tuple[Unit, float]]:
+    def coefficients(self, need: SavedActivations) -> list[tuple[Unit, float]]:
         """What each layer that each unit recomputes saves at that moment, at least."""
         return [
             (unit, (self.saving_inside if unit == need.running else self.saving)[unit]) for unit in sorted(need.units)
         ]
 
-    def _follows(self, one: Need, other: Need) -> bool:
+    def _follows(self, one: SavedActivations, other: SavedActivations) -> bool:
         """Whether whatever covers the `other` need covers this one: what units that are not here can do for it, and
         what the one that runs here cannot, is no more than the difference."""
         if not one.units <= other.units:

@@ -1,4 +1,4 @@
-"""The room that solvers leave beside what units keep. No torch here."""
+"""The room that solvers leave beside what units keep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A program whose weights are in parts over data-parallel ranks. No torch here."""
+"""A program whose weights are in parts over data-parallel ranks."""
 
 from __future__ import annotations
 

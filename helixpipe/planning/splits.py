@@ -1,4 +1,4 @@
-"""How layers are divided over stages that differ: dynamic programs over tables of times and memory. No torch here."""
+"""Divides layers over stages that differ, by dynamic programs over tables of times and memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Table = list[list[float]]
 """A number for each stage and each number of layers it may have; infinite where it cannot have them."""
 
 
-class Times(Protocol):
+class StageTimeTables(Protocol):
     """times: of each stage. again: what of that is recomputation."""
 
     times: Table
@@ -28,7 +28,7 @@ class Split:
     again: float
 
 
-def splits_by_time(stages: Times, layers: int, m: int) -> list[Split]:
+def splits_by_time(stages: StageTimeTables, layers: int, m: int) -> list[Split]:
     """The best split and those that trade the slowest stage for more or less recomputation, best first."""
     least = least_bottleneck(stages.times, layers)
     if least == inf:
@@ -60,7 +60,7 @@ def _objective(split: Split, m: int) -> float:
     return split.again + (m - 1) * split.slowest
 
 
-def cheapest_split(stages: Times, layers: int, slowest: float, large_first: bool = False) -> Split | None:
+def cheapest_split(stages: StageTimeTables, layers: int, slowest: float, large_first: bool = False) -> Split | None:
     """The split whose stages take no longer than `slowest` and recompute the least; then the one whose stages' times
     are most alike. large_first: of equals, the one whose later stages are smaller. None where there is none."""
     bound = slowest + TOLERANCE * abs(slowest)

@@ -1,4 +1,4 @@
-"""The number of slices N of the longest document: each tried, packed, and its step's time predicted. No torch here."""
+"""The number of slices N of the longest document: each tried, packed, and its step's time predicted."""
 
 from __future__ import annotations
 
@@ -74,17 +74,17 @@ class PackingOptions:
         return None if given == "auto" else int(given)
 
 
-class Choice(NamedTuple):
+class ChunkCapacity(NamedTuple):
     """slices: of the longest document. documents: where that is 1, how many such a chunk has room for."""
 
     slices: int
     documents: int = 1
 
 
-class Tried(NamedTuple):
+class TriedPacking(NamedTuple):
     """estimate: of the step (`estimate`), inf where it does not fit. predicted: by simulation, where that was done."""
 
-    choice: Choice
+    choice: ChunkCapacity
     packing: Packing
     estimate: float
     predicted: float | None = None
@@ -95,17 +95,19 @@ class Tuned:
     """The best packing, and all that were tried."""
 
     packing: Packing
-    tried: tuple[Tried, ...]
+    tried: tuple[TriedPacking, ...]
 
 
-def choices(lengths: Sequence[int], ranks: int, alignment: int = 1, least: int = 1) -> list[Choice]:
+def choices(lengths: Sequence[int], ranks: int, alignment: int = 1, least: int = 1) -> list[ChunkCapacity]:
     """What is worth a try: from large chunks, of several of the longest document, to such of `least` tokens on average.
     Chunks so large that there are fewer than ranks are left out, but for one choice."""
     check_lengths(lengths)
     longest, total = max(lengths), sum(lengths)
-    tried = [Choice(1, documents) for documents in (64, 32, 16, 8, 4, 2) if documents * longest * 2 * ranks <= total]
+    tried = [
+        ChunkCapacity(1, documents) for documents in (64, 32, 16, 8, 4, 2) if documents * longest * 2 * ranks <= total
+    ]
     tried += [
-        Choice(count)
+        ChunkCapacity(count)
         for count in CHUNK_COUNTS
         if count <= MOST_SLICES and (count == 1 or longest >= count * max(least, alignment))
     ]
@@ -165,7 +167,7 @@ class Predicted:
 def make_packing(
     lengths: Sequence[int],
     times: ChunkTimes,
-    choice: Choice,
+    choice: ChunkCapacity,
     options: PackingOptions,
     alignment: int = 1,
     room: float = ROOM,
@@ -222,8 +224,8 @@ def tuned(
     options = options or PackingOptions()
     given = options.chunks
     if given is not None:
-        only = make_packing(lengths, times, Choice(given), options, alignment)
-        return Tuned(only, (Tried(Choice(given), only, estimate(only, ranks)),))
+        only = make_packing(lengths, times, ChunkCapacity(given), options, alignment)
+        return Tuned(only, (TriedPacking(ChunkCapacity(given), only, estimate(only, ranks)),))
     tried = []
     for choice in choices(lengths, ranks, alignment, least):
         packing = make_packing(lengths, times, choice, options, alignment)
@@ -231,7 +233,7 @@ def tuned(
             packing = make_packing(lengths, times, choice, options, alignment, room=1.0)
             fitting = fits(packing)
         longer = 1 + FORWARD_SHARE * recomputed(packing) if fitting else inf
-        tried.append(Tried(choice, packing, estimate(packing, ranks) * longer))
+        tried.append(TriedPacking(choice, packing, estimate(packing, ranks) * longer))
     if predict is not None:
         tried = _simulated(tried, lambda packing: predict(packing) * (1 + FORWARD_SHARE * recomputed(packing)))
     best = min(tried, key=_time)
@@ -244,14 +246,14 @@ def tuned(
     return Tuned(best.packing, tuple(tried))
 
 
-def _time(tried: Tried) -> float:
+def _time(tried: TriedPacking) -> float:
     return tried.estimate if tried.predicted is None else tried.predicted
 
 
-def _simulated(tried: Sequence[Tried], predict: Callable[[Packing], float]) -> list[Tried]:
+def _simulated(tried: Sequence[TriedPacking], predict: Callable[[Packing], float]) -> list[TriedPacking]:
     """With predictions of the few that are estimated fastest; more of them as long as none of these fits. What is not
     predicted counts no more."""
-    simulated: list[Tried] = []
+    simulated: list[TriedPacking] = []
     for each in sorted(tried, key=lambda each: each.estimate):
         if each.estimate == inf or (len(simulated) >= SIMULATED and any(_time(other) < inf for other in simulated)):
             simulated.append(each._replace(predicted=inf))

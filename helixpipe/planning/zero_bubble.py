@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import permutations, product
 from math import inf
 
-from helixpipe.planning.list_scheduling import ABANDONED, Found, Rules, greedy
+from helixpipe.planning.list_scheduling import ABANDONED, ListSchedule, Rules, greedy
 from helixpipe.planning.problem import Problem
 from helixpipe.program.program import Op
 
@@ -29,13 +29,13 @@ FINALISTS = 4
 """Rules that are refined, and of which the best is chosen at full size."""
 
 MARGIN = 1 + 1e-6
-"""Above what counts as the same time in `Found.rating`, whose digits are few."""
+"""Above what counts as the same time in `ListSchedule.rating`, whose digits are few."""
 
 BUDGET = 1_000_000
 """Ops that are scheduled to compare rules: some seconds. Only pipelines of more than 16 ranks come to the end of it."""
 
 
-def search(given: Problem, orders: Orders) -> Found:
+def search(given: Problem, orders: Orders) -> ListSchedule:
     """The best schedule by makespan, then time between a rank's first op and its last, then memory.
 
     Rules are compared on a few microbatches (the first that have three units a rank, but three at least), for what
@@ -48,7 +48,7 @@ def search(given: Problem, orders: Orders) -> Found:
     rated: list[tuple[tuple[float, float, float], int, Maker]] = []
     fastest: list[float] = []  # makespans, in order: a schedule that is too slow to become a finalist is given up
 
-    def rate(makers: Iterable[Maker]) -> Found | None:
+    def rate(makers: Iterable[Maker]) -> ListSchedule | None:
         """Add the rules to `rated`; returns a schedule of the whole problem if it cannot be bettered."""
         for make in makers:
             if len(rated) * 3 * len(few.forward_units) * len(few.homes) > BUDGET:
@@ -74,7 +74,7 @@ def search(given: Problem, orders: Orders) -> Found:
     return _best(given, [*finalists, *fixed, Rules(_kinds(given))])  # the last always finds a schedule
 
 
-def _best(given: Problem, rules: Iterable[Rules]) -> Found:
+def _best(given: Problem, rules: Iterable[Rules]) -> ListSchedule:
     best = ABANDONED
     for each in rules:
         schedule = greedy(given, each, best.makespan * MARGIN)

@@ -1,4 +1,4 @@
-"""How long copies between device and host take: in each direction alone, and with the other in use.
+"""Measures the time of copies between device and host: in each direction alone, and with the other in use.
 
 On CUDA between device and page-locked host memory, on a stream for each direction. On the CPU, where device and host
 are one, a thread for each direction copies from one part of memory to another: where all cores compute, its processor

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 
-from helixpipe.costs.measured_chunks import ChunkTimes, MeasuredChunks
+from helixpipe.costs.measured_chunks import MeasuredChunk, MeasuredChunks
 from helixpipe.costs.models import Chunk
 from helixpipe.costs.profile_costs import WeightTimes
 from helixpipe.lowering.lower import lower
@@ -43,7 +43,7 @@ from helixpipe.program.workload import uniform
 from helixpipe.runtime.borrowed_weights import pack_weights
 from helixpipe.runtime.executor import Executor, Step
 from helixpipe.runtime.recording import Clock
-from helixpipe.runtime.transport import Alone
+from helixpipe.runtime.transport import SingleRankTransport
 from helixpipe.watch.position import Position
 
 SHORT, LONG = 1, 3
@@ -61,7 +61,7 @@ LEAST, LEAST_PART = 64, 16
 """Tokens of a sequence and of a chunk, and of a document, that are measured."""
 
 
-class Row(NamedTuple):
+class MicrobatchShape(NamedTuple):
     """What a microbatch is made of: chunks of these lengths; and so many documents, equally long, where more than 1."""
 
     chunks: tuple[int, ...]
@@ -76,16 +76,18 @@ class Row(NamedTuple):
         return sum(self.chunks)
 
 
-def rows(seq_length: int) -> list[Row]:
+def rows(seq_length: int) -> list[MicrobatchShape]:
     """What is measured: whole sequences from `seq_length` down, the two longest in chunks, and documents side by
     side."""
     lengths = [seq_length]
     while lengths[-1] // SHORTER >= LEAST:
         lengths.append(lengths[-1] // SHORTER)
-    found = [Row((length,)) for length in lengths]
-    found += [Row((length // PARTS,) * PARTS) for length in lengths[:2] if length // PARTS >= LEAST]
+    found = [MicrobatchShape((length,)) for length in lengths]
+    found += [MicrobatchShape((length // PARTS,) * PARTS) for length in lengths[:2] if length // PARTS >= LEAST]
     counts = [(length, 2 * PARTS) for length in lengths[1:]]
-    return found + [Row((length // many * many,), many) for length, many in counts if length // many >= LEAST_PART // 2]
+    return found + [
+        MicrobatchShape((length // many * many,), many) for length, many in counts if length // many >= LEAST_PART // 2
+    ]
 
 
 class _Marks(Position):
@@ -123,10 +125,10 @@ Samples = dict[tuple[str, str], list[float]]
 
 
 @dataclass
-class _Run:
+class _MeasuredRun:
     """What is measured of a row, with one kind of backward: whole or (split) in two."""
 
-    row: Row
+    row: MicrobatchShape
     split: bool
     lowered: dict[str, LoweredProgram]
     executor: Executor
@@ -159,7 +161,7 @@ class Measurement:
         gradients = torch.promote_types(DTYPES[self._task.dtype], torch.float32)
         return self._model.kernels.line(self._model.config, chunked=False, transport=transport, gradients=gradients)
 
-    def run(self) -> tuple[ChunkTimes, ...]:
+    def run(self) -> tuple[MeasuredChunk, ...]:
         """Of each row's chunks, the whole sequence first. Tells how far it is."""
         every = rows(self._task.seq_length)
         runs = [self._run_of(row, split) for row in every for split in (False, True)]
@@ -201,14 +203,14 @@ class Measurement:
                 points[name].append((nbytes[name], statistics.median(seconds[WARM_UP:])))
         return WeightTimes(fit_line(points["pack"]), fit_line(points["add"]))
 
-    def _run_of(self, row: Row, split: bool) -> _Run:
+    def _run_of(self, row: MicrobatchShape, split: bool) -> _MeasuredRun:
         lowered = {name: lower(_program(row, number, split)) for name, number in (("short", SHORT), ("long", LONG))}
         marks, (batch, root) = _Marks(self._clock), self._batch(row)
-        executor = Executor(0, self._model, Alone(), position=marks)
+        executor = Executor(0, self._model, SingleRankTransport(), position=marks)
         step = Step(0, int, lambda index: batch, lambda index: root, self._task.micro_batch_size, row.tokens)
-        return _Run(row, split, lowered, executor, marks, step)
+        return _MeasuredRun(row, split, lowered, executor, marks, step)
 
-    def _round(self, run: _Run) -> Iterator[tuple[tuple[str, str], float]]:
+    def _round(self, run: _MeasuredRun) -> Iterator[tuple[tuple[str, str], float]]:
         """Everything once."""
         for module, call in (self._deferring if run.split else self._plain).items():
             module._forward_impl = call
@@ -220,7 +222,7 @@ class Measurement:
             for op, seconds in run.marks.times():
                 yield (f"{name} {op.chunk}", op.kind), seconds
 
-    def _batch(self, row: Row) -> tuple[Microbatch, Tensor]:
+    def _batch(self, row: MicrobatchShape) -> tuple[Microbatch, Tensor]:
         """A microbatch, and the gradient of its loss sum."""
         samples, on = self._task.micro_batch_size, device()
         shape = (samples, row.tokens)
@@ -266,7 +268,7 @@ def _linear_calls(model: torch.nn.Module) -> dict[Any, Any]:
     return {module: module._forward_impl for module in model.modules() if hasattr(module, "_forward_impl")}
 
 
-def _program(row: Row, layers: int, split: bool) -> Program:
+def _program(row: MicrobatchShape, layers: int, split: bool) -> Program:
     """The whole of a model of `layers` on one rank: microbatches of one chunk two at once in flight, F0 F1 B0 F2 B1 F3
     B2 B3; of several all forwards and, in reverse, all backwards."""
     backward, many = "IW" if split else "B", len(row.chunks)
@@ -306,15 +308,15 @@ def _backward(
     return tuple(gradient for gradient in result if gradient is not None)
 
 
-def _whole_times(row: Row, samples: dict[str, Samples]) -> ChunkTimes:
+def _whole_times(row: MicrobatchShape, samples: dict[str, Samples]) -> MeasuredChunk:
     """Of a whole sequence. samples: by op kind."""
     found = {kind: scale_to_whole_units(samples[kind], kind) for kind in "FIWB"}
     found["R"] = found["F"]
     pieces = {piece: {kind: times[piece] for kind, (times, _) in found.items()} for piece in PIECE_KINDS}
-    return ChunkTimes(row.tokens, 0, pieces, {kind: overhead for kind, (_, overhead) in found.items()})
+    return MeasuredChunk(row.tokens, 0, pieces, {kind: overhead for kind, (_, overhead) in found.items()})
 
 
-def _chunk_times(row: Row, samples: dict[str, Samples], whole: MeasuredChunks) -> list[ChunkTimes]:
+def _chunk_times(row: MicrobatchShape, samples: dict[str, Samples], whole: MeasuredChunks) -> list[MeasuredChunk]:
     """Of each chunk of a row of several, or of several documents."""
     found = []
     for number, tokens in enumerate(row.chunks):
@@ -325,7 +327,7 @@ def _chunk_times(row: Row, samples: dict[str, Samples], whole: MeasuredChunks) -
             attention[kind] = max(_layer(samples[kind], kind, number) - others, 0.0)
         attention["R"] = attention["F"]
         pieces = {**known.pieces, "attn": attention}
-        found.append(ChunkTimes(tokens, sum(row.chunks[:number]), pieces, known.overhead, row.documents))
+        found.append(MeasuredChunk(tokens, sum(row.chunks[:number]), pieces, known.overhead, row.documents))
     return found
 
 

@@ -1,4 +1,4 @@
-"""How long messages between two ranks take, and how long they keep the ranks from computing."""
+"""Measures the time of messages between two ranks, and how long they keep the ranks from computing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def measure_messages(rank: int, computing: int) -> MessageTimes:
     whole, own = [], []
     numbers = itertools.count()
     for size in MESSAGE_BYTES + (MESSAGE_BYTES_OF_GPUS if torch.cuda.is_available() else ()):
-        exchange = _Exchange(transport, rank, size, numbers)
+        exchange = _RoundTrip(transport, rank, size, numbers)
         whole.append((size, exchange.half_round_trip()))
         own.append((size, exchange.beside_computing(processor) if backend != "nccl" else 0.0))
     received: list[Any] = [None] * dist.get_world_size()
@@ -68,7 +68,7 @@ LEAST_SHARE = 1e-2
 """Of the largest time: errors of smaller ones count as of one so large."""
 
 
-class _Exchange:
+class _RoundTrip:
     """Messages of `size` bytes between ranks 0 and 1; the other ranks only come to the barriers."""
 
     def __init__(self, transport: Transport, rank: int, size: int, numbers: Iterator[int]):

@@ -1,4 +1,4 @@
-"""What each process of `helixpipe profile` runs: the times of pieces, of whole units, of copies and of messages.
+"""Runs in each process of `helixpipe profile`: measures the times of pieces, of whole units, of copies and of messages.
 
     python -m helixpipe.profile.profiler TASK.json RESULT.json     (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set)
 

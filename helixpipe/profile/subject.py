@@ -1,4 +1,4 @@
-"""What is measured: the task, and a model with its gradient buffers as the training program builds it."""
+"""Builds what is measured: the task, and a model with its gradient buffers as the training program builds it."""
 
 from __future__ import annotations
 

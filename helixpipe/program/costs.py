@@ -1,4 +1,4 @@
-"""What the machinery asks of costs: times of work and of messages, sizes of buffers. No torch here.
+"""Defines the interface of cost models: times of work and of messages, sizes of buffers.
 
 Nothing here knows a microbatch's number: equal work has equal costs and is asked for once (see `lowering.bound`).
 """

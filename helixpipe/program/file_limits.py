@@ -1,4 +1,4 @@
-"""How much a program in a file may come to: a few lines can ask for more pieces than a machine has memory for."""
+"""Limits the size of a program read from a file: a few lines can ask for more pieces than a machine has memory for."""
 
 from __future__ import annotations
 

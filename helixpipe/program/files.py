@@ -1,4 +1,4 @@
-"""Programs in files: JSON without loss, and CSV as torch.distributed.pipelining has it. No torch here."""
+"""Programs in files: JSON without loss, and CSV as torch.distributed.pipelining has it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values of a JSON file with their places in it, so that what is wrong is told with its place. No torch here."""
+"""Values of a JSON file with their places in it, so that what is wrong is told with its place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text form of a program without loss: JSON that a person can read and edit. No torch here.
+"""The text form of a program without loss: JSON that a person can read and edit.
 
 A line a stage, a rank, a microbatch whose chunks are its own, and a set of units whose activations are their own:
 

@@ -1,4 +1,4 @@
-"""Transfers: messages from one rank to another, collectives of a group, copies to the host. No torch here."""
+"""Transfers: messages from one rank to another, collectives of a group, copies to the host."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The intermediate representation: a pipeline schedule as data.
 
 A `Program` says which unit of work runs on which rank in which order, and nothing else. Communication, memory, timing
-and execution are derived from it elsewhere (`lowering`, `simulate`, `runtime`). No torch here.
+and execution are derived from it elsewhere (`lowering`, `simulate`, `runtime`).
 """
 
 from __future__ import annotations

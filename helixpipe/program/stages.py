@@ -1,4 +1,4 @@
-"""The model as a chain of pieces, and stages: contiguous runs of them, and the placement of their weights. No torch."""
+"""The model as a chain of pieces, and stages: contiguous runs of them, and the placement of their weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a program becomes: tasks on resources over buffers. Plain data; `lowering` makes it. No torch here.
+"""Defines what a program is lowered to: tasks on resources over buffers. Plain data; `lowering` makes it.
 
 A **resource** runs one task at a time: the compute stream of a rank, a link from one rank to another, a copy engine
 between a device and its host, a collective of a group of ranks. A **buffer** is memory that one task writes and others

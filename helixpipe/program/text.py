@@ -1,4 +1,4 @@
-"""The text form of a program that torch.distributed.pipelining reads and writes. No torch here.
+"""The text form of a program that torch.distributed.pipelining reads and writes.
 
 One CSV row a rank, one op a cell, `2F5` = stage 2, forward, microbatch 5; `2F5.1` = chunk 1 of that microbatch. The
 letters and the cells are those of torch, whose dumped files load here. A cell says nothing of stages, placements,

@@ -1,4 +1,4 @@
-"""A timeline: which op and which message ran when, simulated or measured, in one format. No torch here."""
+"""A timeline: which op and which message ran when, simulated or measured, in one format."""
 
 from __future__ import annotations
 

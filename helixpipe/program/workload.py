@@ -1,4 +1,4 @@
-"""What a step works on: microbatches, their chunks, and the documents these are slices of. No torch here."""
+"""Defines the workload of a step: microbatches, their chunks, and the slices of documents in each chunk."""
 
 from __future__ import annotations
 

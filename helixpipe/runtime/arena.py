@@ -21,7 +21,7 @@ def pageable(nbytes: int) -> Tensor:
     return torch.empty(nbytes, dtype=torch.uint8)
 
 
-class Part:
+class HostAllocation:
     """Memory that was given out: `tensor`, [bytes] of uint8."""
 
     def __init__(self, block: int, offset: int, size: int, tensor: Tensor):
@@ -42,7 +42,7 @@ class HostArena:
         self._gaps: list[list[tuple[int, int]]] = []  # of each block (offset, end) of what is free, by offset
         self.reserved = self.used = self.peak = 0
 
-    def take(self, nbytes: int) -> Part:
+    def take(self, nbytes: int) -> HostAllocation:
         """The first gap that is large enough."""
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
         while True:
@@ -52,10 +52,10 @@ class HostArena:
                         gaps[place : place + 1] = [(offset + size, end)] if offset + size < end else []
                         self.used += size
                         self.peak = max(self.peak, self.used)
-                        return Part(block, offset, size, self._blocks[block][offset : offset + nbytes])
+                        return HostAllocation(block, offset, size, self._blocks[block][offset : offset + nbytes])
             self._grow(size)
 
-    def give_back(self, part: Part) -> None:
+    def give_back(self, part: HostAllocation) -> None:
         gaps = self._gaps[part.block]
         gaps.append((part.offset, part.offset + part.size))
         gaps.sort()

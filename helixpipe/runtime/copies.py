@@ -134,7 +134,7 @@ class ThreadCopy:
             raise RuntimeError(f"a copy between device and host failed: {self.failure}") from self.failure
 
 
-class _Job(NamedTuple):
+class _QueuedCopy(NamedTuple):
     copy: ThreadCopy
     pairs: Pairs
     after: Copying | None
@@ -152,7 +152,7 @@ class ThreadEngine:
     def __init__(self, bandwidth: float | None = None, delay: Callable[[], float] | None = None):
         self._bandwidth, self._delay = bandwidth, delay
         self.timed: list[Timed] = []
-        self._jobs: dict[bool, queue.SimpleQueue[_Job | None]] = {}
+        self._jobs: dict[bool, queue.SimpleQueue[_QueuedCopy | None]] = {}
         self._threads: list[threading.Thread] = []
 
     def host_memory(self, nbytes: int) -> Tensor:
@@ -167,10 +167,10 @@ class ThreadEngine:
             self._threads.append(threading.Thread(target=self._run, args=(jobs,), name=name, daemon=True))
             self._threads[-1].start()
         copy = ThreadCopy()
-        self._jobs[inward].put(_Job(copy, pairs, after, task, mark))
+        self._jobs[inward].put(_QueuedCopy(copy, pairs, after, task, mark))
         return copy
 
-    def _run(self, jobs: queue.SimpleQueue[_Job | None]) -> None:
+    def _run(self, jobs: queue.SimpleQueue[_QueuedCopy | None]) -> None:
         while (job := jobs.get()) is not None:
             try:
                 self._copy(job)
@@ -180,7 +180,7 @@ class ThreadEngine:
             del job  # and with it the tensors, which who waits may want to be rid of
             copy.ended.set()
 
-    def _copy(self, job: _Job) -> None:
+    def _copy(self, job: _QueuedCopy) -> None:
         if job.after is not None:
             job.after.wait()
         if self._delay is not None:

@@ -30,7 +30,7 @@ from helixpipe.lowering.graph import Graph
 from helixpipe.lowering.project import Action, Instruction
 from helixpipe.program.program import Unit
 from helixpipe.program.stages import Piece
-from helixpipe.runtime.arena import HostArena, Part
+from helixpipe.runtime.arena import HostAllocation, HostArena
 from helixpipe.runtime.copies import CopyEngine, Copying, Timed
 from helixpipe.runtime.recording import Recorder
 from helixpipe.runtime.segments import SegmentGraph
@@ -88,7 +88,7 @@ class _Away:
 
     storages: list[_Storage]
     inputs: list[tuple[Tensor, SavedTensor, bool]]
-    parts: list[Part] = field(default_factory=list)
+    parts: list[HostAllocation] = field(default_factory=list)
     back: list[Tensor] = field(default_factory=list)
     leaving: Copying | None = None
     coming: Copying | None = None
@@ -200,7 +200,7 @@ class StepCopies:
             recorder.held_up(start)
 
 
-class _Found(NamedTuple):
+class _KeyedStorage(NamedTuple):
     key: int
     storage: _Storage
 
@@ -236,18 +236,18 @@ class UnitSaving:
         with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
             yield
 
-    def leaving(self, stays: set[int]) -> list[_Found]:
+    def leaving(self, stays: set[int]) -> list[_KeyedStorage]:
         """The storages that leave, but for these."""
         moved = {key for key, tensor in self._inputs if tensor.untyped_storage()._cdata != key}  # to a chunk's store
         stays |= self._shared | (moved - self._saved)
-        by_run: list[list[_Found]] = [[] for _ in self.offloading.shares]
+        by_run: list[list[_KeyedStorage]] = [[] for _ in self.offloading.shares]
         for key, storage in self._storages.items():
             data = storage.data
             if storage.run < 0 or key in stays or data is None:
                 continue
             if data.nbytes() == storage.nbytes and storage.nbytes >= max(self.offloading.min_bytes, 1):
-                by_run[storage.run].append(_Found(key, storage))
-        chosen: list[_Found] = []
+                by_run[storage.run].append(_KeyedStorage(key, storage))
+        chosen: list[_KeyedStorage] = []
         for run, share in zip(by_run, self.offloading.shares, strict=True):
             chosen += [run[place] for place in leaving_share([each.storage.nbytes for each in run], share)]
         return chosen

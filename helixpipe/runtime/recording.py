@@ -1,4 +1,4 @@
-"""What one step took, op by op: `--record-timeline`. Nothing waits for the device until the step is over."""
+"""Records the times of one step, op by op (`--record-timeline`), without waiting for the device before its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far the host runs ahead of a device that works in the order enqueued: a few ops, and no further.
+"""Limits how far the host runs ahead of a device that works in the order enqueued: a few ops, and no further.
 
 A mark is left in the device's stream after each op, and before an op is issued the host waits for that of the op
 `OPS_AHEAD` before it. Without a bound the host would be through with a step before the device has done its first ops.
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from helixpipe.watch.position import Left, Mark, Part
+from helixpipe.watch.position import Left, Mark, RunPart
 
 OPS_AHEAD = 4
 """Ops issued and not yet done, one that the device works on and a few after it. An op takes a millisecond or more, the
@@ -46,7 +46,7 @@ class RunAhead:
         del self._left[: first + 1]
         self._issued -= 1
 
-    def leave(self, part: Part, instruction: int, is_op: bool) -> None:
+    def leave(self, part: RunPart, instruction: int, is_op: bool) -> None:
         """After an instruction that the device's stream takes part in, leave a mark: where that stream gets to when it
         has done all of it. is_op: whether it counts; if so, `wait` has been called for it."""
         mark = self._free.pop() if self._free else self._new_mark()

@@ -1,4 +1,4 @@
-"""What a unit keeps for its backward: one autograd graph a segment of its stage, from F to B or I."""
+"""Holds what a unit keeps for its backward: one autograd graph for each segment of its stage, from F to B or I."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class ShardedModel(Protocol):
     def weight_gradients(self) -> WeightGradients: ...
 
 
-class Part(NamedTuple):
+class WeightShard(NamedTuple):
     """What this rank keeps of a weight: elements `start` to `end` of it, flat. parameter: these, with the part of the
     summed gradient as `main_grad`; of a matrix [1, elements], of a vector [elements], since what has one dimension has
     no weight decay."""
@@ -66,7 +66,7 @@ class Part(NamedTuple):
     parameter: torch.nn.Parameter
 
 
-class Unit:
+class FlatWeights:
     """Weights that are gathered together. users: the pieces whose ops use one of them.
 
     shard, total: this rank's part of the flat weights and of the sum of their gradients. starts: of each weight in the
@@ -110,7 +110,7 @@ class Unit:
         ends = ((self.starts[name], shape) for name, shape in self.shapes.items())
         return [flat[start : start + shape.numel()].view(shape) for start, shape in ends]
 
-    def _parts(self) -> Iterator[Part]:
+    def _parts(self) -> Iterator[WeightShard]:
         for name, weight in self.weights.items():
             begin = self.starts[name] - self.offset
             first, last = max(begin, 0), min(begin + weight.numel(), self.shard.numel())
@@ -122,9 +122,9 @@ class Unit:
             for attribute in _ATTRIBUTES:
                 if hasattr(weight, attribute):
                     setattr(parameter, attribute, getattr(weight, attribute))
-            yield Part(name, first - begin, last - begin, parameter)
+            yield WeightShard(name, first - begin, last - begin, parameter)
 
-    def range_in(self, own: Tensor, part: Part) -> Tensor:
+    def range_in(self, own: Tensor, part: WeightShard) -> Tensor:
         """Where a part lies in this rank's share of a flat tensor."""
         begin = self.starts[part.name] - self.offset + part.start
         return own[begin : begin + part.end - part.start]
@@ -233,10 +233,12 @@ class ShardedWeights:
             groups.setdefault(key, {})[name] = weight
             weight.register_post_accumulate_grad_hook(self._add_to_sum)
         self.units = [
-            Unit(weights, frozenset(piece for name in weights for piece in used_by(name, tied)), group, gradient_dtype)
+            FlatWeights(
+                weights, frozenset(piece for name in weights for piece in used_by(name, tied)), group, gradient_dtype
+            )
             for weights in groups.values()
         ]
-        self._units: dict[tuple[Piece, ...], list[Unit]] = {}
+        self._units: dict[tuple[Piece, ...], list[FlatWeights]] = {}
 
     def begin(self) -> None:
         for unit in self.units:
@@ -306,11 +308,11 @@ class ShardedWeights:
         for unit in self.units:
             unit.shard.copy_(unit.gather(self)[unit.offset : unit.offset + unit.shard.numel()])
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[WeightShard]:
         """Of the weights that this rank has a part of."""
         return [part for unit in self.units for part in unit.parts]
 
-    def used(self, pieces: Sequence[Piece]) -> list[Unit]:
+    def used(self, pieces: Sequence[Piece]) -> list[FlatWeights]:
         """What ops of these pieces use."""
         key = tuple(pieces)
         if key not in self._units:

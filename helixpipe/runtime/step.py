@@ -1,4 +1,4 @@
-"""What a step is given, what it returns, and what a plan means to one rank."""
+"""Defines the input and the result of a step, and one rank's view of a plan."""
 
 from __future__ import annotations
 

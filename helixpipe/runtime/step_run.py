@@ -1,4 +1,4 @@
-"""One step of one plan on one rank: a table of buffers, and a handler for each kind of instruction and of op.
+"""Runs one step of one plan on one rank: a table of buffers, and a handler for each kind of instruction and of op.
 
 Activations and gradients on their way to an op (with the transport's mark where a message takes them away), and what a
 unit saved for its backward, lie in one table by the buffer's number in the graph. Keys and values of microbatches that

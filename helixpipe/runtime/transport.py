@@ -60,7 +60,7 @@ class Transport(Protocol):
         ...
 
 
-class Alone:
+class SingleRankTransport:
     """The transport of a pipeline of one rank, which sends nothing."""
 
     def mark(self) -> None: ...

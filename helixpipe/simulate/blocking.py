@@ -1,4 +1,4 @@
-"""Simulation of a runtime whose ranks wait for their messages: nothing is sent beside an op. No torch here.
+"""Simulation of a runtime whose ranks wait for their messages: nothing is sent beside an op.
 
 So does Megatron-LM's engine: a rank exchanges what it has made and what it needs, both directions and both neighbours
 at once, and computes on when all of that is through. Here a message travels while neither of its ends computes, and
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush
 
 from helixpipe.lowering.graph import Graph
-from helixpipe.lowering.order import Times
+from helixpipe.lowering.order import TaskTimes
 from helixpipe.program.message import Collective, Copy, Message
 from helixpipe.program.program import Op
 from helixpipe.program.tasks import Resource
@@ -32,7 +32,7 @@ def blocking_schedule(
     collective_time: Callable[[Collective], float],
     transfer_orders: Mapping[Resource, Sequence[int]],
     waits: Mapping[int, Sequence[int]],
-) -> Times:
+) -> TaskTimes:
     """Run the tasks as early as such a runtime can. Copies and collectives run beside ops, each on its own resource.
 
     transfer_orders: of copy engines and groups, their tasks in order. waits: for a task more tasks that wait for it.
@@ -40,10 +40,10 @@ def blocking_schedule(
     durations = [op_time(op) for op in graph.ops] + [message_time(message) for message in graph.messages]
     durations += [collective_time(collective) for collective in graph.collectives]
     durations += [copy_time(copy) for copy in graph.copies]
-    return _Machine(graph, durations, transfer_orders, waits).run()
+    return _BlockingSimulation(graph, durations, transfer_orders, waits).run()
 
 
-class _Machine:
+class _BlockingSimulation:
     """computing: whether a rank does. moving: messages that hold up each rank. outgoing: those that are ready to leave
     it or on their way. pending: ready messages, in the order in which they became so."""
 
@@ -76,7 +76,7 @@ class _Machine:
         self.pairs = [len(own) > 1 for own in stages]
         self.completions: list[tuple[float, int]] = []
 
-    def run(self) -> Times:
+    def run(self) -> TaskTimes:
         for task in range(self.graph.num_ops, self.graph.num_tasks):
             if not self.waiting[task]:
                 self._ready(task)
@@ -87,7 +87,7 @@ class _Machine:
                 touched |= self._finish(heappop(self.completions)[1])
             self._start_all(now, sorted(touched))
         assert len(self.order) == self.graph.num_tasks, "a program that can run waits for itself"
-        return Times(self.start, self.end, self.order, [])
+        return TaskTimes(self.start, self.end, self.order, [])
 
     def _finish(self, task: int) -> set[int]:
         """Resources on which something may start now."""

@@ -1,5 +1,4 @@
-"""How much of the time that copies to the host and back take is hidden behind ops, and how much of that of gathers and
-scatters over data-parallel ranks. No torch here."""
+"""Computes the share of the time of host copies, and of data-parallel gathers and scatters, that is hidden behind ops."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from itertools import pairwise
 
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.graph import Graph
-from helixpipe.lowering.order import Times
+from helixpipe.lowering.order import TaskTimes
 from helixpipe.program.tasks import Buffer
 from helixpipe.simulate.streams import Waits
 
@@ -19,13 +18,13 @@ def hidden_share(copy_time: Sequence[float], held_up: Sequence[float]) -> float:
     return max(0.0, 1 - sum(held_up) / total) if total else 1.0
 
 
-def held_up_by_copies(graph: Graph, times: Times, waits: Waits) -> list[float]:
+def held_up_by_copies(graph: Graph, times: TaskTimes, waits: Waits) -> list[float]:
     """For each rank how long its ops wait for copies alone. Meanwhile the rank is idle, and an engine of it copies: it
     is never more than its copies take."""
     return _held_up(graph, times, waits, range(graph.first_copy, graph.num_tasks))
 
 
-def held_up_by_sharing(graph: Graph, times: Times, waits: Waits) -> list[float]:
+def held_up_by_sharing(graph: Graph, times: TaskTimes, waits: Waits) -> list[float]:
     """For each rank how long its ops wait for gathers and scatters alone, and these last after its last op."""
     first = graph.num_ops + len(graph.messages)
     shared = [first + each.number for each in graph.collectives if each.op is not None]
@@ -38,7 +37,7 @@ def held_up_by_sharing(graph: Graph, times: Times, waits: Waits) -> list[float]:
     return [held + end - begin for held, end, begin in zip(held_up, last, over, strict=True)]
 
 
-def _held_up(graph: Graph, times: Times, waits: Waits, transfers: Collection[int]) -> list[float]:
+def _held_up(graph: Graph, times: TaskTimes, waits: Waits, transfers: Collection[int]) -> list[float]:
     """For each rank how long its ops start later than the op before them and all they wait for but these transfers
     would have let them."""
     held_up, start, end = [0.0] * len(graph.rank_tasks), times.start, times.end

@@ -1,4 +1,4 @@
-"""What a rank has at each moment of a step, on its device and on its host, for drawings. No torch here."""
+"""Computes the memory of a rank at each moment of a step, on its device and on its host, for drawings."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def memory_curves(lowered: LoweredProgram, costs: Costs) -> list[MemoryCurve]:
     for rank in range(program.num_ranks):
         pieces = program.pieces_of_rank(rank)
         device, host = costs.static_memory(pieces), costs.static_host_memory(pieces)
-        recorder = _Recorder(lowered.graph, bound, rank, device, host)
+        recorder = _LevelSweep(lowered.graph, bound, rank, device, host)
         recorder.go_through(lowered)
         curves.append(MemoryCurve(recorder.levels, device, host))
     return curves
 
 
-class _Recorder(Sweep):
+class _LevelSweep(Sweep):
     """A sweep that notes each level; of one moment the highest and the last."""
 
     def __init__(self, graph: Graph, costs: BoundCosts, rank: int, device: float, host: float):

@@ -1,4 +1,4 @@
-"""What transfers take of the compute of their ranks, beside what is in ops. No torch here.
+"""Charges the compute time that transfers take on their ranks, beside that of ops.
 
 On a GPU nothing. On a CPU weights are packed, sent, received and added up by the cores that compute, and so is what
 leaves for the host copied. That is charged to the op that comes next on the rank, or to its last one.

@@ -1,4 +1,4 @@
-"""Memory of every rank in bytes, by kind, from the lowered program: what is alive when. No torch here."""
+"""Memory of every rank in bytes, by kind, from the lowered program: what is alive when."""
 
 from __future__ import annotations
 

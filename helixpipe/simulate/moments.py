@@ -1,4 +1,4 @@
-"""What a rank has at each moment of a program, and which units' saved activations are in it. No torch here.
+"""Computes the memory of a rank at each moment of a program, and which units' saved activations are in it.
 
 For solvers that change what units save: the rest of a rank's memory stays what it is, as long as the order does.
 """
@@ -30,12 +30,12 @@ class Moments:
 
 def moments(lowered: LoweredProgram, costs: BoundCosts, rank: int) -> Moments:
     """Sweep through one rank's instructions."""
-    state = _Recorder(lowered.graph, costs, rank)
+    state = _MomentSweep(lowered.graph, costs, rank)
     state.go_through(lowered)
     return Moments(tuple(state.totals), state.saved, state.backward)
 
 
-class _Recorder(Sweep):
+class _MomentSweep(Sweep):
     """A sweep that notes each moment at which there may be most."""
 
     def __init__(self, graph: Graph, costs: BoundCosts, rank: int):

@@ -1,4 +1,4 @@
-"""Simulator: lowered program + costs -> timeline, bubble, memory. No torch here.
+"""Simulator: lowered program + costs -> timeline, bubble, memory.
 
 Each rank runs its ops one at a time in stream order; each directed link carries its messages one at a time in stream
 order; an op starts when its rank is free and all it waits for is there. Edges within a rank are free. What else a

@@ -1,4 +1,4 @@
-"""What the time of a step is made of: work of each kind, and waits of each kind, averaged over ranks. No torch here.
+"""Splits the time of a step into work of each kind and waits of each kind, averaged over ranks.
 
 The time of a rank is cut at its ops. Each op is work. Each gap before an op is cut where the last message came that the
 op waited for; what it waited beyond that is for weights, beyond those for copies from the host, as in `copying`. So the

@@ -1,5 +1,4 @@
-"""What the streams of the ranks add to the graph where they run: which task waits for which because of its place.
-No torch here.
+"""Adds the dependencies that follow from streams to the graph: which task waits for which because of its place.
 
 By default every stream of a device (its compute, each direction to another rank, each group) has a hardware queue of
 its own. With one queue (`CUDA_DEVICE_MAX_CONNECTIONS=1`) a device starts work in the order it was issued in: what
@@ -9,7 +8,7 @@ cannot start yet holds up all that follows.
 from __future__ import annotations
 
 from helixpipe.lowering.bound import BoundCosts
-from helixpipe.lowering.order import Times, list_schedule
+from helixpipe.lowering.order import TaskTimes, list_schedule
 from helixpipe.lowering.project import Action, LoweredProgram
 from helixpipe.program.costs import Costs
 from helixpipe.program.tasks import Resource
@@ -55,7 +54,7 @@ def stream_waits(lowered: LoweredProgram) -> Waits:
     return waits
 
 
-def times_as_run(lowered: LoweredProgram, costs: Costs) -> Times:
+def times_as_run(lowered: LoweredProgram, costs: Costs) -> TaskTimes:
     """When each task runs with the orders of transfers and the waits that lowering makes, with a queue for each stream;
     found once for each of the costs."""
     if id(costs) not in lowered.derived:
@@ -65,7 +64,7 @@ def times_as_run(lowered: LoweredProgram, costs: Costs) -> Times:
             stream_waits(lowered),
         )
         lowered.derived[id(costs)] = costs, list_schedule(lowered.graph, *timers, orders, waits)
-    times: Times = lowered.derived[id(costs)][1]
+    times: TaskTimes = lowered.derived[id(costs)][1]
     return times
 
 

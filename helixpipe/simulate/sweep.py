@@ -1,4 +1,4 @@
-"""Memory of a rank, from the lifetimes of its buffers: the one derivation of who holds what when. No torch here.
+"""Memory of a rank, from the lifetimes of its buffers: the one derivation of who holds what when.
 
 A buffer lives from the instruction that makes it to the one after which nobody needs it, in the order of the rank's
 stream. While an op runs:

@@ -1,1 +1,1 @@
-"""Where each rank stands in its instructions, and who keeps whom waiting when nothing moves."""
+"""Follows the position of each rank in its instructions, and says which rank holds up which when nothing moves."""

@@ -1,4 +1,4 @@
-"""Where a rank is, published for the thread that watches it.
+"""Publishes the position of a rank for the thread that watches it.
 
 The executor and the training loop store what they are about to do: an attribute, without a lock or a synchronisation.
 On CUDA the host only enqueues. So marks (events) are left in the stream, those by which the executor keeps the host
@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol
 from helixpipe.lowering.project import Action, Instruction, LoweredProgram
 from helixpipe.program.message import Message
 from helixpipe.program.program import Op
-from helixpipe.watch.stall import Hop, Need, Place, State
+from helixpipe.watch.stall import AwaitedRank, Hop, Place, State
 
 
 class Patience(enum.Enum):
@@ -44,7 +44,7 @@ class Peers:
     name: str = "rank 0"
 
 
-class Part(NamedTuple):
+class RunPart(NamedTuple):
     """A part of the run. number: of parts before it, alike on all ranks. together: whether ranks wait for each other in
     it. lowered, pp_rank: of the program that is executed in it, if one is."""
 
@@ -63,7 +63,7 @@ class Part(NamedTuple):
 class View(NamedTuple):
     """What was seen of a position. gpu: whether only the GPU is there, and the host has gone on."""
 
-    part: Part
+    part: RunPart
     instruction: int
     gpu: bool = False
 
@@ -85,7 +85,7 @@ class Left(NamedTuple):
     which the device has done when it has passed the mark. is_op: whether it counts as an op."""
 
     number: int
-    part: Part
+    part: RunPart
     instruction: int
     is_op: bool
     mark: Mark
@@ -110,7 +110,7 @@ class Position:
         self.peers = peers or Peers()
         self.iteration = 0
         self.trail: Trail | None = None
-        self._part = self._run = Part("set-up", 0, Patience.ENDLESS, together=True)
+        self._part = self._run = RunPart("set-up", 0, Patience.ENDLESS, together=True)
         self._known: set[object] = set()
         self._index = 0
         self._passed = 0  # number of the last mark that was seen to be passed
@@ -118,15 +118,15 @@ class Position:
     # ------------------------------------------------------------------------------------------------ the main thread
 
     def enter(self, name: str, patience: Patience = Patience.STEP, together: bool = True) -> None:
-        """Begin a part (see `Part`). The first time a part may take LONG."""
+        """Begin a part (see `RunPart`). The first time a part may take LONG."""
         full = f"{name}, iteration {self.iteration}" if self.iteration else name
-        self._part = Part(full, self._part.number + 1, self._at_first(name, patience), together)
+        self._part = RunPart(full, self._part.number + 1, self._at_first(name, patience), together)
 
     def begin(self, lowered: LoweredProgram, pp_rank: int) -> None:
         """Begin to execute a program, as a part with the name of the one before."""
         self._index = 0
         patience = self._at_first(id(lowered), Patience.STEP)
-        self._part = self._run = Part(
+        self._part = self._run = RunPart(
             self._part.name, self._part.number + 1, patience, together=False, lowered=lowered, pp_rank=pp_rank
         )
 
@@ -135,14 +135,14 @@ class Position:
         self._index = index
 
     @property
-    def run(self) -> Part:
+    def run(self) -> RunPart:
         """The part in which the program is executed that was begun last."""
         return self._run
 
     def end(self) -> None:
         """The program has been executed, or on CUDA, enqueued."""
         part = self._part
-        self._part = Part(f"after {part.name}", part.number + 1, self._at_first("end", Patience.STEP), together=True)
+        self._part = RunPart(f"after {part.name}", part.number + 1, self._at_first("end", Patience.STEP), together=True)
 
     def _at_first(self, what: object, patience: Patience) -> Patience:
         new = what not in self._known
@@ -180,7 +180,7 @@ def describe(view: View, peers: Peers, waited: float, limit: float) -> State:
     part, index, gpu = view
     doing, awaited = "in or before a collective" if part.together else "busy alone", ""
     way: tuple[Hop, ...] = ()
-    needs: tuple[Need, ...] = ()
+    needs: tuple[AwaitedRank, ...] = ()
     if part.lowered is not None:
         doing, awaited, way, needs = _in_program(part.lowered, part.pp_rank, index, peers, part.number)
         if gpu:
@@ -190,7 +190,7 @@ def describe(view: View, peers: Peers, waited: float, limit: float) -> State:
     )
 
 
-_Doing = tuple[str, str, tuple[Hop, ...], tuple[Need, ...]]
+_Doing = tuple[str, str, tuple[Hop, ...], tuple[AwaitedRank, ...]]
 
 
 _VERBS: Mapping[Action, str] = MappingProxyType(
@@ -218,11 +218,11 @@ def _in_program(lowered: LoweredProgram, pp_rank: int, index: int, peers: Peers,
     action, op, message, collective, _ = stream[index]
     count = f"(instruction {index} of {len(stream)})"
     if message is None or action is Action.FREE:
-        others = tuple(Need(rank, (number, index)) for rank in peers.tensor if rank != peers.rank)
+        others = tuple(AwaitedRank(rank, (number, index)) for rank in peers.tensor if rank != peers.rank)
         return f"{_VERBS[action]} {op or message or collective} {count}", "", (), others
     if action is Action.SEND:
         return f"sends {_cargo(message)} to rank {peers.pipeline[message.target]} {count}", "", (), (
-            Need(peers.pipeline[message.target], (number, _find(lowered, Action.RECV, message) + 1)),
+            AwaitedRank(peers.pipeline[message.target], (number, _find(lowered, Action.RECV, message) + 1)),
         )  # fmt: skip
     cargo, source = _cargo(message), peers.pipeline[message.source]
     if action is Action.RECV:
@@ -258,14 +258,14 @@ def _way(lowered: LoweredProgram, message: Message) -> list[Message]:
     return way
 
 
-def _receivers(lowered: LoweredProgram, pp_rank: int, peers: Peers, number: int) -> tuple[Need, ...]:
+def _receivers(lowered: LoweredProgram, pp_rank: int, peers: Peers, number: int) -> tuple[AwaitedRank, ...]:
     """Those that have to post the receive of what this rank sent them last."""
     sent = [
         each.message for each in lowered.streams[pp_rank] if each.action is Action.SEND and each.message is not None
     ]
     last = {message.target: message for message in sent}
     return tuple(
-        Need(peers.pipeline[target], (number, _find(lowered, Action.RECV, message) + 1))
+        AwaitedRank(peers.pipeline[target], (number, _find(lowered, Action.RECV, message) + 1))
         for target, message in sorted(last.items())
     )
 

@@ -1,4 +1,4 @@
-"""A job that hangs: what its ranks say of themselves, and the text made of it. No torch here.
+"""A job that hangs: what its ranks say of themselves, and the text made of it.
 
 Each rank tells a `State` (`helixpipe.watch.watchdog` collects them). `stalled` decides whether the job hangs.
 `report` says where every rank is, and what is the first cause: whoever follows whom each rank waits for comes to a rank
@@ -31,7 +31,7 @@ class Hop(NamedTuple):
     taken: Place
 
 
-class Need(NamedTuple):
+class AwaitedRank(NamedTuple):
     """A rank of the job that has to come as far as `place`."""
 
     rank: int
@@ -57,7 +57,7 @@ class State:
     doing: str
     awaited: str = ""
     way: tuple[Hop, ...] = ()
-    needs: tuple[Need, ...] = ()
+    needs: tuple[AwaitedRank, ...] = ()
     together: bool = False
 
     @property
@@ -81,7 +81,7 @@ class State:
         fields: dict[str, Any] = json.loads(text)
         place = fields.pop("place")
         way = tuple(Hop(source, target, tuple(sent), tuple(taken)) for source, target, sent, taken in fields.pop("way"))
-        needs = tuple(Need(rank, tuple(where)) for rank, where in fields.pop("needs"))
+        needs = tuple(AwaitedRank(rank, tuple(where)) for rank, where in fields.pop("needs"))
         return cls(place=(place[0], place[1]), way=way, needs=needs, **fields)
 
 
@@ -96,7 +96,7 @@ def report(states: Mapping[int, State], world_size: int, ended: Mapping[int, str
 
     states: of the ranks that answered. ended: how the others ended that said so; the rest is silent.
     """
-    job = _Job(states, ended, range(world_size))
+    job = _RankStates(states, ended, range(world_size))
     shortest = min((state.waited for state in states.values()), default=0.0)
     causes = job.causes()
     lines = [f"the job has stalled: no rank has got any further for {shortest:.0f} s."]
@@ -111,7 +111,7 @@ def report(states: Mapping[int, State], world_size: int, ended: Mapping[int, str
 
 
 @dataclass(frozen=True)
-class _Job:
+class _RankStates:
     """The ranks of a job: states of those that answered, how others ended; the rest is silent."""
 
     states: Mapping[int, State]
@@ -154,10 +154,10 @@ class _Job:
                 return [hop.source], []
         if open_hops:
             return [], open_hops
-        needs = [Need(rank, state.place) for rank in self.ranks] if state.together else state.needs
+        needs = [AwaitedRank(rank, state.place) for rank in self.ranks] if state.together else state.needs
         return [need.rank for need in needs if not self._has_come(need)], []
 
-    def _has_come(self, need: Need) -> bool:
+    def _has_come(self, need: AwaitedRank) -> bool:
         return need.rank in self.states and self.states[need.rank].place >= need.place
 
     def _is_past(self, rank: int, place: Place) -> bool:

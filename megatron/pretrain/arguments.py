@@ -1,4 +1,4 @@
-"""Megatron-LM's command line: from `argv` to one validated, immutable `Config`. Imports no torch.
+"""Megatron-LM's command line: from `argv` to one validated, immutable `Config`.
 
 config = parse_args()          # raises UserError, one sentence, for anything wrong
 config, plans = parse_and_plan()

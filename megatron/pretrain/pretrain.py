@@ -65,7 +65,7 @@ def _run(
     config: Config, plans: Plans[int], parallel: Any, checkpointer: Any, position: Position, started: float
 ) -> None:
     # These import megatron-core, which `prepare` has to see first.
-    from megatron.pretrain.checkpoint.state import Progress
+    from megatron.pretrain.checkpoint.state import TrainingProgress
     from megatron.pretrain.data.tokenizer import tokenizer_of
     from megatron.pretrain.log.log import TrainingLog, build_timers, parameters_line
     from megatron.pretrain.log.metrics import MetricsWriter
@@ -99,7 +99,7 @@ def _run(
     checkpointer.keep(state.sharded)
     arguments = _arguments(config, tokenizer)
     loaded = checkpointer.load(state.model, state.optimizer, scheduler, arguments)
-    progress = loaded[0] if loaded is not None else Progress()
+    progress = loaded[0] if loaded is not None else TrainingProgress()
     make_feed = _document_feed if config.data.variable_seq_lengths else _sample_feed
     feed = make_feed(config, parallel, pipeline, tokenizer, schedule, length, progress)
     if progress.iteration < length.iterations:  # a run that has ended before writes nothing

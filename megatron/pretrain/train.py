@@ -17,7 +17,7 @@ from helixpipe.model import Microbatch
 from helixpipe.runtime.recording import Record
 from helixpipe.watch.position import Patience, Position
 from megatron.pretrain.checkpoint.checkpointing import Checkpointer
-from megatron.pretrain.checkpoint.state import Progress
+from megatron.pretrain.checkpoint.state import TrainingProgress
 from megatron.pretrain.config import Config
 from megatron.pretrain.feed.work import Feed, StepWork
 from megatron.pretrain.log.log import StepResult, TrainingLog
@@ -53,7 +53,7 @@ class Trainer:
     length: RunLength
     feed: Feed
     checkpointer: Checkpointer
-    progress: Progress
+    progress: TrainingProgress
     log: TrainingLog
     timers: Any
     stop: StopCheck

@@ -25,7 +25,7 @@ from helixpipe.program.workload import uniform
 from helixpipe.runtime.sharded_weights import ShardedWeights
 from megatron.pretrain.checkpoint.checkpointing import Checkpointer
 from megatron.pretrain.checkpoint.options import CheckpointOptions
-from megatron.pretrain.checkpoint.state import Progress
+from megatron.pretrain.checkpoint.state import TrainingProgress
 from megatron.pretrain.checkpoint.tensors import quiet
 from megatron.pretrain.config.core import keep_state_on_host
 from megatron.pretrain.step.sharded import PartsOfModel
@@ -157,7 +157,7 @@ class Run:
             use_checkpoint_opt_param_scheduler=layout.rates_from == "checkpoint",
             override_opt_param_scheduler=layout.rates_from == "flags",
         )
-        self.progress = Progress()
+        self.progress = TrainingProgress()
         self.arguments = {
             "num_layers": layout.num_layers,
             "hidden_size": layout.hidden_size,
@@ -211,7 +211,7 @@ class Run:
         ]
         return [tensor.detach().clone() for tensor in [*self.model.parameters(), *states]]
 
-    def load(self, directory: Path | str, **options: Any) -> tuple[Progress, dict[str, Any]] | None:
+    def load(self, directory: Path | str, **options: Any) -> tuple[TrainingProgress, dict[str, Any]] | None:
         checkpointer = Checkpointer(CheckpointOptions(load=str(directory), **options))
         checkpointer.keep(self.sharded)
         loaded = checkpointer.load(self.model, self.optimizer, self.scheduler)

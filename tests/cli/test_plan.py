@@ -13,7 +13,7 @@ from helixpipe.cli.command_plan import nothing_fits
 from helixpipe.cli.torchrun import model_flags
 from helixpipe.costs.hardware import GIB
 from helixpipe.costs.models import MODELS, ModelShape
-from helixpipe.planning.search.explore import Outcome, Search
+from helixpipe.planning.search.explore import Search, SearchResult
 from megatron.pretrain.arguments import parse_and_plan, parse_args
 from megatron.pretrain.plan.costs import model_shape
 from megatron.pretrain.plan.programs import full_batch
@@ -209,7 +209,7 @@ def test_enough_while_smaller_sizes_are_searched(
     """Ctrl-C then ends those searches, and what was found before is printed."""
     search, runs = Search.run, []
 
-    def run_once(self: Search) -> Outcome:
+    def run_once(self: Search) -> SearchResult:
         runs.append(self.question.gpus)
         if len(runs) > 1:
             raise KeyboardInterrupt
@@ -230,7 +230,7 @@ def test_a_memory_that_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
         assert main([*flags, limit]) == USER_ERROR
         error = capsys.readouterr().err
         assert words in error and "more than" in error and "usable of each" in error and "would do." in error
-    assert "cannot be divided into sizes that a schedule takes" in nothing_fits(question(), Outcome())
+    assert "cannot be divided into sizes that a schedule takes" in nothing_fits(question(), SearchResult())
 
 
 def test_adam_must_fit_into_the_host(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from helixpipe.common import progress as progress_module
-from helixpipe.common.progress import Progress
+from helixpipe.common.progress import ProgressLine
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ class Terminal(io.StringIO):
 def shown(stream: io.StringIO, seconds: float) -> str:
     """What is written of ten parts that each take so long."""
     now = [0.0]
-    progress = Progress("measuring", stream, lambda: now[0])
+    progress = ProgressLine("measuring", stream, lambda: now[0])
     for done in range(11):
         progress.at(done, 10)
         now[0] += seconds
@@ -59,7 +59,7 @@ def test_what_is_quick_says_nothing(stream: io.StringIO) -> None:
 def test_a_closed_stream_is_no_trouble() -> None:
     stream = io.StringIO()
     now = [0.0]
-    progress = Progress("measuring", stream, lambda: now[0])
+    progress = ProgressLine("measuring", stream, lambda: now[0])
     stream.close()
     now[0] = 5.0
     progress.at(1, 2)
@@ -67,7 +67,7 @@ def test_a_closed_stream_is_no_trouble() -> None:
 
 def test_what_else_is_known_stands_behind() -> None:
     stream, now = io.StringIO(), [0.0]
-    progress = Progress("searching", stream, lambda: now[0], " %")
+    progress = ProgressLine("searching", stream, lambda: now[0], " %")
     now[0] = 5.0
     progress.at(50, 100, "best 2 s")
     assert stream.getvalue() == "searching: 50 of 100 %, 5 s, about 5 s left; best 2 s\n"
@@ -85,7 +85,7 @@ def test_a_part_that_takes_long_has_lines_too(monkeypatch: pytest.MonkeyPatch) -
             return len(text)
 
     now = itertools.count(0.0, 5.0)
-    with Progress("building", Log(), lambda: next(now)).parts(3) as built:
+    with ProgressLine("building", Log(), lambda: next(now)).parts(3) as built:
         built()
         assert told.wait(60.0)
     assert all(line.startswith("building: ") and " of 3, " in line for line in lines)

@@ -20,7 +20,7 @@ from helixpipe.runtime.copies import ThreadEngine
 from helixpipe.runtime.executor import Executor, Step
 from helixpipe.runtime.offload import Offloader, UnitSaving
 from helixpipe.runtime.segments import SegmentGraph
-from helixpipe.runtime.transport import Alone
+from helixpipe.runtime.transport import SingleRankTransport
 from tests.costs import layouts, pieces
 from tests.model.common import set_parallel
 
@@ -67,7 +67,7 @@ def leaving(shape: ModelShape, layout: Layout) -> list[Row]:
     step = Step(0, int, lambda index: data, lambda index: torch.tensor(1.0), layouts.BATCH, layouts.TOKENS)
     for what, program in _programs():
         teller = Telling()
-        executor = Executor(0, model, Alone(), offloader=teller)
+        executor = Executor(0, model, SingleRankTransport(), offloader=teller)
         executor.run(lower(program), step)
         teller.engine.close()
         lengths = program.workload.tokens(0)

@@ -10,7 +10,7 @@ from helixpipe.costs.hardware import HARDWARE
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import MODELS, Layout
 from helixpipe.lowering.lower import lower
-from helixpipe.planning.offload_choice import Choice, Limits
+from helixpipe.planning.offload_choice import MemoryLimits, OffloadedProgram
 from helixpipe.program.program import forward_only
 from helixpipe.simulate.memory import rank_memory
 from schedules import Shape, build
@@ -45,6 +45,6 @@ def test_activations_have_what_the_optimizer_leaves() -> None:
     needs = [costs.static_host_memory(program.pieces_of_rank(rank)) for rank in range(2)]
     assert needs[1] == pytest.approx(costs.bytes.parameters(program.pieces_of_rank(1)) * 0.5 * 16)
     for room, fits in ((max(needs), True), (0.9 * max(needs), False)):
-        choice = Choice(program, costs, Limits(1e15, room), {})
+        choice = OffloadedProgram(program, costs, MemoryLimits(1e15, room), {})
         assert choice.host_needs == needs and choice.fits is fits
         assert choice.fits_rank(needs.index(max(needs))) is fits

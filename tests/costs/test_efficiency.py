@@ -14,7 +14,7 @@ from helixpipe.cli.profile import efficiency_table, hardware_measured
 from helixpipe.cli.profile_options import ProfileOptions
 from helixpipe.costs.efficiency import fitted, reached
 from helixpipe.costs.hardware import HARDWARE, Efficiency, find_device
-from helixpipe.costs.measured_chunks import ChunkTimes
+from helixpipe.costs.measured_chunks import MeasuredChunk
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import MODELS, Chunk, Layout
 from helixpipe.costs.piece_work import flops
@@ -38,7 +38,7 @@ def make_profile(shares: Efficiency = SHARES, **changes: Any) -> Profile:
         "layout": Layout(),
         "dtype": "bfloat16",
         "seq_length": TOKENS,
-        "chunks": (ChunkTimes(TOKENS, 0, pieces, dict.fromkeys(OP_KINDS, 0.0)),),
+        "chunks": (MeasuredChunk(TOKENS, 0, pieces, dict.fromkeys(OP_KINDS, 0.0)),),
         "messages": MessageTimes(1e-5, 1e9, "nccl"),
         "machine": {"device": "NVIDIA H100 80GB HBM3"},
     }

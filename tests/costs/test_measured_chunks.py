@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from helixpipe.costs.measured_chunks import ChunkTimes, MeasuredChunks
+from helixpipe.costs.measured_chunks import MeasuredChunk, MeasuredChunks
 from helixpipe.costs.models import Chunk
 from helixpipe.program.program import OP_KINDS
 from helixpipe.program.stages import PIECE_KINDS
@@ -24,11 +24,11 @@ def other(tokens: float) -> float:
     return 2.0 + 0.5 * tokens if tokens <= 64 else 34.0 + 0.25 * (tokens - 64)
 
 
-def made(tokens: int, earlier: int = 0, documents: int = 1) -> ChunkTimes:
-    times = ChunkTimes(tokens, earlier, {}, dict.fromkeys(OP_KINDS, 7.0 + tokens / 64), documents)
+def made(tokens: int, earlier: int = 0, documents: int = 1) -> MeasuredChunk:
+    times = MeasuredChunk(tokens, earlier, {}, dict.fromkeys(OP_KINDS, 7.0 + tokens / 64), documents)
     own = {piece: attention(times.chunk) if piece == "attn" else other(tokens) for piece in PIECE_KINDS}
     pieces = {piece: {kind: own[piece] * (1 + OP_KINDS.index(kind)) for kind in OP_KINDS} for piece in PIECE_KINDS}
-    return ChunkTimes(tokens, earlier, pieces, times.overhead, documents)
+    return MeasuredChunk(tokens, earlier, pieces, times.overhead, documents)
 
 
 MEASURED = [made(512), made(16), made(64), made(128, 128), made(128, 256), made(128, 384), made(128, documents=8)]
@@ -69,14 +69,14 @@ def factor_of(kind: str) -> int:
     return 1 + OP_KINDS.index(kind)
 
 
-def _with_mlp(tokens: int, seconds: float) -> ChunkTimes:
+def _with_mlp(tokens: int, seconds: float) -> MeasuredChunk:
     times = made(tokens)
-    return ChunkTimes(tokens, 0, {**times.pieces, "mlp": dict.fromkeys(OP_KINDS, seconds)}, times.overhead)
+    return MeasuredChunk(tokens, 0, {**times.pieces, "mlp": dict.fromkeys(OP_KINDS, seconds)}, times.overhead)
 
 
 def test_what_was_measured_is_taken_as_it_is() -> None:
     late = made(128, 384)
-    late = ChunkTimes(128, 384, {**late.pieces, "attn": dict.fromkeys(OP_KINDS, 1e3)}, late.overhead)
+    late = MeasuredChunk(128, 384, {**late.pieces, "attn": dict.fromkeys(OP_KINDS, 1e3)}, late.overhead)
     measured = MeasuredChunks([made(512), late, made(64)])
     assert measured.times(Chunk(128, 384, True)).pieces["attn"]["F"] == 1e3
     assert measured.times(Chunk(128, 384, False, (Extent(64, 384), Extent(64, 0)))).pieces["attn"]["F"] < 1e3
@@ -85,7 +85,7 @@ def test_what_was_measured_is_taken_as_it_is() -> None:
 def test_weights_are_never_negative() -> None:
     """Noise that says that more documents are faster says nothing."""
     fast = made(128, documents=8)
-    fast = ChunkTimes(128, 0, {**fast.pieces, "attn": dict.fromkeys(OP_KINDS, 1.0)}, fast.overhead, 8)
+    fast = MeasuredChunk(128, 0, {**fast.pieces, "attn": dict.fromkeys(OP_KINDS, 1.0)}, fast.overhead, 8)
     measured = MeasuredChunks([made(512), made(64), made(16), fast])
     for documents in (1, 8, 32):
         parts = (Extent(128 / documents, 0.0),) * documents
@@ -98,7 +98,7 @@ def test_a_time_that_is_far_off_changes_little(factor: float) -> None:
     off = made(128, 256)
     spoiled = {**off.pieces, "attn": {kind: factor * time for kind, time in off.pieces["attn"].items()}}
     others = [each for each in MEASURED if each.earlier != 256]
-    measured = MeasuredChunks([*others, ChunkTimes(128, 256, spoiled, off.overhead)])
+    measured = MeasuredChunks([*others, MeasuredChunk(128, 256, spoiled, off.overhead)])
     for chunk in (Chunk(100), Chunk(300, 100)):
         assert measured.times(chunk).pieces["attn"]["F"] == pytest.approx(attention(chunk), rel=0.1)
 

@@ -13,7 +13,7 @@ from helixpipe.profile.accounting import SavedBytes
 from helixpipe.program.program import Program
 from helixpipe.runtime.executor import Executor, Step, StepRun
 from helixpipe.runtime.step import PlannedOp
-from helixpipe.runtime.transport import Alone
+from helixpipe.runtime.transport import SingleRankTransport
 
 
 class _Watched(StepRun):
@@ -47,7 +47,7 @@ def watched(program: Program, model: PipelineModel, account: SavedBytes, step: S
         pass
 
     Run.account = account
-    executor = Executor(0, model, Alone())
+    executor = Executor(0, model, SingleRankTransport())
     executor.step_run = Run
     executor.run(lower(program), step)
     assert isinstance(executor.last, _Watched)

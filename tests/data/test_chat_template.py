@@ -12,11 +12,11 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from helixpipe.common.errors import DataError
-from megatron.pretrain.data.chat_template import ChatTemplate, Limits, template_file
+from megatron.pretrain.data.chat_template import ChatTemplate, TemplateLimits, template_file
 from megatron.pretrain.data.conversation_files import tokenize_once
 
 SAID = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
-LIMITS = Limits(steps=100_000, seconds=60, bytes=64 << 20, characters=1000)
+LIMITS = TemplateLimits(steps=100_000, seconds=60, bytes=64 << 20, characters=1000)
 
 MANY_STEPS = {
     "nested loops": "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}",
@@ -59,7 +59,7 @@ class Tokenizer:
         return ImmutableSandboxedEnvironment().from_string(chat_template).render(**values)
 
 
-def rendered(template: str, limits: Limits = LIMITS) -> str:
+def rendered(template: str, limits: TemplateLimits = LIMITS) -> str:
     return ChatTemplate(Tokenizer(template), template, limits).render(SAID, False)
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from helixpipe.common.errors import DataError, UserError
-from helixpipe.common.progress import Progress
+from helixpipe.common.progress import ProgressLine
 from helixpipe.model.options import Microbatch
 from megatron.pretrain.data import datasets as datasets_module
 from megatron.pretrain.data.datasets import Datasets, build_datasets
@@ -250,14 +250,14 @@ def test_building_indices_tells_how_far_it_is(
     """Of each file and split and of their blends; indices that are there already are not told of."""
     told: list[tuple[str, int, int]] = []
 
-    class Told(Progress):
+    class Told(ProgressLine):
         @contextmanager
         def parts(self, of: int) -> Iterator[Callable[[], None]]:
             built: list[None] = []
             yield lambda: built.append(None)
             told.append((self._what, len(built), of))
 
-    monkeypatch.setattr(datasets_module, "Progress", Told)
+    monkeypatch.setattr(datasets_module, "ProgressLine", Told)
     pairs = ["1", make_pair("a", STORIES), "2", make_pair("b", STORIES)]
     for given, parts in ((pairs, 3), (pairs[1:2], 1)):
         cached = options(data_path=given, split="1,0,0", data_cache_path=str(tmp_path / "cache"))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from helixpipe.common.errors import DataError
 from megatron.pretrain.data.document_files import Excerpt
-from megatron.pretrain.data.document_order import Counts, DocumentOrder, NoDocuments, Share
+from megatron.pretrain.data.document_order import DocumentCounts, DocumentOrder, NoDocuments, Share
 from megatron.pretrain.data.documents import DocumentStream, StepDocuments
 
 
@@ -103,9 +103,9 @@ def test_steps_come_in_any_order_and_are_forgotten() -> None:
 
 def test_what_becomes_of_long_and_empty_documents() -> None:
     sizes = [0, 1, 2, 11, 12, 50]
-    assert ordered(sizes, 10).counts == Counts(used=4, truncated=2, skipped=0, empty=2)
+    assert ordered(sizes, 10).counts == DocumentCounts(used=4, truncated=2, skipped=0, empty=2)
     skipping = ordered(sizes, 10, long_documents="skip")
-    assert skipping.counts == Counts(used=2, truncated=0, skipped=2, empty=2)
+    assert skipping.counts == DocumentCounts(used=2, truncated=0, skipped=2, empty=2)
     assert str(skipping.counts) == "2 documents, 2 too long and skipped, 2 without two tokens left out"
     assert sorted(skipping.trained(0, 9).tolist()) == [1, 10]
     with pytest.raises(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from helixpipe.program.workload import Chunk, Slice, Workload
 from megatron.pretrain.data.documents import DocumentStream
-from megatron.pretrain.data.rows import Part, RowReader, parts
+from megatron.pretrain.data.rows import RowDocument, RowReader, parts
 from tests.data.test_document_stream import ordered
 
 CPU = torch.device("cpu")
@@ -97,7 +97,7 @@ def test_documents_must_lie_whole_in_their_row(slices: list[Slice]) -> None:
 
 def test_slices_of_a_document_make_one_part() -> None:
     chunks = [(Slice(4, 0, 3),), (Slice(4, 3, 2), Slice(1, 0, 2)), (Slice(2, 0, 1),)]
-    assert parts(chunks) == (Part(4, 5), Part(1, 2), Part(2, 1))
+    assert parts(chunks) == (RowDocument(4, 5), RowDocument(1, 2), RowDocument(2, 1))
 
 
 def test_a_plan_for_other_documents_and_steps_out_of_turn_are_refused() -> None:

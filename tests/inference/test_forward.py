@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from helixpipe.common.errors import UserError
-from megatron.pretrain.inference.perplexity import Bucket, edges, table
+from megatron.pretrain.inference.perplexity import PositionLoss, edges, table
 from tests.distributed import run_ranks
 from tests.integration.forked import run_forked
 from tests.integration.launching import MODEL, Launch
@@ -43,7 +43,7 @@ class Said(NamedTuple):
     greedy: list[int]
     drawn: list[list[int]]
     whole: list[int]
-    buckets: list[Bucket]
+    buckets: list[PositionLoss]
 
 
 def ask(rank: int, world: int, folder: str, flags: str) -> Said:
@@ -131,7 +131,9 @@ def test_buckets_double_and_few_tokens_join_those_before() -> None:
 
 
 def test_the_table_has_a_line_a_bucket_and_their_mean() -> None:
-    lines = table([Bucket(0, 8, 2, 1.0), Bucket(8, 16, 0, float("nan")), Bucket(16, 32, 6, 2.0)], 3).splitlines()
+    lines = table(
+        [PositionLoss(0, 8, 2, 1.0), PositionLoss(8, 16, 0, float("nan")), PositionLoss(16, 32, 6, 2.0)], 3
+    ).splitlines()
     assert [line.split()[-2:] for line in lines[1:]] == [
         ["1.0000", "2.718"],
         ["-", "-"],

@@ -19,13 +19,13 @@ from tests.integration.forked import Forked
 from tests.integration.launching import MOCK, ROOT, Launch
 from tools.hosts import Lab, unavailable
 from tools.link_report import report, slow_links
-from tools.links import Check, GlooPair, Link, Place, limited, on_all_pipelines, rounds
+from tools.links import Check, GlooPair, Link, RankLocation, limited, on_all_pipelines, rounds
 from tools.netlab import Job
 from tools.preflight import PreflightOptions, main
 
 FLAGS = f"{MOCK} --train-iters 2"
 CHAIN = [(0, 1), (1, 2), (2, 3)]
-PLACES = [Place("node17", 0, "gpu", 3), Place("node18", 1, "gpu", 3), Place("node19", 2, "gpu", 3)]
+PLACES = [RankLocation("node17", 0, "gpu", 3), RankLocation("node18", 1, "gpu", 3), RankLocation("node19", 2, "gpu", 3)]
 
 
 # ---------------------------------------------------------------------------------------------------------- prediction
@@ -116,7 +116,7 @@ def test_slow_and_dead_links_are_named() -> None:
 
 
 def test_links_within_a_node_are_compared_with_each_other() -> None:
-    places = [Place("a", 0, "gpu", 0), Place("a", 0, "gpu", 1), Place("b", 1, "gpu", 0)]
+    places = [RankLocation("a", 0, "gpu", 0), RankLocation("a", 0, "gpu", 1), RankLocation("b", 1, "gpu", 0)]
     links = [Link(0, 1, 200e9, 1e-5), Link(1, 0, 200e9, 1e-5), Link(1, 2, 10e9, 1e-5), Link(2, 1, 10e9, 1e-5)]
     assert not slow_links(links, places, 0.5)
 

@@ -1,4 +1,4 @@
-"""Programs that offload at random; no torch here."""
+"""Programs that offload at random."""
 
 from __future__ import annotations
 

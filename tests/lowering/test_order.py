@@ -16,7 +16,7 @@ from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.build import build_graph
 from helixpipe.lowering.graph import Graph
 from helixpipe.lowering.lower import lower
-from helixpipe.lowering.order import Times, list_schedule, unit_order
+from helixpipe.lowering.order import TaskTimes, list_schedule, unit_order
 from helixpipe.lowering.places import without_holds
 from helixpipe.lowering.project import Action, LoweredProgram
 from helixpipe.lowering.validate import validate
@@ -28,7 +28,7 @@ from tests.lowering.random_programs import DETERMINISTIC, random_costs, random_p
 COSTS = PieceTimes({"qkv": 1.0, "attn": 3.0, "mlp": 2.0}, message=0.5)
 
 
-def timed(program: Program, costs: PieceTimes) -> tuple[Graph, Times]:
+def timed(program: Program, costs: PieceTimes) -> tuple[Graph, TaskTimes]:
     graph = validate(program)
     return graph, list_schedule(graph, *BoundCosts(program, costs).timers)
 

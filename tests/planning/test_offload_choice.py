@@ -12,7 +12,7 @@ from helixpipe.common.errors import ScheduleError
 from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.planning.early import place_early
 from helixpipe.planning.offload import OffloadOptions, timed, with_ahead, with_shares
-from helixpipe.planning.offload_choice import LEVELS, Choice, Limits, choose
+from helixpipe.planning.offload_choice import LEVELS, MemoryLimits, OffloadedProgram, choose
 from helixpipe.planning.recompute_choice import recomputing
 from helixpipe.program.program import Program
 from schedules import Shape, build
@@ -21,7 +21,7 @@ AUTO = OffloadOptions("auto")
 TIMES = {"qkv": 1.0, "attn": 3.0, "mlp": 2.0}
 
 
-def every_choice(program: Program, costs: PieceTimes, limits: Limits) -> Iterator[Choice]:
+def every_choice(program: Program, costs: PieceTimes, limits: MemoryLimits) -> Iterator[OffloadedProgram]:
     """Each rank with a level of recomputation, each unit with nothing or all offloaded."""
     units = list(program.units())
     whole = [LEVELS[0], *[level for level in LEVELS if level[1] == 1.0][-2:]]  # nothing, all but attention, all
@@ -35,7 +35,7 @@ def every_choice(program: Program, costs: PieceTimes, limits: Limits) -> Iterato
         for marks in product((0.0, 1.0), repeat=len(units)):
             shares = {unit: mark for unit, mark in zip(units, marks, strict=True) if mark}
             made = with_ahead(with_shares(base, AUTO, shares, costs), costs, graph, times)
-            yield Choice(made, costs, limits, shares)
+            yield OffloadedProgram(made, costs, limits, shares)
 
 
 @pytest.mark.parametrize(
@@ -53,10 +53,10 @@ def test_no_choice_is_much_faster(
 ) -> None:
     costs = PieceTimes(TIMES, copy=copy)
     program = build(name, Shape(ranks, microbatches, 2 * ranks, chunks, costs=costs))
-    everything = max(Choice(program, costs, Limits(0.0), {}).needs)
-    limits = Limits(everything * part)
+    everything = max(OffloadedProgram(program, costs, MemoryLimits(0.0), {}).needs)
+    limits = MemoryLimits(everything * part)
     best = min(choice.time for choice in every_choice(program, costs, limits) if choice.fits)
-    found = Choice(choose(program, AUTO, costs, limits), costs, limits, {})
+    found = OffloadedProgram(choose(program, AUTO, costs, limits), costs, limits, {})
     assert found.fits
     assert found.time <= best * 1.01
 
@@ -64,14 +64,14 @@ def test_no_choice_is_much_faster(
 def test_where_all_fits_nothing_is_done() -> None:
     costs = PieceTimes(TIMES)
     program = build("gpipe", Shape(2, 4, 4, costs=costs))
-    assert choose(program, AUTO, costs, Limits(8.0)) is program
+    assert choose(program, AUTO, costs, MemoryLimits(8.0)) is program
 
 
 def test_recomputation_of_ones_own_stays() -> None:
     costs = PieceTimes(TIMES, copy=0.1)
     given = build("gpipe", Shape(2, 4, 4, costs=costs))
     stages = tuple(recomputing(stage, (("mlp",),), 1.0) for stage in given.stages)
-    found = choose(replace(given, stages=stages), AUTO, costs, Limits(4.0))
+    found = choose(replace(given, stages=stages), AUTO, costs, MemoryLimits(4.0))
     assert found.stages == stages
     assert any(each.offload for each in found.activations.values())
 
@@ -79,11 +79,11 @@ def test_recomputation_of_ones_own_stays() -> None:
 @pytest.mark.parametrize(
     ("limits", "sentence"),
     [
-        (Limits(0.5), "a rank needs .* microbatch-layers, .* more than it may use"),
-        (Limits(7.0, 0.01), "the host's memory would have to hold .* a rank, but --host-memory leaves it 0.01"),
+        (MemoryLimits(0.5), "a rank needs .* microbatch-layers, .* more than it may use"),
+        (MemoryLimits(7.0, 0.01), "the host's memory would have to hold .* a rank, but --host-memory leaves it 0.01"),
     ],
 )
-def test_what_cannot_fit_is_said(limits: Limits, sentence: str) -> None:
+def test_what_cannot_fit_is_said(limits: MemoryLimits, sentence: str) -> None:
     costs = PieceTimes(TIMES, copy=0.1)
     given = build("gpipe", Shape(2, 4, 4, costs=costs))
     stages = tuple(recomputing(stage, (("attn",),), 1.0) for stage in given.stages)

@@ -10,21 +10,21 @@ import pytest
 from helixpipe.common.errors import UserError
 from helixpipe.planning.search.bounds import Bounds
 from helixpipe.planning.search.documents import bounds_of, trials_of
-from helixpipe.planning.search.explore import Outcome, Search
+from helixpipe.planning.search.explore import Search, SearchResult
 from helixpipe.planning.search.flags import setting_flags
 from helixpipe.planning.search.formulas import value
-from helixpipe.planning.search.space import Candidate, Given, Question, Saving, Setting, Sizes
+from helixpipe.planning.search.space import Candidate, FixedChoices, ParallelSizes, Question, Saving, Setting
 from helixpipe.planning.search.terms import NAMES, AtSize, Terms, compared, smaller, taking_over, terms_of
 from helixpipe.planning.search.trial import Trials
-from helixpipe.planning.search.workers import Alone, Job, Processes
+from helixpipe.planning.search.workers import Processes, SerialCrew, TrialRequest
 from schedules import CATALOGUE
 from tests.planning.search_questions import question
 
 PLAIN = "1f1b gpipe interleaved-1f1b seq1f1b weipipe none"
 
 
-def search(asked: Question, **options: int) -> Outcome:
-    return Search(asked, Alone(asked), **options).run()
+def search(asked: Question, **options: int) -> SearchResult:
+    return Search(asked, SerialCrew(asked), **options).run()
 
 
 @pytest.mark.parametrize("name", [name for name, schedule in CATALOGUE.items() if not schedule.one_rank])
@@ -32,7 +32,7 @@ def test_no_step_is_faster_or_smaller_than_the_bounds(name: str) -> None:
     """Of several shapes, with and without recomputation, chunks, and weights in parts."""
     asked = question(schedules=name, gpus=8)
     bounds, trials, seen = Bounds(asked), Trials(asked), 0
-    every = Sizes(2, 1, 2, 2, parts=True), Sizes(1, 1, 4, 2), Sizes(1, 2, 2, 2)
+    every = ParallelSizes(2, 1, 2, 2, parts=True), ParallelSizes(1, 1, 4, 2), ParallelSizes(1, 2, 2, 2)
     for sizes in every[:1] if CATALOGUE[name].effort > 4 else every:
         (first,) = asked.first_settings(sizes)
         for chunks in asked.chunk_counts(CATALOGUE[name], sizes)[:2]:
@@ -50,7 +50,7 @@ def test_no_step_is_faster_or_smaller_than_the_bounds(name: str) -> None:
 def test_bounds_of_documents_hold() -> None:
     asked = question(4, schedules="seq1f1b none", sequences=6, documents=(8000, 300, 2000, 4000, 100, 700))
     bounds, trials = bounds_of(asked), trials_of(asked)
-    for sizes in (Sizes(1, 1, 2, 2), Sizes(2, 1, 2, 1), Sizes(1, 2, 1, 2)):
+    for sizes in (ParallelSizes(1, 1, 2, 2), ParallelSizes(2, 1, 2, 1), ParallelSizes(1, 2, 1, 2)):
         for setting in asked.first_settings(sizes):
             found = trials.whole(Candidate(sizes, setting))
             assert not found.refused and found.whole
@@ -61,7 +61,7 @@ def test_bounds_of_documents_hold() -> None:
 
 def test_the_bounds_are_not_idle() -> None:
     """What has no bubble and one rank takes what they say."""
-    asked, sizes = question(gpus=1, sequences=2), Sizes(1, 1, 1, 1)
+    asked, sizes = question(gpus=1, sequences=2), ParallelSizes(1, 1, 1, 1)
     setting = Setting("none", CATALOGUE["none"].options())
     found = Trials(asked).whole(Candidate(sizes, setting))
     assert found.step == pytest.approx(Bounds(asked).time(sizes, setting), rel=1e-6)
@@ -73,7 +73,7 @@ def test_the_bounds_are_not_idle() -> None:
 def test_few_microbatches_tell_of_many(name: str) -> None:
     """Steps that repeat themselves are known from few microbatches, also where the number leaves a rest."""
     asked = question(schedules=name, sequences=46 if name in ("1f1b", "gpipe") else 48)
-    sizes = Sizes(1, 1, 4, 1)
+    sizes = ParallelSizes(1, 1, 4, 1)
     (setting,) = asked.first_settings(sizes)
     trials, candidate = Trials(asked), Candidate(sizes, setting)
     few, whole = trials.quick(candidate, 1e9), trials.whole(candidate)
@@ -120,9 +120,9 @@ def test_flags_say_all_that_was_chosen() -> None:
 
 
 def test_what_is_given_is_not_searched() -> None:
-    given = Given(tensor=2, context=1, ranks=2, parts=False, chunks=2, mlp=0, loss=2048)
+    given = FixedChoices(tensor=2, context=1, ranks=2, parts=False, chunks=2, mlp=0, loss=2048)
     (best,) = search(question(schedules="seq1f1b", given=given), top=1).best
-    assert best.candidate.sizes == Sizes(2, 1, 2, 1)
+    assert best.candidate.sizes == ParallelSizes(2, 1, 2, 1)
     assert (best.candidate.setting.chunks, best.candidate.setting.saving) == (2, Saving(None, 0, 2048))
 
 
@@ -155,10 +155,10 @@ def test_a_search_with_little_to_simulate_ends_soon() -> None:
 
 def test_interrupted_it_gives_what_it_has() -> None:
     asked = question(schedules=PLAIN)
-    alone, rounds = Alone(asked), []
+    alone, rounds = SerialCrew(asked), []
 
-    class Impatient(Alone):
-        def run(self, jobs: list[Job]) -> list[object]:  # type: ignore[override]
+    class Impatient(SerialCrew):
+        def run(self, jobs: list[TrialRequest]) -> list[object]:  # type: ignore[override]
             rounds.append(len(jobs))
             if len(rounds) == 2:
                 raise KeyboardInterrupt
@@ -191,7 +191,7 @@ def test_a_process_that_is_gone_is_told() -> None:
 
 
 def test_terms_add_up_to_the_step() -> None:
-    asked, sizes = question(8, sequences=8), Sizes(2, 1, 2, 2)
+    asked, sizes = question(8, sequences=8), ParallelSizes(2, 1, 2, 2)
     trials = Trials(asked)
     for saving in (Saving(), Saving("full")):
         candidate = Candidate(sizes, Setting("1f1b", CATALOGUE["1f1b"].options(), saving=saving))
@@ -209,7 +209,7 @@ def test_why_one_is_slower_and_what_takes_over() -> None:
     difference = compared(fast, slow)
     assert difference.longer == pytest.approx(0.5)
     assert difference.terms[:2] == ((NAMES["bubble"], 1.0), (NAMES["inside"], -0.5))
-    candidate = Candidate(Sizes(1, 1, 1, 1), Setting("none", None))
+    candidate = Candidate(ParallelSizes(1, 1, 1, 1), Setting("none", None))
     over = taking_over([AtSize(8, None, None), AtSize(16, candidate, fast), AtSize(32, candidate, slow)])
     assert over == {
         "recomputation and cuts": None, "TP and CP collectives": 16, "messages": None, "bubble": 32,

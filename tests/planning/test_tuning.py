@@ -19,7 +19,7 @@ from helixpipe.planning.packing import Packing, balanced_mesh, pack
 from helixpipe.planning.recompute import RecomputeOptions
 from helixpipe.planning.tuning import (
     SPREAD_OF_TIME,
-    Choice,
+    ChunkCapacity,
     PackingOptions,
     Predicted,
     choices,
@@ -72,8 +72,13 @@ def test_what_does_not_fit_is_left_out():
 
 
 def test_choices():
-    assert choices([4000] * 3, 4, alignment=8, least=1000) == [Choice(1), Choice(2), Choice(3), Choice(4)]
-    assert choices([10] * 640, 4, least=100)[:3] == [Choice(1, 64), Choice(1, 32), Choice(1, 16)]
+    assert choices([4000] * 3, 4, alignment=8, least=1000) == [
+        ChunkCapacity(1),
+        ChunkCapacity(2),
+        ChunkCapacity(3),
+        ChunkCapacity(4),
+    ]
+    assert choices([10] * 640, 4, least=100)[:3] == [ChunkCapacity(1, 64), ChunkCapacity(1, 32), ChunkCapacity(1, 16)]
     given_one = tuned(LENGTHS, times_of(), 2, PackingOptions(infinipipe_chunks="5"))
     assert given_one.packing.mesh.slices == 5 and len(given_one.tried) == 1
     for wrong in ("0", "x", "1.5"):
@@ -84,14 +89,14 @@ def test_choices():
 def test_the_estimate_is_1f1b_with_free_messages():
     times = times_of(once=0.0, pair=0.0)
     lengths = [12] * 8
-    packing = make_packing(lengths, times, Choice(2), PackingOptions(infinipipe_packing="none"))
+    packing = make_packing(lengths, times, ChunkCapacity(2), PackingOptions(infinipipe_packing="none"))
     each = 12.0  # F + B of half a document on all of 3 ranks together
     assert estimate(packing, 3) == pytest.approx((16 + 2) * each / 3)
 
 
 def test_fixed_chunks_have_no_limit_of_time():
     times = times_of(pair=0.01)
-    fixed = make_packing(LENGTHS, times, Choice(8), PackingOptions(infinipipe_split="fixed"))
+    fixed = make_packing(LENGTHS, times, ChunkCapacity(8), PackingOptions(infinipipe_split="fixed"))
     assert set(fixed.chunk_tokens) - {50} and max(fixed.chunk_tokens) == 50
     assert fixed.mesh.time == inf and max(map(max, fixed.chunk_times)) > times.of_slice(50) * 2
 
@@ -102,7 +107,7 @@ def test_capacity_is_near_the_sweep(granularity):
     ranks, recompute = 2, RecomputeOptions(granularity, recompute_early=False)
     lengths = [16000, 9000] + [500 + 131 * number % 3000 for number in range(16)]
     times = ChunkTimes(MODEL_COSTS, even_stages(4, 1), 2.0)
-    packing = make_packing(lengths, times, Choice(4), PackingOptions(), alignment=64)
+    packing = make_packing(lengths, times, ChunkCapacity(4), PackingOptions(), alignment=64)
     shape = Shape(ranks, len(packing.workload), 4, costs=MODEL_COSTS, recompute=recompute, ragged=packing.workload)
     simulation = simulate(lower(build("seq1f1b", shape), MODEL_COSTS), MODEL_COSTS)
     stages = shape.even_stages(ranks)
@@ -116,7 +121,7 @@ def test_capacity_is_near_the_sweep(granularity):
 def test_predicted_is_the_simulation():
     lengths = [9000, 5000] + [700] * 9
     times = ChunkTimes(MODEL_COSTS, even_stages(4, 1), 2.0)
-    packing = make_packing(lengths, times, Choice(3), PackingOptions())
+    packing = make_packing(lengths, times, ChunkCapacity(3), PackingOptions())
     shape = Shape(2, len(packing.workload), 4, costs=MODEL_COSTS, ragged=packing.workload)
     simulation = simulate(lower(build("seq1f1b", shape), MODEL_COSTS), MODEL_COSTS)
     predict = Predicted(MODEL_COSTS, even_stages(4, 2), max(simulation.device_needs))
@@ -162,7 +167,7 @@ def test_what_has_to_be_recomputed_counts():
 @pytest.mark.parametrize("pair", [0.002, 0.005])
 def test_even_in_time_and_in_tokens(pair: float):
     """As even in tokens as the published spread of time allows."""
-    times, choice = times_of(pair=pair), Choice(6)
+    times, choice = times_of(pair=pair), ChunkCapacity(6)
     both, mesh = (
         make_packing(LENGTHS, times, choice, PackingOptions(infinipipe_split=each)) for each in ("both", "mesh")
     )
@@ -178,6 +183,7 @@ def test_even_in_time_and_in_tokens(pair: float):
 def test_where_times_cannot_be_so_even_they_are_as_even_as_they_can():
     times = times_of(pair=0.01)
     both, mesh = (
-        make_packing(LENGTHS, times, Choice(3), PackingOptions(infinipipe_split=each)) for each in ("both", "mesh")
+        make_packing(LENGTHS, times, ChunkCapacity(3), PackingOptions(infinipipe_split=each))
+        for each in ("both", "mesh")
     )
     assert both.spread_of_time == mesh.spread_of_time > SPREAD_OF_TIME

@@ -11,14 +11,14 @@ import pytest
 
 from helixpipe.common.errors import UserError
 from helixpipe.costs.hardware import HARDWARE
-from helixpipe.costs.measured_chunks import ChunkTimes
+from helixpipe.costs.measured_chunks import MeasuredChunk
 from helixpipe.costs.models import Chunk, Layout, ModelShape
 from helixpipe.costs.piece_bytes import PieceBytes
 from helixpipe.costs.profile_costs import CopyTimes, MessageTimes, Profile, ProfileCosts, WeightTimes
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.lower import lower
 from helixpipe.planning.recompute import RecomputeOptions
-from helixpipe.profile.measurement import Row, rows, scale_to_whole_units
+from helixpipe.profile.measurement import MicrobatchShape, rows, scale_to_whole_units
 from helixpipe.profile.message_times import fit_line
 from helixpipe.program.costs import Payload
 from helixpipe.program.program import Op, Program
@@ -45,7 +45,7 @@ def make_profile(**changes: Any) -> Profile:
         "layout": LAYOUT,
         "dtype": "float32",
         "seq_length": 16,
-        "chunks": (ChunkTimes(16, 0, pieces, OVERHEAD),),
+        "chunks": (MeasuredChunk(16, 0, pieces, OVERHEAD),),
         "messages": MessageTimes(latency=0.5, bandwidth=1000.0, backend="gloo"),
         "torch": "2.0",
         "machine": {"device": "a processor"},
@@ -178,7 +178,7 @@ def test_a_chunk_that_was_not_measured_takes_its_share() -> None:
 
 def test_chunks_are_found_by_their_place() -> None:
     (whole,) = make_profile().chunks
-    late = ChunkTimes(4, 12, whole.pieces, {**OVERHEAD, "F": 100.0})
+    late = MeasuredChunk(4, 12, whole.pieces, {**OVERHEAD, "F": 100.0})
     costs = ProfileCosts(make_profile(chunks=(whole, late)))
     program = Program("chunked", even_stages(1, 1), ((),), uniform(1, 2, (12, 4)))
     assert op_time(costs, program, Op("F", 0, 0, 1)) == sum(SECONDS.values()) + 100.0
@@ -195,11 +195,11 @@ def test_a_file_of_version_1(saved: str) -> None:
 
 def test_rows_that_are_measured() -> None:
     """Fourths down to 64 tokens; the two longest in four chunks; eight documents in all but the longest."""
-    assert rows(16) == [Row((16,))]
+    assert rows(16) == [MicrobatchShape((16,))]
     assert rows(1030) == [
-        *(Row((1030,)), Row((257,)), Row((64,))),
-        *(Row((257,) * 4), Row((64,) * 4)),
-        *(Row((256,), 8), Row((64,), 8)),
+        *(MicrobatchShape((1030,)), MicrobatchShape((257,)), MicrobatchShape((64,))),
+        *(MicrobatchShape((257,) * 4), MicrobatchShape((64,) * 4)),
+        *(MicrobatchShape((256,), 8), MicrobatchShape((64,), 8)),
     ]
     assert [row.whole for row in rows(256)] == [True, True, False, False]
 

@@ -13,7 +13,7 @@ import pytest
 
 from helixpipe.cli import profile as cli_profile
 from helixpipe.cli import profile_options
-from helixpipe.common.progress import Progress
+from helixpipe.common.progress import ProgressLine
 from helixpipe.costs.models import Layout
 from helixpipe.costs.profile_costs import Profile
 from helixpipe.profile.measurement import WARM_UP, rows
@@ -203,11 +203,11 @@ def test_a_tiny_model_from_end_to_end(
 def test_measuring_shows_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[tuple[int, int]] = []
 
-    class Shown(Progress):
+    class Shown(ProgressLine):
         def at(self, done: int, of: int) -> None:
             shown.append((done, of))
 
-    monkeypatch.setattr(cli_profile, "Progress", Shown)
+    monkeypatch.setattr(cli_profile, "ProgressLine", Shown)
     outputs = [tmp_path / "0", tmp_path / "1"]
     for told, percent in (("", 0), ("measured 2 of 8\nmeasured 3 of 8\nmeasured 4 of", 37)):
         outputs[0].write_text(f"a warning\n{told}")  # before the first part, while torch is imported, too

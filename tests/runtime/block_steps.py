@@ -20,7 +20,7 @@ from helixpipe.program.stages import Stage
 from helixpipe.program.workload import uniform
 from helixpipe.runtime.executor import Executor, Step
 from helixpipe.runtime.step import PlanOnRank
-from helixpipe.runtime.transport import Alone
+from helixpipe.runtime.transport import SingleRankTransport
 from helixpipe.simulate.sweep import sweep
 from tests.costs import layouts, pieces
 from tests.lowering.offloads import everything
@@ -80,7 +80,7 @@ def block_peaks() -> dict[str, list[float]]:
         program = _program(order.split())
         meter = StoreMeter()
         offloader = Metered(meter, [*model.parameters(), *model.constants(), *data.tensors()])
-        executor = MeteredExecutor(0, model, Alone(), offloader=offloader)
+        executor = MeteredExecutor(0, model, SingleRankTransport(), offloader=offloader)
         executor.meter = meter
         executor.run(lower(program, costs), step)
         offloader.engine.close()

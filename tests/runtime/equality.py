@@ -23,7 +23,7 @@ from helixpipe.program.program import Program, forward_only
 from helixpipe.program.stages import Piece
 from helixpipe.runtime.executor import Executor, Step, StepRun
 from helixpipe.runtime.step import PlannedOp
-from helixpipe.runtime.transport import Alone, Transport, make_transport
+from helixpipe.runtime.transport import SingleRankTransport, Transport, make_transport
 from helixpipe.runtime.weights import WholeWeights
 from tests.distributed import gather_tensors
 from tests.model.common import (
@@ -232,7 +232,7 @@ def make_executor(case: Case, transport: Transport | None = None) -> tuple[Any, 
     """transport None: for a case on one rank, which sends nothing."""
     model = make_model(case)
     rank = parallel_state.get_pipeline_model_parallel_rank() if case.pp > 1 else 0
-    transport = transport or Alone()
+    transport = transport or SingleRankTransport()
     offloader = None if case.offload is None else spoiling(case.offload)
     return model, Executor(rank, model, transport, offloader=offloader)
 

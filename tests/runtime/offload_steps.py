@@ -26,7 +26,7 @@ from helixpipe.runtime.copies import ThreadEngine
 from helixpipe.runtime.executor import Executor, Step
 from helixpipe.runtime.offload import Offloader, UnitSaving
 from helixpipe.runtime.segments import SegmentGraph
-from helixpipe.runtime.transport import Alone
+from helixpipe.runtime.transport import SingleRankTransport
 from helixpipe.simulate.sweep import sweep
 from tests.costs import layouts, pieces
 from tests.lowering.offloads import everything, offloading_program
@@ -55,7 +55,9 @@ def random_steps(rank: int, world_size: int, examples: int) -> None:
         program = offloading_program(one_rank(rng, case.m), seed)
         delays = rng.choice(((0.0,), (0.0, 0.001), (0.0, 0.0, 0.005)))
         engine = ThreadEngine(rng.choice((None, 1e8)), lambda: rng.choice(delays))
-        executor = Executor(0, model, Alone(), offloader=Spoiling(engine, rng.choice((0, 10_000, 1_000_000))))
+        executor = Executor(
+            0, model, SingleRankTransport(), offloader=Spoiling(engine, rng.choice((0, 10_000, 1_000_000)))
+        )
         model.zero_grad()
         executor.run(lower(program), make_step(case))
         error, parameter = worst(gradients_of(model), expected)
@@ -168,7 +170,7 @@ def peaks(rank: int, world_size: int) -> dict[str, tuple[float, float]]:
             lowered, meter = lower(program, costs), Meter()
             kept = [*model.parameters(), *model.constants(), *data.tensors()]
             offloader = Metered(meter, kept)
-            executor = Executor(0, model, Alone(), offloader=offloader)
+            executor = Executor(0, model, SingleRankTransport(), offloader=offloader)
             executor.run(lowered, step)
             offloader.engine.close()
             expected = sweep(lowered, BoundCosts(program, costs), 0)

@@ -26,7 +26,7 @@ from helixpipe.program.costs import Contents
 from helixpipe.program.program import Piece, Program, forward_only
 from helixpipe.runtime.executor import Executor, LossSum, Step
 from helixpipe.runtime.replicas import replicated_weights
-from helixpipe.runtime.sharded_weights import ShardedWeights, Unit
+from helixpipe.runtime.sharded_weights import FlatWeights, ShardedWeights
 from helixpipe.runtime.transport import Transport, make_transport
 from helixpipe.simulate.sweep import sweep
 from tests.model.common import set_parallel
@@ -49,7 +49,7 @@ class WholeWeights(RememberedCosts):
         return float(sum(elements(unit) for unit in self.store.used(pieces)))
 
 
-def elements(unit: Unit) -> int:
+def elements(unit: FlatWeights) -> int:
     """Without what is filled up."""
     return sum(shape.numel() for shape in unit.shapes.values())
 
@@ -75,7 +75,7 @@ class Watched(ShardedWeights):
         self.zero_gradients()
         self.completed: list[tuple[Piece, ...]] = []
         self.summed: list[tuple[Piece, ...]] = []
-        self._done: list[Unit] = []
+        self._done: list[FlatWeights] = []
 
     def gather(self, pieces: Sequence[Piece], kind: str) -> None:
         assert not self.gathered, "one stage at a time"
@@ -111,7 +111,7 @@ class Watched(ShardedWeights):
             if unit.users <= summed and any(id(weight) in self._replicas for weight in unit.weights.values()):
                 self._sum(unit)
 
-    def _sum(self, unit: Unit) -> None:
+    def _sum(self, unit: FlatWeights) -> None:
         assert unit not in self._done
         self._done.append(unit)
         unit.finish()

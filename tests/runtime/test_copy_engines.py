@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from helixpipe.runtime.arena import ALIGNMENT, HostArena, Part
+from helixpipe.runtime.arena import ALIGNMENT, HostAllocation, HostArena
 from helixpipe.runtime.copies import CopyEngine, StreamEngine, ThreadEngine
 from tests.runtime.happens_before.cuda import Simulation
 
@@ -183,7 +183,7 @@ def test_parts_lie_apart_and_come_back(seed: int) -> None:
     memory is one gap again."""
     rng = random.Random(seed)
     arena = HostArena(rng.choice((0, 4000, 40000)))
-    taken: list[tuple[Part, int]] = []
+    taken: list[tuple[HostAllocation, int]] = []
     most = 0
     for number in range(120):
         if taken and rng.random() < 0.45:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from helixpipe.lowering.lower import lower
 from helixpipe.runtime.executor import Executor, Step
-from helixpipe.runtime.transport import Alone
+from helixpipe.runtime.transport import SingleRankTransport
 from schedules import Shape, build
 
 
@@ -29,7 +29,7 @@ class Toy:
 def test_ops_are_ranges_while_a_profiler_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = Toy()
     lowered = lower(build("1f1b", Shape(1, 2, layers=1)))
-    executor = Executor(0, model, Alone())
+    executor = Executor(0, model, SingleRankTransport())
     batch: Any = None
     step = Step(0, lambda index: index, lambda index: batch, lambda index: torch.tensor(0.5), 1, 4)
     with torch.profiler.profile() as profile:

@@ -19,7 +19,7 @@ from helixpipe.planning.catalogue import Shape
 from helixpipe.runtime.executor import Executor
 from helixpipe.runtime.run_ahead import OPS_AHEAD, RunAhead
 from helixpipe.runtime.step_run import StepRun
-from helixpipe.runtime.transport import Alone
+from helixpipe.runtime.transport import SingleRankTransport
 from helixpipe.watch.position import Position
 from schedules import build
 from tests.runtime.null_model import NullModel, null_step
@@ -106,7 +106,7 @@ def test_a_run_of_steps_is_bounded_as_a_whole(right: bool | None) -> None:
     Issuing.device = device
     lowered = lower(build("none", Shape(1, 7, 2)))
     model: Any = NullModel()
-    executor = Executor(0, model, Alone(), run_ahead=RunAhead(device.mark))
+    executor = Executor(0, model, SingleRankTransport(), run_ahead=RunAhead(device.mark))
     executor.step_run = Issuing
     steps, forwards = 3, lowered.openings[0]
     for _ in range(steps):
@@ -122,7 +122,7 @@ def test_a_run_of_steps_is_bounded_as_a_whole(right: bool | None) -> None:
 
 def test_on_the_cpu_there_is_none() -> None:
     model: Any = NullModel()
-    executor = Executor(0, model, Alone())
+    executor = Executor(0, model, SingleRankTransport())
     assert executor.run_ahead is None and executor.position.trail is None
 
 

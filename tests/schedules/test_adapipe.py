@@ -20,7 +20,7 @@ from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.lower import lower
 from helixpipe.lowering.validate import validate
-from helixpipe.planning.adapipe import Search, Stages
+from helixpipe.planning.adapipe import LayoutSearch, Stages
 from helixpipe.planning.early import peak_memory
 from helixpipe.planning.recompute import RecomputeOptions
 from helixpipe.planning.recompute_choice import LayerChoices, make_stage
@@ -69,8 +69,8 @@ def model_costs(**options: object) -> Costs:
     return plan.costs
 
 
-def search_of(shape: Shape, costs: Costs) -> Search:
-    return Search(shape, costs, one_f_one_b_order(shape.ranks, shape.microbatches))
+def search_of(shape: Shape, costs: Costs) -> LayoutSearch:
+    return LayoutSearch(shape, costs, one_f_one_b_order(shape.ranks, shape.microbatches))
 
 
 def sizes(program: Program) -> list[int]:

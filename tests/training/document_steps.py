@@ -15,7 +15,7 @@ import torch
 from helixpipe.common.errors import UserError
 from helixpipe.planning.background import BackgroundPlanner
 from megatron.pretrain import pretrain
-from megatron.pretrain.checkpoint.state import Progress
+from megatron.pretrain.checkpoint.state import TrainingProgress
 from megatron.pretrain.config import core
 from megatron.pretrain.data.tokenizer import build_tokenizer
 from megatron.pretrain.plan import plan_stream
@@ -60,11 +60,11 @@ def losses_of(run: Run, rank: int, world_size: int) -> tuple[list[float], list[A
     config = run.config(rank, world_size)
     trainer = make_trainer(config)
     trainer.log = figures = Figures(0)  # type: ignore[assignment]
-    trainer.feed = make_feed(trainer, Progress())
+    trainer.feed = make_feed(trainer, TrainingProgress())
     steps = []
     train = trainer.feed.train
 
-    def noted(progress: Progress) -> Any:
+    def noted(progress: TrainingProgress) -> Any:
         work = train(progress)
         workload = work.lowered.program.workload
         steps.append((len(workload), workload.most_chunks, work.samples))
@@ -78,7 +78,7 @@ def losses_of(run: Run, rank: int, world_size: int) -> tuple[list[float], list[A
     return figures.losses, steps
 
 
-def make_feed(trainer: Any, progress: Progress, beside: Any = Here) -> Any:
+def make_feed(trainer: Any, progress: TrainingProgress, beside: Any = Here) -> Any:
     config, parallel = trainer.config, trainer.parallel
     schedule = BatchSchedule.from_config(config)
     tokenizer = build_tokenizer(tokenizer_type="NullTokenizer", vocab_size=config.data.vocab_size)
@@ -97,7 +97,7 @@ def resumed(rank: int, world_size: int, run: Run) -> bool:
     """Whether a feed that begins in the middle gives what the one that came from the start gives."""
     set_parallel(tp=run.tp, pp=run.pp)
     trainer = make_trainer(run.config(rank, world_size))
-    progress, works = Progress(), []
+    progress, works = TrainingProgress(), []
     feed = make_feed(trainer, progress)
     for _ in range(STEPS):
         works.append(feed.train(progress))
@@ -108,8 +108,8 @@ def resumed(rank: int, world_size: int, run: Run) -> bool:
         )
     feed.close()
     done = sum(work.samples for work in works[:-1])
-    again = make_feed(trainer, Progress(STEPS - 1, done))
-    work = again.train(Progress(STEPS - 1, done))
+    again = make_feed(trainer, TrainingProgress(STEPS - 1, done))
+    work = again.train(TrainingProgress(STEPS - 1, done))
     again.close()
     trainer.pipeline.close()
     ours, theirs = (
@@ -215,7 +215,7 @@ def gradients_of(config: Any) -> list[Gradients]:
         patch.setattr(core, "params_dtype", lambda config: torch.float64)
         trainer = make_trainer(config)
     trainer.log = Figures(0)  # type: ignore[assignment]
-    trainer.feed = make_feed(trainer, Progress())
+    trainer.feed = make_feed(trainer, TrainingProgress())
     found: list[Gradients] = []
     weights, model, sharded = trainer.state.weights, trainer.state.model, trainer.state.sharded
     reduce = weights.reduce

@@ -15,10 +15,10 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 
 from helixpipe.model import Microbatch, PipelineModel
 from helixpipe.program.stages import model_pieces
-from megatron.pretrain.checkpoint.checkpointing import Progress
+from megatron.pretrain.checkpoint.checkpointing import TrainingProgress
 from megatron.pretrain.config import Config, core
 from megatron.pretrain.data import document_splits
-from megatron.pretrain.data.document_order import Place
+from megatron.pretrain.data.document_order import DocumentAddress
 from megatron.pretrain.data.documents import DocumentStream, DocumentTokens, StepDocuments
 from tests.model.common import reference_forward, set_parallel, worst
 from tests.training.document_steps import make_feed
@@ -39,7 +39,7 @@ class GivenStream(DocumentStream):
 
     def step(self, step: int) -> StepDocuments:
         lengths = self.steps[step]
-        return StepDocuments(step, tuple(Place(0, number) for number in range(len(lengths))), lengths, 0)
+        return StepDocuments(step, tuple(DocumentAddress(0, number) for number in range(len(lengths))), lengths, 0)
 
     def read(self, step: StepDocuments, number: int) -> DocumentTokens:
         return document(step.step, number, step.lengths[number])
@@ -123,12 +123,12 @@ def found_by_run(config: Config, steps: Steps, plain: Sequence[tuple[dict[str, t
         orders = document_splits.Orders(*[object()] * 2, None)  # type: ignore[arg-type]
         patch.setattr(document_splits, "build_orders", lambda options, tokenizer: orders)
         patch.setattr(document_splits, "build_stream", lambda *order, **begin: stream)
-        trainer.feed = make_feed(trainer, Progress())
+        trainer.feed = make_feed(trainer, TrainingProgress())
     errors: list[tuple[float, str]] = []
     ran: list[str] = []
     weights, train, reduce = trainer.state.weights, trainer.feed.train, trainer.state.weights.reduce
 
-    def noted(progress: Progress) -> Any:
+    def noted(progress: TrainingProgress) -> Any:
         work = train(progress)
         workload = work.lowered.program.workload
         ran.append(hashlib.sha256(repr(workload).encode()).hexdigest())

@@ -22,7 +22,7 @@ from helixpipe.common.errors import UserError
 from helixpipe.model import Microbatch, PipelineModel
 from helixpipe.program.stages import model_pieces
 from megatron.pretrain.arguments import parse_args
-from megatron.pretrain.checkpoint.state import Progress
+from megatron.pretrain.checkpoint.state import TrainingProgress
 from megatron.pretrain.config import Config, core
 from megatron.pretrain.feed.samples import SampleFeed
 from megatron.pretrain.log.log import StepResult, build_timers
@@ -32,7 +32,7 @@ from megatron.pretrain.process.parallel import Parallel
 from megatron.pretrain.process.signals import SignalFlag, StopCheck
 from megatron.pretrain.step.microbatches import BatchSchedule, run_length
 from megatron.pretrain.step.model import build_model
-from megatron.pretrain.step.update import Outcome
+from megatron.pretrain.step.update import UpdateResult
 from megatron.pretrain.train import Trainer
 from tests.model.common import set_parallel
 from tests.runtime.host_reads import NoCopies, NoReads
@@ -129,7 +129,7 @@ def figures_of(config: Config, steps: int = STEPS) -> Figures:
     trainer.log = figures = Figures(trainer.state.weights.count()[1])  # type: ignore[assignment]
     finish = trainer._unconfirmed.finish
 
-    def counted() -> Outcome:
+    def counted() -> UpdateResult:
         outcome = finish()
         figures.confirmed.append(outcome.confirmed)
         return outcome
@@ -188,7 +188,7 @@ def make_trainer(config: Config) -> Trainer:
         length=run_length(config, schedule),
         feed=SampleFeed(schedule, pipeline.plans, stream(parallel) if pipeline.reads_data else None),
         checkpointer=unused,
-        progress=Progress(),
+        progress=TrainingProgress(),
         log=unused,
         timers=build_timers(config),
         stop=stop,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.pretrain.step.update import Outcome, UnconfirmedUpdate
+from megatron.pretrain.step.update import UnconfirmedUpdate, UpdateResult
 from tests.runtime.happens_before.cuda import Simulation
 from tests.runtime.happens_before.nccl import Communicators, Nowhere
 
@@ -49,7 +49,7 @@ class OneWeight:
         self.overflows.append(overflow)
 
 
-def steps(size: float, monkeypatch: pytest.MonkeyPatch) -> tuple[OneWeight, list[Outcome], list[str]]:
+def steps(size: float, monkeypatch: pytest.MonkeyPatch) -> tuple[OneWeight, list[UpdateResult], list[str]]:
     """Two steps with a forward after each update; the outcomes, and what the checker says."""
     simulation, outcomes = Simulation(), []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

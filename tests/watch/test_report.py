@@ -12,8 +12,8 @@ from helixpipe.lowering.lower import lower
 from helixpipe.lowering.project import Action, LoweredProgram
 from helixpipe.planning.catalogue import Shape
 from helixpipe.program.message import Message
-from helixpipe.watch.position import Part, Patience, Peers, View, describe
-from helixpipe.watch.stall import Need, State, report, stalled
+from helixpipe.watch.position import Patience, Peers, RunPart, View, describe
+from helixpipe.watch.stall import AwaitedRank, State, report, stalled
 from schedules import build
 from tests.lowering.random_programs import DETERMINISTIC, random_costs, random_program
 
@@ -57,9 +57,9 @@ def states_in(lowered: LoweredProgram, instructions: list[int], ranks: list[int]
     states = {}
     for pp_rank, (rank, instruction) in enumerate(zip(ranks, instructions, strict=True)):
         ended = instruction == len(lowered.streams[pp_rank])
-        part = Part("after step, iteration 3", PART + 1, Patience.STEP, together=True)
+        part = RunPart("after step, iteration 3", PART + 1, Patience.STEP, together=True)
         if not ended:
-            part = Part("step, iteration 3", PART, Patience.STEP, False, lowered, pp_rank)
+            part = RunPart("step, iteration 3", PART, Patience.STEP, False, lowered, pp_rank)
         peers = Peers(rank, ranks, (rank,), f"rank {rank}")
         states[rank] = describe(View(part, 0 if ended else instruction), peers, 31.0 + pp_rank, 30.0)
     return states
@@ -160,13 +160,13 @@ def test_a_collective_waits_for_who_is_not_there() -> None:
 
 
 def test_ranks_that_wait_for_each_other() -> None:
-    circle = {rank: at(rank, (4, 2), needs=(Need((rank + 1) % 3, (4, 3)),)) for rank in range(3)}
+    circle = {rank: at(rank, (4, 2), needs=(AwaitedRank((rank + 1) % 3, (4, 3)),)) for rank in range(3)}
     (cause,) = causes(circle, 3)
     assert cause.startswith("a circle: rank 0 waits for rank 1 waits for rank 2 waits for rank 0.")
 
 
 def test_tensor_parallel_ranks_in_one_op() -> None:
-    together = {rank: at(rank, (4, 2), "runs 1F0", needs=(Need(1 - rank, (4, 2)),)) for rank in range(2)}
+    together = {rank: at(rank, (4, 2), "runs 1F0", needs=(AwaitedRank(1 - rank, (4, 2)),)) for rank in range(2)}
     (cause,) = causes(together, 2)
     assert cause.startswith("ranks 0-1, grads-reduce: runs 1F0. Nobody they wait for is behind")
     behind = {**together, 1: at(1, (4, 1), "runs 1F9")}

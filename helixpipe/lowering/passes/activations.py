@@ -1,4 +1,4 @@
-"""Activations and gradients across cuts, and what a unit keeps between its own ops. No torch here.
+"""Activations and gradients across cuts, and what a unit keeps between its own ops.
 
 F(s, m, c) gives what crosses the cut after stage s to F(s+1, m, c); B or I(s+1, m, c) gives its gradient back to
 B or I(s, m, c); F -> (R ->) B or I -> W pass on what the unit saved, recomputed and deferred.

@@ -1,4 +1,4 @@
-"""Weights that travel and the gradients that come back: messages of shipped and ring stages. No torch here.
+"""Weights that travel and the gradients that come back: messages of shipped and ring stages.
 
 Which there are, and whose memory they take, `transfers` says; here they become tasks and buffers.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from helixpipe.lowering.graph import Draft
 from helixpipe.lowering.order import unit_order
-from helixpipe.lowering.passes.transfers import Transfer, Turn, transfers
+from helixpipe.lowering.passes.transfers import Turn, WeightTransfer, transfers
 from helixpipe.program.message import Message
 from helixpipe.program.program import Op
 from helixpipe.program.tasks import Buffer
@@ -40,7 +40,7 @@ def borrowed_weights(draft: Draft) -> None:
         _connect(draft, transfer, first + place, task_of, first)
 
 
-def _connect(draft: Draft, transfer: Transfer, number: int, task_of: dict[Op, int], first: int) -> None:
+def _connect(draft: Draft, transfer: WeightTransfer, number: int, task_of: dict[Op, int], first: int) -> None:
     """The buffers of one message, and what it waits for: what it passes on, and for its memory."""
     graph = draft.graph
     task, stage = graph.num_ops + number, transfer.ops[0].stage

@@ -1,4 +1,4 @@
-"""Keys and values of microbatches that run in several chunks, and their gradients. No torch here.
+"""Keys and values of microbatches that run in several chunks, and their gradients.
 
 Attention is causal, so a slice of a document needs the keys and values of all slices before it, in the layers of its
 stage, and their gradients come from all slices after it. Both are one buffer a row (`Workload.rows`) and stage, on the

@@ -1,4 +1,4 @@
-"""Activations that leave the device after a unit's forward and are back before its backward. No torch here.
+"""Activations that leave the device after a unit's forward and are back before its backward.
 
 Of what a unit saves, the part that `Activations.offload` names is copied to the host's memory once F has run, and its
 memory on the device is free when the copy has ended. It is copied in again before the first op that reads what F

@@ -1,4 +1,4 @@
-"""Sums of weight gradients over the ranks that hold a replicated stage. No torch here.
+"""Sums of weight gradients over the ranks that hold a replicated stage.
 
 Each is a collective of these ranks, as early as the last of them has run its last backward of the stage. Nothing waits
 for it before the step ends.

@@ -1,4 +1,4 @@
-"""Weights in parts over data-parallel ranks: gathered before an op, gradients scattered after it. No torch here.
+"""Weights in parts over data-parallel ranks: gathered before an op, gradients scattered after it.
 
 Every data-parallel rank runs the same stream and has 1/n of the weights of its pipeline rank's stages
 (`Program.sharded`). An op that computes with weights (F, R, B, I) needs them whole: a gather brings the parts together.

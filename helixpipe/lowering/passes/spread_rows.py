@@ -26,7 +26,7 @@ from helixpipe.program.tasks import Buffer
 
 
 @dataclass(frozen=True)
-class _Row:
+class _RowTasks:
     """Tasks of a row's chunks in a stage with attention, in the row's order.
 
     makers: that make the block, the chunk's forward in the stage or in the one before. forwards, backwards: attention's
@@ -57,7 +57,7 @@ def spread(draft: Draft, stage: int, places: Sequence[tuple[int, int]]) -> None:
         _block(draft, stage, row, chunk)
 
 
-def _row(draft: Draft, stage: int, places: Sequence[tuple[int, int]]) -> _Row:
+def _row(draft: Draft, stage: int, places: Sequence[tuple[int, int]]) -> _RowTasks:
     units = [draft.unit(stage, *place) for place in places]
     forwards = [draft.forward[unit] for unit in units]
     ranks = [draft.graph.ranks[task] for task in forwards]
@@ -67,11 +67,11 @@ def _row(draft: Draft, stage: int, places: Sequence[tuple[int, int]]) -> _Row:
     if stages[stage].pieces[0].kind == "attn" and stages[stage - 1].pieces[-1].kind == "qkv":
         makers = [draft.forward[unit] for unit in before]
         if [draft.graph.ranks[task] for task in makers] == ranks:
-            return _Row(makers, forwards, backwards, [draft.backward[unit] for unit in before * training], ranks)
-    return _Row(forwards, forwards, backwards, backwards, ranks)
+            return _RowTasks(makers, forwards, backwards, [draft.backward[unit] for unit in before * training], ranks)
+    return _RowTasks(forwards, forwards, backwards, backwards, ranks)
 
 
-def _block(draft: Draft, stage: int, row: _Row, chunk: int) -> None:
+def _block(draft: Draft, stage: int, row: _RowTasks, chunk: int) -> None:
     graph, home, training = draft.graph, row.ranks[chunk], bool(row.backwards)
     op = graph.ops[row.forwards[chunk]]
     block = Buffer("keys_values", home, stage, op.microbatch, op.chunk)

@@ -1,4 +1,4 @@
-"""How weights reach the ranks that do not own them, and how their gradients come back. No torch here.
+"""Derives the messages that bring weights to ranks that do not own them, and take their gradients back.
 
 A rank that runs ops of a `shipped` or `ring` stage it does not own runs them with a *copy* of the weights, which one
 message brings, and sums their weight gradients up in a buffer, which one message takes away. No schedule writes these
@@ -48,7 +48,7 @@ class Turn(NamedTuple):
     rank: int
 
 
-class Transfer(NamedTuple):
+class WeightTransfer(NamedTuple):
     """A message with weights or with gradients of them, before it has a number among the program's messages.
 
     kind: `weights` or `weight_gradients`. ops: in turn, those that run with the weights, on rank `target`; or those
@@ -67,7 +67,7 @@ class Transfer(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Copy:
+class _WeightCopy:
     """Weights of a stage in a place of a rank; read backwards, a sum of gradients in a place of a rank.
 
     ops: that use it, in the order they were come by. near: the copy it came from, None for the owner's weights. far:
@@ -78,13 +78,13 @@ class _Copy:
     rank: int
     number: int
     ops: list[Op] = field(default_factory=list)
-    near: _Copy | None = None
-    far: list[_Copy] = field(default_factory=list)
-    replaced: _Copy | None = None
+    near: _WeightCopy | None = None
+    far: list[_WeightCopy] = field(default_factory=list)
+    replaced: _WeightCopy | None = None
     last: Op | None = None
 
 
-def transfers(program: Program, turns: Sequence[Turn]) -> list[Transfer]:
+def transfers(program: Program, turns: Sequence[Turn]) -> list[WeightTransfer]:
     """Every message with weights or their gradients. turns: see the module's text."""
     moved = _shipped(program)
     if any(stage.placement == "ring" for stage in program.stages):
@@ -93,12 +93,12 @@ def transfers(program: Program, turns: Sequence[Turn]) -> list[Transfer]:
     return moved
 
 
-def _shipped(program: Program) -> list[Transfer]:
+def _shipped(program: Program) -> list[WeightTransfer]:
     """Weights could leave when the step starts. So that they come soon enough but not all at once, they wait for an op
     of their owner, `WEIGHTS_AHEAD` ops before the last one there that the copy's first F depends on anyway; where there
     is none, for none. Whatever order respects all else thus respects this, too. Nothing waits for gradients but the end
     of the step."""
-    transfers: list[Transfer] = []
+    transfers: list[WeightTransfer] = []
     shipped = {index for index, stage in enumerate(program.stages) if stage.placement == "shipped"}
     places = [{op: place for place, op in enumerate(order)} for order in program.ranks] if shipped else []
     for rank, order in enumerate(program.ranks):
@@ -114,13 +114,13 @@ def _shipped(program: Program) -> list[Transfer]:
             earlier = (uses[0]._replace(stage=before) for before in reversed(range(index)))
             at = next((places[owner][op] for op in earlier if op in places[owner]), -1) - WEIGHTS_AHEAD
             paced = (program.ranks[owner][at],) if at >= 0 else ()
-            transfers.append(Transfer("weights", uses, owner, rank, -1, paced, uses[:1]))
+            transfers.append(WeightTransfer("weights", uses, owner, rank, -1, paced, uses[:1]))
             if sums := tuple(op for op in ops if op.kind in MAKES_GRADIENTS):
-                transfers.append(Transfer("weight_gradients", sums, rank, owner, -1, sums[-1:], ()))
+                transfers.append(WeightTransfer("weight_gradients", sums, rank, owner, -1, sums[-1:], ()))
     return transfers
 
 
-def _ring_weights(program: Program, turns: Sequence[Turn], number: int) -> list[Transfer]:
+def _ring_weights(program: Program, turns: Sequence[Turn], number: int) -> list[WeightTransfer]:
     copies = _copies(program, (turn for turn in turns if turn.op.kind in USES_WEIGHTS), -1, False, number)
     transfers = []
     for copy in copies:
@@ -130,11 +130,13 @@ def _ring_weights(program: Program, turns: Sequence[Turn], number: int) -> list[
             after += [copy.replaced.ops[-1], *(passed.number for passed in copy.replaced.far)]
         if copy.last is not None and not program.ring.eager:
             after.append(copy.last)
-        transfers.append(Transfer("weights", tuple(copy.ops), source, copy.rank, follows, tuple(after), (copy.ops[0],)))
+        transfers.append(
+            WeightTransfer("weights", tuple(copy.ops), source, copy.rank, follows, tuple(after), (copy.ops[0],))
+        )
     return transfers
 
 
-def _ring_gradients(program: Program, turns: Sequence[Turn], number: int) -> list[Transfer]:
+def _ring_gradients(program: Program, turns: Sequence[Turn], number: int) -> list[WeightTransfer]:
     sums = _copies(program, (turn for turn in reversed(turns) if turn.op.kind in MAKES_GRADIENTS), 1, True, number)
     # What must have left before another takes its place: read backwards, `total` came to the place of `later`.
     earlier = {later.number: total.number for total in sums if (later := total.replaced) is not None}
@@ -147,16 +149,18 @@ def _ring_gradients(program: Program, turns: Sequence[Turn], number: int) -> lis
             after.append(earlier[total.near.number])
         before = (total.replaced.ops[-1],) if total.replaced is not None else ()
         transfers.append(
-            Transfer("weight_gradients", tuple(reversed(total.ops)), total.rank, target, follows, tuple(after), before)
+            WeightTransfer(
+                "weight_gradients", tuple(reversed(total.ops)), total.rank, target, follows, tuple(after), before
+            )
         )
     return transfers
 
 
-def _copies(program: Program, turns: Iterable[Turn], neighbour: int, once: bool, number: int) -> list[_Copy]:
+def _copies(program: Program, turns: Iterable[Turn], neighbour: int, once: bool, number: int) -> list[_WeightCopy]:
     """The copies that the turns need one after another, numbered from `number` on. neighbour: 1 or -1, from a rank to
     the one a copy may come from. once: whether a copy is passed on once at most."""
-    copies: list[_Copy] = []
-    places: list[dict[int, _Copy]] = [{} for _ in program.ranks]  # by stage, least recently used first
+    copies: list[_WeightCopy] = []
+    places: list[dict[int, _WeightCopy]] = [{} for _ in program.ranks]  # by stage, least recently used first
     owners: dict[int, Op] = {}  # the owner's last op of each stage
     for op, rank in turns:
         stage = program.stages[op.stage]
@@ -168,7 +172,7 @@ def _copies(program: Program, turns: Iterable[Turn], neighbour: int, once: bool,
         own = places[rank]
         copy = own.pop(op.stage, None)
         if copy is None:
-            copy = _Copy(rank, number + len(copies))
+            copy = _WeightCopy(rank, number + len(copies))
             copies.append(copy)
             source = (rank + neighbour) % program.num_ranks
             near = places[source].get(op.stage)
@@ -184,7 +188,7 @@ def _copies(program: Program, turns: Iterable[Turn], neighbour: int, once: bool,
     return copies
 
 
-def _other_end(program: Program, copy: _Copy) -> tuple[int, int]:
+def _other_end(program: Program, copy: _WeightCopy) -> tuple[int, int]:
     """The rank a copy came from (a sum goes to), and the transfer that brought it there; -1 for the owner."""
     if copy.near is not None:
         return copy.near.rank, copy.near.number

@@ -1,1 +1,1 @@
-"""A search for better orders of a program's ops: see docs/schedule_search.md. No torch here."""
+"""A search for better orders of a program's ops: see docs/schedule_search.md."""

@@ -1,4 +1,4 @@
-"""Simulated annealing over the orders of the ranks' ops (Kirkpatrick et al., Science 220, 1983). No torch here."""
+"""Simulated annealing over the orders of the ranks' ops (Kirkpatrick et al., Science 220, 1983)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""How long a step takes in an order of its ops, and what it needs: `list_schedule` and the memory sweep in one pass
-over flat lists. No torch here.
+"""Evaluates an order of a step's ops: `list_schedule` and the memory sweep in one pass over flat lists.
 
 The compiled twin of `Evaluator` is `evaluate.cpp`; `evaluator` takes it where it was built. Both do the same
 sums in the same order, so they agree to the last digit.
@@ -95,14 +94,14 @@ class Evaluator:
         self.peaks = [0.0] * instance.num_ranks
 
     def makespan(self, orders: Sequence[Sequence[int]], bound: float) -> float:
-        run = _Run(self.instance, orders, bound)
+        run = _OrderEvaluation(self.instance, orders, bound)
         result = run.run()
         if result < inf:
             self.starts, self.ends, self.peaks = run.starts, run.ends, run.peaks
         return result
 
 
-class _Run:
+class _OrderEvaluation:
     """One order on its way. queues: of each resource the tasks to run; next: the place of the next one. completions:
     (end, turn, task) of tasks that run; of those that end at one time transfers come before ops, as in
     `list_schedule`."""

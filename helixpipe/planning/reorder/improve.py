@@ -1,4 +1,4 @@
-"""A better program than a given one: other orders, and other programs to begin with. No torch here.
+"""A better program than a given one: other orders, and other programs to begin with.
 
 What the evaluator finds is only a proposal: every program that counts has been built, validated, lowered and simulated,
 and its memory swept. So what comes out is never slower than what was given and never over the limit, and all figures
@@ -47,7 +47,7 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class SimulatedProgram:
     """A program as it was simulated. start: what its order was found from. time: of the step."""
 
     start: str
@@ -73,9 +73,9 @@ class Candidate:
 class Improved:
     """before: what was given. after: the best there was, which may be the same. tried: the best of each start."""
 
-    before: Candidate
-    after: Candidate
-    tried: tuple[Candidate, ...]
+    before: SimulatedProgram
+    after: SimulatedProgram
+    tried: tuple[SimulatedProgram, ...]
     evaluations: int
     interrupted: bool
 
@@ -103,15 +103,15 @@ def improve(
     what its fullest rank has. after: the time between the last op and the end of the step. The same arguments give the
     same result. An interrupt ends the search with the best so far. Raises ProgramError for a program that is not valid.
     """
-    return _Search(costs, budget, after, say).run(program, limit)
+    return _OrderSearch(costs, budget, after, say).run(program, limit)
 
 
-class _Search:
+class _OrderSearch:
     """best: of each start. room: what each rank may have. done: orders that were judged."""
 
     def __init__(self, costs: Costs, budget: Budget, after: Callable[[Program], float], say: Say):
         self.costs, self.budget, self.after, self.say = costs, budget, after, say
-        self.best: dict[str, Candidate] = {}
+        self.best: dict[str, SimulatedProgram] = {}
         self.room = inf
         self.done = 0
         self.interrupted = False
@@ -141,11 +141,11 @@ class _Search:
         """Starts, the fastest first; of equal ones the one that was there first."""
         return sorted(self.best, key=lambda name: self.best[name].time)
 
-    def _simulated(self, start: str, program: Program) -> Candidate:
+    def _simulated(self, start: str, program: Program) -> SimulatedProgram:
         simulation = simulate(lower(program, self.costs), self.costs)
-        return Candidate(start, simulation, simulation.makespan + self.after(program))
+        return SimulatedProgram(start, simulation, simulation.makespan + self.after(program))
 
-    def _fitting(self, start: str, program: Program) -> Candidate | None:
+    def _fitting(self, start: str, program: Program) -> SimulatedProgram | None:
         """None for a program that cannot be, or has no room."""
         try:
             candidate = self._simulated(start, program)
@@ -153,7 +153,7 @@ class _Search:
             return None
         return candidate if candidate.fullest <= self.room * (1 + 1e-9) else None
 
-    def _relatives(self, program: Program) -> Iterator[Candidate]:
+    def _relatives(self, program: Program) -> Iterator[SimulatedProgram]:
         for name, make in relatives(program, self.costs, self.room):
             try:
                 related = make()
@@ -200,7 +200,7 @@ class _Search:
         if self.interrupted:
             raise KeyboardInterrupt
 
-    def _annealed(self, start: Candidate, evaluations: int) -> Candidate:
+    def _annealed(self, start: SimulatedProgram, evaluations: int) -> SimulatedProgram:
         """With the best order that is found for this one, if it is as good when simulated; else as it was."""
         program, lowered = start.program, start.simulation.lowered
         limits = [self.room - self.costs.static_memory(program.pieces_of_rank(r)) for r in range(program.num_ranks)]

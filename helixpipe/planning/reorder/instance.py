@@ -1,4 +1,4 @@
-"""A lowered program as flat lists, for judging many orders of its ops quickly. No torch here.
+"""A lowered program as flat lists, for judging many orders of its ops quickly.
 
 What a program's tasks wait for follows from where its ops run, hardly from their order. So a search over orders takes
 the edges, times and buffers of one lowered program as they are and changes only the order of each rank's ops. That is

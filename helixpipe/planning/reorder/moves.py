@@ -1,4 +1,4 @@
-"""Changes of an order that are worth a try: ops and runs of ops of a rank, earlier or later. No torch here."""
+"""Changes of an order that are worth a try: ops and runs of ops of a rank, earlier or later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs with some ops on another rank than before: what no order can change. No torch here.
+"""Programs with some ops on another rank than before: what no order can change.
 
 What goes to another rank goes as a group: all units of a resident stage, whose weights they share; of any other stage
 one microbatch's, since its keys, values and saved activations stay together.

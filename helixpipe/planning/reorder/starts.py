@@ -1,4 +1,4 @@
-"""Programs that nobody wrote, to begin a search with: relatives of a given one. No torch here.
+"""Programs that nobody wrote, to begin a search with: relatives of a given one.
 
 Each is a valid program for the same model, workload and ranks, good or bad; whoever asks simulates them.
 """

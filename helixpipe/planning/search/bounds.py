@@ -1,11 +1,11 @@
-"""What a step takes and needs at least, whatever the order of its ops; and estimates that say what to try first.
+"""Lower bounds on a step's time and memory, whatever the order of its ops, and estimates that say what to try first.
 
 Bounds hold for every program of the catalogue (tested for all of them). Time: all ops, what is recomputed among them,
 evenly over the ranks, then the reduction of gradients and the optimizer for an even share of the weights. Memory: an
 even share of weights, gradients and optimizer, and of what one microbatch keeps, which is all there when the first of
 its backwards begins. Cutting a sequence makes no op shorter than its share of the whole.
 
-Estimates add the bubble and the memory that the catalogue's formulas say. No torch here.
+Estimates add the bubble and the memory that the catalogue's formulas say.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from math import ceil
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.planning.search.formulas import value
-from helixpipe.planning.search.space import Question, Saving, Setting, Sizes
+from helixpipe.planning.search.space import ParallelSizes, Question, Saving, Setting
 from helixpipe.program.costs import Work
 from helixpipe.program.program import Op, Program
 from helixpipe.program.stages import LAYER_PIECES, Piece, Stage, even_stages
@@ -59,31 +59,31 @@ class Bounds:
 
     def __init__(self, question: Question):
         self.question = question
-        self._figures: dict[tuple[Sizes, str | None, int, int], Figures] = {}
+        self._figures: dict[tuple[ParallelSizes, str | None, int, int], Figures] = {}
 
-    def figures(self, sizes: Sizes, saving: Saving) -> Figures:
+    def figures(self, sizes: ParallelSizes, saving: Saving) -> Figures:
         key = sizes, saving.recompute, saving.mlp, saving.loss
         if key not in self._figures:
             self._figures[key] = Measured(self.question.costs(sizes, saving), saving).figures
         return self._figures[key]
 
-    def flops(self, sizes: Sizes) -> float:
+    def flops(self, sizes: ParallelSizes) -> float:
         """Of the mathematics of a step, on all GPUs."""
         costs = self.question.costs(sizes)
         return self.question.microbatches(sizes) * costs.step_flops(Measured(costs, Saving()).whole)
 
-    def time(self, sizes: Sizes, setting: Setting) -> float:
+    def time(self, sizes: ParallelSizes, setting: Setting) -> float:
         """Seconds that no step can beat."""
         saving = setting.saving
         figures = self.figures(sizes, Saving(None, saving.mlp, saving.loss) if saving.offload else saving)
         return (self.question.microbatches(sizes) * figures.least_work + figures.after) / sizes.ranks
 
-    def memory(self, sizes: Sizes, saving: Saving) -> float:
+    def memory(self, sizes: ParallelSizes, saving: Saving) -> float:
         """Bytes that the fullest GPU needs at least."""
         figures = self.figures(sizes, saving)
         return (figures.static + (0.0 if saving.offload else figures.kept)) / sizes.ranks
 
-    def estimate(self, sizes: Sizes, setting: Setting) -> float:
+    def estimate(self, sizes: ParallelSizes, setting: Setting) -> float:
         """Seconds of a step, roughly."""
         figures, m, p = self.figures(sizes, setting.saving), self.question.microbatches(sizes), sizes.ranks
         schedule = self.question.catalogue[setting.schedule]
@@ -93,7 +93,7 @@ class Bounds:
         bubble = value(schedule.bubble, self._names(sizes, setting, figures)) or 0.0
         return m * slowest + max(bubble, 0.0) + figures.after / p
 
-    def estimated_memory(self, sizes: Sizes, setting: Setting) -> float:
+    def estimated_memory(self, sizes: ParallelSizes, setting: Setting) -> float:
         """Bytes of the fullest GPU, roughly."""
         figures, p = self.figures(sizes, setting.saving), sizes.ranks
         schedule = self.question.catalogue[setting.schedule]
@@ -101,7 +101,7 @@ class Bounds:
         ends = 0.0 if setting.saving.loss else max(figures.kept - figures.kept_layers, 0.0) / setting.chunks
         return figures.static / p + figures.kept_layers * microbatches / p + ends
 
-    def _names(self, sizes: Sizes, setting: Setting, figures: Figures) -> dict[str, float]:
+    def _names(self, sizes: ParallelSizes, setting: Setting, figures: Figures) -> dict[str, float]:
         p, k = sizes.ranks, setting.chunks
         forward = figures.forward / p
         backward = (figures.backward + figures.again) / p

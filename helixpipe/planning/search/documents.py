@@ -1,4 +1,4 @@
-"""The search where a step is documents of all lengths, packed and dealt as training does it. No torch here.
+"""The search where a step is documents of all lengths, packed and dealt as training does it.
 
 What is simulated is the whole step of the pipeline that is predicted to take longest; chunks are what the packing
 finds.
@@ -11,7 +11,7 @@ from dataclasses import replace
 from helixpipe.planning.catalogue import Shape
 from helixpipe.planning.document_steps import StepPacker, adapting, dealt, row_program
 from helixpipe.planning.search.bounds import Bounds, Figures, Measured
-from helixpipe.planning.search.space import Candidate, Question, Saving, Setting, Sizes
+from helixpipe.planning.search.space import Candidate, ParallelSizes, Question, Saving, Setting
 from helixpipe.planning.search.trial import Trial, Trials
 from helixpipe.planning.tuning import PackingOptions
 from helixpipe.program.program import Program
@@ -62,7 +62,7 @@ class DocumentTrials(Trials):
     def ops(self, candidate: Candidate, microbatches: int) -> int:
         return 0  # whatever they are, they are simulated
 
-    def _longest_hand(self, sizes: Sizes) -> list[int]:
+    def _longest_hand(self, sizes: ParallelSizes) -> list[int]:
         """The documents of the pipeline that takes longest."""
         lengths = self.question.documents
         if sizes.data == 1:
@@ -76,7 +76,7 @@ class DocumentBounds(Bounds):
     """Time: as if all documents were one chunk, in which weights are read once, evenly over all pipelines and ranks.
     Memory: of weights, gradients and optimizer alone."""
 
-    def figures(self, sizes: Sizes, saving: Saving) -> Figures:
+    def figures(self, sizes: ParallelSizes, saving: Saving) -> Figures:
         key = sizes, saving.recompute, saving.mlp, saving.loss
         if key not in self._figures:
             extents = tuple(Extent(length, 0) for length in self.question.documents)
@@ -84,21 +84,21 @@ class DocumentBounds(Bounds):
             self._figures[key] = replace(measured, kept=0.0, kept_layers=0.0)
         return self._figures[key]
 
-    def flops(self, sizes: Sizes) -> float:
+    def flops(self, sizes: ParallelSizes) -> float:
         rows = tuple(((Slice(number, 0, length),),) for number, length in enumerate(self.question.documents))
         costs = self.question.costs(sizes)
         whole = Measured(costs, Saving()).whole
         return costs.step_flops(replace(whole, workload=Workload(rows))) / sizes.data
 
-    def time(self, sizes: Sizes, setting: Setting) -> float:
+    def time(self, sizes: ParallelSizes, setting: Setting) -> float:
         figures = self.figures(sizes, setting.saving)
         return (figures.least_work / sizes.data + figures.after) / sizes.ranks
 
-    def estimate(self, sizes: Sizes, setting: Setting) -> float:
+    def estimate(self, sizes: ParallelSizes, setting: Setting) -> float:
         chunks = max(sum(self.question.documents) / (sizes.data * CHUNK), 1.0)
         return self.time(sizes, setting) * (1 + (sizes.ranks - 1) / chunks)
 
-    def estimated_memory(self, sizes: Sizes, setting: Setting) -> float:
+    def estimated_memory(self, sizes: ParallelSizes, setting: Setting) -> float:
         return self.memory(sizes, setting.saving)
 
 

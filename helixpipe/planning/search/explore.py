@@ -1,4 +1,4 @@
-"""Best first: what promises most is tried, and what stands beside what was good. No torch here.
+"""Best first: what promises most is tried, and what stands beside what was good.
 
 A search goes in rounds, of which each is decided by what all earlier ones have found, so that its answer is the same
 however many processes make the trials. First of every schedule what is estimated best is tried; then, over all, what is
@@ -16,9 +16,9 @@ from math import inf
 from typing import NamedTuple
 
 from helixpipe.planning.search.documents import bounds_of
-from helixpipe.planning.search.space import Candidate, Question, Saving, Setting, Sizes
+from helixpipe.planning.search.space import Candidate, ParallelSizes, Question, Saving, Setting
 from helixpipe.planning.search.trial import Trial
-from helixpipe.planning.search.workers import Crew, Job
+from helixpipe.planning.search.workers import Crew, TrialRequest
 
 ROUND = 16
 """Candidates of a round."""
@@ -48,7 +48,7 @@ GRANULARITIES = (None, "without-attention", "full")
 
 
 @dataclass(frozen=True)
-class Tried:
+class TriedCandidate:
     """A candidate and its trial."""
 
     candidate: Candidate
@@ -56,7 +56,7 @@ class Tried:
 
 
 @dataclass
-class Counts:
+class CandidateCounts:
     """candidates: that were made. by_time, by_memory: whose bounds left no use. refused: shapes that the schedule does
     not take. tried: simulated. left: not tried, as the search had done what it may."""
 
@@ -69,18 +69,18 @@ class Counts:
 
 
 @dataclass
-class Outcome:
+class SearchResult:
     """best: that fit, the fastest first, one of each group. every: trials of all that were simulated. interrupted: by
     the user. least_bound: the least that any candidate without a trial needs by its bound, bytes."""
 
-    best: list[Tried] = field(default_factory=list)
-    every: list[Tried] = field(default_factory=list)
-    counts: Counts = field(default_factory=Counts)
+    best: list[TriedCandidate] = field(default_factory=list)
+    every: list[TriedCandidate] = field(default_factory=list)
+    counts: CandidateCounts = field(default_factory=CandidateCounts)
     interrupted: bool = False
     least_bound: float = inf
 
     @property
-    def least(self) -> Tried | None:
+    def least(self) -> TriedCandidate | None:
         """The trial that needs the least memory."""
         return min(self.every, key=lambda each: each.trial.peak, default=None)
 
@@ -107,26 +107,26 @@ class Search:
         crew: Crew,
         top: int = 10,
         ops: int | None = None,
-        say: Callable[[float, Tried | None], None] = lambda done, best: None,
+        say: Callable[[float, TriedCandidate | None], None] = lambda done, best: None,
     ):
         self.question, self.crew, self.top, self.say = question, crew, top, say
         self.bounds = bounds_of(question)
         self.budget = ops or budget(question.gpus)
-        self.outcome = Outcome()
+        self.outcome = SearchResult()
         self._waiting: dict[Candidate, _Promise] = {}
         self._seen: set[Candidate] = set()
         self._ratio: dict[str, float] = {}
-        self._groups: dict[tuple[Sizes, str], Tried] = {}
+        self._groups: dict[tuple[ParallelSizes, str], TriedCandidate] = {}
         self._spent = 0.0
 
-    def run(self) -> Outcome:
+    def run(self) -> SearchResult:
         """Everything. An interrupt ends it with what was found so far."""
         try:
             self._seed()
             first = True
             while chosen := self._choose(first):
                 first = False
-                self._learn(chosen, self.crew.run([Job(each, self._slowest) for each in chosen]))
+                self._learn(chosen, self.crew.run([TrialRequest(each, self._slowest) for each in chosen]))
                 self.say(min(self._spent / self.budget, 0.9), next(iter(self._ranked()), None))
             self.outcome.counts.left = len(self._waiting)
             self.outcome.best = self._confirmed()
@@ -148,7 +148,7 @@ class Search:
             for setting in self.question.first_settings(sizes):
                 self._add(sizes, self._saved(sizes, setting))
 
-    def _saved(self, sizes: Sizes, setting: Setting) -> Setting:
+    def _saved(self, sizes: ParallelSizes, setting: Setting) -> Setting:
         """The setting with what is estimated to be the fastest way to fit."""
         limit, ways = self.question.limit, []
         for saving in self.question.savings(sizes, setting.chunks):
@@ -159,7 +159,7 @@ class Search:
             ways.append((needs, own))
         return min(ways, key=lambda way: way[0])[1]
 
-    def _add(self, sizes: Sizes, setting: Setting) -> None:
+    def _add(self, sizes: ParallelSizes, setting: Setting) -> None:
         candidate = Candidate(sizes, setting)
         if candidate in self._seen:
             return
@@ -221,7 +221,7 @@ class Search:
         ranked = self._ranked()
         return ranked[self.top - 1].trial.step if len(ranked) >= self.top else inf
 
-    def _ranked(self) -> list[Tried]:
+    def _ranked(self) -> list[TriedCandidate]:
         return sorted(self._groups.values(), key=lambda each: each.trial.step)
 
     def fits(self, trial: Trial) -> bool:
@@ -241,7 +241,7 @@ class Search:
                         self._add(sizes, self._saved(sizes, neighbour))
                 continue
             self.outcome.counts.tried += 1
-            tried = Tried(candidate, trial)
+            tried = TriedCandidate(candidate, trial)
             self.outcome.every.append(tried)
             ratio = trial.step / self.bounds.estimate(sizes, setting)
             if not trial.bound:
@@ -255,7 +255,7 @@ class Search:
             if self._is_good(tried) and self.question.may_divide_weights(sizes):
                 self._add(replace(sizes, parts=not sizes.parts), setting)
 
-    def _beside(self, tried: Tried) -> Iterator[Setting]:
+    def _beside(self, tried: TriedCandidate) -> Iterator[Setting]:
         """Settings that a trial leads to."""
         sizes, setting = tried.candidate.sizes, tried.candidate.setting
         fits = tried.trial.peak <= self.question.limit
@@ -269,7 +269,7 @@ class Search:
             for neighbour in self.question.neighbours(sizes, setting):
                 yield self._saved(sizes, neighbour)
 
-    def _is_good(self, tried: Tried) -> bool:
+    def _is_good(self, tried: TriedCandidate) -> bool:
         """Whether it fits, and takes hardly longer than the best of its group."""
         known, trial = self._groups.get(tried.candidate.group), tried.trial
         fits = trial.peak <= self.question.limit and not trial.bound
@@ -277,18 +277,18 @@ class Search:
 
     # -------------------------------------------------------------------------------------------------------- the end
 
-    def _confirmed(self) -> list[Tried]:
+    def _confirmed(self) -> list[TriedCandidate]:
         """The best, simulated as a whole, with recomputation in idle time and with offloading where that helps."""
         finalists = self._ranked()[: self.top + self.top // 2]
         recomputing = [each for each in finalists if each.candidate.setting.saving.recompute is not None]
         offloading = recomputing[:OFFLOADED] if self.question.offload else []
         versions = [version for each in finalists for version in self._versions(each.candidate, each in offloading)]
-        trials = self.crew.run([Job(version, kind="whole") for version in versions])
-        fastest: dict[tuple[Sizes, str], Tried] = {}
+        trials = self.crew.run([TrialRequest(version, kind="whole") for version in versions])
+        fastest: dict[tuple[ParallelSizes, str], TriedCandidate] = {}
         for candidate, trial in zip(versions, trials, strict=True):
             if trial.refused or not self.fits(trial):
                 continue
-            tried = Tried(candidate, trial)
+            tried = TriedCandidate(candidate, trial)
             self.outcome.every.append(tried)
             known = fastest.get(candidate.group)
             if known is None or trial.step < known.trial.step:

@@ -1,4 +1,4 @@
-"""Training's flags for what a search has found. No torch here."""
+"""Training's flags for what a search has found."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from helixpipe.costs.hardware import GIB
 from helixpipe.planning.catalogue import Schedule
-from helixpipe.planning.search.space import Question, Setting, Sizes
+from helixpipe.planning.search.space import ParallelSizes, Question, Setting
 
 
 def limit_in_gib(limit: float) -> str:
@@ -20,7 +20,7 @@ def rounded_limit(limit: float) -> float:
     return float(limit_in_gib(limit)) * GIB
 
 
-def sizes_flags(question: Question, sizes: Sizes) -> list[str]:
+def sizes_flags(question: Question, sizes: ParallelSizes) -> list[str]:
     """How the GPUs are divided, a flag with its values each."""
     sequence = question.layout.sequence_parallel and sizes.tensor > 1
     sharing = question.distributed_optimizer or sizes.parts

@@ -1,4 +1,4 @@
-"""The catalogue's formulas for bubble and memory as numbers, for estimates that say what to try first. No torch here.
+"""The catalogue's formulas for bubble and memory as numbers, for estimates that say what to try first.
 
     value("(p-1)(F+B)/k", {"p": 4, "F": 1, "B": 2, "k": 3}) == 3
 

@@ -1,4 +1,4 @@
-"""What a search has to choose from: sizes, a schedule with its options, and what is saved of memory. No torch here."""
+"""Defines the search space: parallel sizes, a schedule with its options, and what is done to save memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MOST_VIRTUAL = 8
 
 
 @dataclass(frozen=True, order=True)
-class Sizes:
+class ParallelSizes:
     """How GPUs are divided. parts: whether weights and gradients are divided over the data-parallel ranks, too."""
 
     tensor: int
@@ -73,17 +73,17 @@ class Setting:
 class Candidate:
     """One way to run it."""
 
-    sizes: Sizes
+    sizes: ParallelSizes
     setting: Setting
 
     @property
-    def group(self) -> tuple[Sizes, str]:
+    def group(self) -> tuple[ParallelSizes, str]:
         """Of each group of candidates, of one schedule and one division of the GPUs, the best is shown."""
         return replace(self.sizes, cp_comm_type=P2P, parts=False), self.setting.schedule
 
 
 @dataclass(frozen=True)
-class Given:
+class FixedChoices:
     """What is not to be searched for; None: it is."""
 
     tensor: int | None = None
@@ -118,12 +118,12 @@ class Question:
     limit: float
     distributed_optimizer: bool = True
     adam_on_host: float = 0.0
-    given: Given = Given()
+    given: FixedChoices = FixedChoices()
     offload: bool = True
     fp32_kv_gradients: bool = False
     documents: tuple[int, ...] = ()
 
-    def costs(self, sizes: Sizes, saving: Saving = Saving()) -> ModelCosts:
+    def costs(self, sizes: ParallelSizes, saving: Saving = Saving()) -> ModelCosts:
         """Raises UserError where the model cannot be cut so."""
         layout = replace(
             self.layout,
@@ -146,12 +146,12 @@ class Question:
             shards_weights=sizes.parts,
         )
 
-    def microbatches(self, sizes: Sizes) -> int:
+    def microbatches(self, sizes: ParallelSizes) -> int:
         return self.sequences // (sizes.data * self.layout.micro_batch_size)
 
     # ---------------------------------------------------------------------------------------------------------- sizes
 
-    def sizes(self) -> Iterator[Sizes]:
+    def sizes(self) -> Iterator[ParallelSizes]:
         """Every division of the GPUs that model and batch allow. Of the two ways to share a context the one that takes
         less time; weights in parts are a size of their own where there is anything to divide."""
         given = self.given
@@ -161,7 +161,7 @@ class Question:
                     data = self.gpus // (tensor * context * ranks)
                     if ranks > self.model.layers or not self._shares_batch(data):
                         continue
-                    sizes = self._with_comm(Sizes(tensor, context, ranks, data))
+                    sizes = self._with_comm(ParallelSizes(tensor, context, ranks, data))
                     if sizes is None:
                         continue
                     if given.parts in (None, False):
@@ -169,7 +169,7 @@ class Question:
                     if given.parts or self.may_divide_weights(sizes):
                         yield replace(sizes, parts=True)
 
-    def may_divide_weights(self, sizes: Sizes) -> bool:
+    def may_divide_weights(self, sizes: ParallelSizes) -> bool:
         """Whether weights are tried whole and in parts."""
         several = sizes.data * sizes.context > 1
         return self.given.parts is None and several and not self.adam_on_host and not self.documents
@@ -180,7 +180,7 @@ class Question:
             return data <= len(self.documents)
         return self.sequences % (data * self.layout.micro_batch_size) == 0
 
-    def _with_comm(self, sizes: Sizes) -> Sizes | None:
+    def _with_comm(self, sizes: ParallelSizes) -> ParallelSizes | None:
         """With what takes less time; None where the model cannot be cut so."""
         by_time = []
         ways = (self.given.cp_comm_type,) if self.given.cp_comm_type else (P2P, A2A) if sizes.context > 1 else (P2P,)
@@ -195,7 +195,7 @@ class Question:
 
     # ------------------------------------------------------------------------------------------------------- settings
 
-    def first_settings(self, sizes: Sizes) -> Iterator[Setting]:
+    def first_settings(self, sizes: ParallelSizes) -> Iterator[Setting]:
         """Of every schedule one setting, from which `neighbours` leads to all others."""
         for name in self.schedules:
             schedule = self.catalogue[name]
@@ -212,7 +212,7 @@ class Question:
         """Whether it is tried with documents of all lengths: where it cuts them, or there is nothing to wait for."""
         return schedule.ragged and not schedule.virtual_stages and (schedule.chunks or schedule.one_rank)
 
-    def every_setting(self, sizes: Sizes) -> Iterator[Setting]:
+    def every_setting(self, sizes: ParallelSizes) -> Iterator[Setting]:
         """All that there is to choose, offloading and early recomputation apart."""
         for setting in self.first_settings(sizes):
             schedule = self.catalogue[setting.schedule]
@@ -224,7 +224,7 @@ class Question:
                                 setting, options=options, chunks=chunks, virtual_stages=virtual, saving=saving
                             )
 
-    def neighbours(self, sizes: Sizes, setting: Setting) -> Iterator[Setting]:
+    def neighbours(self, sizes: ParallelSizes, setting: Setting) -> Iterator[Setting]:
         """One step from a setting: more or fewer chunks or stages, other options."""
         schedule = self.catalogue[setting.schedule]
         counts = self.chunk_counts(schedule, sizes)
@@ -246,7 +246,7 @@ class Question:
             return (self.given.options[schedule.name],)
         return schedule.variants or (schedule.options(),)
 
-    def virtual_stages(self, schedule: Schedule, sizes: Sizes) -> list[int | None]:
+    def virtual_stages(self, schedule: Schedule, sizes: ParallelSizes) -> list[int | None]:
         """Stages a rank that are tried; none where the schedule has no such layers."""
         given = self.given.virtual_stages
         if not schedule.virtual_stages:
@@ -256,7 +256,7 @@ class Question:
             return []
         return [v for v in range(2, min(layers, MOST_VIRTUAL) + 1) if layers % v == 0 and (given is None or v == given)]
 
-    def chunk_counts(self, schedule: Schedule, sizes: Sizes) -> list[int]:
+    def chunk_counts(self, schedule: Schedule, sizes: ParallelSizes) -> list[int]:
         """Numbers of chunks that are tried, upwards."""
         given = self.given.chunks
         if not schedule.chunks or self.documents:
@@ -271,7 +271,7 @@ class Question:
             if (count & (count - 1) == 0 or count > 64) and short_chunks(length, count, micro, self.hardware) is None
         ]
 
-    def savings(self, sizes: Sizes, chunks: int) -> list[Saving]:
+    def savings(self, sizes: ParallelSizes, chunks: int) -> list[Saving]:
         """From the least that is done for memory to the most."""
         given = self.given
         tokens = self.model.seq_length / (chunks * sizes.context)

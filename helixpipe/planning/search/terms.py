@@ -1,8 +1,8 @@
-"""Where the time of a step goes: what bounds a plan, why another lost, and what takes over as GPUs become more.
+"""Breaks down the time of a step: what bounds a plan, why another one lost, and what dominates with more GPUs.
 
 The terms of a step add up to it: what the mathematics needs; what is recomputed; collectives inside layers; how much
 shorter the step would be if messages between ranks took no time; the rest of the pipeline's idle time; the reduction of
-gradients over data-parallel ranks; the optimizer. No torch here.
+gradients over data-parallel ranks; the optimizer.
 """
 
 from __future__ import annotations

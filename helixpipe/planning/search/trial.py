@@ -1,4 +1,4 @@
-"""A candidate tried: its program made, lowered and simulated, with few microbatches where it has many. No torch here.
+"""A candidate tried: its program made, lowered and simulated, with few microbatches where it has many.
 
 After its first microbatches a schedule repeats itself: a microbatch more makes the step longer by as much, and the
 memory larger by as much, each time. So a step of many microbatches is tried with few, at two numbers of them, and what
@@ -16,7 +16,7 @@ from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.lowering.lower import lower
 from helixpipe.planning.catalogue import Shape
 from helixpipe.planning.chunk_lengths import balanced_lengths, default_alignment
-from helixpipe.planning.search.space import Candidate, Question, Saving, Sizes
+from helixpipe.planning.search.space import Candidate, ParallelSizes, Question, Saving
 from helixpipe.program.program import Program
 from helixpipe.program.stages import even_stages
 from helixpipe.simulate.simulator import Simulation, simulate
@@ -54,10 +54,10 @@ class Trials:
 
     def __init__(self, question: Question):
         self.question = question
-        self._costs: dict[tuple[Sizes, int, int], ModelCosts] = {}
-        self._lengths: dict[tuple[Sizes, int], tuple[int, ...] | None] = {}
+        self._costs: dict[tuple[ParallelSizes, int, int], ModelCosts] = {}
+        self._lengths: dict[tuple[ParallelSizes, int], tuple[int, ...] | None] = {}
 
-    def costs(self, sizes: Sizes, saving: Saving) -> ModelCosts:
+    def costs(self, sizes: ParallelSizes, saving: Saving) -> ModelCosts:
         key = sizes, saving.mlp, saving.loss
         if key not in self._costs:
             self._costs[key] = self.question.costs(sizes, saving)
@@ -163,11 +163,11 @@ class Trials:
         setting = candidate.setting
         return 2 * candidate.sizes.ranks * microbatches * setting.chunks * (setting.virtual_stages or 1)
 
-    def _chunk_lengths(self, sizes: Sizes, chunks: int) -> tuple[int, ...] | None:
+    def _chunk_lengths(self, sizes: ParallelSizes, chunks: int) -> tuple[int, ...] | None:
         """Of chunks that take equally long, as training has them; None for one."""
         if chunks == 1:
             return None
-        key = Sizes(sizes.tensor, sizes.context, 1, 1, sizes.cp_comm_type), chunks
+        key = ParallelSizes(sizes.tensor, sizes.context, 1, 1, sizes.cp_comm_type), chunks
         if key not in self._lengths:
             costs = self.costs(sizes, Saving())
             alignment = default_alignment(costs.seq_length, chunks, costs.layout.unit)

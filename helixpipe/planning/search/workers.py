@@ -1,4 +1,4 @@
-"""Trials on several cores: processes that make them, and the same without any. No torch here."""
+"""Trials on several cores: processes that make them, and the same without any."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from helixpipe.planning.search.terms import Terms, terms_of
 from helixpipe.planning.search.trial import Trial, Trials
 
 
-class Job(NamedTuple):
+class TrialRequest(NamedTuple):
     """A candidate to try. slowest: a step that takes longer is of no use. kind: from few microbatches, with all of
     them, or where the time of its step goes."""
 
@@ -29,27 +29,27 @@ class Job(NamedTuple):
 class Crew(Protocol):
     """Whoever makes trials."""
 
-    def run(self, jobs: Sequence[Job]) -> list[Any]:
+    def run(self, jobs: Sequence[TrialRequest]) -> list[Any]:
         """What each job finds, in their order: a `Trial` or `Terms`."""
         ...
 
     def close(self) -> None: ...
 
 
-def made(trials: Trials, job: Job) -> Trial | Terms:
+def made(trials: Trials, job: TrialRequest) -> Trial | Terms:
     """What a job asks for."""
     if job.kind == "terms":
         return terms_of(trials, job.candidate)
     return trials.whole(job.candidate) if job.kind == "whole" else trials.quick(job.candidate, job.slowest)
 
 
-class Alone:
+class SerialCrew:
     """Trials made here, one after the other."""
 
     def __init__(self, question: Question):
         self._trials = trials_of(question)
 
-    def run(self, jobs: Sequence[Job]) -> list[Any]:
+    def run(self, jobs: Sequence[TrialRequest]) -> list[Any]:
         return [made(self._trials, job) for job in jobs]
 
     def close(self) -> None:
@@ -77,7 +77,7 @@ class Processes:
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def run(self, jobs: Sequence[Job]) -> list[Any]:
+    def run(self, jobs: Sequence[TrialRequest]) -> list[Any]:
         """Raises UserError where a process has died."""
         results: dict[int, Any] = {}
         left = list(reversed(range(len(jobs))))
@@ -92,7 +92,9 @@ class Processes:
                 self._next(pipe, jobs, left, working)
         return [results[number] for number in range(len(jobs))]
 
-    def _next(self, pipe: Connection, jobs: Sequence[Job], left: list[int], working: dict[Connection, int]) -> None:
+    def _next(
+        self, pipe: Connection, jobs: Sequence[TrialRequest], left: list[int], working: dict[Connection, int]
+    ) -> None:
         if left:
             number = left.pop()
             working[pipe] = number

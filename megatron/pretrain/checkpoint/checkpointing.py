@@ -26,7 +26,7 @@ from megatron.pretrain.checkpoint.ranks import DamagedError, gather, on_first, s
 from megatron.pretrain.checkpoint.reading import read_shards
 from megatron.pretrain.checkpoint.saving import Saver
 from megatron.pretrain.checkpoint.sharded_optimizer import saved_optimizer, whole_weights
-from megatron.pretrain.checkpoint.state import Progress, model_state, rng_state, sharding
+from megatron.pretrain.checkpoint.state import TrainingProgress, model_state, rng_state, sharding
 from megatron.pretrain.huggingface.folder import looks_like_one
 
 
@@ -35,7 +35,7 @@ class Checkpointer(Saver):
 
     def load(
         self, model: Any, optimizer: Any | None, scheduler: Any | None, arguments: Mapping[str, Any] | None = None
-    ) -> tuple[Progress, dict[str, Any]] | None:
+    ) -> tuple[TrainingProgress, dict[str, Any]] | None:
         """Restore the newest usable checkpoint of --load, in place: (progress, its `args`).
 
         arguments: the flags of this run, as `save` is given them, to see what differs; None: nothing may.
@@ -48,7 +48,7 @@ class Checkpointer(Saver):
             return None
         directory = Path(self._options.load)
         if on_first(lambda: looks_like_one(directory), f"--load {directory}"):
-            return Progress(), self._load_huggingface(directory, model, optimizer, arguments)
+            return TrainingProgress(), self._load_huggingface(directory, model, optimizer, arguments)
         candidates = on_first(lambda: folders.candidates(directory, self._options.ckpt_step), f"--load {directory}")
         for note in candidates.notes:
             say(f"WARNING: {note}")
@@ -109,7 +109,7 @@ class Checkpointer(Saver):
         optimizer: Any | None,
         scheduler: Any | None,
         arguments: Mapping[str, Any] | None,
-    ) -> tuple[Progress, dict[str, Any]]:
+    ) -> tuple[TrainingProgress, dict[str, Any]]:
         """Load one folder; raises DamagedError, on all ranks, to have the next tried."""
         rank, size = dist.get_rank(), dist.get_world_size()
         trusted = self._options.trust_checkpoint
@@ -190,11 +190,11 @@ class Checkpointer(Saver):
         if missing and self._options.dist_ckpt_strictness.startswith(("assume_ok", "raise")):
             raise CheckpointError(f"{folder} holds no {missing[0]}, which the model of these flags has.")
 
-    def _progress(self, common: dict[str, Any], weights_only: bool) -> tuple[Progress, dict[str, Any]]:
+    def _progress(self, common: dict[str, Any], weights_only: bool) -> tuple[TrainingProgress, dict[str, Any]]:
         arguments = vars(common.get("args", Namespace()))
         if weights_only:
-            return Progress(), arguments
+            return TrainingProgress(), arguments
         counts = {name: int(arguments.get(name) or 0) for name in COUNTS}
         flops = float(common.get("num_floating_point_operations_so_far") or 0.0)
         iteration = int(common.get("iteration", 0))
-        return Progress(iteration, **counts, num_floating_point_operations_so_far=flops), arguments
+        return TrainingProgress(iteration, **counts, num_floating_point_operations_so_far=flops), arguments

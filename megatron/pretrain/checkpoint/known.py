@@ -112,7 +112,7 @@ class _Reader(FileSystemReader):
         return self._index
 
 
-class _Planner(MCoreLoadPlanner):
+class _KnownTypesPlanner(MCoreLoadPlanner):
     """megatron-core's planner, with objects that are made of what is known."""
 
     folder: Path
@@ -126,14 +126,14 @@ class _Planner(MCoreLoadPlanner):
             self.state_dict[name] = loaded
 
 
-class _Shards(TorchDistLoadShardedStrategy):
+class _KnownTypesLoading(TorchDistLoadShardedStrategy):
     """megatron-core's way to read shards, with that reader and that planner."""
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: Path, *options: Any) -> Any:
         tensors = [each for each in nested_values(sharded_state_dict) if isinstance(each, ShardedTensor)]
         by_key, flat, renamed = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
         wanted = mcore_to_pyt_state_dict(by_key, True)
-        planner = _Planner(
+        planner = _KnownTypesPlanner(
             shapes_validation_sharded_tensors=[each for each in tensors if not each.allow_shape_mismatch],
             allow_shape_mismatch_sharded_tensors={each.key: each for each in tensors if each.allow_shape_mismatch},
         )
@@ -164,7 +164,7 @@ class _Shards(TorchDistLoadShardedStrategy):
 
 def strategy(trusted: bool) -> Any:
     """What reads the shards of a folder. trusted: as megatron-core does, and runs what is in them."""
-    return TorchDistLoadShardedStrategy() if trusted else _Shards()
+    return TorchDistLoadShardedStrategy() if trusted else _KnownTypesLoading()
 
 
 def read_index(folder: Path, trusted: bool = False) -> Any:
@@ -208,7 +208,7 @@ def _common_object(folder: Path, trusted: bool) -> Any:
     if trusted:
         load_state_dict(wanted, FileSystemReader(folder), no_dist=True)
     else:
-        planner = _Planner()
+        planner = _KnownTypesPlanner()
         planner.folder = folder
         load_state_dict(wanted, _Reader(folder), planner=planner, no_dist=True)
     return wanted[name][0]

@@ -1,4 +1,5 @@
-"""One job at a time writes into a folder of checkpoints: a file in it says who. Local and shared file systems alike.
+"""Locks a folder of checkpoints, so that one job at a time writes into it: a file in it says which. Local and shared
+file systems alike.
 
 DIR/.lock   host, pid and start of the job, and a count that goes up every few seconds
 

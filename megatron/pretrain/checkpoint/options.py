@@ -1,4 +1,4 @@
-"""What saving and loading depend on."""
+"""Defines the options that saving and loading depend on."""
 
 from __future__ import annotations
 

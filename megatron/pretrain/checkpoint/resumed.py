@@ -1,4 +1,4 @@
-"""What may differ between a checkpoint and the run that resumes from it: the length of training; nothing unnoticed."""
+"""Checks a checkpoint against the run that resumes from it; by default only its length of training may differ."""
 
 from __future__ import annotations
 

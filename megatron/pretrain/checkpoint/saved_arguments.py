@@ -1,4 +1,4 @@
-"""What a checkpoint, or a Hugging Face folder, says of the model in it."""
+"""Reads the arguments of the model in a checkpoint or a Hugging Face folder."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from megatron.pretrain.checkpoint.options import CheckpointOptions
 from megatron.pretrain.checkpoint.ranks import Collectives, Exchange, ThroughStore, completed, say, together
 from megatron.pretrain.checkpoint.save_folder import SaveFolder
 from megatron.pretrain.checkpoint.sharded_optimizer import saved_optimizer, whole_weights
-from megatron.pretrain.checkpoint.state import Progress, model_state, rng_state, sharding
+from megatron.pretrain.checkpoint.state import TrainingProgress, model_state, rng_state, sharding
 from megatron.pretrain.checkpoint.writing import CheckpointFiles, PlannedSave, Written
 
 _VERSION = 3.0  # of the state's keys; what Megatron-LM writes since its version 3
@@ -63,7 +63,12 @@ class Saver:
         self._sharded = sharded
 
     def save(
-        self, progress: Progress, model: Any, optimizer: Any | None, scheduler: Any | None, arguments: dict[str, Any]
+        self,
+        progress: TrainingProgress,
+        model: Any,
+        optimizer: Any | None,
+        scheduler: Any | None,
+        arguments: dict[str, Any],
     ) -> None:
         """Write DIR/iter_N and then the tracker file. arguments: the flags, kept as `args`.
 
@@ -129,7 +134,12 @@ class Saver:
         completed(files.write, publish, exchange, self.folder.where)
 
     def _state_to_save(
-        self, progress: Progress, model: Any, optimizer: Any | None, scheduler: Any | None, arguments: dict[str, Any]
+        self,
+        progress: TrainingProgress,
+        model: Any,
+        optimizer: Any | None,
+        scheduler: Any | None,
+        arguments: dict[str, Any],
     ) -> dict[str, Any]:
         counts = {k: v for k, v in dataclasses.asdict(progress).items() if k != "num_floating_point_operations_so_far"}
         plain = {name: tensors.storable(value) for name, value in arguments.items() if name not in _OF_ONE_RANK}

@@ -17,7 +17,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from torch import Tensor
 
-from helixpipe.runtime.sharded_weights import Part, ShardedWeights, Unit
+from helixpipe.runtime.sharded_weights import FlatWeights, ShardedWeights, WeightShard
 from megatron.pretrain.checkpoint.optimizer import SHARDING, WholeOptimizer, complete_state, matched, rates, set_rates
 
 _STATE = "optimizer.state."
@@ -107,7 +107,7 @@ class PartsOptimizer:
             for part in unit.parts:
                 self._load_part(part, of_weight[part.name], steps)
 
-    def _load_part(self, part: Part, whole: dict[str, Tensor], steps: list[float]) -> None:
+    def _load_part(self, part: WeightShard, whole: dict[str, Tensor], steps: list[float]) -> None:
         main, own = self._main(part), self._state_of(part)
         with torch.no_grad():
             for name in self._names():
@@ -119,7 +119,7 @@ class PartsOptimizer:
 
     # ------------------------------------------------------------------------------------------------------- details
 
-    def _values(self, unit: Unit, name: str, is_loading: bool) -> list[Tensor]:
+    def _values(self, unit: FlatWeights, name: str, is_loading: bool) -> list[Tensor]:
         """A value of all weights of a unit, whole and in the host's memory; of no meaning when it is to be read."""
         if is_loading:
             return [torch.empty(shape, dtype=self._dtype(unit)) for shape in unit.shapes.values()]
@@ -130,7 +130,7 @@ class PartsOptimizer:
                 unit.range_in(own, part).copy_(value.detach().reshape(-1))
         return [view.to("cpu", copy=True) for view in unit.views(unit.all_parts(own))]
 
-    def _dtype(self, unit: Unit) -> torch.dtype:
+    def _dtype(self, unit: FlatWeights) -> torch.dtype:
         return torch.promote_types(unit.shard.dtype, torch.float32)
 
     def _names(self) -> tuple[str, ...]:
@@ -149,12 +149,12 @@ class PartsOptimizer:
     def _scaler(self) -> Any:
         return next((each.grad_scaler for each in self._inner() if getattr(each, "grad_scaler", None)), None)
 
-    def _main(self, part: Part) -> Tensor:
+    def _main(self, part: WeightShard) -> Tensor:
         """The float32 copy, or the part itself where it is none of half precision."""
         main: Tensor = getattr(part.parameter, "main_param", part.parameter)
         return main
 
-    def _state_of(self, part: Part) -> dict[str, Any]:
+    def _state_of(self, part: WeightShard) -> dict[str, Any]:
         main = self._main(part)
         own: dict[str, Any] = self._holders[id(main)].state[main]
         return own

@@ -1,4 +1,4 @@
-"""What a checkpoint is made of, as this rank has it."""
+"""Collects this rank's part of the state that a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.pretrain.checkpoint.optimizer import SHARDING
 
 
 @dataclass
-class Progress:
+class TrainingProgress:
     """How far training has come."""
 
     iteration: int = 0

@@ -83,7 +83,7 @@ class _Files(FileSystem):
                 raise stream.error
 
 
-class _Shards(FileSystemWriter):
+class _ShardWriter(FileSystemWriter):
     """torch's writer, which keeps what it is to write until it is asked to. One file a rank, synchronised."""
 
     def __init__(self, folder: Path | str):
@@ -136,7 +136,7 @@ def _copied(value: torch.Tensor | io.BytesIO) -> torch.Tensor | io.BytesIO:
 class CheckpointFiles:
     """All that one rank writes of a checkpoint. where: the flag and the folder it gives, for messages."""
 
-    def __init__(self, folder: Path, shards: _Shards, common: bytes):
+    def __init__(self, folder: Path, shards: _ShardWriter, common: bytes):
         self._folder, self._shards, self._common = folder, shards, common
 
     def copy(self) -> None:
@@ -186,11 +186,11 @@ class PlannedSave:
     can_handle_sharded_objects = True
 
     def __init__(self) -> None:
-        self._shards: _Shards | None = None
+        self._shards: _ShardWriter | None = None
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
         flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
-        self._shards = _Shards(checkpoint_dir)
+        self._shards = _ShardWriter(checkpoint_dir)
         save(
             mcore_to_pyt_state_dict(flat),
             storage_writer=self._shards,

@@ -1,4 +1,4 @@
-"""NCCL's settings for process groups, from the file that Megatron-LM's --nccl-communicator-config-path names. No torch.
+"""NCCL's settings for process groups, from the file that Megatron-LM's --nccl-communicator-config-path names.
 
     pp: {max_ctas: 4, min_ctas: 1, is_high_priority_stream: true}
     dp: {cga_cluster_size: 2}

@@ -1,4 +1,4 @@
-"""The size of the vocabulary that the model has. No torch here."""
+"""The size of the vocabulary that the model has."""
 
 from __future__ import annotations
 

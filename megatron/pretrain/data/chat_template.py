@@ -32,7 +32,7 @@ Conversation = Sequence[Mapping[str, str]]
 
 
 @dataclass(frozen=True)
-class Limits:
+class TemplateLimits:
     """Of a conversation. steps: lines of the template that run, and calls. seconds: of the processor. bytes: of memory
     beside what the program has. characters: of the text, beside those of the messages."""
 
@@ -48,8 +48,8 @@ class ChatTemplate:
     It is forked: the tokenizer is there already, and nothing but the template's Python runs in it.
     """
 
-    def __init__(self, tokenizer: Any, template: str, limits: Limits | None = None):
-        self._tokenizer, self._template, self._limits = tokenizer, template, limits or Limits()
+    def __init__(self, tokenizer: Any, template: str, limits: TemplateLimits | None = None):
+        self._tokenizer, self._template, self._limits = tokenizer, template, limits or TemplateLimits()
         self._pipe: Connection | None = None
         file = template_file(tokenizer)
         self._name = f"the chat template of {file}" if file else "the chat template"
@@ -124,7 +124,7 @@ class _TooLongError(Exception):
     pass
 
 
-def _serve(pipe: Connection, tokenizer: Any, template: str, limits: Limits) -> None:
+def _serve(pipe: Connection, tokenizer: Any, template: str, limits: TemplateLimits) -> None:
     """Answer until the other end of the pipe closes: why it failed, or nothing and the text."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other end's matter
     signal.signal(signal.SIGXCPU, signal.SIG_DFL)
@@ -137,7 +137,7 @@ def _serve(pipe: Connection, tokenizer: Any, template: str, limits: Limits) -> N
 
 
 def _answer(
-    tokenizer: Any, template: str, limits: Limits, messages: Conversation, go_on: bool
+    tokenizer: Any, template: str, limits: TemplateLimits, messages: Conversation, go_on: bool
 ) -> tuple[str | None, str]:
     steps = 0
 

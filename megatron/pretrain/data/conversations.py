@@ -30,14 +30,14 @@ ROLES = ("system", "user", "assistant", "tool")
 """Those that can be rendered without a template."""
 
 
-class Piece(NamedTuple):
+class TextSpan(NamedTuple):
     """Part of a conversation. trained: whether its tokens are to be learned."""
 
     text: str
     trained: bool
 
 
-class Message(NamedTuple):
+class ChatMessage(NamedTuple):
     role: str
     content: str
 
@@ -85,16 +85,19 @@ class Renderer:
             trained.append(pieces[-1].trained)
         return Encoded(tokens, trained)
 
-    def _pieces(self, line: bytes | str) -> tuple[list[Piece], bool]:
+    def _pieces(self, line: bytes | str) -> tuple[list[TextSpan], bool]:
         """What a line says, and whether its end is in it."""
         record = _record(line)
         if "messages" not in record:
-            return [Piece(_text(record, "prompt"), False), Piece(_spoken(_text(record, "completion")), True)], False
+            return [
+                TextSpan(_text(record, "prompt"), False),
+                TextSpan(_spoken(_text(record, "completion")), True),
+            ], False
         messages = _messages(record["messages"])
         if self._chat is not None:
             return _by_template(messages, self._chat.render), True
         if self.prompt_format == "identity":
-            return [Piece(content, role == ASSISTANT) for role, content in messages], False
+            return [TextSpan(content, role == ASSISTANT) for role, content in messages], False
         return _plainly(messages), False
 
 
@@ -147,7 +150,7 @@ def _spoken(text: str) -> str:
     return text
 
 
-def _messages(value: Any) -> list[Message]:
+def _messages(value: Any) -> list[ChatMessage]:
     if not isinstance(value, list) or not value:
         raise DataError("'messages' must be a list of objects with 'role' and 'content'")
     messages = []
@@ -155,30 +158,30 @@ def _messages(value: Any) -> list[Message]:
         role, content = (message.get(key) for key in ("role", "content")) if isinstance(message, dict) else (None, None)
         if not isinstance(role, str) or not isinstance(content, str):
             raise DataError(f"message {number} must have a 'role' and a 'content', both text")
-        messages.append(Message(role, _spoken(content) if role == ASSISTANT else content))
+        messages.append(ChatMessage(role, _spoken(content) if role == ASSISTANT else content))
     if all(message.role != ASSISTANT for message in messages):
         raise DataError("no message is the assistant's: there is nothing to learn")
     return messages
 
 
-def _plainly(messages: Sequence[Message]) -> list[Piece]:
+def _plainly(messages: Sequence[ChatMessage]) -> list[TextSpan]:
     pieces = []
     for number, (role, content) in enumerate(messages, 1):
         if role not in ROLES:
             valid = ", ".join(ROLES)
             raise DataError(f"message {number} has the role {role!r}; without a chat template valid are {valid}")
-        pieces += [Piece(f"{role}: ", False), Piece(f"{content}\n", role == ASSISTANT)]
+        pieces += [TextSpan(f"{role}: ", False), TextSpan(f"{content}\n", role == ASSISTANT)]
     return pieces
 
 
-def _by_template(messages: Sequence[Message], rendered: Callable[[Conversation, bool], str]) -> list[Piece]:
+def _by_template(messages: Sequence[ChatMessage], rendered: Callable[[Conversation, bool], str]) -> list[TextSpan]:
     """What the template makes of longer and longer beginnings of the conversation: each must go on from the one before,
     and the assistant's turn from its prompt, or the model would be trained on what it will never be asked."""
 
-    def render(part: Sequence[Message], go_on: bool) -> str:
+    def render(part: Sequence[ChatMessage], go_on: bool) -> str:
         return rendered([message._asdict() for message in part], go_on)
 
-    pieces: list[Piece] = []
+    pieces: list[TextSpan] = []
     done = ""
     for number, message in enumerate(messages):
         if message.role != ASSISTANT:
@@ -189,9 +192,9 @@ def _by_template(messages: Sequence[Message], rendered: Callable[[Conversation, 
             prompt = render(messages[:number], False)
         if not (said.startswith(prompt) and prompt.startswith(done)):
             raise DataError(f"the chat template writes earlier turns otherwise once message {number + 1} follows")
-        pieces += [Piece(prompt[len(done) :], False), Piece(said[len(prompt) :], True)]
+        pieces += [TextSpan(prompt[len(done) :], False), TextSpan(said[len(prompt) :], True)]
         done = said
     whole = render(messages, False)
     if not whole.startswith(done):
         raise DataError("the chat template writes earlier turns otherwise at the end")
-    return [*pieces, Piece(whole[len(done) :], False)]
+    return [*pieces, TextSpan(whole[len(done) :], False)]

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 
 from helixpipe.common.errors import DataError
-from helixpipe.common.progress import Progress
+from helixpipe.common.progress import ProgressLine
 from megatron.pretrain.data.arrays import numbers_only
 from megatron.pretrain.data.boundaries import check_boundaries, end_of_document
 from megatron.pretrain.data.cache import made_once
@@ -148,7 +148,7 @@ def _prepare(options: DataOptions, tokenizer: Any, samples: tuple[int, int, int]
     final = root / key
 
     def make(folder: str) -> None:
-        with Progress("building data indices").parts(indexed.indices) as built:
+        with ProgressLine("building data indices").parts(indexed.indices) as built:
             _build(options, tokenizer, indexed, folder, built)
 
     made_once(final, make)

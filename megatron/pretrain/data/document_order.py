@@ -1,4 +1,4 @@
-"""In which order documents are read: an endless sequence, shuffled anew each round, known from the lengths alone.
+"""The order in which documents are read: an endless sequence, shuffled anew each round, known from the lengths alone.
 
 A round of one file, or of several without weights, has every usable document once: it is an epoch. Weights of a blend
 are shares of the tokens, as they are for samples of equal length; a round then has about as many documents as there
@@ -25,14 +25,14 @@ class NoDocuments(DataError):
     """A split has no document to train on."""
 
 
-class Place(NamedTuple):
+class DocumentAddress(NamedTuple):
     """A document: which file, and its number there."""
 
     file: int
     document: int
 
 
-class Counts(NamedTuple):
+class DocumentCounts(NamedTuple):
     """What became of the documents of a split, once through all files."""
 
     used: int
@@ -73,12 +73,12 @@ class DocumentOrder:
         self._seed = seed
         self._documents: list[numpy.ndarray] = []
         self._lengths: list[numpy.ndarray] = []
-        counts = Counts(0, 0, 0, 0)
+        counts = DocumentCounts(0, 0, 0, 0)
         for share in shares:
             documents, lengths, new_counts = _usable(share, capacity, long_documents)
             self._documents.append(documents)
             self._lengths.append(lengths)
-            counts = Counts(*(one + other for one, other in zip(counts, new_counts, strict=True)))
+            counts = DocumentCounts(*(one + other for one, other in zip(counts, new_counts, strict=True)))
         self.counts = counts
         if min(map(len, self._documents)) == 0:
             lacking = next(s.file.name for s, kept in zip(shares, self._documents, strict=True) if not len(kept))
@@ -91,16 +91,18 @@ class DocumentOrder:
         """Documents in a round."""
         return sum(self._of_a_round)
 
-    def file(self, place: Place) -> DocumentFile:
+    def file(self, place: DocumentAddress) -> DocumentFile:
         return self._files[place.file]
 
-    def places(self, first: int, count: int) -> list[tuple[Place, int]]:
+    def places(self, first: int, count: int) -> list[tuple[DocumentAddress, int]]:
         """The documents at `first` … `first + count - 1` of the sequence, each with its tokens to train."""
-        chosen: list[tuple[Place, int]] = []
+        chosen: list[tuple[DocumentAddress, int]] = []
         while len(chosen) < count:
             number, offset = divmod(first + len(chosen), self.round_size)
             for file, index in self._round_members(number)[offset : offset + count - len(chosen)].tolist():
-                chosen.append((Place(file, int(self._documents[file][index])), int(self._lengths[file][index])))
+                chosen.append(
+                    (DocumentAddress(file, int(self._documents[file][index])), int(self._lengths[file][index]))
+                )
         return chosen
 
     def trained(self, first: int, count: int) -> numpy.ndarray:
@@ -139,7 +141,9 @@ class DocumentOrder:
         return numpy.concatenate(parts)
 
 
-def _usable(share: Share, capacity: int, long_documents: LongDocuments) -> tuple[numpy.ndarray, numpy.ndarray, Counts]:
+def _usable(
+    share: Share, capacity: int, long_documents: LongDocuments
+) -> tuple[numpy.ndarray, numpy.ndarray, DocumentCounts]:
     """The documents of a share that are trained on, the tokens of each, and what became of the others."""
     trained = share.file.lengths[share.begin : share.end] - 1
     short, long = trained < 1, trained > capacity
@@ -151,7 +155,7 @@ def _usable(share: Share, capacity: int, long_documents: LongDocuments) -> tuple
             "allow it; truncate and skip do"
         )
     kept = ~short & ~long if long_documents == "skip" else ~short
-    counts = Counts(int(kept.sum()), int((kept & long).sum()), int((long & ~kept).sum()), int(short.sum()))
+    counts = DocumentCounts(int(kept.sum()), int((kept & long).sum()), int((long & ~kept).sum()), int(short.sum()))
     return numpy.flatnonzero(kept) + share.begin, numpy.minimum(trained[kept], capacity), counts
 
 

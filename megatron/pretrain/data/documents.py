@@ -7,7 +7,7 @@ steps can be planned long before their tokens are read; and neither depends on t
 
 What a checkpoint has to keep is the number of the next step and the documents consumed before it
 (`consumed_train_samples` counts documents): `DocumentStream(order, …, first_step=100, consumed=6412)` goes on from
-there exactly as the stream that was interrupted. No torch here.
+there exactly as the stream that was interrupted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy
 
 from helixpipe.common.errors import DataError
-from megatron.pretrain.data.document_order import Counts, DocumentOrder, Place
+from megatron.pretrain.data.document_order import DocumentAddress, DocumentCounts, DocumentOrder
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class StepDocuments:
     """The documents of a step, over all data-parallel ranks."""
 
     step: int
-    places: tuple[Place, ...]
+    places: tuple[DocumentAddress, ...]
     """File and document of each."""
     lengths: tuple[int, ...]
     """Tokens to train of each: of a document of n + 1 tokens n, at most the capacity."""
@@ -57,7 +57,7 @@ class DocumentTokens(NamedTuple):
     """[n] float32: 1 where the label is to be learned."""
 
 
-def read_document(order: DocumentOrder, place: Place, length: int, eod: int | None) -> DocumentTokens:
+def read_document(order: DocumentOrder, place: DocumentAddress, length: int, eod: int | None) -> DocumentTokens:
     """A document of the order with so many tokens to train. eod: see `DocumentStream`. Raises DataError where its file
     has no longer that many."""
     file = order.file(place)
@@ -103,7 +103,7 @@ class DocumentStream:
         self._lock = threading.RLock()
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> DocumentCounts:
         """What became of the documents of the split: used, truncated, skipped, empty."""
         return self._order.counts
 

@@ -1,4 +1,4 @@
-"""What tells data and tokenizers apart, whatever they are called and wherever they lie."""
+"""Identifies data and tokenizers by digests of their content, whatever their names and folders."""
 
 from __future__ import annotations
 

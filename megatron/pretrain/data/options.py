@@ -1,4 +1,4 @@
-"""What the data flags say: documented fields named as Megatron's flags, and their values read. Imports no torch."""
+"""Reads the data flags: documented fields named as Megatron's flags."""
 
 from __future__ import annotations
 

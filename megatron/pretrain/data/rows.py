@@ -17,7 +17,7 @@ from helixpipe.program.workload import Chunk, Workload
 from megatron.pretrain.data.documents import DocumentStream, DocumentTokens, StepDocuments
 
 
-class Part(NamedTuple):
+class RowDocument(NamedTuple):
     """A whole document in a row: its number, and its tokens there."""
 
     document: int
@@ -28,17 +28,17 @@ _Asked = tuple[tuple[int, ...], Future[list[Tensor]] | None]
 """The lengths of a row's documents, and its tensors where they are needed."""
 
 
-def parts(chunks: Sequence[Chunk]) -> tuple[Part, ...]:
+def parts(chunks: Sequence[Chunk]) -> tuple[RowDocument, ...]:
     """The documents of a row, in its order, out of the slices that they are cut into.
 
     Raises ValueError where one is not whole: a gap, a slice out of its place, or a document that comes back later.
     """
-    merged: list[Part] = []
+    merged: list[RowDocument] = []
     for part in (part for chunk in chunks for part in chunk):
         if merged and merged[-1].document == part.document and part.start == merged[-1].length:
-            merged[-1] = Part(part.document, part.start + part.length)
+            merged[-1] = RowDocument(part.document, part.start + part.length)
         elif part.start == 0 and all(part.document != other.document for other in merged):
-            merged.append(Part(part.document, part.length))
+            merged.append(RowDocument(part.document, part.length))
         else:
             raise ValueError(f"document {part.document} is not whole in its row: token {part.start} is out of place")
     return tuple(merged)
@@ -105,7 +105,7 @@ class RowReader:
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _read(self, step: StepDocuments, row_parts: Sequence[Part], numbers: Sequence[int]) -> list[Tensor]:
+    def _read(self, step: StepDocuments, row_parts: Sequence[RowDocument], numbers: Sequence[int]) -> list[Tensor]:
         """Tokens, labels and loss mask of a row, each [1, s]."""
         filled = [
             self._stream.read(step, numbers[part.document]) if part.document < len(numbers) else part.length

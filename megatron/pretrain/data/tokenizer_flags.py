@@ -1,4 +1,4 @@
-"""Which tokenizer the flags name, and how many tokens it has: known before it is built. No torch here.
+"""Which tokenizer the flags name, and how many tokens it has: known before it is built.
 
 A step is planned before anything starts, and the sizes of embedding and output layer are part of the plan. Of the
 tokenizers in files the size is read as megatron-core's classes find it.

@@ -1,1 +1,1 @@
-"""What steps work on: microbatches, and the plan by which they run."""
+"""Prepares the work of each step: microbatches, and the plan by which they run."""

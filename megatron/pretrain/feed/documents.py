@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from megatron.pretrain.checkpoint.state import Progress
+from megatron.pretrain.checkpoint.state import TrainingProgress
 from megatron.pretrain.data.documents import DocumentStream
 from megatron.pretrain.data.rows import RowReader
 from megatron.pretrain.feed.work import StepWork
@@ -47,7 +47,7 @@ class DocumentFeed:
         self._first: int | None = None
         self.plans = plans(self._arrived)
 
-    def train(self, progress: Progress) -> StepWork:
+    def train(self, progress: TrainingProgress) -> StepWork:
         step = progress.iteration
         self._first = step if self._first is None else self._first
         last = min(step + self._ahead, self._steps - 1)

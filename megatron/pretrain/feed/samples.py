@@ -9,7 +9,7 @@ import torch
 
 from helixpipe.model import Microbatch
 from helixpipe.planning.plan import Plans
-from megatron.pretrain.checkpoint.state import Progress
+from megatron.pretrain.checkpoint.state import TrainingProgress
 from megatron.pretrain.feed.work import StepWork
 from megatron.pretrain.step.microbatches import BatchSchedule, StepBatch
 
@@ -30,7 +30,7 @@ class SampleFeed:
     seq_length: int = 0
     flops: float = 0.0
 
-    def train(self, progress: Progress) -> StepWork:
+    def train(self, progress: TrainingProgress) -> StepWork:
         return self._work(self.train_batches, self.schedule.at(progress.consumed_train_samples), training=True)
 
     def evaluation(self, split: str) -> StepWork:

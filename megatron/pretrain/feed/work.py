@@ -1,4 +1,4 @@
-"""One step's work, and whoever has it ready."""
+"""Defines one step's work, and the interface of its producer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 from helixpipe.lowering.project import LoweredProgram
 from helixpipe.model import Microbatch
-from megatron.pretrain.checkpoint.state import Progress
+from megatron.pretrain.checkpoint.state import TrainingProgress
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Feed(Protocol):
     has_valid: bool
     has_test: bool
 
-    def train(self, progress: Progress) -> StepWork:
+    def train(self, progress: TrainingProgress) -> StepWork:
         """Of the step after `progress`. Raises UserError where data or plans are wrong, on all ranks alike."""
         ...
 

@@ -2,7 +2,7 @@
 
 Four families are one model with small differences: Llama (2, 3, 3.1, 3.2), Mistral, Qwen2 (2.5), whose queries, keys
 and values have a bias, and Qwen3, which normalizes those of each head. Facts: the `configuration_*.py` and
-`modeling_rope_utils.py` of transformers. No torch here.
+`modeling_rope_utils.py` of transformers.
 """
 
 from __future__ import annotations

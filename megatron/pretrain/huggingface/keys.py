@@ -1,4 +1,4 @@
-"""What the keys of a Hugging Face model's config.json may say: a table of types and ranges. No torch here."""
+"""Checks the keys of a Hugging Face model's config.json against a table of types and ranges."""
 
 from __future__ import annotations
 

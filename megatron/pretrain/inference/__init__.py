@@ -1,1 +1,1 @@
-"""What a trained model says: text that it writes, and how well it predicts text far from the beginning."""
+"""Inference with a trained model: text generation, and perplexity by the distance from a document's beginning."""

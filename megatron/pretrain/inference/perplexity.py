@@ -1,4 +1,4 @@
-"""How well a model predicts tokens near the beginning of a document and far from it."""
+"""Measures how well a model predicts tokens near the beginning of a document and far from it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PerplexityOptions:
     json: str | None = option(None, "Write the table to this file as well.", flags=("--json",), metavar="FILE")
 
 
-class Bucket(NamedTuple):
+class PositionLoss(NamedTuple):
     """Tokens at positions begin to end - 1 of their documents; loss: the mean, in nats a token."""
 
     begin: int
@@ -86,7 +86,9 @@ def losses(model: ForwardModel, tokens: Tensor, chunk: int) -> Iterable[Tensor]:
                 yield token_losses(logits, Targets(labels, torch.ones_like(labels, dtype=torch.float32)))[:, 0]
 
 
-def perplexity(model: ForwardModel, documents: Iterable[Any], options: PerplexityOptions) -> tuple[list[Bucket], int]:
+def perplexity(
+    model: ForwardModel, documents: Iterable[Any], options: PerplexityOptions
+) -> tuple[list[PositionLoss], int]:
     """(the buckets, documents read); losses are known on the last rank of the pipeline only. Collective.
 
     documents: token ids of each; those of one token count for nothing.
@@ -106,10 +108,10 @@ def perplexity(model: ForwardModel, documents: Iterable[Any], options: Perplexit
             sums[1].index_add_(0, bucket, part.double().cpu())
             position += part.numel()
     rows = zip(begins, begins[1:], *sums.tolist(), strict=False)
-    return [Bucket(low, high, int(n), total / n if n else math.nan) for low, high, n, total in rows], count
+    return [PositionLoss(low, high, int(n), total / n if n else math.nan) for low, high, n, total in rows], count
 
 
-def table(buckets: Sequence[Bucket], documents: int) -> str:
+def table(buckets: Sequence[PositionLoss], documents: int) -> str:
     """A line for each bucket, and one for all of them."""
     tokens = sum(bucket.tokens for bucket in buckets)
     mean = sum(bucket.tokens * bucket.loss for bucket in buckets if bucket.tokens) / max(tokens, 1)
@@ -117,6 +119,6 @@ def table(buckets: Sequence[Bucket], documents: int) -> str:
     for each in buckets:
         figures = f"{each.loss:8.4f}  {each.perplexity:10.3f}" if each.tokens else f"{'-':>8}  {'-':>10}"
         lines.append(f"{each.begin:>8,} – {each.end - 1:>8,}  {each.tokens:>10,}  {figures}")
-    whole = Bucket(0, 0, tokens, mean)
+    whole = PositionLoss(0, 0, tokens, mean)
     lines.append(f"{f'{documents:,} documents':>19}  {tokens:>10,}  {mean:8.4f}  {whole.perplexity:10.3f}")
     return "\n".join(lines)

@@ -1,1 +1,1 @@
-"""What a run reports: log lines, metrics, FLOPs, profiles, timelines."""
+"""Reports of a run: log lines, metrics, FLOPs, profiles, timelines."""

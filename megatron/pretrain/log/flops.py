@@ -1,4 +1,4 @@
-"""Floating-point operations of training, for the throughput in log lines. No torch."""
+"""Floating-point operations of training, for the throughput in log lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run says of itself before its first step: a summary on the terminal, all values where they are looked up."""
+"""Reports the configuration of a run before its first step: a summary on the terminal, and all values in a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a recorded step leaves behind: the measured timeline as JSON, and a picture of the simulated one above it."""
+"""Writes a recorded step's files: the measured timeline as JSON, and a picture of it below the simulated one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`--pipeline-schedule auto`: the search of `helixpipe plan` with the sizes that are given. No torch.
+"""`--pipeline-schedule auto`: the search of `helixpipe plan` with the sizes that are given.
 
 All ranks search for themselves and find the same, as a search depends on nothing but the flags. What it has chosen is
 a list of flags, as if they had been given, and a checkpoint keeps them (`auto_schedule` of its arguments).
@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 from helixpipe.common.errors import UserError
 from helixpipe.costs.hardware import GIB
 from helixpipe.costs.model_costs import ModelCosts
-from helixpipe.planning.search.explore import Search, Tried
+from helixpipe.planning.search.explore import Search, TriedCandidate
 from helixpipe.planning.search.flags import limit_in_gib, rounded_limit, setting_flags
-from helixpipe.planning.search.space import Given, Question
+from helixpipe.planning.search.space import FixedChoices, Question
 from helixpipe.planning.search.terms import compared, terms_of
 from helixpipe.planning.search.trial import Trials
-from helixpipe.planning.search.workers import Alone
+from helixpipe.planning.search.workers import SerialCrew
 from megatron.pretrain.config import Config
 from megatron.pretrain.plan.costs import memory_limit, training_costs
 from schedules import CATALOGUE
@@ -86,7 +86,7 @@ def search(config: Config, given: Mapping[str, str]) -> Chosen:
         if name in given:
             raise UserError(f"{given[name]} says what --pipeline-schedule auto finds; leave one of them out.")
     question = _question(config, given)
-    crew = Alone(question)
+    crew = SerialCrew(question)
     outcome = Search(question, crew, 2, ops=OPS).run()
     if outcome.interrupted:
         raise KeyboardInterrupt
@@ -138,7 +138,7 @@ def _question(config: Config, given: Mapping[str, str]) -> Question:
         limit,
         costs.distributed_optimizer,
         costs.adam_on_host,
-        Given(
+        FixedChoices(
             parallel.tensor_model_parallel_size,
             parallel.context_parallel_size,
             parallel.pipeline_model_parallel_size,
@@ -154,7 +154,7 @@ def _question(config: Config, given: Mapping[str, str]) -> Question:
     )
 
 
-def _why(question: Question, best: Sequence[Tried]) -> str:
+def _why(question: Question, best: Sequence[TriedCandidate]) -> str:
     first = best[0]
     told = f"{first.trial.step:.4g} s a step on paper, {first.trial.peak / GIB:.1f} GiB of the fullest GPU"
     if len(best) == 1:
@@ -167,7 +167,7 @@ def _why(question: Question, best: Sequence[Tried]) -> str:
     return f"{told}; {other} takes {longer:.2g} % longer (most of it: {name}, {seconds:+.3g} s)"
 
 
-def _nothing(question: Question, least: Tried | None) -> str:
+def _nothing(question: Question, least: TriedCandidate | None) -> str:
     sizes = question.given
     shown = f"--tensor-model-parallel-size {sizes.tensor} and --pipeline-model-parallel-size {sizes.ranks}"
     if least is None:

@@ -1,4 +1,4 @@
-"""What ops take in the configured model, for schedules that are found from costs. No torch."""
+"""Builds the cost model of the configured model, for schedules that are found from costs."""
 
 from __future__ import annotations
 

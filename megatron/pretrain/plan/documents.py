@@ -1,4 +1,4 @@
-"""Plans of steps over documents, no two of which are alike. No torch: they are made in a process of their own."""
+"""Plans of steps over documents, no two of which are alike. They are made in a process of their own."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class StepRequest(NamedTuple):
     quick: bool = False
 
 
-class StepReport(NamedTuple):
+class PlanStatistics(NamedTuple):
     """What is said of a plan in the log.
 
     tokens: of the step, over all pipelines. chunks: of this pipeline. spread_of_time, spread_of_tokens: standard
@@ -69,7 +69,7 @@ class StepPlan:
     lowered: LoweredProgram
     numbers: tuple[int, ...]
     deal: str
-    report: StepReport
+    report: PlanStatistics
     shares: tuple[tuple[Workload, tuple[int, ...]], ...] = ()
 
     def of(self, dp_rank: int) -> StepPlan:
@@ -209,12 +209,12 @@ class DocumentPlanner:
     def _layers(self) -> int:
         return self.config.model.num_layers or 0
 
-    def _report(self, request: StepRequest, plan: Plan, packing: Packing, seconds: float) -> StepReport:
+    def _report(self, request: StepRequest, plan: Plan, packing: Packing, seconds: float) -> PlanStatistics:
         times: dict[tuple[int, int], float] = {}
         for event in plan.simulation.timeline.ops:
             unit = event.op.microbatch, event.op.chunk
             times[unit] = times.get(unit, 0.0) + event.end - event.start
-        return StepReport(
+        return PlanStatistics(
             tokens=sum(request.lengths),
             chunks=len(times),
             spread_of_time=spread(list(times.values())),

@@ -1,4 +1,4 @@
-"""Whether output layer and loss run over slices where no flag says so: if memory asks for it. No torch."""
+"""Whether output layer and loss run over slices where no flag says so: if memory asks for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What to say when a rank's memory was too small: what the run needs on paper, and which flags would save most."""
+"""Explains an out-of-memory error: what the run needs by the cost model, and which flags would save most."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""This process among the others: groups, signals, stall watching, output, lifetime."""
+"""The process in its job: process groups, signals, stall watching, output, lifetime."""

@@ -71,7 +71,7 @@ class ReplicaSums:
             each.finish()
         self._begin()
 
-    def _start(self, batch: _Batch) -> None:
+    def _start(self, batch: _GradientBucket) -> None:
         self._started.append(Sum([weight.parameter for weight in batch.weights], batch.group))
 
 
@@ -109,7 +109,7 @@ embedding's, and those that are never summed before."""
 
 
 @dataclass(frozen=True)
-class _Batch:
+class _GradientBucket:
     """What is summed in one go."""
 
     weights: list[ReplicatedWeight]
@@ -123,7 +123,7 @@ class _Batch:
 
 def _batches(
     weights: Sequence[ReplicatedWeight], groups: Mapping[tuple[int, ...], dist.ProcessGroup], late: Collection[int]
-) -> list[_Batch]:
+) -> list[_GradientBucket]:
     """In an order alike on all ranks. late: by id."""
 
     def kind(weight: ReplicatedWeight) -> int:
@@ -132,7 +132,7 @@ def _batches(
     result = []
     for ranks, group in groups.items():
         alike = sorted((weight for weight in weights if weight.ranks == ranks), key=kind)
-        result += [_Batch(list(several), group, number) for number, several in groupby(alike, key=kind)]
+        result += [_GradientBucket(list(several), group, number) for number, several in groupby(alike, key=kind)]
     return sorted(result, key=lambda batch: batch.kind)
 
 

@@ -1,4 +1,4 @@
-"""What an update of the weights changes, kept so that it can be taken back to the bit."""
+"""Keeps what an update of the weights changes, so that it can be undone bit for bit."""
 
 from __future__ import annotations
 

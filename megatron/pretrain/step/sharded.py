@@ -19,7 +19,7 @@ from torch import Tensor
 from helixpipe.model import PipelineModel
 from helixpipe.program.stages import Piece
 from helixpipe.runtime.replicas import holders
-from helixpipe.runtime.sharded_weights import Part, ShardedWeights
+from helixpipe.runtime.sharded_weights import ShardedWeights, WeightShard
 from megatron.pretrain.process.parallel import Parallel
 from megatron.pretrain.step.gradients import ReplicaSums, Sum
 from megatron.pretrain.step.optimizer_update import OptimizerUpdate
@@ -29,7 +29,7 @@ class PartsOfModel(torch.nn.Module):
     """The parts of a rank's weights where an optimizer expects a model, under the weights' names. config, ddp_config:
     megatron-core's, which it looks at."""
 
-    def __init__(self, parts: Sequence[Part], config: Any, ddp_config: Any):
+    def __init__(self, parts: Sequence[WeightShard], config: Any, ddp_config: Any):
         super().__init__()
         self._parts, self.config, self.ddp_config = parts, config, ddp_config
 
@@ -40,10 +40,10 @@ class PartsOfModel(torch.nn.Module):
         yield from (part.parameter for part in self._parts)
 
 
-class _Replicas:
+class _ReplicatedShards:
     """The parts of the weights that other pipeline ranks hold, too: theirs are the same parts."""
 
-    def __init__(self, model: PipelineModel, parts: Sequence[Part]):
+    def __init__(self, model: PipelineModel, parts: Sequence[WeightShard]):
         self.share_embeddings_and_output_weights = model.share_embeddings_and_output_weights
         names = {id(weight): name for name, weight in model.named_parameters()}
         own = {part.name: part.parameter for part in parts}
@@ -74,7 +74,7 @@ class TrainedParts(OptimizerUpdate):
         dist.all_gather_object(self._held, model.pieces, group=parallel.pp_group)
         self._partial = [part for part in self._own if getattr(part, "sequence_parallel", False)]
         partial = {id(part) for part in self._partial} if parallel.tp_size > 1 else set()
-        self._replicas = ReplicaSums(_Replicas(model, sharded.parts()), self._held, parallel, partial)
+        self._replicas = ReplicaSums(_ReplicatedShards(model, sharded.parts()), self._held, parallel, partial)
 
     def holders(self, pieces: Sequence[Piece]) -> tuple[int, ...]:
         return holders(self._held, pieces)

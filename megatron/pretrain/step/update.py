@@ -26,7 +26,7 @@ from helixpipe.runtime.weights import WeightStore
 
 
 @dataclass(frozen=True)
-class Outcome:
+class UpdateResult:
     """What came of a step's gradients.
 
     confirmed: the weights had not to be put right. updated: False after an overflow, which leaves the weights alone.
@@ -95,9 +95,9 @@ class ImmediateUpdate:
         """Change the weights, and sum `numbers` (one dimension, float64) over all ranks. Collective."""
         dist.all_reduce(numbers)
         updated, norm, num_zeros = self._weights.step()
-        self._outcome = Outcome(True, updated, norm, num_zeros, numbers)
+        self._outcome = UpdateResult(True, updated, norm, num_zeros, numbers)
 
-    def finish(self) -> Outcome:
+    def finish(self) -> UpdateResult:
         return self._outcome
 
 
@@ -129,7 +129,7 @@ class UnconfirmedUpdate:
         self._weights.update()
 
     @torch.no_grad()
-    def finish(self) -> Outcome:
+    def finish(self) -> UpdateResult:
         """Wait for the sums, and put the weights right where the update was wrong. All ranks get the same outcome."""
         if self._stream is not None:
             self._stream.synchronize()
@@ -146,4 +146,4 @@ class UnconfirmedUpdate:
                 self._weights.clip(self._largest, norm)
                 self._weights.update()
         del self._before
-        return Outcome(not wrong, not overflow, None if overflow else norm, None, self._sums[2:])
+        return UpdateResult(not wrong, not overflow, None if overflow else norm, None, self._sums[2:])

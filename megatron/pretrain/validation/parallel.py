@@ -1,4 +1,4 @@
-"""How the model is spread over ranks."""
+"""Checks how the model is distributed over ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many layers each pipeline stage has, where Megatron-LM's flags ask for stages that differ."""
+"""Computes the number of layers of each pipeline stage, where Megatron-LM's flags ask for stages that differ."""
 
 from __future__ import annotations
 

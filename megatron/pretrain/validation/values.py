@@ -1,4 +1,4 @@
-"""What must be given, and the range of single values."""
+"""Checks which values must be given, and the range of single values."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from helixpipe.runtime.arena import HostArena, Part
+from helixpipe.runtime.arena import HostAllocation, HostArena
 from helixpipe.runtime.copies import StreamEngine
 from helixpipe.runtime.offload import Offloader
 from tests.runtime.happens_before.cuda import Simulation
@@ -32,7 +32,7 @@ class WatchedArena(HostArena):
         self._taken: list[_Taken] = []
         self.again = 0  # parts in bytes that had been given out before
 
-    def take(self, nbytes: int) -> Part:
+    def take(self, nbytes: int) -> HostAllocation:
         part = super().take(nbytes)
         with torch._C._DisableTorchDispatch():
             block = self._blocks[part.block].numpy()
