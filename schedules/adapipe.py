@@ -9,8 +9,8 @@ from __future__ import annotations
 from helixpipe.common.collector import collector_paused
 from helixpipe.common.errors import ScheduleError
 from helixpipe.costs.by_hand import PieceTimes
-from helixpipe.planning.adapipe import Search
 from helixpipe.planning.catalogue import NoOptions, Shape
+from helixpipe.planning.order.adapipe import Search
 from helixpipe.program.program import Program
 from schedules.one_f_one_b import one_f_one_b_order
 

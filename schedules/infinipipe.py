@@ -13,8 +13,8 @@ from helixpipe.common.collector import collector_paused
 from helixpipe.common.flags import option
 from helixpipe.common.ranges import MOST_CHUNKS
 from helixpipe.planning.catalogue import Shape
-from helixpipe.planning.grouping import Chains, best_chains
-from helixpipe.planning.orders import grouped_one_f_one_b
+from helixpipe.planning.order.grouping import Chains, best_chains
+from helixpipe.planning.order.orders import grouped_one_f_one_b
 from helixpipe.program.program import Op, Program
 
 

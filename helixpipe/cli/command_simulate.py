@@ -32,8 +32,8 @@ from helixpipe.draw.text import (
 )
 from helixpipe.lowering.lower import lowered_valid
 from helixpipe.planning.catalogue import Catalogue
-from helixpipe.planning.chunk_options import ChunkOptions
-from helixpipe.planning.lengths import LengthOptions, documents_of
+from helixpipe.planning.documents.lengths import LengthOptions, documents_of
+from helixpipe.planning.order.chunk_options import ChunkOptions
 from helixpipe.program.files import is_file, save_program
 from helixpipe.program.text import format_rows
 from helixpipe.simulate.simulator import Simulation, simulate

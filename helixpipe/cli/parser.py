@@ -16,11 +16,11 @@ from helixpipe.cli.options import CostOptions, OutputOptions, ShapeOptions, Simu
 from helixpipe.cli.profile_options import ProfileOptions
 from helixpipe.cli.side_by_side import SizeOptions
 from helixpipe.common.flags import FlagParser, add_dataclass_arguments
-from helixpipe.planning.chunk_options import ChunkOptions
-from helixpipe.planning.lengths import LengthOptions
-from helixpipe.planning.offload import OffloadOptions
-from helixpipe.planning.recompute import RecomputeOptions
-from helixpipe.planning.tuning import PackingOptions
+from helixpipe.planning.documents.lengths import LengthOptions
+from helixpipe.planning.documents.tuning import PackingOptions
+from helixpipe.planning.memory.offload import OffloadOptions
+from helixpipe.planning.memory.recompute import RecomputeOptions
+from helixpipe.planning.order.chunk_options import ChunkOptions
 from helixpipe.program.timeline import BUBBLE
 
 _PROGRAM = "SCHEDULE|FILE"

@@ -21,7 +21,7 @@ from helixpipe.common.progress import Progress
 from helixpipe.costs.hardware import GIB
 from helixpipe.draw.text import chunk_shares, chunk_times, table
 from helixpipe.planning.catalogue import Schedule
-from helixpipe.planning.chunk_options import ChunkOptions
+from helixpipe.planning.order.chunk_options import ChunkOptions
 from helixpipe.program.files import is_file
 from helixpipe.simulate.simulator import Simulation
 

@@ -1,1 +1,1 @@
-"""What schedules are found with: the catalogue's types, list scheduling, choices of recomputation and of chunks."""
+"""What schedules are found with, in folders: memory, then the catalogue, order, reorder, documents and search."""

@@ -10,11 +10,11 @@ from typing import Any
 from helixpipe.common.errors import ScheduleError
 from helixpipe.common.flags import check_ranges, nearest_name
 from helixpipe.costs.by_hand import unit_costs
-from helixpipe.planning.early import recomputed
-from helixpipe.planning.offload import OffloadOptions, check_offloads, offloaded
-from helixpipe.planning.offload_choice import Limits, choose
-from helixpipe.planning.recompute import RecomputeOptions, check_recomputes
-from helixpipe.planning.sharding import shared_out
+from helixpipe.planning.memory.early import recomputed
+from helixpipe.planning.memory.offload import OffloadOptions, check_offloads, offloaded
+from helixpipe.planning.memory.offload_choice import Limits, choose
+from helixpipe.planning.memory.recompute import RecomputeOptions, check_recomputes
+from helixpipe.planning.memory.sharding import shared_out
 from helixpipe.program.costs import Costs
 from helixpipe.program.files import is_file, load_program, naming, says_all
 from helixpipe.program.program import Program

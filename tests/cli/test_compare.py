@@ -11,7 +11,7 @@ import pytest
 
 from helixpipe.cli.parser import parsers
 from helixpipe.cli.programs import make_simulations, plan_of
-from helixpipe.planning.chunk_options import MOST_BALANCED
+from helixpipe.planning.order.chunk_options import MOST_BALANCED
 from helixpipe.program.timeline import BUBBLE, Timeline
 from schedules import CATALOGUE, command
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from helixpipe.planning.catalogue import Shape
-from helixpipe.planning.document_steps import StepPacker, adapting, dealt, row_program
+from helixpipe.planning.documents.document_steps import StepPacker, adapting, dealt, row_program
+from helixpipe.planning.documents.tuning import PackingOptions
 from helixpipe.planning.search.bounds import Bounds, Figures, Measured
 from helixpipe.planning.search.space import Candidate, Question, Saving, Setting, Sizes
 from helixpipe.planning.search.trial import Trial, Trials
-from helixpipe.planning.tuning import PackingOptions
 from helixpipe.program.program import Program
 from helixpipe.program.workload import Extent, Slice, Workload
 

@@ -14,11 +14,11 @@ from helixpipe.costs.hardware import find_hardware
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.profile_costs import ProfileCosts
 from helixpipe.lowering.project import LoweredProgram
-from helixpipe.planning.alike import lowered_with_rows, rows_alike, with_rows
 from helixpipe.planning.catalogue import Shape
-from helixpipe.planning.document_steps import StepPacker, adapting, dealt, row_program
-from helixpipe.planning.early import peak_memory
-from helixpipe.planning.packing import Packing, most_slices, spread
+from helixpipe.planning.documents.alike import lowered_with_rows, rows_alike, with_rows
+from helixpipe.planning.documents.document_steps import StepPacker, adapting, dealt, row_program
+from helixpipe.planning.documents.packing import Packing, most_slices, spread
+from helixpipe.planning.memory.early import peak_memory
 from helixpipe.planning.plan import Plan, make_plan
 from helixpipe.program.files import is_file
 from helixpipe.program.program import Program

@@ -12,7 +12,7 @@ from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import shared_unit
 from helixpipe.costs.profile_costs import ProfileCosts
 from helixpipe.lowering.validate import untrainable
-from helixpipe.planning.chunk_lengths import FEW_COUNTS, best_chunks, chunk_counts
+from helixpipe.planning.order.chunk_lengths import FEW_COUNTS, best_chunks, chunk_counts
 from helixpipe.planning.plan import Plan, Plans
 from helixpipe.program.files import naming
 from helixpipe.program.program import Program

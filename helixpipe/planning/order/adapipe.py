@@ -17,9 +17,9 @@ from helixpipe.lowering.build import build_graph
 from helixpipe.lowering.lower import scheduled
 from helixpipe.lowering.order import list_schedule
 from helixpipe.planning.catalogue import Shape
-from helixpipe.planning.early import peak_memory, place_early
-from helixpipe.planning.recompute_choice import CHOICES, TOLERANCE, Choice, LayerChoices, Runs, make_stage
-from helixpipe.planning.splits import Table, cheapest_split, least_bottleneck, rounded, splits_by_time
+from helixpipe.planning.memory.early import peak_memory, place_early
+from helixpipe.planning.memory.recompute_choice import CHOICES, TOLERANCE, Choice, LayerChoices, Runs, make_stage
+from helixpipe.planning.order.splits import Table, cheapest_split, least_bottleneck, rounded, splits_by_time
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Op, Program
 
