@@ -35,4 +35,4 @@ def adapipe(shape: Shape, options: NoOptions) -> Program:
             f"whole layer; valid are {p} and more."
         )
     with collector_paused():
-        return Search(shape, shape.costs or PieceTimes(), one_f_one_b_order(p, shape.microbatches)).best()
+        return Search("adapipe", shape, shape.costs or PieceTimes(), one_f_one_b_order(p, shape.microbatches)).best()

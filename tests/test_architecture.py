@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from schedules import CATALOGUE
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("helixpipe", "schedules", "megatron/pretrain")
 MAX_LINES = 500
@@ -251,6 +253,36 @@ def test_machinery_and_catalogue_do_not_know_the_training_program(package: str) 
         if any(under(name, user) for user in above)
     ]
     assert not offenders
+
+
+VALUES_OF_OTHER_FLAGS = {"none": ("helixpipe", "megatron.pretrain"), "infinipipe": ("helixpipe.cli.documents",)}
+"""Words that are also values of other flags than `--pipeline-schedule`, and where."""
+
+
+def literals(source: str) -> Iterator[tuple[int, str]]:
+    """Line and text of every string that is not a docstring."""
+    tree = ast.parse(source)
+    documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
+            yield node.lineno, node.value
+
+
+def test_literals_are_found_wherever_they_stand() -> None:
+    source = '"""1f1b"""\ndef f(x="zbv"):\n    """helix"""\n    return {"sppo": Literal["hanayo"], 1: x == "gpipe"}\n'
+    assert sorted(literals(source)) == [(2, "zbv"), (4, "gpipe"), (4, "hanayo"), (4, "sppo")]
+
+
+def test_schedules_are_named_in_the_catalogue_alone() -> None:
+    """What others need to know of a schedule, its entry of the catalogue declares."""
+    offenders = [
+        f"{path.relative_to(ROOT)}:{line}: {text}"
+        for module, path in MODULES.items()
+        if not under(module, "schedules")
+        for line, text in literals(path.read_text(encoding="utf-8"))
+        if text in CATALOGUE and not any(under(module, user) for user in VALUES_OF_OTHER_FLAGS.get(text, ()))
+    ]
+    assert offenders == []
 
 
 def test_megatron_is_shared_with_the_wheel() -> None:

@@ -42,7 +42,8 @@ from helixpipe.simulate.simulator import Simulation, simulate
 def run(namespace: argparse.Namespace) -> None:
     options = dataclass_from_namespace(SimulateOptions, namespace)
     catalogue: Catalogue = namespace.catalogue
-    schedules = {name: None if is_file(name) else catalogue.find(name) for name in namespace.schedules or ["1f1b"]}
+    names = namespace.schedules or [catalogue.default()]
+    schedules = {name: None if is_file(name) else catalogue.find(name) for name in names}
     one = one_size(namespace)
     if one is None or len(schedules) > 1:
         for flag, given in (("--order", options.order), ("--save-program", options.save_program is not None)):

@@ -15,7 +15,7 @@ from helixpipe.draw.style import count
 from helixpipe.planning.catalogue import Schedule, Shape
 from helixpipe.planning.documents.baselines import concatenated, packed_whole, padded
 from helixpipe.planning.documents.chunk_times import ChunkTimes
-from helixpipe.planning.documents.document_steps import StepPacker, adapting, dealt
+from helixpipe.planning.documents.document_steps import StepPacker, dealt
 from helixpipe.planning.documents.filling import aligned
 from helixpipe.planning.documents.lengths import Documents, LengthOptions, documents_of
 from helixpipe.planning.documents.packing import Packing, spread
@@ -111,7 +111,7 @@ class Packer:
 
     def program(self, schedule: Schedule, shape: Shape, build: Callable[[Workload], Program]) -> Program:
         """The schedule's program of the batch. shape: but for the workload."""
-        adapts = adapting(schedule.options()) and shape.recompute.granularity is None
+        adapts = schedule.adapts(schedule.options()) and shape.recompute.granularity is None
         packer = StepPacker(shape, self.packing, adapts, self.alignment, self.least)
         fixed = self._fixed(packer.times(self.batch.lengths))
         return build((fixed or packer.pack(self.batch.lengths)).workload)

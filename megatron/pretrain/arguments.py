@@ -224,11 +224,13 @@ def build_parser() -> FlagParser:
         if name not in PLANNED:
             add_dataclass_arguments(parser, cls, title=title)
     aliases = parser.add_argument_group("flags of HelixPipe's authors")
-    for flag, (field, help_text, value) in compat.ALIASES.items():
-        how: dict[str, Any] = {"action": "store_const", "const": value}
-        if value is None:
-            how = {"type": whole_number, "metavar": "N"}
-        aliases.add_argument(flag, dest=field, help=help_text, default=argparse.SUPPRESS, **how)
+    of_schedules = [alias for schedule in CATALOGUE.values() for alias in schedule.aliases]
+    for flag, words in (*of_schedules, *compat.ALIASES.items()):
+        own, *values = words.split()
+        how: dict[str, Any] = {"action": "store_const", "const": values[0]} if values else {}
+        how = how or {"type": whole_number, "metavar": "N"}
+        field = own.removeprefix("--").replace("-", "_")
+        aliases.add_argument(flag, dest=field, help=f"The same as {words}.", default=argparse.SUPPRESS, **how)
     return parser
 
 

@@ -179,7 +179,7 @@ def test_a_bubble_is_one_number(capsys: pytest.CaptureFixture[str], tmp_path: Pa
 
 
 def _flags(words: str) -> argparse.Namespace:
-    parsers_of = parsers({name: each.options for name, each in CATALOGUE.items()})[1]
+    parsers_of = parsers(CATALOGUE)[1]
     namespace = parsers_of["memory"].parse(words.split())
     namespace.catalogue, namespace.given = CATALOGUE, {}
     return namespace

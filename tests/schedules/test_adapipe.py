@@ -70,7 +70,7 @@ def model_costs(**options: object) -> Costs:
 
 
 def search_of(shape: Shape, costs: Costs) -> Search:
-    return Search(shape, costs, one_f_one_b_order(shape.ranks, shape.microbatches))
+    return Search("adapipe", shape, costs, one_f_one_b_order(shape.ranks, shape.microbatches))
 
 
 def sizes(program: Program) -> list[int]:

@@ -81,11 +81,6 @@ class StepPacker:
         return self.shape.costs
 
 
-def adapting(options: object) -> bool:
-    """Whether a schedule of these options recomputes what the memory asks for, unless flags say what to recompute."""
-    return bool(getattr(options, "infinipipe_recompute", False))
-
-
 def row_program(build: Callable[[Shape], Program], shape: Shape, workload: Workload, alignment: int = 1) -> Program:
     """A schedule's program of these rows. build: its program of a shape with a `ragged` workload. Where it asks for a
     multiple of something, as helix does, rows of padding make up the number. Raises ScheduleError where no number is

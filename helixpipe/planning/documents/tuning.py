@@ -155,7 +155,7 @@ class Predicted:
             backwards = [Op("B", rank, *unit) for unit in backward_units(workload)]
             ahead = ranks - rank - 1 + workload.most_chunks - 1
             orders.append(tuple(one_forward_one_backward(forwards, backwards, ahead)))
-        program = Program("1f1b", self.stages, tuple(orders), workload)
+        program = Program("packing", self.stages, tuple(orders), workload)
         if self.limit is None:  # the one order's times alone: a third of the work
             return scheduled(program, self.costs).makespan
         simulation = simulate(lower(program, self.costs), self.costs)

@@ -84,7 +84,8 @@ class Stages:
 class Search:
     """Layouts that may be the best for a shape, and which is. order: 1F1B's, of a stage a rank."""
 
-    def __init__(self, shape: Shape, costs: Costs, order: tuple[tuple[Op, ...], ...]):
+    def __init__(self, name: str, shape: Shape, costs: Costs, order: tuple[tuple[Op, ...], ...]):
+        self.name = name
         self.shape, self.costs = shape, costs
         self.limit = inf if shape.memory_limit is None else shape.memory_limit
         self._order = order
@@ -98,7 +99,7 @@ class Search:
         for rank, layers in enumerate(layout):
             stages.append(make_stage(layers, first, embed=rank == 0, head=rank == p - 1))
             first += len(layers)
-        return Program("adapipe", tuple(stages), self._order, self.shape.workload)
+        return Program(self.name, tuple(stages), self._order, self.shape.workload)
 
     def fits(self, program: Program) -> bool:
         bound = self.limit + TOLERANCE * abs(self.limit)

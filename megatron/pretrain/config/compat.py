@@ -1,6 +1,6 @@
 """Flags of others: Megatron-LM's that this project does not have, and other names of those it has. Data.
 
-ALIASES: flags of papers' own code -> what they are called here.
+ALIASES: flags of papers' own code -> the words that say the same here.
 READ_AS: a flag with its value -> what says the same here; one warning names them all.
 IGNORED: accepted because ignoring them changes no result; one warning names them all. What asks for memory that would
          not be saved is not among them: a run that does not fit should say so at once.
@@ -21,27 +21,10 @@ from megatron.pretrain.config.refused import REFUSED as REFUSED
 from megatron.pretrain.config.refused import REFUSED_FAMILIES as REFUSED_FAMILIES
 from megatron.pretrain.config.refused import each_for
 
-
-class Alias(NamedTuple):
-    """Another name of the flag whose field is `field`. value: what it sets there; None: the flag's own argument, a
-    number."""
-
-    field: str
-    help: str
-    value: str | None = None
-
-
-ALIASES: Mapping[str, Alias] = MappingProxyType(
-    {
-        "--attention-pipeline": Alias("pipeline_schedule", "The same as --pipeline-schedule helix.", "helix"),
-        "--num-fold": Alias("helix_folds", "The same as --helix-folds."),
-        "--transfer-weight": Alias("helix_ship", "The same as --helix-ship qkv.", "qkv"),
-        "--checkpoint-without-attn": Alias(
-            "recompute_granularity", "The same as --recompute-granularity without-attention.", "without-attention"
-        ),
-    }
+ALIASES: Mapping[str, str] = MappingProxyType(
+    {"--checkpoint-without-attn": "--recompute-granularity without-attention"}
 )
-"""HelixPipe's authors'. Those of Seq1F1B's are the flags' own names here."""
+"""HelixPipe's authors', besides those that the catalogue's entry has. Seq1F1B's are the flags' own names here."""
 
 
 class Reading(NamedTuple):
