@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.engines import Engine, OurEngine, Pairs, Problem, found
 from benchmarks.other_engines import megatron_core
-from helixpipe.planning.recompute import RecomputeOptions
+from helixpipe.planning.memory.recompute import RecomputeOptions
 from schedules.helix import HelixOptions
 
 

@@ -24,10 +24,10 @@ from helixpipe.common.collector import collector_paused
 from helixpipe.common.errors import UserError
 from helixpipe.costs.hardware import GIB
 from helixpipe.lowering.lower import lower
-from helixpipe.planning.chunk_lengths import chunk_counts
-from helixpipe.planning.chunk_options import ChunkOptions
-from helixpipe.planning.offload import OffloadOptions
-from helixpipe.planning.recompute import RecomputeOptions
+from helixpipe.planning.memory.offload import OffloadOptions
+from helixpipe.planning.memory.recompute import RecomputeOptions
+from helixpipe.planning.order.chunk_lengths import chunk_counts
+from helixpipe.planning.order.chunk_options import ChunkOptions
 from helixpipe.program.program import Program
 from helixpipe.simulate.simulator import simulate
 from schedules import CATALOGUE, Schedule, Shape, build

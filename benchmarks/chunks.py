@@ -9,7 +9,7 @@ import torch
 from benchmarks.engines import Engine, OurEngine, Pairs, Problem, found
 from benchmarks.other_engines import megatron_core
 from helixpipe.costs.by_hand import PieceTimes
-from helixpipe.planning.chunk_lengths import average_lengths, balanced_lengths
+from helixpipe.planning.order.chunk_lengths import average_lengths, balanced_lengths
 from helixpipe.program.program import Program
 from helixpipe.program.stages import even_stages
 

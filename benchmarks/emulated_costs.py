@@ -13,7 +13,7 @@ from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import Layout, ModelShape
 from helixpipe.lowering.lower import lower
 from helixpipe.lowering.project import LoweredProgram
-from helixpipe.planning.recompute import RecomputeOptions
+from helixpipe.planning.memory.recompute import RecomputeOptions
 from helixpipe.program.costs import Payload
 from helixpipe.program.workload import Chunk, Slice, Workload
 from schedules import Shape, build

@@ -110,7 +110,7 @@ def serve(case: str) -> None:
     from helixpipe.lowering.lower import lower
     from helixpipe.model import Microbatch
     from helixpipe.model.device import device
-    from helixpipe.planning.recompute import RecomputeOptions
+    from helixpipe.planning.memory.recompute import RecomputeOptions
     from helixpipe.runtime.executor import Executor, Step
     from schedules import Shape, build
 

@@ -29,15 +29,15 @@ from helixpipe.cli.model import ModelOnCluster, ModelOptions, make_plan
 from helixpipe.cli.model_report import report
 from helixpipe.costs.hardware import GIB
 from helixpipe.lowering.lower import lower
-from helixpipe.planning.baselines import concatenated, packed_whole, padded
-from helixpipe.planning.capacity import fits, over_capacity, token_capacity
 from helixpipe.planning.catalogue import Shape
-from helixpipe.planning.chunk_times import ChunkTimes
-from helixpipe.planning.filling import aligned
-from helixpipe.planning.lengths import DOCUMENTS, LengthOptions, documents_of
-from helixpipe.planning.packing import Packing, spread
-from helixpipe.planning.recompute import RecomputeOptions
-from helixpipe.planning.tuning import PackingOptions, Predicted, Tuned, tuned
+from helixpipe.planning.documents.baselines import concatenated, packed_whole, padded
+from helixpipe.planning.documents.capacity import fits, over_capacity, token_capacity
+from helixpipe.planning.documents.chunk_times import ChunkTimes
+from helixpipe.planning.documents.filling import aligned
+from helixpipe.planning.documents.lengths import DOCUMENTS, LengthOptions, documents_of
+from helixpipe.planning.documents.packing import Packing, spread
+from helixpipe.planning.documents.tuning import PackingOptions, Predicted, Tuned, tuned
+from helixpipe.planning.memory.recompute import RecomputeOptions
 from helixpipe.program.stages import even_stages
 from helixpipe.program.workload import Workload
 from helixpipe.simulate.simulator import simulate

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from helixpipe.costs.hardware import GIB, RESERVED_MEMORY, find_hardware
-from helixpipe.planning.lengths import DOCUMENTS
+from helixpipe.planning.documents.lengths import DOCUMENTS
 
 HARDWARE, NODES, TENSOR_PARALLEL = "a800", 4, 8
 SEEDS = range(5)

@@ -11,8 +11,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from benchmarks.accounting import SavedBytes
 from helixpipe.model import KeyValueStore, linear
-from helixpipe.profile.accounting import SavedBytes
 from helixpipe.runtime import offload, step_run
 from helixpipe.runtime.segments import SegmentGraph
 from helixpipe.watch.position import Position

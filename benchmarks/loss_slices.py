@@ -24,10 +24,10 @@ from helixpipe.model.device import prepare
 
 prepare()  # before megatron-core is imported, whose notices it silences
 
+from benchmarks.accounting import AliveBytes
 from helixpipe.costs.models import Chunk, Layout, ModelShape
 from helixpipe.costs.piece_bytes import PieceBytes
 from helixpipe.model import Microbatch, UnitContext
-from helixpipe.profile.accounting import AliveBytes
 from helixpipe.profile.subject import Task, build_model, initialize_parallel_state
 from helixpipe.program.stages import Piece
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.accounting import AliveBytes
 from benchmarks.attention import helix
 from benchmarks.chunks import seq1f1b
 from benchmarks.empty import empty
@@ -26,7 +27,6 @@ from helixpipe.costs.hardware import HARDWARE
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import Layout, ModelShape
 from helixpipe.lowering.lower import lower
-from helixpipe.profile.accounting import AliveBytes
 from helixpipe.simulate.memory import rank_memory
 from helixpipe.simulate.simulator import simulate
 

@@ -19,9 +19,9 @@ from benchmarks.offload import SCHEDULES
 from helixpipe.costs.profile_costs import CopyTimes, Profile, ProfileCosts
 from helixpipe.model import Microbatch
 from helixpipe.model.device import device
-from helixpipe.planning.offload import OffloadOptions
-from helixpipe.planning.offload_choice import MemoryLimits, OffloadedProgram, choose
-from helixpipe.planning.recompute import RecomputeOptions
+from helixpipe.planning.memory.offload import OffloadOptions
+from helixpipe.planning.memory.offload_choice import MemoryLimits, OffloadedProgram, choose
+from helixpipe.planning.memory.recompute import RecomputeOptions
 from helixpipe.profile.subject import Task, build_model, initialize_parallel_state
 from helixpipe.runtime.copies import ThreadEngine
 from helixpipe.runtime.executor import Executor, Step

@@ -26,7 +26,7 @@ from helixpipe.costs.profile_costs import Profile, ProfileCosts
 from helixpipe.lowering.lower import lower
 from helixpipe.model import Microbatch
 from helixpipe.model.device import device
-from helixpipe.planning.offload import OffloadOptions
+from helixpipe.planning.memory.offload import OffloadOptions
 from helixpipe.profile.subject import Task, build_model, initialize_parallel_state
 from helixpipe.program.program import Program
 from helixpipe.program.timeline import Timeline

@@ -23,7 +23,7 @@ from benchmarks.pages import written_into
 from helixpipe.common.collector import collector_paused
 from helixpipe.costs.hardware import GIB
 from helixpipe.lowering.lower import lower
-from helixpipe.planning.recompute import RecomputeOptions
+from helixpipe.planning.memory.recompute import RecomputeOptions
 from helixpipe.planning.reorder.evaluate import Evaluator, Judge, compiled_evaluator
 from helixpipe.planning.reorder.improve import Budget, Improved, improve
 from helixpipe.planning.reorder.instance import instance_of

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from helixpipe.cli.model import ModelOnCluster, ModelOptions, make_plan
-from helixpipe.planning.recompute import RecomputeOptions
+from helixpipe.planning.memory.recompute import RecomputeOptions
 from schedules.helix import HelixOptions
 
 GPUS = ("h20", "a800")

@@ -19,15 +19,15 @@ from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
 
+from benchmarks.multiplex import MultiplexedTimes, multiplexed, teams
 from helixpipe.cli.model import ModelOnCluster, ModelOptions, make_plan
 from helixpipe.cli.model_report import report
 from helixpipe.costs.hardware import GIB, GIGA, RESERVED_MEMORY
 from helixpipe.costs.sizes import GRADIENT_BYTES
 from helixpipe.lowering.lower import lower
-from helixpipe.planning.chunk_lengths import balanced_lengths, default_alignment
-from helixpipe.planning.multiplex import MultiplexedTimes, multiplexed, teams
-from helixpipe.planning.offload import OffloadOptions
-from helixpipe.planning.recompute import RecomputeOptions
+from helixpipe.planning.memory.offload import OffloadOptions
+from helixpipe.planning.memory.recompute import RecomputeOptions
+from helixpipe.planning.order.chunk_lengths import balanced_lengths, default_alignment
 from helixpipe.program.costs import Contents, Payload, Work
 from helixpipe.program.stages import Stage, even_stages
 from helixpipe.program.workload import Extent, Extents

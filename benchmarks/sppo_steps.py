@@ -20,10 +20,10 @@ from helixpipe.cli.model import ModelOnCluster, ModelOptions, make_plan
 from helixpipe.common.errors import ScheduleError
 from helixpipe.costs.hardware import GIB
 from helixpipe.costs.models import Layout
-from helixpipe.planning.chunk_options import ChunkOptions
-from helixpipe.planning.offload import OffloadOptions
-from helixpipe.planning.offload_choice import MemoryLimits, OffloadedProgram
-from helixpipe.planning.recompute import RecomputeOptions
+from helixpipe.planning.memory.offload import OffloadOptions
+from helixpipe.planning.memory.offload_choice import MemoryLimits, OffloadedProgram
+from helixpipe.planning.memory.recompute import RecomputeOptions
+from helixpipe.planning.order.chunk_options import ChunkOptions
 from schedules import Shape, build
 
 FULL = RecomputeOptions("full")

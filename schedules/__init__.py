@@ -22,9 +22,9 @@ __all__ = ["CATALOGUE", "NoOptions", "Schedule", "Shape", "build", "find", "fore
 _ORDER_ALONE = (ZeroBubbleOptions(zb_recompute=False),)
 
 _REGISTRY = (
-    Schedule("none", no_pipeline, "gradient accumulation, p = 1", bubble="0", memory="1", one_rank=True),
+    Schedule("none", no_pipeline, "gradient accumulation, p = 1", bubble="0", memory="1", one_rank=True, default=True),
     Schedule("gpipe", gpipe, "Huang et al., GPipe, 2019", bubble="(p-1)(F+B)", memory="m"),
-    Schedule("1f1b", one_f_one_b, "Fan et al., DAPPLE, 2021", bubble="(p-1)(F+B)", memory="min(p-r, m)"),
+    Schedule("1f1b", one_f_one_b, "Fan et al., DAPPLE, 2021", bubble="(p-1)(F+B)", memory="min(p-r, m)", default=True),
     Schedule(
         "adapipe",
         adapipe,
@@ -42,6 +42,7 @@ _REGISTRY = (
         memory="(2(p-r-1) + (v-1)p + 1)/v",
         options=InterleavedOptions,
         virtual_stages=True,
+        default=True,
     ),
     Schedule("chimera", chimera, "Li and Hoefler, SC'21", bubble="(p-2)max(F,B)", memory="at most p", spread=True),
     Schedule(
@@ -94,7 +95,15 @@ _REGISTRY = (
         virtual_stages=True,
     ),
     Schedule("terapipe", terapipe, "Li et al., ICML 2021", bubble="(p-1)(F+B)/k", memory="m", chunks=True),
-    Schedule("seq1f1b", seq1f1b, "Sun et al., Seq1F1B, 2024", bubble="(p-1)(F+B)/k", memory="(p-r-1+k)/k", chunks=True),
+    Schedule(
+        "seq1f1b",
+        seq1f1b,
+        "Sun et al., Seq1F1B, 2024",
+        bubble="(p-1)(F+B)/k",
+        memory="(p-r-1+k)/k",
+        chunks=True,
+        default=True,
+    ),
     Schedule(
         "seq1f1b-interleaved",
         seq1f1b_interleaved,
@@ -103,6 +112,7 @@ _REGISTRY = (
         memory="(2(p-r-1) + (v-1)kg + k)/(kv)",
         virtual_stages=True,
         chunks=True,
+        default=True,
     ),
     Schedule(
         "seq1f1b-zb",
@@ -124,6 +134,8 @@ _REGISTRY = (
         options=InfinipipeOptions,
         chunks=True,
         effort=4,
+        adapts=InfinipipeOptions.adapts,
+        quick=InfinipipeOptions.quick,
     ),
     Schedule(
         "sppo",
@@ -150,6 +162,11 @@ _REGISTRY = (
             HelixOptions(helix_folds=folds, helix_ship=ship, helix_recompute=False)
             for folds in (2, 1)
             for ship in ("attention", "qkv")
+        ),
+        aliases=(
+            ("--attention-pipeline", "--pipeline-schedule helix"),
+            ("--num-fold", "--helix-folds"),
+            ("--transfer-weight", "--helix-ship qkv"),
         ),
     ),
     *(

@@ -9,8 +9,8 @@ from __future__ import annotations
 from helixpipe.common.collector import collector_paused
 from helixpipe.common.errors import ScheduleError
 from helixpipe.costs.by_hand import PieceTimes
-from helixpipe.planning.adapipe import LayoutSearch
 from helixpipe.planning.catalogue import NoOptions, Shape
+from helixpipe.planning.order.adapipe import LayoutSearch
 from helixpipe.program.program import Program
 from schedules.one_f_one_b import one_f_one_b_order
 
@@ -35,4 +35,6 @@ def adapipe(shape: Shape, options: NoOptions) -> Program:
             f"whole layer; valid are {p} and more."
         )
     with collector_paused():
-        return LayoutSearch(shape, shape.costs or PieceTimes(), one_f_one_b_order(p, shape.microbatches)).best()
+        return LayoutSearch(
+            "adapipe", shape, shape.costs or PieceTimes(), one_f_one_b_order(p, shape.microbatches)
+        ).best()

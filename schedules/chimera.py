@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from helixpipe.common.errors import ScheduleError
 from helixpipe.planning.catalogue import NoOptions, Shape
-from helixpipe.planning.orders import near_multiples, require_multiple, wave_order
+from helixpipe.planning.order.orders import near_multiples, require_multiple, wave_order
 from helixpipe.program.program import Program
 
 

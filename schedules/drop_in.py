@@ -15,8 +15,8 @@ from typing import Any  # noqa: E402
 
 from helixpipe.common.errors import ScheduleError  # noqa: E402
 from helixpipe.drop_in.loop import ForwardBackward, MakeProgram  # noqa: E402
-from helixpipe.planning.offload import OffloadOptions  # noqa: E402
-from helixpipe.planning.recompute import RecomputeOptions  # noqa: E402
+from helixpipe.planning.memory.offload import OffloadOptions  # noqa: E402
+from helixpipe.planning.memory.recompute import RecomputeOptions  # noqa: E402
 from helixpipe.program.costs import Costs  # noqa: E402
 from helixpipe.program.files import is_file, load_program  # noqa: E402
 from helixpipe.program.program import Program  # noqa: E402

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from helixpipe.common.errors import ScheduleError
 from helixpipe.planning.catalogue import NoOptions, Shape
-from helixpipe.planning.orders import near_multiples, wave_order
+from helixpipe.planning.order.orders import near_multiples, wave_order
 from helixpipe.program.program import Program
 
 

@@ -28,8 +28,8 @@ from helixpipe.common.ranges import MOST_MICROBATCHES
 from helixpipe.costs.by_hand import unit_costs
 from helixpipe.lowering.lower import scheduled
 from helixpipe.planning.catalogue import Shape
-from helixpipe.planning.early import peak_memory
-from helixpipe.planning.orders import require_multiple
+from helixpipe.planning.memory.early import peak_memory
+from helixpipe.planning.order.orders import require_multiple
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Op, Program
 from helixpipe.program.stages import Stage, even_stages, model_pieces

@@ -7,14 +7,14 @@ chain each. What remains open in the paper is the order of chains and what it co
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from helixpipe.common.collector import collector_paused
 from helixpipe.common.flags import option
 from helixpipe.common.ranges import MOST_CHUNKS
 from helixpipe.planning.catalogue import Shape
-from helixpipe.planning.grouping import Chains, best_chains
-from helixpipe.planning.orders import grouped_one_f_one_b
+from helixpipe.planning.order.grouping import Chains, best_chains
+from helixpipe.planning.order.orders import grouped_one_f_one_b
 from helixpipe.program.program import Op, Program
 
 
@@ -42,6 +42,14 @@ class InfinipipeOptions:
         "infinipipe: unless --recompute-granularity says what to recompute, as few layers as fit of each chunk on each "
         "rank, where costs and a memory limit are known.",
     )
+
+    def adapts(self) -> bool:
+        """Whether it recomputes what the memory asks for, unless flags say what to recompute."""
+        return self.infinipipe_recompute
+
+    def quick(self) -> InfinipipeOptions:
+        """Those with which its program is not searched for."""
+        return replace(self, infinipipe_grouping=False, infinipipe_ahead=self.infinipipe_ahead or 1)
 
 
 def infinipipe(shape: Shape, options: InfinipipeOptions) -> Program:

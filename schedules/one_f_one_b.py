@@ -8,7 +8,7 @@ from helixpipe.common.errors import ScheduleError
 from helixpipe.common.flags import option
 from helixpipe.common.ranges import MOST_MICROBATCHES
 from helixpipe.planning.catalogue import NoOptions, Shape
-from helixpipe.planning.orders import require_multiple
+from helixpipe.planning.order.orders import require_multiple
 from helixpipe.program.program import Op, Program
 
 

@@ -15,8 +15,8 @@ from itertools import accumulate, pairwise
 from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.planning.catalogue import NoOptions, Shape
-from helixpipe.planning.orders import backward_units, forward_units, one_forward_one_backward
-from helixpipe.planning.problem import held_by
+from helixpipe.planning.memory.held import held_by
+from helixpipe.planning.order.orders import backward_units, forward_units, one_forward_one_backward
 from helixpipe.program.program import Op, Program, Unit
 from helixpipe.program.workload import Workload
 from schedules.zero_bubble import ZeroBubbleOptions, one_stage_a_rank

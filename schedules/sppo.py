@@ -14,8 +14,8 @@ from typing import Literal
 from helixpipe.common.flags import option
 from helixpipe.common.ranges import MOST_CHUNKS
 from helixpipe.planning.catalogue import Shape
-from helixpipe.planning.multiplexed import multiplexed
-from helixpipe.planning.orders import backward_units, forward_units
+from helixpipe.planning.order.multiplexed import multiplexed
+from helixpipe.planning.order.orders import backward_units, forward_units
 from helixpipe.program.program import Op, Program
 from helixpipe.program.stages import Stage, even_stages
 

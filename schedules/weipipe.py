@@ -27,7 +27,7 @@ from helixpipe.common.flags import option
 from helixpipe.common.ranges import MOST_LAYERS
 from helixpipe.lowering.lower import scheduled
 from helixpipe.planning.catalogue import Shape
-from helixpipe.planning.early import peak_memory
+from helixpipe.planning.memory.early import peak_memory
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Op, Program
 from helixpipe.program.stages import RingOptions, ring_stages

@@ -16,11 +16,11 @@ from helixpipe.common.flags import option
 from helixpipe.common.ranges import MOST_MICROBATCHES
 from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.planning.catalogue import Shape
-from helixpipe.planning.fitting import Find, Fitting, Limits
-from helixpipe.planning.list_scheduling import Rules, greedy
-from helixpipe.planning.orders import one_forward_one_backward
-from helixpipe.planning.problem import Problem, problem
-from helixpipe.planning.zero_bubble import Order, search
+from helixpipe.planning.memory.fitting import Find, Fitting, Limits
+from helixpipe.planning.order.list_scheduling import Rules, greedy
+from helixpipe.planning.order.orders import one_forward_one_backward
+from helixpipe.planning.order.problem import Problem, problem
+from helixpipe.planning.order.zero_bubble import Order, search
 from helixpipe.program.program import Op, Program
 from helixpipe.program.stages import Stage
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from schedules import CATALOGUE
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("helixpipe", "schedules", "megatron/pretrain")
 MAX_LINES = 500
@@ -51,6 +53,11 @@ PRETRAIN_FLOORS = (
     "inference",
 )
 """The folders of megatron/pretrain, likewise; the files beside them may import all of them."""
+
+PLANNING_FLOORS = ("memory", "catalogue", "order", "reorder", "documents", "search")
+"""The folders of helixpipe/planning and one of its files, likewise; the files beside them may import all of them."""
+
+HOUSES = (("helixpipe", FLOORS), ("helixpipe.planning", PLANNING_FLOORS), ("megatron.pretrain", PRETRAIN_FLOORS))
 
 TORCH_FREE_FLOORS = ("common", "program", "costs", "lowering", "simulate", "planning", "draw", "cli")
 
@@ -168,19 +175,17 @@ def floor(name: str, package: str, floors: tuple[str, ...]) -> int | None:
     return floors.index(parts[0]) if under(name, package) and parts[0] in floors else None
 
 
-def test_every_folder_has_its_floor() -> None:
-    for package, floors in (("helixpipe", FLOORS), ("megatron/pretrain", PRETRAIN_FLOORS)):
-        folders = {path.parent.name for path in (ROOT / package).glob("*/*.py")}
-        assert folders == set(floors)
-        for folder in folders:  # says what it is in one line
-            assert ast.get_docstring(ast.parse((ROOT / package / folder / "__init__.py").read_text(encoding="utf-8")))
+@pytest.mark.parametrize(("package", "floors"), HOUSES)
+def test_every_folder_has_its_floor(package: str, floors: tuple[str, ...]) -> None:
+    inside = ROOT.joinpath(*package.split("."))
+    folders = {path.parent.name for path in inside.glob("*/*.py")}
+    assert folders <= set(floors)
+    assert {floor for floor in floors if f"{package}.{floor}" not in MODULES} == set()
+    for folder in folders:  # says what it is in one line
+        assert ast.get_docstring(ast.parse((inside / folder / "__init__.py").read_text(encoding="utf-8")))
 
 
-@pytest.mark.parametrize(
-    ("package", "floors"),
-    [("helixpipe", FLOORS), ("megatron.pretrain", PRETRAIN_FLOORS)],
-    ids=["engine", "pretrain"],
-)
+@pytest.mark.parametrize(("package", "floors"), HOUSES)
 def test_imports_go_down(package: str, floors: tuple[str, ...]) -> None:
     upward = []
     for module in MODULES:
@@ -249,6 +254,36 @@ def test_machinery_and_catalogue_do_not_know_the_training_program(package: str) 
         if any(under(name, user) for user in above)
     ]
     assert not offenders
+
+
+VALUES_OF_OTHER_FLAGS = {"none": ("helixpipe", "megatron.pretrain"), "infinipipe": ("helixpipe.cli.documents",)}
+"""Words that are also values of other flags than `--pipeline-schedule`, and where."""
+
+
+def literals(source: str) -> Iterator[tuple[int, str]]:
+    """Line and text of every string that is not a docstring."""
+    tree = ast.parse(source)
+    documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
+            yield node.lineno, node.value
+
+
+def test_literals_are_found_wherever_they_stand() -> None:
+    source = '"""1f1b"""\ndef f(x="zbv"):\n    """helix"""\n    return {"sppo": Literal["hanayo"], 1: x == "gpipe"}\n'
+    assert sorted(literals(source)) == [(2, "zbv"), (4, "gpipe"), (4, "hanayo"), (4, "sppo")]
+
+
+def test_schedules_are_named_in_the_catalogue_alone() -> None:
+    """What others need to know of a schedule, its entry of the catalogue declares."""
+    offenders = [
+        f"{path.relative_to(ROOT)}:{line}: {text}"
+        for module, path in MODULES.items()
+        if not under(module, "schedules")
+        for line, text in literals(path.read_text(encoding="utf-8"))
+        if text in CATALOGUE and not any(under(module, user) for user in VALUES_OF_OTHER_FLAGS.get(text, ()))
+    ]
+    assert offenders == []
 
 
 def test_megatron_is_shared_with_the_wheel() -> None:

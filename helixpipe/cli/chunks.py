@@ -11,8 +11,8 @@ from helixpipe.cli.model_report import report
 from helixpipe.common.errors import ScheduleError
 from helixpipe.costs.models import Layout
 from helixpipe.costs.profile_costs import ProfileCosts
-from helixpipe.planning.chunk_lengths import best_chunks, chunk_counts, short_chunks
-from helixpipe.planning.chunk_options import ChunkOptions
+from helixpipe.planning.order.chunk_lengths import best_chunks, chunk_counts, short_chunks
+from helixpipe.planning.order.chunk_options import ChunkOptions
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Program
 from helixpipe.program.workload import uniform

@@ -20,7 +20,7 @@ from helixpipe.common.files import try_file
 from helixpipe.common.flags import dataclass_from_namespace, option
 from helixpipe.common.progress import ProgressLine
 from helixpipe.costs.hardware import GIB
-from helixpipe.draw.text import table
+from helixpipe.draw.table import table
 from helixpipe.planning.reorder.evaluate import is_compiled
 from helixpipe.planning.reorder.improve import Budget, Improved, SimulatedProgram, improve
 from helixpipe.program.files import save_program

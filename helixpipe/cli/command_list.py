@@ -7,7 +7,7 @@ import dataclasses
 import json
 import textwrap
 
-from helixpipe.draw.text import table
+from helixpipe.draw.table import table
 from helixpipe.planning.catalogue import Schedule
 from helixpipe.program.timeline import BUBBLE
 

@@ -22,8 +22,8 @@ from helixpipe.common.ranges import MOST_GIB, MOST_MICROBATCHES
 from helixpipe.costs.hardware import GIB
 from helixpipe.draw.pareto import check_picture, draw_pareto
 from helixpipe.planning.catalogue import Catalogue
-from helixpipe.planning.filling import aligned
-from helixpipe.planning.lengths import DocumentLengths, LengthOptions, documents_of
+from helixpipe.planning.documents.filling import aligned
+from helixpipe.planning.documents.lengths import DocumentLengths, LengthOptions, documents_of
 from helixpipe.planning.search.explore import Search, SearchResult, TriedCandidate, budget
 from helixpipe.planning.search.flags import limit_in_gib, rounded_limit
 from helixpipe.planning.search.space import FixedChoices, Question

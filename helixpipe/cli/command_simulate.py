@@ -32,8 +32,8 @@ from helixpipe.draw.text import (
 )
 from helixpipe.lowering.lower import lowered_valid
 from helixpipe.planning.catalogue import Catalogue
-from helixpipe.planning.chunk_options import ChunkOptions
-from helixpipe.planning.lengths import LengthOptions, documents_of
+from helixpipe.planning.documents.lengths import LengthOptions, documents_of
+from helixpipe.planning.order.chunk_options import ChunkOptions
 from helixpipe.program.files import is_file, save_program
 from helixpipe.program.text import format_rows
 from helixpipe.simulate.simulator import Simulation, simulate
@@ -42,7 +42,8 @@ from helixpipe.simulate.simulator import Simulation, simulate
 def run(namespace: argparse.Namespace) -> None:
     options = dataclass_from_namespace(SimulateOptions, namespace)
     catalogue: Catalogue = namespace.catalogue
-    schedules = {name: None if is_file(name) else catalogue.find(name) for name in namespace.schedules or ["1f1b"]}
+    names = namespace.schedules or [catalogue.default()]
+    schedules = {name: None if is_file(name) else catalogue.find(name) for name in names}
     one = one_size(namespace)
     if one is None or len(schedules) > 1:
         for flag, given in (("--order", options.order), ("--save-program", options.save_program is not None)):

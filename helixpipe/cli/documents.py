@@ -12,15 +12,15 @@ from helixpipe.cli.options import ShapeOptions
 from helixpipe.common.errors import UserError
 from helixpipe.common.flags import dataclass_from_namespace, option
 from helixpipe.draw.style import count
-from helixpipe.planning.baselines import concatenated, packed_whole, padded
 from helixpipe.planning.catalogue import Schedule, Shape
-from helixpipe.planning.chunk_options import ChunkOptions
-from helixpipe.planning.chunk_times import ChunkTimes
-from helixpipe.planning.document_steps import StepPacker, adapting, dealt
-from helixpipe.planning.filling import aligned
-from helixpipe.planning.lengths import DocumentLengths, LengthOptions, documents_of
-from helixpipe.planning.packing import Packing, spread
-from helixpipe.planning.tuning import PackingOptions
+from helixpipe.planning.documents.baselines import concatenated, packed_whole, padded
+from helixpipe.planning.documents.chunk_times import ChunkTimes
+from helixpipe.planning.documents.document_steps import StepPacker, dealt
+from helixpipe.planning.documents.filling import aligned
+from helixpipe.planning.documents.lengths import DocumentLengths, LengthOptions, documents_of
+from helixpipe.planning.documents.packing import Packing, spread
+from helixpipe.planning.documents.tuning import PackingOptions
+from helixpipe.planning.order.chunk_options import ChunkOptions
 from helixpipe.program.program import Program
 from helixpipe.program.workload import Workload
 from helixpipe.simulate.simulator import Simulation
@@ -111,7 +111,7 @@ class Packer:
 
     def program(self, schedule: Schedule, shape: Shape, build: Callable[[Workload], Program]) -> Program:
         """The schedule's program of the batch. shape: but for the workload."""
-        adapts = adapting(schedule.options()) and shape.recompute.granularity is None
+        adapts = schedule.adapts(schedule.options()) and shape.recompute.granularity is None
         packer = StepPacker(shape, self.packing, adapts, self.alignment, self.least)
         fixed = self._fixed(packer.times(self.batch.lengths))
         return build((fixed or packer.pack(self.batch.lengths)).workload)

@@ -52,7 +52,7 @@ def main(catalogue: Catalogue, argv: Sequence[str] | None = None) -> int:
 
 @collector_paused()  # one command makes its objects and ends
 def _run(arguments: list[str], catalogue: Catalogue) -> int:
-    parser, commands = parsers({schedule.name: schedule.options for schedule in catalogue.values()})
+    parser, commands = parsers(catalogue)
     name = arguments[0] if arguments else ""
     if not arguments:
         parser.print_help(sys.stderr)

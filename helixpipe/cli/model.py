@@ -16,7 +16,7 @@ from helixpipe.costs.efficiency import hardware_as_measured
 from helixpipe.costs.hardware import DEFAULT_HARDWARE, GIB, HARDWARE, RESERVED_MEMORY, find_hardware
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import MODELS, P2P, Layout
-from helixpipe.planning.lengths import DocumentLengths
+from helixpipe.planning.documents.lengths import DocumentLengths
 
 MAX_GPUS = MOST_RANKS
 

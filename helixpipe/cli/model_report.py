@@ -10,6 +10,7 @@ from helixpipe.costs.hardware import GIB, NEAR_LIMIT, RESERVED_OVER_ALLOCATED, T
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.piece_kinds import num_parameters
 from helixpipe.draw.style import count
+from helixpipe.draw.table import figure_lines, right_aligned
 from helixpipe.draw.text import MAX_RANK_LINES, shape_line
 from helixpipe.lowering.project import LoweredProgram
 from helixpipe.simulate.memory import HOST_KINDS, KINDS, RankMemory, rank_memory
@@ -144,8 +145,7 @@ def step_text(step: StepReport) -> str:
         ),
         ("messages", str(len(simulation.lowered.messages)), "between ranks"),
     ]
-    width = max(len(value) for _, value, _ in figures)
-    lines = [f"{name:<10}  {value:>{width}}  {note}" for name, value, note in figures]
+    lines = figure_lines(figures)
     return "\n".join(
         [_setup(step), "", "Simulated, not measured:", *lines, "", memory_text(step), "", _assumptions(step)]
     )
@@ -160,11 +160,10 @@ def memory_text(step: StepReport) -> str:
     names = {"host_activations": "on host", "host_optimizer": "Adam on host"}
     headers = ("rank", *(names.get(kind, kind) for kind in step.columns))
     rows = [(str(rank), *(f"{getattr(step.memory[rank], kind) / GIB:.2f}" for kind in step.columns)) for rank in ranks]
-    lines = ["  ".join(cell.rjust(max(7, len(h))) for cell, h in zip(row, headers, strict=True)) for row in rows]
+    lines = right_aligned(headers, rows, [7] * len(headers))
     what = "least and most of all ranks, " if len(ranks) < len(step.memory) else ""
-    header = "  ".join(name.rjust(max(7, len(name))) for name in headers)
     limit = f"{step.limit / GIB:.1f} GiB of {step.plan.costs.hardware.memory / GIB:.0f}"
-    lines = [f"Memory of each GPU, GiB ({what}simulated):", header, *lines, *_host_line(step)]
+    lines = [f"Memory of each GPU, GiB ({what}simulated):", *lines, *_host_line(step)]
     lines.append(f"{_verdict(step)} ({limit} are usable)")
     if step.near_limit:
         lines.append(

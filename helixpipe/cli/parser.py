@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from helixpipe import __version__
@@ -16,15 +15,15 @@ from helixpipe.cli.options import CostOptions, OutputOptions, ShapeOptions, Simu
 from helixpipe.cli.profile_options import ProfileOptions
 from helixpipe.cli.side_by_side import SizeOptions
 from helixpipe.common.flags import FlagParser, add_dataclass_arguments
-from helixpipe.planning.chunk_options import ChunkOptions
-from helixpipe.planning.lengths import LengthOptions
-from helixpipe.planning.offload import OffloadOptions
-from helixpipe.planning.recompute import RecomputeOptions
-from helixpipe.planning.tuning import PackingOptions
+from helixpipe.planning.catalogue import Catalogue
+from helixpipe.planning.documents.lengths import LengthOptions
+from helixpipe.planning.documents.tuning import PackingOptions
+from helixpipe.planning.memory.offload import OffloadOptions
+from helixpipe.planning.memory.recompute import RecomputeOptions
+from helixpipe.planning.order.chunk_options import ChunkOptions
 from helixpipe.program.timeline import BUBBLE
 
 _PROGRAM = "SCHEDULE|FILE"
-_PROGRAM_HELP = "a name from `helixpipe list`, or a .json or .csv file (default 1f1b)"
 
 _BUBBLE = f"{BUBBLE[0].upper()}{BUBBLE[1:]}."
 
@@ -48,8 +47,9 @@ _USUAL = (*_SIZE, *_TIMES, *_MODEL, "memory_limit", "recompute_granularity")
 """Fields whose flags --help shows of a command that is told of a problem; --help-all shows all."""
 
 
-def parsers(schedules: Mapping[str, type]) -> tuple[FlagParser, dict[str, FlagParser]]:
-    """The command's parser and those of its subcommands by name. schedules: the options class of each schedule."""
+def parsers(catalogue: Catalogue) -> tuple[FlagParser, dict[str, FlagParser]]:
+    """The command's parser and those of its subcommands by name."""
+    default = catalogue.default()
     parser = FlagParser(prog="helixpipe", description="Look at pipeline schedules without running them.")
     parser.add_argument("--version", action="version", version=f"helixpipe {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", parser_class=FlagParser)
@@ -67,11 +67,11 @@ def parsers(schedules: Mapping[str, type]) -> tuple[FlagParser, dict[str, FlagPa
         "schedules",
         nargs="*",
         metavar=_PROGRAM,
-        help="names from `helixpipe list`, or .json and .csv files; several for a table (default 1f1b)",
+        help=f"names from `helixpipe list`, or .json and .csv files; several for a table (default {default})",
     )
     add_dataclass_arguments(simulating, SizeOptions, title="size")
 
-    weighing = _weighing(subparsers)
+    weighing = _weighing(subparsers, default)
     drawing = _drawing(subparsers)
     checking = subparsers.add_parser(
         "check",
@@ -92,16 +92,16 @@ def parsers(schedules: Mapping[str, type]) -> tuple[FlagParser, dict[str, FlagPa
     )
     add_dataclass_arguments(profiling, ProfileOptions, title="what to measure")
 
-    training, comparing, improving = _training(subparsers), _comparing(subparsers), _improving(subparsers)
+    training, comparing, improving = _training(subparsers), _comparing(subparsers), _improving(subparsers, default)
     for command in (simulating, weighing, drawing, checking, comparing, improving):
         add_dataclass_arguments(command, ShapeOptions, title="size")
     for command in (simulating, weighing, drawing, comparing, improving):
         for group, title in _PROBLEM:
             add_dataclass_arguments(command, group, title=title)
     for command in (simulating, weighing, drawing, planning, comparing, improving):
-        for name, options in schedules.items():
-            if dataclasses.fields(options):
-                add_dataclass_arguments(command, options, title=f"options of {name}")
+        for schedule in catalogue.values():
+            if dataclasses.fields(schedule.options):
+                add_dataclass_arguments(command, schedule.options, title=f"options of {schedule.name}")
     for command in (listing, simulating, weighing, drawing, checking, planning, profiling, comparing, improving):
         add_dataclass_arguments(command, OutputOptions, title="output")
     add_dataclass_arguments(simulating, SimulateOptions, title="output of simulate")
@@ -137,7 +137,7 @@ def _planning(subparsers: Any) -> FlagParser:
     return parser
 
 
-def _improving(subparsers: Any) -> FlagParser:
+def _improving(subparsers: Any, default: str) -> FlagParser:
     """`improve`, but for what it shares with others."""
     parser: FlagParser = subparsers.add_parser(
         "improve",
@@ -147,9 +147,14 @@ def _improving(subparsers: Any) -> FlagParser:
         "whatever makes the simulated step shorter within the memory there is. Without a limit that is what the "
         f"schedule needs itself. Ctrl-C prints the best so far. {_BUBBLE}",
     )
-    parser.add_argument("schedule", nargs="?", default="1f1b", metavar=_PROGRAM, help=_PROGRAM_HELP)
+    _one_program(parser, default)
     add_dataclass_arguments(parser, ImproveOptions, title="search")
     return parser
+
+
+def _one_program(parser: FlagParser, default: str) -> None:
+    text = f"a name from `helixpipe list`, or a .json or .csv file (default {default})"
+    parser.add_argument("schedule", nargs="?", default=default, metavar=_PROGRAM, help=text)
 
 
 def _training(subparsers: Any) -> FlagParser:
@@ -206,7 +211,7 @@ def _drawing(subparsers: Any) -> FlagParser:
     return parser
 
 
-def _weighing(subparsers: Any) -> FlagParser:
+def _weighing(subparsers: Any, default: str) -> FlagParser:
     """`memory`, but for what it shares with others."""
     parser: FlagParser = subparsers.add_parser(
         "memory",
@@ -214,5 +219,5 @@ def _weighing(subparsers: Any) -> FlagParser:
         help="bytes a rank that a model needs under a schedule",
         description="Memory of each GPU by kind, for a model on named hardware, and whether it fits.",
     )
-    parser.add_argument("schedule", nargs="?", default="1f1b", metavar=_PROGRAM, help=_PROGRAM_HELP)
+    _one_program(parser, default)
     return parser

@@ -9,7 +9,7 @@ from typing import Any
 
 from helixpipe.cli.torchrun import torchrun_command
 from helixpipe.costs.hardware import GIB
-from helixpipe.draw.text import table
+from helixpipe.draw.table import table
 from helixpipe.planning.search.bounds import Bounds
 from helixpipe.planning.search.documents import bounds_of
 from helixpipe.planning.search.explore import SearchResult, TriedCandidate

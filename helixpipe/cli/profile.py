@@ -25,7 +25,8 @@ from helixpipe.common.progress import ProgressLine
 from helixpipe.costs.efficiency import fitted, reached
 from helixpipe.costs.hardware import TERA, Hardware, find_device, find_hardware
 from helixpipe.costs.profile_costs import Profile, ProfileCosts
-from helixpipe.draw.text import MAX_RANK_LINES, shape_line, table
+from helixpipe.draw.table import figure_lines, table
+from helixpipe.draw.text import MAX_RANK_LINES, shape_line
 from helixpipe.program.stages import LAYER_PIECES, PIECE_KINDS
 from helixpipe.simulate.simulator import Simulation
 
@@ -115,18 +116,25 @@ def efficiency_table(measured: Profile, hardware: Hardware) -> str:
     """Percent of the peak FLOP/s by piece and op kind, and the shares that `simulate --efficiency-from` takes."""
     shares = reached(measured, hardware)
     cells = [
-        (piece, *((f"{100 * by_kind[kind]:.1f}" if kind in by_kind else "-").rjust(9) for kind in _KINDS))
+        (piece, [f"{100 * by_kind[kind]:.1f}" if kind in by_kind else "-" for kind in _KINDS])
         for piece, by_kind in shares.items()
     ]
     fit = fitted(measured, hardware).efficiency
     return "\n".join(
         [
             f"Percent of the {hardware.flops / TERA:.0f} TFLOP/s (bfloat16) of {hardware.name}, as executed:",
-            table(("piece", *(kind.rjust(9) for kind in _KINDS)), cells),
+            _by_kind(cells),
             f"As simulate --efficiency-from takes it: matrix products {100 * fit.matmul:.3g} %, attention "
             f"{100 * fit.attention:.3g} %, memory {100 * fit.memory:.3g} %",
         ]
     )
+
+
+def _by_kind(rows: Sequence[tuple[str, Sequence[str]]]) -> str:
+    """A column for each kind of op."""
+    named = [("piece", _KINDS), *rows]
+    headers, *cells = [(name, *(cell.rjust(9) for cell in values)) for name, values in named]
+    return table(headers, cells)
 
 
 def profile_table(measured: Profile) -> str:
@@ -135,14 +143,14 @@ def profile_table(measured: Profile) -> str:
     rows = [(piece, [times.pieces[piece][kind] for kind in _KINDS]) for piece in PIECE_KINDS]
     layer = [sum(times.pieces[piece][kind] for piece in LAYER_PIECES) for kind in _KINDS]
     rows += [("a layer", layer), ("beside pieces", [times.overhead[kind] for kind in _KINDS])]
-    cells = [(name, *(f"{1000 * value:.3f}".rjust(9) for value in values)) for name, values in rows]
+    cells = [(name, [f"{1000 * value:.3f}" for value in values]) for name, values in rows]
     messages = measured.messages
     return "\n".join(
         [
             _measured_line(measured),
             "",
             "Milliseconds of a microbatch: forward F, gradient of inputs I, of weights W, both at once B",
-            table(("piece", *(kind.rjust(9) for kind in _KINDS)), cells),
+            _by_kind(cells),
             f"message over {messages.backend}: {1e6 * messages.latency:.0f} µs and its bytes at "
             f"{messages.bandwidth / 1e9:.2f} GB/s; of its ranks' time {_exchange(messages.send)} to send, "
             f"{_exchange(messages.receive)} to receive",
@@ -205,8 +213,7 @@ def simulation_text(simulation: Simulation, costs: ProfileCosts) -> str:
         ("bubble", _milliseconds(simulation.bubble_time), f"{100 * simulation.bubble_ratio:.1f} % of the makespan"),
         ("messages", str(len(simulation.lowered.messages)), "between ranks"),
     ]
-    width = max(len(value) for _, value, _ in figures)
-    lines = [f"{name:<10}  {value:>{width}}  {note}" for name, value, note in figures]
+    lines = figure_lines(figures)
     return "\n".join(
         [
             shape_line(simulation),

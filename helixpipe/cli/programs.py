@@ -18,11 +18,11 @@ from helixpipe.costs.hardware import GIB
 from helixpipe.costs.profile_costs import ProfileCosts
 from helixpipe.lowering.lower import lower
 from helixpipe.planning.catalogue import Catalogue, Schedule, Shape
-from helixpipe.planning.chunk_options import ChunkOptions
-from helixpipe.planning.early import recomputed
-from helixpipe.planning.offload import OffloadOptions, check_offloads
-from helixpipe.planning.recompute import RecomputeOptions, check_recomputes
-from helixpipe.planning.sharding import shared_out
+from helixpipe.planning.memory.early import recomputed
+from helixpipe.planning.memory.offload import OffloadOptions, check_offloads
+from helixpipe.planning.memory.recompute import RecomputeOptions, check_recomputes
+from helixpipe.planning.memory.sharding import shared_out
+from helixpipe.planning.order.chunk_options import ChunkOptions
 from helixpipe.program.costs import Costs
 from helixpipe.program.files import is_file, load_program, naming, says_all
 from helixpipe.program.program import Program, forward_only

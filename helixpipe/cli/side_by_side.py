@@ -19,9 +19,10 @@ from helixpipe.common.errors import ScheduleError, UserError
 from helixpipe.common.flags import dataclass_from_namespace, option
 from helixpipe.common.progress import ProgressLine
 from helixpipe.costs.hardware import GIB
-from helixpipe.draw.text import chunk_shares, chunk_times, table
+from helixpipe.draw.table import table
+from helixpipe.draw.text import chunk_shares, chunk_times
 from helixpipe.planning.catalogue import Schedule
-from helixpipe.planning.chunk_options import ChunkOptions
+from helixpipe.planning.order.chunk_options import ChunkOptions
 from helixpipe.program.files import is_file
 from helixpipe.simulate.simulator import Simulation
 

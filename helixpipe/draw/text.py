@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -10,6 +9,7 @@ from itertools import groupby
 
 from helixpipe.costs.hardware import GIB
 from helixpipe.draw.style import LANES, copying_ranks, count, duration_text, is_chunked, lane_of
+from helixpipe.draw.table import figure_lines
 from helixpipe.program.program import Op, Program
 from helixpipe.program.stages import LAYER_PIECES, Stage
 from helixpipe.program.timeline import Timeline
@@ -112,10 +112,7 @@ def summary(simulation: Simulation) -> str:
     if (shifted := simulation.shifted_bubble_time) < (1 - 1e-6) * simulation.bubble_time:
         note = "the bubble of steps without a flush (--enable-optimizer-post-validation)"
         figures.insert(3, ("no flush", f"{shifted:.6g}", note))
-    width = max(len(value) for _, value, _ in figures)
-    lines = [shape_line(simulation), ""]
-    lines += [f"{name:<9}  {value:>{width}}  {note}".rstrip() for name, value, note in figures]
-    return "\n".join([*lines, "", *_ranks(simulation)])
+    return "\n".join([shape_line(simulation), "", *figure_lines(figures, 9), "", *_ranks(simulation)])
 
 
 def _ranks(simulation: Simulation) -> list[str]:
@@ -261,36 +258,3 @@ def text_timeline(timeline: Timeline, width: int) -> str | None:
 
 def _name(op: Op, chunked: bool) -> str:
     return f"{op.kind}{op.microbatch}.{op.chunk}" if chunked else f"{op.kind}{op.microbatch}"
-
-
-def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table for standard output: ruled on a wide terminal, a block a row on a narrow one, aligned text in a pipe."""
-    widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
-    if not sys.stdout.isatty():
-        aligned = (
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (headers, *rows)
-        )
-        return "\n".join(line.rstrip() for line in aligned)
-    from rich.console import Console  # a tenth of a second to import: only terminals wait for it
-    from rich.table import Table
-
-    console = Console()
-    if console.width < sum(widths) + 3 * len(widths) + 1:
-        lines = []
-        for name, *cells in rows:
-            lines.append(name)
-            for header, cell in zip(headers[1:], cells, strict=True):
-                lines += textwrap.wrap(
-                    f"  {header}: {cell}" if cell else "",
-                    console.width,
-                    subsequent_indent="    ",
-                    break_long_words=False,
-                    break_on_hyphens=False,
-                )
-        return "\n".join(lines)
-    ruled = Table(*headers)
-    for row in rows:
-        ruled.add_row(*(cell.replace("[", r"\[") for cell in row))
-    with console.capture() as capture:
-        console.print(ruled)
-    return capture.get().rstrip("\n")

@@ -1,1 +1,1 @@
-"""Finds schedules and plans: the catalogue's types, list scheduling, choices of recomputation and of chunks."""
+"""What schedules are found with, in folders: memory, then the catalogue, order, reorder, documents and search."""

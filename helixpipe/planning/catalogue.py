@@ -10,11 +10,11 @@ from typing import Any
 from helixpipe.common.errors import ScheduleError
 from helixpipe.common.flags import check_ranges, nearest_name
 from helixpipe.costs.by_hand import unit_costs
-from helixpipe.planning.early import recomputed
-from helixpipe.planning.offload import OffloadOptions, check_offloads, offloaded
-from helixpipe.planning.offload_choice import MemoryLimits, choose
-from helixpipe.planning.recompute import RecomputeOptions, check_recomputes
-from helixpipe.planning.sharding import shared_out
+from helixpipe.planning.memory.early import recomputed
+from helixpipe.planning.memory.offload import OffloadOptions, check_offloads, offloaded
+from helixpipe.planning.memory.offload_choice import MemoryLimits, choose
+from helixpipe.planning.memory.recompute import RecomputeOptions, check_recomputes
+from helixpipe.planning.memory.sharding import shared_out
 from helixpipe.program.costs import Costs
 from helixpipe.program.files import is_file, load_program, naming, says_all
 from helixpipe.program.program import Program
@@ -109,6 +109,16 @@ class NoOptions:
     """The schedule has no options of its own."""
 
 
+def never(options: Any) -> bool:
+    """Of a schedule that recomputes nothing by itself, whatever its options."""
+    return False
+
+
+def unchanged(options: Any) -> Any:
+    """Of a schedule whose program is not searched for, whatever its options."""
+    return options
+
+
 @dataclass(frozen=True)
 class Schedule:
     """One line of the catalogue.
@@ -119,6 +129,10 @@ class Schedule:
     offloads: whether it offloads activations unless flags say otherwise.
     effort: about how much longer its program takes to make, lower and simulate than one whose order is only stated.
     spread: whether all ranks have about the same of embedding and head. variants: options worth a try by a search.
+    default: whether it is run where flags name no schedule; of those it is the one that takes what the flags ask for.
+    adapts: whether a schedule of these options recomputes what the memory asks for, unless flags say what to recompute.
+    quick: the options with which its program is not searched for. aliases: other names of its flags, of papers' own
+    code, each with the words that it stands for; without a value there, it takes a whole number.
     paper, bubble, memory: what `helixpipe list` shows; formulas in p, m, k, v, F, B (times a rank) and
     microbatch-stages.
     """
@@ -137,6 +151,10 @@ class Schedule:
     effort: int = 1
     spread: bool = False
     variants: tuple[Any, ...] = ()
+    default: bool = False
+    adapts: Callable[[Any], bool] = never
+    quick: Callable[[Any], Any] = unchanged
+    aliases: tuple[tuple[str, str], ...] = ()
 
 
 class Catalogue(Mapping[str, Schedule]):
@@ -168,6 +186,15 @@ class Catalogue(Mapping[str, Schedule]):
             f"unknown pipeline schedule {name!r}: {hint}known are {', '.join(self)}, or the path of a .json or .csv "
             "file."
         )
+
+    def default(self, one_rank: bool = False, virtual_stages: bool = False, chunks: bool = False) -> str:
+        """The name of the schedule that is run where flags name none but ask for this. Raises ScheduleError where the
+        catalogue has none."""
+        asked = one_rank, virtual_stages, chunks
+        for schedule in self.values():
+            if schedule.default and (schedule.one_rank, schedule.virtual_stages, schedule.chunks) == asked:
+                return schedule.name
+        raise ScheduleError(f"give the name of a pipeline schedule; known are {', '.join(self)}.")
 
     def foreign_options(self, given: Mapping[str, str], chosen: Sequence[Schedule]) -> list[str]:
         """A sentence for each flag that only other schedules than the `chosen` have. given: field -> flag as typed."""

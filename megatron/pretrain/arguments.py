@@ -138,7 +138,7 @@ def parse_config(
     arguments, warnings = split_unavailable(sys.argv[1:] if argv is None else argv)
     load = None if load_checkpoint_args is None else functools.cache(load_checkpoint_args)
     parser = build_parser()
-    namespace = parser.parse(arguments, also_known=[*compat.IGNORED, *compat.LATER, *compat.REFUSED])
+    namespace = parser.parse(arguments, also_known=[*compat.IGNORED, *compat.REFUSED])
     config = _config(namespace, LaunchConfig.from_environment(environ), warnings)
     if config.parallel.pipeline_schedule == auto.AUTO:
         chosen_flags = _search(config, parser.given(arguments), load)
@@ -213,7 +213,7 @@ def build_parser() -> FlagParser:
         description="Train a GPT model under a pipeline schedule.",
         epilog=f"Besides these, {len(compat.IGNORED)} flags of Megatron-LM are accepted without effect, with one "
         "warning, and those that ask for something this project does not do are refused, saying why: "
-        "megatron/pretrain/config/compat.py lists both.",
+        "megatron/pretrain/config/megatron_flags.toml lists both.",
     )
     parser.add_argument_group(PIPELINE)  # whatever group of the configuration they belong to, they are the first
     for name in PLANNED:
@@ -224,11 +224,13 @@ def build_parser() -> FlagParser:
         if name not in PLANNED:
             add_dataclass_arguments(parser, cls, title=title)
     aliases = parser.add_argument_group("flags of HelixPipe's authors")
-    for flag, (field, help_text, value) in compat.ALIASES.items():
-        how: dict[str, Any] = {"action": "store_const", "const": value}
-        if value is None:
-            how = {"type": whole_number, "metavar": "N"}
-        aliases.add_argument(flag, dest=field, help=help_text, default=argparse.SUPPRESS, **how)
+    of_schedules = [alias for schedule in CATALOGUE.values() for alias in schedule.aliases]
+    for flag, words in (*of_schedules, *compat.ALIASES.items()):
+        own, *values = words.split()
+        how: dict[str, Any] = {"action": "store_const", "const": values[0]} if values else {}
+        how = how or {"type": whole_number, "metavar": "N"}
+        field = own.removeprefix("--").replace("-", "_")
+        aliases.add_argument(flag, dest=field, help=f"The same as {words}.", default=argparse.SUPPRESS, **how)
     return parser
 
 
@@ -248,7 +250,7 @@ def split_unavailable(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             read[f"{' '.join([flag, *values])} as {' '.join(reading.words)}"] = reading.why
             continue
         neutral = list(values) in ([value] for value in compat.NEUTRAL.get(flag, ()))
-        refusal = compat.LATER.get(flag) or _reason(flag, compat.REFUSED, compat.REFUSED_FAMILIES)
+        refusal = _reason(flag, compat.REFUSED, compat.REFUSED_FAMILIES)
         if refusal is not None:
             if not neutral:
                 raise UserError(f"{' '.join([flag, *values])} is refused: {refusal}.")

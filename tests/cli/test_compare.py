@@ -11,7 +11,7 @@ import pytest
 
 from helixpipe.cli.parser import parsers
 from helixpipe.cli.programs import make_simulations, plan_of
-from helixpipe.planning.chunk_options import MOST_BALANCED
+from helixpipe.planning.order.chunk_options import MOST_BALANCED
 from helixpipe.program.timeline import BUBBLE, Timeline
 from schedules import CATALOGUE, command
 
@@ -179,7 +179,7 @@ def test_a_bubble_is_one_number(capsys: pytest.CaptureFixture[str], tmp_path: Pa
 
 
 def _flags(words: str) -> argparse.Namespace:
-    parsers_of = parsers({name: each.options for name, each in CATALOGUE.items()})[1]
+    parsers_of = parsers(CATALOGUE)[1]
     namespace = parsers_of["memory"].parse(words.split())
     namespace.catalogue, namespace.given = CATALOGUE, {}
     return namespace

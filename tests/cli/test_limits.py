@@ -14,7 +14,7 @@ from helixpipe.planning.catalogue import Shape
 from megatron.pretrain.arguments import build_parser
 from schedules import CATALOGUE
 
-COMMANDS = {**parsers({name: each.options for name, each in CATALOGUE.items()})[1], "training": build_parser()}
+COMMANDS = {**parsers(CATALOGUE)[1], "training": build_parser()}
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -17,7 +17,7 @@ NAMES = ("simulate", "memory", "draw", "plan", "improve", "compare", "pretrain_g
 
 
 def parser(name: str) -> FlagParser:
-    of_commands = parsers({schedule.name: schedule.options for schedule in CATALOGUE.values()})[1]
+    of_commands = parsers(CATALOGUE)[1]
     return build_parser() if name == "pretrain_gpt.py" else of_commands[name]
 
 

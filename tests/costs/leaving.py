@@ -11,7 +11,7 @@ import torch
 from helixpipe.costs.models import Chunk, Layout, ModelShape
 from helixpipe.costs.piece_bytes import PieceBytes
 from helixpipe.lowering.lower import lower
-from helixpipe.planning.recompute import RecomputeOptions
+from helixpipe.planning.memory.recompute import RecomputeOptions
 from helixpipe.program.costs import Leaving
 from helixpipe.program.program import Op, Program, Unit
 from helixpipe.program.stages import Activations, Stage, segments

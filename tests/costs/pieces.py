@@ -11,13 +11,13 @@ import torch
 from megatron.core.parallel_state import get_global_memory_buffer
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.accounting import SavedBytes
 from helixpipe.costs.models import Chunk, Layout, ModelShape
 from helixpipe.costs.piece_bytes import PieceBytes
 from helixpipe.costs.piece_work import work
 from helixpipe.model import GPTOptions, Microbatch, PipelineModel, UnitContext
 from helixpipe.model.kv_store import KeyValueStore
-from helixpipe.planning.recompute import RecomputeOptions
-from helixpipe.profile.accounting import SavedBytes
+from helixpipe.planning.memory.recompute import RecomputeOptions
 from helixpipe.program.program import Op, Program, Unit
 from helixpipe.program.stages import Piece, Segment, Stage, model_pieces
 from helixpipe.program.workload import uniform

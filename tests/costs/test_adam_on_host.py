@@ -10,7 +10,7 @@ from helixpipe.costs.hardware import HARDWARE
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import MODELS, Layout
 from helixpipe.lowering.lower import lower
-from helixpipe.planning.offload_choice import MemoryLimits, OffloadedProgram
+from helixpipe.planning.memory.offload_choice import MemoryLimits, OffloadedProgram
 from helixpipe.program.program import forward_only
 from helixpipe.simulate.memory import rank_memory
 from schedules import Shape, build

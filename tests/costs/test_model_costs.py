@@ -15,8 +15,8 @@ from helixpipe.costs.piece_kinds import num_parameters
 from helixpipe.costs.piece_work import flops, model_flops, work
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.lower import lower
-from helixpipe.planning.early import peak_memory
-from helixpipe.planning.recompute import RecomputeOptions
+from helixpipe.planning.memory.early import peak_memory
+from helixpipe.planning.memory.recompute import RecomputeOptions
 from helixpipe.program.costs import Work
 from helixpipe.program.program import Op, Program
 from helixpipe.program.stages import PIECE_KINDS, Piece, even_stages

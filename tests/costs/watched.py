@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.accounting import SavedBytes
 from helixpipe.lowering.lower import lower
 from helixpipe.model import PipelineModel
-from helixpipe.profile.accounting import SavedBytes
 from helixpipe.program.program import Program
 from helixpipe.runtime.executor import Executor, Step, StepRun
 from helixpipe.runtime.step import PlannedOp

@@ -16,7 +16,7 @@ from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import Chunk, Layout, find_model
 from helixpipe.draw.page import scripts
 from helixpipe.draw.page_data import knobs, panel_data
-from helixpipe.planning.sharding import shared_out
+from helixpipe.planning.memory.sharding import shared_out
 from helixpipe.program.costs import Payload
 from helixpipe.program.program import Program
 from helixpipe.simulate.simulator import Simulation, simulate

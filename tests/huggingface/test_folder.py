@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,44 @@ def test_a_file_whose_tensors_lie_anywhere(tmp_path: Path) -> None:
     header += b" " * (1 - len(header) % 2)
     (tmp_path / "odd").write_bytes(len(header).to_bytes(8, "little") + header + content.numpy().tobytes())
     assert len(header) % 4 and torch.equal(TensorFile(tmp_path / "odd").read("x"), content)
+
+
+def header(**tensors: Any) -> bytes:
+    text = json.dumps(tensors).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+def of(begin: int, end: int, size: int = 2, code: str = "F32") -> dict[str, Any]:
+    return {"dtype": code, "shape": [size], "data_offsets": [begin, end]}
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (header(x=of(0, 8), y=of(4, 12)) + bytes(12), "is corrupt, or no safetensors file"),
+        (header(x=of(4, 12)) + bytes(12), "is corrupt, or no safetensors file"),
+        (header(x=of(0, 8, 3)) + bytes(8), "is corrupt, or no safetensors file"),
+        (header(x=of(0, 8, 2**62)) + bytes(8), "is corrupt, or no safetensors file"),
+        (header(x=of(0, 8)) + bytes(9), r"has more bytes than its tensors \(\d+ of \d+ bytes\)"),
+        (header(x=of(0, 8)) + bytes(7), r"is truncated \(\d+ of \d+ bytes\)"),
+        (header(x=of(0, 8, 8, "Q8")) + bytes(8), ": tensors of type Q8 are not read; valid are F64, F32, BF16, F16"),
+        (header(x=of(0, 8, 8, "I8")) + bytes(8), ": tensors of type I8 are not read; valid are F64, F32, BF16, F16"),
+        ((100_000_001).to_bytes(8, "little"), r"is truncated, or no safetensors file \(8 bytes\)"),
+    ],
+    ids=["overlap", "hole", "size", "overflow", "more", "less", "unknown type", "type", "long header"],
+)
+def test_a_damaged_file_is_named_and_told_apart(tmp_path: Path, content: bytes, words: str) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"^{re.escape(str(path))}:? ?{words}\\.$"):
+        TensorFile(path)
+
+
+def test_what_cannot_be_opened_is_told_in_the_systems_words(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"none cannot be read: No such file or directory\.$"):
+        TensorFile(tmp_path / "none")
+    with pytest.raises(CheckpointError, match=r"cannot be read: Is a directory\.$"):
+        TensorFile(tmp_path)
 
 
 def test_a_folder_is_read_whole(tmp_path: Path) -> None:

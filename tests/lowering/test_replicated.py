@@ -10,7 +10,7 @@ from helixpipe.costs.hardware import HARDWARE
 from helixpipe.costs.model_costs import GRADIENT_BYTES, ModelCosts
 from helixpipe.costs.models import MODELS, Layout
 from helixpipe.lowering.lower import lower
-from helixpipe.planning.early import peak_memory
+from helixpipe.planning.memory.early import peak_memory
 from helixpipe.program.message import Message
 from helixpipe.program.program import Op, Program, forward_only
 from helixpipe.program.stages import Piece, Stage, even_stages, model_pieces

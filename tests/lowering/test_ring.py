@@ -17,7 +17,7 @@ from helixpipe.costs.models import MODELS, Layout
 from helixpipe.lowering.build import build_graph
 from helixpipe.lowering.lower import lower
 from helixpipe.lowering.project import Action
-from helixpipe.planning.early import peak_memory
+from helixpipe.planning.memory.early import peak_memory
 from helixpipe.program.message import Message
 from helixpipe.program.program import Op, Program, forward_only
 from helixpipe.program.stages import RingOptions, ring_stages

@@ -9,10 +9,10 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from benchmarks.accounting import AliveBytes
 from helixpipe.costs.models import Chunk, Layout, ModelShape
 from helixpipe.costs.piece_bytes import PieceBytes
 from helixpipe.model import GPTOptions, Microbatch, PipelineModel, UnitContext
-from helixpipe.profile.accounting import AliveBytes
 from helixpipe.program.stages import Piece
 from tests.model.common import BATCH, CONTEXT, SEQUENCE, make_batch, make_config, make_options, set_parallel
 from tests.model.slices import PARALLEL, STYLES, counted

@@ -11,9 +11,9 @@ from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import Layout, find_model
 from helixpipe.lowering.lower import lower
 from helixpipe.lowering.project import Action, LoweredProgram
-from helixpipe.planning.alike import lowered_with_rows, rows_alike, with_rows
-from helixpipe.planning.chunk_times import ChunkTimes
-from helixpipe.planning.packing import balanced_mesh, pack
+from helixpipe.planning.documents.alike import lowered_with_rows, rows_alike, with_rows
+from helixpipe.planning.documents.chunk_times import ChunkTimes
+from helixpipe.planning.documents.packing import balanced_mesh, pack
 from helixpipe.program.program import Program
 from helixpipe.program.stages import even_stages
 from helixpipe.program.workload import Slice, Workload

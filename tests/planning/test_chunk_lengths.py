@@ -16,8 +16,8 @@ from helixpipe.costs.hardware import HARDWARE
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import MODELS, Layout
 from helixpipe.lowering.lower import lower
-from helixpipe.planning import chunk_lengths
-from helixpipe.planning.chunk_lengths import (
+from helixpipe.planning.order import chunk_lengths
+from helixpipe.planning.order.chunk_lengths import (
     CHUNK_COUNTS,
     FEW_COUNTS,
     average_lengths,
@@ -28,7 +28,7 @@ from helixpipe.planning.chunk_lengths import (
     default_alignment,
     short_chunks,
 )
-from helixpipe.planning.chunk_options import MOST_BALANCED, ChunkOptions
+from helixpipe.planning.order.chunk_options import MOST_BALANCED, ChunkOptions
 from helixpipe.program.costs import Work
 from helixpipe.program.program import Program
 from helixpipe.program.stages import even_stages

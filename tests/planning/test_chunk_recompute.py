@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from scipy.sparse import csc_array
 
 from helixpipe.costs.by_hand import PieceTimes
-from helixpipe.planning.chunk_recompute import Estimates, recompute_chunks
-from helixpipe.planning.early import peak_memory
-from helixpipe.planning.integer_program import Covering, lowered, solve
-from helixpipe.planning.recompute_needs import LayerSizes
+from helixpipe.planning.memory.chunk_recompute import Estimates, recompute_chunks
+from helixpipe.planning.memory.early import peak_memory
+from helixpipe.planning.memory.integer_program import Covering, lowered, solve
+from helixpipe.planning.memory.recompute_needs import LayerSizes
 from helixpipe.program.program import Program
 from helixpipe.program.stages import Activations
 from schedules import Shape, build

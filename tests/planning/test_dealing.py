@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helixpipe.common.errors import UserError
-from helixpipe.planning.dealing import deal, differencing, greedy, unevenness
+from helixpipe.planning.documents.dealing import deal, differencing, greedy, unevenness
 
 BATCH = st.lists(st.integers(1, 60), min_size=1, max_size=12)
 

@@ -12,8 +12,8 @@ from helixpipe.costs.hardware import GIB, HARDWARE
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import MODELS, Layout
 from helixpipe.lowering.lower import lower
-from helixpipe.planning.early import peak_memory, recomputes
-from helixpipe.planning.recompute import RecomputeOptions
+from helixpipe.planning.memory.early import peak_memory, recomputes
+from helixpipe.planning.memory.recompute import RecomputeOptions
 from helixpipe.program.program import Program
 from helixpipe.simulate.simulator import simulate
 from megatron.pretrain.plan.programs import make_program

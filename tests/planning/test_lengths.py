@@ -7,8 +7,8 @@ from math import exp, log
 import pytest
 
 from helixpipe.common.errors import UserError
-from helixpipe.planning.length_data import LENGTHS, Histogram
-from helixpipe.planning.lengths import LengthOptions, documents_of
+from helixpipe.planning.documents.length_data import LENGTHS, Histogram
+from helixpipe.planning.documents.lengths import LengthOptions, documents_of
 
 
 def token_shares(histogram: Histogram) -> list[float]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from helixpipe.costs.by_hand import PieceTimes
-from helixpipe.planning.list_scheduling import Rules, greedy
-from helixpipe.planning.problem import problem
+from helixpipe.planning.order.list_scheduling import Rules, greedy
+from helixpipe.planning.order.problem import problem
 from helixpipe.program.costs import Contents
 from helixpipe.program.stages import even_stages
 from helixpipe.program.workload import uniform

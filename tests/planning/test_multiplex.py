@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import pytest
 
+from benchmarks.multiplex import multiplexed, teams
 from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.lowering.lower import lower
-from helixpipe.planning.multiplex import multiplexed, teams
 from helixpipe.simulate.simulator import simulate
 from schedules import Shape, build
 

@@ -10,10 +10,10 @@ import pytest
 
 from helixpipe.common.errors import ScheduleError
 from helixpipe.costs.by_hand import PieceTimes
-from helixpipe.planning.early import place_early
-from helixpipe.planning.offload import OffloadOptions, timed, with_ahead, with_shares
-from helixpipe.planning.offload_choice import LEVELS, MemoryLimits, OffloadedProgram, choose
-from helixpipe.planning.recompute_choice import recomputing
+from helixpipe.planning.memory.early import place_early
+from helixpipe.planning.memory.offload import OffloadOptions, timed, with_ahead, with_shares
+from helixpipe.planning.memory.offload_choice import LEVELS, MemoryLimits, OffloadedProgram, choose
+from helixpipe.planning.memory.recompute_choice import recomputing
 from helixpipe.program.program import Program
 from schedules import Shape, build
 

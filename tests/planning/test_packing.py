@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from helixpipe.common.errors import UserError
 from helixpipe.costs.models import attention_pairs
 from helixpipe.lowering.validate_workload import check_workload
-from helixpipe.planning import filling
-from helixpipe.planning.chunk_times import ChunkTimes
-from helixpipe.planning.filling import Mesh
-from helixpipe.planning.packing import Packing, balanced_mesh, fixed_mesh, most_slices, pack, spread
+from helixpipe.planning.documents import filling
+from helixpipe.planning.documents.chunk_times import ChunkTimes
+from helixpipe.planning.documents.filling import Mesh
+from helixpipe.planning.documents.packing import Packing, balanced_mesh, fixed_mesh, most_slices, pack, spread
 from helixpipe.program.costs import Work
 from helixpipe.program.stages import even_stages
 from tests.planning.packing_costs import MODEL_COSTS

@@ -13,8 +13,8 @@ from helixpipe.common.errors import ProgramError, ScheduleError
 from helixpipe.costs.by_hand import PieceTimes, segments_stash
 from helixpipe.lowering.lower import lower
 from helixpipe.lowering.validate import validate
-from helixpipe.planning.early import peak_memory, place_early
-from helixpipe.planning.recompute import RecomputeOptions
+from helixpipe.planning.memory.early import peak_memory, place_early
+from helixpipe.planning.memory.recompute import RecomputeOptions
 from helixpipe.program.program import Op, Program, Unit
 from helixpipe.program.stages import Piece, Segment, Stage, even_stages, model_pieces
 from helixpipe.program.workload import uniform

@@ -6,7 +6,7 @@ import pytest
 
 from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.lowering.bound import BoundCosts
-from helixpipe.planning.room import beside_units
+from helixpipe.planning.memory.room import beside_units
 from helixpipe.program.costs import Contents
 from helixpipe.program.program import Program
 from helixpipe.program.stages import even_stages

@@ -9,8 +9,8 @@ import pytest
 from helixpipe.common.errors import ScheduleError
 from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.lowering.lower import lower
-from helixpipe.planning.recompute import RecomputeOptions
-from helixpipe.planning.sharding import shared_out
+from helixpipe.planning.memory.recompute import RecomputeOptions
+from helixpipe.planning.memory.sharding import shared_out
 from helixpipe.program.json_text import from_json, to_json
 from helixpipe.program.program import Op
 from helixpipe.program.stages import Piece

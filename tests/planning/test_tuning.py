@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 from helixpipe.common.errors import UserError
 from helixpipe.lowering.lower import lower
 from helixpipe.lowering.validate_workload import check_workload
-from helixpipe.planning.baselines import concatenated, packed_whole, padded
-from helixpipe.planning.capacity import fits, over_capacity, token_capacity, tokens_in_flight
-from helixpipe.planning.chunk_times import ChunkTimes
-from helixpipe.planning.packing import Packing, balanced_mesh, pack
-from helixpipe.planning.recompute import RecomputeOptions
-from helixpipe.planning.tuning import (
+from helixpipe.planning.documents.baselines import concatenated, packed_whole, padded
+from helixpipe.planning.documents.capacity import fits, over_capacity, token_capacity, tokens_in_flight
+from helixpipe.planning.documents.chunk_times import ChunkTimes
+from helixpipe.planning.documents.packing import Packing, balanced_mesh, pack
+from helixpipe.planning.documents.tuning import (
     SPREAD_OF_TIME,
     ChunkCapacity,
     PackingOptions,
@@ -27,6 +26,7 @@ from helixpipe.planning.tuning import (
     make_packing,
     tuned,
 )
+from helixpipe.planning.memory.recompute import RecomputeOptions
 from helixpipe.program.stages import even_stages
 from helixpipe.simulate.simulator import simulate
 from schedules import Shape, build

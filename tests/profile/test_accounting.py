@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from helixpipe.profile.accounting import SavedBytes
+from benchmarks.accounting import SavedBytes
 
 
 def test_a_storage_counts_once_while_autograd_or_a_holder_keeps_it() -> None:

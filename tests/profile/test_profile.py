@@ -17,7 +17,7 @@ from helixpipe.costs.piece_bytes import PieceBytes
 from helixpipe.costs.profile_costs import CopyTimes, MessageTimes, Profile, ProfileCosts, WeightTimes
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.lower import lower
-from helixpipe.planning.recompute import RecomputeOptions
+from helixpipe.planning.memory.recompute import RecomputeOptions
 from helixpipe.profile.measurement import MicrobatchShape, rows, scale_to_whole_units
 from helixpipe.profile.message_times import fit_line
 from helixpipe.program.costs import Payload

@@ -3,7 +3,7 @@ a team's."""
 
 from __future__ import annotations
 
-from helixpipe.planning.recompute import RecomputeOptions
+from helixpipe.planning.memory.recompute import RecomputeOptions
 from tests.runtime import cases
 from tests.runtime.case import Case
 

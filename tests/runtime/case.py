@@ -20,9 +20,9 @@ prepare()  # before megatron-core is imported, whose notices it silences
 from helixpipe.costs.by_hand import PieceTimes, parse_piece_times, unit_costs
 from helixpipe.model import Microbatch
 from helixpipe.model.documents import Documents
-from helixpipe.planning.early import place_early
-from helixpipe.planning.orders import one_forward_one_backward
-from helixpipe.planning.recompute import RecomputeOptions
+from helixpipe.planning.memory.early import place_early
+from helixpipe.planning.memory.recompute import RecomputeOptions
+from helixpipe.planning.order.orders import one_forward_one_backward
 from helixpipe.program.program import Op, Program
 from helixpipe.program.stages import Piece, Stage, even_stages, model_pieces
 from helixpipe.program.text import parse_rows

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from helixpipe.planning.recompute import RecomputeOptions
+from helixpipe.planning.memory.recompute import RecomputeOptions
 from schedules.weipipe import WeipipeOptions
 from tests.runtime.case import Case
 from tests.runtime.context_cases import context

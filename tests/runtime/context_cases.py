@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from helixpipe.planning.recompute import RecomputeOptions
+from helixpipe.planning.memory.recompute import RecomputeOptions
 from tests.runtime.case import Case
 
 A2A: dict[str, Any] = {"cp": 2, "cp_comm_type": "a2a"}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from helixpipe.planning.recompute import RecomputeOptions
+from helixpipe.planning.memory.recompute import RecomputeOptions
 from tests.runtime.case import RAGGED, Case
 
 

@@ -19,7 +19,7 @@ from megatron.core import parallel_state
 
 from helixpipe.costs.by_hand import unit_costs
 from helixpipe.model.device import device
-from helixpipe.planning.orders import one_forward_one_backward
+from helixpipe.planning.order.orders import one_forward_one_backward
 from helixpipe.planning.plan import Plan, make_plan
 from helixpipe.program.program import Op, Program
 from helixpipe.program.stages import even_stages

@@ -21,7 +21,7 @@ from helixpipe.costs.remembered import RememberedCosts
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.lower import lower
 from helixpipe.model import PipelineModel
-from helixpipe.planning.sharding import shared_out
+from helixpipe.planning.memory.sharding import shared_out
 from helixpipe.program.costs import Contents
 from helixpipe.program.program import Piece, Program, forward_only
 from helixpipe.runtime.executor import Executor, LossSum, Step

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from helixpipe.planning.recompute import RecomputeOptions
+from helixpipe.planning.memory.recompute import RecomputeOptions
 from schedules import CATALOGUE
 from tests.distributed import run_ranks
 from tests.runtime.equality import Case

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from helixpipe.planning.recompute import RecomputeOptions
+from helixpipe.planning.memory.recompute import RecomputeOptions
 from tests.distributed import run_ranks
 from tests.runtime.equality import GRADIENT_TOLERANCE, LOSS_TOLERANCE, Case
 from tests.runtime.poison import run_poisoned

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from helixpipe.planning.recompute import RecomputeOptions
-from helixpipe.planning.sharding import shared_out
+from helixpipe.planning.memory.recompute import RecomputeOptions
+from helixpipe.planning.memory.sharding import shared_out
 from helixpipe.program.program import Piece
 from helixpipe.runtime.replicas import replica_groups, replicated_weights
 from tests.distributed import run_ranks

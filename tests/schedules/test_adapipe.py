@@ -20,11 +20,11 @@ from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.lower import lower
 from helixpipe.lowering.validate import validate
-from helixpipe.planning.adapipe import LayoutSearch, Stages
-from helixpipe.planning.early import peak_memory
-from helixpipe.planning.recompute import RecomputeOptions
-from helixpipe.planning.recompute_choice import LayerChoices, make_stage
-from helixpipe.planning.splits import splits_by_time
+from helixpipe.planning.memory.early import peak_memory
+from helixpipe.planning.memory.recompute import RecomputeOptions
+from helixpipe.planning.memory.recompute_choice import LayerChoices, make_stage
+from helixpipe.planning.order.adapipe import LayoutSearch, Stages
+from helixpipe.planning.order.splits import splits_by_time
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Op, Program
 from helixpipe.program.stages import LAYER_PIECES, PIECE_KINDS, Piece, Stage
@@ -70,7 +70,7 @@ def model_costs(**options: object) -> Costs:
 
 
 def search_of(shape: Shape, costs: Costs) -> LayoutSearch:
-    return LayoutSearch(shape, costs, one_f_one_b_order(shape.ranks, shape.microbatches))
+    return LayoutSearch("adapipe", shape, costs, one_f_one_b_order(shape.ranks, shape.microbatches))
 
 
 def sizes(program: Program) -> list[int]:

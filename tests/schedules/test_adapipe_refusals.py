@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helixpipe.common.errors import ScheduleError
-from helixpipe.planning.recompute import RecomputeOptions
+from helixpipe.planning.memory.recompute import RecomputeOptions
 from schedules import Shape, build
 from tests.lowering.random_programs import DETERMINISTIC
 from tests.schedules.test_adapipe import model_costs, most_memory, random_shape, random_times

@@ -13,9 +13,11 @@ from helixpipe.common.errors import ProgramError, ScheduleError, UserError
 from helixpipe.draw.text import stage_count
 from helixpipe.lowering.lower import lower
 from helixpipe.lowering.validate import validate
+from helixpipe.planning.catalogue import Catalogue
 from helixpipe.program.program import Program, forward_only
 from helixpipe.program.text import to_csv
 from schedules import CATALOGUE, Shape, build, find, foreign_options
+from schedules.infinipipe import InfinipipeOptions
 
 
 def grid() -> Iterator[Shape]:
@@ -170,6 +172,36 @@ def test_the_catalogue_says_what_each_is() -> None:
     for name, schedule in CATALOGUE.items():
         assert schedule.name == name and schedule.paper and schedule.bubble and schedule.memory
         assert schedule.build.__doc__
+
+
+@pytest.mark.parametrize(
+    ("one_rank", "virtual_stages", "chunks", "name"),
+    [
+        (True, False, False, "none"),
+        (False, False, False, "1f1b"),
+        (False, True, False, "interleaved-1f1b"),
+        (False, False, True, "seq1f1b"),
+        (False, True, True, "seq1f1b-interleaved"),
+    ],
+)
+def test_one_schedule_is_run_where_none_is_named(one_rank: bool, virtual_stages: bool, chunks: bool, name: str) -> None:
+    assert CATALOGUE.default(one_rank, virtual_stages, chunks) == name
+    taken = [(each.one_rank, each.virtual_stages, each.chunks) for each in CATALOGUE.values() if each.default]
+    assert taken.count((one_rank, virtual_stages, chunks)) == 1
+    with pytest.raises(ScheduleError, match=r"^give the name of a pipeline schedule; known are gpipe\.$"):
+        Catalogue([CATALOGUE["gpipe"]]).default(one_rank, virtual_stages, chunks)
+
+
+def test_what_recomputes_by_itself_and_what_is_searched_for_follow_from_options() -> None:
+    assert [name for name, each in CATALOGUE.items() if each.adapts(each.options())] == ["infinipipe"]
+    infinipipe = CATALOGUE["infinipipe"]
+    assert not infinipipe.adapts(InfinipipeOptions(infinipipe_recompute=False))
+    assert infinipipe.quick(InfinipipeOptions()) == InfinipipeOptions(infinipipe_grouping=False, infinipipe_ahead=1)
+    given = InfinipipeOptions(infinipipe_ahead=2, infinipipe_sort=False)
+    assert infinipipe.quick(given) == replace(given, infinipipe_grouping=False)
+    for name, schedule in CATALOGUE.items():
+        if name != "infinipipe":
+            assert schedule.quick(schedule.options()) == schedule.options()
 
 
 # -------------------------------------------------------------------------------------------------- a file of one's own

@@ -15,7 +15,7 @@ from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import MODELS, Layout
 from helixpipe.lowering.lower import lower
 from helixpipe.lowering.validate import validate
-from helixpipe.planning.recompute import RecomputeOptions
+from helixpipe.planning.memory.recompute import RecomputeOptions
 from helixpipe.program.program import Op, Program
 from helixpipe.simulate.simulator import Simulation, simulate
 from schedules import Shape, build

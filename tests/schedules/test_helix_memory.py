@@ -13,8 +13,8 @@ from helixpipe.costs.hardware import HARDWARE
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import MODELS, Layout
 from helixpipe.lowering.lower import lower
-from helixpipe.planning.early import peak_memory
-from helixpipe.planning.recompute import RecomputeOptions
+from helixpipe.planning.memory.early import peak_memory
+from helixpipe.planning.memory.recompute import RecomputeOptions
 from helixpipe.program.program import Program
 from helixpipe.program.stages import Piece
 from helixpipe.simulate.simulator import simulate

@@ -11,7 +11,7 @@ import pytest
 from helixpipe.common.errors import ScheduleError
 from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.lowering.lower import lower
-from helixpipe.planning.early import peak_memory
+from helixpipe.planning.memory.early import peak_memory
 from helixpipe.program.program import Program
 from helixpipe.program.workload import Workload
 from helixpipe.simulate.simulator import Simulation, simulate

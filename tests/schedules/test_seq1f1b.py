@@ -16,9 +16,9 @@ from helixpipe.common.errors import ProgramError, ScheduleError
 from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.lowering.lower import lower
 from helixpipe.lowering.validate import validate
-from helixpipe.planning.list_scheduling import Rules, greedy
-from helixpipe.planning.orders import backward_units, forward_units, one_forward_one_backward
-from helixpipe.planning.problem import problem
+from helixpipe.planning.order.list_scheduling import Rules, greedy
+from helixpipe.planning.order.orders import backward_units, forward_units, one_forward_one_backward
+from helixpipe.planning.order.problem import problem
 from helixpipe.program.program import Op, Program
 from helixpipe.program.stages import even_stages
 from helixpipe.program.text import to_csv

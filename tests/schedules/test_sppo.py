@@ -10,7 +10,7 @@ from helixpipe.costs.hardware import GIB, HARDWARE
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import MODELS, Layout
 from helixpipe.lowering.lower import lower
-from helixpipe.planning.recompute import RecomputeOptions
+from helixpipe.planning.memory.recompute import RecomputeOptions
 from helixpipe.simulate.simulator import Simulation, simulate
 from schedules import Shape, build
 from schedules.sppo import SppoOptions

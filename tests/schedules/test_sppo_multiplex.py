@@ -12,8 +12,8 @@ from helixpipe.costs.hardware import HARDWARE
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import MODELS, Layout
 from helixpipe.lowering.lower import lower
-from helixpipe.planning.chunk_lengths import chunk_times
-from helixpipe.planning.multiplexed import team
+from helixpipe.planning.order.chunk_lengths import chunk_times
+from helixpipe.planning.order.multiplexed import team
 from helixpipe.program.stages import Stage, model_pieces
 from helixpipe.simulate.simulator import Simulation, simulate
 from schedules import Shape, build

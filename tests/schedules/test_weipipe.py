@@ -17,8 +17,8 @@ from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import MODELS, Layout
 from helixpipe.lowering.lower import lower
 from helixpipe.lowering.validate import untrainable, validate
-from helixpipe.planning.early import peak_memory
-from helixpipe.planning.recompute import RecomputeOptions
+from helixpipe.planning.memory.early import peak_memory
+from helixpipe.planning.memory.recompute import RecomputeOptions
 from helixpipe.program.program import Op, Program
 from helixpipe.program.stages import Piece
 from helixpipe.program.text import format_rows, from_csv, to_csv

@@ -18,10 +18,10 @@ from helixpipe.costs.hardware import find_hardware
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import Layout, find_model
 from helixpipe.lowering.lower import lower
-from helixpipe.planning import zero_bubble
-from helixpipe.planning.early import peak_memory
-from helixpipe.planning.list_scheduling import Rules, greedy
-from helixpipe.planning.problem import problem
+from helixpipe.planning.memory.early import peak_memory
+from helixpipe.planning.order import zero_bubble
+from helixpipe.planning.order.list_scheduling import Rules, greedy
+from helixpipe.planning.order.problem import problem
 from helixpipe.program.costs import Contents, Costs
 from helixpipe.program.program import Op, Program
 from helixpipe.program.stages import even_stages

@@ -9,7 +9,7 @@ from helixpipe.costs.hardware import find_hardware
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import Layout, find_model
 from helixpipe.lowering.lower import lower
-from helixpipe.planning.sharding import shared_out
+from helixpipe.planning.memory.sharding import shared_out
 from helixpipe.simulate.curve import memory_curves
 from helixpipe.simulate.simulator import simulate
 from schedules import Shape, build

@@ -11,7 +11,7 @@ from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.lower import lower
 from helixpipe.lowering.project import Action
-from helixpipe.planning.offload import OffloadOptions
+from helixpipe.planning.memory.offload import OffloadOptions
 from helixpipe.program.costs import Payload
 from helixpipe.simulate.handling import handling_times
 from helixpipe.simulate.simulator import simulate

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.lower import lower
-from helixpipe.planning.sharding import shared_out
+from helixpipe.planning.memory.sharding import shared_out
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Op, Program
 from helixpipe.program.timeline import MessageEvent, OpEvent, Timeline

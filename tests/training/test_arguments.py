@@ -67,7 +67,7 @@ def test_every_flag_has_help() -> None:
 
 
 def test_every_flag_of_the_conventions_is_known() -> None:
-    known = {*build_parser().option_strings(), *compat.IGNORED, *compat.LATER, *compat.REFUSED}
+    known = {*build_parser().option_strings(), *compat.IGNORED, *compat.REFUSED}
     assert [name for name in CONVENTIONS.split() if f"--{name}" not in known] == []
 
 

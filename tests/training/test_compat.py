@@ -66,7 +66,7 @@ def test_refusals_are_one_sentence_with_a_reason(outcomes: dict[ArgumentList, Ou
 
 
 def test_every_flag_of_megatron_is_known() -> None:
-    known = {*build_parser().option_strings(), *compat.IGNORED, *compat.LATER, *compat.REFUSED}
+    known = {*build_parser().option_strings(), *compat.IGNORED, *compat.REFUSED}
     known |= {words[0] for words in compat.READ_AS}
     families = (*compat.IGNORED_FAMILIES, *compat.REFUSED_FAMILIES)
     flags = [f"--{name}" for name in (FOLDER / "flags.txt").read_text(encoding="utf-8").split()]

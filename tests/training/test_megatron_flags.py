@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import argparse
 import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +20,8 @@ from megatron.pretrain.arguments import (
 from megatron.pretrain.config import compat, core
 from megatron.pretrain.log.summary import format_arguments, print_arguments
 from tests.training.helpers import config
+
+ROOT = Path(__file__).resolve().parents[2]
 
 # --------------------------------------------------------------------------------------- flags of Megatron-LM, the dump
 
@@ -39,16 +45,43 @@ def test_a_log_says_once_that_tensor_parallel_communication_overlaps_nothing() -
 
 @pytest.mark.parametrize(("flag", "values"), compat.NEUTRAL.items())
 def test_refused_flags_are_accepted_where_they_ask_for_nothing(flag: str, values: tuple[str, ...]) -> None:
-    assert flag in compat.REFUSED or flag in compat.LATER
+    assert flag in compat.REFUSED
     for value in values:
         assert config(f"{flag} {value}").warnings == ()
 
 
 def test_no_flag_is_in_two_tables_or_also_real() -> None:
-    tables = [set(compat.IGNORED), set(compat.LATER), set(compat.REFUSED), set(build_parser().option_strings())]
+    tables = [set(compat.IGNORED), set(compat.REFUSED), set(build_parser().option_strings())]
     assert sum(map(len, tables)) == len(set.union(*tables))
     families = {*compat.IGNORED_FAMILIES, *compat.REFUSED_FAMILIES}
-    assert [flag for flag in tables[3] if any(flag.startswith(prefix) for prefix in families)] == []
+    assert [flag for flag in tables[-1] if any(flag.startswith(prefix) for prefix in families)] == []
+
+
+def test_each_flag_has_one_reason() -> None:
+    """A second one would silently take the place of the first."""
+    text = (ROOT / "megatron/pretrain/config/megatron_flags.toml").read_text(encoding="utf-8")
+    listed = text.split("[[understood]]")[0]
+    for heading, reasons in (
+        ("[refused]", (compat.REFUSED, compat.REFUSED_FAMILIES)),
+        ("[ignored]", (compat.IGNORED, compat.IGNORED_FAMILIES)),
+    ):
+        flags = re.findall(r'"(--[\w-]+)(\*?)"', re.split(r"\n\[", listed.split(heading)[1])[0])
+        assert sorted(name for name, star in flags if not star) == sorted(reasons[0])
+        assert sorted(name for name, star in flags if star) == sorted(reasons[1])
+    assert compat.REFUSED["--qk-clip"] == compat.REFUSED_FAMILIES["--dsa-"]
+
+
+def test_an_installed_package_has_the_table(tmp_path: Path) -> None:
+    """As setuptools builds it from the project's own files."""
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "helixpipe").mkdir()
+    shutil.copy(ROOT / "helixpipe/__init__.py", tmp_path / "helixpipe")
+    shutil.copytree(ROOT / "megatron/pretrain/config", tmp_path / "megatron/pretrain/config")
+    command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path / "built")]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    table = "megatron/pretrain/config/megatron_flags.toml"
+    assert (tmp_path / "built" / table).read_bytes() == (ROOT / table).read_bytes()
 
 
 def test_flags_of_helix_authors_are_other_names() -> None:
@@ -64,7 +97,7 @@ def test_flags_of_helix_authors_are_other_names() -> None:
 
 
 def test_reasons_read_as_the_end_of_a_sentence() -> None:
-    for table in (compat.IGNORED, compat.LATER, compat.REFUSED, compat.IGNORED_FAMILIES, compat.REFUSED_FAMILIES):
+    for table in (compat.IGNORED, compat.REFUSED, compat.IGNORED_FAMILIES, compat.REFUSED_FAMILIES):
         for flag, reason in table.items():
             assert re.fullmatch(r"--[A-Za-z0-9_-]+", flag) and reason and not reason.endswith("."), flag
 

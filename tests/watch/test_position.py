@@ -11,7 +11,7 @@ import torch
 from helixpipe.lowering.lower import lower
 from helixpipe.lowering.project import Action, LoweredProgram
 from helixpipe.planning.catalogue import Shape
-from helixpipe.planning.offload import OffloadOptions
+from helixpipe.planning.memory.offload import OffloadOptions
 from helixpipe.runtime.run_ahead import RunAhead
 from helixpipe.watch.position import Left, Patience, Peers, Position, describe
 from schedules import build

@@ -12,9 +12,9 @@ from itertools import groupby, pairwise
 
 from helixpipe.lowering.build import graph_of
 from helixpipe.lowering.lower import scheduled
-from helixpipe.planning.fitting import Fitting, Limits
-from helixpipe.planning.problem import problem
-from helixpipe.planning.zero_bubble import search
+from helixpipe.planning.memory.fitting import Fitting, Limits
+from helixpipe.planning.order.problem import problem
+from helixpipe.planning.order.zero_bubble import search
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Op, Program
 from helixpipe.program.stages import Piece, Stage, uneven_stages

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from helixpipe.planning.catalogue import Shape
-from helixpipe.planning.document_steps import StepPacker, adapting, dealt, row_program
+from helixpipe.planning.documents.document_steps import StepPacker, dealt, row_program
+from helixpipe.planning.documents.tuning import PackingOptions
 from helixpipe.planning.search.bounds import Bounds, Figures, Measured
 from helixpipe.planning.search.space import Candidate, ParallelSizes, Question, Saving, Setting
 from helixpipe.planning.search.trial import Trial, Trials
-from helixpipe.planning.tuning import PackingOptions
 from helixpipe.program.program import Program
 from helixpipe.program.workload import Extent, Slice, Workload
 
@@ -41,7 +41,7 @@ class DocumentTrials(Trials):
         packer = StepPacker(
             shape,
             PackingOptions() if schedule.chunks else PackingOptions(infinipipe_chunks="1"),
-            adapting(setting.options) and saving.recompute is None,
+            schedule.adapts(setting.options) and saving.recompute is None,
             costs.layout.unit,
             costs.hardware.short_chunk,
         )

@@ -12,9 +12,9 @@ from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import A2A, P2P, Layout, ModelShape
 from helixpipe.lowering.bound import stage_work
 from helixpipe.planning.catalogue import Catalogue, Schedule
-from helixpipe.planning.chunk_lengths import CHUNK_COUNTS, short_chunks
-from helixpipe.planning.offload import OffloadOptions
-from helixpipe.planning.recompute import RecomputeOptions
+from helixpipe.planning.memory.offload import OffloadOptions
+from helixpipe.planning.memory.recompute import RecomputeOptions
+from helixpipe.planning.order.chunk_lengths import CHUNK_COUNTS, short_chunks
 from helixpipe.program.stages import even_stages
 from helixpipe.program.workload import Extent
 

@@ -15,7 +15,7 @@ from helixpipe.common.errors import ScheduleError, UserError
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.lowering.lower import lower
 from helixpipe.planning.catalogue import Shape
-from helixpipe.planning.chunk_lengths import balanced_lengths, default_alignment
+from helixpipe.planning.order.chunk_lengths import balanced_lengths, default_alignment
 from helixpipe.planning.search.space import Candidate, ParallelSizes, Question, Saving
 from helixpipe.program.program import Program
 from helixpipe.program.stages import even_stages

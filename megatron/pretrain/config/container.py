@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from helixpipe.planning.chunk_options import ChunkOptions
-from helixpipe.planning.offload import OffloadOptions
-from helixpipe.planning.recompute import RecomputeOptions
-from helixpipe.planning.tuning import PackingOptions
+from helixpipe.planning.documents.tuning import PackingOptions
+from helixpipe.planning.memory.offload import OffloadOptions
+from helixpipe.planning.memory.recompute import RecomputeOptions
+from helixpipe.planning.order.chunk_options import ChunkOptions
 from megatron.pretrain.config.checkpoint import CheckpointConfig
 from megatron.pretrain.config.data import DataConfig
 from megatron.pretrain.config.log import LoggingConfig

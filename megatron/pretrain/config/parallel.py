@@ -169,6 +169,12 @@ class ParallelConfig:
     data_parallel_size: int = setting(1, "Model copies: world size / (tensor x pipeline x context).")
 
     @property
+    def schedule(self) -> str:
+        """--pipeline-schedule, which validation has settled."""
+        assert self.pipeline_schedule is not None
+        return self.pipeline_schedule
+
+    @property
     def parts(self) -> int:
         """Equal runs of tokens that context-parallel ranks make of a chunk."""
         return context_parts(self.context_parallel_size, self.cp_comm_type[0])

@@ -1,8 +1,9 @@
-"""Tensors in safetensors files: read through a memory map, written one after the other. No code can be in them.
+"""Tensors in safetensors files: read by the package, through a memory map; written one after the other.
 
 A file is the length of its header (8 bytes, little-endian), the header (JSON: name -> type, shape, first and last
-byte), and the bytes of the tensors, side by side. What is written here is, byte for byte, what the `safetensors`
-package writes: larger types first, by name within a type, the header filled up with spaces to a multiple of 8.
+byte), and the bytes of the tensors, side by side. The package writes tensors that are all in memory at once; here each
+is asked for when its turn comes. What is written is, byte for byte, what the package writes: larger types first, by
+name within a type, the header filled up with spaces to a multiple of 8.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from helixpipe.common.errors import CheckpointError
@@ -31,11 +33,10 @@ _LONGEST_HEADER = 100_000_000
 
 
 class Entry(NamedTuple):
-    """A tensor of a file. begin: its first byte behind the header."""
+    """A tensor of a file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    begin: int
 
     @property
     def nbytes(self) -> int:
@@ -48,48 +49,51 @@ class TensorFile:
     def __init__(self, path: Path):
         self.path = path
         try:
-            self._size = path.stat().st_size
-            with path.open("rb") as stream:
-                length = int.from_bytes(stream.read(8), "little")
-                if self._size < 8 or length > min(_LONGEST_HEADER, self._size - 8):
-                    raise CheckpointError(f"{path} is truncated, or no safetensors file ({self._size} bytes).")
-                header = parse_json(stream.read(length))
-            self._first = 8 + length
-            self.entries = {name: _entry(about) for name, about in header.items() if name != _METADATA}
+            path.open("rb").close()  # says why it cannot be read, in the system's words
+            self._file = safe_open(path, framework="pt")
+            names = self._file.keys()
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from None
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-            if isinstance(error, CheckpointError):
-                raise CheckpointError(f"{path}: {error}" if str(path) not in str(error) else str(error)) from None
-            raise CheckpointError(f"{path} is corrupt, or no safetensors file.") from None
-        end = self._first + max((each.begin + each.nbytes for each in self.entries.values()), default=0)
-        if end != self._size:
-            what = "is truncated" if self._size < end else "has more bytes than its tensors"
-            raise CheckpointError(f"{path} {what} ({self._size} of {end} bytes).")
-        self._bytes: Tensor | None = None
+        except SafetensorError:
+            raise CheckpointError(_damage(path)) from None
+        slices = {name: self._file.get_slice(name) for name in names}
+        codes = {each.get_dtype() for each in slices.values()} - _DTYPES.keys()
+        if codes:
+            raise CheckpointError(f"{path}: {_not_read(min(codes))}")
+        self.entries = {
+            name: Entry(_DTYPES[each.get_dtype()], tuple(each.get_shape())) for name, each in slices.items()
+        }
 
     def read(self, name: str) -> Tensor:
         """A tensor whose memory is the file's; it must not be written."""
-        if self._bytes is None:
-            self._bytes = torch.from_file(str(self.path), shared=False, size=self._size, dtype=torch.uint8)
-        dtype, shape, begin = entry = self.entries[name]
-        if not entry.nbytes:
-            return torch.empty(shape, dtype=dtype)
-        part = self._bytes[self._first + begin :][: entry.nbytes]
-        if part.storage_offset() % dtype.itemsize:
-            part = part.clone()
-        return part.view(dtype).view(shape)
+        tensor: Tensor = self._file.get_tensor(name)
+        return tensor
 
 
-def _entry(about: Mapping[str, Any]) -> Entry:
-    """Raises ValueError, KeyError or TypeError for what describes no tensor."""
-    code, shape, (begin, end) = about["dtype"], about["shape"], about["data_offsets"]
-    if code not in _DTYPES:
-        raise CheckpointError(f"tensors of type {code} are not read; valid are {', '.join(_DTYPES)}.")
-    entry = Entry(_DTYPES[code], tuple(int(size) for size in shape), int(begin))
-    if min((*entry.shape, entry.begin), default=0) < 0 or entry.begin + entry.nbytes != end:
-        raise ValueError("bytes and shape differ")
-    return entry
+def _damage(path: Path) -> str:
+    """What is wrong with a file that the package refuses, which names neither the file nor how long it should be."""
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or length > min(_LONGEST_HEADER, size - 8):
+            return f"{path} is truncated, or no safetensors file ({size} bytes)."
+        text = stream.read(length)
+    try:
+        tensors = [about for name, about in parse_json(text).items() if name != _METADATA]
+        for about in tensors:
+            if about["dtype"] not in _DTYPES:
+                return f"{path}: {_not_read(about['dtype'])}"
+        end = 8 + length + max((int(about["data_offsets"][1]) for about in tensors), default=0)
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
+        end = size
+    if end == size:
+        return f"{path} is corrupt, or no safetensors file."
+    what = "is truncated" if size < end else "has more bytes than its tensors"
+    return f"{path} {what} ({size} of {end} bytes)."
+
+
+def _not_read(code: str) -> str:
+    return f"tensors of type {code} are not read; valid are {', '.join(_DTYPES)}."
 
 
 def write_tensors(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from helixpipe.common.errors import UserError
 from helixpipe.common.flags import option
+from helixpipe.draw.table import right_aligned
 from helixpipe.model.ends import Targets, token_losses
 from helixpipe.model.kv_store import KeyValueStore
 from megatron.pretrain.inference.model import ForwardModel
@@ -115,10 +116,14 @@ def table(buckets: Sequence[PositionLoss], documents: int) -> str:
     """A line for each bucket, and one for all of them."""
     tokens = sum(bucket.tokens for bucket in buckets)
     mean = sum(bucket.tokens * bucket.loss for bucket in buckets if bucket.tokens) / max(tokens, 1)
-    lines = [f"{'position':>19}  {'tokens':>10}  {'loss':>8}  {'perplexity':>10}"]
-    for each in buckets:
-        figures = f"{each.loss:8.4f}  {each.perplexity:10.3f}" if each.tokens else f"{'-':>8}  {'-':>10}"
-        lines.append(f"{each.begin:>8,} – {each.end - 1:>8,}  {each.tokens:>10,}  {figures}")
+    rows = [
+        (
+            f"{each.begin:>8,} – {each.end - 1:>8,}",
+            f"{each.tokens:,}",
+            *((f"{each.loss:.4f}", f"{each.perplexity:.3f}") if each.tokens else ("-", "-")),
+        )
+        for each in buckets
+    ]
     whole = PositionLoss(0, 0, tokens, mean)
-    lines.append(f"{f'{documents:,} documents':>19}  {tokens:>10,}  {mean:8.4f}  {whole.perplexity:10.3f}")
-    return "\n".join(lines)
+    rows.append((f"{documents:,} documents", f"{tokens:,}", f"{mean:.4f}", f"{whole.perplexity:.3f}"))
+    return "\n".join(right_aligned(("position", "tokens", "loss", "perplexity"), rows, (19, 10, 8, 10)))

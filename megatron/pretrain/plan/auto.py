@@ -72,8 +72,8 @@ def stand_in(config: Config) -> Config:
             "infinipipe."
         )
     virtual = config.parallel.num_virtual_stages_per_pipeline_rank is not None
-    chunked = "seq1f1b-interleaved" if virtual else "seq1f1b"
-    return config.replace("parallel", pipeline_schedule=chunked if config.chunks.cutting_flag() else None)
+    chunked = CATALOGUE.default(virtual_stages=virtual, chunks=True) if config.chunks.cutting_flag() else None
+    return config.replace("parallel", pipeline_schedule=chunked)
 
 
 def search(config: Config, given: Mapping[str, str]) -> Chosen:

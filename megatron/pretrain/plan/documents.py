@@ -14,11 +14,11 @@ from helixpipe.costs.hardware import find_hardware
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.profile_costs import ProfileCosts
 from helixpipe.lowering.project import LoweredProgram
-from helixpipe.planning.alike import lowered_with_rows, rows_alike, with_rows
-from helixpipe.planning.catalogue import Shape
-from helixpipe.planning.document_steps import StepPacker, adapting, dealt, row_program
-from helixpipe.planning.early import peak_memory
-from helixpipe.planning.packing import Packing, most_slices, spread
+from helixpipe.planning.catalogue import Schedule, Shape
+from helixpipe.planning.documents.alike import lowered_with_rows, rows_alike, with_rows
+from helixpipe.planning.documents.document_steps import StepPacker, dealt, row_program
+from helixpipe.planning.documents.packing import Packing, most_slices, spread
+from helixpipe.planning.memory.early import peak_memory
 from helixpipe.planning.plan import Plan, make_plan
 from helixpipe.program.files import is_file
 from helixpipe.program.program import Program
@@ -150,10 +150,9 @@ class DocumentPlanner:
 
     def _program(self, workload: Workload, quick: bool) -> Program:
         """The schedule's. quick: one that is not searched for."""
-        config, options = self.config, self.config.schedule_options
-        if quick and hasattr(options, "infinipipe_grouping"):
-            options = replace(options, infinipipe_grouping=False, infinipipe_ahead=options.infinipipe_ahead or 1)
-        name, alignment = config.parallel.pipeline_schedule or "none", self._packer.alignment
+        options, name, alignment = self.config.schedule_options, self._name, self._packer.alignment
+        if quick and self._schedule is not None:
+            options = self._schedule.quick(options)
         return row_program(lambda shape: build(name, shape, options), self._shape, workload, alignment)
 
     def _packer_for(self, lengths: Sequence[int]) -> StepPacker:
@@ -167,8 +166,9 @@ class DocumentPlanner:
     @cached_property
     def _packer(self) -> StepPacker:
         config, parallel = self.config, self.config.parallel
-        name = parallel.pipeline_schedule or "none"
-        chunks = is_file(name) or find(name).chunks
+        name, schedule = self._name, self._schedule
+        chunks = schedule is None or schedule.chunks
+        adapts = schedule is not None and schedule.adapts(config.schedule_options)
         if not chunks and config.packing.chunks not in (None, 1):
             raise ScheduleError(
                 f"schedule {name} does not cut sequences, so documents have one chunk each: --infinipipe-chunks must "
@@ -183,10 +183,19 @@ class DocumentPlanner:
         return StepPacker(
             shape=self._shape,
             options=config.packing if chunks else replace(config.packing, infinipipe_chunks="1"),
-            adapts=adapting(config.schedule_options) and config.recompute.granularity is None,
+            adapts=adapts and config.recompute.granularity is None,
             alignment=alignment,
             least=1 if parallel.hardware is None else find_hardware(parallel.hardware).short_chunk,
         )
+
+    @property
+    def _name(self) -> str:
+        return self.config.parallel.schedule
+
+    @property
+    def _schedule(self) -> Schedule | None:
+        """None for a file."""
+        return None if is_file(self._name) else find(self._name)
 
     @cached_property
     def _shape(self) -> Shape:

@@ -15,7 +15,7 @@ from helixpipe.costs.hardware import DEFAULT_HARDWARE, find_hardware
 from helixpipe.draw.text import chunk_times, copies_text
 from helixpipe.lowering.project import LoweredProgram
 from helixpipe.model import Microbatch, PipelineModel
-from helixpipe.planning.chunk_lengths import short_chunks
+from helixpipe.planning.order.chunk_lengths import short_chunks
 from helixpipe.planning.plan import Plans
 from helixpipe.program.program import Program
 from helixpipe.program.stages import Piece

@@ -12,7 +12,7 @@ from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import shared_unit
 from helixpipe.costs.profile_costs import ProfileCosts
 from helixpipe.lowering.validate import untrainable
-from helixpipe.planning.chunk_lengths import FEW_COUNTS, best_chunks, chunk_counts
+from helixpipe.planning.order.chunk_lengths import FEW_COUNTS, best_chunks, chunk_counts
 from helixpipe.planning.plan import Plan, Plans
 from helixpipe.program.files import naming
 from helixpipe.program.program import Program
@@ -36,7 +36,7 @@ def make_planner(config: Config) -> Plans[int]:
 def make_program(config: Config, num_microbatches: int, costs: ModelCosts | ProfileCosts | None = None) -> Program:
     """The schedule's program for a training step. costs: the configured ones, if they are at hand. Raises
     ScheduleError, ProgramError or UserError, in the words of the flags."""
-    name, costs = config.parallel.pipeline_schedule or "none", costs or training_costs(config)
+    name, costs = config.parallel.schedule, costs or training_costs(config)
     limit = memory_limit(config)
     if config.offload.auto and limit is None:
         raise UserError("--offload-activations auto needs --memory-limit or --hardware, which say what there is.")

@@ -92,9 +92,11 @@ def pipeline_schedule(config: Config) -> Config:
     pp, stages = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
     name = parallel.pipeline_schedule
     if name is None:
-        name = "none" if pp == 1 else "1f1b" if stages in (None, 1) else "interleaved-1f1b"
-    if name == "none" and pp > 1:
-        raise UserError(f"--pipeline-schedule none is for one pipeline rank, not --pipeline-model-parallel-size {pp}.")
+        name = CATALOGUE.default(one_rank=pp == 1, virtual_stages=pp > 1 and stages not in (None, 1))
+    if name in CATALOGUE and CATALOGUE[name].one_rank and pp > 1:
+        raise UserError(
+            f"--pipeline-schedule {name} is for one pipeline rank, not --pipeline-model-parallel-size {pp}."
+        )
     config = config.replace("parallel", pipeline_schedule=name)
     chunks = config.chunks
     CATALOGUE.check_chunks(chunks.cutting_flag(), [name])

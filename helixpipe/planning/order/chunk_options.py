@@ -8,7 +8,7 @@ from typing import Literal
 from helixpipe.common.errors import UserError
 from helixpipe.common.flags import check_ranges, option
 from helixpipe.common.ranges import MOST_CHUNKS, MOST_TOKENS
-from helixpipe.planning.chunk_lengths import (
+from helixpipe.planning.order.chunk_lengths import (
     CHUNK_COUNTS,
     FEW_CHUNKS,
     average_lengths,

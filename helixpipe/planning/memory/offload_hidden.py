@@ -10,7 +10,7 @@ from typing import NamedTuple
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.graph import Graph
 from helixpipe.lowering.order import TaskTimes
-from helixpipe.planning.offload import OffloadOptions, timed, with_shares
+from helixpipe.planning.memory.offload import OffloadOptions, timed, with_shares
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Program, Unit
 from helixpipe.program.tasks import Buffer

@@ -23,9 +23,9 @@ from itertools import accumulate, islice, pairwise
 from math import inf, sqrt
 
 from helixpipe.common.errors import UserError
-from helixpipe.planning.chunk_lengths import average_lengths
-from helixpipe.planning.chunk_times import ChunkTimes
-from helixpipe.planning.filling import Fill, Mesh, OpenChunk, aligned, best_fit, level
+from helixpipe.planning.documents.chunk_times import ChunkTimes
+from helixpipe.planning.documents.filling import Fill, Mesh, OpenChunk, aligned, best_fit, level
+from helixpipe.planning.order.chunk_lengths import average_lengths
 from helixpipe.program.workload import Chunk, Slice, Workload
 
 

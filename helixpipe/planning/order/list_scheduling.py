@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
 
-from helixpipe.planning.problem import Problem
+from helixpipe.planning.order.problem import Problem
 from helixpipe.program.program import Op
 
 

@@ -12,8 +12,8 @@ from dataclasses import replace
 from itertools import permutations, product
 from math import inf
 
-from helixpipe.planning.list_scheduling import ABANDONED, ListSchedule, Rules, greedy
-from helixpipe.planning.problem import Problem
+from helixpipe.planning.order.list_scheduling import ABANDONED, ListSchedule, Rules, greedy
+from helixpipe.planning.order.problem import Problem
 from helixpipe.program.program import Op
 
 Order = tuple[tuple[Op, ...], ...]

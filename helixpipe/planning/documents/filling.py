@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from math import ceil, inf
 from typing import Literal
 
-from helixpipe.planning.chunk_times import ChunkTimes
+from helixpipe.planning.documents.chunk_times import ChunkTimes
 from helixpipe.program.workload import Chunk, Slice
 
 Fill = Literal["level", "best-fit", "none"]

@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.lower import lowered_valid
-from helixpipe.planning.early import peak_memory
-from helixpipe.planning.integer_program import Solution, least, solve
-from helixpipe.planning.problem import held_by
-from helixpipe.planning.recompute_needs import Diagonals, LayerSizes, RankNeeds, layer_runs
-from helixpipe.planning.room import beside_units
+from helixpipe.planning.memory.early import peak_memory
+from helixpipe.planning.memory.held import held_by
+from helixpipe.planning.memory.integer_program import Solution, least, solve
+from helixpipe.planning.memory.recompute_needs import Diagonals, LayerSizes, RankNeeds, layer_runs
+from helixpipe.planning.memory.room import beside_units
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Program, Unit
 from helixpipe.program.stages import Activations

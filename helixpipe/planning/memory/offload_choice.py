@@ -18,10 +18,10 @@ from math import inf
 
 from helixpipe.common.errors import ScheduleError
 from helixpipe.lowering.lower import lowered_valid
-from helixpipe.planning.early import place_early
-from helixpipe.planning.offload import OffloadOptions, timed, with_ahead, with_shares
-from helixpipe.planning.offload_hidden import Base, OffloadAmount
-from helixpipe.planning.recompute_choice import CHOICES, TOLERANCE, Runs, recomputing
+from helixpipe.planning.memory.early import place_early
+from helixpipe.planning.memory.offload import OffloadOptions, timed, with_ahead, with_shares
+from helixpipe.planning.memory.offload_hidden import Base, OffloadAmount
+from helixpipe.planning.memory.recompute_choice import CHOICES, TOLERANCE, Runs, recomputing
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Program, Unit
 from helixpipe.simulate.simulator import Simulation, simulate

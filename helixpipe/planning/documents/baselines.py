@@ -9,9 +9,9 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
-from helixpipe.planning.chunk_times import ChunkTimes
-from helixpipe.planning.filling import aligned
-from helixpipe.planning.packing import Packing, check_lengths
+from helixpipe.planning.documents.chunk_times import ChunkTimes
+from helixpipe.planning.documents.filling import aligned
+from helixpipe.planning.documents.packing import Packing, check_lengths
 from helixpipe.program.workload import Slice, Workload
 
 Row = list[tuple[int, int]]

@@ -14,7 +14,7 @@ from helixpipe.lowering.graph import Graph
 from helixpipe.lowering.lower import lowered_valid, scheduled
 from helixpipe.lowering.order import TaskTimes
 from helixpipe.lowering.validate import validate
-from helixpipe.planning.recompute import RecomputeOptions
+from helixpipe.planning.memory.recompute import RecomputeOptions
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Op, Program, Unit
 from helixpipe.simulate.streams import times_as_run

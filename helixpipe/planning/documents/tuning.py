@@ -11,11 +11,11 @@ from helixpipe.common.errors import UserError
 from helixpipe.common.flags import check_ranges, option
 from helixpipe.common.ranges import MOST_CHUNKS
 from helixpipe.lowering.lower import lower, scheduled
-from helixpipe.planning.chunk_lengths import CHUNK_COUNTS
-from helixpipe.planning.chunk_times import ChunkTimes
-from helixpipe.planning.filling import Fill
-from helixpipe.planning.orders import backward_units, forward_units, one_forward_one_backward
-from helixpipe.planning.packing import Packing, balanced_mesh, check_lengths, fixed_mesh, pack
+from helixpipe.planning.documents.chunk_times import ChunkTimes
+from helixpipe.planning.documents.filling import Fill
+from helixpipe.planning.documents.packing import Packing, balanced_mesh, check_lengths, fixed_mesh, pack
+from helixpipe.planning.order.chunk_lengths import CHUNK_COUNTS
+from helixpipe.planning.order.orders import backward_units, forward_units, one_forward_one_backward
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Op, Program
 from helixpipe.program.stages import Stage
@@ -157,7 +157,7 @@ class Predicted:
             backwards = [Op("B", rank, *unit) for unit in backward_units(workload)]
             ahead = ranks - rank - 1 + workload.most_chunks - 1
             orders.append(tuple(one_forward_one_backward(forwards, backwards, ahead)))
-        program = Program("1f1b", self.stages, tuple(orders), workload)
+        program = Program("packing", self.stages, tuple(orders), workload)
         if self.limit is None:  # the one order's times alone: a third of the work
             return scheduled(program, self.costs).makespan
         simulation = simulate(lower(program, self.costs), self.costs)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from math import inf
 
-from helixpipe.planning.orders import backward_units, forward_units, one_forward_one_backward
+from helixpipe.planning.order.orders import backward_units, forward_units, one_forward_one_backward
 from helixpipe.program.costs import Contents, Costs
 from helixpipe.program.stages import Segment, Stage
 from helixpipe.program.workload import Extent, Workload

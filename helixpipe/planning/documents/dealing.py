@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from helixpipe.common.errors import UserError
-from helixpipe.planning.chunk_times import ChunkTimes
+from helixpipe.planning.documents.chunk_times import ChunkTimes
 
 Hands = tuple[tuple[int, ...], ...]
 """The numbers of the documents of each data-parallel rank, ascending."""

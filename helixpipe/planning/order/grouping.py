@@ -19,9 +19,9 @@ from helixpipe.costs.remembered import RememberedCosts
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.lower import scheduled
 from helixpipe.planning.catalogue import Shape
-from helixpipe.planning.chunk_recompute import Estimates, recompute_chunks
-from helixpipe.planning.early import peak_memory
-from helixpipe.planning.recompute_needs import LayerSizes
+from helixpipe.planning.memory.chunk_recompute import Estimates, recompute_chunks
+from helixpipe.planning.memory.early import peak_memory
+from helixpipe.planning.memory.recompute_needs import LayerSizes
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Op, Program
 

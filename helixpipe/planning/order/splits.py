@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Protocol
 
-from helixpipe.planning.recompute_choice import TOLERANCE
+from helixpipe.planning.memory.recompute_choice import TOLERANCE
 
 Table = list[list[float]]
 """A number for each stage and each number of layers it may have; infinite where it cannot have them."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from helixpipe.costs.piece_kinds import MODULES, WITHOUT_CORE_ATTENTION
 from helixpipe.lowering.bound import BoundCosts
-from helixpipe.planning.room import beside_units
+from helixpipe.planning.memory.room import beside_units
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Op, Program
 from helixpipe.program.stages import LAYER_PIECES, Piece, Stage

@@ -20,7 +20,7 @@ from helixpipe.common.errors import ScheduleError
 from helixpipe.costs.piece_bytes import CountsBytes
 from helixpipe.lowering.bound import stage_work
 from helixpipe.planning.catalogue import Shape
-from helixpipe.planning.chunk_lengths import default_alignment
+from helixpipe.planning.order.chunk_lengths import default_alignment
 from helixpipe.program.program import Op, Program
 from helixpipe.program.stages import Piece, Stage, even_stages, model_pieces
 from helixpipe.program.workload import Extent, uniform

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from helixpipe.common.errors import ScheduleError
-from helixpipe.planning.capacity import fits, over_capacity, token_capacity
 from helixpipe.planning.catalogue import Shape
-from helixpipe.planning.chunk_times import ChunkTimes
-from helixpipe.planning.dealing import Hands, deal, document_times
-from helixpipe.planning.packing import Packing
-from helixpipe.planning.recompute import RecomputeOptions
-from helixpipe.planning.tuning import PackingOptions, Predicted, tuned
+from helixpipe.planning.documents.capacity import fits, over_capacity, token_capacity
+from helixpipe.planning.documents.chunk_times import ChunkTimes
+from helixpipe.planning.documents.dealing import Hands, deal, document_times
+from helixpipe.planning.documents.packing import Packing
+from helixpipe.planning.documents.tuning import PackingOptions, Predicted, tuned
+from helixpipe.planning.memory.recompute import RecomputeOptions
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Program
 from helixpipe.program.stages import even_stages
@@ -79,11 +79,6 @@ class StepPacker:
     def costs(self) -> Costs:
         assert self.shape.costs is not None
         return self.shape.costs
-
-
-def adapting(options: object) -> bool:
-    """Whether a schedule of these options recomputes what the memory asks for, unless flags say what to recompute."""
-    return bool(getattr(options, "infinipipe_recompute", False))
 
 
 def row_program(build: Callable[[Shape], Program], shape: Shape, workload: Workload, alignment: int = 1) -> Program:

@@ -12,10 +12,10 @@ from functools import partial
 from math import inf
 
 from helixpipe.common.collector import collector_paused
-from helixpipe.planning.chunk_recompute import recompute_chunks
-from helixpipe.planning.early import busy, makespan, peak_memory, place_early
-from helixpipe.planning.recompute import RecomputeOptions
-from helixpipe.planning.recompute_choice import CHOICES, recomputing
+from helixpipe.planning.memory.chunk_recompute import recompute_chunks
+from helixpipe.planning.memory.early import busy, makespan, peak_memory, place_early
+from helixpipe.planning.memory.recompute import RecomputeOptions
+from helixpipe.planning.memory.recompute_choice import CHOICES, recomputing
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Program
 from helixpipe.program.stages import Stage

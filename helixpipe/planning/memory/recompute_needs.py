@@ -8,8 +8,8 @@ from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from helixpipe.lowering.bound import BoundCosts
-from helixpipe.planning.integer_program import Covering
-from helixpipe.planning.recompute import RecomputeOptions
+from helixpipe.planning.memory.integer_program import Covering
+from helixpipe.planning.memory.recompute import RecomputeOptions
 from helixpipe.program.costs import Contents, Work
 from helixpipe.program.program import Program, Unit
 from helixpipe.program.stages import Activations, Piece, segments

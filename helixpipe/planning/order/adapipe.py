@@ -17,9 +17,16 @@ from helixpipe.lowering.build import build_graph
 from helixpipe.lowering.lower import scheduled
 from helixpipe.lowering.order import list_schedule
 from helixpipe.planning.catalogue import Shape
-from helixpipe.planning.early import peak_memory, place_early
-from helixpipe.planning.recompute_choice import CHOICES, TOLERANCE, LayerChoices, Runs, StageRecompute, make_stage
-from helixpipe.planning.splits import Table, cheapest_split, least_bottleneck, rounded, splits_by_time
+from helixpipe.planning.memory.early import peak_memory, place_early
+from helixpipe.planning.memory.recompute_choice import (
+    CHOICES,
+    TOLERANCE,
+    LayerChoices,
+    Runs,
+    StageRecompute,
+    make_stage,
+)
+from helixpipe.planning.order.splits import Table, cheapest_split, least_bottleneck, rounded, splits_by_time
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Op, Program
 
@@ -84,7 +91,8 @@ class Stages:
 class LayoutSearch:
     """Layouts that may be the best for a shape, and which is. order: 1F1B's, of a stage a rank."""
 
-    def __init__(self, shape: Shape, costs: Costs, order: tuple[tuple[Op, ...], ...]):
+    def __init__(self, name: str, shape: Shape, costs: Costs, order: tuple[tuple[Op, ...], ...]):
+        self.name = name
         self.shape, self.costs = shape, costs
         self.limit = inf if shape.memory_limit is None else shape.memory_limit
         self._order = order
@@ -98,7 +106,7 @@ class LayoutSearch:
         for rank, layers in enumerate(layout):
             stages.append(make_stage(layers, first, embed=rank == 0, head=rank == p - 1))
             first += len(layers)
-        return Program("adapipe", tuple(stages), self._order, self.shape.workload)
+        return Program(self.name, tuple(stages), self._order, self.shape.workload)
 
     def fits(self, program: Program) -> bool:
         bound = self.limit + TOLERANCE * abs(self.limit)

@@ -9,8 +9,9 @@ from itertools import accumulate, pairwise
 from math import inf
 
 from helixpipe.lowering.bound import BoundCosts
-from helixpipe.planning.orders import backward_units, forward_units
-from helixpipe.planning.room import beside_units
+from helixpipe.planning.memory.held import held_by, stored_by
+from helixpipe.planning.memory.room import beside_units
+from helixpipe.planning.order.orders import backward_units, forward_units
 from helixpipe.program.costs import Costs
 from helixpipe.program.message import Message
 from helixpipe.program.program import Op, Program
@@ -144,19 +145,6 @@ class Problem:
         """How many units the rank's memory holds at most."""
         least = min(min(kept[s]) for s in self.own[rank])
         return self.limit[rank] // (least * (1 - 1e-9)) if least else inf
-
-
-def held_by(bound: BoundCosts, op: Op) -> float:
-    """What the unit of an F keeps until its I."""
-    return bound.size(Buffer("saved", 0, *op[1:])) + stored_by(bound, op)
-
-
-def stored_by(bound: BoundCosts, op: Op) -> float:
-    """Of that, what goes only once the I has run: keys and values of a microbatch and their gradients, which live as
-    long as its first chunk."""
-    if op.chunk > 0:
-        return 0.0
-    return sum(bound.size(Buffer(kind, 0, op.stage, op.microbatch)) for kind in ("keys_values", "kv_gradients"))
 
 
 def problem(

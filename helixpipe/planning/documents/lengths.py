@@ -13,7 +13,7 @@ from pathlib import Path
 from helixpipe.common.errors import UserError
 from helixpipe.common.flags import check_ranges, nearest_name, option
 from helixpipe.common.ranges import MOST_MICROBATCHES
-from helixpipe.planning.length_data import LENGTHS, Histogram
+from helixpipe.planning.documents.length_data import LENGTHS, Histogram
 
 DOCUMENTS = 512
 """Of a step, where no flag says how many: InfiniPipe's."""

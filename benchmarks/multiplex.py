@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import NamedTuple, Protocol
 
-from helixpipe.planning.multiplexed import Team, team
+from helixpipe.planning.order.multiplexed import Team, team
 from helixpipe.program.timeline import bubble_of
 
 

@@ -1,0 +1,1 @@
+"""What is kept, recomputed or offloaded, so that a program fits the memory there is."""
