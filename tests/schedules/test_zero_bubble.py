@@ -26,7 +26,7 @@ from helixpipe.program.costs import Contents, Costs
 from helixpipe.program.program import Op, Program
 from helixpipe.program.stages import even_stages
 from helixpipe.program.text import parse_rows
-from helixpipe.program.workload import uniform
+from helixpipe.program.workload import Slice, Workload, uniform
 from helixpipe.simulate.simulator import Simulation, simulate
 from schedules import Shape, build
 from schedules import command as cli
@@ -130,6 +130,16 @@ def test_slow_messages_straighten_the_v() -> None:
         return next(rank for rank, ops in enumerate(ranks) for op in ops if op.stage == 7)
 
     assert (rank_of_last_stage(0.2), rank_of_last_stage(50.0)) == (0, 3)
+
+
+@settings(DETERMINISTIC, max_examples=20)
+@given(rows=st.lists(st.integers(1, 9), min_size=1, max_size=8), message=st.sampled_from((0.0, 0.2, 50.0)))
+def test_steps_of_unlike_microbatches_all_have_the_v(rows: list[int], message: float) -> None:
+    """However slow messages are: one step's rows do not decide where the weights are in the next."""
+    ragged = Workload(tuple(((Slice(row, 0, tokens),),) for row, tokens in enumerate(rows)))
+    costs = PieceTimes({"mlp": 1.0}, message=message)
+    program = build("zbv", Shape(4, len(rows), 8, costs=costs, ragged=ragged))
+    assert [sorted({op.stage for op in ops}) for ops in program.ranks] == [[0, 7], [1, 6], [2, 5], [3, 4]]
 
 
 @pytest.mark.parametrize("name", NAMES)
