@@ -141,7 +141,7 @@ def test_a_proposal_that_is_not_better_in_truth_is_dropped(monkeypatch: pytest.M
 
     monkeypatch.setattr(module, "anneal", worse)
     found = improve(program, COSTS, Budget(10, orders_only=True))
-    assert found.after is found.before and found.tried[0].program is program
+    assert found.after is found.before and found.tried[0].program == program
 
 
 def test_a_proposal_that_needs_too_much_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
