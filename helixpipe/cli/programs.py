@@ -23,6 +23,7 @@ from helixpipe.planning.memory.offload import OffloadOptions, check_offloads
 from helixpipe.planning.memory.recompute import RecomputeOptions, check_recomputes
 from helixpipe.planning.memory.sharding import shared_out
 from helixpipe.planning.order.chunk_options import ChunkOptions
+from helixpipe.planning.setup import Setup
 from helixpipe.program.costs import Costs
 from helixpipe.program.files import is_file, load_program, naming, says_all
 from helixpipe.program.program import Program, forward_only
@@ -89,7 +90,16 @@ def make_simulations(
     programs = _programs(
         names,
         size,
-        _ScheduleInputs(costs, limit, recompute, offload, host_limit, 1 if plan is None else plan.costs.sharded),
+        Setup(  # of how many ranks and layers follows for each schedule
+            1,
+            1,
+            costs,
+            recompute=recompute,
+            memory_limit=limit,
+            offload=offload,
+            host_limit=host_limit,
+            sharded=1 if plan is None else plan.costs.sharded,
+        ),
         plan,
         namespace,
     )
@@ -105,22 +115,10 @@ def make_simulations(
     return simulations
 
 
-@dataclasses.dataclass(frozen=True)
-class _ScheduleInputs:
-    """What a schedule is given beside its size; see `schedules.Shape`."""
-
-    costs: Costs
-    memory_limit: float | None
-    recompute: RecomputeOptions
-    offload: OffloadOptions
-    host_limit: float
-    sharded: int
-
-
 def _programs(
     names: Sequence[str],
     size: ShapeOptions,
-    given: _ScheduleInputs,
+    given: Setup,
     plan: ModelOnCluster | None,
     namespace: argparse.Namespace,
 ) -> list[Program]:
@@ -165,9 +163,7 @@ def _programs(
     return programs
 
 
-def _of_file(
-    name: str, program: Program, given: _ScheduleInputs, chunking: Chunking, namespace: argparse.Namespace
-) -> Program:
+def _of_file(name: str, program: Program, given: Setup, chunking: Chunking, namespace: argparse.Namespace) -> Program:
     """A file's program with what the flags say of it."""
     if says_all(name):
         check_recomputes(name, program, given.recompute)
@@ -176,14 +172,12 @@ def _of_file(
     else:
         program = shared_out(chunking.of_file(name, program), given.sharded)
         program = recomputed(program, given.recompute, given.costs, given.memory_limit)
-    shape = Shape(program.num_ranks, program.num_microbatches, program.num_layers, **vars(given))
+    shape = given.of(program.num_ranks, program.num_layers, None).shape(program.num_microbatches)
     catalogue: Catalogue = namespace.catalogue
     return catalogue.offloaded(name, program, shape)
 
 
-def _packed(
-    name: str, size: ShapeOptions, given: _ScheduleInputs, packer: Packer, namespace: argparse.Namespace
-) -> Program:
+def _packed(name: str, size: ShapeOptions, given: Setup, packer: Packer, namespace: argparse.Namespace) -> Program:
     """The program of a schedule of the catalogue on documents of all lengths."""
     if is_file(name):
         raise ScheduleError(f"{name} says itself what its microbatches are; leave --lengths out.")
@@ -211,7 +205,7 @@ def _scheduled(schedule: Schedule, shape: Shape, chunking: Chunking, namespace: 
     return chunking.program(make, None if auto else shape.chunks, shape.layers)
 
 
-def _shape(schedule: Schedule, size: ShapeOptions, given: _ScheduleInputs, interleaving: bool) -> Shape:
+def _shape(schedule: Schedule, size: ShapeOptions, given: Setup, interleaving: bool) -> Shape:
     """The size for one schedule. Compared with others, it takes only flags it knows: the rest are for the others.
 
     interleaving: one of them takes virtual stages; where none does, `Catalogue.build` refuses them.
@@ -226,7 +220,7 @@ def _shape(schedule: Schedule, size: ShapeOptions, given: _ScheduleInputs, inter
             f"{schedule.name} with {ranks} ranks, {microbatches} microbatches and {chunks} chunks is too large to "
             f"simulate; the product may be {MAX_UNITS} at most."
         )
-    return Shape(ranks, microbatches, layers, chunks, virtual, **vars(given))
+    return given.of(ranks, layers, virtual).shape(microbatches, chunks)
 
 
 def program_of_file(path: str, size: ShapeOptions, layers: int | None) -> Program:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from helixpipe.planning.catalogue import Shape
 from helixpipe.planning.documents.document_steps import StepPacker, dealt, row_program
 from helixpipe.planning.documents.tuning import PackingOptions
 from helixpipe.planning.search.bounds import Bounds, Figures, Measured
@@ -27,16 +26,7 @@ class DocumentTrials(Trials):
     def program(self, candidate: Candidate, microbatches: int | None = None) -> Program:
         question, sizes, setting = self.question, candidate.sizes, candidate.setting
         costs, saving = self.costs(sizes, setting.saving), setting.saving
-        shape = Shape(
-            sizes.ranks,
-            1,
-            costs.model.layers,
-            costs=costs,
-            recompute=saving.recompute_options,
-            memory_limit=question.limit,
-            offload=saving.offload_options,
-            host_limit=costs.host_memory,
-        )
+        shape = self.setup(candidate).shape()
         schedule = question.catalogue[setting.schedule]
         packer = StepPacker(
             shape,

@@ -14,9 +14,9 @@ from math import inf
 from helixpipe.common.errors import ScheduleError, UserError
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.lowering.lower import lower
-from helixpipe.planning.catalogue import Shape
 from helixpipe.planning.order.chunk_lengths import balanced_lengths, default_alignment
 from helixpipe.planning.search.space import Candidate, ParallelSizes, Question, Saving
+from helixpipe.planning.setup import Setup
 from helixpipe.program.program import Program
 from helixpipe.program.stages import even_stages
 from helixpipe.simulate.simulator import Simulation, simulate
@@ -63,24 +63,27 @@ class Trials:
             self._costs[key] = self.question.costs(sizes, saving)
         return self._costs[key]
 
+    def setup(self, candidate: Candidate) -> Setup:
+        """What every step gives the candidate's schedule."""
+        setting = candidate.setting
+        costs, saving = self.costs(candidate.sizes, setting.saving), setting.saving
+        return Setup(
+            candidate.sizes.ranks,
+            costs.model.layers,
+            costs,
+            setting.virtual_stages,
+            saving.recompute_options,
+            self.question.limit,
+            saving.offload_options,
+            costs.host_memory,
+            costs.sharded,
+        )
+
     def program(self, candidate: Candidate, microbatches: int | None = None) -> Program:
         """Of a step, or of one of fewer microbatches. Raises ScheduleError where the schedule takes no such shape."""
         sizes, setting = candidate.sizes, candidate.setting
-        costs = self.costs(sizes, setting.saving)
-        shape = Shape(
-            sizes.ranks,
-            microbatches or self.question.microbatches(sizes),
-            costs.model.layers,
-            setting.chunks,
-            setting.virtual_stages,
-            self._chunk_lengths(sizes, setting.chunks),
-            costs,
-            setting.saving.recompute_options,
-            self.question.limit,
-            setting.saving.offload_options,
-            costs.host_memory,
-            sharded=costs.sharded,
-        )
+        count = microbatches or self.question.microbatches(sizes)
+        shape = self.setup(candidate).shape(count, setting.chunks, self._chunk_lengths(sizes, setting.chunks))
         return self.question.catalogue.build(setting.schedule, shape, setting.options)
 
     def simulation(self, candidate: Candidate, microbatches: int | None = None) -> Simulation:

@@ -9,6 +9,7 @@ from helixpipe.costs.hardware import DEFAULT_HARDWARE, GIB, RESERVED_MEMORY, fin
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import Layout, ModelShape
 from helixpipe.costs.profile_costs import Profile, ProfileCosts
+from helixpipe.planning.setup import Setup
 from megatron.pretrain.config import Config
 
 
@@ -92,6 +93,23 @@ def host_limit(config: Config) -> float:
     hardware = find_hardware(parallel.hardware or DEFAULT_HARDWARE)
     memory = hardware.host_memory if parallel.host_memory is None else parallel.host_memory * GIB
     return memory / min(hardware.gpus_per_node, config.launch.world_size)
+
+
+def setup_of(config: Config, costs: ModelCosts | ProfileCosts) -> Setup:
+    """What every step of the run gives its schedule. costs: `training_costs` of the flags."""
+    parallel = config.parallel
+    return Setup(
+        ranks=parallel.pipeline_model_parallel_size,
+        layers=config.model.num_layers or 0,
+        costs=costs,
+        virtual_stages=parallel.virtual_pipeline_model_parallel_size,
+        recompute=config.recompute,
+        memory_limit=memory_limit(config),
+        offload=config.offload,
+        host_limit=host_limit(config),
+        sharded=parallel.weight_parts,
+        stage_layers=parallel.stage_layers,
+    )
 
 
 def model_shape(config: Config) -> ModelShape:

@@ -24,7 +24,7 @@ from helixpipe.program.files import is_file
 from helixpipe.program.program import Program
 from helixpipe.program.workload import Workload
 from megatron.pretrain.config import Config
-from megatron.pretrain.plan.costs import host_limit, memory_limit, training_costs
+from megatron.pretrain.plan.costs import memory_limit, setup_of, training_costs
 from schedules import build, find
 
 
@@ -199,20 +199,7 @@ class DocumentPlanner:
 
     @cached_property
     def _shape(self) -> Shape:
-        config, parallel = self.config, self.config.parallel
-        return Shape(
-            ranks=parallel.pipeline_model_parallel_size,
-            microbatches=1,
-            layers=self._layers,
-            virtual_stages=parallel.virtual_pipeline_model_parallel_size,
-            costs=self.costs,
-            recompute=config.recompute,
-            memory_limit=memory_limit(config),
-            offload=config.offload,
-            host_limit=host_limit(config),
-            sharded=parallel.weight_parts,
-            stage_layers=parallel.stage_layers,
-        )
+        return setup_of(self.config, self.costs).shape()
 
     @property
     def _layers(self) -> int:

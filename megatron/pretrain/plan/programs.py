@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 from math import inf
 
 from helixpipe.common.errors import ProgramError, UserError
@@ -19,9 +18,9 @@ from helixpipe.program.program import Program
 from helixpipe.program.workload import uniform
 from helixpipe.simulate.simulator import Simulation
 from megatron.pretrain.config import Config
-from megatron.pretrain.plan.costs import host_limit, memory_limit, training_costs
+from megatron.pretrain.plan.costs import host_limit, setup_of, training_costs
 from megatron.pretrain.plan.documents import DocumentPlanner
-from schedules import Shape, build
+from schedules import build
 
 
 def make_planner(config: Config) -> Plans[int]:
@@ -37,36 +36,24 @@ def make_program(config: Config, num_microbatches: int, costs: ModelCosts | Prof
     """The schedule's program for a training step. costs: the configured ones, if they are at hand. Raises
     ScheduleError, ProgramError or UserError, in the words of the flags."""
     name, costs = config.parallel.schedule, costs or training_costs(config)
-    limit = memory_limit(config)
+    setup = setup_of(config, costs)
+    limit = setup.memory_limit
     if config.offload.auto and limit is None:
         raise UserError("--offload-activations auto needs --memory-limit or --hardware, which say what there is.")
-    shape = Shape(
-        ranks=config.parallel.pipeline_model_parallel_size,
-        microbatches=num_microbatches,
-        layers=config.model.num_layers or 0,
-        virtual_stages=config.parallel.virtual_pipeline_model_parallel_size,
-        costs=costs,
-        recompute=config.recompute,
-        memory_limit=limit,
-        offload=config.offload,
-        host_limit=host_limit(config),
-        sharded=config.parallel.weight_parts,
-        stage_layers=config.parallel.stage_layers,
-    )
 
     def cut(chunks: int) -> Program:
         """The program with the sequence cut into so many chunks."""
         lengths = config.chunks.resolve(
             chunks,
             costs,
-            shape.layers,
+            setup.layers,
             config.model.seq_length,
             config.parallel.tensor_model_parallel_size,
             shared_unit(
                 config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size, config.parallel.parts
             ),
         )
-        return build(name, replace(shape, chunks=chunks, chunk_lengths=lengths), config.schedule_options)
+        return build(name, setup.shape(num_microbatches, chunks, lengths), config.schedule_options)
 
     def fits(simulation: Simulation) -> bool:
         return limit is None or max(simulation.device_needs) <= limit
