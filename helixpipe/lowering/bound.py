@@ -28,8 +28,9 @@ def stage_work(
     crosses: Callable[[int], bool] = lambda cut: True,
     recomputed: Sequence[Sequence[Piece]] | None = None,
 ) -> Work:
-    """What an op of a stage does. crosses: whether the two sides of a cut are on different ranks; the cut before a
-    stage has its number. recomputed: runs that R makes again, those of the stage if not given."""
+    """Return the work of an op of a stage, for the cost model. crosses: whether the two sides of a cut are on different
+    ranks; the cut before a stage has its number. recomputed: runs that R makes again, those of the stage if not given.
+    """
     own = stages[stage]
     if kind in "WR":
         runs = own.recompute if recomputed is None else recomputed
@@ -72,11 +73,11 @@ class BoundCosts:
 
     @property
     def timers(self) -> Timers:
-        """What `list_schedule` asks for."""
+        """The functions for durations that `list_schedule` takes."""
         return self.op_time, self.message_time, self.copy_time, self.collective_time
 
     def op_time(self, op: Op) -> float:
-        """Of an op alone; a backward whose unit is recomputed and has no R op takes the time of R as well."""
+        """Return the time of one op; a backward whose unit is recomputed without an R op takes the time of R as well."""
         kind, stage, microbatch, chunk = op
         if kind == "R":
             return self.recompute_time(op)
@@ -87,7 +88,7 @@ class BoundCosts:
         return time + self.recompute_time(op) if self._recomputes and self.recomputes_inside(op) else time
 
     def recompute_time(self, op: Op) -> float:
-        """Of recomputing what the op's unit recomputes."""
+        """Return the time of recomputing what the op's unit recomputes."""
         _, stage, microbatch, chunk = op
         key = (stage, id(self._extents[microbatch][chunk]), id(self._activations(op[1:])))
         time = self._recompute_times.get(key)
@@ -118,7 +119,7 @@ class BoundCosts:
         return time
 
     def handling_time(self, message: Message, sends: bool) -> float:
-        """Of its source's compute, or its target's, beside what is in ops."""
+        """Return the compute time that the message takes on its source, or on its target, beside that of ops."""
         if message.kind in ("activation", "gradient"):
             return 0.0
         key = (message.kind, message.carries, sends)
@@ -128,11 +129,11 @@ class BoundCosts:
         return time
 
     def copying_time(self, copy: Copy) -> float:
-        """Of its rank's compute."""
+        """Return the compute time that the copy takes on its rank."""
         return self.costs.copying_time(self.size(Buffer("offloaded", copy.rank, *copy.unit)), copy.inward)
 
     def collective_time(self, collective: Collective) -> float:
-        """Of a gather or scatter. A sum over replicas takes none: nothing in the step waits for it."""
+        """Return the time of a gather or scatter. A sum over replicas takes none: nothing in the step waits for it."""
         if collective.kind == "replica_sum":
             return 0.0
         key = (collective.kind, collective.stage)
@@ -143,7 +144,7 @@ class BoundCosts:
         return time
 
     def size(self, buffer: Buffer) -> float:
-        """Of a buffer, wherever it is."""
+        """Return the size of a buffer, on whichever device or host."""
         kind, _, stage, microbatch, chunk, _ = buffer
         unit = (stage, microbatch, chunk)
         if kind in OF_WEIGHTS:
@@ -163,7 +164,7 @@ class BoundCosts:
         return size
 
     def work(self, op: Op) -> Work:
-        """What an op does."""
+        """Return the work of an op, for the cost model."""
         kind, stage, microbatch, chunk = op
         extents, runs = self._extents[microbatch][chunk], self._activations(op[1:]).recompute
         found = stage_work(kind, self.program.stages, stage, extents, self.whole, self._crosses_ranks, runs)

@@ -6,7 +6,7 @@ from helixpipe.program.program import Op, Program
 
 
 class OpIndex:
-    """The ops of a program as tasks, numbered rank by rank, and by unit.
+    """Holds the ops of a program as tasks, numbered rank by rank, and finds them by unit.
 
     ops, ranks: of each task. rank_tasks: of each rank. units: of each task, its unit's number (`unit`); a unit of the
     stage before has the number `per_stage` lower. tasks: for each kind of op the task of each unit that has one.

@@ -24,7 +24,7 @@ from helixpipe.lowering.order import TaskTimes
 
 
 def without_holds(graph: Graph, times: TaskTimes) -> TaskTimes:
-    """The same times, in an order in which transfers that can wait hold up no op."""
+    """Return the same times with an order in which transfers that can wait hold up no op."""
     if any(stage.placement == "ring" for stage in graph.program.stages):
         behind = _late_sums(graph, times)
     elif times.crowded and (held := _held(graph, times)):
@@ -70,7 +70,7 @@ def _begun(graph: Graph, times: TaskTimes, rank: int, time: float) -> int:
 
 
 def _slack(graph: Graph, times: TaskTimes) -> dict[int, float]:
-    """For each transfer how much later it may end without any op starting later."""
+    """Return for each transfer how much later it may end without any op starting later."""
     resource, _ = graph.resources()
     slack: dict[int, float] = {}
     following: dict[int, int] = {}  # of each link and group the transfer after

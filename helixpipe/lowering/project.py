@@ -26,7 +26,7 @@ stage are as large as all that its owner holds."""
 
 
 class Action(str, Enum):
-    """What one instruction does; the executor has one handler each."""
+    """The kinds of instruction; the executor has one handler for each."""
 
     __hash__ = str.__hash__  # Enum's own is a function of Python's, called for every instruction that is looked up
 
@@ -88,7 +88,7 @@ _RECV, _RUN, _SEND, _FREE = Action.RECV, Action.RUN, Action.SEND, Action.FREE
 
 @dataclass(frozen=True)
 class LoweredProgram(Derives):
-    """What the executor and the simulator both read.
+    """A program lowered to one stream of instructions a rank, which the executor and the simulator both read.
 
     streams: for each rank its instructions. graph: the tasks they came from. order: the one linear order of tasks.
     openings: how many instructions of each rank's stream belong to the opening of the step, which is what comes before
@@ -222,7 +222,7 @@ class _Projection:
         self.returned[rank] = waiting
 
     def _use(self, message: Message) -> None:
-        """One who needs a copy of weights has it; the last one gives it back."""
+        """Count one use of borrowed weights, by an op or a message that passes them on; the last use frees them."""
         self.unused[message.number] -= 1
         if not self.unused[message.number]:
             self.streams[message.target].append(self._instruction(Action.FREE, message))

@@ -55,7 +55,7 @@ def validate(program: Program, ends: bool = True) -> Graph:
 
 
 def check_ends(graph: Graph, order: Collection[int]) -> None:
-    """That all tasks are in the order they ran in. Raises ProgramError with the ops that wait for each other."""
+    """Check that every task has run. Raises ProgramError with the ops that wait for each other."""
     if len(order) == graph.num_tasks:
         return
     ran = set(order)

@@ -32,7 +32,8 @@ def activations(draft: Draft) -> None:
 
 
 def _cross(draft: Draft, kind: str, producer: int, consumer: int) -> None:
-    """What `producer` makes for `consumer`, in one buffer where both are on a rank, else by a message into another."""
+    """Add the buffer that `producer` writes and `consumer` reads; on different ranks a message carries it into a second
+    buffer."""
     graph, ranks = draft.graph, draft.graph.ranks
     source, target = ranks[producer], ranks[consumer]
     op = graph.ops[consumer]
@@ -48,7 +49,7 @@ def _cross(draft: Draft, kind: str, producer: int, consumer: int) -> None:
 
 
 def _save(draft: Draft, unit: int, task: int) -> None:
-    """What F saved for a B or I, and what an R, or the op itself, recomputes."""
+    """Add the buffers of what F saves for a B or I, and of what an R, or the op itself, recomputes."""
     graph = draft.graph
     op, rank, recompute = graph.ops[task], graph.ranks[task], draft.recompute[unit]
     forward = draft.forward[unit]

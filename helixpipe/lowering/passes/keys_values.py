@@ -43,7 +43,7 @@ def keys_values(draft: Draft) -> None:
 
 
 def _blocks(draft: Draft, forwards: list[int], backwards: list[int]) -> None:
-    """Those of a row's chunks in a stage, all on one rank."""
+    """Add the keys and values of a row's chunks in a stage, all of which run on one rank."""
     graph, training = draft.graph, not draft.program.forward_only
     for before, task in pairwise(forwards):
         draft.wait(task, before)

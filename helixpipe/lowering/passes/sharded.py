@@ -55,7 +55,7 @@ def _has_weights(draft: Draft, task: int) -> bool:
 
 
 def _runs(draft: Draft, own: list[int]) -> Iterator[list[int]]:
-    """Of a rank's ops with weights, those that share a gather."""
+    """Group a rank's ops with weights into runs that share a gather."""
     ops, run = draft.graph.ops, list[int]()
     for task in own:
         if ops[task].kind == "W":
