@@ -1,4 +1,4 @@
-"""Computes the share of the time of host copies, and of data-parallel gathers and scatters, that is hidden behind ops."""
+"""Computes how much of the time of host copies and of data-parallel gathers and scatters is hidden behind ops."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def hidden_share(copy_time: Sequence[float], held_up: Sequence[float]) -> float:
 
 
 def held_up_by_copies(graph: Graph, times: TaskTimes, waits: Waits) -> list[float]:
-    """For each rank how long its ops wait for copies alone. Meanwhile the rank is idle, and an engine of it copies: it
-    is never more than its copies take."""
+    """Return for each rank how long its ops wait for copies alone. Meanwhile the rank is idle, and an engine of it
+    copies: it is never more than its copies take."""
     return _held_up(graph, times, waits, range(graph.first_copy, graph.num_tasks))
 
 
 def held_up_by_sharing(graph: Graph, times: TaskTimes, waits: Waits) -> list[float]:
-    """For each rank how long its ops wait for gathers and scatters alone, and these last after its last op."""
+    """Return for each rank how long its ops wait for gathers and scatters alone, and these last after its last op."""
     first = graph.num_ops + len(graph.messages)
     shared = [first + each.number for each in graph.collectives if each.op is not None]
     held_up = _held_up(graph, times, waits, shared)
@@ -63,7 +63,7 @@ def _held_up(graph: Graph, times: TaskTimes, waits: Waits, transfers: Collection
 
 
 def leaving(graph: Graph, costs: BoundCosts) -> list[float]:
-    """For each rank what it copies to the host in a step, in the costs' unit of memory."""
+    """Return how much each rank copies to the host in a step, in the costs' unit of memory."""
     left = [0.0] * len(graph.rank_tasks)
     for copy in graph.copies:
         if not copy.inward:

@@ -26,8 +26,9 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryCurve:
-    """Of one rank. levels: in the order of its stream; several may be of one moment, the highest of which is the most
-    there is then. static_device, static_host: what is there at all times, which the levels contain."""
+    """The memory of one rank over a step. levels: in the order of its stream; several may be of one moment, the highest
+    of which is the most there is then. static_device, static_host: what is there at all times, which the levels
+    contain."""
 
     levels: list[Level]
     static_device: float
@@ -35,7 +36,7 @@ class MemoryCurve:
 
 
 def memory_curves(lowered: LoweredProgram, costs: Costs) -> list[MemoryCurve]:
-    """Of every rank. The highest level on the device is the `Simulation`'s `device_needs`."""
+    """Return the memory curve of every rank. The highest level on the device is the `Simulation`'s `device_needs`."""
     bound, program = BoundCosts(lowered.program, costs), lowered.program
     curves = []
     for rank in range(program.num_ranks):

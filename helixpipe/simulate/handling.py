@@ -14,7 +14,7 @@ from helixpipe.program.program import Op
 
 
 def handling_times(lowered: LoweredProgram, bound: BoundCosts) -> dict[Op, float]:
-    """By the op that they are charged to; empty where no transfer takes any."""
+    """Return the compute time of transfers by the op that it is charged to; empty where no transfer takes any."""
     graph = lowered.graph
     handled = [message for message in graph.messages if message.ships or message.of_keys_values]
     transfers = [bound.copying_time(copy) for copy in graph.copies]

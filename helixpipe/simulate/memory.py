@@ -44,7 +44,8 @@ class RankMemory:
 
 
 def rank_memory(lowered: LoweredProgram, costs: ModelCosts, rank: int) -> RankMemory:
-    """Of a rank at its peak. A program that only goes forward has neither gradients, optimizer nor activations."""
+    """Return the memory of a rank at its peak. A program that only goes forward has neither gradients, optimizer nor
+    activations."""
     program = lowered.program
     swept = sweep(lowered, BoundCosts(program, costs), rank)
     peak, pieces = swept.most, program.pieces_of_rank(rank)

@@ -16,7 +16,7 @@ from helixpipe.simulate.sweep import Sweep
 
 @dataclass(frozen=True)
 class Moments:
-    """Of one rank, in the order of time.
+    """The moments of one rank at which its memory may peak, in the order of time.
 
     totals: all that the sweep counts, in the costs' unit, at each moment it looks. saved: of each unit the moments
     [first, end) at which what it saved is there. backward: of each unit the moment of its B or I at which what that

@@ -60,7 +60,7 @@ class Simulation:
 
     @property
     def sharing_time(self) -> list[float]:
-        """Of gathers and scatters over data-parallel ranks, on each rank."""
+        """The time of gathers and scatters over data-parallel ranks, on each rank."""
         return self.timeline.sharing_time()
 
     @property
@@ -112,7 +112,7 @@ class Simulation:
         return bubble_of(self.busy, self.makespan)
 
     def to_json(self, order: bool = False) -> dict[str, Any]:
-        """What `helixpipe simulate --json` prints; `order` adds the program as rows of cells."""
+        """Return what `helixpipe simulate --json` prints; `order` adds the program as rows of cells."""
         program = self.lowered.program
         result: dict[str, Any] = {
             "schedule": program.schedule,
@@ -151,7 +151,7 @@ class Simulation:
 
 
 def recomputed_shares(program: Program) -> dict[str, float]:
-    """For each kind of piece of which something is recomputed, the share of its units."""
+    """Return the share of units that recompute it, for each kind of piece of which something is recomputed."""
     forwards = (op for ops in program.ranks for op in ops if op.kind == "F")
     alike = Counter((op.stage, program.activations_of(op.unit)) for op in forwards)
     all_there, again = Counter[str](), Counter[str]()

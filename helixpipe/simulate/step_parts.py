@@ -27,15 +27,16 @@ Parts = dict[str, float]
 
 
 class _Arrival(NamedTuple):
-    """Of something that an op waited for. ready: when it could have left; the wait until then is for another rank."""
+    """The arrival of data that an op waited for. ready: when it could have left; the wait until then is for another
+    rank."""
 
     end: float
     ready: float
 
 
 def step_parts(shown: Sequence[Simulation | Timeline]) -> list[Parts]:
-    """For each the parts of its makespan. What a backward recomputes is a part of its own if all are simulations:
-    a recording does not know it."""
+    """Return the parts of each makespan. What a backward recomputes is a part of its own if all are simulations: a
+    recording does not know it."""
     simulated = all(isinstance(each, Simulation) for each in shown)
     found = []
     for each in shown:
@@ -67,7 +68,7 @@ def _of_timeline(timeline: Timeline) -> Parts:
 
 
 def _arrivals(timeline: Timeline) -> dict[Op, dict[str, list[_Arrival]]]:
-    """Of what each op waited for, by part."""
+    """Return the arrivals that each op waited for, by part of the step."""
     found: dict[Op, dict[str, list[_Arrival]]] = {}
 
     def add(op: Op, name: str, arrival: _Arrival) -> None:

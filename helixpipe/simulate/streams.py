@@ -30,9 +30,9 @@ def transfer_orders(lowered: LoweredProgram) -> dict[Resource, list[int]]:
 
 
 def stream_waits(lowered: LoweredProgram) -> Waits:
-    """With a queue for each stream. A rank adds up weight gradients that it waits for before it computes on: the op
-    after such a WAIT waits for the message. So does the op after a GONE for the copy, and that after a SCATTERED: it
-    may use the memory."""
+    """Return the waits that follow from streams, with a hardware queue for each stream. A rank adds up weight gradients
+    that it waits for before it computes on: the op after such a WAIT waits for the message. So does the op after a GONE
+    for the copy, and that after a SCATTERED: it may use the memory."""
     waits: Waits = {}
     graph = lowered.graph
     if (
@@ -69,7 +69,7 @@ def times_as_run(lowered: LoweredProgram, costs: Costs) -> TaskTimes:
 
 
 def queue_waits(lowered: LoweredProgram) -> Waits:
-    """With one queue a device.
+    """Return the waits that follow from issue order, with one hardware queue a device.
 
     An op cannot start before the one before it has ended and what is waited for is there; a SEND, a RECV or a
     collective not before the ops that stand before it have ended and its link or group is free, and weights that are

@@ -90,7 +90,7 @@ class Sweep:
         self.host = self.host_peak = 0.0
 
     def go_through(self, lowered: LoweredProgram) -> None:
-        """All instructions of the rank."""
+        """Go through all instructions of the rank."""
         frees = lowered.graph.frees
         run, wait, free = Action.RUN, Action.WAIT, Action.FREE
         for action, op, message, collective, task in lowered.streams[self.rank]:
@@ -133,7 +133,7 @@ class Sweep:
         self.check()
 
     def _leave_to_w(self, frees: Iterable[int], given: list[int]) -> None:
-        """What I leaves to W takes the place of what was saved."""
+        """Replace what was saved for I by what I leaves to W."""
         buffers = self.graph.buffers
         for number in frees:
             if buffers[number].kind in ("saved", "recomputed", "fetched"):
@@ -173,7 +173,7 @@ class Sweep:
             self.host -= self.size(graph.buffers[there])
 
     def share(self, action: Action, task: int) -> None:
-        """Of a gather and a scatter; the last op that needs what was gathered frees it."""
+        """Take or free the buffers of a gather or scatter; the last op that needs what was gathered frees it."""
         if action is Action.GATHER:
             self.take(*self.graph.writes[task])
             self.check()
@@ -189,7 +189,7 @@ class Sweep:
         self.now[category] += size
 
     def free(self, number: int) -> None:
-        """Of a buffer that is there; nothing for any other."""
+        """Free a buffer that is held; do nothing for any other."""
         if number in self.alive:
             category, size = self.alive.pop(number)
             self.now[category] -= size
