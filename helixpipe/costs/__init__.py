@@ -1,1 +1,1 @@
-"""Cost models, the times of ops and the sizes of tensors: by hand, from a model on named hardware, or from a profile."""
+"""Cost models, that is op times and tensor sizes: by hand, from a model on named hardware, or from a profile."""

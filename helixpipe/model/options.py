@@ -1,4 +1,4 @@
-"""Defines the model's inputs: its shape beyond megatron-core's TransformerConfig, one microbatch, and the unit to run."""
+"""Defines the model's inputs: its shape beyond megatron-core's TransformerConfig, a microbatch, and the unit to run."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from helixpipe.program.workload import Extents
 
 
 class Work(NamedTuple):
-    """What an op does.
+    """The work of an op, by which a cost model knows its time.
 
     kind: F, B, I, W or R (a recomputation, whether it is an op of its own or part of a backward). pieces: those it
     works on; of R, those that are recomputed. extents: of its chunk. whole: tokens of a microbatch, on average over the
@@ -33,7 +33,7 @@ class Work(NamedTuple):
 
 
 class Payload(NamedTuple):
-    """What a message carries, and between which pipeline ranks.
+    """The content of a message, and the pipeline ranks that it travels between.
 
     kind: `activation`, `gradient`, `keys_values`, `kv_gradients`, `weights` or `weight_gradients`. pieces: of the first
     two the one piece after the cut, of the others the stage's. gradient_bytes: of an element of a weight's gradient.
@@ -50,7 +50,7 @@ class Payload(NamedTuple):
 
 
 class Sharing(NamedTuple):
-    """What data-parallel ranks that have parts of weights do together.
+    """A collective of the data-parallel ranks among which weights are sharded.
 
     kind: `gather`, of the weights of these pieces, or `scatter`, of their gradients. ranks: how many have parts.
     """
@@ -61,7 +61,7 @@ class Sharing(NamedTuple):
 
 
 class Leaving(NamedTuple):
-    """What of a unit's saved tensors leaves the device.
+    """The part of a unit's saved tensors that is offloaded.
 
     runs: of pieces, with the share of each run's bytes; whole tensors go, the largest first, as long as they are within
     the share. before, after: the pieces beside the unit's stage, None at the model's ends: what crosses the cut to
@@ -75,7 +75,7 @@ class Leaving(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """What a buffer holds.
+    """The content of a buffer, by which a cost model knows its size.
 
     kind: one of `tasks.BUFFER_KINDS`. segments: of the unit's stage (of `activation` and `gradient` one with the one
     piece after the cut). extents, whole: as of `Work`; of `keys_values` one extent, the tokens of the row or block, and

@@ -39,7 +39,7 @@ class Parts:
         self._left = MAX_PARTS
 
     def add(self, count: int) -> None:
-        """Called before they are made. Raises ProgramError where the file has come to more than there may be."""
+        """Count what is about to be made. Raises ProgramError where the file has come to more than there may be."""
         self._left -= count
         if self._left < 0:
             raise ProgramError(

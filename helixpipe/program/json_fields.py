@@ -24,7 +24,7 @@ MAX_LAYERS = 100_000
 
 
 def file_content(path: Path) -> Any:
-    """What a JSON file holds. Raises ProgramError with line and column of what is not JSON."""
+    """Return the value in a JSON file. Raises ProgramError with line and column of what is not JSON."""
     try:
         text = read_program_file(path).decode("utf-8-sig")
         return parse_json(text, object_pairs_hook=_object, parse_constant=_no_constant)

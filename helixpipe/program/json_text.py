@@ -145,7 +145,7 @@ def _chunk_text(chunk: Chunk) -> str:
 
 
 def _activation_entries(activations: Mapping[Unit, Activations]) -> Iterator[dict[str, Any]]:
-    """One for all units of a stage that are treated alike."""
+    """Return one entry for all units of a stage whose activations are treated alike."""
 
     def key(item: tuple[Unit, Activations]) -> tuple[int, str]:
         return item[0].stage, repr(item[1])

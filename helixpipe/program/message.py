@@ -8,7 +8,7 @@ from helixpipe.program.program import Op, Unit
 
 
 class Message(NamedTuple):
-    """What crosses ranks for one dependency: `producer` on rank `source` to `consumer` on rank `target`.
+    """Data sent between ranks for one dependency, from `producer` on rank `source` to `consumer` on rank `target`.
 
     kind: `activation` (what crosses the cut between two stages) or `gradient` (its gradient, same shapes);
     `keys_values`, a chunk's block from the op that made it to the first op of the target that reads it, or
@@ -39,7 +39,7 @@ class Message(NamedTuple):
 
     @property
     def carries(self) -> Unit:
-        """Whose it is: the stage that says what it carries, the microbatch and chunk that this is of."""
+        """The unit whose data the message carries: the stage that defines its content, microbatch and chunk."""
         kind, producer, consumer = self.kind, self.producer, self.consumer
         stage = (consumer if kind in ("activation", "keys_values") else producer).stage
         return (consumer if kind == "kv_gradients" else producer).unit._replace(stage=stage)
@@ -49,7 +49,7 @@ class Message(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """What a group of ranks does together: all of them are in it from its start to its end.
+    """A collective operation of a group of ranks, all of which take part from its start to its end.
 
     kind: `replica_sum`, the sum of a replicated stage's weight gradients over the ranks that hold the stage; of one
     rank's data-parallel group, in which each has parts of the weights, `gather` of a stage's weights and `scatter` of
@@ -70,7 +70,7 @@ class Collective(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """What a unit's offloaded activations make on their way out of the device, or in again.
+    """A copy of a unit's offloaded activations from the device to the host, or back.
 
     number: its place among the program's copies. inward: whether it comes back. unit: whose activations. op: after
     which it leaves, or before which it is back.

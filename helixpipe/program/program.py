@@ -98,7 +98,7 @@ class Program(Derives):
 
     @property
     def num_chunks(self) -> int:
-        """Of the microbatch with the most."""
+        """The number of chunks of the microbatch that has the most."""
         return self.workload.most_chunks
 
     @property
@@ -113,7 +113,7 @@ class Program(Derives):
                 yield Unit(stage, microbatch, chunk)
 
     def activations_of(self, unit: Unit) -> Activations:
-        """What becomes of the unit's activations between its F and its backward."""
+        """Return what is done with the unit's activations between its F and its backward."""
         own = self.activations.get(unit) if self.activations else None
         return own if own is not None else self.stages[unit.stage].activations
 
@@ -154,7 +154,7 @@ class Program(Derives):
 
     @cached_property
     def _stages_run(self) -> tuple[frozenset[int], ...]:
-        """Of each rank, the stages it runs units of."""
+        """Return for each rank the stages that it runs units of."""
         return tuple(frozenset(op.stage for op in ops) for ops in self.ranks)
 
 

@@ -53,7 +53,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Activations:
-    """What becomes of a unit's activations between its F and its backward; what is named in neither is kept.
+    """Says what is done with a unit's activations between its F and its backward; what no field names is kept.
 
     recompute: runs of the stage's pieces, in order, each recomputed from its inputs: by the unit's R op, or where the
     program has none, run by run, in the unit's B or I as it comes to them.
@@ -86,7 +86,7 @@ class Stage:
 
     @cached_property
     def activations(self) -> Activations:
-        """What becomes of its units' activations, unless the program says otherwise of a unit."""
+        """Return what is done with the activations of the stage's units, unless the program says otherwise."""
         return Activations(self.recompute)
 
     @property
@@ -106,7 +106,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class RingOptions:
-    """How the weights of ring stages travel; see `transfers`.
+    """Options of how the weights of ring stages travel; see `transfers`.
 
     slots: copies of weights, and sums of gradients, that a rank has room for. eager: weights are passed on when they
     arrive, not when the op that uses them ends. gradient_bytes: of an element of the gradients, 4 (float32) or 2
@@ -172,7 +172,7 @@ def uneven_stages(counts: Sequence[int]) -> tuple[Stage, ...]:
 
 
 def layers_of(stages: Sequence[Stage]) -> tuple[int, ...]:
-    """How many layers each stage has a piece of."""
+    """Return the number of layers that each stage has a piece of."""
     return tuple(len({piece.layer for piece in stage.pieces} - {-1}) for stage in stages)
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Resource(NamedTuple):
-    """What runs one task at a time.
+    """A device engine, link or group that runs one task at a time.
 
     kind: `compute` (ranks: one), `link` (ranks: source, target), `copy_out` (device to host) and `copy_in` (ranks:
     one), `collective` (ranks: all of the group).

@@ -81,7 +81,7 @@ def to_csv(program: Program, path: str | Path) -> None:
 
 
 def _lost(program: Program) -> str | None:
-    """What of a program is not as `from_csv` would make it of its ops."""
+    """Return what the CSV would lose: what of a program differs from what `from_csv` makes of its ops."""
     try:
         read = _from_ranks("it", program.ranks, program.num_layers)
     except (ProgramError, ScheduleError):
@@ -156,8 +156,8 @@ def _is_ring(ranks: Sequence[Sequence[Op]], num_stages: int) -> bool:
 
 
 def _count(source: str, name: str, numbers: set[int]) -> int:
-    """How many there are, numbered from 0. Raises ProgramError when a number is missing: a file may name microbatch
-    999999999."""
+    """Return how many microbatches, stages or chunks there are, numbered from 0. Raises ProgramError when a number is
+    missing: a file may name microbatch 999999999."""
     count = 1 + max(numbers)
     if len(numbers) < count:
         missing = next(number for number in range(count) if number not in numbers)

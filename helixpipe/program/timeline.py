@@ -23,7 +23,7 @@ BUBBLE = (
 
 
 def idle_shares(busy: Sequence[float], makespan: float) -> list[float]:
-    """For each rank the share of the makespan in which it runs no op. busy: time of each rank in ops."""
+    """Return for each rank the share of the makespan in which it runs no op. busy: time of each rank in ops."""
     return [1 - time / makespan if makespan else 0.0 for time in busy]
 
 

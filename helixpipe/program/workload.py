@@ -59,7 +59,7 @@ class Workload:
         return self.microbatches[microbatch]
 
     def tokens(self, microbatch: int) -> tuple[int, ...]:
-        """Of each chunk of a microbatch."""
+        """Return the tokens of each chunk of a microbatch."""
         return tuple(sum(part.length for part in chunk) for chunk in self.microbatches[microbatch])
 
     def units(self) -> Iterator[tuple[int, int]]:
@@ -70,7 +70,7 @@ class Workload:
 
     @cached_property
     def most_chunks(self) -> int:
-        """Of any microbatch."""
+        """The largest number of chunks of any microbatch."""
         return max(map(len, self.microbatches), default=0)
 
     @cached_property
@@ -87,8 +87,8 @@ class Workload:
 
     @cached_property
     def extents(self) -> tuple[tuple[Extents, ...], ...]:
-        """Of each chunk of each microbatch; in parts of the microbatch where lengths are proportions. Chunks of equal
-        extents share one tuple."""
+        """The extents of each chunk of each microbatch; in parts of the microbatch where lengths are proportions.
+        Chunks of equal extents share one tuple."""
         known: dict[tuple[Chunk, ...], tuple[Extents, ...]] = {}
         shared: dict[Extents, Extents] = {}
         sizes = []
@@ -106,7 +106,8 @@ class Workload:
 
     @cached_property
     def mean_tokens(self) -> float | None:
-        """Of a microbatch; None where lengths are proportions, so that the extents are parts of a microbatch."""
+        """The mean tokens of a microbatch; None where lengths are proportions, so that the extents are parts of a
+        microbatch."""
         if self.proportional or not self.microbatches:
             return None
         return sum(part.length for chunks in self.microbatches for chunk in chunks for part in chunk) / len(self)
@@ -132,7 +133,8 @@ class Workload:
 
     @cached_property
     def row_extents(self) -> dict[int, tuple[Extents, Extents]]:
-        """Of each row of several chunks, by number: all of it, and what comes before its last chunk."""
+        """Return for each row of several chunks, by number, its whole extent and that of what comes before its last
+        chunk."""
         sizes: dict[int, tuple[Extents, Extents]] = {}
         shared: dict[tuple[float, ...], tuple[Extents, Extents]] = {}
         for places in self.rows:
@@ -189,7 +191,7 @@ class Workload:
         return self.in_tokens(seq_length)
 
     def in_proportions(self) -> Workload:
-        """The same with its lengths as proportions, in lowest terms."""
+        """Return the workload with its lengths as proportions, in lowest terms."""
         unit = gcd(*(part.length for chunks in self.microbatches for chunk in chunks for part in chunk))
 
         def reduced(chunk: Chunk) -> Chunk:
@@ -198,9 +200,9 @@ class Workload:
         return Workload(tuple(tuple(map(reduced, chunks)) for chunks in self.microbatches), proportional=True)
 
     def in_tokens(self, seq_length: int) -> Workload:
-        """The same with lengths in tokens, as they are where the workload says them: microbatches of documents have any
-        length. Proportions become lengths of sequences of `seq_length`, as near as whole numbers can be; of equal ones
-        the first are the longer. Raises ProgramError where a chunk would have no token."""
+        """Return the workload with lengths in tokens, as they are where the workload says them: microbatches of
+        documents have any length. Proportions become lengths of sequences of `seq_length`, as near as whole numbers can
+        be; of equal ones the first are the longer. Raises ProgramError where a chunk would have no token."""
         if not self.proportional:
             return self
         known: dict[tuple[int, ...], tuple[int, ...]] = {}
