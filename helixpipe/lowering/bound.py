@@ -77,7 +77,7 @@ class BoundCosts:
         return self.op_time, self.message_time, self.copy_time, self.collective_time
 
     def op_time(self, op: Op) -> float:
-        """Return the time of one op; a backward whose unit is recomputed without an R op takes the time of R as well."""
+        """Return the time of an op; a backward whose unit is recomputed without an R op takes the time of R as well."""
         kind, stage, microbatch, chunk = op
         if kind == "R":
             return self.recompute_time(op)
