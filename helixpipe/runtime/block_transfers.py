@@ -14,7 +14,7 @@ from helixpipe.runtime.step import PlannedOp, PlanOnRank, Step
 
 
 class BlockTransfers:
-    """Of one step on one rank; without blocks there is nothing to do."""
+    """Handles the blocks of keys and values that messages carry in a step on one rank; without blocks it does nothing."""
 
     def __init__(self, store: KeyValueStore | KeyValueBlocks, plan: PlanOnRank, step: Step):
         self._any_store, self._plan, self._step = store, plan, step
@@ -29,12 +29,12 @@ class BlockTransfers:
         return self._store.gradient_type(dtype) if message.kind == "kv_gradients" else dtype
 
     def carried(self, message: Message) -> tuple[Tensor, ...]:
-        """What a message takes to another rank; sums of gradients leave the store."""
+        """Return the tensors that a message takes to another rank; sums of gradients leave the store."""
         get = self._store.get if message.kind == "keys_values" else self._store.take_gradients
         return tuple(tensor for place in self._places(message) for tensor in get(*place) or ())
 
     def take_in(self, message: Message, tensors: Sequence[Tensor]) -> None:
-        """What a message has brought."""
+        """Store the blocks, or add up the gradients, that a message has brought."""
         put = self._store.put if message.kind == "keys_values" else self._store.add_gradients
         for number, place in enumerate(self._places(message)):
             put(*place, tensors[2 * number], tensors[2 * number + 1])

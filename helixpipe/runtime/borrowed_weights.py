@@ -24,7 +24,7 @@ from helixpipe.runtime.weights import StageWeights
 
 
 class ModelWithWeights(Protocol):
-    """What is asked of a model whose weights travel; `helixpipe.model.PipelineModel` is one."""
+    """The interface of a model whose weights travel; `helixpipe.model.PipelineModel` is one."""
 
     payload_dtype: torch.dtype
 
@@ -201,7 +201,7 @@ class BorrowedWeights:
 
 
 def pack_weights(weights: Sequence[torch.nn.Parameter]) -> Tensor:
-    """As one tensor."""
+    """Pack weights into one tensor."""
     return torch.cat([weight.detach().reshape(-1) for weight in weights])
 
 

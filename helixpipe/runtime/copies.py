@@ -41,7 +41,7 @@ class Copying(Protocol):
 
 
 class CopyEngine(Protocol):
-    """What copies."""
+    """The interface of what copies between device and host."""
 
     timed: list[Timed]
     """Copies since the list was emptied, of those that had a `mark`."""

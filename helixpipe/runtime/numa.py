@@ -42,7 +42,7 @@ def pci_address(properties: Any) -> str:
 
 
 def numa_node(address: str, root: Path) -> int:
-    """Of a PCI device. A machine with one node may say -1. Raises OSError or ValueError."""
+    """Return the NUMA node of a PCI device. A machine with one node may say -1. Raises OSError or ValueError."""
     node = int((root / f"bus/pci/devices/{address}/numa_node").read_text())
     if node >= 0:
         return node
@@ -52,7 +52,7 @@ def numa_node(address: str, root: Path) -> int:
 
 
 def cores(cpulist: Path) -> set[int]:
-    """Those of a list like `0-27,56-83`. Raises OSError or ValueError."""
+    """Return the cores of a list like `0-27,56-83`. Raises OSError or ValueError."""
     numbers: set[int] = set()
     for part in cpulist.read_text().strip().split(","):
         first, _, last = part.partition("-")

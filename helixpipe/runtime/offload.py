@@ -37,7 +37,7 @@ from helixpipe.runtime.segments import SegmentGraph
 
 
 class Offloading(NamedTuple):
-    """What of a unit is offloaded.
+    """Says what of a unit is offloaded.
 
     groups: of each segment, its pieces in runs that are treated alike, each with the number of its run in `shares`, -1
     for what stays. shares: of each run's bytes. stays: the numbers of the unit's inputs that are the unit's before,
@@ -64,7 +64,7 @@ class _Storage:
 
 
 class SavedTensor:
-    """What autograd holds in place of a tensor."""
+    """A handle that autograd holds in place of a saved tensor."""
 
     def __init__(self, tensor: Tensor, storage: _Storage):
         self.storage = storage
@@ -206,7 +206,7 @@ class _KeyedStorage(NamedTuple):
 
 
 class UnitSaving:
-    """What the F of a unit saves, as it runs."""
+    """Collects what the F of a unit saves, as it runs."""
 
     def __init__(self, offloading: Offloading):
         self.offloading = offloading

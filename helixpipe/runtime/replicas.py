@@ -14,7 +14,7 @@ _TIED = frozenset({Piece("embed"), Piece("head")})
 
 
 class ReplicatedModel(Protocol):
-    """What is asked of a model; `helixpipe.model.PipelineModel` is one."""
+    """The interface of a model with replicated weights; `helixpipe.model.PipelineModel` is one."""
 
     share_embeddings_and_output_weights: bool
 
@@ -49,7 +49,7 @@ def used_by(weight: str, tied: bool) -> frozenset[Piece]:
 
 
 def replicated_weights(model: ReplicatedModel, held: Held) -> list[ReplicatedWeight]:
-    """Of this rank's model, by name, which is one order on all ranks."""
+    """Return the replicated weights of this rank's model by name, which is one order on all ranks."""
     own = model.replicated_parameters()
     weights = []
     for name in sorted(own):

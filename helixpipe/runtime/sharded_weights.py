@@ -46,7 +46,7 @@ _ATTRIBUTES = (
 
 
 class ShardedModel(Protocol):
-    """What is asked of a model whose weights are sharded; `helixpipe.model.PipelineModel` is one."""
+    """The interface of a model whose weights are sharded; `helixpipe.model.PipelineModel` is one."""
 
     share_embeddings_and_output_weights: bool
 
@@ -56,9 +56,9 @@ class ShardedModel(Protocol):
 
 
 class WeightShard(NamedTuple):
-    """What this rank keeps of a weight: elements `start` to `end` of it, flat. parameter: these, with the part of the
-    summed gradient as `main_grad`; of a matrix [1, elements], of a vector [elements], since what has one dimension has
-    no weight decay."""
+    """The shard of a weight that this rank keeps: elements `start` to `end` of it, flat. parameter: these, with the
+    part of the summed gradient as `main_grad`; of a matrix [1, elements], of a vector [elements], since what has one
+    dimension has no weight decay."""
 
     name: str
     start: int

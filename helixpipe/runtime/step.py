@@ -24,7 +24,7 @@ from helixpipe.runtime.offload import Offloading
 
 
 class Model(Protocol):
-    """What the executor runs; `helixpipe.model.PipelineModel` is one."""
+    """The interface of a model that the executor runs; `helixpipe.model.PipelineModel` is one."""
 
     payload_dtype: torch.dtype
 
@@ -39,7 +39,7 @@ class Model(Protocol):
 
 @dataclass(frozen=True)
 class Step:
-    """What differs from one run of a plan to the next.
+    """The input of a step: what differs from one run of a plan to the next.
 
     iteration: for the random state. microbatch_number: of a microbatch of this pipeline among those of all
     data-parallel ranks. batch: the data of a microbatch by its number in this pipeline; asked for only on ranks that

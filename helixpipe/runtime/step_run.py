@@ -40,7 +40,7 @@ class ExecutionError(RuntimeError):
 
 
 class OnRank(Protocol):
-    """What a step is given by the rank that runs it: what lasts longer than the step. See `Executor`."""
+    """The objects of a rank that outlast a step, which each step uses. See `Executor`."""
 
     rank: int
     model: Model
@@ -313,7 +313,7 @@ class StepRun:
         self._model(op).weight_gradients().compute(op.unit)
 
     def _recompute(self, op: PlannedOp) -> None:
-        """What the unit recomputes, now with its graph; the random state depends on the unit, so dropout repeats."""
+        """Recompute the unit, now with its graph; the random state depends on the unit, so dropout repeats."""
         graphs: list[SegmentGraph] = self.buffers[op.saved]
         for graph, following in zip(graphs, (*graphs[1:], None), strict=True):
             if graph.roots is None:

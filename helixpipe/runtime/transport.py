@@ -28,7 +28,7 @@ class Receipt(Protocol):
 
 
 class Transport(Protocol):
-    """What the executor asks of a network. Ranks are pipeline ranks."""
+    """The interface of the network between pipeline ranks, as the executor uses it. Ranks are pipeline ranks."""
 
     def mark(self) -> Any:
         """What this rank has computed so far, for a `send` that comes later."""

@@ -29,7 +29,7 @@ from helixpipe.program.stages import Piece
 
 
 class StageWeights(Protocol):
-    """What the executor asks of the weights of this rank's own stages; it never asks for borrowed ones."""
+    """The weights of this rank's own stages, as the executor uses them; borrowed weights are not among them."""
 
     def begin(self) -> None:
         """Before a step: nothing is under way, also if the last one failed or its opening is run again."""
@@ -86,7 +86,7 @@ class StageWeights(Protocol):
 
 
 class WeightStore(StageWeights, Protocol):
-    """What a training loop asks of weights, besides their update (`megatron.pretrain.step.update`)."""
+    """The interface of weights to a training loop, besides their update (`megatron.pretrain.step.update`)."""
 
     def holders(self, pieces: Sequence[Piece]) -> tuple[int, ...]:
         """The pipeline ranks that hold weights of one of these pieces."""

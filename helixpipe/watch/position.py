@@ -61,7 +61,7 @@ class RunPart(NamedTuple):
 
 
 class View(NamedTuple):
-    """What was seen of a position. gpu: whether only the GPU is there, and the host has gone on."""
+    """A position as it was seen. gpu: whether only the GPU is there, and the host has gone on."""
 
     part: RunPart
     instruction: int
@@ -73,7 +73,7 @@ class View(NamedTuple):
 
 
 class Mark(Protocol):
-    """What is used of torch.cuda.Event."""
+    """The part of torch.cuda.Event's interface that is used."""
 
     def record(self) -> None: ...
 
@@ -92,7 +92,7 @@ class Left(NamedTuple):
 
 
 class Trail(Protocol):
-    """Who leaves marks."""
+    """The interface of what leaves marks in the device's stream."""
 
     def unpassed(self) -> Sequence[Left]:
         """Those that may not have been passed, oldest first. From any thread; never blocks."""

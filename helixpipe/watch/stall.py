@@ -40,7 +40,7 @@ class AwaitedRank(NamedTuple):
 
 @dataclass(frozen=True)
 class State:
-    """What a rank says of itself.
+    """The state of a rank, as it reports it.
 
     name: `rank 2`, maybe with its place in the parallel axes. part: of the run. waited: seconds at this place. limit:
     how many are too many there. doing: a verb and what follows it, as in `runs 2F5`.
