@@ -167,7 +167,7 @@ class _Projection:
             self._take_in(rank, self.times.start[task])
         stream.extend(self.waits.get(op, ()))
         stream.append(_instruction((_RUN, op, None, None, task)))
-        if op.kind in "BW":
+        if op.kind in "BW":  # the last op of a unit: a whole backward, or W where the backward is split into I and W
             stream.append(_instruction((_FREE, op, None, None, task)))
         if op in graph.weights_of:
             self._use(graph.weights_of[op])
@@ -177,6 +177,7 @@ class _Projection:
         before = self.graph.messages[message.follows] if message.follows >= 0 else None
         source = self.streams[message.source]
         if before is not None and message.kind == "weight_gradients":
+            # This message carries the sum that `before` brought plus the source's own gradients: it cannot leave earlier.
             source.append(self._instruction(Action.WAIT, before))
         source.append(_instruction((_SEND, None, message, None, task)))
         self.streams[message.target].append(_instruction((_RECV, None, message, None, task)))

@@ -14,7 +14,7 @@ from helixpipe.runtime.step import PlannedOp, PlanOnRank, Step
 
 
 class BlockTransfers:
-    """Handles the blocks of keys and values that messages carry in a step on one rank; without blocks it does nothing."""
+    """Handles the blocks of keys and values that messages carry in a step on one rank; without blocks it is idle."""
 
     def __init__(self, store: KeyValueStore | KeyValueBlocks, plan: PlanOnRank, step: Step):
         self._any_store, self._plan, self._step = store, plan, step
