@@ -32,7 +32,21 @@ from tests.runtime.equality import (
 from tests.selection import first_of_each, graded, selected
 
 CASES = [case for group in GROUPS.values() for case in group]
-SPREAD = ("schedule", "pp", "m", "style", "tp", "v", "tied", "layers", "lengths", "folds", "offload", "documents", "late")
+SPREAD = (
+    "schedule",
+    "pp",
+    "m",
+    "style",
+    "tp",
+    "v",
+    "tied",
+    "layers",
+    "lengths",
+    "folds",
+    "offload",
+    "documents",
+    "late",
+)
 """What most cases have some of."""
 
 
@@ -43,6 +57,7 @@ def kinds(case: Case) -> Iterator[tuple[object, ...]]:
     yield case.schedule, case.pp, case.tp, case.m < case.pp
     yield case.schedule, len(case.lengths), case.documents is not None, case.late
     yield case.schedule, case.offload is not None
+    yield case.cp, case.cp_comm_type, case.style, case.documents is not None
     for each in fields(case):
         if each.name not in SPREAD:
             yield each.name, getattr(case, each.name)
