@@ -17,8 +17,8 @@ from helixpipe.planning.catalogue import Catalogue
 from helixpipe.program.program import Program, forward_only
 from helixpipe.program.text import to_csv
 from schedules import CATALOGUE, Shape, build, find, foreign_options
-from tests.selection import graded
 from schedules.infinipipe import InfinipipeOptions
+from tests.selection import graded
 
 
 def grid(ranks: Sequence[int]) -> Iterator[Shape]:
