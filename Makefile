@@ -6,7 +6,7 @@ export PYTHON
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-newest pytest mutants lint format clean distclean
+.PHONY: help install quickstart test test-all test-newest pytest pytest-all mutants lint format clean distclean
 .PHONY: bench bench-predict bench-steps bench-saves bench-setups bench-choosing bench-plans bench-network bench-planning bench-queues bench-emulate
 .PHONY: bench-host bench-gpu bench-offload bench-sppo bench-sppo-steps bench-infinipipe bench-infinipipe-steps bench-search reproduce
 
@@ -19,15 +19,25 @@ install:  ## make .venv and install the pinned dependencies and this checkout (q
 quickstart: install  ## train a small GPT on the Python standard library's source over 2 pipeline ranks; SCHEDULE=1f1b make quickstart
 	@examples/quickstart.sh
 
-test:  ## everything CI checks: install, the whole test suite, lint
+# Two processes; each runs whole files, whose tests share what they launch, in the order of the folders.
+BESIDE = --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+test:  ## before each commit: install, the tests that find every known kind of mistake, lint
 	@$(MAKE) --no-print-directory pytest
+	@$(MAKE) --no-print-directory lint
+
+test-all:  ## what CI runs: install, every test (those marked `thorough` as well), lint
+	@$(MAKE) --no-print-directory pytest-all
 	@$(MAKE) --no-print-directory lint
 
 test-newest:  ## a part of the suite on the newest megatron-core, and the same losses; needs Python 3.12 or newer
 	@tools/newest.sh
 
-pytest: install  ## the test suite alone, in two processes; make pytest ARGS="tests/test_cli.py -x" runs in one
-	env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -m pytest $(or $(ARGS),--numprocesses 2 --dist loadfile --no-loadscope-reorder)
+pytest: install  ## the tests of `make test` alone, in two processes; make pytest ARGS="tests/test_docs.py -x" runs in one
+	env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -m pytest $(or $(ARGS),$(BESIDE))
+
+pytest-all: install  ## the tests of `make test-all` alone, and which 20 took longest; ARGS="-k chimera" runs in one
+	env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -m pytest -m "not gpu and not netlab" --durations=20 $(or $(ARGS),$(BESIDE))
 
 mutants: install  ## break the code on purpose, one line at a time: tests must notice; make mutants ARGS="--only w-before-i"
 	.venv/bin/python tools/mutants.py $(ARGS)

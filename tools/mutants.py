@@ -2,15 +2,21 @@
 
     python tools/mutants.py                                    # all of tools/mutants.toml, about 20 s each
     python tools/mutants.py --only kv-edge-dropped --check
+    python tools/mutants.py --cover runs/cover.json            # which tests kill each of them, in how many seconds
 
-Each mutant of the list replaces one text that stands in its file exactly once, and names the tests that must fail then.
-It is applied in a copy of the tree, in a temporary folder; the checkout is only read. A mutant is
+Each mutant of the list replaces one text that stands in its file exactly once, and names the tests that must fail then,
+of those that `make test` runs. It is applied in a copy of the tree, in a temporary folder; the checkout is only read. A
+mutant is
 
     killed      a test failed, or the tests did not end in time
     SURVIVED    all its tests passed: one is missing or too weak
     UNUSABLE    its text is not there exactly once, or its tests cannot be run: the list has to follow the code
 
 A table goes to standard output as the mutants end, then one line of JSON. Exit status 1 unless all are killed.
+
+With --cover all tests of a mutant run, those marked `thorough` as well, which `make test` leaves to `make test-all`.
+The file then has, for each mutant, the tests that fail with their seconds, and a core: tests that together kill every
+mutant, chosen greedily by how many they kill a second. None of these should be marked.
 """
 
 from __future__ import annotations
@@ -27,11 +33,12 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -41,6 +48,9 @@ else:
 ROOT = Path(__file__).resolve().parent.parent
 LEFT_OUT = (".*", "__pycache__", "build", "runs", "shared", "*.egg-info")
 """What the copies of the tree go without."""
+
+SHORTEST = 0.05
+"""Seconds that a test is taken for at least: pytest itself needs some."""
 
 KILLED, SURVIVED, UNUSABLE = "killed", "SURVIVED", "UNUSABLE"
 
@@ -73,12 +83,14 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a mutant. seconds: of its tests. detail: the test that failed first, or what was wrong."""
+    """What became of a mutant. seconds: of its tests. detail: the test that failed first, or what was wrong. killers:
+    seconds of each test that failed, where all were run."""
 
     mutant: Mutant
     outcome: str
     seconds: float
     detail: str
+    killers: Mapping[str, float] = field(default_factory=dict)
 
 
 def load(path: Path) -> list[Mutant]:
@@ -105,9 +117,16 @@ def copied(root: Path) -> Iterator[Path]:
         yield tree
 
 
-def run_tests(tree: Path, tests: Sequence[str], keyword: str, timeout: float) -> tuple[int | None, str]:
-    """(pytest's exit status, its output) in a tree; None where it did not end in `timeout` seconds and was killed."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-rfE", "-p", "no:cacheprovider", *tests]
+def run_tests(
+    tree: Path, tests: Sequence[str], keyword: str, timeout: float, report: Path | None = None
+) -> tuple[int | None, str]:
+    """(pytest's exit status, its output) in a tree; None where it did not end in `timeout` seconds and was killed.
+
+    It ends with the first test that fails, and leaves out what `make test` does. With a report, a file with the outcome
+    of each test, it does neither."""
+    command = [sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", *tests]
+    whole = ["-m", "not gpu and not netlab", f"--junitxml={report}", "-o", "junit_family=xunit1"]
+    command += ["-x"] if report is None else whole
     command += ["-k", keyword] if keyword else []
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     environment["PYTHONDONTWRITEBYTECODE"] = "1"  # a mutant of the same second and size would run as the one before
@@ -126,8 +145,9 @@ def run_tests(tree: Path, tests: Sequence[str], keyword: str, timeout: float) ->
         process.communicate()
 
 
-def judge(mutant: Mutant, tree: Path, timeout: float) -> Verdict:
-    """Apply a mutant to the tree, run its tests, and take it back."""
+def judge(mutant: Mutant, tree: Path, timeout: float, every: bool = False) -> Verdict:
+    """Apply a mutant to the tree, run its tests, and take it back. every: run all of them and say which fail."""
+    report = tree.parent / "report.xml" if every else None
     path, start = tree / mutant.file, time.monotonic()
     try:
         original = path.read_text(encoding="utf-8")
@@ -135,10 +155,21 @@ def judge(mutant: Mutant, tree: Path, timeout: float) -> Verdict:
     except (OSError, ValueError) as error:
         return Verdict(mutant, UNUSABLE, 0.0, str(error))
     try:
-        status, output = run_tests(tree, mutant.tests, mutant.keyword, timeout)
+        status, output = run_tests(tree, mutant.tests, mutant.keyword, timeout, report)
     finally:
         path.write_text(original, encoding="utf-8")
-    return Verdict(mutant, *_outcome(status, output, time.monotonic() - start))
+    outcome = _outcome(status, output, time.monotonic() - start)
+    return Verdict(mutant, *outcome, failed_tests(report) if report and outcome[0] == KILLED else {})
+
+
+def failed_tests(report: Path) -> dict[str, float]:
+    """Seconds of the tests that failed, by id, in a report, which is removed; none where pytest could not end it."""
+    if not report.exists():
+        return {}
+    cases = list(ElementTree.parse(report).iter("testcase"))
+    report.unlink()
+    failed = (case for case in cases if case.find("failure") is not None or case.find("error") is not None)
+    return {f"{case.get('file')}::{case.get('name')}": float(case.get("time", 0)) for case in failed}
 
 
 def _outcome(status: int | None, output: str, seconds: float) -> tuple[str, float, str]:
@@ -153,14 +184,16 @@ def _outcome(status: int | None, output: str, seconds: float) -> tuple[str, floa
     return UNUSABLE, seconds, f"pytest ended with status {status}: {failed or lines[-1]}"
 
 
-def judge_all(mutants: Sequence[Mutant], root: Path, jobs: int, timeout: float) -> Iterator[Verdict]:
-    """The verdicts as they come; each of the `jobs` has a copy of the tree."""
+def judge_all(
+    mutants: Sequence[Mutant], root: Path, jobs: int, timeout: float, every: bool = False
+) -> Iterator[Verdict]:
+    """The verdicts as they come; each of the `jobs` has a copy of the tree. every: as in `judge`."""
     trees: queue.Queue[Path] = queue.Queue()
 
     def one(mutant: Mutant) -> Verdict:
         tree = trees.get()
         try:
-            return judge(mutant, tree, timeout)
+            return judge(mutant, tree, timeout, every)
         finally:
             trees.put(tree)
 
@@ -191,6 +224,35 @@ def failures_without(mutants: Sequence[Mutant], root: Path, timeout: float) -> l
     return wrong
 
 
+def greedy_cover(killers: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Tests that together kill all mutants that any test kills: again and again the one that kills most of those left
+    in a second. killers: by mutant, the seconds of the tests that kill it."""
+    seconds: dict[str, float] = {}
+    kills: dict[str, set[str]] = {}
+    for name, tests in killers.items():
+        for test, taken in tests.items():
+            seconds[test] = max(taken, seconds.get(test, SHORTEST))
+            kills.setdefault(test, set()).add(name)
+    left = {name for name, tests in killers.items() if tests}
+    chosen = []
+    while left:
+        best = max(kills, key=lambda test: (len(kills[test] & left) / seconds[test], test))
+        chosen.append(best)
+        left -= kills[best]
+    return chosen
+
+
+def cover(verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    """What --cover writes."""
+    killers = {each.mutant.name: dict(each.killers) for each in sorted(verdicts, key=lambda each: each.mutant.name)}
+    core = greedy_cover(killers)
+    return {
+        "core": {test: [name for name, tests in killers.items() if test in tests] for test in core},
+        "no test is known for": [name for name, tests in killers.items() if not tests],
+        "mutants": killers,
+    }
+
+
 def summary(verdicts: Sequence[Verdict]) -> dict[str, Any]:
     """Counts, names of those that were not killed, and the seconds of all."""
     counts = Counter(verdict.outcome for verdict in verdicts)
@@ -210,6 +272,9 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="These mutants alone.")
     parser.add_argument("--list", action="store_true", help="Print names and what each breaks; run nothing.")
     parser.add_argument("--check", action="store_true", help="First see that all tests named pass without a mutant.")
+    parser.add_argument(
+        "--cover", type=Path, metavar="FILE", help="Run all tests of each; write which of them kill it."
+    )
     parser.add_argument("--jobs", type=int, default=1, help="Mutants at a time (default: 1; tests start ranks).")
     parser.add_argument("--timeout", type=float, default=300.0, help="Seconds for one mutant's tests (default: 300).")
     return parser.parse_args(arguments)
@@ -237,12 +302,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(wrong), file=sys.stderr)
         return 2
     verdicts = []
-    for verdict in judge_all(mutants, options.root, options.jobs, options.timeout):
+    for verdict in judge_all(mutants, options.root, options.jobs, options.timeout, options.cover is not None):
         verdicts.append(verdict)
         print(
             f"{verdict.mutant.name:{width}}  {verdict.outcome:8}  {verdict.seconds:5.0f} s  {verdict.detail}",
             flush=True,
         )
+    if options.cover is not None:
+        options.cover.write_text(json.dumps(cover(verdicts), indent=1) + "\n", encoding="utf-8")
     print(json.dumps(summary(verdicts)))
     return 0 if all(verdict.outcome == KILLED for verdict in verdicts) else 1
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +29,52 @@ from tests.runtime.equality import (
     run_cases,
     run_csv,
 )
-from tests.selection import selected
+from tests.selection import first_of_each, graded, selected
+
+CASES = [case for group in GROUPS.values() for case in group]
+SPREAD = (
+    "schedule",
+    "pp",
+    "m",
+    "style",
+    "tp",
+    "v",
+    "tied",
+    "layers",
+    "lengths",
+    "folds",
+    "offload",
+    "documents",
+    "late",
+)
+"""What most cases have some of."""
+
+
+def kinds(case: Case) -> Iterator[tuple[object, ...]]:
+    """What `make test` has a case of at least: each schedule in each style, on each number of ranks, with fewer
+    microbatches than ranks, cut, offloaded, over documents and with late messages; and every other setting."""
+    yield case.schedule, case.style
+    yield case.schedule, case.pp, case.tp, case.m < case.pp
+    yield case.schedule, len(case.lengths), case.documents is not None, case.late
+    yield case.schedule, case.offload is not None
+    yield case.cp, case.cp_comm_type, case.style, case.documents is not None
+    for each in fields(case):
+        if each.name not in SPREAD:
+            yield each.name, getattr(case, each.name)
+
+
+CORE = frozenset(first_of_each(CASES, kinds))
 
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest) -> dict[Case, list[dict[str, Any] | None]]:
     """Each case's results by rank. One launch for all: starting ranks costs more than running the cases."""
-    cases = selected(request, "case", [case for group in GROUPS.values() for case in group])
+    cases = selected(request, "case", CASES)
     by_rank = run_ranks(run_cases, 4, built(cases), timeout=1200.0)
     return {case: [results[index] for results in by_rank] for index, case in enumerate(cases)}
 
 
-@pytest.mark.parametrize("case", [case for group in GROUPS.values() for case in group], ids=str)
+@pytest.mark.parametrize("case", graded(CASES, CORE), ids=str)
 def test_equal_to_one_process(case: Case, results: dict[Case, list[dict[str, Any] | None]]) -> None:
     check(case, results[case])
 

@@ -14,9 +14,19 @@ from tests.distributed import run_ranks
 from tests.runtime.case import Case, built
 from tests.runtime.happens_before.cases import OFFLOADING, OTHERS, SCHEDULES
 from tests.runtime.happens_before.ranks import Found, run_checked
-from tests.selection import selected
+from tests.selection import first_of_each, graded, selected
 
 CASES = [*SCHEDULES, *OTHERS, *OFFLOADING]
+
+
+def kinds(case: Case) -> set[object]:
+    """What `make test` has a case of at least: every schedule, weights that are sent, cuts inside a layer, blocks, and
+    copies beside whole sequences, chunks and weights that travel."""
+    copies = case.offload is not None and (bool(case.lengths), case.folds > 0, case.schedule.startswith(("we", "wz")))
+    return {case.schedule, case.ship, case.cut_after, case.multiplex, copies}
+
+
+CORE = frozenset(first_of_each(CASES, kinds)) | set(OFFLOADING[:3])
 TRANSPORTS = ("nccl", "gloo")
 
 Results = dict[tuple[str, Case], list[Found]]
@@ -35,14 +45,14 @@ def results(request: pytest.FixtureRequest) -> Results:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", graded(CASES, CORE), ids=str)
 def test_all_that_is_done_with_memory_is_ordered(transport: str, case: Case, results: Results) -> None:
     for rank, found in enumerate(results[transport, case]):
         assert not found.findings, f"on rank {rank}: " + "\n".join(found.findings)
         assert found.kernels > 50 and found.freed > 50 and found.sent > 0, "a rank that ran nothing proves nothing"
 
 
-@pytest.mark.parametrize("case", OFFLOADING, ids=str)
+@pytest.mark.parametrize("case", graded(OFFLOADING, CORE), ids=str)
 def test_copies_run_beside_them(case: Case, results: Results) -> None:
     """Or nothing was proved of them: activations left, to memory of the host that was used again."""
     for transport in TRANSPORTS:
@@ -51,7 +61,7 @@ def test_copies_run_beside_them(case: Case, results: Results) -> None:
         assert any(each.again > 0 for each in found)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", graded(CASES, CORE), ids=str)
 def test_both_transports_bring_the_same(case: Case, results: Results) -> None:
     """Their gradients are those of test_equality.py then, whose messages are gloo's."""
     over_nccl, over_gloo = (results[transport, case] for transport in TRANSPORTS)

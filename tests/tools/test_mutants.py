@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -94,6 +97,30 @@ def test_lists_that_cannot_be(root: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "mutant wrong factor: lines is unknown" in third
 
 
+def test_the_cover_is_of_the_quickest_tests(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All tests run, the marked ones as well; what kills several mutants in little time is chosen first."""
+    (root / "pytest.ini").write_text("[pytest]\nmarkers = thorough gpu netlab\naddopts = -m 'not thorough'\n")
+    slow = "\n\n@pytest.mark.thorough\ndef test_slowly():\n    time.sleep(0.5)\n    assert toy.double(1) == 2\n"
+    (root / "test_toy.py").write_text("import pytest\n" + TESTS + slow)
+    raising = "    raise KeyError"
+    entries = [
+        entry("wrong factor", "2 * value", "3 * value"),
+        entry("wrong sum", "2 * value", "2 + value"),
+        entry("raises", "    pass", raising),
+        entry("same product", "2 * value", "value * 2"),
+    ]
+    assert run(root, entries, "--cover", str(root / "cover.json")) == 1
+    found = json.loads((root / "cover.json").read_text())
+    assert found["core"] == {
+        "test_toy.py::test_double": ["wrong factor", "wrong sum"],
+        "test_toy.py::test_wait": ["raises"],
+    }
+    assert found["no test is known for"] == ["same product"]
+    killers = found["mutants"]["wrong factor"]
+    assert list(killers) == ["test_toy.py::test_double", "test_toy.py::test_slowly"]
+    assert killers["test_toy.py::test_slowly"] > 0.4 > killers["test_toy.py::test_double"]
+
+
 def test_every_mutant_of_the_list_fits_the_code() -> None:
     """Whoever moves code moves its mutants with it."""
     every = mutants.load(mutants.ROOT / "tools" / "mutants.toml")
@@ -101,3 +128,33 @@ def test_every_mutant_of_the_list_fits_the_code() -> None:
     for mutant in every:
         mutant.applied((mutants.ROOT / mutant.file).read_text(encoding="utf-8"))
         assert all((mutants.ROOT / test.split("::")[0]).exists() for test in mutant.tests), mutant.name
+
+
+def test_every_mutant_names_a_test_that_make_test_runs(request: pytest.FixtureRequest) -> None:
+    """One that is not marked `thorough`: so all mutants can be killed by `make test` alone."""
+    every = mutants.load(mutants.ROOT / "tools" / "mutants.toml")
+    chosen = core_tests(request, sorted({test for mutant in every for test in mutant.tests}))
+    nameless = [mutant.name for mutant in every if not any(names(mutant, test) for test in chosen)]
+    assert not nameless
+
+
+def names(mutant: mutants.Mutant, test: str) -> bool:
+    """Whether a mutant's paths and keyword choose the test of this id, as pytest would."""
+    if not any(test == path or test.startswith((f"{path}/", f"{path}::", f"{path}[")) for path in mutant.tests):
+        return False
+    words = re.sub(
+        r"[^\s()]+",
+        lambda word: word[0] if word[0] in ("and", "or", "not") else str(word[0].lower() in test.lower()),
+        mutant.keyword or "tests",
+    )
+    return bool(eval(words))
+
+
+def core_tests(request: pytest.FixtureRequest, paths: list[str]) -> list[str]:
+    """The ids of the tests below these paths that are not marked: those of this session, if it has all of them."""
+    options, items = request.config.option, request.session.items
+    if not options.keyword and {item.path.parent for item in items} >= {(mutants.ROOT / path).parent for path in paths}:
+        return [item.nodeid for item in items if item.get_closest_marker("thorough") is None]
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *paths]
+    listed = subprocess.run(command, cwd=mutants.ROOT, capture_output=True, text=True, check=True)
+    return [line for line in listed.stdout.splitlines() if "::" in line]

@@ -69,7 +69,8 @@ class Run:
 
     def __str__(self) -> str:
         context = f" cp{self.cp}" * (self.cp > 1)
-        return f"{self.style} tp{self.tp} pp{self.pp}{context} batch{self.batch} {self.flags}"
+        steps = f" {self.steps} steps" * (self.steps != STEPS)
+        return f"{self.style} tp{self.tp} pp{self.pp}{context} batch{self.batch} {self.flags}{steps}"
 
     def config(self, rank: int, world_size: int) -> Config:
         style = GPT if self.style == "gpt" else LLAMA

@@ -6,6 +6,7 @@ from __future__ import annotations
 from functools import cache
 from itertools import chain
 
+import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
@@ -49,13 +50,21 @@ def run_of(schedule: Schedule, layout: str, style: str = "llama") -> Run:
     return Run(style, flags, pp=1 if schedule.one_rank else 2, cp=1 + layout.endswith("context"), batch=4)
 
 
-@settings(max_examples=1, phases=(Phase.explicit, Phase.generate))  # each example launches ranks
+def test_every_schedule_trains_on_all_kinds_as_one_process_does() -> None:
+    check_training(KINDS, [LAYOUTS[number % len(LAYOUTS)] for number in range(len(TAKERS))])
+
+
+@pytest.mark.thorough
+@settings(max_examples=1, phases=(Phase.generate,))  # each example launches ranks
 @given(
     st.lists(lengths, min_size=6, max_size=6).map(tuple),
     st.lists(st.sampled_from(LAYOUTS), min_size=len(TAKERS), max_size=len(TAKERS)),
 )
-@example(KINDS, [LAYOUTS[number % len(LAYOUTS)] for number in range(len(TAKERS))])
 def test_every_schedule_trains_on_them_as_one_process_does(steps: Steps, layouts: list[str]) -> None:
+    check_training(steps, layouts)
+
+
+def check_training(steps: Steps, layouts: list[str]) -> None:
     """Every weight's gradient, of two pipelines or context-parallel ranks, and the losses, in an evaluation too."""
     runs = [
         run_of(schedule, layout, style)
