@@ -177,7 +177,7 @@ class _Projection:
         before = self.graph.messages[message.follows] if message.follows >= 0 else None
         source = self.streams[message.source]
         if before is not None and message.kind == "weight_gradients":
-            # The message carries the sum that `before` brought and the source's own gradients, so it cannot leave earlier.
+            # The message carries the sum that `before` brought beside its own, so it cannot leave earlier.
             source.append(self._instruction(Action.WAIT, before))
         source.append(_instruction((_SEND, None, message, None, task)))
         self.streams[message.target].append(_instruction((_RECV, None, message, None, task)))
