@@ -1,7 +1,7 @@
 """Twenty optimizer steps have the losses of plain megatron-core, whatever the schedule and the parallel sizes.
 
-Most mistakes show in the first few: five are run under every schedule and layout, ten where gradients are scaled in another
-way, and twenty (`WHOLE`) with one run of each family."""
+Most mistakes show in the first few: five are run under every schedule and layout, ten where gradients are scaled in
+another way, and twenty (`WHOLE`) with one run of each family."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ BRIEF = [
     Run("llama", f"{SHARDED} --bf16 --pipeline-schedule helix --helix-ship none {COUNTED}", pp=2),
 ]
 SCALED = (PER_TOKEN, SHARDED, "--recompute-granularity full")
-"""Flags that have gradients divided by other code, and those of one plain run: how gradients are scaled changes no weight
-before their norm is below --clip-grad."""
+"""Flags that have gradients divided by other code, and those of one plain run: how gradients are scaled changes no
+weight before their norm is below --clip-grad."""
 SHORT = [
     replace(run, steps=10 if run.cp > 1 or any(flag in run.flags for flag in SCALED) else 5) for run in [*WHOLE, *BRIEF]
 ]
