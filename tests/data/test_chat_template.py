@@ -70,6 +70,30 @@ def test_steps_are_counted(name: str) -> None:
     assert str(caught.value) == "the chat template takes more than 100,000 steps for one conversation"
 
 
+class Leaving:
+    """Runs Python when it goes, where exceptions are dropped."""
+
+    def __del__(self) -> None:
+        pass
+
+
+class Forgetful(Tokenizer):
+    def apply_chat_template(
+        self, messages: Any, chat_template: str, tokenize: bool, add_generation_prompt: bool
+    ) -> str:
+        environment = ImmutableSandboxedEnvironment()
+        environment.globals["drop"] = lambda: [Leaving() for _ in range(100)] and ""
+        return environment.from_string(chat_template).render(messages=messages)
+
+
+def test_steps_are_counted_where_exceptions_are_dropped() -> None:
+    """What ends a template is no exception: one raised while an object goes is dropped, and counting with it."""
+    template = "{% for a in range(9999) %}{% for b in range(9999) %}{{ drop() }}{% endfor %}{% endfor %}"
+    with pytest.raises(DataError) as caught:
+        ChatTemplate(Forgetful(template), template, replace(LIMITS, seconds=5)).render(SAID, False)
+    assert str(caught.value) == "the chat template takes more than 100,000 steps for one conversation"
+
+
 @pytest.mark.parametrize("name", MUCH_MEMORY)
 def test_memory_is_limited(name: str) -> None:
     with pytest.raises(DataError) as caught:

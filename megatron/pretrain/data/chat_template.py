@@ -30,6 +30,9 @@ from megatron.pretrain.process.lifetime import end_with_parent
 
 Conversation = Sequence[Mapping[str, str]]
 
+_TOO_MANY_STEPS = 3
+"""Exit status of the process for a template that takes more than its steps."""
+
 
 @dataclass(frozen=True)
 class TemplateLimits:
@@ -94,6 +97,8 @@ class ChatTemplate:
         status = self._end() or 0
         if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU:
             return f"takes more than {self._limits.seconds} s of the processor for one conversation"
+        if os.WIFEXITED(status) and os.WEXITSTATUS(status) == _TOO_MANY_STEPS:
+            return f"takes more than {self._limits.steps:,} steps for one conversation"
         return f"ended its process (status {status})"
 
 
@@ -120,10 +125,6 @@ def _end(pipe: Connection, child: int, parent: int) -> int:
 # ------------------------------------------------------------------------------------------------------------ the child
 
 
-class _TooLongError(Exception):
-    pass
-
-
 def _serve(pipe: Connection, tokenizer: Any, template: str, limits: TemplateLimits) -> None:
     """Answer until the other end of the pipe closes: why it failed, or nothing and the text."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other end's matter
@@ -145,7 +146,9 @@ def _answer(
         nonlocal steps
         steps += 1
         if steps > limits.steps:
-            raise _TooLongError
+            os._exit(
+                _TOO_MANY_STEPS
+            )  # an exception would be dropped while an object's __del__ runs, and tracing with it
         return count if frame.f_code.co_filename == "<template>" else None
 
     soft = math.ceil(time.process_time()) + limits.seconds
@@ -160,8 +163,6 @@ def _answer(
         error = raised
     finally:
         sys.settrace(None)
-    if steps > limits.steps:
-        return f"takes more than {limits.steps:,} steps for one conversation", ""
     if isinstance(error, MemoryError):
         return f"takes more than {limits.bytes >> 20} MiB of memory for one conversation", ""
     if error is not None:
