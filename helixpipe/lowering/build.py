@@ -30,21 +30,21 @@ class Pass(NamedTuple):
     needs: frozenset[str]
 
 
-ACTIVATIONS = frozenset({"activation", "gradient"})
-KEYS_VALUES = frozenset({"keys_values", "kv_gradients"})
-WEIGHTS = frozenset({"weights", "weight_gradients"})
-REPLICA_SUMS = frozenset({"replica_sum"})
-SHARDED = frozenset({"gather", "scatter"})
-COPIES = frozenset({"offload", "fetch"})
-_MESSAGES = ACTIVATIONS | KEYS_VALUES | WEIGHTS
+_ACTIVATIONS = frozenset({"activation", "gradient"})
+_KEYS_VALUES = frozenset({"keys_values", "kv_gradients"})
+_WEIGHTS = frozenset({"weights", "weight_gradients"})
+_REPLICA_SUMS = frozenset({"replica_sum"})
+_SHARDED = frozenset({"gather", "scatter"})
+_COPIES = frozenset({"offload", "fetch"})
+_MESSAGES = _ACTIVATIONS | _KEYS_VALUES | _WEIGHTS
 
 PASSES = (
-    Pass(activations, ACTIVATIONS, frozenset()),
-    Pass(keys_values, KEYS_VALUES, frozenset()),
-    Pass(borrowed_weights, WEIGHTS, ACTIVATIONS | KEYS_VALUES),  # the turns must respect all that ops wait for
-    Pass(replica_sums, REPLICA_SUMS, _MESSAGES),
-    Pass(sharded_weights, SHARDED, _MESSAGES | REPLICA_SUMS),  # a stage's sum waits for its last scatters
-    Pass(offloaded, COPIES, _MESSAGES | REPLICA_SUMS | SHARDED),
+    Pass(activations, _ACTIVATIONS, frozenset()),
+    Pass(keys_values, _KEYS_VALUES, frozenset()),
+    Pass(borrowed_weights, _WEIGHTS, _ACTIVATIONS | _KEYS_VALUES),  # the turns must respect all that ops wait for
+    Pass(replica_sums, _REPLICA_SUMS, _MESSAGES),
+    Pass(sharded_weights, _SHARDED, _MESSAGES | _REPLICA_SUMS),  # a stage's sum waits for its last scatters
+    Pass(offloaded, _COPIES, _MESSAGES | _REPLICA_SUMS | _SHARDED),
 )
 
 
@@ -59,10 +59,7 @@ def check_passes(passes: Sequence[Pass]) -> None:
 
 def graph_of(program: Program, index: OpIndex | None = None) -> Graph:
     """The graph of a program, built once; that of an equal program which keeps nothing. index: as in `build_graph`."""
-    if "graph" not in program.derived:
-        program.derived["graph"] = build_graph(replace(program), index)
-    graph: Graph = program.derived["graph"]
-    return graph
+    return program.derive("graph", None, lambda: build_graph(replace(program), index))
 
 
 def build_graph(program: Program, index: OpIndex | None = None, passes: Sequence[Pass] = PASSES) -> Graph:

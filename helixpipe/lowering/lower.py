@@ -67,26 +67,21 @@ def lower(program: Program, costs: Costs | None = None) -> LoweredProgram:
 
 
 def lowered_valid(program: Program, costs: Costs) -> LoweredProgram:
-    """Lower a program that `validate` has been through, or that is known to have no fault; once for each of the costs
-    it is asked for with. Raises ProgramError when its ops wait for each other in a circle."""
-    key = "lowered", id(costs)
-    if key not in program.derived:
-        graph, times = graph_of(program), scheduled(program, costs)
-        del program.derived["times", id(costs)]  # nobody asks for them once there is the order
-        check_ends(graph, times.order)
-        times = without_holds(graph, times)
-        projected, openings = project(graph, times)
-        lowered = LoweredProgram(graph.program, graph, tuple(times.order), tuple(map(tuple, projected)), openings)
-        program.derived[key] = costs, lowered  # costs are known by their place in memory, so they have to stay there
-    kept: LoweredProgram = program.derived[key][1]
-    return kept
+    """Lower a program that `validate` has been through, or that is known to have no fault; once while it is asked for
+    with the same costs. Raises ProgramError when its ops wait for each other in a circle."""
+    return program.derive("lowered", costs, lambda: _lowered(program, costs))
 
 
 def scheduled(program: Program, costs: Costs) -> TaskTimes:
-    """When each task of a program's graph runs if all run as early as they can; found once for each of the costs."""
-    key = "times", id(costs)
-    if key not in program.derived:
-        graph = graph_of(program)
-        program.derived[key] = costs, list_schedule(graph, *BoundCosts(graph.program, costs).timers)
-    times: TaskTimes = program.derived[key][1]
-    return times
+    """When each task of a program's graph runs if all run as early as they can; found once, as `lowered_valid`."""
+    graph = graph_of(program)
+    return program.derive("times", costs, lambda: list_schedule(graph, *BoundCosts(graph.program, costs).timers))
+
+
+def _lowered(program: Program, costs: Costs) -> LoweredProgram:
+    graph, times = graph_of(program), scheduled(program, costs)
+    del program.derived["times"]  # once there is the order nobody asks for them
+    check_ends(graph, times.order)
+    times = without_holds(graph, times)
+    projected, openings = project(graph, times)
+    return LoweredProgram(graph.program, graph, tuple(times.order), tuple(map(tuple, projected)), openings)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from helixpipe.lowering.graph import Graph
 from helixpipe.lowering.order import TaskTimes
-from helixpipe.program.message import Collective, Message
+from helixpipe.program.message import Collective, Copy, Message
 from helixpipe.program.program import Derives, Op, Program
 
 RETURN_SLACK = 4
@@ -64,6 +64,13 @@ class Action(str, Enum):
     FREE = "FREE"
     """Of a B or W: its unit stashes nothing any more. Of a message: the copy of weights it brought has had its last op
     and has been passed on."""
+
+
+def begins(transfer: Collective | Copy) -> Action:
+    """The action with which a collective or a copy begins on each of its ranks."""
+    if isinstance(transfer, Copy):
+        return Action.FETCH if transfer.inward else Action.OFFLOAD
+    return {"gather": Action.GATHER, "scatter": Action.SCATTER}.get(transfer.kind, Action.REDUCE)
 
 
 class Instruction(NamedTuple):
@@ -191,7 +198,7 @@ class _Projection:
 
     def collective(self, task: int) -> None:
         collective = self.graph.collective(task)
-        action = {"gather": Action.GATHER, "scatter": Action.SCATTER}.get(collective.kind, Action.REDUCE)
+        action = begins(collective)
         for rank in collective.ranks:
             self.streams[rank].append(Instruction(action, None, None, collective, task))
             if action is Action.SCATTER:
@@ -200,8 +207,7 @@ class _Projection:
 
     def copy(self, task: int) -> None:
         copy = self.graph.copy(task)
-        action = Action.FETCH if copy.inward else Action.OFFLOAD
-        self.streams[copy.rank].append(_instruction((action, copy.op, None, None, task)))
+        self.streams[copy.rank].append(_instruction((begins(copy), copy.op, None, None, task)))
         if not copy.inward:
             gone = _instruction((Action.GONE, copy.op, None, None, task))
             self.returned[copy.rank].append(_UnawaitedTransfer(self.times.end[task], 0, gone))

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from helixpipe.common.errors import ProgramError
 from helixpipe.lowering.graph import Graph
-from helixpipe.lowering.project import Action, Instruction, LoweredProgram
+from helixpipe.lowering.project import Action, Instruction, LoweredProgram, begins
 
 _STARTS = frozenset(
     {
@@ -53,12 +53,11 @@ def _starts(graph: Graph) -> list[dict[int, Action]]:
     for task, message in enumerate(graph.messages, start=graph.num_ops):
         starts[message.source][task] = Action.SEND
         starts[message.target][task] = Action.RECV
-    kinds = {"gather": Action.GATHER, "scatter": Action.SCATTER}
     for task, collective in enumerate(graph.collectives, start=graph.num_ops + len(graph.messages)):
         for rank in collective.ranks:
-            starts[rank][task] = kinds.get(collective.kind, Action.REDUCE)
+            starts[rank][task] = begins(collective)
     for task, copy in enumerate(graph.copies, start=graph.first_copy):
-        starts[copy.rank][task] = Action.FETCH if copy.inward else Action.OFFLOAD
+        starts[copy.rank][task] = begins(copy)
     return starts
 
 

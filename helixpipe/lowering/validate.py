@@ -37,21 +37,24 @@ def validate(program: Program, ends: bool = True) -> Graph:
 
     ends: whether to look for a cycle; who list-schedules the graph comes upon one anyway (see `check_ends`).
     """
-    if "valid" not in program.derived:
-        _check_stages(program)
-        check_workload(program.workload)
-        check_activations(program)
-        _check_ranges(program)
-        index = OpIndex(program)
-        _check_no_duplicates(index)
-        _check_units(program, index)
-        _check_placement(program, index)
-        _check_own_order(graph_of(program, index))
-        program.derived["valid"] = True
+    program.derive("valid", None, lambda: _check(program))
     graph = graph_of(program)
     if ends:
         check_ends(graph, _ended(graph))
     return graph
+
+
+def _check(program: Program) -> None:
+    """All of `validate` but the search for a cycle."""
+    _check_stages(program)
+    check_workload(program.workload)
+    check_activations(program)
+    _check_ranges(program)
+    index = OpIndex(program)
+    _check_no_duplicates(index)
+    _check_units(program, index)
+    _check_placement(program, index)
+    _check_own_order(graph_of(program, index))
 
 
 def check_ends(graph: Graph, order: Collection[int]) -> None:

@@ -6,13 +6,15 @@ and execution are derived from it elsewhere (`lowering`, `simulate`, `runtime`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from helixpipe.program.stages import Activations, Piece, RingOptions, Stage
 from helixpipe.program.workload import Workload
+
+Derived = TypeVar("Derived")
 
 OP_KINDS = ("F", "B", "I", "W", "R")
 """F forward, B full backward, I input-gradient backward, W weight-gradient backward, R recompute."""
@@ -52,10 +54,21 @@ class Derives:
         return {name: value for name, value in self.__dict__.items() if name != "derived"}
 
     @cached_property
-    def derived(self) -> dict[Any, Any]:
-        """By a key of whoever derives it. What is kept here must not refer to this object: cycles live until Python's
-        collector comes upon them, which costs as much as lowering."""
+    def derived(self) -> dict[str, tuple[object, Any]]:
+        """By name what is kept, after what it was derived with."""
         return {}
+
+    def derive(self, name: str, using: object, make: Callable[[], Derived]) -> Derived:
+        """Return what `make` gives, which is kept until it is asked for with another object than `using`.
+
+        What is kept must not refer to this value: a cycle lives until Python's collector comes upon it, which costs
+        about as much as a third of lowering.
+        """
+        kept = self.derived.get(name)
+        if kept is None or kept[0] is not using:
+            kept = self.derived[name] = using, make()
+        value: Derived = kept[1]
+        return value
 
 
 @dataclass(frozen=True)

@@ -56,16 +56,13 @@ def stream_waits(lowered: LoweredProgram) -> Waits:
 
 def times_as_run(lowered: LoweredProgram, costs: Costs) -> TaskTimes:
     """When each task runs with the orders of transfers and the waits that lowering makes, with a queue for each stream;
-    found once for each of the costs."""
-    if id(costs) not in lowered.derived:
-        timers, orders, waits = (
-            BoundCosts(lowered.program, costs).timers,
-            transfer_orders(lowered),
-            stream_waits(lowered),
-        )
-        lowered.derived[id(costs)] = costs, list_schedule(lowered.graph, *timers, orders, waits)
-    times: TaskTimes = lowered.derived[id(costs)][1]
-    return times
+    found once while it is asked for with the same costs."""
+
+    def run() -> TaskTimes:
+        timers = BoundCosts(lowered.program, costs).timers
+        return list_schedule(lowered.graph, *timers, transfer_orders(lowered), stream_waits(lowered))
+
+    return lowered.derive("as run", costs, run)
 
 
 def queue_waits(lowered: LoweredProgram) -> Waits:

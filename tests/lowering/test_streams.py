@@ -64,7 +64,7 @@ def test_two_swapped_passes_are_refused() -> None:
 def test_streams_of_random_programs_have_what_they_need(seed: int, passes: Sequence[Pass]) -> None:
     """In every order of the passes that is not refused; and each gives what it says and no other kind."""
     program = full_program(seed)
-    program.derived["graph"] = build_graph(program, passes=passes)
+    program.derive("graph", None, lambda: build_graph(replace(program), passes=passes))
     check_streams(lowered_valid(program, unit_costs()))
     before: set[str] = set()
     for number, own in enumerate(PASSES, start=1):

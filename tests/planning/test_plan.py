@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import pickle
 import sys
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -158,6 +162,27 @@ def test_a_plan_is_made_once(flags: str, search: dict[str, int], monkeypatch: py
     assert not counts
     assert plan.evaluation is plan.evaluation and plan.simulation is plan.simulation
     assert counts["build"] == counts["validate"] == 0 and counts["build_graph"] == counts["simulate"] == 1
+
+
+def test_what_is_kept_with_a_program_neither_grows_nor_outlives_it() -> None:
+    """A run asks with new costs in every step that it records; and the collector is off where programs are tried."""
+    program = build("helix", Shape(2, 4, 4))
+    lowered = lower(program, COSTS)
+    sizes = []
+    for _ in range(3):
+        costs = replace(COSTS)
+        simulate(lowered, costs)
+        lower(program, costs)
+        sizes.append((len(program.derived), len(lowered.derived)))
+    assert len(set(sizes)) == 1
+    assert "derived" not in pickle.loads(pickle.dumps(lowered)).__dict__
+    gone = [weakref.ref(each) for each in (program, lowered, lowered.graph)]
+    gc.disable()
+    try:
+        del program, lowered
+        assert [each() for each in gone] == [None] * 3
+    finally:
+        gc.enable()
 
 
 def test_sizes_are_planned_when_asked_for() -> None:

@@ -50,10 +50,12 @@ def test_no_step_is_faster_or_smaller_than_the_bounds(name: str) -> None:
 def test_bounds_of_documents_hold() -> None:
     asked = question(4, schedules="seq1f1b none", sequences=6, documents=(8000, 300, 2000, 4000, 100, 700))
     bounds, trials = bounds_of(asked), trials_of(asked)
-    for sizes in (ParallelSizes(1, 1, 2, 2), ParallelSizes(2, 1, 2, 1), ParallelSizes(1, 2, 1, 2)):
+    whole = ParallelSizes(1, 1, 2, 2), ParallelSizes(2, 1, 2, 1), ParallelSizes(1, 2, 1, 2)
+    for sizes in (*whole, replace(whole[0], parts=True)):
         for setting in asked.first_settings(sizes):
             found = trials.whole(Candidate(sizes, setting))
             assert not found.refused and found.whole
+            assert trials.program(Candidate(sizes, setting)).sharded == (2 if sizes.parts else 1)
             assert 0.1 * found.step < bounds.time(sizes, setting) <= found.step
             assert bounds.memory(sizes, setting.saving) <= found.peak
             assert sum(terms_of(trials, Candidate(sizes, setting))) == pytest.approx(found.step, rel=1e-6)
