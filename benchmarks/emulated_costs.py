@@ -14,7 +14,7 @@ from helixpipe.costs.models import Layout, ModelShape
 from helixpipe.lowering.lower import lower
 from helixpipe.lowering.project import LoweredProgram
 from helixpipe.planning.memory.recompute import RecomputeOptions
-from helixpipe.program.costs import Payload
+from helixpipe.program.costs import Load
 from helixpipe.program.workload import Chunk, Slice, Workload
 from schedules import Shape, build
 
@@ -73,11 +73,12 @@ class EmulatedCosts(PieceTimes):
     ranks_per_host: int = 1
     model: ModelCosts | None = None
 
-    def message_time(self, payload: Payload) -> float:
+    def transfer_time(self, load: Load) -> float:
+        """Of a message; these programs have no other transfers that take time."""
         assert self.model is not None
-        same = payload.source // self.ranks_per_host == payload.target // self.ranks_per_host
-        link = self.near if same else self.far
-        return link.latency + self.model.payload_bytes(payload) * link.seconds_per_byte
+        source, target = load.ranks
+        link = self.near if source // self.ranks_per_host == target // self.ranks_per_host else self.far
+        return link.latency + self.model.size(load.contents) * link.seconds_per_byte
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from helixpipe.costs.models import Layout, ModelShape
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.lower import lower
 from helixpipe.lowering.project import LoweredProgram
-from helixpipe.program.costs import Payload
+from helixpipe.program.costs import Load
 from helixpipe.program.program import Program
 from helixpipe.program.stages import model_pieces
 from helixpipe.simulate.simulator import simulate
@@ -94,9 +94,9 @@ class LinkTimes(OpTimes):
     link: Link = Link(1.0, 0.0)
     model: ModelCosts | None = None
 
-    def message_time(self, payload: Payload) -> float:
+    def transfer_time(self, load: Load) -> float:
         assert self.model is not None
-        return self.link.latency + self.model.payload_bytes(payload) / self.link.bytes_per_second
+        return self.link.latency + self.model.size(load.contents) / self.link.bytes_per_second
 
 
 def lowered_schedule(case: Case, schedule: str) -> LoweredProgram:
@@ -119,7 +119,7 @@ def sent_bytes(case: Case, engine: str) -> float:
     bound = BoundCosts(lowered.program, costs)
     sent: Counter[int] = Counter()
     for message in lowered.messages:
-        sent[message.source] += int(costs.payload_bytes(bound.payload(message)))
+        sent[message.source] += int(costs.size(bound.load(message.kind, message.ranks, message.unit).contents))
     return max(sent.values()) + summed_bytes(case, lowered.program)
 
 

@@ -28,8 +28,8 @@ from helixpipe.lowering.lower import lower
 from helixpipe.planning.memory.offload import OffloadOptions
 from helixpipe.planning.memory.recompute import RecomputeOptions
 from helixpipe.planning.order.chunk_lengths import balanced_lengths, default_alignment
-from helixpipe.program.costs import Contents, Payload, Work
-from helixpipe.program.stages import Stage, even_stages
+from helixpipe.program.costs import Contents, Work
+from helixpipe.program.stages import Segment, Stage, even_stages
 from helixpipe.program.workload import Extent, Extents
 from helixpipe.simulate.simulator import simulate
 from schedules import Shape, build
@@ -145,8 +145,8 @@ class Multiplexed:
 
     def activation(self, chunk: int) -> float:
         extents: Extents = (Extent(self.lengths[chunk], self.earlier[chunk]),)
-        payload = Payload("activation", self.stages[1].pieces[:1], extents, self.whole, 0, 1)
-        return self._seconds(self.plan.costs.payload_bytes(payload))
+        after = (Segment(self.stages[1].pieces[:1], False),)
+        return self._seconds(self.plan.costs.size(Contents("activation", after, extents, self.whole)))
 
     def keys_values(self, stage: int, chunk: int, gradients: bool) -> float:
         return self._seconds(self.kv_bytes(stage, chunk))

@@ -20,7 +20,7 @@ from helixpipe.costs.models import Chunk, Layout, ModelShape, attention_pairs
 from helixpipe.costs.piece_kinds import KINDS
 from helixpipe.costs.saved import kept, offloaded, staying
 from helixpipe.costs.sizes import ChunkSizes
-from helixpipe.program.costs import Contents, Leaving, Payload, Sharing, Work
+from helixpipe.program.costs import Contents, Leaving, Load, Work
 from helixpipe.program.program import Program
 from helixpipe.program.stages import LAYER_PIECES, PIECE_KINDS, Piece, Segment
 from helixpipe.program.workload import Extent, Extents, Workload
@@ -46,15 +46,14 @@ class _LayerMemory:
     """Memory counted in microbatch-layers, and that of units alone. copy: time of copying one of them one way."""
 
     memory_unit: ClassVar[str] = "microbatch-layers"
+    message: float
     copy: float
 
-    def copy_time(self, nbytes: float, inward: bool) -> float:
-        return nbytes * self.copy
+    def transfer_time(self, load: Load) -> float:
+        """Of a copy by what it moves; any other takes the time of a message."""
+        return self.size(load.contents) * self.copy if load.contents.kind == "offloaded" else self.message
 
-    def handling_time(self, payload: Payload, sends: bool) -> float:
-        return 0.0
-
-    def copying_time(self, nbytes: float, inward: bool) -> float:
+    def handling_time(self, load: Load, sends: bool) -> float:
         return 0.0
 
     def size(self, contents: Contents) -> float:
@@ -106,13 +105,6 @@ class PieceTimes(_LayerMemory):
         )
         return pieces if work.kind == "R" else pieces + self.op_overhead
 
-    def message_time(self, payload: Payload) -> float:
-        return self.message
-
-    def sharing_time(self, sharing: Sharing) -> float:
-        """As a message's."""
-        return self.message
-
     def _piece_time(self, piece: str, op: str, share: float) -> float:
         forward = self.forward.get(piece, 0.0) * share
         if op in "FR":
@@ -148,13 +140,6 @@ class OpTimes(_LayerMemory):
     @cached_property
     def _numbers(self) -> dict[_Place, int]:
         return _unlike(self.program.workload)
-
-    def message_time(self, payload: Payload) -> float:
-        return self.message
-
-    def sharing_time(self, sharing: Sharing) -> float:
-        """As a message's."""
-        return self.message
 
 
 _Place = tuple[tuple[float, float], ...]

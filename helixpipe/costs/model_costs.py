@@ -26,9 +26,10 @@ from helixpipe.costs.models import Chunk, Layout, ModelShape, shared_unit
 from helixpipe.costs.piece_bytes import CountsBytes, PieceBytes
 from helixpipe.costs.piece_work import model_flops, work
 from helixpipe.costs.sizes import GRADIENT_BYTES, Kernel
-from helixpipe.program.costs import Payload, Sharing, Work
+from helixpipe.program.costs import Load, Work
 from helixpipe.program.program import Program
 from helixpipe.program.stages import Piece
+from helixpipe.program.transfer import TRANSFER_KINDS
 
 MASTER_AND_MOMENTS = 12
 """Bytes of Adam's state a weight: float32 copy, first and second moment."""
@@ -94,31 +95,27 @@ class ModelCosts(CountsBytes):
         kernels = sum(count * self.piece_time(kind, work.kind, chunk, work.alone) for kind, count in kinds.items())
         return kernels if work.kind == "R" else kernels + self.op_overhead
 
-    def message_time(self, payload: Payload) -> float:
-        same_node = self._node(payload.source) == self._node(payload.target)
-        bandwidth = self.hardware.peer_bandwidth(self._senders, same_node)
-        return self.hardware.latency + self.payload_bytes(payload) / bandwidth
+    def transfer_time(self, load: Load) -> float:
+        """Of a collective as a ring over the data-parallel and context-parallel GPUs, alone on their links; of a copy
+        the same both ways."""
+        resource, latency, nbytes = TRANSFER_KINDS[load.kind].resource, self.hardware.latency, self.size(load.contents)
+        if resource == "link":
+            source, target = load.ranks
+            same_node = self._node(source) == self._node(target)
+            return latency + nbytes / self.hardware.peer_bandwidth(self._senders, same_node)
+        if resource == "collective":
+            passed = nbytes * (load.members - 1) / load.members
+            return latency * (load.members - 1) + passed / self._data_parallel_bandwidth
+        return latency + nbytes / self.hardware.host_bandwidth(both=True)
+
+    def handling_time(self, load: Load, sends: bool) -> float:
+        """Networks and copy engines need no time of a GPU's compute."""
+        return 0.0
 
     @property
     def sharded(self) -> int:
         """GPUs that have parts of each weight."""
         return self.weight_holders if self.shards_weights else 1
-
-    def sharing_time(self, sharing: Sharing) -> float:
-        """A ring over the data-parallel and context-parallel GPUs, alone on their links."""
-        latency = self.hardware.latency * (sharing.ranks - 1)
-        return latency + self.sharing_bytes(sharing) / self._data_parallel_bandwidth
-
-    def copy_time(self, nbytes: float, inward: bool) -> float:
-        """The same both ways."""
-        return self.hardware.latency + nbytes / self.hardware.host_bandwidth(both=True)
-
-    def handling_time(self, payload: Payload, sends: bool) -> float:
-        """Networks and copy engines need no time of a GPU's compute."""
-        return 0.0
-
-    def copying_time(self, nbytes: float, inward: bool) -> float:
-        return 0.0
 
     @property
     def host_memory(self) -> float:

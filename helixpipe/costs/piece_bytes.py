@@ -12,7 +12,7 @@ from helixpipe.costs.piece_kind import Tensors
 from helixpipe.costs.piece_kinds import KINDS, Mlp
 from helixpipe.costs.saved import kept, offloaded, staying
 from helixpipe.costs.sizes import ChunkSizes
-from helixpipe.program.costs import Contents, Leaving, Payload, Sharing
+from helixpipe.program.costs import Contents, Leaving
 from helixpipe.program.stages import Piece, Segment
 from helixpipe.program.tasks import OF_WEIGHTS
 from helixpipe.program.workload import Extents
@@ -140,18 +140,6 @@ class CountsBytes:
     def chunk(self, extents: Extents, whole: float | None) -> Chunk:
         """In tokens."""
         return chunk_of(extents, whole, self._sequence()[0])
-
-    def payload_bytes(self, payload: Payload) -> float:
-        """What crosses the cut, or its gradient, in the same shapes; or a stage's weights, or their gradients."""
-        segments = (Segment(payload.pieces, False),)
-        what = Contents(payload.kind, segments, payload.extents, payload.whole, gradient_bytes=payload.gradient_bytes)
-        return self.size(what)
-
-    def sharing_bytes(self, sharing: Sharing) -> float:
-        """What each of the ranks receives, in a ring."""
-        kind = "gathered" if sharing.kind == "gather" else "made_gradients"
-        whole = self.size(Contents(kind, (Segment(sharing.pieces, False),), (), None))
-        return whole * (sharing.ranks - 1) / sharing.ranks
 
     def size(self, contents: Contents) -> float:
         if contents not in self._known_sizes:

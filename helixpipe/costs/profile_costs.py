@@ -24,9 +24,10 @@ from helixpipe.costs.measured_chunks import MeasuredChunk, MeasuredChunks
 from helixpipe.costs.models import Chunk, Layout, ModelShape
 from helixpipe.costs.piece_bytes import CountsBytes, PieceBytes
 from helixpipe.costs.sizes import GRADIENT_BYTES
-from helixpipe.program.costs import Payload, Sharing, Work
+from helixpipe.program.costs import Load, Work
 from helixpipe.program.program import OP_KINDS
 from helixpipe.program.stages import PIECE_KINDS, Piece
+from helixpipe.program.transfer import TRANSFER_KINDS
 
 VERSION = 2
 """Of the file's format. In version 1 a chunk has no number of documents, and there is one chunk: still read."""
@@ -194,33 +195,30 @@ class ProfileCosts(CountsBytes):
             once + per_byte * self.bytes.message(after, chunk) for after, (once, per_byte) in ends if after is not None
         )
 
-    def message_time(self, payload: Payload) -> float:
-        messages = self.profile.messages
-        return messages.latency + self.payload_bytes(payload) / messages.bandwidth
-
-    def sharing_time(self, sharing: Sharing) -> float:
-        """Over links like those of the messages that were measured."""
-        messages = self.profile.messages
-        return messages.latency * (sharing.ranks - 1) + self.sharing_bytes(sharing) / messages.bandwidth
-
-    def copy_time(self, nbytes: float, inward: bool) -> float:
-        """As measured; of a file that does not say, that of the hardware it was measured on. Raises UserError where
-        that is not known either."""
+    def transfer_time(self, load: Load) -> float:
+        """Of a collective over links like those of the messages that were measured. Of a copy as measured; of a file
+        that does not say, that of the hardware it was measured on. Raises UserError where that is not known either."""
+        resource, messages, nbytes = TRANSFER_KINDS[load.kind].resource, self.profile.messages, self.size(load.contents)
+        if resource == "link":
+            return messages.latency + nbytes / messages.bandwidth
+        if resource == "collective":
+            passed = nbytes * (load.members - 1) / load.members
+            return messages.latency * (load.members - 1) + passed / messages.bandwidth
         copies = self._copies
-        return copies.latency + nbytes / (copies.inward if inward else copies.out)[1]
+        return copies.latency + nbytes / (copies.inward if resource == "copy_in" else copies.out)[1]
 
-    def handling_time(self, payload: Payload, sends: bool) -> float:
-        """As an op's messages, and what weights take beside."""
-        messages, nbytes = self.profile.messages, self.payload_bytes(payload)
+    def handling_time(self, load: Load, sends: bool) -> float:
+        """As an op's messages, and what weights take beside; of a copy as measured."""
+        resource, nbytes = TRANSFER_KINDS[load.kind].resource, self.size(load.contents)
+        if resource != "link":
+            return self._copies.own[resource == "copy_in"] * nbytes
+        messages = self.profile.messages
         lines = [messages.send if sends else messages.receive]
-        if payload.kind == "weights" and sends:
+        if load.kind == "weights" and sends:
             lines.append(self.profile.weights.pack)
-        elif payload.kind == "weight_gradients" and not sends:
+        elif load.kind == "weight_gradients" and not sends:
             lines.append(self.profile.weights.add)
         return sum(once + per_byte * nbytes for once, per_byte in lines)
-
-    def copying_time(self, nbytes: float, inward: bool) -> float:
-        return self._copies.own[inward] * nbytes
 
     @cached_property
     def _copies(self) -> CopyTimes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from helixpipe.program.costs import Contents, Costs, Payload, Sharing, Work
+from helixpipe.program.costs import Contents, Costs, Load, Work
 from helixpipe.program.stages import Piece
 
 
@@ -13,7 +13,7 @@ class RememberedCosts:
 
     def __init__(self, costs: Costs):
         self._costs = costs
-        self._known: dict[Work | Payload | Contents, float] = {}
+        self._known: dict[Work | Load | Contents, float] = {}
 
     @property
     def memory_unit(self) -> str:
@@ -25,29 +25,20 @@ class RememberedCosts:
             found = self._known[work] = self._costs.op_time(work)
         return found
 
-    def message_time(self, payload: Payload) -> float:
-        found = self._known.get(payload)
+    def transfer_time(self, load: Load) -> float:
+        found = self._known.get(load)
         if found is None:
-            found = self._known[payload] = self._costs.message_time(payload)
+            found = self._known[load] = self._costs.transfer_time(load)
         return found
 
-    def sharing_time(self, sharing: Sharing) -> float:
-        return self._costs.sharing_time(sharing)
+    def handling_time(self, load: Load, sends: bool) -> float:
+        return self._costs.handling_time(load, sends)
 
     def size(self, contents: Contents) -> float:
         found = self._known.get(contents)
         if found is None:
             found = self._known[contents] = self._costs.size(contents)
         return found
-
-    def copy_time(self, nbytes: float, inward: bool) -> float:
-        return self._costs.copy_time(nbytes, inward)
-
-    def handling_time(self, payload: Payload, sends: bool) -> float:
-        return self._costs.handling_time(payload, sends)
-
-    def copying_time(self, nbytes: float, inward: bool) -> float:
-        return self._costs.copying_time(nbytes, inward)
 
     def static_memory(self, pieces: Sequence[Piece]) -> float:
         return self._costs.static_memory(pieces)

@@ -19,14 +19,13 @@ from typing import Any
 
 from helixpipe.common.errors import UserError
 from helixpipe.common.files import whole_file
-from helixpipe.draw.page_data import COLLECTIVE_KINDS, MESSAGE_KINDS, circle_data, knobs, panels_data
+from helixpipe.draw.page_data import COLLECTIVE_KINDS, MESSAGE_KINDS, circle_data, knobs, panels_data, takes_no_time
 from helixpipe.draw.style import (
     IDLE_COLOUR,
     KIND_STYLES,
     LANE_COLOUR,
     LANE_STYLES,
-    LINK_STYLES,
-    SHARING_STYLES,
+    TRANSFER_STYLES,
     scale_note,
 )
 from helixpipe.lowering.validate import CircleError
@@ -92,10 +91,8 @@ def _page(title: str, data: dict[str, Any]) -> str:
     styles = {
         "kinds": {kind: {"name": style.name, "colour": style.colour} for kind, style in KIND_STYLES.items()},
         "lanes": [{"lane": lane, "name": style.name, "colour": style.colour} for lane, style in LANE_STYLES.items()],
-        "links": [{"name": LINK_STYLES[kind].name, "colour": LINK_STYLES[kind].colour} for kind in MESSAGE_KINDS],
-        "sharing": [
-            {"name": SHARING_STYLES[kind].name, "colour": SHARING_STYLES[kind].colour} for kind in COLLECTIVE_KINDS[:2]
-        ],
+        "links": [TRANSFER_STYLES[kind]._asdict() for kind in MESSAGE_KINDS],
+        "sharing": [TRANSFER_STYLES[kind]._asdict() for kind in COLLECTIVE_KINDS if not takes_no_time(kind)],
         "lane": LANE_COLOUR,
         "idle": IDLE_COLOUR,
     }

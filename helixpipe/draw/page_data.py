@@ -7,7 +7,7 @@ in the graph: ops, messages, collectives, copies.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -22,6 +22,7 @@ from helixpipe.program.program import Op
 from helixpipe.program.stages import PIECE_KINDS
 from helixpipe.program.tasks import Buffer
 from helixpipe.program.timeline import Timeline
+from helixpipe.program.transfer import TRANSFER_KINDS, Transfer, Waited
 from helixpipe.simulate.curve import MemoryCurve, memory_curves
 from helixpipe.simulate.handling import handling_times
 from helixpipe.simulate.simulator import Simulation
@@ -30,8 +31,16 @@ from helixpipe.simulate.streams import stream_waits
 Amounts = dict[str, float]
 """How much of each rate a task takes, by the rate's name: `F attn`, `message`, `copy`, or `rest`, whose rate is 1."""
 
-MESSAGE_KINDS = ("activation", "gradient", "keys_values", "kv_gradients", "weights", "weight_gradients")
-COLLECTIVE_KINDS = ("gather", "scatter", "replica_sum")
+
+def takes_no_time(kind: str) -> bool:
+    """Whether transfers of the kind are in no timeline, since nothing in a step waits for them."""
+    return TRANSFER_KINDS[kind].waited is Waited.STEP
+
+
+MESSAGE_KINDS = [kind for kind, row in TRANSFER_KINDS.items() if row.resource == "link"]
+COLLECTIVE_KINDS = sorted(
+    (kind for kind, row in TRANSFER_KINDS.items() if row.resource == "collective"), key=takes_no_time
+)
 
 
 def panels_data(shown: Sequence[Timeline | Simulation]) -> list[dict[str, Any]]:
@@ -101,12 +110,13 @@ def _simulated(simulation: Simulation) -> dict[str, Any]:
         "messages": [
             [MESSAGE_KINDS.index(m.kind), m.source, m.target, number[m.producer], number[m.consumer]]
             for m in graph.messages
+            if m.producer is not None and m.consumer is not None
         ],
         "collectives": [
-            [COLLECTIVE_KINDS.index(c.kind), c.ranks[0], -1 if c.op is None else number[c.op], list(c.ranks)]
+            [COLLECTIVE_KINDS.index(c.kind), c.ranks[0], _number_of_op(c, number), list(c.ranks)]
             for c in graph.collectives
         ],
-        "copies": [[copy.rank, int(copy.inward), number[copy.op]] for copy in graph.copies],
+        "copies": [[c.source, int(c.resource == "copy_in"), number[c.op]] for c in graph.copies],
         "classes": classes,
         "classOf": class_of,
         "order": list(lowered.order),
@@ -163,7 +173,6 @@ def _classes(lowered: LoweredProgram, bound: BoundCosts) -> tuple[list[dict[str,
     found: dict[tuple[Any, ...], int] = {}
     classes: list[dict[str, Any]] = []
     class_of = []
-    op_time, message_time, copy_time, collective_time = bound.timers
 
     def add(time: float, amounts: Amounts) -> None:
         key = (time, *amounts.items())
@@ -176,18 +185,16 @@ def _classes(lowered: LoweredProgram, bound: BoundCosts) -> tuple[list[dict[str,
         amounts = rates.op(op)
         if more := handling.get(op, 0.0):
             amounts = amounts | {"rest": amounts.get("rest", 0.0) + more}
-        add(op_time(op) + more, amounts)
-    for message in graph.messages:
-        time = message_time(message)
-        add(time, {"message": 1.0 if rates.by_hand else time})
-    for collective in graph.collectives:
-        time = collective_time(collective)
-        rate = "message" if rates.by_hand else "sharing"
-        add(time, {} if collective.kind == "replica_sum" else {rate: 1.0 if rates.by_hand else time})
-    for copy in graph.copies:
-        time = copy_time(copy)
-        add(time, {"copy": bound.size(Buffer("offloaded", copy.rank, *copy.unit)) if rates.by_hand else time})
+        add(bound.op_time(op) + more, amounts)
+    for transfer in graph.transfers:
+        time = bound.transfer_time(transfer)
+        add(time, rates.transfer(transfer, time))
     return classes, class_of
+
+
+def _number_of_op(transfer: Transfer, number: Mapping[Op, int]) -> int:
+    """Of the op that a collective belongs to; -1 where it belongs to a stage."""
+    return -1 if transfer.producer is None and transfer.consumer is None else number[transfer.op]
 
 
 class _Rates:
@@ -204,6 +211,18 @@ class _Rates:
             for rate, amount in self._work(self.bound.work(op._replace(kind="R"))).items():
                 amounts[rate] = amounts.get(rate, 0.0) + amount
         return amounts
+
+    def transfer(self, transfer: Transfer, time: float) -> Amounts:
+        """Of a transfer that takes so long. By hand a collective takes a message's time."""
+        row = TRANSFER_KINDS[transfer.kind]
+        if takes_no_time(transfer.kind):
+            return {}
+        if row.moves == "offloaded":
+            size = self.bound.size(Buffer("offloaded", transfer.source, *transfer.unit))
+            return {"copy": size if self.by_hand else time}
+        if self.by_hand:
+            return {"message": 1.0}
+        return {"message" if row.resource == "link" else "sharing": time}
 
     def _work(self, work: Work) -> Amounts:
         if work not in self._known:

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from helixpipe.program.timeline import CopyEvent, Timeline
+from helixpipe.program.transfer import TRANSFER_KINDS
 
 
 class KindStyle(NamedTuple):
@@ -30,23 +31,13 @@ IDLE_COLOUR = "#ececec"
 LANES = ("out", "in")
 """The lanes of a rank that copies, from top to bottom: to the host, and back."""
 
-LANE_STYLES: Mapping[str, KindStyle] = MappingProxyType(
-    {"out": KindStyle("copy to the host", "#c3b1e1"), "in": KindStyle("copy back", "#e4a9c4")}
+TRANSFER_STYLES: Mapping[str, KindStyle] = MappingProxyType(
+    {kind: KindStyle(row.label, row.colour) for kind, row in TRANSFER_KINDS.items()}
 )
-LINK_STYLES: Mapping[str, KindStyle] = MappingProxyType(
-    {
-        "activation": KindStyle("activation", "#7fa6c9"),
-        "gradient": KindStyle("gradient", "#c9907b"),
-        "keys_values": KindStyle("keys and values", "#8f93c7"),
-        "kv_gradients": KindStyle("gradients of keys and values", "#c78fae"),
-        "weights": KindStyle("weights", "#a3a86b"),
-        "weight_gradients": KindStyle("weight gradients", "#6fa596"),
-    }
-)
-"""Messages in the lane of their link: as ops that make or take them, muted."""
+"""Transfers in the lane of their link, group or copy engine: as ops that make or take what they move, muted."""
 
-SHARING_STYLES: Mapping[str, KindStyle] = MappingProxyType(
-    {"gather": KindStyle("gather of weights", "#b7c98b"), "scatter": KindStyle("scatter of gradients", "#8fb9b4")}
+LANE_STYLES: Mapping[str, KindStyle] = MappingProxyType(
+    {"out": TRANSFER_STYLES["offload"], "in": TRANSFER_STYLES["fetch"]}
 )
 LANE_COLOUR = "#f6f6f6"
 """Where nothing is copied."""

@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
-from helixpipe.program.costs import Contents, Costs, Leaving, Payload, Sharing, Work
-from helixpipe.program.message import Collective, Copy, Message
+from helixpipe.program.costs import Contents, Costs, Leaving, Load, Work
 from helixpipe.program.program import Op, Program, Unit
 from helixpipe.program.stages import Activations, Piece, Segment, Stage, segments
 from helixpipe.program.tasks import OF_WEIGHTS, Buffer
+from helixpipe.program.transfer import TRANSFER_KINDS, Transfer, Waited
 from helixpipe.program.workload import Extent, Extents
 
 _NOTHING: tuple[Extents, Extents] = ((), ())
+_Likeness = tuple[str, int, int, int, bool]
 
 
 def stage_work(
@@ -43,13 +44,11 @@ def stage_work(
     return Work(kind, own.pieces, extents, whole, receives, sends)
 
 
-Timers = tuple[
-    Callable[[Op], float], Callable[[Message], float], Callable[[Copy], float], Callable[[Collective], float]
-]
+Timers = tuple[Callable[[Op], float], Callable[[Transfer], float]]
 
 
 class BoundCosts:
-    """`costs` of a program's ops, messages and buffers. Where the program has no ops yet, as of a schedule that is
+    """`costs` of a program's ops, transfers and buffers. Where the program has no ops yet, as of a schedule that is
     being made, every cut between stages is taken to lie between ranks."""
 
     def __init__(self, program: Program, costs: Costs):
@@ -65,16 +64,14 @@ class BoundCosts:
         self._recomputes = any(each.recompute for each in shared.values())
         self._op_times: dict[tuple[str, int, int], float] = {}
         self._recompute_times: dict[tuple[int, int, int], float] = {}
-        self._message_times: dict[tuple[str, int, int, int, int], float] = {}
-        self._handling_times: dict[tuple[str, Unit, bool], float] = {}
-        self._copy_times: dict[tuple[bool, float], float] = {}
-        self._sharing_times: dict[tuple[str, int], float] = {}
-        self._sizes: dict[tuple[str, int, int, int, bool], float] = {}
+        self._transfer_times: dict[tuple[str, tuple[int, ...], _Likeness], float] = {}
+        self._handling_times: dict[tuple[str, _Likeness, bool], float] = {}
+        self._sizes: dict[_Likeness, float] = {}
 
     @property
     def timers(self) -> Timers:
         """The functions for durations that `list_schedule` takes."""
-        return self.op_time, self.message_time, self.copy_time, self.collective_time
+        return self.op_time, self.transfer_time
 
     def op_time(self, op: Op) -> float:
         """Return the time of an op; a backward whose unit is recomputed without an R op takes the time of R as well."""
@@ -101,67 +98,61 @@ class BoundCosts:
         unit = op[1:]
         return op[0] in "BI" and bool(self._activations(unit).recompute) and unit not in self._explicit
 
-    def message_time(self, message: Message) -> float:
-        _, kind, _, _, source, target, _ = message
-        stage, microbatch, chunk = message.carries
-        extents = () if message.ships else self._extents[microbatch][chunk]
-        key = (kind, stage, id(extents), source, target)
-        time = self._message_times.get(key)
-        if time is None:
-            time = self._message_times[key] = self.costs.message_time(self.payload(message))
-        return time
-
-    def copy_time(self, copy: Copy) -> float:
-        key = (copy.inward, size := self.size(Buffer("offloaded", copy.rank, *copy.unit)))
-        time = self._copy_times.get(key)
-        if time is None:
-            time = self._copy_times[key] = self.costs.copy_time(size, copy.inward)
-        return time
-
-    def handling_time(self, message: Message, sends: bool) -> float:
-        """Return the compute time that the message takes on its source, or on its target, beside that of ops."""
-        if message.kind in ("activation", "gradient"):
+    def transfer_time(self, transfer: Transfer) -> float:
+        """Return the time of a transfer that has its resource alone; none where nothing in the step waits for it."""
+        _, kind, ranks, unit, _, _, _ = transfer
+        row = TRANSFER_KINDS[kind]
+        if row.waited is Waited.STEP:
             return 0.0
-        key = (message.kind, message.carries, sends)
+        key = (kind, ranks if row.resource == "link" else (), self._likeness(row.moves, *unit))
+        time = self._transfer_times.get(key)
+        if time is None:
+            time = self._transfer_times[key] = self.costs.transfer_time(self.load(kind, ranks, unit))
+        return time
+
+    def handling_time(self, transfer: Transfer, sends: bool) -> float:
+        """Return the compute time that the transfer takes on its source (sends), or on its target, beside that of
+        ops."""
+        row = TRANSFER_KINDS[transfer.kind]
+        if not row.beside_ops:
+            return 0.0
+        key = (transfer.kind, self._likeness(row.moves, *transfer.unit), sends)
         time = self._handling_times.get(key)
         if time is None:
-            time = self._handling_times[key] = self.costs.handling_time(self.payload(message), sends)
+            load = self.load(transfer.kind, transfer.ranks, transfer.unit)
+            time = self._handling_times[key] = self.costs.handling_time(load, sends)
         return time
 
-    def copying_time(self, copy: Copy) -> float:
-        """Return the compute time that the copy takes on its rank."""
-        return self.costs.copying_time(self.size(Buffer("offloaded", copy.rank, *copy.unit)), copy.inward)
-
-    def collective_time(self, collective: Collective) -> float:
-        """Return the time of a gather or scatter. A sum over replicas takes none: nothing in the step waits for it."""
-        if collective.kind == "replica_sum":
-            return 0.0
-        key = (collective.kind, collective.stage)
-        time = self._sharing_times.get(key)
-        if time is None:
-            sharing = Sharing(collective.kind, self.program.stages[collective.stage].pieces, self.program.sharded)
-            time = self._sharing_times[key] = self.costs.sharing_time(sharing)
-        return time
+    def load(self, kind: str, ranks: tuple[int, ...], unit: Unit) -> Load:
+        """What a transfer of that kind moves, which belongs to that unit."""
+        row = TRANSFER_KINDS[kind]
+        contents = self.contents(Buffer(row.moves, ranks[0], *unit))
+        assert contents is not None, f"{kind} of {unit} moves nothing"
+        members = getattr(self.program, row.group) if row.group else len(ranks)
+        return Load(kind, ranks if row.resource == "link" else (), contents, members)
 
     def size(self, buffer: Buffer) -> float:
         """Return the size of a buffer, on whichever device or host."""
         kind, _, stage, microbatch, chunk, _ = buffer
-        unit = (stage, microbatch, chunk)
-        if kind in OF_WEIGHTS:
-            key = (kind, stage, 0, 0, False)
-        elif kind in ("keys_values", "kv_gradients") and chunk < 0:
-            key = (kind, stage, id(self._rows.get(microbatch, _NOTHING)), 0, False)
-        else:
-            inside = kind == "recomputed" and unit not in self._explicit
-            key = (kind, stage, id(self._extents[microbatch][chunk]), id(self._activations(unit)), inside)
+        key = self._likeness(kind, stage, microbatch, chunk)
         size = self._sizes.get(key)
         if size is None:
             contents = self.contents(buffer)
             size = self.costs.size(contents) if contents is not None else 0.0
-            if kind == "saved" and self._activations(unit).offload:
+            if kind == "saved" and self._activations((stage, microbatch, chunk)).offload:
                 size -= self.size(buffer._replace(kind="offloaded"))
             self._sizes[key] = size
         return size
+
+    def _likeness(self, kind: str, stage: int, microbatch: int, chunk: int) -> _Likeness:
+        """What the size of a buffer depends on: of equal ones one is asked for."""
+        if kind in OF_WEIGHTS:
+            return kind, stage, 0, 0, False
+        if chunk < 0:  # keys and values of a row
+            return kind, stage, id(self._rows.get(microbatch, _NOTHING)), 0, False
+        unit = (stage, microbatch, chunk)
+        inside = kind == "recomputed" and unit not in self._explicit
+        return kind, stage, id(self._extents[microbatch][chunk]), id(self._activations(unit)), inside
 
     def work(self, op: Op) -> Work:
         """Return the work of an op, for the cost model."""
@@ -170,23 +161,14 @@ class BoundCosts:
         found = stage_work(kind, self.program.stages, stage, extents, self.whole, self._crosses_ranks, runs)
         return found._replace(alone=True) if self.program.forward_only else found
 
-    def payload(self, message: Message) -> Payload:
-        """What a message carries."""
-        _, kind, _, _, source, target, _ = message
-        stage, microbatch, chunk = message.carries
-        pieces, gradient_bytes = self.program.stages[stage].pieces, self._gradient_bytes(stage)
-        if message.ships:
-            return Payload(kind, pieces, (), self.whole, source, target, gradient_bytes)
-        if kind in ("keys_values", "kv_gradients"):
-            return Payload(kind, pieces, self._block(microbatch, chunk), self.whole, source, target)
-        return Payload(kind, pieces[:1], self._extents[microbatch][chunk], self.whole, source, target)
-
     def contents(self, buffer: Buffer) -> Contents | None:
         """What a buffer holds; None for nothing: keys and values of a row that is not cut."""
         kind, _, stage, microbatch, chunk, _ = buffer
         own, unit = self.program.stages[stage], (stage, microbatch, chunk)
         if kind in OF_WEIGHTS:
-            return Contents(kind, own.segments, (), self.whole, gradient_bytes=self._gradient_bytes(stage))
+            narrow = kind == "weight_gradients" and own.placement == "ring"
+            gradient_bytes = self.program.ring.gradient_bytes if narrow else 4
+            return Contents(kind, own.segments, (), self.whole, gradient_bytes=gradient_bytes)
         if kind in ("keys_values", "kv_gradients"):
             whole = self._rows.get(microbatch, _NOTHING)[kind == "kv_gradients"]
             extents = whole if chunk < 0 else self._block(microbatch, chunk)
@@ -213,9 +195,6 @@ class BoundCosts:
 
     def _activations(self, unit: tuple[int, ...]) -> Activations:
         return (self._own.get(unit) if self._own else None) or self._usual[unit[0]]
-
-    def _gradient_bytes(self, stage: int) -> int:
-        return self.program.ring.gradient_bytes if self.program.stages[stage].placement == "ring" else 4
 
     def _crosses_ranks(self, cut: int) -> bool:
         return not any({cut - 1, cut} <= stages for stages in self._stages_of_ranks)

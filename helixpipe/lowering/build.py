@@ -21,8 +21,8 @@ class Pass(NamedTuple):
     """A function that adds its buffers and transfers to a draft, and nothing where a program does not need it.
 
     gives: the kinds of transfers that it adds. needs: the kinds that must be there before. A pass needs what its own
-    transfers wait for; and since tasks are numbered messages first, then collectives, then copies, whoever adds a
-    collective needs all messages, and whoever adds a copy all of both.
+    transfers wait for; and since transfers are numbered as they are added, which decides between those of one time,
+    collectives come after all messages and copies after both.
     """
 
     add: Callable[[Draft], None]

@@ -14,53 +14,51 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 
 from helixpipe.lowering.index import OpIndex
-from helixpipe.program.message import Collective, Copy, Message
-from helixpipe.program.program import Op, Program
+from helixpipe.program.program import Op, Program, Unit
 from helixpipe.program.tasks import Buffer, Resource
+from helixpipe.program.transfer import TRANSFER_KINDS, Transfer
 
 
 @dataclass(frozen=True)
 class Graph:
-    """Tasks, buffers and edges of a program. Tasks are numbered: its ops first, then messages, collectives and
-    copies.
+    """Tasks, buffers and edges of a program. Tasks are numbered: its ops first, then its transfers.
 
     rank_tasks: for each rank its op tasks in program order. ranks: of each op. successors: for each task the tasks that
     wait for it (rank order is not included). num_dependencies: for each task how many tasks it waits for.
     resources: what each task runs on, as a number; `resource_table` names them, those of ranks' compute first.
 
-    buffers: all there are, by number. writes: for each task the buffers that it makes; frees: those that nobody needs
-    once it has ended (borrowed weights apart: which of their readers comes last the order says).
+    buffers: all there are, by number. writer: of each the task that makes it. writes: for each task the buffers that it
+    makes; reads: those that it waits for; frees: those that nobody needs once it has ended (borrowed weights apart:
+    which of their readers comes last the order says).
     takes, gives: for each op the buffer of the activation or gradient that crosses the cut into it, and out of it; -1
-    where there is none. saved: for each F, R, B and I the buffer of what its unit saved. sources, targets: for each
-    message the buffer it carries away, and the one it fills; -1 where these are weights of a rank's own.
+    where there is none. saved: for each F, R, B and I the buffer of what its unit saved.
     recomputes: the op tasks, B or I, that recompute what their unit needs inside; no one else asks whether they do.
-    weights_of: for each op that runs with a copy of its stage's weights, the message that brought it. sum_of: for each
-    op whose weight gradient leaves its rank, the message it leaves in.
+    weights_of: for each op that runs with a copy of its stage's weights, the transfer that brought it. sum_of: for each
+    op whose weight gradient leaves its rank, the transfer it leaves in.
     """
 
     program: Program
     ops: list[Op]
     ranks: list[int]
     rank_tasks: list[range]
-    messages: list[Message] = field(default_factory=list)
-    collectives: list[Collective] = field(default_factory=list)
-    copies: list[Copy] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
     successors: list[list[int]] = field(default_factory=list)
     num_dependencies: list[int] = field(default_factory=list)
     buffers: list[Buffer] = field(default_factory=list)
+    writer: list[int] = field(default_factory=list)
     writes: list[tuple[int, ...]] = field(default_factory=list)
+    reads: list[tuple[int, ...]] = field(default_factory=list)
     frees: list[tuple[int, ...]] = field(default_factory=list)
     takes: list[int] = field(default_factory=list)
     gives: list[int] = field(default_factory=list)
     saved: list[int] = field(default_factory=list)
-    sources: list[int] = field(default_factory=list)
-    targets: list[int] = field(default_factory=list)
     recomputes: set[int] = field(default_factory=set)
-    weights_of: dict[Op, Message] = field(default_factory=dict)
-    sum_of: dict[Op, Message] = field(default_factory=dict)
+    weights_of: dict[Op, Transfer] = field(default_factory=dict)
+    sum_of: dict[Op, Transfer] = field(default_factory=dict)
 
     @property
     def num_tasks(self) -> int:
@@ -70,41 +68,37 @@ class Graph:
     def num_ops(self) -> int:
         return len(self.ops)
 
-    def message(self, task: int) -> Message:
-        return self.messages[task - len(self.ops)]
+    def transfer(self, task: int) -> Transfer:
+        return self.transfers[task - len(self.ops)]
 
-    def collective(self, task: int) -> Collective:
-        return self.collectives[task - len(self.ops) - len(self.messages)]
+    def task(self, transfer: Transfer) -> int:
+        return len(self.ops) + transfer.number
 
-    def copy(self, task: int) -> Copy:
-        return self.copies[task - self.first_copy]
+    @cached_property
+    def messages(self) -> list[Transfer]:
+        """Those from one rank to another."""
+        return [each for each in self.transfers if each.resource == "link"]
 
-    @property
-    def first_copy(self) -> int:
-        """The number of the first task that is a copy."""
-        return len(self.ops) + len(self.messages) + len(self.collectives)
+    @cached_property
+    def collectives(self) -> list[Transfer]:
+        return [each for each in self.transfers if each.resource == "collective"]
 
-    def is_message(self, task: int) -> bool:
-        return len(self.ops) <= task < len(self.ops) + len(self.messages)
+    @cached_property
+    def copies(self) -> list[Transfer]:
+        """Those between a device and its host."""
+        return [each for each in self.transfers if each.resource in ("copy_out", "copy_in")]
 
     def resources(self) -> tuple[list[int], list[Resource]]:
         """For each task the number of what it runs on, and what these numbers mean; those of ranks' compute first."""
         table = [Resource("compute", (rank,)) for rank in range(len(self.rank_tasks))]
         numbers: dict[tuple[str, tuple[int, ...]], int] = {}
         of_task = list(self.ranks)
-
-        def add(kind: str, ranks: tuple[int, ...]) -> None:
-            number = numbers.setdefault((kind, ranks), len(table))
+        for transfer in self.transfers:
+            key = transfer.resource, transfer.ranks
+            number = numbers.setdefault(key, len(table))
             if number == len(table):
-                table.append(Resource(kind, ranks))
+                table.append(Resource(*key))
             of_task.append(number)
-
-        for message in self.messages:
-            add("link", (message.source, message.target))
-        for collective in self.collectives:
-            add("collective", collective.ranks)
-        for copy in self.copies:
-            add("copy_in" if copy.inward else "copy_out", (copy.rank,))
         return of_task, table
 
 
@@ -126,13 +120,15 @@ class Draft:
         graph.successors.extend([] for _ in graph.ops)
         graph.num_dependencies.extend([0] * graph.num_ops)
         graph.writes.extend([()] * graph.num_ops)
+        graph.reads.extend([()] * graph.num_ops)
         graph.frees.extend([()] * graph.num_ops)
         graph.takes.extend([-1] * graph.num_ops)
         graph.gives.extend([-1] * graph.num_ops)
         graph.saved.extend([-1] * graph.num_ops)
 
     def wait(self, task: int, before: int) -> None:
-        """An edge: `task` waits for `before`. For the methods below."""
+        """An edge: `task` waits for `before`. A pass asks for one itself only where it paces a transfer, or where
+        memory is used in turn; all others follow from what tasks read."""
         self.graph.successors[before].append(task)
         self.graph.num_dependencies[task] += 1
 
@@ -140,12 +136,18 @@ class Draft:
         """Add a buffer that `writer` makes and each of the readers waits for; returns its number."""
         graph, number = self.graph, len(self.graph.buffers)
         graph.buffers.append(buffer)
+        graph.writer.append(writer)
         graph.writes[writer] += (number,)
         for reader in readers:
-            self.wait(reader, writer)
+            self.read(reader, number)
         if freed_by >= 0:
             graph.frees[freed_by] += (number,)
         return number
+
+    def read(self, task: int, number: int) -> None:
+        """Have a task read a buffer, and so wait for the one that wrote it."""
+        self.graph.reads[task] += (number,)
+        self.wait(task, self.graph.writer[number])
 
     def updated(self, buffer: Buffer, tasks: Sequence[int], freed_by: int) -> int:
         """Add a buffer that tasks work on in turn, the first of which makes it."""
@@ -153,34 +155,25 @@ class Draft:
             self.wait(task, before)
         return self.buffer(buffer, tasks[0], (), freed_by)
 
-    def transfer(self, message: Message) -> int:
-        """Add a message's task; what it waits for and who for it its buffers say."""
+    def transfer(
+        self, kind: str, ranks: tuple[int, ...], unit: Unit, producer: Op | None = None, consumer: Op | None = None,
+        *, takes: Iterable[int] = (), follows: int = -1,
+    ) -> int:  # fmt: skip
+        """Add a transfer (see `Transfer`) and return its task. takes: the buffers that it reads and frees. Raises
+        ValueError for a kind that is not in `TRANSFER_KINDS`."""
+        if kind not in TRANSFER_KINDS:
+            raise ValueError(f"{kind!r} is no kind of transfer; known are {', '.join(TRANSFER_KINDS)}")
         graph = self.graph
-        graph.messages.append(message)
-        graph.sources.append(-1)
-        graph.targets.append(-1)
-        return self._task()
-
-    def collective(self, collective: Collective, after: Iterable[int]) -> int:
-        """Add a collective's task, after the ops whose results it sums up."""
-        self.graph.collectives.append(collective)
-        task = self._task()
-        for before in after:
-            self.wait(task, before)
-        return task
-
-    def copy(self, copy: Copy) -> int:
-        """Add a copy's task, which makes no edge by itself."""
-        self.graph.copies.append(copy)
-        return self._task()
-
-    def _task(self) -> int:
-        graph = self.graph
+        graph.transfers.append(Transfer(len(graph.transfers), kind, ranks, unit, producer, consumer, follows))
         graph.successors.append([])
         graph.num_dependencies.append(0)
         graph.writes.append(())
-        graph.frees.append(())
-        return len(graph.successors) - 1
+        graph.reads.append(())
+        graph.frees.append(tuple(takes))
+        task = len(graph.successors) - 1
+        for number in graph.frees[task]:
+            self.read(task, number)
+        return task
 
 
 def op_dependencies(graph: Graph) -> dict[Op, list[Op]]:

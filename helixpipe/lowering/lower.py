@@ -19,7 +19,7 @@ Weights in parts (`Program.sharded`). Pipelines that share weights out run one p
 at the same place of the list of each, and the proof holds for all their lists merged place by place.
 
 Weights that travel. The handlers of an executor need no more than the instruction and three tables of the graph, all by
-message (`Message.number`), so copies of one stage on a rank are never mixed up:
+message (`Transfer.number`), so copies of one stage on a rank are never mixed up:
 
 - RUN of an op in `Graph.weights_of` runs with the copy that message brought, any other with the rank's own parameters;
   of an op in `Graph.sum_of` the weight gradient is added to that message's sum (zero before its first op), any other's

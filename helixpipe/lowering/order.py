@@ -16,9 +16,9 @@ from math import inf
 from types import MappingProxyType
 
 from helixpipe.lowering.graph import Graph
-from helixpipe.program.message import Collective, Copy, Message
 from helixpipe.program.program import Op
 from helixpipe.program.tasks import Resource
+from helixpipe.program.transfer import Transfer
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,7 @@ class _EarliestStarts:
 def list_schedule(
     graph: Graph,
     op_time: Callable[[Op], float],
-    message_time: Callable[[Message], float],
-    copy_time: Callable[[Copy], float] = lambda copy: 0.0,
-    collective_time: Callable[[Collective], float] = lambda collective: 0.0,
+    transfer_time: Callable[[Transfer], float],
     transfer_orders: Mapping[Resource, Sequence[int]] = MappingProxyType({}),
     waits: Mapping[int, Sequence[int]] | None = None,
 ) -> TaskTimes:
@@ -99,9 +97,7 @@ def list_schedule(
     waits: for a task more tasks that wait for it, beside those of the graph.
     Tasks that can never start (a cyclic program) are absent from `order`. Time is O(n log n) in the number of tasks.
     """
-    durations = [op_time(op) for op in graph.ops] + [message_time(message) for message in graph.messages]
-    durations += [collective_time(collective) for collective in graph.collectives]
-    durations += [copy_time(copy) for copy in graph.copies]
+    durations = [*map(op_time, graph.ops), *map(transfer_time, graph.transfers)]
     run = _EarliestStarts(graph, durations, transfer_orders)
     waiting, resource, busy, freed, try_start = run.waiting, run.resource, run.busy, run.freed, run.try_start
     successors = graph.successors

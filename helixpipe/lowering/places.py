@@ -38,7 +38,7 @@ def without_holds(graph: Graph, times: TaskTimes) -> TaskTimes:
 def _late_sums(graph: Graph, times: TaskTimes) -> list[tuple[int, int]]:
     """Ops that would wait for gradients longer than the sum these are added to would for the op; with the sum."""
     late = []
-    for task, total in enumerate(graph.messages, start=graph.num_ops):
+    for task, total in enumerate(graph.transfers, start=graph.num_ops):
         if total.kind == "weight_gradients" and total.follows >= 0:
             start, came = times.start[task], times.end[graph.num_ops + total.follows]
             op = _begun(graph, times, total.source, start)

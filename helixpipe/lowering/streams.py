@@ -10,21 +10,8 @@ from collections.abc import Iterator, Sequence
 
 from helixpipe.common.errors import ProgramError
 from helixpipe.lowering.graph import Graph
-from helixpipe.lowering.project import Action, Instruction, LoweredProgram, begins
-
-_STARTS = frozenset(
-    {
-        Action.RUN,
-        Action.SEND,
-        Action.RECV,
-        Action.REDUCE,
-        Action.GATHER,
-        Action.SCATTER,
-        Action.OFFLOAD,
-        Action.FETCH,
-    }
-)
-"""The actions with which a task begins; the others wait for its end, or let go of memory."""
+from helixpipe.lowering.project import Action, Instruction, LoweredProgram
+from helixpipe.program.transfer import TRANSFER_KINDS, Waited
 
 
 def check_streams(lowered: LoweredProgram) -> None:
@@ -50,14 +37,11 @@ def check_streams(lowered: LoweredProgram) -> None:
 def _starts(graph: Graph) -> list[dict[int, Action]]:
     """For each rank the tasks that it takes part in, with the action each begins with there."""
     starts: list[dict[int, Action]] = [dict.fromkeys(tasks, Action.RUN) for tasks in graph.rank_tasks]
-    for task, message in enumerate(graph.messages, start=graph.num_ops):
-        starts[message.source][task] = Action.SEND
-        starts[message.target][task] = Action.RECV
-    for task, collective in enumerate(graph.collectives, start=graph.num_ops + len(graph.messages)):
-        for rank in collective.ranks:
-            starts[rank][task] = begins(collective)
-    for task, copy in enumerate(graph.copies, start=graph.first_copy):
-        starts[copy.rank][task] = begins(copy)
+    for task, transfer in enumerate(graph.transfers, start=graph.num_ops):
+        for rank in transfer.ranks:
+            starts[rank][task] = Action.START
+        if transfer.resource == "link":
+            starts[transfer.source][task], starts[transfer.target][task] = Action.SEND, Action.RECV
     return starts
 
 
@@ -68,33 +52,29 @@ def _faults(
     there: set[int] = set()
     coming: set[int] = set()
     last = -1
-    for place, (action, op, message, _, task) in enumerate(stream):
-        if action in _STARTS:
-            if expected.pop(task, None) is not action or position[task] <= last:
-                yield f"instruction {place}: {stream[place]} is not at its place in the one order"
-            last = position[task]
-        needed = -1
-        if action is Action.RUN:
-            assert op is not None
-            needed = graph.saved[task] if op.kind != "F" and graph.saved[task] not in there else graph.takes[task]
-        elif action is Action.SEND:
-            assert message is not None
-            # Borrowed weights may be passed on while they are still on their way in.
-            passed_on = message.kind == "weights" and message.follows >= 0
-            needed = -1 if passed_on else graph.sources[message.number]
-        elif action is Action.RECV:
-            coming.add(task)
-        elif action is Action.WAIT:
-            assert message is not None
+    for place, (action, _, transfer, task) in enumerate(stream):
+        if action is Action.FREE:
+            continue
+        row = TRANSFER_KINDS[transfer.kind] if transfer is not None else None
+        if action is Action.WAIT:
             if task not in coming:
-                yield f"instruction {place}: {stream[place]} has no RECV before it, or comes a second time"
+                yield f"instruction {place}: {stream[place]} has no RECV or START before it, or comes a second time"
             coming.discard(task)
-            there.add(graph.targets[message.number])
-        if needed >= 0 and needed not in there:
-            yield f"instruction {place}: {stream[place]} needs {graph.buffers[needed]}, which is not there yet"
-        if action is Action.RUN:
             there.update(graph.writes[task])
+            continue
+        if expected.pop(task, None) is not action or position[task] <= last:
+            yield f"instruction {place}: {stream[place]} is not at its place in the one order"
+        last = position[task]
+        # What is passed on may still be on its way in, and a copy waits itself for the one that it brings back.
+        if action in (Action.RUN, Action.SEND) and not (row is not None and row.passed_on):
+            missing = next((number for number in graph.reads[task] if number not in there), -1)
+            if missing >= 0:
+                yield f"instruction {place}: {stream[place]} needs {graph.buffers[missing]}, which is not there yet"
+        if row is None or row.waited is Waited.USERS:
+            there.update(graph.writes[task])
+        elif action is not Action.SEND and row.waited is not Waited.STEP:
+            coming.add(task)
     for task, action in expected.items():
         yield f"{action.value} of task {task} is missing"
     for task in coming:
-        yield f"{graph.message(task)} is received and never waited for"
+        yield f"{graph.transfer(task)} is never waited for"

@@ -32,34 +32,6 @@ class Work(NamedTuple):
     alone: bool = False
 
 
-class Payload(NamedTuple):
-    """The content of a message, and the pipeline ranks that it travels between.
-
-    kind: `activation`, `gradient`, `keys_values`, `kv_gradients`, `weights` or `weight_gradients`. pieces: of the first
-    two the one piece after the cut, of the others the stage's. gradient_bytes: of an element of a weight's gradient.
-    extents, whole: as of `Work`; of weights there are none.
-    """
-
-    kind: str
-    pieces: tuple[Piece, ...]
-    extents: Extents
-    whole: float | None
-    source: int
-    target: int
-    gradient_bytes: int = 4
-
-
-class Sharing(NamedTuple):
-    """A collective of the data-parallel ranks among which weights are sharded.
-
-    kind: `gather`, of the weights of these pieces, or `scatter`, of their gradients. ranks: how many have parts.
-    """
-
-    kind: str
-    pieces: tuple[Piece, ...]
-    ranks: int
-
-
 class Leaving(NamedTuple):
     """The part of a unit's saved tensors that is offloaded.
 
@@ -80,8 +52,8 @@ class Contents(NamedTuple):
     kind: one of `tasks.BUFFER_KINDS`. segments: of the unit's stage (of `activation` and `gradient` one with the one
     piece after the cut). extents, whole: as of `Work`; of `keys_values` one extent, the tokens of the row or block, and
     of `kv_gradients` one with those that have gradients to sum. in_backward: of `recomputed`, whether it is made run by
-    run inside the backward, where the most at a time counts, and not all of it by an R before. gradient_bytes: as of
-    `Payload`. leaving: of `offloaded`, which part of what the segments save.
+    run inside the backward, where the most at a time counts, and not all of it by an R before. gradient_bytes: of
+    an element of a weight's gradient. leaving: of `offloaded`, which part of what the segments save.
     """
 
     kind: str
@@ -93,15 +65,27 @@ class Contents(NamedTuple):
     leaving: Leaving | None = None
 
 
+class Load(NamedTuple):
+    """What a transfer moves, by which a cost model knows its time.
+
+    kind: a key of `transfer.TRANSFER_KINDS`. ranks: of a link the two pipeline ranks that it goes between. contents: of
+    the buffer that moves; of a collective the whole of which each member has, or gets, a part. members: of a
+    collective's group.
+    """
+
+    kind: str
+    ranks: tuple[int, ...]
+    contents: Contents
+    members: int = 1
+
+
 class Costs(Protocol):
     """Times in one unit, whatever it is, and memory in one unit.
 
-    op_time: of an op alone; recomputation inside a backward is asked for as R. message_time: of a message on a link
-    that carries nothing else. sharing_time: of a gather of weights or a scatter of gradients. copy_time: of a copy of
-    so much, in the unit of memory, from the device to its host or (inward) back, with both directions in use.
-    handling_time, copying_time: how long sending (or receiving) a message with weights or keys and values, and making a
-    copy, keep the rank itself from computing; what those of activations and gradients take is in op_time. size: of
-    a buffer; 0 where the unit of memory does not count its kind. static_memory: all that a rank that holds these pieces
+    op_time: of an op alone; recomputation inside a backward is asked for as R. transfer_time: of a transfer whose link,
+    group or copy engine has nothing else to do (copies with both directions in use). handling_time: how long sending
+    (or receiving) it, or making a copy, keeps the rank itself from computing beside what is in op_time. size: of a
+    buffer; 0 where the unit of memory does not count its kind. static_memory: all that a rank that holds these pieces
     has at all times (weights, gradients, optimizer; 0 where unknown). static_host_memory: what of that is in its host's
     memory instead.
     """
@@ -111,15 +95,9 @@ class Costs(Protocol):
 
     def op_time(self, work: Work) -> float: ...
 
-    def message_time(self, payload: Payload) -> float: ...
+    def transfer_time(self, load: Load) -> float: ...
 
-    def sharing_time(self, sharing: Sharing) -> float: ...
-
-    def copy_time(self, nbytes: float, inward: bool) -> float: ...
-
-    def handling_time(self, payload: Payload, sends: bool) -> float: ...
-
-    def copying_time(self, nbytes: float, inward: bool) -> float: ...
+    def handling_time(self, load: Load, sends: bool) -> float: ...
 
     def size(self, contents: Contents) -> float: ...
 

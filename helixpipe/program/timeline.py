@@ -14,6 +14,7 @@ from helixpipe.common.json_values import parse_json
 from helixpipe.common.ranges import MOST_RANKS
 from helixpipe.program.program import Op
 from helixpipe.program.text import parse_cell
+from helixpipe.program.transfer import Transfer
 
 BUBBLE = (
     "bubble: the share of the ranks' time, from the start of a step to the end of all its ops and transfers, in which "
@@ -74,6 +75,27 @@ class SharingEvent(NamedTuple):
     op: Op
     start: float
     end: float
+
+
+@dataclass
+class TransferEvents:
+    """The events of transfers, by the list of a timeline that they stand in."""
+
+    messages: list[MessageEvent] = field(default_factory=list)
+    copies: list[CopyEvent] = field(default_factory=list)
+    sharing: list[SharingEvent] = field(default_factory=list)
+
+    def add(self, transfer: Transfer, start: float, end: float) -> None:
+        """Add a transfer; one that belongs to no op, a sum over replicas, has no event."""
+        kind, ranks, producer, consumer = transfer.kind, transfer.ranks, transfer.producer, transfer.consumer
+        if producer is None and consumer is None:
+            return
+        if producer is not None and consumer is not None:
+            self.messages.append(MessageEvent(kind, transfer.source, transfer.target, producer, consumer, start, end))
+        elif transfer.resource == "collective":
+            self.sharing += [SharingEvent(rank, kind, transfer.op, start, end) for rank in ranks]
+        else:
+            self.copies.append(CopyEvent(ranks[0], transfer.resource == "copy_in", transfer.op, start, end))
 
 
 @dataclass(frozen=True)

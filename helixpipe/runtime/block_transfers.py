@@ -9,8 +9,8 @@ from torch import Tensor
 
 from helixpipe.model.kv_blocks import KeyValueBlocks
 from helixpipe.model.kv_store import KeyValueStore
-from helixpipe.program.message import Message
-from helixpipe.runtime.step import PlannedOp, PlanOnRank, Step
+from helixpipe.program.transfer import Transfer
+from helixpipe.runtime.step import Incoming, PlannedOp, PlanOnRank, Step
 
 
 class BlockTransfers:
@@ -24,24 +24,26 @@ class BlockTransfers:
         assert isinstance(self._any_store, KeyValueBlocks)
         return self._any_store
 
-    def type_of(self, message: Message, dtype: torch.dtype) -> torch.dtype:
-        """Of what a message carries. dtype: of hidden states."""
-        return self._store.gradient_type(dtype) if message.kind == "kv_gradients" else dtype
+    def expected(self, message: Transfer, incoming: Incoming | None) -> tuple[Sequence[torch.Size], torch.dtype]:
+        """Shapes and type of what a message brings, whose hidden states have the type of `incoming`."""
+        assert incoming is not None
+        of_gradients = message.kind == "kv_gradients"
+        return incoming.shapes, self._store.gradient_type(incoming.dtype) if of_gradients else incoming.dtype
 
-    def carried(self, message: Message) -> tuple[Tensor, ...]:
+    def carried(self, message: Transfer) -> tuple[Sequence[Tensor], None]:
         """Return the tensors that a message takes to another rank; sums of gradients leave the store."""
         get = self._store.get if message.kind == "keys_values" else self._store.take_gradients
-        return tuple(tensor for place in self._places(message) for tensor in get(*place) or ())
+        return tuple(tensor for place in self._places(message) for tensor in get(*place) or ()), None
 
-    def take_in(self, message: Message, tensors: Sequence[Tensor]) -> None:
+    def take_in(self, message: Transfer, tensors: Sequence[Tensor]) -> None:
         """Store the blocks, or add up the gradients, that a message has brought."""
         put = self._store.put if message.kind == "keys_values" else self._store.add_gradients
         for number, place in enumerate(self._places(message)):
             put(*place, tensors[2 * number], tensors[2 * number + 1])
 
-    def _places(self, message: Message) -> list[tuple[int, int, int]]:
+    def _places(self, message: Transfer) -> list[tuple[int, int, int]]:
         """The (microbatch, layer, first row) of the blocks, or sums of gradients, that a message carries."""
-        unit = message.carries
+        unit = message.unit
         first = self._plan.first_row(unit, self._step.seq_length)
         return [(unit.microbatch, layer, first) for layer in self._plan.layers(unit.stage)]
 

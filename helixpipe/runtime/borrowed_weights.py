@@ -17,9 +17,9 @@ from torch import Tensor
 
 from helixpipe.lowering.graph import Graph
 from helixpipe.model.linear import WeightGradients, add_gradient
-from helixpipe.program.message import Message
 from helixpipe.program.program import Op
 from helixpipe.program.stages import Piece
+from helixpipe.program.transfer import Transfer
 from helixpipe.runtime.weights import StageWeights
 
 
@@ -65,7 +65,7 @@ class BorrowedWeights:
             self.shell = self._shell(tuple(p for stage in sorted(self.stages) for p in program.stages[stage].pieces))
         self._joins = {m.follows: m for m in graph.messages if m.kind == "weight_gradients" and m.follows >= 0}
         sent = (m for m in graph.messages if m.kind == "weights" and m.source == self._rank and m.follows < 0)
-        self._sends = Counter(message.producer.stage for message in sent)
+        self._sends = Counter(message.unit.stage for message in sent)
 
     def _shell(self, pieces: tuple[Piece, ...]) -> ModelWithWeights:
         """Modules without weights of their own, made once for the same pieces."""
@@ -75,10 +75,10 @@ class BorrowedWeights:
                 weight.register_post_accumulate_grad_hook(self._add_to_sum)
         return self._shells[pieces]
 
-    def payload(self, message: Message) -> tuple[torch.Size, torch.dtype]:
+    def payload(self, message: Transfer) -> tuple[torch.Size, torch.dtype]:
         """Shape and type of a message with weights or gradients. Gradients are summed in float32, or in the weights'
         type where that is wider, or in bfloat16 where a ring's are to be."""
-        stage, dtype = message.producer.stage, self._own.payload_dtype
+        stage, dtype = message.unit.stage, self._own.payload_dtype
         if message.kind == "weight_gradients":
             ring = self._plan.program.stages[stage].placement == "ring"
             narrow = ring and self._plan.program.ring.gradient_bytes == 2
@@ -87,7 +87,7 @@ class BorrowedWeights:
 
     # ------------------------------------------------------------------------------------------------ at the copies
 
-    def put(self, message: Message, flat: Tensor) -> None:
+    def put(self, message: Transfer, flat: Tensor) -> None:
         """Weights have come."""
         self._copies[message.number] = flat
 
@@ -96,10 +96,10 @@ class BorrowedWeights:
         """Weights that have come and are here, a flat tensor for each stage and copy."""
         return list(self._copies.values())
 
-    def drop(self, message: Message) -> None:
+    def drop(self, message: Transfer) -> None:
         """Let go of weights that have come."""
         del self._copies[message.number]
-        stage = message.consumer.stage
+        stage = message.unit.stage
         if self._bound.get(stage) == message.number:
             del self._bound[stage]
             for weight in self._weights(stage):
@@ -131,9 +131,9 @@ class BorrowedWeights:
                 self._shell_gradients().put_off_sum(weight, gradient)
                 weight.main_grad = None  # type: ignore[attr-defined]
 
-    def take_sum(self, message: Message) -> Tensor:
+    def take_sum(self, message: Transfer) -> Tensor:
         """What the ops have added up, and what came to be added; it leaves in this message."""
-        for weight in self._weights(message.producer.stage):
+        for weight in self._weights(message.unit.stage):
             weight.main_grad = None  # type: ignore[attr-defined]  # a view of it, or of a sum that `prepare` puts back
         return self._sums.pop(message.number)
 
@@ -167,13 +167,13 @@ class BorrowedWeights:
         return flat
 
     @torch.no_grad()
-    def add(self, message: Message, flat: Tensor) -> None:
+    def add(self, message: Transfer, flat: Tensor) -> None:
         """Gradients have come: add them to the sum that leaves next, or at the owner to its own gradients."""
         following = self._joins.get(message.number)
         if following is not None:
             self._sums[following.number].add_(flat)
             return
-        stage = message.producer.stage
+        stage = message.unit.stage
         weights = self._weights(stage)
         with self._gathered(stage, "W"):
             for weight, gradient in zip(weights, _views(flat, weights), strict=True):

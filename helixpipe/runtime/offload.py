@@ -1,8 +1,8 @@
-"""Activations that leave the device after a unit's forward and are back before its backward (OFFLOAD to BACK).
+"""Activations that leave the device after a unit's forward and are back before its backward.
 
 While an F runs whose unit offloads, every tensor that autograd saves is kept as a `SavedTensor`: where it lies in which
 storage. The storages that the unit is the first to save, and whose pieces are to leave, are copied to the host's
-memory; when the copy has ended (GONE) nothing here refers to them any more, and their memory is free unless somebody
+memory; when the copy has ended nothing here refers to them any more, and their memory is free unless somebody
 else uses it. Before the backward they come back in memory of their own, and autograd, when it asks, finds its tensors
 there. So whatever else may use a storage, no one ever sees it change: what is moved wrongly costs memory, never a wrong
 number.
@@ -26,13 +26,10 @@ import torch
 from torch import Tensor
 
 from helixpipe.costs.saved import leaving_share
-from helixpipe.lowering.graph import Graph
-from helixpipe.lowering.project import Action, Instruction
 from helixpipe.program.program import Unit
 from helixpipe.program.stages import Piece
 from helixpipe.runtime.arena import HostAllocation, HostArena
 from helixpipe.runtime.copies import CopyEngine, Copying, Timed
-from helixpipe.runtime.recording import Recorder
 from helixpipe.runtime.segments import SegmentGraph
 
 
@@ -173,31 +170,6 @@ class KeepsConstants(Protocol):
     """A model that keeps tensors of its own on the device, which its units save as well."""
 
     def constants(self) -> Iterable[Tensor]: ...
-
-
-class StepCopies:
-    """The handlers of copies in one step: of each instruction, what it does with the unit of its copy."""
-
-    def __init__(self, offloader: Offloader, graph: Graph, recorder: Recorder | None):
-        self._graph, self._recorder = graph, recorder
-        mark = recorder.mark if recorder is not None else None
-        self.actions: dict[Action, Callable[[Instruction], None]] = {
-            Action.OFFLOAD: lambda each: offloader.offload(self._unit(each), each.task, mark),
-            Action.GONE: lambda each: self._held_up(offloader.gone, each),
-            Action.FETCH: lambda each: offloader.fetch(self._unit(each), each.task, mark),
-            Action.BACK: lambda each: self._held_up(offloader.back, each),
-        }
-
-    def _unit(self, instruction: Instruction) -> Unit:
-        return self._graph.copy(instruction.task).unit
-
-    def _held_up(self, wait: Callable[[Unit], None], instruction: Instruction) -> None:
-        """Wait for a copy; with a recorder, know for how long."""
-        recorder = self._recorder
-        start = recorder.mark() if recorder is not None else None
-        wait(self._unit(instruction))
-        if recorder is not None:
-            recorder.held_up(start)
 
 
 class _KeyedStorage(NamedTuple):

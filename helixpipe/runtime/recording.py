@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from helixpipe.lowering.project import LoweredProgram
-from helixpipe.program.message import Message
 from helixpipe.program.program import Op
-from helixpipe.program.timeline import CopyEvent, MessageEvent, OpEvent, Timeline
+from helixpipe.program.timeline import OpEvent, Timeline, TransferEvents
+from helixpipe.program.transfer import Transfer
 from helixpipe.runtime.copies import Timed
 
 
@@ -103,11 +103,11 @@ class Recorder:
         self._ops.append((op, start, self.mark()))
         self._before_op = None
 
-    def sent(self, message: Message) -> None:
+    def sent(self, message: Transfer) -> None:
         """A message may leave when the device gets here."""
         self._sent.append((message.number, self.mark()))
 
-    def arrived(self, message: Message) -> None:
+    def arrived(self, message: Transfer) -> None:
         """A message has been waited for."""
         self._arrived.append((message.number, self.mark()))
         if self._before_op is not None:
@@ -157,21 +157,15 @@ def merge_records(lowered: LoweredProgram, records: Sequence[Record], title: str
         for rank, record in enumerate(records)
         for op, start, end in record.ops
     ]
-    messages = []
+    moved = TransferEvents()
     for message in lowered.messages:
         sent = records[message.source].sent.get(message.number)
         arrived = records[message.target].arrived.get(message.number)
         if sent is not None and arrived is not None:
             start, end = sent - zeros[message.source], arrived - zeros[message.target]
-            messages.append(
-                MessageEvent(
-                    message.kind, message.source, message.target, message.producer, message.consumer,
-                    start, max(start, end),
-                )
-            )  # fmt: skip
-    copies = []
-    for task, copy in enumerate(lowered.graph.copies, start=lowered.graph.first_copy):
-        if task in records[copy.rank].copies:
-            start, end = (time - zeros[copy.rank] for time in records[copy.rank].copies[task])
-            copies.append(CopyEvent(copy.rank, copy.inward, copy.op, start, end))
-    return Timeline(title, lowered.program.num_ranks, ops, messages, "s", copies)
+            moved.add(message, start, max(start, end))
+    for copy in lowered.graph.copies:
+        if (task := lowered.graph.task(copy)) in records[copy.source].copies:
+            start, end = (time - zeros[copy.source] for time in records[copy.source].copies[task])
+            moved.add(copy, start, end)
+    return Timeline(title, lowered.program.num_ranks, ops, moved.messages, "s", moved.copies)

@@ -16,9 +16,9 @@ from helixpipe.costs.saved import staying
 from helixpipe.lowering.project import Action, Instruction, LoweredProgram
 from helixpipe.model import Microbatch, UnitContext
 from helixpipe.model.linear import WeightGradients
-from helixpipe.program.message import Message
 from helixpipe.program.program import Op, Unit
 from helixpipe.program.stages import Activations, Piece, Segment, segments
+from helixpipe.program.transfer import Transfer
 from helixpipe.program.workload import Workload
 from helixpipe.runtime.offload import Offloading
 
@@ -103,9 +103,9 @@ class PlannedOp(NamedTuple):
 
 
 class Incoming(NamedTuple):
-    """The receive of an activation or gradient: one tensor of each shape."""
+    """The receive of a message that belongs to a unit: one tensor of each shape."""
 
-    message: Message
+    transfer: Transfer
     shapes: tuple[torch.Size, ...]
     dtype: torch.dtype
 
@@ -117,14 +117,16 @@ Subject = PlannedOp | Incoming | Instruction
 class PlanOnRank:
     """A lowered program as one rank runs it, step after step: what follows from it and from a step's sizes.
 
-    stream: the rank's instructions. last: of each stage whose weights are here, the op after which nothing adds to
-    their gradients.
+    stream: the rank's instructions. leaving: the buffers that messages take away. last: of each stage whose weights are
+    here, the op after which nothing adds to their gradients.
     """
 
     def __init__(self, lowered: LoweredProgram, rank: int):
         self.lowered, self.program, self.graph, self.rank = lowered, lowered.program, lowered.graph, rank
         self.stream = lowered.streams[rank]
-        self._leaving = frozenset(self.graph.sources)
+        self.leaving = frozenset(
+            number for each in self.graph.messages for number in self.graph.reads[self.graph.task(each)]
+        )
         own = [op for op in self.program.ranks[rank] if self.program.stages[op.stage].owner is None]
         self.last = frozenset({op.stage: op for op in own if op.kind in "BW"}.values())
         self._borrowed = frozenset(self.program.copied_stages(rank))
@@ -146,11 +148,11 @@ class PlanOnRank:
         return self._subjects[sizes]
 
     def _subject(self, instruction: Instruction, model: Model, step: Step) -> Subject:
-        action, op, message, _, task = instruction
+        action, op, transfer, task = instruction
         if action is Action.RUN and op is not None:
             return self._planned(op, task, step.seq_length)
-        if action is Action.RECV and message is not None and not message.ships:
-            return Incoming(message, *self._payload(message, model, step))
+        if action is Action.RECV and transfer is not None and not transfer.of_stage:
+            return Incoming(transfer, *self._payload(transfer, model, step))
         return instruction
 
     def _planned(self, op: Op, task: int, seq_length: int) -> PlannedOp:
@@ -166,7 +168,7 @@ class PlanOnRank:
             takes=graph.takes[task],
             gives=graph.gives[task],
             saved=graph.saved[task],
-            leaves=graph.gives[task] in self._leaving,
+            leaves=graph.gives[task] in self.leaving,
             first=op.stage == 0,
             last=op.stage == len(self.program.stages) - 1,
             borrowed=op.stage in self._borrowed,
@@ -213,7 +215,7 @@ class PlanOnRank:
     @cached_property
     def copies(self) -> bool:
         """Whether this rank copies activations to its host."""
-        return any(copy.rank == self.rank for copy in self.graph.copies)
+        return any(copy.source == self.rank for copy in self.graph.copies)
 
     def segments(self, unit: Unit) -> tuple[Segment, ...]:
         """Those of the unit's stage, by what becomes of the unit's activations."""
@@ -223,17 +225,16 @@ class PlanOnRank:
             self._segments[key] = segments(self.program.stages[unit.stage].pieces, activations)
         return self._segments[key]
 
-    def _payload(self, message: Message, model: Model, step: Step) -> tuple[tuple[torch.Size, ...], torch.dtype]:
+    def _payload(self, message: Transfer, model: Model, step: Step) -> tuple[tuple[torch.Size, ...], torch.dtype]:
         """Shapes and type of an activation or gradient. A gradient has the shapes of what it is the gradient of: what
         crossed the cut after the consumer's stage."""
-        carried = message.carries
-        stage = message.producer.stage if message.kind == "activation" else message.consumer.stage
-        length = self._workload(step.seq_length).tokens(carried.microbatch)[carried.chunk]
-        if message.of_keys_values:
-            layers = self.layers(carried.stage)
+        unit = message.unit
+        length = self._workload(step.seq_length).tokens(unit.microbatch)[unit.chunk]
+        if message.kind in ("keys_values", "kv_gradients"):
+            layers = self.layers(unit.stage)
             _, key, value, _ = model.payload_shapes(Piece("qkv", layers[0]), step.micro_batch_size, length)
             return (key, value) * len(layers), model.payload_dtype
-        after = self.program.stages[stage].pieces[-1]
+        after = self.program.stages[unit.stage - (message.kind == "activation")].pieces[-1]
         place = after, step.micro_batch_size, length
         if place not in self._shapes:
             self._shapes[place] = model.payload_shapes(*place)

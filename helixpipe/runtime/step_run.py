@@ -7,7 +7,7 @@ run in chunks lie in a store, borrowed weights and sums of their gradients with 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, cast
 
 import torch
@@ -20,13 +20,15 @@ from helixpipe.model.device import device
 from helixpipe.model.kv_blocks import KeyValueBlocks, UnitBlocks
 from helixpipe.model.kv_store import KeyValueStore, UnitKeyValues
 from helixpipe.program.stages import Piece
+from helixpipe.program.transfer import TRANSFER_KINDS
 from helixpipe.runtime.block_transfers import BlockTransfers
 from helixpipe.runtime.borrowed_weights import BorrowedWeights
-from helixpipe.runtime.offload import KeepsConstants, Offloader, StepCopies, UnitSaving
+from helixpipe.runtime.offload import KeepsConstants, Offloader, UnitSaving
 from helixpipe.runtime.recording import Clock, Recorder
 from helixpipe.runtime.run_ahead import RunAhead
 from helixpipe.runtime.segments import SegmentGraph, fill_inputs, gradient, leaves, release_inputs, roots, split
 from helixpipe.runtime.step import Incoming, LossSum, Model, PlannedOp, PlanOnRank, Step
+from helixpipe.runtime.traffic import CrossingMessages, MessageHandler, WeightMessages, copies, weight_collectives
 from helixpipe.runtime.transport import Receipt, Transport
 from helixpipe.runtime.weights import StageWeights
 from helixpipe.watch.position import Position
@@ -66,19 +68,24 @@ class StepRun:
         self.blocks = BlockTransfers(executor.keys_values, plan, step)
         self.recorder = Recorder(Clock(device())) if record else None
         self._actions: dict[Action, Callable[[Any], None]] = {
-            Action.RECV: self._receive,
-            Action.WAIT: self._wait,
             Action.RUN: self._run,
             Action.SEND: self._send,
-            Action.REDUCE: self._reduce,
-            Action.GATHER: self._share(executor.weights.start_gathering),
-            Action.SCATTER: self._share(executor.weights.start_scattering),
-            Action.SCATTERED: self._share(executor.weights.finish_scattering),
+            Action.RECV: self._receive,
+            Action.START: self._start,
+            Action.WAIT: self._wait,
             Action.FREE: self._free,
         }
+        crossing, weights = CrossingMessages(self.buffers, self.graph), WeightMessages(self.borrowed)
+        self._messages: dict[str, MessageHandler] = {
+            **dict.fromkeys(("activation", "gradient"), crossing),
+            **dict.fromkeys(("keys_values", "kv_gradients"), self.blocks),
+            **dict.fromkeys(("weights", "weight_gradients"), weights),
+        }
+        stages = plan.program.stages
+        self._started = dict(weight_collectives(executor.weights, lambda stage: stages[stage].pieces))
         if plan.copies:
             assert executor.offloader is not None
-            self._actions |= StepCopies(executor.offloader, self.graph, self.recorder).actions
+            self._started |= copies(executor.offloader, self.graph, self.recorder)
         self._ops: dict[str, Callable[[PlannedOp], None]] = {
             "F": self._forward,
             "B": self._backward,
@@ -116,68 +123,43 @@ class StepRun:
     # ------------------------------------------------------------------------------------------------- instructions
 
     def _receive(self, subject: Incoming | Instruction) -> None:
-        message = subject.message
+        message, incoming = subject.transfer, subject if isinstance(subject, Incoming) else None
         assert message is not None
-        if isinstance(subject, Incoming):
-            shapes, dtype = subject.shapes, self.blocks.type_of(message, subject.dtype)
-        else:
-            size, dtype = self.borrowed.payload(message)
-            shapes = (size,)
+        shapes, dtype = self._messages[message.kind].expected(message, incoming)
         self.receipts[message.number] = self.transport.receive(shapes, dtype, message.source, message.number)
 
-    def _wait(self, instruction: Instruction) -> None:
-        message = instruction.message
-        assert message is not None
-        if message.kind == "weights":  # its receipt stays: it may be passed on
-            self.borrowed.put(message, self.receipts[message.number].wait()[0])
-        else:
-            tensors = self.receipts.pop(message.number).wait()
-            if message.kind == "weight_gradients":
-                self.borrowed.add(message, tensors[0])
-            elif message.of_keys_values:
-                self.blocks.take_in(message, tensors)
-            else:
-                self.buffers[self.graph.targets[message.number]] = tensors
-        if self.recorder is not None:
-            self.recorder.arrived(message)
-
     def _send(self, instruction: Instruction) -> None:
-        message = instruction.message
+        message = instruction.transfer
         assert message is not None
         if self.recorder is not None:
             self.recorder.sent(message)
-        if message.kind == "weights" and message.follows >= 0:
+        if message.follows >= 0 and TRANSFER_KINDS[message.kind].passed_on:
             self.transport.pass_on(self.receipts[message.follows], message.target, message.number)
-            return
-        since = None
-        if message.kind == "weights":
-            tensors: tuple[Tensor, ...] = (self.borrowed.pack(message.producer.stage),)
-        elif message.kind == "weight_gradients":
-            tensors = (self.borrowed.take_sum(message),)
-        elif message.of_keys_values:
-            tensors = self.blocks.carried(message)
         else:
-            tensors, since = self.buffers.pop(self.graph.sources[message.number])
-        self.transport.send(tensors, message.target, message.number, since)
+            tensors, since = self._messages[message.kind].carried(message)
+            self.transport.send(tensors, message.target, message.number, since)
 
-    def _share(self, what: Callable[[Sequence[Piece]], None]) -> Callable[[Instruction], None]:
-        """A handler that asks this of the weights of a collective's stage."""
+    def _start(self, instruction: Instruction) -> None:
+        assert instruction.transfer is not None
+        self._started[instruction.transfer.kind].start(instruction.transfer)
 
-        def handle(instruction: Instruction) -> None:
-            assert instruction.collective is not None
-            what(self.plan.program.stages[instruction.collective.stage].pieces)
-
-        return handle
-
-    def _reduce(self, instruction: Instruction) -> None:
-        collective = instruction.collective
-        assert collective is not None
-        self.executor.weights.sum_replicas(self.plan.program.stages[collective.stage].pieces)
+    def _wait(self, instruction: Instruction) -> None:
+        transfer = instruction.transfer
+        assert transfer is not None
+        if transfer.kind in self._started:
+            self._started[transfer.kind].wait(transfer)
+            return
+        receipt = self.receipts[transfer.number]
+        if not TRANSFER_KINDS[transfer.kind].passed_on:
+            del self.receipts[transfer.number]
+        self._messages[transfer.kind].take_in(transfer, receipt.wait())
+        if self.recorder is not None:
+            self.recorder.arrived(transfer)
 
     def _free(self, instruction: Instruction) -> None:
-        if instruction.message is not None:
-            self.borrowed.drop(instruction.message)
-            del self.receipts[instruction.message.number]
+        if instruction.transfer is not None:
+            self.borrowed.drop(instruction.transfer)
+            del self.receipts[instruction.transfer.number]
         else:
             for number in self.graph.frees[instruction.task]:
                 self.buffers.pop(number, None)

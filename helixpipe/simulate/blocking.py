@@ -15,9 +15,9 @@ from heapq import heappop, heappush
 
 from helixpipe.lowering.graph import Graph
 from helixpipe.lowering.order import TaskTimes
-from helixpipe.program.message import Collective, Copy, Message
 from helixpipe.program.program import Op
 from helixpipe.program.tasks import Resource
+from helixpipe.program.transfer import Transfer
 
 _TIE = 1 + 1e-12
 """Tasks that end within this factor of a time end together: what follows from one is known when the others' ranks
@@ -27,9 +27,7 @@ start something."""
 def blocking_schedule(
     graph: Graph,
     op_time: Callable[[Op], float],
-    message_time: Callable[[Message], float],
-    copy_time: Callable[[Copy], float],
-    collective_time: Callable[[Collective], float],
+    transfer_time: Callable[[Transfer], float],
     transfer_orders: Mapping[Resource, Sequence[int]],
     waits: Mapping[int, Sequence[int]],
 ) -> TaskTimes:
@@ -37,9 +35,7 @@ def blocking_schedule(
 
     transfer_orders: of copy engines and groups, their tasks in order. waits: for a task more tasks that wait for it.
     """
-    durations = [op_time(op) for op in graph.ops] + [message_time(message) for message in graph.messages]
-    durations += [collective_time(collective) for collective in graph.collectives]
-    durations += [copy_time(copy) for copy in graph.copies]
+    durations = [*map(op_time, graph.ops), *map(transfer_time, graph.transfers)]
     return _BlockingSimulation(graph, durations, transfer_orders, waits).run()
 
 
@@ -55,7 +51,6 @@ class _BlockingSimulation:
         waits: Mapping[int, Sequence[int]],
     ):
         self.graph, self.durations = graph, durations
-        self.first_other = graph.num_ops + len(graph.messages)
         ranks = len(graph.rank_tasks)
         self.computing, self.moving, self.outgoing = [False] * ranks, [0] * ranks, [0] * ranks
         self.ops = [deque(tasks) for tasks in graph.rank_tasks]
@@ -99,8 +94,8 @@ class _BlockingSimulation:
             self.paired[rank] = self.pairs[rank] and self.graph.ops[task].kind == "F"
         else:
             self.busy[self.resource[task]] = False
-            if task < self.first_other:
-                message = self.graph.message(task)
+            message = self.graph.transfer(task)
+            if message.resource == "link":
                 touched |= {message.source, message.target}
                 self.moving[message.source] -= 1
                 self.moving[message.target] -= 1
@@ -114,9 +109,10 @@ class _BlockingSimulation:
         return touched
 
     def _ready(self, task: int) -> None:
-        if task < self.first_other:
+        transfer = self.graph.transfer(task)
+        if transfer.resource == "link":
             self.pending.append(task)
-            self.outgoing[self.graph.message(task).source] += 1
+            self.outgoing[transfer.source] += 1
         elif not self.given[self.resource[task]]:
             self.others[self.resource[task]].append(task)
 
@@ -135,7 +131,7 @@ class _BlockingSimulation:
                     self._compute(rank, now)
         left = []
         for task in self.pending:
-            message, link = self.graph.message(task), self.resource[task]
+            message, link = self.graph.transfer(task), self.resource[task]
             if self.computing[message.source] or self.computing[message.target] or self.busy[link]:
                 left.append(task)
                 continue

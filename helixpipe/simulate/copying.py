@@ -9,6 +9,7 @@ from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.graph import Graph
 from helixpipe.lowering.order import TaskTimes
 from helixpipe.program.tasks import Buffer
+from helixpipe.program.transfer import TRANSFER_KINDS, Waited
 from helixpipe.simulate.streams import Waits
 
 
@@ -21,19 +22,18 @@ def hidden_share(copy_time: Sequence[float], held_up: Sequence[float]) -> float:
 def held_up_by_copies(graph: Graph, times: TaskTimes, waits: Waits) -> list[float]:
     """Return for each rank how long its ops wait for copies alone. Meanwhile the rank is idle, and an engine of it
     copies: it is never more than its copies take."""
-    return _held_up(graph, times, waits, range(graph.first_copy, graph.num_tasks))
+    return _held_up(graph, times, waits, [graph.task(copy) for copy in graph.copies])
 
 
 def held_up_by_sharing(graph: Graph, times: TaskTimes, waits: Waits) -> list[float]:
     """Return for each rank how long its ops wait for gathers and scatters alone, and these last after its last op."""
-    first = graph.num_ops + len(graph.messages)
-    shared = [first + each.number for each in graph.collectives if each.op is not None]
+    shared = [graph.task(each) for each in graph.collectives if TRANSFER_KINDS[each.kind].waited is not Waited.STEP]
     held_up = _held_up(graph, times, waits, shared)
     over = [times.end[tasks[-1]] if tasks else 0.0 for tasks in graph.rank_tasks]
     last = list(over)
     for task in shared:
-        rank = graph.collective(task).ranks[0]
-        last[rank] = max(last[rank], times.end[task])
+        for rank in graph.transfer(task).ranks:
+            last[rank] = max(last[rank], times.end[task])
     return [held + end - begin for held, end, begin in zip(held_up, last, over, strict=True)]
 
 
@@ -66,6 +66,6 @@ def leaving(graph: Graph, costs: BoundCosts) -> list[float]:
     """Return how much each rank copies to the host in a step, in the costs' unit of memory."""
     left = [0.0] * len(graph.rank_tasks)
     for copy in graph.copies:
-        if not copy.inward:
-            left[copy.rank] += costs.size(Buffer("offloaded", copy.rank, *copy.unit))
+        if copy.resource == "copy_out":
+            left[copy.source] += costs.size(Buffer("offloaded", copy.source, *copy.unit))
     return left

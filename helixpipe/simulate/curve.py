@@ -9,9 +9,10 @@ from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.graph import Graph
 from helixpipe.lowering.project import Action, LoweredProgram
 from helixpipe.program.costs import Costs
+from helixpipe.program.transfer import Transfer
 from helixpipe.simulate.sweep import Sweep
 
-_AT_END = frozenset({Action.WAIT, Action.GONE, Action.BACK, Action.SCATTERED, Action.FREE})
+_AT_END = frozenset({Action.WAIT, Action.FREE})
 """What a rank does when the task has ended; the rest it does when the task starts."""
 
 
@@ -68,19 +69,9 @@ class _LevelSweep(Sweep):
             for total in totals:
                 self._note(total)
 
-    def transfer(self, action: Action, kind: str, number: int, task: int) -> None:
-        self._at(action, task)
-        super().transfer(action, kind, number, task)
-        self._note(sum(self.now))
-
-    def copy(self, action: Action, task: int) -> None:
-        self._at(action, task)
-        super().copy(action, task)
-        self._note(sum(self.now))
-
-    def share(self, action: Action, task: int) -> None:
-        self._at(action, task)
-        super().share(action, task)
+    def transfer(self, action: Action, transfer: Transfer, task: int) -> None:
+        self._moment = (task, action in _AT_END)
+        super().transfer(action, transfer, task)
         self._note(sum(self.now))
 
     def free(self, number: int) -> None:
@@ -92,9 +83,6 @@ class _LevelSweep(Sweep):
         super().check()
         if self._during is not None:
             self._during.append(sum(self.now))
-
-    def _at(self, action: Action, task: int) -> None:
-        self._moment = (task, action in _AT_END)
 
     def _note(self, total: float) -> None:
         device, host, levels = total + self.device, self.host + self.on_host, self.levels

@@ -11,15 +11,17 @@ from collections.abc import Iterator
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.project import Action, LoweredProgram
 from helixpipe.program.program import Op
+from helixpipe.program.transfer import TRANSFER_KINDS
+
+_HANDLED, _STARTED = frozenset({Action.SEND, Action.WAIT}), frozenset({Action.START})
+"""What a rank does itself for a message, and for a copy."""
 
 
 def handling_times(lowered: LoweredProgram, bound: BoundCosts) -> dict[Op, float]:
     """Return the compute time of transfers by the op that it is charged to; empty where no transfer takes any."""
     graph = lowered.graph
-    handled = [message for message in graph.messages if message.ships or message.of_keys_values]
-    transfers = [bound.copying_time(copy) for copy in graph.copies]
-    transfers += [bound.handling_time(message, sends) for message in handled for sends in (True, False)]
-    if not any(transfers):
+    handled = [transfer for transfer in graph.transfers if TRANSFER_KINDS[transfer.kind].beside_ops]
+    if not any(bound.handling_time(transfer, sends) for transfer in handled for sends in (True, False)):
         return {}
     found: dict[Op, float] = {}
     for rank in range(lowered.program.num_ranks):
@@ -36,10 +38,8 @@ def handling_times(lowered: LoweredProgram, bound: BoundCosts) -> dict[Op, float
 
 def _stream(lowered: LoweredProgram, bound: BoundCosts, rank: int) -> Iterator[tuple[Op | None, float]]:
     """The rank's instructions: an op, or None and what its transfer takes."""
-    for action, op, message, _, task in lowered.streams[rank]:
+    for action, op, transfer, _ in lowered.streams[rank]:
         if action is Action.RUN:
             yield op, 0.0
-        elif action in (Action.SEND, Action.WAIT) and message is not None:
-            yield None, bound.handling_time(message, action is Action.SEND)
-        elif action in (Action.OFFLOAD, Action.FETCH):
-            yield None, bound.copying_time(lowered.graph.copy(task))
+        elif transfer is not None and action in (_HANDLED if transfer.resource == "link" else _STARTED):
+            yield None, bound.handling_time(transfer, action is not Action.WAIT)

@@ -19,7 +19,7 @@ from helixpipe.lowering.project import LoweredProgram
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Program
 from helixpipe.program.text import format_rows
-from helixpipe.program.timeline import CopyEvent, MessageEvent, OpEvent, SharingEvent, Timeline, bubble_of
+from helixpipe.program.timeline import OpEvent, Timeline, TransferEvents, bubble_of
 from helixpipe.simulate.blocking import blocking_schedule
 from helixpipe.simulate.copying import held_up_by_copies, held_up_by_sharing, hidden_share, leaving
 from helixpipe.simulate.handling import handling_times
@@ -183,7 +183,7 @@ def simulate(
     assert not (one_queue and blocking), "messages beside no op need no queue"
     program, graph = lowered.program, lowered.graph
     bound = BoundCosts(program, costs)
-    own_time, message_time, copy_time, collective_time = bound.timers
+    own_time, transfer_time = bound.timers
     handling = handling_times(lowered, bound)
     op_time = (lambda op: own_time(op) + handling.get(op, 0.0)) if handling else own_time
     if noise:
@@ -193,25 +193,17 @@ def simulate(
     waits = queue_waits(lowered) if one_queue else stream_waits(lowered)
     if handling or noise or one_queue or blocking:
         run = blocking_schedule if blocking else list_schedule
-        times = run(graph, op_time, message_time, copy_time, collective_time, transfer_orders(lowered), waits)
+        times = run(graph, op_time, transfer_time, transfer_orders(lowered), waits)
     else:
         times = times_as_run(lowered, costs)
     ops = [OpEvent(graph.ranks[i], op, times.start[i], times.end[i]) for i, op in enumerate(graph.ops)]
-    messages = [
-        MessageEvent(m.kind, m.source, m.target, m.producer, m.consumer, times.start[i], times.end[i])
-        for i, m in enumerate(graph.messages, start=graph.num_ops)
-    ]
-    copies = [
-        CopyEvent(copy.rank, copy.inward, copy.op, times.start[i], times.end[i])
-        for i, copy in enumerate(graph.copies, start=graph.first_copy)
-    ]
-    sharing = [
-        SharingEvent(each.ranks[0], each.kind, each.op, times.start[i], times.end[i])
-        for i, each in enumerate(graph.collectives, start=graph.num_ops + len(graph.messages))
-        if each.op is not None
-    ]
+    moved = TransferEvents()
+    for transfer, task in zip(graph.transfers, range(graph.num_ops, graph.num_tasks), strict=True):
+        moved.add(transfer, times.start[task], times.end[task])
     until = times.makespan
-    timeline = Timeline(program.schedule, program.num_ranks, ops, messages, unit, copies, sharing, until)
+    timeline = Timeline(
+        program.schedule, program.num_ranks, ops, moved.messages, unit, moved.copies, moved.sharing, until
+    )
     peaks = [sweep(lowered, bound, rank) for rank in range(program.num_ranks)]
     offloaded, held_up = leaving(graph, bound), held_up_by_copies(graph, times, waits)
     shared = held_up_by_sharing(graph, times, waits)

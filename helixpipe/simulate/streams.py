@@ -8,10 +8,12 @@ cannot start yet holds up all that follows.
 from __future__ import annotations
 
 from helixpipe.lowering.bound import BoundCosts
+from helixpipe.lowering.graph import Graph
 from helixpipe.lowering.order import TaskTimes, list_schedule
 from helixpipe.lowering.project import Action, LoweredProgram
 from helixpipe.program.costs import Costs
 from helixpipe.program.tasks import Resource
+from helixpipe.program.transfer import TRANSFER_KINDS, Waited
 
 Waits = dict[int, list[int]]
 """For a task those that wait for it, beside those of the graph."""
@@ -30,28 +32,31 @@ def transfer_orders(lowered: LoweredProgram) -> dict[Resource, list[int]]:
 
 
 def stream_waits(lowered: LoweredProgram) -> Waits:
-    """Return the waits that follow from streams, with a hardware queue for each stream. A rank adds up weight gradients
-    that it waits for before it computes on: the op after such a WAIT waits for the message. So does the op after a GONE
-    for the copy, and that after a SCATTERED: it may use the memory."""
+    """Return the waits that follow from streams, with a hardware queue for each stream: the op after a WAIT waits for
+    the transfer, also where it does not read what that brings. A rank adds up weight gradients before it computes on,
+    and may use the memory of what has left it."""
     waits: Waits = {}
     graph = lowered.graph
-    if (
-        not graph.copies
-        and lowered.program.sharded == 1
-        and all(message.kind != "weight_gradients" for message in lowered.messages)
-    ):
+    unread = _unread(graph)
+    if not unread:
         return waits
     for stream in lowered.streams:
         waited: list[int] = []
-        for action, _, message, _, task in stream:
-            added = action is Action.WAIT and message is not None and message.kind == "weight_gradients"
-            if added or action in (Action.GONE, Action.SCATTERED):
+        for action, _, _, task in stream:
+            if action is Action.WAIT and task in unread:
                 waited.append(task)
             elif action is Action.RUN and waited:
                 for before in waited:
                     waits.setdefault(before, []).append(task)
                 waited = []
     return waits
+
+
+def _unread(graph: Graph) -> set[int]:
+    """The transfers that are waited for and bring nothing that an op reads."""
+    never = (Waited.USERS, Waited.STEP)
+    tasks = {graph.task(each) for each in graph.transfers if TRANSFER_KINDS[each.kind].waited not in never}
+    return tasks.difference(graph.writer[number] for numbers in graph.reads[: graph.num_ops] for number in numbers)
 
 
 def times_as_run(lowered: LoweredProgram, costs: Costs) -> TaskTimes:
@@ -78,8 +83,8 @@ def queue_waits(lowered: LoweredProgram) -> Waits:
     for stream in lowered.streams:
         ahead: list[int] = []  # what must have ended before the queue goes on
         before: dict[int, int] = {}  # the last transfer of each link and group
-        for action, _, message, _, task in stream:
-            if action in (Action.WAIT, Action.GONE, Action.BACK, Action.SCATTERED):
+        for action, _, transfer, task in stream:
+            if action is Action.WAIT:
                 ahead.append(task)
             elif action is Action.RUN:
                 for each in ahead:
@@ -90,8 +95,8 @@ def queue_waits(lowered: LoweredProgram) -> Waits:
                 if resource[task] in before:
                     ahead.append(before[resource[task]])
                 before[resource[task]] = task
-                if action is Action.SEND and message is not None and message.kind == "weights" and message.follows >= 0:
-                    ahead.append(num_ops + message.follows)
+                if transfer is not None and transfer.follows >= 0 and TRANSFER_KINDS[transfer.kind].passed_on:
+                    ahead += [num_ops + transfer.follows] * (action is Action.SEND)
                 for each in ahead:
                     waits.setdefault(each, []).append(task)
     return waits

@@ -12,9 +12,9 @@ stream. While an op runs:
 - what B saved goes when the op has returned (FREE).
 
 A message is received into memory that is taken at its RECV, and what is sent is gone at its SEND. What is offloaded is
-in the host's memory from its OFFLOAD to its BACK, on the device until GONE and from FETCH on. Weights are whole from
-their GATHER to the end of the last op that needs them; the gradients that an op makes of them from its start to
-SCATTERED.
+in the host's memory from the START of its copy out to the WAIT for its copy in, on the device until the WAIT of the one
+and from the START of the other. Weights are whole from the START of their gather to the end of the last op that needs
+them; the gradients that an op makes of them from its start to the WAIT for their scatter.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.graph import Graph
 from helixpipe.lowering.project import Action, LoweredProgram
 from helixpipe.program.tasks import Buffer
+from helixpipe.program.transfer import Transfer
 
 CATEGORIES = ("activations", "messages", "workspace", "weights", "gradients")
 ACTIVATIONS, MESSAGES, WORKSPACE, WEIGHTS, GRADIENTS = range(len(CATEGORIES))
@@ -91,21 +92,14 @@ class Sweep:
 
     def go_through(self, lowered: LoweredProgram) -> None:
         """Go through all instructions of the rank."""
-        frees = lowered.graph.frees
-        run, wait, free = Action.RUN, Action.WAIT, Action.FREE
-        for action, op, message, collective, task in lowered.streams[self.rank]:
-            if action is run:
+        for action, _, transfer, task in lowered.streams[self.rank]:
+            if action is Action.RUN:
                 self.run(task)
-            elif message is not None:
-                if action is not wait or message.ships or message.of_keys_values:  # others have their place since RECV
-                    self.transfer(action, message.kind, message.number, task)
-            elif action is free:
-                for number in frees[task]:
+            elif transfer is not None:
+                self.transfer(action, transfer, task)
+            else:  # FREE
+                for number in lowered.graph.frees[task]:
                     self.free(number)
-            elif op is not None:
-                self.copy(action, task)
-            elif collective is not None:
-                self.share(action, task)
 
     def run(self, task: int) -> None:
         graph, buffers = self.graph, self.graph.buffers
@@ -143,48 +137,46 @@ class Sweep:
             self.take(number)
         self.check()
 
-    def transfer(self, action: Action, kind: str, number: int, task: int) -> None:
-        graph = self.graph
+    def transfer(self, action: Action, transfer: Transfer, task: int) -> None:
+        """What a transfer brings is there from its START, or RECV; what it takes away until its WAIT, or SEND."""
+        graph, link = self.graph, transfer.resource == "link"
         if action is Action.RECV:
-            self.take(graph.targets[number], MESSAGES)
+            for number in graph.writes[task]:
+                self.take(number, MESSAGES)
             self.check()
-        elif action is Action.SEND:
-            for each in graph.frees[task]:
-                self.free(each)
-        elif action is Action.FREE or (action is Action.WAIT and kind == "weight_gradients"):
-            self.free(graph.targets[number])
-        elif action is Action.WAIT:  # of weights, keys and values: from now on no message
-            self.free(graph.targets[number])
-            self.take(graph.targets[number])
-
-    def copy(self, action: Action, task: int) -> None:
-        graph = self.graph
-        if action is Action.OFFLOAD:
-            (there,) = graph.writes[task]
-            self.host += self.size(graph.buffers[there])
-            self.host_peak = max(self.host_peak, self.host)
-        elif action is Action.GONE:
-            self.free(*graph.frees[task])
-        elif action is Action.FETCH:
-            self.take(*graph.writes[task])
-            self.check()
+        elif action is Action.START:
+            for number in graph.writes[task]:
+                self.take(number)
+                if number in self.alive:  # on the device
+                    self.check()
+        elif action is Action.FREE:
+            for number in graph.writes[task]:
+                self.free(number)
+        elif action is Action.SEND or not link:
+            for number in graph.frees[task]:
+                self.free(number)
         else:
-            (there,) = graph.frees[task]
-            self.host -= self.size(graph.buffers[there])
+            self._come(transfer, graph.writes[task])
 
-    def share(self, action: Action, task: int) -> None:
-        """Take or free the buffers of a gather or scatter; the last op that needs what was gathered frees it."""
-        if action is Action.GATHER:
-            self.take(*self.graph.writes[task])
-            self.check()
-        elif action is Action.SCATTERED:
-            self.free(*self.graph.frees[task])
+    def _come(self, transfer: Transfer, numbers: Iterable[int]) -> None:
+        """A message has been waited for: gradients of weights are added to others, all else stays."""
+        for number in numbers:
+            category = CATEGORY_OF[self.graph.buffers[number].kind]
+            if transfer.kind == "weight_gradients":
+                self.free(number)
+            elif category != MESSAGES:
+                self.free(number)
+                self.take(number, category)
 
     def take(self, number: int, category: int = -1) -> None:
         buffer = self.graph.buffers[number]
+        size = self.size(buffer)
+        if buffer.host:
+            self.host += size
+            self.host_peak = max(self.host_peak, self.host)
+            return
         if category < 0:
             category = CATEGORY_OF[buffer.kind]
-        size = self.size(buffer)
         self.alive[number] = category, size
         self.now[category] += size
 
@@ -193,6 +185,8 @@ class Sweep:
         if number in self.alive:
             category, size = self.alive.pop(number)
             self.now[category] -= size
+        elif number >= 0 and self.graph.buffers[number].host:
+            self.host -= self.size(self.graph.buffers[number])
 
     def check(self) -> None:
         now = self.now

@@ -14,14 +14,13 @@ no thread of this rank could say so any more. A thread of its own waits for the 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from helixpipe.lowering.project import Action, Instruction, LoweredProgram
-from helixpipe.program.message import Message
 from helixpipe.program.program import Op
+from helixpipe.program.transfer import TRANSFER_KINDS, Transfer
 from helixpipe.watch.stall import AwaitedRank, Hop, Place, State
 
 
@@ -193,41 +192,29 @@ def describe(view: View, peers: Peers, waited: float, limit: float) -> State:
 _Doing = tuple[str, str, tuple[Hop, ...], tuple[AwaitedRank, ...]]
 
 
-_VERBS: Mapping[Action, str] = MappingProxyType(
-    {
-        Action.RUN: "runs",
-        Action.REDUCE: "starts",
-        Action.FREE: "frees",
-        Action.GATHER: "starts",
-        Action.SCATTER: "starts",
-        Action.SCATTERED: "waits until the end of",
-        Action.OFFLOAD: "starts offloading what leaves after",
-        Action.GONE: "waits until the host has what leaves after",
-        Action.FETCH: "starts fetching what is needed by",
-        Action.BACK: "waits until the device has what is needed by",
-    }
-)
-"""Of instructions that need no other pipeline rank."""
-
-
 def _in_program(lowered: LoweredProgram, pp_rank: int, index: int, peers: Peers, number: int) -> _Doing:
     """(doing, awaited, way, needs) of `State`."""
     stream = lowered.streams[pp_rank]
     if index >= len(stream):
         return "waits until all it has sent is received", "", (), _receivers(lowered, pp_rank, peers, number)
-    action, op, message, collective, _ = stream[index]
+    action, op, transfer, _ = stream[index]
     count = f"(instruction {index} of {len(stream)})"
-    if message is None or action is Action.FREE:
-        others = tuple(AwaitedRank(rank, (number, index)) for rank in peers.tensor if rank != peers.rank)
-        return f"{_VERBS[action]} {op or message or collective} {count}", "", (), others
+    others = tuple(AwaitedRank(rank, (number, index)) for rank in peers.tensor if rank != peers.rank)
+    if action is Action.RUN or action is Action.FREE or transfer is None:
+        return f"{'runs' if action is Action.RUN else 'frees'} {op or transfer} {count}", "", (), others
+    cargo = _cargo(transfer)
+    if transfer.resource != "link":
+        doing = "starts" if action is Action.START else "waits until the end of"
+        label = TRANSFER_KINDS[transfer.kind].label
+        return f"{doing} the {label}: {cargo} {count}", "", (), others
     if action is Action.SEND:
-        return f"sends {_cargo(message)} to rank {peers.pipeline[message.target]} {count}", "", (), (
-            AwaitedRank(peers.pipeline[message.target], (number, _find(lowered, Action.RECV, message) + 1)),
+        return f"sends {cargo} to rank {peers.pipeline[transfer.target]} {count}", "", (), (
+            AwaitedRank(peers.pipeline[transfer.target], (number, _find(lowered, Action.RECV, transfer) + 1)),
         )  # fmt: skip
-    cargo, source = _cargo(message), peers.pipeline[message.source]
+    source = peers.pipeline[transfer.source]
     if action is Action.RECV:
         return f"posts the receive of {cargo} from rank {source} {count}", "", (), ()
-    use = "" if message.kind == "weight_gradients" else f", to run {message.consumer}"
+    use = "" if transfer.kind == "weight_gradients" else f", to run {transfer.consumer}"
     way = tuple(
         Hop(
             peers.pipeline[each.source],
@@ -235,34 +222,28 @@ def _in_program(lowered: LoweredProgram, pp_rank: int, index: int, peers: Peers,
             (number, _find(lowered, Action.SEND, each)),
             (number, _find(lowered, Action.WAIT, each)),
         )
-        for each in _way(lowered, message)
+        for each in _way(lowered, transfer)
     )
     return f"waits for {cargo} from rank {source}{use} {count}", cargo, way, ()
 
 
-def _cargo(message: Message) -> str:
-    if message.kind in ("weights", "weight_gradients"):
-        return f"the {message.kind.replace('_', ' ')} of stage {message.producer.stage}"
-    if message.of_keys_values:
-        gradients = "gradients of the " if message.kind == "kv_gradients" else ""
-        return f"the {gradients}keys and values of {Op('F', *message.carries)}"
-    return f"the {message.kind} of {message.producer}"
+def _cargo(transfer: Transfer) -> str:
+    unit, op = Op("F", *transfer.unit), transfer.producer or transfer.consumer
+    return TRANSFER_KINDS[transfer.kind].cargo.format(stage=unit.stage, unit=unit, op=op)
 
 
-def _way(lowered: LoweredProgram, message: Message) -> list[Message]:
+def _way(lowered: LoweredProgram, message: Transfer) -> list[Transfer]:
     """The message, and before it those whose weights it passes on. A sum of gradients is waited for before it goes on,
     so it comes from its source alone."""
     way = [message]
-    while way[0].kind == "weights" and way[0].follows >= 0:
-        way.insert(0, lowered.messages[way[0].follows])
+    while TRANSFER_KINDS[way[0].kind].passed_on and way[0].follows >= 0:
+        way.insert(0, lowered.graph.transfers[way[0].follows])
     return way
 
 
 def _receivers(lowered: LoweredProgram, pp_rank: int, peers: Peers, number: int) -> tuple[AwaitedRank, ...]:
     """Those that have to post the receive of what this rank sent them last."""
-    sent = [
-        each.message for each in lowered.streams[pp_rank] if each.action is Action.SEND and each.message is not None
-    ]
+    sent = [each.transfer for each in lowered.streams[pp_rank] if each.action is Action.SEND and each.transfer]
     last = {message.target: message for message in sent}
     return tuple(
         AwaitedRank(peers.pipeline[target], (number, _find(lowered, Action.RECV, message) + 1))
@@ -270,7 +251,7 @@ def _receivers(lowered: LoweredProgram, pp_rank: int, peers: Peers, number: int)
     )
 
 
-def _find(lowered: LoweredProgram, action: Action, message: Message) -> int:
+def _find(lowered: LoweredProgram, action: Action, message: Transfer) -> int:
     """The number of an instruction in the stream of the message's source (SEND) or target."""
     stream = lowered.streams[message.source if action is Action.SEND else message.target]
-    return next(i for i, each in enumerate(stream) if each.action is action and each.message == message)
+    return next(i for i, each in enumerate(stream) if each.action is action and each.transfer == message)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 from helixpipe.costs.piece_bytes import CountsBytes
 from helixpipe.lowering.bound import BoundCosts
-from helixpipe.program.costs import Costs
-from helixpipe.program.message import Message
+from helixpipe.program.costs import Contents, Costs, Load
 from helixpipe.program.program import Op, Program
 from helixpipe.program.tasks import Buffer
+from helixpipe.program.transfer import Transfer
 
 
 def op_time(costs: Costs, program: Program, op: Op) -> float:
@@ -15,8 +17,29 @@ def op_time(costs: Costs, program: Program, op: Op) -> float:
     return costs.op_time(BoundCosts(program, costs).work(op))
 
 
-def message_bytes(costs: CountsBytes, program: Program, message: Message) -> float:
-    return costs.payload_bytes(BoundCosts(program, costs).payload(message))  # type: ignore[arg-type]
+def message_bytes(costs: CountsBytes, program: Program, message: Transfer) -> float:
+    return costs.size(BoundCosts(program, costs).load(message.kind, message.ranks, message.unit).contents)
+
+
+def copy_time(costs: Costs, size: float, inward: bool) -> float:
+    """Of a copy of so much between a device and its host."""
+    return _of_size(costs, size).transfer_time(_copy(inward))
+
+
+def copying_time(costs: Costs, size: float, inward: bool) -> float:
+    """What it takes of its rank's own time."""
+    return _of_size(costs, size).handling_time(_copy(inward), not inward)
+
+
+def _copy(inward: bool) -> Load:
+    return Load("fetch" if inward else "offload", (), Contents("offloaded", (), (), None))
+
+
+def _of_size(costs: Costs, size: float) -> Costs:
+    """The same costs, to which every buffer has that size."""
+    sized = copy(costs)
+    object.__setattr__(sized, "__class__", type("Sized", (type(costs),), {"size": lambda self, contents: size}))
+    return sized
 
 
 def sizes(costs: Costs, program: Program, op: Op, *kinds: str) -> float:

@@ -13,6 +13,7 @@ from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import MODELS, Layout
 from helixpipe.program.costs import Costs
 from schedules import Shape, build
+from tests.costs.asking import copy_time
 
 COSTS = ModelCosts(MODELS["llama2-7b"], HARDWARE["a100-80"], Layout(), seq_length=4096)
 
@@ -20,8 +21,8 @@ COSTS = ModelCosts(MODELS["llama2-7b"], HARDWARE["a100-80"], Layout(), seq_lengt
 def test_by_hand_a_microbatch_layer_takes_a_given_time() -> None:
     given: list[Costs] = [PieceTimes(copy=0.25), OpTimes(build("1f1b", Shape(2, 2, 2)), {}, copy=0.25)]
     for costs in given:
-        assert [costs.copy_time(6.0, inward) for inward in (False, True)] == [1.5, 1.5]
-    assert PieceTimes().copy_time(6.0, inward=False) == 0
+        assert [copy_time(costs, 6.0, inward) for inward in (False, True)] == [1.5, 1.5]
+    assert copy_time(PieceTimes(), 6.0, inward=False) == 0
 
 
 def test_flags_say_what_the_host_has() -> None:
@@ -29,7 +30,7 @@ def test_flags_say_what_the_host_has() -> None:
     model = ModelOptions(model="llama2-7b", hardware="a100-80", nodes=2, gpus_per_node=4, **host)
     plan = make_plan(model, None, None, None)
     assert plan is not None and plan.costs.host_memory == 25 * GIB
-    assert plan.costs.copy_time(1e9, inward=True) == pytest.approx(10e-6 + 1e9 / (32e9 * 0.5 / 2 * 0.7))
+    assert copy_time(plan.costs, 1e9, inward=True) == pytest.approx(10e-6 + 1e9 / (32e9 * 0.5 / 2 * 0.7))
 
 
 def test_the_gpus_of_a_node_share_its_host() -> None:
@@ -50,7 +51,7 @@ def test_the_gpus_of_a_node_share_its_host() -> None:
 
 def test_a_copy_takes_a_latency_and_its_bytes() -> None:
     for inward in (False, True):
-        assert COSTS.copy_time(8.96e9, inward) == pytest.approx(1 + 10e-6)
-        assert COSTS.copy_time(0, inward) == 10e-6
+        assert copy_time(COSTS, 8.96e9, inward) == pytest.approx(1 + 10e-6)
+        assert copy_time(COSTS, 0, inward) == 10e-6
     assert COSTS.host_memory == 256 * GIB
     assert replace(COSTS, hardware=replace(COSTS.hardware, gpus_per_node=4)).host_memory == 512 * GIB

@@ -237,7 +237,9 @@ def test_messages_weigh_what_crosses_the_cut() -> None:
     hidden = 131072 * 4096 * 2 / 8
     assert {message_bytes(costs, lowered.program, message) for message in lowered.messages} == {hidden}
     share = 100e9 / 8 * H20.efficiency.network  # eight GPUs of a node send at once
-    assert BoundCosts(lowered.program, costs).message_time(lowered.messages[0]) == pytest.approx(10e-6 + hidden / share)
+    assert BoundCosts(lowered.program, costs).transfer_time(lowered.messages[0]) == pytest.approx(
+        10e-6 + hidden / share
+    )
     near = replace(costs, layout=Layout(2, True))
     assert near._node(3) == 0 and near._node(4) == 1
 

@@ -17,7 +17,7 @@ from helixpipe.costs.models import Chunk, Layout, find_model
 from helixpipe.draw.page import scripts
 from helixpipe.draw.page_data import knobs, panel_data
 from helixpipe.planning.memory.sharding import shared_out
-from helixpipe.program.costs import Payload
+from helixpipe.program.costs import Load
 from helixpipe.program.program import Program
 from helixpipe.simulate.simulator import Simulation, simulate
 from schedules import CATALOGUE, Shape, build
@@ -62,9 +62,8 @@ def values_of(simulation: Simulation, values: dict[str, float]) -> dict[str, flo
 def times_of(simulation: Simulation) -> dict[int, tuple[float, float]]:
     """Start and end of every task that the timeline has, by its number."""
     graph, timeline = simulation.lowered.graph, simulation.timeline
-    shared = [task for task in range(graph.num_ops + len(graph.messages), graph.first_copy)
-              if graph.collective(task).op is not None]  # fmt: skip
-    numbers = [*range(graph.num_ops + len(graph.messages)), *shared, *range(graph.first_copy, graph.num_tasks)]
+    transfers = [each for each in graph.transfers if each.kind != "replica_sum"]
+    numbers = [*range(graph.num_ops), *map(graph.task, transfers)]
     events = [*timeline.ops, *timeline.messages, *timeline.sharing, *timeline.copies]
     return {task: (event.start, event.end) for task, event in zip(numbers, events, strict=True)}
 
@@ -119,8 +118,8 @@ class Faster(ModelCosts):
     def piece_time(self, piece: str, op: str, chunk: Chunk, alone: bool = False) -> float:
         return super().piece_time(piece, op, chunk, alone) * (0.5 if piece == "attn" else 1.0)
 
-    def message_time(self, payload: Payload) -> float:
-        return 3 * super().message_time(payload)
+    def transfer_time(self, load: Load) -> float:
+        return 3 * super().transfer_time(load)
 
 
 def test_factors_of_a_model() -> None:

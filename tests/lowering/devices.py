@@ -52,18 +52,10 @@ class Devices:
         graph, ranks = lowered.graph, range(lowered.program.num_ranks)
         self.first = graph.num_ops
         self.number = {op: place for order in lowered.program.ranks for place, op in enumerate(order)}
-        self.members = [(m.source, m.target) for m in graph.messages] + [c.ranks for c in graph.collectives]
-        kinds = ["link"] * len(graph.messages) + ["group"] * len(graph.collectives)
-        self.members += [(copy.rank,) for copy in graph.copies]
-        kinds += [f"copies {'in' if copy.inward else 'out'}" for copy in graph.copies]
-        self.lanes: list[Lane] = list(zip(kinds, self.members, strict=True))
-        self.out = {
-            graph.copy(task).unit: task
-            for task in range(graph.first_copy, self.first + len(self.members))
-            if not graph.copy(task).inward
-        }
-        first = self.first + len(graph.messages)
-        self.gathers = [first + each.number for each in graph.collectives if each.kind == "gather"]
+        self.members = [each.ranks for each in graph.transfers]
+        self.lanes: list[Lane] = [(each.resource, each.ranks) for each in graph.transfers]
+        self.out = {copy.unit: graph.task(copy) for copy in graph.copies if copy.resource == "copy_out"}
+        self.gathers = [graph.task(each) for each in graph.collectives if each.kind == "gather"]
         self.position = [0 for _ in ranks]
         self.issued = [0 for _ in ranks]  # ops
         self.ended = [0 for _ in ranks]
@@ -101,39 +93,40 @@ class Devices:
         stream, at = self.lowered.streams[rank], self.position[rank]
         if at == len(stream):
             return False
-        action, _, message, _, task = stream[at]
+        action, _, transfer, task = stream[at]
         ahead = self.hardware.ahead
         if action is Action.RUN and ahead is not None and self.issued[rank] - self.ended[rank] >= ahead:
             return False
         self.position[rank] += 1
-        if action in (Action.WAIT, Action.GONE, Action.BACK, Action.SCATTERED):
+        if action is Action.WAIT:
             self.waited[rank].add(task)
         elif action is Action.RUN:
             gathers = (each for each in self.gathers if task in self.lowered.graph.successors[each])
             self.put(rank, Kernel(action, task, COMPUTE, 0, frozenset(self.waited[rank].union(gathers))))
             self.issued[rank] += 1
             self.waited[rank].clear()
-        elif action in (Action.OFFLOAD, Action.FETCH):  # after all that the stream that computes was given
-            own = {self.out[self.lowered.graph.copy(task).unit]} if action is Action.FETCH else set()
+        elif action is Action.START and transfer.resource != "collective":
+            # after all that the stream that computes was given
+            own = {self.out[transfer.unit]} if transfer.kind == "fetch" else set()
             tasks = frozenset(self.waited[rank] | own)
             self.put(rank, Kernel(action, task, self.lanes[task - self.first], self.issued[rank], tasks))
         elif action is not Action.FREE:
             ops, tasks = self.issued[rank], frozenset[int]()
             if action is Action.RECV and not self.in_place:
                 ops = 0
-            if action is Action.SEND and message is not None:
-                if message.kind == "weight_gradients":  # the sum is made in the stream that computes
+            if action is Action.SEND:
+                if transfer.kind == "weight_gradients":  # the sum is made in the stream that computes
                     tasks = frozenset(self.waited[rank])
-                elif message.kind != "weights":
-                    ops = self.number[message.producer] + 1
-                elif message.follows >= 0:
-                    tasks = frozenset((self.first + message.follows,))
+                elif transfer.kind != "weights":
+                    ops = self.number[transfer.producer] + 1
+                elif transfer.follows >= 0:
+                    tasks = frozenset((self.first + transfer.follows,))
             self.put(rank, Kernel(action, task, self.lanes[task - self.first], ops, tasks))
         return True
 
     def ctas(self, task: int) -> int:
         """Multiprocessors that a transfer holds: a copy none."""
-        return self.hardware.ctas if task < self.lowered.graph.first_copy else 0
+        return self.hardware.ctas if self.lanes[task - self.first][0] in ("link", "collective") else 0
 
     def put(self, rank: int, kernel: Kernel) -> None:
         queues = self.hardware.queues
@@ -187,5 +180,5 @@ class Devices:
 def most_lanes(lowered: LoweredProgram) -> int:
     """Streams with messages and collectives of the rank that has most."""
     graph = lowered.graph
-    lanes = {("link", (m.source, m.target)) for m in graph.messages} | {("group", c.ranks) for c in graph.collectives}
+    lanes = {(each.resource, each.ranks) for each in (*graph.messages, *graph.collectives)}
     return max(sum(rank in ranks for _, ranks in lanes) for rank in range(lowered.program.num_ranks))

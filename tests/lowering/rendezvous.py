@@ -7,10 +7,13 @@ from dataclasses import replace
 from random import Random
 
 from helixpipe.lowering.project import Action, Instruction, LoweredProgram
-from helixpipe.program.message import Collective, Message
 from helixpipe.program.program import Op, Unit
+from helixpipe.program.transfer import Transfer
 from tests.lowering.random_programs import needs
 from tests.lowering.sharing import Sharing
+
+OUT, GONE = (Action.START, "offload"), (Action.WAIT, "offload")
+IN, BACK = (Action.START, "fetch"), (Action.WAIT, "fetch")
 
 
 class Travel:
@@ -19,13 +22,13 @@ class Travel:
     def __init__(self, lowered: LoweredProgram) -> None:
         self.graph, self.stages, self.ring = lowered.graph, lowered.program.stages, lowered.program.ring
         ranks = range(lowered.program.num_ranks)
-        self.places: list[dict[Message, bool]] = [{} for _ in ranks]  # of copies: whether they were waited for
-        self.sums: list[dict[Message, set[Op]]] = [{} for _ in ranks]
+        self.places: list[dict[Transfer, bool]] = [{} for _ in ranks]  # of copies: whether they were waited for
+        self.sums: list[dict[Transfer, set[Op]]] = [{} for _ in ranks]
         self.joined = {m.follows: m for m in lowered.messages if m.kind == "weight_gradients"}
         self.payload: dict[int, set[Op]] = {}
         self.absorbed: list[Op] = []
 
-    def receive(self, rank: int, message: Message) -> None:
+    def receive(self, rank: int, message: Transfer) -> None:
         if message.kind == "weights":
             self.places[rank][message] = False
         elif message.number in self.joined:
@@ -34,12 +37,12 @@ class Travel:
     def bounded(self, rank: int) -> bool:
         """Whether what came for ring stages, or goes, has room."""
         copies, sums = (
-            [m for m in each[rank] if self.stages[m.producer.stage].placement == "ring"]
+            [m for m in each[rank] if self.stages[m.unit.stage].placement == "ring"]
             for each in (self.places, self.sums)
         )
         return max(len(copies), len(sums)) <= self.ring.slots
 
-    def wait(self, rank: int, message: Message) -> None:
+    def wait(self, rank: int, message: Transfer) -> None:
         if message.kind == "weights":
             self.places[rank][message] = True
         elif message.number in self.joined:
@@ -47,7 +50,7 @@ class Travel:
             assert not own & self.payload[message.number]
             own |= self.payload[message.number]
         else:
-            assert self.stages[message.producer.stage].owner == rank
+            assert self.stages[message.unit.stage].owner == rank
             self.absorbed += self.payload[message.number]
 
     def run(self, rank: int, op: Op) -> None:
@@ -61,16 +64,16 @@ class Travel:
         if op.kind in "BW":
             self.sums[rank].setdefault(self.graph.sum_of[op], set()).add(op)
 
-    def send(self, rank: int, message: Message) -> None:
+    def send(self, rank: int, message: Transfer) -> None:
         if message.kind == "weight_gradients":
             own = self.sums[rank].pop(message)
             assert message.producer in own
             assert message.follows < 0 or self.payload[message.follows] <= own
             self.payload[message.number] = own
         elif message.follows < 0:
-            assert self.stages[message.consumer.stage].owner == rank
+            assert self.stages[message.unit.stage].owner == rank
         else:
-            passed_on = self.graph.messages[message.follows]
+            passed_on = self.graph.transfers[message.follows]
             assert passed_on in self.places[rank] and passed_on.consumer.stage == message.consumer.stage
 
     def finish(self) -> None:
@@ -84,27 +87,25 @@ class Copies:
     the one out was; it is made when that has ended."""
 
     def __init__(self, lowered: LoweredProgram) -> None:
-        self.graph, self.complete = lowered.graph, set[int]()
-        engines = [(rank, inward) for rank in range(lowered.program.num_ranks) for inward in (False, True)]
-        self.queues: dict[tuple[int, bool], deque[int]] = {engine: deque() for engine in engines}
-        self.passed: dict[Unit, list[Action]] = {copy.unit: [] for copy in self.graph.copies}
+        self.graph, self.complete = lowered.graph, set[Transfer]()
+        engines = [(rank, kind) for rank in range(lowered.program.num_ranks) for kind in ("offload", "fetch")]
+        self.queues: dict[tuple[int, str], deque[Transfer]] = {engine: deque() for engine in engines}
+        self.passed: dict[Unit, list[tuple[Action, str]]] = {copy.unit: [] for copy in self.graph.copies}
 
-    def take(self, action: Action, task: int, ran: list[Op]) -> None:
-        copy = self.graph.copy(task)
-        assert copy.inward == (action in (Action.FETCH, Action.BACK))
-        before = self.passed[copy.unit]
-        assert action not in before and Op("F", *copy.unit) in ran
-        assert action is Action.OFFLOAD or Action.OFFLOAD in before
-        assert action is not Action.BACK or {Action.GONE, Action.FETCH} <= set(before)
-        before.append(action)
-        if action in (Action.OFFLOAD, Action.FETCH):
-            self.queues[copy.rank, copy.inward].append(task)
+    def take(self, action: Action, copy: Transfer, ran: list[Op]) -> None:
+        before, now = self.passed[copy.unit], (action, copy.kind)
+        assert now not in before and Op("F", *copy.unit) in ran
+        assert now == OUT or OUT in before
+        assert now != BACK or {GONE, IN} <= set(before)
+        before.append(now)
+        if action is Action.START:
+            self.queues[copy.source, copy.kind].append(copy)
 
-    def move(self, engine: tuple[int, bool]) -> bool:
+    def move(self, engine: tuple[int, str]) -> bool:
         """The oldest copy of an engine ends; one that comes in only when it has been out."""
         queue = self.queues[engine]
-        out = {self.graph.copy(task).unit for task in self.complete}
-        if not queue or (engine[1] and self.graph.copy(queue[0]).unit not in out):
+        out = {copy.unit for copy in self.complete}
+        if not queue or (engine[1] == "fetch" and queue[0].unit not in out):
             return False
         self.complete.add(queue.popleft())
         return True
@@ -112,7 +113,7 @@ class Copies:
     def run(self, op: Op) -> None:
         """An op that reads what a unit has saved finds it."""
         if op.kind in "RBI" and op.unit in self.passed:
-            assert Action.BACK in self.passed[op.unit]
+            assert BACK in self.passed[op.unit]
 
     def finish(self) -> None:
         assert all(len(actions) == 4 for actions in self.passed.values())
@@ -129,11 +130,11 @@ class Machine:
     def __init__(self, lowered: LoweredProgram, rng: Random, blocking: bool = False) -> None:
         self.lowered, self.rng, self.blocking = lowered, rng, blocking
         self.position = [0] * len(lowered.streams)
-        self.posted: list[deque[tuple[Action, Message | Collective]]] = [deque() for _ in lowered.streams]
-        self.complete: set[Message | Collective] = set()
-        self.sent: set[Message] = set()
+        self.posted: list[deque[tuple[Action, Transfer]]] = [deque() for _ in lowered.streams]
+        self.complete: set[Transfer] = set()
+        self.sent: set[Transfer] = set()
         self.ran: list[list[Op]] = [[] for _ in lowered.streams]
-        self.waited: list[set[Message]] = [set() for _ in lowered.streams]
+        self.waited: list[set[Transfer]] = [set() for _ in lowered.streams]
         self.present = {op for ops in lowered.program.ranks for op in ops}
         self.travel = Travel(lowered)
         self.copies = Copies(lowered)
@@ -169,14 +170,10 @@ class Machine:
         stream, at = self.lowered.streams[rank], self.position[rank]
         if at == len(stream):
             return False
-        action, op, message, collective, task = stream[at]
+        action, op, transfer, _ = stream[at]
         if at and not self.passed(stream[at - 1]):
             return False
-        if action is Action.WAIT and message not in self.complete:
-            return False
-        if action in (Action.GONE, Action.BACK) and task not in self.copies.complete:
-            return False
-        if action is Action.SCATTERED and collective not in self.complete:
+        if action is Action.WAIT and not self.ended(transfer):
             return False
         if action is Action.RUN and not self.sharing.ready(rank, op, self.complete):
             return False
@@ -184,49 +181,52 @@ class Machine:
         if action is Action.RUN:
             self.check_run(rank, op)
             self.ran[rank].append(op)
-        elif action is Action.REDUCE:
-            own = {op for op in self.lowered.program.ranks[rank] if op.stage == collective.stage}
-            assert own <= set(self.ran[rank]) and rank in collective.ranks
-            self.posted[rank].append((action, collective))
-        elif action in (Action.GATHER, Action.SCATTER, Action.SCATTERED):
-            self.sharing.take(rank, action, collective)
-            if action is not Action.SCATTERED:
-                self.posted[rank].append((Action.REDUCE, collective))
-        elif action is Action.WAIT:
-            assert message.target == rank and message not in self.waited[rank]
-            self.waited[rank].add(message)
-            if message.ships:
-                self.travel.wait(rank, message)
-        elif action is Action.FREE and message is not None:
-            assert self.travel.places[rank].pop(message)
-            users = [op for op, of in self.lowered.graph.weights_of.items() if of == message]
+        elif action is Action.FREE and transfer is not None:
+            assert self.travel.places[rank].pop(transfer)
+            users = [op for op, of in self.lowered.graph.weights_of.items() if of == transfer]
             assert set(users) <= set(self.ran[rank])
         elif action is Action.FREE:
             assert op in self.ran[rank]
-        elif action in (Action.OFFLOAD, Action.GONE, Action.FETCH, Action.BACK):
-            self.copies.take(action, task, self.ran[rank])
+        elif transfer.resource == "link":
+            self.take_message(rank, action, transfer)
+        elif transfer.resource == "collective":
+            self.take_collective(rank, action, transfer)
         else:
-            if action is Action.SEND:
-                assert message.source == rank and message not in self.sent
-                assert message.producer in self.ran[rank] or message.kind == "weights"
-                self.sent.add(message)
-            if message.ships:
-                (self.travel.send if action is Action.SEND else self.travel.receive)(rank, message)
-            assert self.travel.bounded(rank)
-            self.posted[rank].append((action, message))
+            self.copies.take(action, transfer, self.ran[rank])
         return True
+
+    def take_message(self, rank: int, action: Action, message: Transfer) -> None:
+        if action is Action.WAIT:
+            assert message.target == rank and message not in self.waited[rank]
+            self.waited[rank].add(message)
+            if message.of_stage:
+                self.travel.wait(rank, message)
+            return
+        if action is Action.SEND:
+            assert message.source == rank and message not in self.sent
+            assert message.producer in self.ran[rank] or message.kind == "weights"
+            self.sent.add(message)
+        if message.of_stage:
+            (self.travel.send if action is Action.SEND else self.travel.receive)(rank, message)
+        assert self.travel.bounded(rank)
+        self.posted[rank].append((action, message))
+
+    def take_collective(self, rank: int, action: Action, collective: Transfer) -> None:
+        if collective.kind == "replica_sum":
+            own = {op for op in self.lowered.program.ranks[rank] if op.stage == collective.unit.stage}
+            assert own <= set(self.ran[rank]) and rank in collective.ranks
+        else:
+            self.sharing.take(rank, action, collective)
+        if action is Action.START:
+            self.posted[rank].append((action, collective))
+
+    def ended(self, transfer: Transfer) -> bool:
+        return transfer in self.complete or transfer in self.copies.complete
 
     def passed(self, before: Instruction) -> bool:
         """Whether a host that waits there can go on after an instruction."""
-        if before.action in (Action.REDUCE, Action.GATHER, Action.SCATTER):
-            return before.collective in self.complete or not self.blocking
-        if before.action in (Action.OFFLOAD, Action.FETCH):
-            return before.task in self.copies.complete or not self.blocking
-        return (
-            before.message in self.complete
-            or not self.blocking
-            or before.action in (Action.WAIT, Action.FREE, Action.RUN, Action.GONE, Action.BACK, Action.SCATTERED)
-        )
+        begins = before.action in (Action.SEND, Action.RECV, Action.START)
+        return not begins or not self.blocking or self.ended(before.transfer)
 
     def check_run(self, rank: int, op: Op) -> None:
         """The op is the program's next on this rank, and all it needs is there."""
@@ -246,7 +246,7 @@ class Machine:
         sent = sends[0][1]
         if sent != receives[0][1]:
             return False
-        if sent.follows >= 0 and self.lowered.messages[sent.follows] not in self.complete:
+        if sent.follows >= 0 and self.lowered.graph.transfers[sent.follows] not in self.complete:
             return False
         sends.popleft()
         receives.popleft()
@@ -256,7 +256,7 @@ class Machine:
     def collect(self, group: tuple[int, ...]) -> bool:
         """All members of a group have the same collective at their head: it happens."""
         queues = [self.posted[rank] for rank in group]
-        if not all(queue and queue[0][0] is Action.REDUCE for queue in queues):
+        if not all(queue and queue[0][0] is Action.START for queue in queues):
             return False
         heads = {queue[0][1] for queue in queues}
         if len(heads) > 1 or {head.ranks for head in heads} != {group}:

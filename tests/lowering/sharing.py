@@ -52,12 +52,13 @@ class Sharing:
             assert len(self.made[rank]) <= MOST
 
     def take(self, rank: int, action: Action, collective: Any) -> None:
-        """A GATHER, SCATTER or SCATTERED is issued."""
+        """A gather or scatter is started, or a scatter waited for."""
         assert collective.ranks == (rank,)
-        if action is Action.GATHER:
-            self.pending[rank][collective.stage].append(collective)
+        if collective.kind == "gather":
+            assert action is Action.START
+            self.pending[rank][collective.unit.stage].append(collective)
             assert sum(map(len, self.pending[rank].values())) <= MOST
-        elif action is Action.SCATTER:
+        elif action is Action.START:
             assert collective.op in self.made[rank] and collective.op not in self.scattered
             self.scattered.add(collective.op)
         else:

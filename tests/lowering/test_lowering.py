@@ -59,7 +59,7 @@ def check_opening(lowered: LoweredProgram) -> None:
     """No backward is in it, the first one comes next on its rank, and both ends of a message are in it or neither."""
     sent, received, next_kinds = set(), set(), set()
     for stream, length in zip(lowered.streams, lowered.openings, strict=True):
-        for action, op, message, _, _ in stream[:length]:
+        for action, op, message, _ in stream[:length]:
             if action is Action.RUN:
                 assert op is not None and op.kind in "FR"
             if action is Action.SEND:
@@ -82,7 +82,7 @@ def test_the_machine_is_adversarial() -> None:
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b"])
 def test_every_message_is_received_sent_and_awaited_once(name: str) -> None:
     lowered = lower(build(name, Shape(4, 8, 8)))
-    counts = Counter((i.action, i.message) for stream in lowered.streams for i in stream if i.message is not None)
+    counts = Counter((i.action, i.transfer) for stream in lowered.streams for i in stream if i.transfer is not None)
     assert set(counts.values()) == {1}
     assert len(counts) == 3 * len(lowered.messages)
     runs = [tuple(i.op for i in stream if i.action is Action.RUN) for stream in lowered.streams]

@@ -80,7 +80,7 @@ def test_of_tasks_with_one_time_transfers_come_first() -> None:
     program = forward_only(build("gpipe", Shape(2, 5, 2)))
     graph, times = timed(program, PieceTimes({"mlp": 1.0, "head": 2.0}, message=2.0))
     op, fifth = graph.rank_tasks[1][1], graph.num_ops + 4
-    assert times.end[op] == times.start[fifth] == 9 and str(graph.message(fifth).consumer) == "1F4"
+    assert times.end[op] == times.start[fifth] == 9 and str(graph.transfer(fifth).consumer) == "1F4"
     assert times.order.index(fifth) < times.order.index(op)
 
 

@@ -11,9 +11,9 @@ from helixpipe.costs.model_costs import GRADIENT_BYTES, ModelCosts
 from helixpipe.costs.models import MODELS, Layout
 from helixpipe.lowering.lower import lower
 from helixpipe.planning.memory.early import peak_memory
-from helixpipe.program.message import Message
 from helixpipe.program.program import Op, Program, forward_only
 from helixpipe.program.stages import Piece, Stage, even_stages, model_pieces
+from helixpipe.program.transfer import Transfer
 from helixpipe.program.workload import uniform
 from helixpipe.simulate.memory import rank_memory
 
@@ -32,7 +32,7 @@ def shared_ends() -> Program:
     return Program("shared", stages, ranks, uniform(4))
 
 
-def crossing(program: Program) -> list[Message]:
+def crossing(program: Program) -> list[Transfer]:
     return lower(program).messages
 
 
@@ -55,7 +55,7 @@ def test_a_stage_that_one_rank_runs_has_no_copies() -> None:
 def test_weights_do_not_travel() -> None:
     """What crosses is hidden states and their gradients: four there and back in the middle, of the head two."""
     messages = crossing(shared_ends())
-    assert not any(message.ships for message in messages)
+    assert not any(message.of_stage for message in messages)
     assert sorted(message.kind for message in messages) == ["activation"] * 6 + ["gradient"] * 6
 
 

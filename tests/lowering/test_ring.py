@@ -18,10 +18,10 @@ from helixpipe.lowering.build import build_graph
 from helixpipe.lowering.lower import lower
 from helixpipe.lowering.project import Action
 from helixpipe.planning.memory.early import peak_memory
-from helixpipe.program.message import Message
 from helixpipe.program.program import Op, Program, forward_only
 from helixpipe.program.stages import RingOptions, ring_stages
 from helixpipe.program.text import parse_rows
+from helixpipe.program.transfer import Transfer
 from helixpipe.program.workload import uniform
 from helixpipe.simulate.memory import rank_memory
 from helixpipe.simulate.simulator import simulate
@@ -155,8 +155,8 @@ def test_a_copy_waits_for_its_place_and_a_sum_for_its_own() -> None:
 
 
 def _most(
-    weights_of: dict[Op, Message],
-    messages: list[Message],
+    weights_of: dict[Op, Transfer],
+    messages: list[Transfer],
     rank: int,
     ends: dict[Op, float],
     spans: dict[int, tuple[float, float]],
@@ -187,7 +187,7 @@ def test_streams(slots: int, eager: bool) -> None:
     for cycle in (CYCLE, SPLIT):
         lowered = lower(ring(7, RingOptions(slots, eager), cycle))
         for rank, stream in enumerate(lowered.streams):
-            places = {(each.action, each.op or each.message or each.collective): at for at, each in enumerate(stream)}
+            places = {(each.action, each.op or each.transfer): at for at, each in enumerate(stream)}
             assert len(places) == len(stream)
             for message in lowered.messages:
                 if message.kind == "weights" and message.target == rank:
@@ -232,7 +232,7 @@ def _foreign(program: Program) -> list[Op]:
 def test_a_circle_of_ops_is_told_as_before() -> None:
     program = ring()
     crossed = replace(program, ranks=(program.ranks[0][::-1], *program.ranks[1:]))
-    assert not [message for message in build_graph(crossed).messages if message.ships]
+    assert not [message for message in build_graph(crossed).messages if message.of_stage]
 
 
 # ------------------------------------------------------------------------------------------------------------- memory

@@ -15,9 +15,9 @@ from helixpipe.lowering.lower import lower
 from helixpipe.lowering.passes.transfers import WEIGHTS_AHEAD
 from helixpipe.lowering.project import Action
 from helixpipe.planning.memory.early import peak_memory
-from helixpipe.program.message import Message
 from helixpipe.program.program import Op, Program, forward_only
 from helixpipe.program.stages import Stage, even_stages, model_pieces
+from helixpipe.program.transfer import Transfer
 from helixpipe.program.workload import uniform
 from helixpipe.simulate.memory import rank_memory
 from helixpipe.simulate.simulator import simulate
@@ -38,24 +38,24 @@ def shared_middle(owner: int = 0) -> Program:
     return Program("shared", stages, ranks, uniform(4))
 
 
-def shipped(program: Program) -> list[Message]:
-    return [message for message in lower(program).messages if message.ships]
+def shipped(program: Program) -> list[Transfer]:
+    return [message for message in lower(program).messages if message.of_stage]
 
 
 def test_once_there_and_once_back() -> None:
     program = shared_middle()
     first, last = Op("F", 1, 2), Op("B", 1, 3)
-    found = [message[1:6] for message in shipped(program)]
-    assert found == [("weights", first, first, 0, 1), ("weight_gradients", last, last, 1, 0)]
+    found = [(each.kind, each.producer, each.consumer, each.ranks) for each in shipped(program)]
+    assert found == [("weights", first, first, (0, 1)), ("weight_gradients", last, last, (1, 0))]
     assert program.copied_stages(1) == (1,) and program.copied_stages(0) == ()
     assert program.pieces_of_rank(1) == () and program.pieces_of_rank(0) == model_pieces(3)
 
 
 def test_the_owner_need_not_be_first() -> None:
     program = shared_middle(owner=1)
-    assert [message[1:6] for message in shipped(program)] == [
-        ("weights", Op("F", 1, 0), Op("F", 1, 0), 1, 0),
-        ("weight_gradients", Op("B", 1, 1), Op("B", 1, 1), 0, 1),
+    assert [(each.kind, each.producer, each.consumer, each.ranks) for each in shipped(program)] == [
+        ("weights", Op("F", 1, 0), Op("F", 1, 0), (1, 0)),
+        ("weight_gradients", Op("B", 1, 1), Op("B", 1, 1), (0, 1)),
     ]
     assert program.pieces_of_rank(1) == program.stages[1].pieces
     timeline = simulate(lower(program), PieceTimes(message=7.0)).timeline
@@ -77,18 +77,18 @@ def test_streams() -> None:
     owner's end."""
     weights, gradients = shipped(shared_middle())
     owner, copy = lower(shared_middle()).streams
-    assert [each.action for each in owner if each.message in (weights, gradients)] == [
+    assert [each.action for each in owner if each.transfer in (weights, gradients)] == [
         Action.SEND,
         Action.RECV,
         Action.WAIT,
     ]
     places = [
-        next(i for i, each in enumerate(copy) if each.message is not None and each.message == m)
+        next(i for i, each in enumerate(copy) if each.transfer is not None and each.transfer == m)
         for m in (weights, gradients)
     ]
     runs = {each.op: i for i, each in enumerate(copy) if each.action is Action.RUN}
     assert places[0] < runs[Op("F", 1, 2)] and places[1] > runs[Op("B", 1, 3)]
-    assert [each.action for each in copy if each.message == weights] == [Action.RECV, Action.WAIT, Action.FREE]
+    assert [each.action for each in copy if each.transfer == weights] == [Action.RECV, Action.WAIT, Action.FREE]
     freed = next(i for i, each in enumerate(copy) if each[:3] == (Action.FREE, None, weights))
     assert freed > runs[Op("B", 1, 3)]
 

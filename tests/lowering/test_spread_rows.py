@@ -17,9 +17,9 @@ from helixpipe.costs.models import MODELS, Layout
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.lower import lower
 from helixpipe.program.json_text import from_json, to_json
-from helixpipe.program.message import Message
 from helixpipe.program.program import Op, Program, forward_only
 from helixpipe.program.stages import Stage, model_pieces
+from helixpipe.program.transfer import Transfer
 from helixpipe.program.workload import uniform
 from helixpipe.simulate.simulator import simulate
 from helixpipe.simulate.sweep import sweep
@@ -82,7 +82,7 @@ class SpreadMachine(Machine):
         assert op == program.ranks[rank][len(self.ran[rank])]
         if program.stages[op.stage].has_attention:
             kind = "keys_values" if op.kind == "F" else "kv_gradients"
-            waited = {m.carries for m in self.waited[rank] if m.kind == kind}
+            waited = {m.unit for m in self.waited[rank] if m.kind == kind}
             if op.kind == "F":
                 for chunk in range(op.chunk):
                     made = {Op("F", op.stage - back, 0, chunk) for back in range(2)}
@@ -91,8 +91,8 @@ class SpreadMachine(Machine):
                 later = [each for each in self.ran[rank] if each.kind == "B" and each.stage == op.stage]
                 assert all(each.chunk > op.chunk for each in later)
         came = {m for m in self.waited[rank] if m.consumer == op}
-        assert came == {m for m in graph.messages if m.consumer == op and m.target == rank and not m.ships} | {
-            m for m in came if m.ships
+        assert came == {m for m in graph.messages if m.consumer == op and m.target == rank and not m.of_stage} | {
+            m for m in came if m.of_stage
         }
         self.travel.run(rank, op)
 
@@ -103,7 +103,9 @@ def check(program: Program, rng: Random) -> None:
     for blocking in (False, True):
         assert SpreadMachine(lowered, rng, blocking).run()
     homes = {op: rank for rank, ops in enumerate(program.ranks) for op in ops}
-    messages = Counter((m.kind, m.carries, m.source, m.target) for m in lowered.messages if m.of_keys_values)
+    messages = Counter(
+        (m.kind, m.unit, m.source, m.target) for m in lowered.messages if m.kind in ("keys_values", "kv_gradients")
+    )
     expected: Counter[tuple[object, ...]] = Counter()
     for stage, each in enumerate(program.stages):
         for unit in (unit for unit in program.units() if unit.stage == stage and each.has_attention):
@@ -134,7 +136,7 @@ def test_multiplexed_programs(p: int, chunks: int, way: str) -> None:
 def test_a_member_of_a_team_waits_for_keys_and_not_for_attention() -> None:
     program = build("sppo", Shape(2, 1, 2, 3), SppoOptions(sppo_multiplex="left"))
     lowered = lower(program)
-    message: Message = next(m for m in lowered.messages if m.kind == "keys_values")
+    message: Transfer = next(m for m in lowered.messages if m.kind == "keys_values")
     assert message.producer == Op("F", 1, 0, 0) and message.consumer == Op("F", 2, 0, 1)
     back = next(m for m in lowered.messages if m.kind == "kv_gradients")
     assert back.producer == Op("B", 2, 0, 1) and back.consumer == Op("B", 1, 0, 0)
@@ -181,8 +183,8 @@ def test_times_and_sizes_of_messages() -> None:
     shape = Shape(2, 1, 2, 2, chunk_lengths=(2048, 2048), costs=costs)
     program = build("sppo", shape, SppoOptions(sppo_multiplex="left"))
     lowered, bound = lower(program, costs), BoundCosts(program, costs)
-    for message in (each for each in lowered.messages if each.of_keys_values):
-        tokens = program.workload.tokens(0)[message.carries.chunk]
+    for message in (each for each in lowered.messages if each.kind in ("keys_values", "kv_gradients")):
+        tokens = program.workload.tokens(0)[message.unit.chunk]
         element = 2 if message.kind == "keys_values" else 4
-        assert costs.payload_bytes(bound.payload(message)) == tokens * 2 * 4096 * element
+        assert costs.size(bound.load(message.kind, message.ranks, message.unit).contents) == tokens * 2 * 4096 * element
     assert simulate(lowered, PieceTimes({"mlp": 1.0})).makespan > 0

@@ -42,11 +42,10 @@ def program_of(name: str, workload: Workload) -> Program:
 
 def sharing(lowered: LoweredProgram, rank: int) -> list[tuple[str, int]]:
     """What the data-parallel ranks of a pipeline rank do together, in order."""
-    actions = (Action.GATHER, Action.SCATTER)
     return [
-        (each.action.value, each.collective.stage)
+        (each.transfer.kind, each.transfer.unit.stage)
         for each in lowered.streams[rank]
-        if each.action in actions and each.collective is not None
+        if each.action is Action.START and each.transfer is not None and each.transfer.kind in ("gather", "scatter")
     ]
 
 

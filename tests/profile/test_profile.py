@@ -20,13 +20,13 @@ from helixpipe.lowering.lower import lower
 from helixpipe.planning.memory.recompute import RecomputeOptions
 from helixpipe.profile.measurement import MicrobatchShape, rows, scale_to_whole_units
 from helixpipe.profile.message_times import fit_line
-from helixpipe.program.costs import Payload
+from helixpipe.program.costs import Contents, Load
 from helixpipe.program.program import Op, Program
-from helixpipe.program.stages import PIECE_KINDS, Stage, even_stages, model_pieces
+from helixpipe.program.stages import PIECE_KINDS, Segment, Stage, even_stages, model_pieces
 from helixpipe.program.workload import uniform
 from helixpipe.simulate.simulator import simulate
 from schedules import Shape, build
-from tests.costs.asking import message_bytes, op_time, sizes
+from tests.costs.asking import copy_time, copying_time, message_bytes, op_time, sizes
 
 MODEL = ModelShape("own", 4, 32, 4, 2, 40, True, 200, False, "RMSNorm", "rope", False, 16)
 LAYOUT = Layout(micro_batch_size=2, element_bytes=4, fused_kernels=False)
@@ -82,12 +82,12 @@ def test_a_message_takes_latency_and_its_bytes() -> None:
     costs, program = ProfileCosts(make_profile()), one_stage_each()
     for message in lower(program).messages:  # one hidden state of 16 tokens, 2 sequences, 32 channels, 4 bytes
         assert message_bytes(costs, program, message) == 4096
-        assert BoundCosts(program, costs).message_time(message) == 0.5 + 4.096
+        assert BoundCosts(program, costs).transfer_time(message) == 0.5 + 4.096
 
 
 def test_a_copy_takes_latency_and_its_bytes_with_both_directions_in_use(saved: str) -> None:
     costs = ProfileCosts(Profile.load(saved))
-    assert (costs.copy_time(1000, inward=False), costs.copy_time(1000, inward=True)) == (1.5, 2.5)
+    assert [copy_time(costs, 1000, inward) for inward in (False, True)] == [1.5, 2.5]
 
 
 def test_a_file_from_before_copies_were_measured(saved: str) -> None:
@@ -98,9 +98,9 @@ def test_a_file_from_before_copies_were_measured(saved: str) -> None:
     costs = ProfileCosts(Profile.load(saved))
     assert costs.op_time(BoundCosts(one_stage_each(), costs).work(Op("F", 0, 0))) > 0
     with pytest.raises(UserError, match=r"nothing of copies .* nor is anything known of a processor; measure again\."):
-        costs.copy_time(1000, inward=False)
+        copy_time(costs, 1000, inward=False)
     known = ProfileCosts(make_profile(copies=None, machine={"device": "NVIDIA A100-SXM4-80GB"}))
-    assert known.copy_time(1e9, True) == 10e-6 + 1e9 / HARDWARE["a100-80"].host_bandwidth(both=True)
+    assert copy_time(known, 1e9, True) == 10e-6 + 1e9 / HARDWARE["a100-80"].host_bandwidth(both=True)
 
 
 def test_messages_take_time_of_their_ranks() -> None:
@@ -133,13 +133,14 @@ def test_weights_and_copies_take_time_of_their_ranks(saved: str) -> None:
     size = 4 * costs.bytes.parameters(pieces)
 
     def handled(kind: str, sends: bool) -> float:
-        return costs.handling_time(Payload(kind, pieces, (), 16.0, 0, 1), sends)
+        contents = Contents(kind, (Segment(pieces, False),), (), 16.0)
+        return costs.handling_time(Load(kind, (0, 1), contents), sends)
 
     assert handled("weights", True) == pytest.approx(1 + 3 + 4e-3 * size)
     assert handled("weights", False) == pytest.approx(2 + 2e-3 * size)
     assert handled("weight_gradients", True) == pytest.approx(1 + 1e-3 * size)
     assert handled("weight_gradients", False) == pytest.approx(2 + 4 + 6e-3 * size)
-    assert (costs.copying_time(8, inward=False), costs.copying_time(8, inward=True)) == (2.0, 1.0)
+    assert [copying_time(costs, 8, inward) for inward in (False, True)] == [2.0, 1.0]
     content = json.loads(Path(saved).read_text(encoding="utf-8"))
     del content["weights"], content["copies"]["own"]
     Path(saved).write_text(json.dumps(content), encoding="utf-8")

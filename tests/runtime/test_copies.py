@@ -12,9 +12,9 @@ import torch
 from helixpipe.lowering.build import build_graph
 from helixpipe.lowering.graph import Graph
 from helixpipe.model.linear import WeightGradients
-from helixpipe.program.message import Message
 from helixpipe.program.program import Op
 from helixpipe.program.stages import Piece, ring_stages
+from helixpipe.program.transfer import Transfer
 from helixpipe.runtime.borrowed_weights import BorrowedWeights
 from helixpipe.runtime.weights import WholeWeights
 from schedules import Shape, build
@@ -51,7 +51,7 @@ def on_rank_0() -> tuple[Graph, BorrowedWeights, Model]:
     return graph, copies, copies.shell
 
 
-def run(graph: Graph, copies: BorrowedWeights, shell: Model, op: Op) -> tuple[Message, Message]:
+def run(graph: Graph, copies: BorrowedWeights, shell: Model, op: Op) -> tuple[Transfer, Transfer]:
     """An op of a loss whose gradient of every weight is its number in the stage. Returns its two messages."""
     brought, taken = graph.weights_of[op], graph.sum_of[op]
     weights = shell.weights_of(graph.program.stages[op.stage].pieces)

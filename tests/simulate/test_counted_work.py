@@ -13,7 +13,7 @@ import pytest
 from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.lowering import order as order_module
 from helixpipe.lowering.lower import lower
-from helixpipe.program.costs import Contents, Payload, Work
+from helixpipe.program.costs import Contents, Load, Work
 from helixpipe.simulate.simulator import simulate
 from schedules import Shape, build
 from tests.simulate.test_simulator import EXAMPLE, run
@@ -58,16 +58,16 @@ def test_each_task_enters_the_queue_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_equal_work_is_asked_for_once() -> None:
-    asked: list[Work | Payload | Contents] = []
+    asked: list[Work | Load | Contents] = []
 
     class Counting(PieceTimes):
         def op_time(self, work: Work) -> float:
             asked.append(work)
             return super().op_time(work)
 
-        def message_time(self, payload: Payload) -> float:
-            asked.append(payload)
-            return super().message_time(payload)
+        def transfer_time(self, load: Load) -> float:
+            asked.append(load)
+            return super().transfer_time(load)
 
         def size(self, contents: Contents) -> float:
             asked.append(contents)
@@ -77,7 +77,7 @@ def test_equal_work_is_asked_for_once() -> None:
     simulate(lower(program), Counting({"attn": 1.0}))
     assert len(asked) == len(set(asked))
     assert sorted(each.kind for each in asked if isinstance(each, Work)) == sorted("FB" * 4 * 2)
-    messages = [(each.kind, each.source, each.target) for each in asked if isinstance(each, Payload)]
+    messages = [(each.kind, *each.ranks) for each in asked if isinstance(each, Load)]
     hops = [(r, r + 1) for r in range(3)]
     expected = [("activation", a, b) for a, b in hops] + [("gradient", b, a) for a, b in hops]
     assert sorted(messages) == sorted(expected * 2)

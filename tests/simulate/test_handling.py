@@ -12,7 +12,7 @@ from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.lower import lower
 from helixpipe.lowering.project import Action
 from helixpipe.planning.memory.offload import OffloadOptions
-from helixpipe.program.costs import Payload
+from helixpipe.program.costs import Load
 from helixpipe.simulate.handling import handling_times
 from helixpipe.simulate.simulator import simulate
 from schedules import Shape, build
@@ -26,11 +26,10 @@ class Handled(PieceTimes):
     handled: Mapping[tuple[str, bool], float] = field(default_factory=dict)
     copied: tuple[float, float] = (0.0, 0.0)
 
-    def handling_time(self, payload: Payload, sends: bool) -> float:
-        return self.handled.get((payload.kind, sends), 0.0)
-
-    def copying_time(self, nbytes: float, inward: bool) -> float:
-        return self.copied[inward] * nbytes
+    def handling_time(self, load: Load, sends: bool) -> float:
+        if load.contents.kind == "offloaded":
+            return self.copied[load.kind == "fetch"] * self.size(load.contents)
+        return self.handled.get((load.kind, sends), 0.0)
 
 
 KINDS = {("weights", True): 1.0, ("weights", False): 10.0}
@@ -47,11 +46,11 @@ def test_weights_take_time_of_the_op_after_them(schedule: str) -> None:
     found = handling_times(lowered, bound)
     for rank, stream in enumerate(lowered.streams):
         own = sum(time for op, time in found.items() if op in program.ranks[rank])
-        there = [each.message for each in stream if each.action in (Action.SEND, Action.WAIT)]
-        weights = [message for message in there if message is not None and message.ships]
+        there = [each.transfer for each in stream if each.action in (Action.SEND, Action.WAIT)]
+        weights = [message for message in there if message is not None and message.of_stage]
         expected = sum(KINDS[message.kind, message.source == rank] for message in weights)
         assert own == expected > 0
-    first = next(i for i, each in enumerate(lowered.streams[0]) if each.message is not None and each.message.ships)
+    first = next(i for i, each in enumerate(lowered.streams[0]) if each.transfer is not None and each.transfer.of_stage)
     after = next(each.op for each in lowered.streams[0][first:] if each.op is not None)
     assert after is not None and found[after] > 0
 

@@ -40,12 +40,12 @@ def test_returned_gradients_are_waited_for_some_ops_after_they_came() -> None:
     program = build("helix", Shape(2, 8, 6))
     places = [
         {
-            instruction.message.number: sum(before.action is Action.RUN for before in stream[:place])
+            instruction.transfer.number: sum(before.action is Action.RUN for before in stream[:place])
             for stream in lowered_with(program, slack).streams
             for place, instruction in enumerate(stream)
             if instruction.action is Action.WAIT
-            and instruction.message is not None
-            and instruction.message.kind == "weight_gradients"
+            and instruction.transfer is not None
+            and instruction.transfer.kind == "weight_gradients"
         }
         for slack in (0, 4)
     ]

@@ -68,7 +68,7 @@ def test_weights_that_have_not_come_hold_up_who_passes_them_on() -> None:
     passed_on = 0
     for stream in lowered.streams:
         waiting: list[int] = []
-        for action, _, message, _, task in stream:
+        for action, _, message, task in stream:
             if action is Action.SEND and message is not None and message.kind == "weights" and message.follows >= 0:
                 waiting.append(first + message.follows)
             elif action is Action.RUN:
@@ -118,12 +118,12 @@ def test_one_queue_is_never_faster(seed: int) -> None:
 
 
 def test_collectives_of_a_group_go_one_after_another() -> None:
-    """The second REDUCE of a group cannot start before the first is over, which its slowest member says."""
+    """The second collective of a group cannot start before the first is over, which its slowest member says."""
     lowered = lower(build("chimera", Shape(4, 4, 4)), FREE)
     graph, waits = lowered.graph, queue_waits(lowered)
     place = {task: at for at, task in enumerate(lowered.order)}
     groups: dict[tuple[int, ...], list[int]] = {}
-    for task in range(graph.num_ops + len(graph.messages), graph.num_tasks):
-        groups.setdefault(graph.collective(task).ranks, []).append(task)
+    for collective in graph.collectives:
+        groups.setdefault(collective.ranks, []).append(graph.task(collective))
     pairs = [sorted(tasks, key=place.__getitem__) for tasks in groups.values() if len(tasks) == 2]
     assert pairs and all(second in waits[first] and first not in waits.get(second, ()) for first, second in pairs)

@@ -226,8 +226,10 @@ def test_a_copy_is_told_from_what_is_freed() -> None:
     said = {}
     for index, each in enumerate(lowered.streams[0]):
         position.at(index)
-        said.setdefault(each.action, describe(position.look(), Peers(0, (0, 1), (0,)), 1, 2).doing)
-    assert said[Action.OFFLOAD].startswith("starts offloading what leaves after 0F0 (")
-    assert said[Action.GONE].startswith("waits until the host has what leaves after 0F0 (")
-    assert said[Action.FETCH].startswith("starts fetching what is needed by 0B0 (")
-    assert said[Action.BACK].startswith("waits until the device has what is needed by 0B0 (")
+        if each.transfer is not None:
+            doing = describe(position.look(), Peers(0, (0, 1), (0,)), 1, 2).doing
+            said.setdefault((each.action, each.transfer.kind), doing)
+    assert said[Action.START, "offload"].startswith("starts the copy to the host: what leaves after 0F0 (")
+    assert said[Action.WAIT, "offload"].startswith("waits until the end of the copy to the host: what leaves after 0F0")
+    assert said[Action.START, "fetch"].startswith("starts the copy back: what is needed by 0B0 (")
+    assert said[Action.WAIT, "fetch"].startswith("waits until the end of the copy back: what is needed by 0B0 (")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from helixpipe.lowering.lower import lower
 from helixpipe.lowering.project import Action, LoweredProgram
 from helixpipe.planning.catalogue import Shape
-from helixpipe.program.message import Message
+from helixpipe.program.transfer import Transfer
 from helixpipe.watch.position import Patience, Peers, RunPart, View, describe
 from helixpipe.watch.stall import AwaitedRank, State, report, stalled
 from schedules import build
@@ -30,7 +30,7 @@ class Network:
         while [rank for rank in range(len(self.instructions)) if self._step(rank)]:
             pass
 
-    def arrived(self, message: Message) -> bool:
+    def arrived(self, message: Transfer) -> bool:
         before = message.follows >= 0 and message.kind == "weights"
         return (
             message.number in self._sent

@@ -7,7 +7,6 @@ B or I(s, m, c); F -> (R ->) B or I -> W pass on what the unit saved, recomputed
 from __future__ import annotations
 
 from helixpipe.lowering.graph import Draft
-from helixpipe.program.message import Message
 from helixpipe.program.tasks import Buffer
 
 
@@ -21,11 +20,9 @@ def activations(draft: Draft) -> None:
         if kind == "F":
             if stage > 0:
                 _cross(draft, "activation", forward[unit - per_stage], task)
-        elif kind == "R":
-            draft.wait(task, forward[unit])
         elif kind == "W":
             _defer(draft, backward[unit], task)
-        else:
+        elif kind in "BI":
             _save(draft, unit, task)
             if stage < last:
                 _cross(draft, "gradient", backward[unit + per_stage], task)
@@ -41,11 +38,9 @@ def _cross(draft: Draft, kind: str, producer: int, consumer: int) -> None:
     if source == target:
         graph.gives[producer] = graph.takes[consumer] = draft.buffer(there, producer, (consumer,), consumer)
         return
-    number = len(graph.messages)
-    message = draft.transfer(Message(number, kind, graph.ops[producer], op, source, target))
-    here = Buffer(kind, source, *op[1:])
-    graph.gives[producer] = graph.sources[number] = draft.buffer(here, producer, (message,), message)
-    graph.takes[consumer] = graph.targets[number] = draft.buffer(there, message, (consumer,), consumer)
+    here = graph.gives[producer] = draft.buffer(there._replace(rank=source), producer)
+    message = draft.transfer(kind, (source, target), op.unit, graph.ops[producer], op, takes=(here,))
+    graph.takes[consumer] = draft.buffer(there, message, (consumer,), consumer)
 
 
 def _save(draft: Draft, unit: int, task: int) -> None:
@@ -53,7 +48,8 @@ def _save(draft: Draft, unit: int, task: int) -> None:
     graph = draft.graph
     op, rank, recompute = graph.ops[task], graph.ranks[task], draft.recompute[unit]
     forward = draft.forward[unit]
-    number = draft.buffer(Buffer("saved", rank, *op[1:]), forward, (task,) if recompute < 0 else (), task)
+    reader = recompute if recompute >= 0 else task
+    number = draft.buffer(Buffer("saved", rank, *op[1:]), forward, (reader,), task)
     graph.saved[forward] = graph.saved[task] = number
     if recompute >= 0:
         graph.saved[recompute] = number

@@ -8,8 +8,7 @@ from __future__ import annotations
 from helixpipe.lowering.graph import Draft
 from helixpipe.lowering.order import unit_order
 from helixpipe.lowering.passes.transfers import Turn, WeightTransfer, transfers
-from helixpipe.program.message import Message
-from helixpipe.program.program import Op
+from helixpipe.program.program import Op, Unit
 from helixpipe.program.tasks import Buffer
 
 
@@ -27,30 +26,36 @@ def borrowed_weights(draft: Draft) -> None:
         return
     turns = [Turn(graph.ops[task], graph.ranks[task]) for task in order]
     task_of = {op: task for task, op in enumerate(graph.ops)}
-    first = len(graph.messages)
+    first = len(graph.transfers)
     moved = transfers(program, turns)
-    for place, transfer in enumerate(moved):
+    for transfer in moved:
         end = transfer.ops[0 if transfer.kind == "weights" else -1]
         follows = first + transfer.follows if transfer.follows >= 0 else -1
-        message = Message(first + place, transfer.kind, end, end, transfer.source, transfer.target, follows)
-        draft.transfer(message)
+        ranks, unit = (transfer.source, transfer.target), Unit(end.stage, -1, -1)
+        task = draft.transfer(transfer.kind, ranks, unit, end, end, follows=follows)
         of = graph.weights_of if transfer.kind == "weights" else graph.sum_of
-        of.update(dict.fromkeys(transfer.ops, message))
-    for place, transfer in enumerate(moved):
-        _connect(draft, transfer, first + place, task_of, first)
+        of.update(dict.fromkeys(transfer.ops, graph.transfer(task)))
+    tasks = range(graph.num_ops + first, graph.num_tasks)
+    for task, transfer in zip(tasks, moved, strict=True):
+        _connect(draft, transfer, task, tasks, task_of)
+    for task, transfer in zip(tasks, moved, strict=True):
+        if transfer.follows >= 0:  # it waits for that already
+            graph.reads[task] += graph.writes[tasks[transfer.follows]]
 
 
-def _connect(draft: Draft, transfer: WeightTransfer, number: int, task_of: dict[Op, int], first: int) -> None:
-    """The buffers of one message, and what it waits for: what it passes on, and for its memory."""
-    graph = draft.graph
-    task, stage = graph.num_ops + number, transfer.ops[0].stage
+def _connect(draft: Draft, transfer: WeightTransfer, task: int, tasks: range, task_of: dict[Op, int]) -> None:
+    """The buffers of one transfer, and what it waits for: what it passes on, and for its memory. tasks: of all of
+    them."""
+    stage = transfer.ops[0].stage
     for waited in transfer.after:
-        draft.wait(task, task_of[waited] if isinstance(waited, Op) else graph.num_ops + first + waited)
+        draft.wait(task, task_of[waited] if isinstance(waited, Op) else tasks[waited])
     before = [task_of[op] for op in transfer.before]
-    graph.targets[number] = draft.buffer(Buffer(transfer.kind, transfer.target, stage), task, before)
+    there = Buffer(transfer.kind, transfer.target, stage)
     if transfer.kind == "weights":
-        graph.sources[number] = graph.targets[first + transfer.follows] if transfer.follows >= 0 else -1
-    else:
-        graph.sources[number] = draft.buffer(
-            Buffer(transfer.kind, transfer.source, stage), task_of[transfer.ops[0]], (), task
-        )
+        draft.buffer(there, task, before)
+        return
+    draft.buffer(there, task)
+    for op in before:  # their rank has room for another sum once this one has left
+        draft.wait(op, task)
+    total = draft.buffer(Buffer(transfer.kind, transfer.source, stage), task_of[transfer.ops[0]], (), task)
+    draft.graph.reads[task] += (total,)  # it waits for the last op that adds to it

@@ -14,7 +14,6 @@ ops of its own rank alone, all of them before the op that waits for it.
 from __future__ import annotations
 
 from helixpipe.lowering.graph import Draft
-from helixpipe.program.message import Copy
 from helixpipe.program.tasks import Buffer
 
 
@@ -34,10 +33,9 @@ def _copies(draft: Draft, forward: int) -> None:
     backward, recompute = draft.backward[number], draft.recompute[number]
     reader = recompute if recompute >= 0 else backward
     leaves = Buffer("offloaded", rank, *unit)
-    out = draft.copy(Copy(len(graph.copies), False, rank, unit, op))
-    draft.buffer(leaves, forward, (out,), out)
-    back = draft.copy(Copy(len(graph.copies), True, rank, unit, graph.ops[reader]))
-    draft.buffer(leaves._replace(host=True), out, (back,), back)
+    out = draft.transfer("offload", (rank,), unit, producer=op, takes=(draft.buffer(leaves, forward),))
+    there = draft.buffer(leaves._replace(host=True), out)
+    back = draft.transfer("fetch", (rank,), unit, consumer=graph.ops[reader], takes=(there,))
     draft.buffer(leaves._replace(kind="fetched"), back, (reader,), backward)
     before = reader - draft.program.activations_of(unit).ahead - 1
     if before > forward:  # a rank's ops are numbered in their order

@@ -7,7 +7,7 @@ for it before the step ends.
 from __future__ import annotations
 
 from helixpipe.lowering.graph import Draft
-from helixpipe.program.message import Collective
+from helixpipe.program.program import Unit
 
 
 def replica_sums(draft: Draft) -> None:
@@ -25,4 +25,6 @@ def replica_sums(draft: Draft) -> None:
             task = draft.weight[unit] if draft.weight[unit] >= 0 else draft.backward[unit]
             rank = graph.ranks[task]
             ends[rank] = max(ends.get(rank, task), task)
-        draft.collective(Collective(len(graph.collectives), "replica_sum", index, holders), ends.values())
+        total = draft.transfer("replica_sum", holders, Unit(index, -1, -1))
+        for last in ends.values():
+            draft.wait(total, last)

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from helixpipe.lowering.graph import Draft
-from helixpipe.program.message import Collective
+from helixpipe.program.program import Unit
 from helixpipe.program.tasks import Buffer
 
 AHEAD = 1
@@ -43,11 +43,11 @@ def sharded_weights(draft: Draft) -> None:
             _gather(draft, rank, users, tasks.start)
         if not program.forward_only:
             _scatters(draft, rank, [task for task in own if graph.ops[task].kind in "BW"], last)
-    for number, collective in enumerate(graph.collectives):
-        if collective.kind == "replica_sum":
-            for rank in collective.ranks:
-                if (rank, collective.stage) in last:
-                    draft.wait(graph.num_ops + len(graph.messages) + number, last[rank, collective.stage])
+    for total in graph.transfers:
+        if total.kind == "replica_sum":
+            for rank in total.ranks:
+                if (rank, total.unit.stage) in last:
+                    draft.wait(graph.task(total), last[rank, total.unit.stage])
 
 
 def _has_weights(draft: Draft, task: int) -> bool:
@@ -70,7 +70,7 @@ def _runs(draft: Draft, own: list[int]) -> Iterator[list[int]]:
 
 def _gather(draft: Draft, rank: int, users: list[int], start: int) -> None:
     graph, stage = draft.graph, draft.graph.ops[users[0]].stage
-    task = draft.collective(Collective(len(graph.collectives), "gather", stage, (rank,), graph.ops[users[0]]), ())
+    task = draft.transfer("gather", (rank,), Unit(stage, -1, -1), consumer=graph.ops[users[0]])
     draft.buffer(Buffer("gathered", rank, stage), task, users, users[-1])
     before = users[0] - AHEAD - 1
     if before >= start:  # a rank's ops are numbered in their order
@@ -81,8 +81,8 @@ def _scatters(draft: Draft, rank: int, makers: list[int], last: dict[tuple[int, 
     graph, scatters = draft.graph, list[int]()
     for number, maker in enumerate(makers):
         op = graph.ops[maker]
-        task = draft.collective(Collective(len(graph.collectives), "scatter", op.stage, (rank,), op), ())
-        draft.buffer(Buffer("made_gradients", rank, op.stage), maker, (task,), task)
+        made = draft.buffer(Buffer("made_gradients", rank, op.stage), maker)
+        task = draft.transfer("scatter", (rank,), Unit(op.stage, -1, -1), producer=op, takes=(made,))
         if number > AHEAD:
             draft.wait(maker, scatters[number - AHEAD - 1])
         scatters.append(task)

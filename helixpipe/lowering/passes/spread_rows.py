@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from helixpipe.lowering.graph import Draft
-from helixpipe.program.message import Message
+from helixpipe.program.program import Unit
 from helixpipe.program.tasks import Buffer
 
 
@@ -81,10 +81,10 @@ def _block(draft: Draft, stage: int, row: _RowTasks, chunk: int) -> None:
         first, last = later[0], later[-1]
         if rank != home:
             reader = row.forwards[first]
-            message = _message(draft, "keys_values", row.makers[chunk], reader, made)
+            message = _message(draft, "keys_values", block, row.makers[chunk], reader)
+            draft.read(message, made)
             freed_by = row.backwards[first] if training else -1
-            there = draft.buffer(block._replace(rank=rank), message, (reader,), freed_by)
-            graph.targets[message - graph.num_ops] = there
+            draft.buffer(block._replace(rank=rank), message, (reader,), freed_by)
         if not training:
             continue
         sums = block._replace(kind="kv_gradients", rank=rank)
@@ -93,17 +93,15 @@ def _block(draft: Draft, stage: int, row: _RowTasks, chunk: int) -> None:
             continue
         taker = row.takers[chunk]
         number = draft.buffer(sums, row.backwards[last])
-        message = _message(draft, "kv_gradients", row.backwards[first], taker, number)
+        message = _message(draft, "kv_gradients", sums, row.backwards[first], taker)
+        draft.wait(message, row.backwards[first])
+        graph.reads[message] += (number,)
         graph.frees[message] += (number,)
-        graph.targets[message - graph.num_ops] = draft.buffer(sums._replace(rank=home), message, (taker,), taker)
+        draft.buffer(sums._replace(rank=home), message, (taker,), taker)
 
 
-def _message(draft: Draft, kind: str, producer: int, consumer: int, source: int) -> int:
+def _message(draft: Draft, kind: str, moved: Buffer, producer: int, consumer: int) -> int:
     """Add a message from one op to another that carries a buffer; returns its task."""
     graph = draft.graph
-    ends = graph.ops[producer], graph.ops[consumer]
-    message = Message(len(graph.messages), kind, *ends, graph.ranks[producer], graph.ranks[consumer])
-    task = draft.transfer(message)
-    graph.sources[message.number] = source
-    draft.wait(task, producer)
-    return task
+    ranks, unit = (graph.ranks[producer], graph.ranks[consumer]), Unit(moved.stage, moved.microbatch, moved.chunk)
+    return draft.transfer(kind, ranks, unit, graph.ops[producer], graph.ops[consumer])

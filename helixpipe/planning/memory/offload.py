@@ -23,7 +23,6 @@ from helixpipe.lowering.order import TaskTimes
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Program, Unit
 from helixpipe.program.stages import PIECE_KINDS, Piece
-from helixpipe.program.tasks import Buffer
 
 MODULES: Mapping[str, str] = MappingProxyType(
     {
@@ -119,8 +118,7 @@ def with_ahead(program: Program, costs: Costs, graph: Graph, times: TaskTimes) -
             first = op.kind == "R" or (op.kind in "BI" and op._replace(kind="R") not in places)
             if not own.offload or not first:
                 continue
-            size = bound.size(Buffer("offloaded", 0, *op.unit))
-            duration = costs.copy_time(size, True) * LATENESS
+            duration = costs.transfer_time(bound.load("fetch", (0,), op.unit)) * LATENESS
             next_start = min(times.start[tasks[place]], next_start) - duration
             ahead = 0  # ops that have to be waiting for the copy at most
             while place - ahead - 1 >= 0 and times.end[tasks[place - ahead - 1]] > next_start:

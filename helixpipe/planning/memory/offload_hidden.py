@@ -38,16 +38,16 @@ class Base:
         self.program, self.costs = program, costs
         self.graph, self.times = timed(program, costs)
         everything = with_shares(program, options, dict.fromkeys(program.units(), 1.0), costs)
-        size, bound = BoundCosts(everything, costs).size, BoundCosts(program, costs)
+        leaving, bound = BoundCosts(everything, costs), BoundCosts(program, costs)
         self.recomputing = [sum(bound.recompute_time(op) for op in ops if op.kind in "BI") for ops in program.ranks]
         self.hidden: list[dict[Unit, float]] = []
         self._copying: list[dict[Unit, float]] = []
         for rank, tasks in enumerate(self.graph.rank_tasks):
             shares, times = {}, {}
             for unit, span, gap in sorted(_spans(self.graph, self.times, tasks), key=lambda each: -each[2]):
-                leaving = size(Buffer("offloaded", rank, *unit))
-                if leaving and gap > 0:
-                    times[unit] = max(costs.copy_time(leaving, False), costs.copy_time(leaving, True))
+                if gap > 0 and leaving.size(Buffer("offloaded", rank, *unit)):
+                    both_ways = (leaving.load(kind, (rank,), unit) for kind in ("offload", "fetch"))
+                    times[unit] = max(map(costs.transfer_time, both_ways))
                     shares[unit] = span / times[unit] if times[unit] else inf
             self.hidden.append(shares)  # those that wait longest first
             self._copying.append(times)

@@ -13,10 +13,10 @@ from helixpipe.planning.memory.held import held_by, stored_by
 from helixpipe.planning.memory.room import beside_units
 from helixpipe.planning.order.orders import backward_units, forward_units
 from helixpipe.program.costs import Costs
-from helixpipe.program.message import Message
 from helixpipe.program.program import Op, Program
 from helixpipe.program.stages import Stage
 from helixpipe.program.tasks import Buffer
+from helixpipe.program.transfer import Transfer
 from helixpipe.program.workload import Workload
 
 ByUnit = tuple[tuple[float, ...], ...]
@@ -173,7 +173,8 @@ def problem(
 
     def message_time(op: Op) -> float:
         target = op._replace(stage=op.stage + 1)
-        return bound.message_time(Message(0, "activation", op, target, homes[op.stage], homes[target.stage]))
+        ranks = homes[op.stage], homes[target.stage]
+        return bound.transfer_time(Transfer(0, "activation", ranks, target.unit, op, target))
 
     held = by_unit(lambda op: held_by(bound, op), "F")
     deferred = by_unit(lambda op: bound.size(Buffer("deferred", 0, *op[1:])), "W")

@@ -16,6 +16,7 @@ from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.project import Action, LoweredProgram
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Op
+from helixpipe.program.transfer import Transfer
 from helixpipe.simulate.sweep import Sweep
 
 Orders = list[list[int]]
@@ -60,9 +61,7 @@ class Instance:
 def instance_of(lowered: LoweredProgram, costs: Costs, limits: Sequence[float] | None = None) -> Instance:
     """limits: of what each rank has beside weights and optimizer of its own, in the costs' unit; None: none."""
     graph, bound = lowered.graph, BoundCosts(lowered.program, costs)
-    op_time, message_time, copy_time, collective_time = bound.timers
-    durations = [op_time(op) for op in graph.ops] + [message_time(message) for message in graph.messages]
-    durations += [collective_time(each) for each in graph.collectives] + [copy_time(each) for each in graph.copies]
+    durations = [*map(bound.op_time, graph.ops), *map(bound.transfer_time, graph.transfers)]
     resources, table = graph.resources()
     ranks = lowered.program.num_ranks
     transfers = graph.num_tasks - graph.num_ops
@@ -121,12 +120,12 @@ class _Changes(Sweep):
         super().run(task)
         self._running = False
 
-    def transfer(self, action: Action, kind: str, number: int, task: int) -> None:
+    def transfer(self, action: Action, transfer: Transfer, task: int) -> None:
         if action in (Action.RECV, Action.SEND):
             self._task = task
             if action is Action.RECV:
                 self.arriving.add(task)
-        super().transfer(action, kind, number, task)
+        super().transfer(action, transfer, task)
         self._task = self._op
 
     def take(self, number: int, category: int = -1) -> None:

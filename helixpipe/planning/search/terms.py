@@ -17,7 +17,8 @@ from helixpipe.lowering.lower import lower
 from helixpipe.planning.search.documents import bounds_of
 from helixpipe.planning.search.space import Candidate, Question, Saving
 from helixpipe.planning.search.trial import Trials
-from helixpipe.program.costs import Payload
+from helixpipe.program.costs import Load
+from helixpipe.program.transfer import TRANSFER_KINDS
 from helixpipe.simulate.simulator import simulate
 
 MOST_OPS = 8_000
@@ -67,8 +68,8 @@ NAMES = {
 class _Unsent(ModelCosts):
     """Messages between ranks take no time."""
 
-    def message_time(self, payload: Payload) -> float:
-        return 0.0
+    def transfer_time(self, load: Load) -> float:
+        return 0.0 if TRANSFER_KINDS[load.kind].resource == "link" else super().transfer_time(load)
 
 
 def terms_of(trials: Trials, candidate: Candidate) -> Terms:
