@@ -78,20 +78,20 @@ def knobs(simulations: Sequence[Simulation]) -> list[dict[str, Any]]:
         return []
     costs = simulations[0].costs
     if isinstance(costs, PieceTimes):
-        found = [
+        rates = [
             _knob(piece, f"{piece}, forward", costs.forward.get(piece, 0.0)) | {"splits": piece in SPLIT_BACKWARD}
             for piece in PIECE_KINDS
         ]
-        found.append(_knob("ratio", "backward over forward", costs.backward_ratio) | {"least": 1})
-        found.append(_knob("overhead", "an op, beside its pieces", costs.op_overhead))
-        found.append(_knob("message", "a message", costs.message))
+        rates.append(_knob("ratio", "backward over forward", costs.backward_ratio) | {"least": 1})
+        rates.append(_knob("overhead", "an op, beside its pieces", costs.op_overhead))
+        rates.append(_knob("message", "a message", costs.message))
         copy = [_knob("copy", "a copy of a layer's microbatch", costs.copy)]
-        return found + copy * any(each.copies for each in simulations)
-    found = [_knob(piece, f"{piece} ×", 1.0) for piece in PIECE_KINDS]
-    found.append(_knob("message", "messages ×", 1.0))
-    found += [_knob("copy", "copies to the host and back ×", 1.0)] * any(each.copies for each in simulations)
+        return rates + copy * any(each.copies for each in simulations)
+    rates = [_knob(piece, f"{piece} ×", 1.0) for piece in PIECE_KINDS]
+    rates.append(_knob("message", "messages ×", 1.0))
+    rates += [_knob("copy", "copies to the host and back ×", 1.0)] * any(each.copies for each in simulations)
     shares = any(each.timeline.sharing for each in simulations)
-    return found + [_knob("sharing", "gathers and scatters ×", 1.0)] * shares
+    return rates + [_knob("sharing", "gathers and scatters ×", 1.0)] * shares
 
 
 def _knob(name: str, label: str, value: float) -> dict[str, Any]:
@@ -170,16 +170,16 @@ def _levels(curve: MemoryCurve) -> dict[str, Any]:
 def _classes(lowered: LoweredProgram, bound: BoundCosts) -> tuple[list[dict[str, Any]], list[int]]:
     """Tasks that take the same time for the same reason: that time and its amounts; and the class of each task."""
     rates, graph, handling = _Rates(bound), lowered.graph, handling_times(lowered, bound)
-    found: dict[tuple[Any, ...], int] = {}
+    numbers: dict[tuple[Any, ...], int] = {}
     classes: list[dict[str, Any]] = []
     class_of = []
 
     def add(time: float, amounts: Amounts) -> None:
         key = (time, *amounts.items())
-        if key not in found:
-            found[key] = len(classes)
+        if key not in numbers:
+            numbers[key] = len(classes)
             classes.append({"time": time, "amounts": amounts})
-        class_of.append(found[key])
+        class_of.append(numbers[key])
 
     for op in graph.ops:
         amounts = rates.op(op)

@@ -158,8 +158,8 @@ class BoundCosts:
         """Return the work of an op, for the cost model."""
         kind, stage, microbatch, chunk = op
         extents, runs = self._extents[microbatch][chunk], self._activations(op[1:]).recompute
-        found = stage_work(kind, self.program.stages, stage, extents, self.whole, self._crosses_ranks, runs)
-        return found._replace(alone=True) if self.program.forward_only else found
+        work = stage_work(kind, self.program.stages, stage, extents, self.whole, self._crosses_ranks, runs)
+        return work._replace(alone=True) if self.program.forward_only else work
 
     def contents(self, buffer: Buffer) -> Contents | None:
         """What a buffer holds; None for nothing: keys and values of a row that is not cut."""

@@ -75,8 +75,8 @@ def measure_copies(group: Any, computing: int) -> CopyTimes:
             both = processor  # copies have waited for each other's cores
         if computing >= cores:
             own = [seconds / sizes[-1] for seconds in processor]
-    found = copy_times([points[1:] for points in alone], [(sizes[-1], seconds) for seconds in both])
-    return replace(found, own=(own[0], own[1]))
+    lines = copy_times([points[1:] for points in alone], [(sizes[-1], seconds) for seconds in both])
+    return replace(lines, own=(own[0], own[1]))
 
 
 def seconds_at_once(

@@ -82,10 +82,10 @@ def rows(seq_length: int) -> list[MicrobatchShape]:
     lengths = [seq_length]
     while lengths[-1] // SHORTER >= LEAST:
         lengths.append(lengths[-1] // SHORTER)
-    found = [MicrobatchShape((length,)) for length in lengths]
-    found += [MicrobatchShape((length // PARTS,) * PARTS) for length in lengths[:2] if length // PARTS >= LEAST]
+    shapes = [MicrobatchShape((length,)) for length in lengths]
+    shapes += [MicrobatchShape((length // PARTS,) * PARTS) for length in lengths[:2] if length // PARTS >= LEAST]
     counts = [(length, 2 * PARTS) for length in lengths[1:]]
-    return found + [
+    return shapes + [
         MicrobatchShape((length // many * many,), many) for length, many in counts if length // many >= LEAST_PART // 2
     ]
 
@@ -170,9 +170,9 @@ class Measurement:
             for place, run in enumerate(runs):
                 _tell(number * len(runs) + place, rounds * len(runs))
                 dist.barrier(self._group)
-                found = list(self._round(run))
+                measured = list(self._round(run))
                 if number >= WARM_UP:
-                    for key, seconds in found:
+                    for key, seconds in measured:
                         run.samples.setdefault(key, []).append(seconds)
         joint, split = ([run.samples for run in runs if run.split is which] for which in (False, True))
         samples = [dict(zip("FBIW", (a, a, b, b), strict=True)) for a, b in zip(joint, split, strict=True)]
@@ -310,15 +310,15 @@ def _backward(
 
 def _whole_times(row: MicrobatchShape, samples: dict[str, Samples]) -> MeasuredChunk:
     """Of a whole sequence. samples: by op kind."""
-    found = {kind: scale_to_whole_units(samples[kind], kind) for kind in "FIWB"}
-    found["R"] = found["F"]
-    pieces = {piece: {kind: times[piece] for kind, (times, _) in found.items()} for piece in PIECE_KINDS}
-    return MeasuredChunk(row.tokens, 0, pieces, {kind: overhead for kind, (_, overhead) in found.items()})
+    scaled = {kind: scale_to_whole_units(samples[kind], kind) for kind in "FIWB"}
+    scaled["R"] = scaled["F"]
+    pieces = {piece: {kind: times[piece] for kind, (times, _) in scaled.items()} for piece in PIECE_KINDS}
+    return MeasuredChunk(row.tokens, 0, pieces, {kind: overhead for kind, (_, overhead) in scaled.items()})
 
 
 def _chunk_times(row: MicrobatchShape, samples: dict[str, Samples], whole: MeasuredChunks) -> list[MeasuredChunk]:
     """Of each chunk of a row of several, or of several documents."""
-    found = []
+    chunks = []
     for number, tokens in enumerate(row.chunks):
         known = whole.times(Chunk(tokens))
         attention = {}
@@ -327,8 +327,8 @@ def _chunk_times(row: MicrobatchShape, samples: dict[str, Samples], whole: Measu
             attention[kind] = max(_layer(samples[kind], kind, number) - others, 0.0)
         attention["R"] = attention["F"]
         pieces = {**known.pieces, "attn": attention}
-        found.append(MeasuredChunk(tokens, sum(row.chunks[:number]), pieces, known.overhead, row.documents))
-    return found
+        chunks.append(MeasuredChunk(tokens, sum(row.chunks[:number]), pieces, known.overhead, row.documents))
+    return chunks
 
 
 def _layer(samples: Samples, kind: str, chunk: int) -> float:

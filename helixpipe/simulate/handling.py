@@ -23,17 +23,17 @@ def handling_times(lowered: LoweredProgram, bound: BoundCosts) -> dict[Op, float
     handled = [transfer for transfer in graph.transfers if TRANSFER_KINDS[transfer.kind].beside_ops]
     if not any(bound.handling_time(transfer, sends) for transfer in handled for sends in (True, False)):
         return {}
-    found: dict[Op, float] = {}
+    times: dict[Op, float] = {}
     for rank in range(lowered.program.num_ranks):
         waiting, last = 0.0, None
         for op, time in _stream(lowered, bound, rank):
             waiting += time
             if op is not None:
-                found[op] = found.get(op, 0.0) + waiting
+                times[op] = times.get(op, 0.0) + waiting
                 waiting, last = 0.0, op
         if last is not None:
-            found[last] += waiting
-    return found
+            times[last] += waiting
+    return times
 
 
 def _stream(lowered: LoweredProgram, bound: BoundCosts, rank: int) -> Iterator[tuple[Op | None, float]]:

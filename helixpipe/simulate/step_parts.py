@@ -38,15 +38,15 @@ def step_parts(shown: Sequence[Simulation | Timeline]) -> list[Parts]:
     """Return the parts of each makespan. What a backward recomputes is a part of its own if all are simulations: a
     recording does not know it."""
     simulated = all(isinstance(each, Simulation) for each in shown)
-    found = []
+    split = []
     for each in shown:
         parts = _of_timeline(each.timeline if isinstance(each, Simulation) else each)
         if simulated and isinstance(each, Simulation):
             for kind, name, time in _inside_ops(each):
                 parts[WORK[kind]] -= time
                 parts[name] += time
-        found.append(dict(parts))
-    return found
+        split.append(dict(parts))
+    return split
 
 
 def _of_timeline(timeline: Timeline) -> Parts:
@@ -69,10 +69,10 @@ def _of_timeline(timeline: Timeline) -> Parts:
 
 def _arrivals(timeline: Timeline) -> dict[Op, dict[str, list[_Arrival]]]:
     """Return the arrivals that each op waited for, by part of the step."""
-    found: dict[Op, dict[str, list[_Arrival]]] = {}
+    arrivals: dict[Op, dict[str, list[_Arrival]]] = {}
 
     def add(op: Op, name: str, arrival: _Arrival) -> None:
-        found.setdefault(op, {MESSAGES: [], WEIGHTS: [], COPIES: []})[name].append(arrival)
+        arrivals.setdefault(op, {MESSAGES: [], WEIGHTS: [], COPIES: []})[name].append(arrival)
 
     ends = {event.op: event.end for event in timeline.ops}
     for kind, _, _, producer, consumer, start, end in timeline.messages:
@@ -86,7 +86,7 @@ def _arrivals(timeline: Timeline) -> dict[Op, dict[str, list[_Arrival]]]:
     for event in timeline.sharing:
         if event.kind == "gather":
             add(event.op, WEIGHTS, _Arrival(event.end, 0.0))
-    return found
+    return arrivals
 
 
 def _cut(begin: float, end: float, arrivals: Mapping[str, Sequence[_Arrival]]) -> list[tuple[str, float]]:

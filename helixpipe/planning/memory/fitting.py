@@ -73,8 +73,8 @@ class Fitting:
             for least, candidate in self._candidates(free):
                 if not rating[0] and least >= rating[1] * (1 - TOLERANCE):
                     continue
-                found = candidate()
-                program = place_early(found, self.costs, self.limit) if self.early else found
+                built = candidate()
+                program = place_early(built, self.costs, self.limit) if self.early else built
                 own = max(self._excess(program), 0.0), makespan(program, self.costs)
                 if own < rating:
                     best, rating = program, own

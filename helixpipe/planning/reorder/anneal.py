@@ -58,11 +58,11 @@ def anneal(
                 continue
             temperature = HOT * (COLD / HOT) ** (done / evaluations) * best
             order, orders[move.rank] = orders[move.rank], move.applied(orders[move.rank])
-            found = judge.makespan(orders, current - temperature * log(1 - rng.random()))
-            if found == inf:
+            makespan = judge.makespan(orders, current - temperature * log(1 - rng.random()))
+            if makespan == inf:
                 orders[move.rank] = order
                 continue
-            current = found
+            current = makespan
             moves.look(orders, judge.starts, judge.ends)
             if current < best:
                 best, best_orders = current, list(orders)

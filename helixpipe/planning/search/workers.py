@@ -132,7 +132,7 @@ def _serve(question: Question, pipe: Connection, inherited: Sequence[Connection]
         except (EOFError, OSError):
             return
         try:
-            found = made(trials, job)
+            result = made(trials, job)
         except MemoryError:  # whoever asked says so
             return
-        pipe.send(found)
+        pipe.send(result)
