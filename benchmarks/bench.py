@@ -1,6 +1,6 @@
-"""`make bench`: speed and memory of the engine beside megatron-core's and torch's, on this machine's CPU, p = 2.
+"""Speed and memory of the engine beside megatron-core's and torch's, on this machine's CPU, p = 2.
 
-    python benchmarks/bench.py [--rows zero-bubble] [--sizes wide long] [--pairs 15] [--json out.json]
+    make bench ARGS="[--rows zero-bubble] [--sizes wide long] [--pairs 15] [--json out.json]"
 
 Rows:
   empty         our 1f1b beside the same two with a model that computes next to nothing: what an F and a B cost the
@@ -22,155 +22,143 @@ its program simulated with what its ops took just before. `kept` is what is kept
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import statistics
-import subprocess
-import tempfile
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
-from helixpipe.common.child import python_command
+from benchmarks.ranks import on_ranks
+from benchmarks.report import Figures, Outcome
+from helixpipe.common.flags import option
+from helixpipe.draw.table import table
 
-HERE = Path(__file__).resolve().parent
-SIZES = {  # name: (layers, hidden, heads, groups, ffn, sequence, micro batch, microbatches)
-    "empty": (2, 16, 1, 1, 16, 16, 1, 64),
-    "small": (4, 128, 4, 2, 344, 128, 1, 8),
-    "wide": (4, 512, 8, 4, 1376, 128, 1, 8),
-    "long": (4, 256, 8, 2, 688, 1024, 1, 4),
-    "longer": (4, 256, 8, 2, 688, 3072, 1, 2),
-    "deep": (6, 192, 6, 2, 512, 2304, 1, 4),
-}
-ROWS = {  # name: sizes
-    "empty": ("empty",),
-    "1f1b": ("small", "wide", "long"),
-    "zero-bubble": ("small", "wide", "long"),
-    "memory": ("small", "wide", "long"),
-    "seq1f1b": ("longer",),
-    "helix": ("deep",),
-}
+SIZES = MappingProxyType(
+    {
+        "empty": (2, 16, 1, 1, 16, 16, 1, 64),
+        "small": (4, 128, 4, 2, 344, 128, 1, 8),
+        "wide": (4, 512, 8, 4, 1376, 128, 1, 8),
+        "long": (4, 256, 8, 2, 688, 1024, 1, 4),
+        "longer": (4, 256, 8, 2, 688, 3072, 1, 2),
+        "deep": (6, 192, 6, 2, 512, 2304, 1, 4),
+    }
+)
+"""By name (layers, hidden, heads, groups, ffn, sequence, micro batch, microbatches)."""
+
+ROWS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "empty": ("empty",),
+        "1f1b": ("small", "wide", "long"),
+        "zero-bubble": ("small", "wide", "long"),
+        "memory": ("small", "wide", "long"),
+        "seq1f1b": ("longer",),
+        "helix": ("deep",),
+    }
+)
+"""With the sizes that they are made for."""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, usage="%(prog)s [options]"
-    )
-    parser.add_argument(
-        "--rows",
-        nargs="+",
-        default=list(ROWS),
-        choices=ROWS,
-        metavar="ROWS",
-        help=f"some of {', '.join(ROWS)} (default: all)",
-    )
-    parser.add_argument(
-        "--sizes",
-        nargs="+",
-        choices=SIZES,
-        metavar="SIZE",
-        help=f"some of {', '.join(SIZES)} (default: those made for the rows)",
-    )
-    parser.add_argument("--pairs", type=int, default=15, help="rounds that count, at least 5 (default: 15)")
-    parser.add_argument("--json", metavar="FILE", help="write all figures there")
-    arguments = parser.parse_args()
-    if arguments.pairs < 5:
-        parser.error("--pairs must be at least 5")
+@dataclass(frozen=True)
+class Options(Figures):
+    rows: tuple[str, ...] = option(tuple(ROWS), "Which rows (default: all).", choices=tuple(ROWS))
+    sizes: tuple[str, ...] = option((), "Of which sizes (default: those made for the rows).", choices=tuple(SIZES))
+    pairs: int = option(15, "Rounds that count.", at_least=5)
+
+
+def run(options: Options) -> Outcome:
     results = {}
-    for name in arguments.sizes or SIZES:
-        rows = [row for row in arguments.rows if arguments.sizes or name in ROWS[row]]
+    for name in options.sizes or SIZES:
+        rows = [row for row in options.rows if options.sizes or name in ROWS[row]]
         if rows:
-            results[name] = launch(SIZES[name], arguments.pairs, rows)
+            results[name] = on_ranks("benchmarks.measure:measure", SIZES[name], options.pairs, rows)
             report(name, SIZES[name], results[name])
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    return Outcome(figures=results)
 
 
-def launch(size: tuple[int, ...], pairs: int, rows: Sequence[str]) -> dict:
-    """Run one size on two ranks, one thread each."""
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder, "result.json")
-        command = python_command("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-        command += [str(HERE / "measure.py"), str(output), str(pairs), ",".join(rows), *map(str, size)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
-        subprocess.run(command, check=True, env=environment)
-        return json.loads(output.read_text(encoding="utf-8"))
-
-
-def report(name: str, size: tuple[int, ...], result: dict) -> None:
+def report(name: str, size: Sequence[int], result: Mapping[str, Any]) -> None:
     layers, hidden, heads, groups, ffn, sequence, micro, microbatches = size
     print(
         f"\n{name}: Llama style, {layers} layers, hidden {hidden}, {heads} heads, {groups} groups, ffn {ffn}, "
         f"{sequence} tokens, micro batch {micro}, {microbatches} microbatches, p = 2"
     )
-    for rows in result:
-        if rows == "memory":
-            report_memory(result[rows])
-        elif rows == "empty":
-            report_empty(result[rows], microbatches)
-        else:
-            report_speed(rows, result[rows])
+    for row, found in result.items():
+        print(f"\n{row}\n")
+        if row == "memory":
+            print(memory_table(found))
+            continue
+        print(empty_table(found["engines"], microbatches) if row == "empty" else speed_table(found["engines"]))
+        if row != "empty":
+            print(f"\n{our_table(found['engines'])}", *chunk_lines(found["engines"]), sep="\n")
+        print(f"\n{ratio_table(found['ratios'])}", flush=True)
 
 
-def report_speed(rows: str, result: dict) -> None:
-    first = next(iter(result["engines"]))
-    print(f"\n  {rows:<46} {'tokens/s':>10} {'peak MB by rank':>23} {'gradients differ':>18}")
-    for engine, row in result["engines"].items():
-        peaks = " ".join(f"{peak / 1e6:.1f}" for peak in row["peak_bytes"])
-        difference = "" if engine == first else f"{row['gradient_difference']:.1e}"
-        print(f"  {engine:<46} {row['tokens_per_second']:>10.0f} {peaks:>23} {difference:>18}")
-    report_ours({name: row for name, row in result["engines"].items() if row["ours"]})
-    report_ratios(result["ratios"])
+def in_mb(values: Iterable[float], digits: int = 1) -> str:
+    return " ".join(f"{value / 1e6:.{digits}f}" for value in values)
 
 
-def report_ratios(ratios: Sequence[dict]) -> None:
-    print(f"  {'speed of ... over ...':<88} {'ratio':>7} {'quartiles':>14} {'predicted':>10}")
-    for row in ratios:
-        spread = f"{row['quartiles'][0]:.3f}–{row['quartiles'][1]:.3f}"
-        predicted = f"{row['predicted']:.3f}" if "predicted" in row else ""
-        print(f"  {row['ours']:<41} {row['over']:<46} {row['ratio']:>7.3f} {spread:>14} {predicted:>10}")
+def empty_table(engines: Mapping[str, Any], microbatches: int) -> str:
+    rows = [(name, f"{1e6 * statistics.median(row['seconds']) / microbatches:.0f}") for name, row in engines.items()]
+    return table(("empty model", "us for each F and B"), rows)
 
 
-def report_empty(result: dict, microbatches: int) -> None:
-    print(f"\n  {'empty model':<46} {'us for each F and B':>20}")
-    for engine, row in result["engines"].items():
-        print(f"  {engine:<46} {1e6 * statistics.median(row['seconds']) / microbatches:>20.0f}")
-    report_ratios(result["ratios"])
+def speed_table(engines: Mapping[str, Any]) -> str:
+    rows = [
+        (name, f"{row['tokens_per_second']:.0f}", in_mb(row["peak_bytes"]), f"{row['gradient_difference']:.1e}")
+        for name, row in engines.items()
+    ]
+    return table(("engine", "tokens/s", "peak MB by rank", "gradients differ"), rows)
 
 
-def report_ours(engines: dict) -> None:
+def ratio_table(speeds: Iterable[Mapping[str, Any]]) -> str:
+    rows = [
+        (
+            row["ours"],
+            row["over"],
+            f"{row['ratio']:.3f}",
+            "–".join(f"{each:.3f}" for each in row["quartiles"]),
+            f"{row['predicted']:.3f}" if "predicted" in row else "",
+        )
+        for row in speeds
+    ]
+    return table(("speed of", "over", "ratio", "quartiles", "predicted"), rows)
+
+
+def our_table(engines: Mapping[str, Any]) -> str:
     """What was predicted of our engines beside what was measured; what is kept also over what the first keeps."""
-    first, base = next((name, row["ours"]) for name, row in engines.items())
-    print(f"  {'':<46} {'seconds a step':>18} {'':>28} {f'kept over {first}':>25}")
-    print(
-        f"  {'':<46} {'measured':>8} {'predicted':>9} {'kept MB by rank':>15} {'keys, values':>12} "
-        f"{'measured':>13} {'predicted':>11}"
-    )
-    for name, row in engines.items():
+    ours = {name: row for name, row in engines.items() if row["ours"]}
+    first = next(iter(ours))
+    rows = []
+    for name, row in ours.items():
         own = row["ours"]
-        kept, store = (" ".join(f"{x / 1e6:.1f}" for x in own[key]) for key in ("kept_bytes", "keys_values_bytes"))
         shares = [
-            " ".join(f"{value / most:.3f}" for value, most in zip(own[key], base[key], strict=True))
+            " ".join(f"{value / most:.3f}" for value, most in zip(own[key], ours[first]["ours"][key], strict=True))
             for key in ("kept_bytes", "kept_layers")
         ]
-        print(
-            f"  {name:<46} {statistics.median(row['seconds']):>8.3f} {own['predicted_seconds']:>9.3f} {kept:>15} "
-            f"{store:>12} {shares[0]:>13} {shares[1]:>11}"
+        seconds = (statistics.median(row["seconds"]), own["predicted_seconds"])
+        sizes = (in_mb(own["kept_bytes"]), in_mb(own["keys_values_bytes"]))
+        rows.append((name, *(f"{each:.3f}" for each in seconds), *sizes, *shares))
+    over = f"kept over {first}"
+    heads = ("", "s a step", "predicted", "kept MB by rank", "keys, values", over, "predicted")
+    return table(heads, rows)
+
+
+def chunk_lines(engines: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{name}: chunks of {' '.join(map(str, own['chunk_lengths']))} tokens take "
+        f"{' '.join(f'{seconds:.3f}' for seconds in own['chunk_seconds'])} s"
+        for name, row in engines.items()
+        if (own := row["ours"]) and own["chunk_lengths"]
+    ]
+
+
+def memory_table(result: Mapping[str, Any]) -> str:
+    rows = [
+        (
+            schedule,
+            in_mb(row["simulated"], 2),
+            in_mb(row["measured"], 2),
+            " ".join(f"{m / s:.3f}" for m, s in zip(row["measured"], row["simulated"], strict=True)),
         )
-    for name, row in engines.items():
-        if row["ours"]["chunk_lengths"]:
-            lengths = " ".join(map(str, row["ours"]["chunk_lengths"]))
-            times = " ".join(f"{seconds:.3f}" for seconds in row["ours"]["chunk_seconds"])
-            print(f"  {name:<46} chunks of {lengths} tokens take {times} s")
-
-
-def report_memory(result: dict) -> None:
-    print(f"\n  {'peak activations':<46} {'simulated MB':>16} {'measured MB':>16} {'measured/simulated':>20}")
-    for schedule, row in result.items():
-        simulated, measured = (" ".join(f"{x / 1e6:.2f}" for x in row[key]) for key in ("simulated", "measured"))
-        ratio = " ".join(f"{m / s:.3f}" for m, s in zip(row["measured"], row["simulated"], strict=True))
-        print(f"  {schedule:<46} {simulated:>16} {measured:>16} {ratio:>20}")
-
-
-if __name__ == "__main__":
-    main()
+        for schedule, row in result.items()
+    ]
+    return table(("peak activations", "simulated MB", "measured MB", "measured/simulated"), rows)

@@ -1,6 +1,6 @@
 """Documents of true lengths that every machine has: Python's standard library, a file a document, in bytes.
 
-    python benchmarks/documents.py --output runs/documents
+    python -m benchmarks documents --output runs/documents
 
 Writes `PREFIX_text_document.bin/.idx` for --data-path with --variable-seq-lengths and ByteLevelTokenizer, and
 `lengths.txt`, the tokens to train of each document, one a line, for `helixpipe simulate infinipipe --lengths`. Prints
@@ -9,20 +9,34 @@ how the documents are distributed: how many are no longer than so many tokens, a
 
 from __future__ import annotations
 
-import argparse
-import sys
 import sysconfig
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from anywhere, installed or not
 
 import numpy
 
+from benchmarks.report import Outcome
+from helixpipe.common.flags import option
 from megatron.pretrain.data.document_files import IndexedDocuments
 from megatron.pretrain.data.indexed_files import read_indexed_file
 from tools.preprocess_data import parse_arguments, preprocess
 from tools.stdlib_corpus import write_corpus
+
+
+@dataclass(frozen=True)
+class Options:
+    output: str = option("runs/documents", "The folder to write.", metavar="DIR")
+    max_megabytes: float | None = option(None, "Stop before the text exceeds this many million bytes.", more_than=0)
+    workers: int = option(1, "Processes that tokenize.", at_least=1)
+
+
+def run(options: Options) -> Outcome:
+    root = Path(sysconfig.get_path("stdlib"))
+    prefix, lengths = build(Path(options.output), root, options.max_megabytes, options.workers)
+    print(f"{prefix}: {len(lengths)} documents, {lengths.sum()} tokens, longest {lengths.max()}")
+    print("\n".join(distribution(lengths)))
+    return Outcome()
 
 
 def build(folder: Path, root: Path, max_megabytes: float | None = None, workers: int = 1) -> tuple[Path, numpy.ndarray]:
@@ -48,20 +62,3 @@ def distribution(lengths: Sequence[int] | numpy.ndarray) -> list[str]:
         if short.all():
             return lines
         limit *= 2
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Make documents of true lengths.", allow_abbrev=False)
-    parser.add_argument("--output", type=Path, default=Path("runs/documents"), help="folder to write")
-    parser.add_argument("--max-megabytes", type=float, help="stop before the text exceeds this many million bytes")
-    parser.add_argument("--workers", type=int, default=1, help="processes that tokenize")
-    arguments = parser.parse_args()
-    root = Path(sysconfig.get_path("stdlib"))
-    prefix, lengths = build(arguments.output, root, arguments.max_megabytes, arguments.workers)
-    print(f"{prefix}: {len(lengths)} documents, {lengths.sum()} tokens, longest {lengths.max()}")
-    print("\n".join(distribution(lengths)))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

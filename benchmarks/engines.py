@@ -40,7 +40,7 @@ Pairs = list[tuple[str, str]]
 class Problem:
     """Model, data and this rank's place; every engine gets the same."""
 
-    def __init__(self, size: list[int], vocabulary: int = 512):
+    def __init__(self, size: Sequence[int], vocabulary: int = 512):
         self.size = size
         self.layers, hidden, heads, groups, ffn, self.sequence, self.micro, self.count = size
         self.rank = parallel_state.get_pipeline_model_parallel_rank()
@@ -104,13 +104,19 @@ class _TorchOnCpu:
         return torch.zeros(*args, **{**kwargs, "device": "cpu"})
 
 
-def start(size: list[int], vocabulary: int = 512) -> Problem:
+def gathered(value: Any) -> list[Any]:
+    """Of all ranks."""
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, value)
+    return every
+
+
+def start(size: Sequence[int], vocabulary: int = 512) -> Problem:
     """Join the other rank; everything is ready for the engines below."""
-    torch.set_num_threads(1)
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(1, 2, create_gloo_process_groups=False)
     model_parallel_cuda_manual_seed(1)
-    core_schedules.torch = _TorchOnCpu()  # type: ignore[attr-defined]
+    core_schedules.torch = _TorchOnCpu()
     return Problem(size, vocabulary)
 
 
@@ -187,6 +193,3 @@ def found(problem: Problem, schedule: str, **shape: Any) -> Program:
     """A schedule found from what its ops take here, recorded while it runs as found without costs."""
     costs = OurEngine(problem, problem.program(schedule, **shape)).op_times()
     return problem.program(schedule, costs=costs, **shape)
-
-
-# ----------------------------------------------------------------------------------------------------- megatron-core

@@ -1,6 +1,6 @@
 """Kill −9 a training run at random moments, relaunch it each time, and compare every loss with an undisturbed run's.
 
-    python benchmarks/kill_test.py [--kills 20] [--seed 1] [--workers 0] [--during saving] [--async-save]
+    make bench-kill-test ARGS="[--kills 20] [--seed 1] [--workers 0] [--during saving] [--async-save]"
 
 Two pipeline ranks train a tiny model under torchrun, saving every few iterations. Each kill hits rank 0, rank 1, both,
 or torchrun itself, while the run starts up, trains or saves. What has to hold: all processes of the job are gone soon
@@ -10,26 +10,26 @@ repeated, has the undisturbed run's digits. The exit status says whether it did.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import os
 import random
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
+from benchmarks.ranks import own_environment
+from benchmarks.report import ROOT, Figures, Outcome, markdown
 from helixpipe.common.child import python_command
+from helixpipe.common.errors import UserError
+from helixpipe.common.flags import option
 
-ROOT = Path(__file__).resolve().parents[1]
 MARK = "HELIXPIPE_KILL_TEST"
 SAVE_INTERVAL = 5
 ALLOWED_SECONDS = 60.0  # for a job to be gone
@@ -72,7 +72,7 @@ class Job:
             self.launcher = subprocess.Popen(
                 [*command, "pretrain_gpt.py", *flags.split()],
                 cwd=ROOT,
-                env={**os.environ, MARK: self.mark, "OMP_NUM_THREADS": "1"},
+                env=own_environment({MARK: self.mark}),
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -119,14 +119,14 @@ class Job:
     def kill(self, victim: str) -> float:
         """SIGKILL; returns the seconds until nothing of the job was left."""
         ranks = self.ranks()
-        pids = {
+        victims: dict[str, list[int | None]] = {
             "rank 0": [ranks.get("0")],
             "rank 1": [ranks.get("1")],
             "both ranks": [ranks.get("0"), ranks.get("1")],
             "torchrun": [self.launcher.pid],
-        }[victim]
+        }
         begun = time.monotonic()
-        for pid in pids:
+        for pid in victims[victim]:
             if pid is not None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -200,7 +200,7 @@ def wait_for_moment(job: Job, kill: Kill, save_seconds: float, delay: random.Ran
     return there
 
 
-def plan(kills: int, during: list[str], generator: random.Random) -> list[Kill]:
+def plan(kills: int, during: Sequence[str], generator: random.Random) -> list[Kill]:
     """Phases and victims in turn, shuffled; moments spread evenly within each phase."""
     phases = [during[i % len(during)] for i in range(kills)]
     victims = [VICTIMS[i % len(VICTIMS)] for i in range(kills)]
@@ -213,32 +213,34 @@ def plan(kills: int, during: list[str], generator: random.Random) -> list[Kill]:
     return planned
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--iterations", type=int, default=0, help="of the whole run (default: 9 a kill and 20)")
-    parser.add_argument("--workers", type=int, default=0, help="data loader processes a rank")
-    parser.add_argument("--during", nargs="+", choices=PHASES, default=list(PHASES), help="default: %(default)s")
-    parser.add_argument("--async-save", action="store_true", help="checkpoints are written beside training")
-    parser.add_argument("--json", metavar="FILE", help="write all figures there")
-    arguments = parser.parse_args()
-    iterations = arguments.iterations or 20 + 9 * arguments.kills
-    flags = f"{FLAGS} --num-workers {arguments.workers} --train-iters {iterations}"
-    flags += " --async-save" * arguments.async_save
-    generator = random.Random(arguments.seed)
+@dataclass(frozen=True)
+class Options(Figures):
+    kills: int = option(20, "How many.", at_least=1)
+    seed: int = option(1, "Of moments and victims.")
+    iterations: int = option(0, "Of the whole run (default: 9 a kill and 20).", at_least=0)
+    workers: int = option(0, "Data loader processes a rank.", at_least=0)
+    during: tuple[str, ...] = option(PHASES, "What is interrupted.", choices=PHASES)
+    async_save: bool = option(False, "Checkpoints are written beside training.", flags=("--async-save",))
+
+
+def run(options: Options) -> Outcome:
+    iterations = options.iterations or 20 + 9 * options.kills
+    flags = f"{FLAGS} --num-workers {options.workers} --train-iters {iterations}"
+    flags += " --async-save" * options.async_save
+    generator = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         print(f"undisturbed run of {iterations} iterations", flush=True)
         reference = Job(f"{flags} --save {folder / 'reference'}", folder / "reference.log")
         save_seconds = seconds_of_a_save(reference)
         expected = _finish(reference)
-        kills, found = [], []
-        for number, kill in enumerate(plan(arguments.kills, arguments.during, generator), 1):
+        kills: list[Kill] = []
+        found: list[tuple[int, str]] = []
+        for number, kill in enumerate(plan(options.kills, options.during, generator), 1):
             job = _launch(flags, folder, number)
             try:
                 if not wait_for_moment(job, kill, save_seconds, generator):
-                    raise SystemExit(f"the run ended before kill {number}; see --iterations\n{job.text()[-2000:]}")
+                    raise UserError(f"the run ended before kill {number}; see --iterations\n{job.text()[-2000:]}")
                 kill.gone = job.kill(kill.victim)
             finally:
                 job.end()
@@ -255,7 +257,7 @@ def main() -> None:
         final = _finish(job)
         _settle(kills, job)
         found += list(final.items())
-    report(kills, found, expected, arguments.json)
+    return report(kills, found, expected)
 
 
 def _launch(flags: str, folder: Path, number: int) -> Job:
@@ -266,7 +268,7 @@ def _finish(job: Job) -> dict[int, str]:
     """Let a job run to its end; its losses."""
     try:
         if job.launcher.wait(600) != 0:
-            raise SystemExit(f"a run failed that nobody had killed:\n{job.text()[-4000:]}")
+            raise UserError(f"a run failed that nobody had killed:\n{job.text()[-4000:]}")
     finally:
         job.end()
     return dict(losses(job.text()))
@@ -280,24 +282,23 @@ def _settle(kills: list[Kill], job: Job) -> None:
             kill.resumed = where
 
 
-def report(kills: list[Kill], found: list[tuple[int, str]], expected: dict[int, str], path: str | None) -> None:
-    print("\n | kill | during | victim | all gone after | newest checkpoint | resumed at |\n |---|---|---|---|---|---|")
-    for number, kill in enumerate(kills, 1):
-        print(f" | {number} | {kill.phase} | {kill.victim} | {kill.gone:.2f} s | {kill.newest} | {kill.resumed} |")
+def report(kills: Sequence[Kill], found: Sequence[tuple[int, str]], expected: Mapping[int, str]) -> Outcome:
+    rows = [
+        (str(number), kill.phase, kill.victim, f"{kill.gone:.2f} s", str(kill.newest), str(kill.resumed))
+        for number, kill in enumerate(kills, 1)
+    ]
+    heads = ("kill", "during", "victim", "all gone after", "newest checkpoint", "resumed at")
     different = [(iteration, text) for iteration, text in found if expected.get(iteration) != text]
     complete = {iteration for iteration, _ in found} == set(expected)
     right = sum(kill.right for kill in kills)
     gone = [kill.gone for kill in kills]
     good = not different and complete and right == len(kills)
-    print(f"\nall processes gone after: median {median(gone):.2f} s, at most {max(gone):.2f} s")
-    print(f"resumed at the newest checkpoint: {right} of {len(kills)}")
-    print(f"log lines: {len(found)} for {len(expected)} iterations, {len(different)} differ from the undisturbed run's")
-    if path:
-        figures = {"kills": [asdict(kill) for kill in kills], "lines": len(found), "different": different, "good": good}
-        Path(path).write_text(json.dumps(figures, indent=1))
-    print("PASSED" if good else "FAILED", flush=True)
-    sys.exit(not good)
-
-
-if __name__ == "__main__":
-    main()
+    lines = [
+        *("", *markdown(heads, rows, "llllll"), ""),
+        f"all processes gone after: median {median(gone):.2f} s, at most {max(gone):.2f} s",
+        f"resumed at the newest checkpoint: {right} of {len(kills)}",
+        f"log lines: {len(found)} for {len(expected)} iterations, {len(different)} differ from the undisturbed run's",
+        "PASSED" if good else "FAILED",
+    ]
+    figures = {"kills": [asdict(kill) for kill in kills], "lines": len(found), "different": different, "good": good}
+    return Outcome("\n".join(lines), figures=figures, status=0 if good else 1)

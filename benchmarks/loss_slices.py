@@ -1,6 +1,6 @@
 """What head and loss over slices take, beside whole logits: forward and backward of the head alone, on this CPU.
 
-    python -m benchmarks.loss_slices [--tokens 4096] [--hidden 512] [--vocabulary 16384] [--slices 512 2048] [--pairs 9]
+    make bench-loss-slices ARGS="[--tokens 4096] [--hidden 512] [--vocabulary 16384] [--slices 512 2048] [--pairs 9]"
 
 One thread; processor time, so that what else the machine does matters little. Each round runs one step without slices
 and one with each size; what is printed is the median of the rounds' ratios, and the most bytes alive in a step beside
@@ -9,13 +9,13 @@ weights, their float32 sums of gradients, and the step's input.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,8 +25,12 @@ from helixpipe.model.device import prepare
 prepare()  # before megatron-core is imported, whose notices it silences
 
 from benchmarks.accounting import AliveBytes
+from benchmarks.report import Figures, Outcome
+from benchmarks.rounds import in_turn, median_ratio
+from helixpipe.common.flags import option
 from helixpipe.costs.models import Chunk, Layout, ModelShape
 from helixpipe.costs.piece_bytes import PieceBytes
+from helixpipe.draw.table import right_aligned
 from helixpipe.model import Microbatch, UnitContext
 from helixpipe.profile.subject import Task, build_model, initialize_parallel_state
 from helixpipe.program.stages import Piece
@@ -34,51 +38,61 @@ from helixpipe.program.stages import Piece
 HEAD = (Piece("head"),)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("tokens", 4096), ("hidden", 512), ("vocabulary", 16384), ("pairs", 9)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--slices", type=int, nargs="+", default=[512, 2048])
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    options = parser.parse_args()
+@dataclass(frozen=True)
+class Options(Figures):
+    tokens: int = option(4096, "Of the sequence.", at_least=1)
+    hidden: int = option(512, "Hidden size.", at_least=4)
+    vocabulary: int = option(16384, "Words.", at_least=1)
+    slices: tuple[int, ...] = option((512, 2048), "Tokens of a slice, each.", at_least=1)
+    pairs: int = option(9, "Rounds.", at_least=1)
+    dtype: Literal["float32", "bfloat16"] = option("float32", "Of weights and activations.")
+
+
+def run(options: Options) -> Outcome:
     torch.set_num_threads(1)
     with tempfile.NamedTemporaryFile() as file:
         dist.init_process_group("gloo", init_method=f"file://{file.name}", rank=0, world_size=1)
         initialize_parallel_state(1)
-        compare(options)
+        outcome = compare(options)
         dist.destroy_process_group()
+    return outcome
 
 
-def compare(options: argparse.Namespace) -> None:
+def compare(options: Options) -> Outcome:
     sizes = [0, *options.slices]
     steps = {size: step_of(options, size) for size in sizes}
-    seconds: dict[int, list[float]] = {size: [] for size in sizes}
-    peaks = {}
-    for size, step in steps.items():  # also the warm-up
-        with AliveBytes() as alive:
-            step()
-        peaks[size] = alive.peak
-    for number in range(options.pairs):
-        for size in sizes if number % 2 else reversed(sizes):
-            start = time.thread_time()
-            steps[size]()
-            seconds[size].append(time.thread_time() - start)
-    print(f"{options.tokens} tokens, hidden {options.hidden}, vocabulary {options.vocabulary}, {options.dtype}")
-    print(f"{'slices of':>10}  {'seconds':>8}  {'of whole':>8}  {'peak MiB':>8}  {'predicted':>9}")
+    peaks = {size: peak_of(step) for size, step in steps.items()}  # also the warm-up
+    seconds = in_turn(sizes, options.pairs, lambda size: thread_seconds(steps[size]))
+    rows = []
     for size in sizes:
-        ratio = statistics.median(mine / whole for mine, whole in zip(seconds[size], seconds[0], strict=True))
         predicted = f"{prediction(options, size) / 2**20:.1f}" if size else ""
-        median, peak = statistics.median(seconds[size]), peaks[size] / 2**20
-        print(f"{size or 'whole':>10}  {median:8.3f}  {ratio:8.3f}  {peak:8.1f}  {predicted:>9}")
+        ratio, median = median_ratio(seconds[size], seconds[0]), statistics.median(seconds[size])
+        rows.append((str(size or "whole"), f"{median:.3f}", f"{ratio:.3f}", f"{peaks[size] / 2**20:.1f}", predicted))
+    title = f"{options.tokens} tokens, hidden {options.hidden}, vocabulary {options.vocabulary}, {options.dtype}"
+    heads = ("slices of", "seconds", "of whole", "peak MiB", "predicted")
+    figures = {"seconds": seconds, "peaks": peaks}
+    return Outcome("\n".join([title, *right_aligned(heads, rows, [0] * len(heads))]), figures=figures)
 
 
-def shape_of(options: argparse.Namespace) -> ModelShape:
+def peak_of(step: Callable[[], None]) -> int:
+    with AliveBytes() as alive:
+        step()
+    return alive.peak
+
+
+def thread_seconds(step: Callable[[], None]) -> float:
+    start = time.thread_time()
+    step()
+    return time.thread_time() - start
+
+
+def shape_of(options: Options) -> ModelShape:
     kind = ("LayerNorm", "rope", False)
     hidden, vocabulary = options.hidden, options.vocabulary
     return ModelShape("head", 1, hidden, 4, 4, 4 * hidden, False, vocabulary, False, *kind, options.tokens)
 
 
-def step_of(options: argparse.Namespace, size: int) -> Callable[[], None]:
+def step_of(options: Options, size: int) -> Callable[[], None]:
     """A forward and a backward of a head, over slices of that many tokens."""
     task = Task(shape_of(options), options.tokens, 1, options.dtype, 1, 1, 1, loss_chunk_size=size)
     model, _ = build_model(task, 1, HEAD)
@@ -95,13 +109,9 @@ def step_of(options: argparse.Namespace, size: int) -> Callable[[], None]:
     return step
 
 
-def prediction(options: argparse.Namespace, size: int) -> float:
+def prediction(options: Options, size: int) -> float:
     """Bytes by the cost model: what is kept, but for the input, and the workspace."""
     element = {"float32": 4, "bfloat16": 2}[options.dtype]
     layout: Any = dataclasses.replace(Layout(), element_bytes=element, fused_kernels=False, loss_chunk=size)
     own, chunk = PieceBytes(shape_of(options), layout), Chunk(options.tokens)
     return own.stash(HEAD, chunk) - own.message(HEAD[0], chunk) + own.workspace(HEAD, chunk)
-
-
-if __name__ == "__main__":
-    main()

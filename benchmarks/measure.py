@@ -1,15 +1,10 @@
-"""What each of bench.py's two ranks runs: every engine's step in turn, timed; its gradients; its memory.
-
-python measure.py OUTPUT PAIRS ROWS SIZE...     (under torch.distributed.run; ROWS with commas between)
-"""
+"""What each of the two ranks of bench.py runs: every engine's step in turn, timed; its gradients; its memory."""
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 import time
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,12 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.accounting import AliveBytes
-from benchmarks.attention import helix
-from benchmarks.chunks import seq1f1b
-from benchmarks.empty import empty
-from benchmarks.engines import Engine, OurEngine, Pairs, Problem, found, start
+from benchmarks.engines import Engine, OurEngine, Problem, gathered, start
+from benchmarks.families import FAMILIES
 from benchmarks.kept import peak_kept
-from benchmarks.other_engines import megatron_core, torch_1f1b, torch_interleaved, torch_zbv
+from benchmarks.other_engines import torch_zbv
+from benchmarks.rounds import in_turn, quartiles, ratios
 from helixpipe.costs.hardware import HARDWARE
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import Layout, ModelShape
@@ -31,56 +25,21 @@ from helixpipe.simulate.memory import rank_memory
 from helixpipe.simulate.simulator import simulate
 
 
-def one_f_one_b(problem: Problem) -> tuple[dict[str, Engine], Pairs]:
-    every = {
-        "ours, 1f1b": OurEngine(problem, problem.program("1f1b")),
-        "megatron-core 1F1B, its GPTModel": megatron_core(problem, whole=True),
-        "megatron-core 1F1B, our pieces": megatron_core(problem, whole=False),
-        "torch Schedule1F1B": torch_1f1b(problem),
-    }
-    first, *others = every
-    return every, [(first, other) for other in others]
-
-
-def zero_bubble(problem: Problem) -> tuple[dict[str, Engine], Pairs]:
-    """Ours are found from measured times; torch's orders run under torch and under our engine.
-
-    torch splits a backward well only where linear layers are its own (see `engines.py`): so they are in two rows of it.
-    """
-    their_v, v = torch_zbv(problem)
-    their_interleaved, interleaved = torch_interleaved(problem)
-    every = {
-        "ours, zbv": OurEngine(problem, found(problem, "zbv")),
-        "ours, zb1p": OurEngine(problem, found(problem, "zb1p")),
-        "ours, zb-interleaved": OurEngine(problem, found(problem, "zb-interleaved")),
-        "ours, torch's ZBV order": OurEngine(problem, v),
-        "ours, torch's InterleavedZeroBubble order": OurEngine(problem, interleaved),
-        "torch ScheduleZBVZeroBubble": their_v,
-        "torch ScheduleInterleavedZeroBubble": their_interleaved,
-        "torch ScheduleZBVZeroBubble, Megatron's linear": torch_zbv(problem, plain=False)[0],
-    }
-    zbv, zb1p, interleaving, same_v, same_interleaved, other_v, other_interleaved, unsplit = every
-    pairs = [(zbv, other_v), *((mine, other_interleaved) for mine in (zbv, zb1p, interleaving)), (zbv, unsplit)]
-    engine_alone = [(same_v, other_v), (same_interleaved, other_interleaved)]
-    return every, [*pairs, *engine_alone, (zbv, same_v)]
-
-
-FAMILIES = {"empty": empty, "1f1b": one_f_one_b, "zero-bubble": zero_bubble, "seq1f1b": seq1f1b, "helix": helix}
+def measure(size: Sequence[int], pairs: int, rows: Sequence[str]) -> dict[str, Any]:
+    """By row what is compared in it."""
+    problem = start(size)
+    return {row: memory(problem) if row == "memory" else compare(problem, row, pairs) for row in rows}
 
 
 # -------------------------------------------------------------------------------------------------------------- speed
 
 
 def compare(problem: Problem, family: str, pairs: int) -> dict[str, Any]:
-    """Engines in turn, forwards and backwards through the list, `pairs` times; ours are predicted just before."""
+    """Engines in turn, `pairs` times; ours are predicted just before."""
     every, compared = FAMILIES[family](problem)
     differences = gradient_differences(every)  # also the warm-up
     predicted = {name: prediction(engine) for name, engine in every.items() if isinstance(engine, OurEngine)}
-    times: dict[str, list[float]] = {name: [] for name in every}
-    for round_number in range(pairs):
-        names = list(every)
-        for name in names if round_number % 2 == 0 else reversed(names):
-            times[name].append(timed(every[name]))
+    times = in_turn(every, pairs, lambda name: timed(every[name]))
     tokens = problem.count * problem.micro * problem.sequence
     rows = {
         name: {
@@ -92,15 +51,14 @@ def compare(problem: Problem, family: str, pairs: int) -> dict[str, Any]:
         }
         for name, engine in every.items()
     }
-    ratios = []
+    speeds = []
     for mine, other in compared:
-        values = [theirs / own for own, theirs in zip(times[mine], times[other], strict=True)]
-        quartiles = statistics.quantiles(values, n=4)[::2]
-        ratio = {"ours": mine, "over": other, "ratio": statistics.median(values), "quartiles": quartiles}
+        values = ratios(times[other], times[mine])
+        speed = {"ours": mine, "over": other, "ratio": statistics.median(values), "quartiles": quartiles(values)}
         if other in predicted:
-            ratio["predicted"] = predicted[other]["predicted_seconds"] / predicted[mine]["predicted_seconds"]
-        ratios.append(ratio)
-    return {"engines": rows, "ratios": ratios}
+            speed["predicted"] = predicted[other]["predicted_seconds"] / predicted[mine]["predicted_seconds"]
+        speeds.append(speed)
+    return {"engines": rows, "ratios": speeds}
 
 
 def prediction(engine: OurEngine) -> dict[str, Any]:
@@ -151,12 +109,6 @@ def gradient_differences(every: dict[str, Engine]) -> dict[str, float]:
     return differences
 
 
-def gathered(value: Any) -> list[Any]:
-    every: list[Any] = [None, None]
-    dist.all_gather_object(every, value)
-    return every
-
-
 # ------------------------------------------------------------------------------------------------------------- memory
 
 
@@ -194,19 +146,3 @@ def memory(problem: Problem) -> dict[str, Any]:
         simulated = [rank_memory(lowered, costs, rank).activations for rank in range(2)]
         result[name] = {"simulated": simulated, "measured": gathered(peak_saved(OurEngine(problem, program)))}
     return result
-
-
-def main() -> None:
-    output, pairs, rows, *size = sys.argv[1:]
-    problem = start([int(value) for value in size])
-    result: dict[str, Any] = {}
-    for row in rows.split(","):
-        result[row] = memory(problem) if row == "memory" else compare(problem, row, int(pairs))
-    if problem.rank == 0:
-        Path(output).write_text(json.dumps(result), encoding="utf-8")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
-"""`make bench-offload`: steps whose activations wait in the host's memory, beside recomputation and beside no limit.
+"""Steps whose activations wait in the host's memory, beside recomputation and beside no limit.
 
-    python benchmarks/offload.py [--rounds 7] [--bandwidth 1.5] [--part 0.6] [--json out.json]
+    make bench-offload ARGS="[--rounds 7] [--bandwidth 1.5] [--part 0.6] [--json out.json]"
 
 `helixpipe profile` measures the model on this machine. Under each schedule two ranks run a step in three ways: all
 activations are kept; every layer is recomputed; and what `--offload-activations auto` chooses under a memory limit that
@@ -12,70 +12,158 @@ is forward and backward, no optimizer.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import statistics
-import subprocess
 import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from helixpipe.common.child import python_command
+import torch
+import torch.distributed as dist
 
-HERE = Path(__file__).resolve().parent
+from benchmarks.predict_ranks import make_step
+from benchmarks.ranks import on_ranks, run_module
+from benchmarks.report import Figures, Outcome
+from benchmarks.rounds import quartiles, ratios, turns
+from helixpipe.common.flags import option
+from helixpipe.costs.profile_costs import CopyTimes, Profile, ProfileCosts
+from helixpipe.draw.table import right_aligned
+from helixpipe.model.device import device
+from helixpipe.planning.memory.offload import OffloadOptions
+from helixpipe.planning.memory.offload_choice import MemoryLimits, OffloadedProgram, choose
+from helixpipe.planning.memory.recompute import RecomputeOptions
+from helixpipe.profile.subject import Task, build_model, initialize_parallel_state
+from helixpipe.runtime.copies import ThreadEngine
+from helixpipe.runtime.executor import Executor, Step
+from helixpipe.runtime.offload import Offloader
+from helixpipe.runtime.transport import make_transport
+from schedules import Shape, build
+
+RANKS = 2
 MODEL = "--num-layers 4 --hidden-size 192 --num-attention-heads 4 --ffn-hidden-size 512 --vocab-size 512 --swiglu"
 MODEL += " --normalization RMSNorm --disable-bias-linear --position-embedding-type rope"
 MODEL += " --untie-embeddings-and-output-weights --seq-length 2304 --micro-batch-size 1"
-SCHEDULES = {"gpipe": (8, 1), "1f1b": (4, 1), "seq1f1b": (4, 4), "sppo": (1, 8)}
+SCHEDULES = MappingProxyType({"gpipe": (8, 1), "1f1b": (4, 1), "seq1f1b": (4, 4), "sppo": (1, 8)})
 """With their microbatches and chunks of a sequence."""
-WAYS = ("kept", "recomputed", "offloaded")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--bandwidth", type=float, default=1.5, help="GB/s that a copy takes at most")
-    parser.add_argument("--part", type=float, default=0.6, help="of what is kept without a limit, that may be")
-    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=SCHEDULES)
-    parser.add_argument("--json", metavar="FILE", help="write all figures there")
-    arguments = parser.parse_args()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
+@dataclass(frozen=True)
+class Options(Figures):
+    rounds: int = option(7, "Rounds that count.", at_least=2)
+    bandwidth: float = option(1.5, "GB/s that a copy takes at most.", more_than=0)
+    part: float = option(0.6, "Of what is kept without a limit, that may be.", more_than=0, at_most=1)
+    schedules: tuple[str, ...] = option(tuple(SCHEDULES), "Which schedules.", choices=tuple(SCHEDULES))
+
+
+def run(options: Options) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
-        profile, output = Path(folder, "profile.json"), Path(folder, "result.json")
-        command = python_command("schedules.command", "profile", "--output", str(profile), *MODEL.split())
-        subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
-        command = python_command("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-        command += [str(HERE / "offload_ranks.py"), str(profile), str(output), str(arguments.rounds)]
-        command += [str(arguments.bandwidth * 1e9), str(arguments.part), ",".join(arguments.schedules)]
-        subprocess.run(command, check=True, env=environment)
-        result = json.loads(output.read_text(encoding="utf-8"))
-    report(result, arguments)
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        profile = str(Path(folder, "profile.json"))
+        run_module("schedules.command", "profile", "--output", profile, *MODEL.split())
+        call = (profile, options.rounds, options.bandwidth * 1e9, options.part, options.schedules)
+        result = on_ranks("benchmarks.offload:measure", *call, ranks=RANKS)
+    return Outcome(report(result, options), figures=result)
 
 
-def report(result: dict[str, Any], arguments: argparse.Namespace) -> None:
+def report(result: Mapping[str, Any], options: Options) -> str:
     """Times over the step that keeps all, memory of activations and messages of the fullest rank."""
-    print(f"{MODEL}; p = 2, copies at {arguments.bandwidth} GB/s, limit at {arguments.part} of what is kept")
-    print(f"{'schedule':<10} {'way':<11} {'predicted':>10} {'measured':>9} {'quartiles':>13} {'MB':>7}", end="")
-    print(f" {'moved MB':>9} {'hidden, predicted':>18} {'measured':>9}  recomputed, offloaded")
-    for schedule, rows in result.items():
-        kept = rows["kept"]
-        for way in WAYS:
-            row = rows[way]
-            ratios = [own / base for own, base in zip(row["seconds"], kept["seconds"], strict=True)]
-            low, _, high = statistics.quantiles(ratios, n=4)
-            print(f"{schedule:<10} {way:<11} {row['predicted'] / kept['predicted']:>10.3f}", end="")
-            print(
-                f" {statistics.median(ratios):>9.3f} {f'{low:.3f}–{high:.3f}':>13} {row['bytes'] / 1e6:>7.1f}", end=""
-            )
-            if way == "offloaded":
-                measured = statistics.median(row["hidden"]) if row["hidden"] else 1.0
-                print(f" {row['moved'] / 1e6:>9.1f} {row['predicted_hidden']:>18.1%} {measured:>9.1%}", end="")
-                print(f"  {row['recomputed']} of {row['layers']} layers, {row['units']} units", end="")
-            print()
+    title = f"{MODEL}; p = {RANKS}, copies at {options.bandwidth} GB/s, limit at {options.part} of what is kept"
+    heads = ["schedule", "way", "predicted", "measured", "quartiles", "MB", "moved MB", "hidden, predicted", "measured"]
+    lines = [
+        (schedule, way, *_cells(way, row, rows["kept"]))
+        for schedule, rows in result.items()
+        for way, row in rows.items()
+    ]
+    heads.append("recomputed, offloaded")
+    return "\n".join([title, *right_aligned(heads, lines, [0] * len(heads))])
 
 
-if __name__ == "__main__":
-    main()
+def _cells(way: str, row: Mapping[str, Any], kept: Mapping[str, Any]) -> list[str]:
+    over = ratios(row["seconds"], kept["seconds"])
+    low, high = quartiles(over)
+    times = [f"{row['predicted'] / kept['predicted']:.3f}", f"{statistics.median(over):.3f}", f"{low:.3f}–{high:.3f}"]
+    if way != "offloaded":
+        return [*times, f"{row['bytes'] / 1e6:.1f}", "", "", "", ""]
+    hidden = statistics.median(row["hidden"]) if row["hidden"] else 1.0
+    sizes = [f"{row['bytes'] / 1e6:.1f}", f"{row['moved'] / 1e6:.1f}", f"{row['predicted_hidden']:.1%}"]
+    return [*times, *sizes, f"{hidden:.1%}", f"{row['recomputed']} of {row['layers']} layers, {row['units']} units"]
+
+
+# ---------------------------------------------------------------------------------------------- what each rank runs
+
+
+class Ways:
+    """The three programs of a schedule, and what runs them."""
+
+    def __init__(self, schedule: str, costs: ProfileCosts, bandwidth: float, part: float):
+        microbatches, chunks = SCHEDULES[schedule]
+        layers = costs.profile.model.layers
+        shape = Shape(RANKS, microbatches, layers, chunks, costs=costs, offload=OffloadOptions("off"))
+        kept = build(schedule, shape)
+        recomputed = build(schedule, replace(shape, recompute=RecomputeOptions("full")))
+        static = max(costs.static_memory(kept.pieces_of_rank(rank)) for rank in range(RANKS))
+        most = max(OffloadedProgram(kept, costs, MemoryLimits(0.0), {}).needs)
+        limits = MemoryLimits(static + part * (most - static))
+        options = OffloadOptions("auto", min_offloaded_tensor_size=4096)
+        programs = {"kept": kept, "recomputed": recomputed, "offloaded": choose(kept, options, costs, limits)}
+        self.choices = {name: OffloadedProgram(program, costs, limits, {}) for name, program in programs.items()}
+        self.microbatches = microbatches
+        self.bandwidth = bandwidth
+
+    def row(self, name: str) -> dict[str, Any]:
+        choice = self.choices[name]
+        simulation, program = choice.simulation, choice.program
+        return {
+            "predicted": simulation.makespan,
+            "predicted_hidden": simulation.hidden,
+            "bytes": max(peak.total for peak in simulation.peaks),
+            "moved": sum(simulation.offloaded),
+            "recomputed": len({run[0].layer for stage in program.stages for run in stage.recompute}),
+            "layers": program.num_layers,
+            "units": sum(bool(each.offload) for each in program.activations.values()),
+            "seconds": [],
+            "hidden": [],
+        }
+
+
+def measure(path: str, rounds: int, bandwidth: float, part: float, schedules: Sequence[str]) -> dict[str, Any]:
+    """On each rank: by schedule and way what was predicted and measured."""
+    dist.init_process_group("gloo")
+    initialize_parallel_state(RANKS)
+    rank, speed = dist.get_rank(), (bandwidth, bandwidth)
+    profile = replace(Profile.load(path), copies=CopyTimes(0.0, speed, speed))
+    costs = ProfileCosts(profile)
+    assert dist.group.WORLD is not None
+    transport = make_transport(dist.group.WORLD, device())
+    task = Task(profile.model, profile.seq_length, 1, profile.dtype, processes=RANKS, threads=1, repeats=1)
+    result: dict[str, Any] = {}
+    for schedule in schedules:
+        ways = Ways(schedule, costs, bandwidth, part)
+        rows = result[schedule] = {name: ways.row(name) for name in ways.choices}
+        pieces = ways.choices["kept"].program.pieces_of_rank(rank)
+        model, ddp = build_model(task, profile.model.layers, pieces)
+        executor = Executor(rank, model, transport, offloader=Offloader(ThreadEngine(bandwidth)))
+        step = make_step(profile, 1, ways.microbatches)
+        for number, name in turns(rows, 1 + rounds):  # the first warms up
+            ddp.zero_grad_buffer()
+            seconds, hidden = timed(executor, ways.choices[name], step)
+            if number:
+                rows[name]["seconds"].append(seconds)
+                rows[name]["hidden"] += [hidden] if hidden is not None else []
+    transport.close()
+    return result
+
+
+def timed(executor: Executor, choice: OffloadedProgram, step: Step) -> tuple[float, float | None]:
+    """Seconds of a step over both ranks, and the share of its copies' time that ops did not wait for."""
+    dist.barrier()
+    start = time.perf_counter()
+    _, record = executor.run(choice.simulation.lowered, step, record=True)
+    seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    copying = sum(end - begin for begin, end in record.copies.values())
+    totals = torch.tensor([copying, record.held_up], dtype=torch.float64)
+    dist.all_reduce(totals)
+    return float(seconds), max(0.0, 1 - float(totals[1] / totals[0])) if totals[0] else None

@@ -101,8 +101,8 @@ def megatron_core(problem: Problem, whole: bool) -> Engine:
         else:
             output = model(batch)
 
-            def loss(total: Tensor) -> Any:
-                value = total * (problem.scale * problem.count)
+            def loss(losses: Tensor) -> Any:
+                value = losses * (problem.scale * problem.count)
                 return value, {"lm loss": value.detach()}
 
         return output, loss

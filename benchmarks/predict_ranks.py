@@ -1,16 +1,9 @@
-"""What each rank of predict.py runs.
-
-python benchmarks/predict_ranks.py CASE PROFILE OUTPUT STEPS ops|- WAYS   (under torch.distributed.run)
-
-Rank 0 writes, for each way, seconds and bytes, predicted and measured.
-"""
+"""What each rank of predict.py runs: every way of a case in turn, predicted and measured."""
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -54,7 +47,7 @@ class Engine:
         task = Task(profile.model, profile.seq_length, case.micro, profile.dtype, case.ranks, threads=1, repeats=1)
         model, self._ddp = build_model(task, case.layers, self.program.pieces_of_rank(rank))
         self.executor = Executor(rank, model, transport)
-        self.step = make_step(profile, case)
+        self.step = make_step(profile, case.micro, case.microbatches)
         computing = min(torch.cuda.device_count() or os.cpu_count() or 1, case.ranks)
         self.row: dict[str, Any] = {
             "predicted": max(self.simulation.makespan, sum(self.simulation.busy) / computing),
@@ -87,18 +80,14 @@ class Engine:
         self._ddp.zero_grad_buffer()
         dist.barrier()
         _, record = self.executor.run(self.lowered, self.step, record=True)
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, record)
-        return merge_records(self.lowered, every, self.program.schedule)
+        return merge_records(self.lowered, every_rank(record), self.program.schedule)
 
     def finish(self) -> None:
         """After the steps that count: memory, and what became of each kind of op."""
-        every: list[Any] = [None] * dist.get_world_size()
         run = partial(self.executor.run, self.lowered, self.step)
         executor = self.executor
         kept = peak_kept(run, executor.model.parameters(), partial(getattr, executor.borrowed, "copies"))  # type: ignore[attr-defined]
-        dist.all_gather_object(every, kept)
-        self.row["bytes"] = every
+        self.row["bytes"] = every_rank(kept)
         if self.recording:
             recorded = [self.recorded() for _ in range(RECORDED)]
             self.row["ops"] = compared(self.simulation.timeline, recorded)
@@ -128,7 +117,10 @@ class Pace:
         self._predicted = simulate(self._lowered, costs).makespan
         task = Task(profile.model, profile.seq_length, case.micro, profile.dtype, case.ranks, threads=1, repeats=1)
         model, self._ddp = build_model(task, case.layers, program.pieces_of_rank(0))
-        self._executor, self._step = Executor(0, model, SingleRankTransport()), make_step(profile, case)
+        self._executor, self._step = (
+            Executor(0, model, SingleRankTransport()),
+            make_step(profile, case.micro, case.microbatches),
+        )
 
     def timed(self) -> float:
         self._ddp.zero_grad_buffer()
@@ -144,9 +136,13 @@ class Pace:
 
 def gathered(values: Sequence[float]) -> list[list[float]]:
     """Of each value, those of all ranks."""
+    return [list(each) for each in zip(*every_rank(list(values)), strict=True)]
+
+
+def every_rank(value: Any) -> list[Any]:
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, list(values))
-    return [list(each) for each in zip(*every, strict=True)]
+    dist.all_gather_object(every, value)
+    return every
 
 
 def compared(simulated: Timeline, measured: Sequence[Timeline]) -> dict[str, Any]:
@@ -199,27 +195,27 @@ def program_of(name: str, case: Case, costs: ProfileCosts) -> Program:
     return build(way.schedule, shape)
 
 
-def make_step(profile: Profile, case: Case) -> Step:
-    shape = (case.microbatches, case.micro, profile.seq_length)
+def make_step(profile: Profile, micro: int, microbatches: int) -> Step:
+    """Random tokens, the same on every rank."""
+    shape = (microbatches, micro, profile.seq_length)
     generator = torch.Generator().manual_seed(1)
     drawn = (torch.randint(0, profile.model.vocab, shape, generator=generator) for _ in range(2))
     tokens, labels = (each.to(device()) for each in drawn)
     mask = torch.ones(shape[1:], device=device())
-    scale = torch.tensor(1.0 / (case.micro * profile.seq_length * case.microbatches), device=device())
+    scale = torch.tensor(1.0 / (micro * profile.seq_length * microbatches), device=device())
     return Step(
         iteration=0,
         microbatch_number=lambda index: index,
         batch=lambda index: Microbatch(tokens[index], labels[index], mask),
         root_gradient=lambda index: scale,
-        micro_batch_size=case.micro,
+        micro_batch_size=micro,
         seq_length=profile.seq_length,
     )
 
 
-def main() -> None:
-    name, path, output, steps, ops, ways = sys.argv[1:]
+def measure(name: str, path: str, steps: int, recording: bool, ways: Sequence[str]) -> dict[str, Any]:
+    """On each rank: for each way seconds and bytes, predicted and measured."""
     case, gpus = CASES[name], torch.cuda.device_count()
-    torch.set_num_threads(1)
     if gpus:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % gpus)
     dist.init_process_group("nccl" if gpus >= case.ranks else "gloo")
@@ -227,9 +223,9 @@ def main() -> None:
     assert dist.group.WORLD is not None
     transport = make_transport(dist.group.WORLD, device())
     costs = ProfileCosts(Profile.load(path))
-    engines = {way: Engine(way, case, costs, transport, ops == "ops") for way in ways.split(";")}
+    engines = {way: Engine(way, case, costs, transport, recording) for way in ways}
     pace, paces = Pace(case, costs), []
-    for number in range(WARM_UP + int(steps)):
+    for number in range(WARM_UP + steps):
         for way in engines if number % 2 == 0 else reversed(engines):
             engines[way].timed()
         paces.append(pace.timed())
@@ -237,13 +233,5 @@ def main() -> None:
         for key in ("seconds", "busy", "processor", "others"):
             del engine.row[key][:WARM_UP]
         engine.finish()
-    if dist.get_rank() == 0:
-        rows = {way: {**engine.row, "pace": paces[WARM_UP:]} for way, engine in engines.items()}
-        Path(output).write_text(json.dumps(rows), encoding="utf-8")
-    dist.barrier()
     transport.close()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    return {way: {**engine.row, "pace": paces[WARM_UP:]} for way, engine in engines.items()}

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from benchmarks.data import read
 from benchmarks.published_cells import Cell
+from benchmarks.report import FOLDER
 from helixpipe.common.collector import collector_paused
 from helixpipe.common.errors import UserError
 from helixpipe.costs.hardware import GIB, RESERVED_MEMORY, Hardware, find_hardware
@@ -40,55 +42,11 @@ messages in both directions, as of pipelines whose activations travel, the share
 LEAST_SPEED, MOST_SPEED, ROUNDS = 0.1, 2.0, 8
 """Speeds that are tried for a cell, and how often."""
 
-_ALWAYS = {
-    "lr": 1e-3,
-    "train-iters": 1,
-    "mock-data": True,
-    "tokenizer-type": "NullTokenizer",
-    "vocab-size": 50257,
-    "bf16": True,
-    "loss-chunk-size": 0,
-    "attention-dropout": 0.0,
-    "hidden-dropout": 0.0,
-}
-"""Flags that no table says and training needs, or chooses by memory; the cost model knows no dropout."""
-
 _BY_MEMORY = ("infinipipe",)
 """Schedules that recompute what the GPU has no room for."""
 
-_ALL_LEAVES: Mapping[str, Any] = {"offload-activations": 1}
-"""What SPPO's engine does where the GPU has no room for all; how much has to leave takes minutes to find."""
-
-
-_AS_PUBLISHED: Mapping[str, Mapping[str, Any]] = {
-    "weipipe": {"no-weipipe-eager": True, "weipipe-slots": 6, "weipipe-grad-dtype": "bf16"},
-    "helix": {
-        "helix-ship": "qkv",
-        "no-helix-spread-head": True,
-        "helix-folds": 2,
-        "recompute-granularity": "without-attention",
-    },
-}
-"""The published form of schedules that are better by default here, unless a cell's flags say otherwise."""
-
-
-_LLAMA: Mapping[str, Any] = {
-    "vocab-size": 4,
-    "position-embedding-type": "rope",
-    "normalization": "RMSNorm",
-    "swiglu": True,
-    "disable-bias-linear": True,
-}
-"""WeiPipe's model."""
-
-_NAMES: Mapping[str, str] = {
-    "1f1b-i": "interleaved-1f1b",
-    "1f1b-interleaved": "interleaved-1f1b",
-    "seq1f1b-i": "seq1f1b-interleaved",
-    "zb1": "zb1p",
-    "zb2": "zb2p",
-}
-"""Other names of schedules in papers."""
+_FLAGS = read(FOLDER / "assumed_flags.toml")
+"""What tables leave out."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +82,7 @@ def hardware_of(cell: Cell) -> Hardware:
 def arguments(cell: Cell) -> list[str]:
     """The training program's command line."""
     given = {name: value for name, value in cell.flags.items() if value is not None}
-    flags, schedule = {**_ALWAYS, **_told(cell), **given}, _NAMES.get(cell.schedule, cell.schedule)
+    flags, schedule = {**_FLAGS["always"], **_told(cell), **given}, _FLAGS["names"].get(cell.schedule, cell.schedule)
     flags.setdefault("max-position-embeddings", flags.get("seq-length", 1))
     if schedule == "fsdp":
         flags |= {"data-parallel-sharding-strategy": "optim_grads_params", "use-distributed-optimizer": True}
@@ -142,17 +100,17 @@ def arguments(cell: Cell) -> list[str]:
 
 def _told(cell: Cell) -> Mapping[str, Any]:
     """What the cell's paper leaves out and its scripts say, where the cell's flags do not."""
-    told = dict(_AS_PUBLISHED.get(cell.schedule, {}))
+    told = dict(_FLAGS["schedule"].get(cell.schedule, {}))
     if str(cell.flags.get("tensor-model-parallel-size") or 1) != "1":
-        told["sequence-parallel"] = True
+        told |= _FLAGS["tensor-parallel"]
     if cell.schedule in _BY_MEMORY or "offload-activations" in cell.flags:
         told["hardware"] = cell.hardware
     if is_plain(cell):
-        told |= _LLAMA
+        told |= _FLAGS["model"]["weipipe"]
         if not cell.schedule.startswith("zb"):
             told["recompute-granularity"] = "full"
     elif any("seq1f1b" in name.lower() for name in (cell.table, cell.id)):
-        told |= {"position-embedding-type": "rope", "untie-embeddings-and-output-weights": True}
+        told |= _FLAGS["model"]["seq1f1b"]
     return told
 
 
@@ -186,7 +144,6 @@ def _turn_by_turn(program: Program, costs: ModelCosts) -> float:
     longer of the turns with nothing to wait for and of the messages that a ring which passes on at once has."""
     hardware = replace(costs.hardware, network=math.inf, nvlink=math.inf, latency=0.0)
     instant = replace(costs, hardware=hardware)
-    assert program.ring is not None
     at_once = replace(program, ring=replace(program.ring, eager=True))
     return max(simulate(lower(each, by), by).makespan for each, by in ((program, instant), (at_once, costs)))
 
@@ -205,7 +162,7 @@ class Prepared:
         """The step with GPUs of that speed: the program stays, as made for the others."""
         costs = replace(self.costs, hardware=slower(self.costs.hardware, speed))
         lowered = lower(self.program, costs)
-        if self.program.ring is not None and not self.program.ring.eager:
+        if not self.program.ring.eager:
             seconds = _turn_by_turn(self.program, costs)
         else:
             simulation = simulate(lowered, costs, "s", blocking=travels(self.cell))
@@ -234,7 +191,7 @@ def prepare(cell: Cell) -> Prepared:
     kept = _planned(cell)
     if cell.schedule != "sppo" or "offload-activations" in cell.flags or (there := kept.at(1.0)).fits:
         return kept
-    left = _planned(replace(cell, flags={**cell.flags, **_ALL_LEAVES}))
+    left = _planned(replace(cell, flags={**cell.flags, **_FLAGS["all-leaves"]}))
     return left if left.at(1.0).memory < there.memory else kept
 
 

@@ -7,12 +7,13 @@ true gives a flag without a value, false and null leave it out. A field that is 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.data import checked, read
+from benchmarks.report import progress
 from helixpipe.common.errors import UserError
 
 RUNTIMES = ("ours", "megatron")
@@ -61,10 +62,7 @@ class Cell:
 def load(path: str | Path) -> list[Cell]:
     """The cells of a file; those that are not of the form are left out, with a line each on standard error that names
     the cell and the field. Raises UserError where none is left."""
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"CELLS={path} cannot be read: {error}.") from None
+    content = read(path, "CELLS=")
     if not isinstance(content, list) or not content:
         raise UserError(f"CELLS={path} must be a list of cells, not {json.dumps(content)[:40]}.")
     cells, refused = [], []
@@ -76,15 +74,15 @@ def load(path: str | Path) -> list[Cell]:
     if not cells:
         raise UserError(refused[0])
     for sentence in refused:
-        print(f"left out: {sentence}", file=sys.stderr)
+        progress(f"left out: {sentence}")
     return cells
 
 
 def _cell(place: str, content: Any) -> Cell:
     if isinstance(content, dict) and content.get("id"):
         place = f"{place} ({content['id']})"
-    values = _checked(place, content, Cell)
-    published = _checked(f"{place}, published", values["published"], Published)
+    values = checked(place, content, Cell, _tell)
+    published = checked(f"{place}, published", values["published"], Published, _tell)
     for name in ("tokens_per_second_per_gpu", "memory_gib", "over_best"):
         if not _is_number(published.get(name, 0), 0):
             raise UserError(f"{place}: published {name} must be a number, not {published[name]!r}.")
@@ -113,16 +111,5 @@ def _is_number(value: Any, least: float) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= 1e30
 
 
-def _checked(place: str, content: Any, cls: type) -> dict[str, Any]:
-    """The object's values by field, without those that are null; what is not a field has no effect, and a line on
-    standard error. Raises UserError for a field that is missing."""
-    if not isinstance(content, dict):
-        raise UserError(f"{place} must be an object, not {type(content).__name__}.")
-    known = {field.name: field for field in fields(cls)}
-    if unknown := [name for name in content if name not in known]:
-        print(f"{place}: {', '.join(unknown)} has no effect; fields are {', '.join(known)}.", file=sys.stderr)
-    told = {name: value for name, value in content.items() if name in known and value is not None}
-    needed = [name for name, field in known.items() if field.default is MISSING and name not in told]
-    if needed:
-        raise UserError(f"{place}: {needed[0]!r} is missing.")
-    return told
+def _tell(place: str, unknown: list[str], known: list[str]) -> None:
+    progress(f"{place}: {', '.join(unknown)} has no effect; fields are {', '.join(known)}.")

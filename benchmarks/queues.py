@@ -1,6 +1,6 @@
-"""`make bench-queues`: steps on GPUs with one hardware queue against steps with one a stream: docs/costs.md's table.
+"""Steps on GPUs with one hardware queue against steps with one a stream: docs/costs.md's table.
 
-    python benchmarks/queues.py [--ranks 4 8] [--messages 2 10 20]
+    make bench-queues ARGS="[--ranks 4 8] [--messages 2 10 20]"
 
 For every schedule of the catalogue how many percent a simulated step takes longer where a GPU starts work in the order
 it was issued in (CUDA_DEVICE_MAX_CONNECTIONS=1). Every piece's forward takes 1, so a layer's 5, and a backward twice
@@ -10,8 +10,10 @@ two layers a rank, four chunks where the schedule has chunks.
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import dataclass
 
+from benchmarks.report import Outcome, Page, markdown, progress
+from helixpipe.common.flags import option
 from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.lowering.lower import lower
 from helixpipe.program.stages import LAYER_PIECES, PIECE_KINDS
@@ -30,22 +32,19 @@ def longer(schedule: str, ranks: int, percent: float) -> float:
     return 100 * (one / many - 1)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8], metavar="P", help="(default: 4 8)")
-    parser.add_argument(
-        "--messages", type=float, nargs="+", default=[2, 10, 20], metavar="PERCENT",
-        help="time of a message in percent of a layer's forward (default: 2 10 20)",
-    )  # fmt: skip
-    arguments = parser.parse_args()
-    cases = [(ranks, percent) for ranks in arguments.ranks for percent in arguments.messages]
-    print("| | " + " | ".join(f"p = {ranks}, {percent:g} %" for ranks, percent in cases) + " |")
-    print("|---|" + "--:|" * len(cases))
+@dataclass(frozen=True)
+class Options(Page):
+    ranks: tuple[int, ...] = option((4, 8), "Pipeline ranks.", metavar="P", at_least=1)
+    messages: tuple[float, ...] = option(
+        (2, 10, 20), "What a message takes, in percent of a layer's forward.", metavar="PERCENT", at_least=0
+    )
+
+
+def run(options: Options) -> Outcome:
+    cases = [(ranks, percent) for ranks in options.ranks for percent in options.messages]
+    rows = []
     for name, schedule in CATALOGUE.items():
         if not schedule.one_rank:
-            figures = [f"{longer(name, *case):.1f}" for case in cases]
-            print(f"| `{name}` | " + " | ".join(figures) + " |", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+            rows.append([f"`{progress(name)}`", *(f"{longer(name, *case):.1f}" for case in cases)])
+    heads = ["", *(f"p = {ranks}, {percent:g} %" for ranks, percent in cases)]
+    return Outcome("\n".join(markdown(heads, rows, "l" + "r" * len(cases))))

@@ -1,6 +1,7 @@
-"""`make reproduce`: published figures and what the cost model predicts for them, side by side, with the errors.
+"""Published figures and what the cost model predicts for them, side by side, with the errors.
 
-    python benchmarks/reproduce.py [--cells file.json] [--output docs/reproduction.md] [--jobs 2]
+    make reproduce CELLS=file.json
+    make bench-reproduce ARGS="[--cells file.json] [--output page.md] [--jobs 2]"
 
 The file's form is `published_cells`; `predicted_cells` simulates a cell. Each table has one factor: what its GPUs reach
 of what the cost model assumes (arithmetic and memory bandwidth alike), such that the cells with `calibrate` are right
@@ -10,10 +11,8 @@ cell that cannot be predicted is listed with the reason, in one sentence. Withou
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -23,10 +22,19 @@ from typing import Any, Protocol
 
 from benchmarks.predicted_cells import Predicted, predict, prepare
 from benchmarks.published_cells import Cell, load
+from benchmarks.report import FOLDER, Outcome, Page, progress
 from benchmarks.reproduction_page import Line, Table, page, picture
+from benchmarks.simulated import Jobs
 from helixpipe.common.errors import UserError
+from helixpipe.common.flags import option
 
-CELLS = Path(__file__).with_name("cells.json")
+CELLS = FOLDER / "cells.json"
+
+
+@dataclass(frozen=True)
+class Options(Page, Jobs):
+    cells: str = option(str(CELLS), "JSON or TOML file of cells (default: the repository's).", metavar="FILE")
+    output: str | None = option(None, "Markdown page to write; a picture goes beside it.", metavar="FILE.md")
 
 
 @dataclass(frozen=True)
@@ -88,7 +96,7 @@ def table_of(name: str, cells: Sequence[Cell], run: Run) -> Table:
 
 
 def _announced(name: str, cells: Sequence[Cell], run: Run) -> Table:
-    print(f"{name}: {len(cells)} cells", file=sys.stderr, flush=True)
+    progress(f"{name}: {len(cells)} cells")
     return table_of(name, cells, run)
 
 
@@ -100,27 +108,10 @@ def tables_of(cells: Sequence[Cell], jobs: int) -> list[Table]:
         return [of(name, [cell for cell in cells if cell.table == name]) for name in names]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cells", default=str(CELLS), help="JSON file of cells (default: the repository's)")
-    parser.add_argument("--output", help="Markdown page to write; a picture goes beside it (default: print the page)")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
-    options = parser.parse_args(argv)
-    try:
-        tables = tables_of(load(options.cells), max(options.jobs, 1))
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
+def run(options: Options) -> Outcome:
+    tables = tables_of(load(options.cells), options.jobs or os.cpu_count() or 1)
     if options.output is None:
-        print(page(tables))
-        return 0
-    output = Path(options.output)
-    image = output.with_suffix(".svg")
+        return Outcome(page(tables))
+    image = Path(options.output).with_suffix(".svg")
     image.write_text(picture(tables), encoding="utf-8")
-    output.write_text(page(tables, image.name), encoding="utf-8")
-    print(f"wrote {output} and {image}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return Outcome(page(tables, image.name))

@@ -6,39 +6,12 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from benchmarks import report
 from benchmarks.predicted_cells import Predicted
 from benchmarks.published_cells import Cell
+from benchmarks.report import markdown
 
 BASELINE = "1f1b"
-HEAD = """# Published figures, predicted
-
-**Simulated, nothing here was measured.** Each line is a cell of a published table: the run's own flags, on the hardware
-and with the runtime that its authors had, put through the cost model of [costs.md](costs.md). `make reproduce` writes
-this page; `make reproduce CELLS=file.json` prints it for cells of one's own (`benchmarks/published_cells.py` has the
-form).
-
-A table has one factor for speed: what its GPUs reach of what the cost model assumes of them, arithmetic and memory
-alike, found from the cells marked * alone; and one for memory, published (what torch's allocator had reserved) over
-predicted (what is allocated), from the same cells. Networks are not touched. No other number depends on a table, and
-none on a cell. Ratios are those to `1f1b` in the same row, of HelixPipe's table to the fastest other schedule.
-"""
-NOTES = """
-## What is assumed of each runtime
-
-- `megatron`: no rank computes while it sends or receives (`--p2p blocking`), an op takes 11 ms beside its kernels where
-  messages leave a node and 0.5 ms where none does, ranks with several stages exchange once for a forward and a
-  backward, keys and values of chunks are held twice and their gradients added in ten passes, values are copied out of
-  QKV's output.
-- WeiPipe's model is plain PyTorch: norms and RoPE in float32, a kernel for each function. Its rings pass weights on
-  turn by turn, with three buffers to receive and three to send, gradients in bfloat16. FSDP there gathers, computes and
-  scatters in turn.
-- HelixPipe's is its published variant (`--helix-ship qkv`, one head, all but attention recomputed), unless a cell's
-  flags say otherwise.
-- SPPO's activations stay where there is room for all, else all that may leave are in the host's memory; InfiniPipe
-  recomputes what there is no room for.
-- Ethernet of up to 25 Gb/s is used to 94 %, what TCP leaves of a frame; other networks as costs.md says.
-- Out of memory: more allocated than the GPU has but for 3 GiB, whatever a schedule that searches would have been told.
-"""
 
 
 @dataclass(frozen=True)
@@ -113,60 +86,58 @@ def mean_error(errors: Iterable[float | None]) -> str:
 
 def page(tables: Sequence[Table], image: str | None = None) -> str:
     """Markdown."""
-    lines = [HEAD]
-    if image is not None:
-        lines.append(f"![predicted over published, a dot a cell]({image})\n")
-    lines.append(
-        "| table | GPUs' speed | published / allocated memory | ratio: mean error (cells) | tokens/s | memory "
-        "| out of memory |\n|---|--:|--:|--:|--:|--:|--:|"
-    )
-    for table in tables:
-        lines.append(_summary(table))
+    heads = ("table", "GPUs' speed", "published / allocated memory", "ratio: mean error (cells)", "tokens/s", "memory")
+    lines = markdown((*heads, "out of memory"), list(map(_summary, tables)), "lrrrrrr")
     for table in tables:
         lines += ["", f"## {table.name}", "", *_lines(table)]
-    return "\n".join([*lines, NOTES])
+    picture = [] if image is None else [f"![predicted over published, a dot a cell]({image})"]
+    return report.page("reproduction.md", image=picture, tables=lines)
 
 
-def _summary(table: Table) -> str:
+def _summary(table: Table) -> list[str]:
+    """The cells of its line."""
     found = [line for line in table.lines if line.predicted is not None]
     told = [line for line in found if line.cell.published.says_whether_it_ran]
     right = sum(line.predicted is not None and line.predicted.fits != line.cell.published.oom for line in told)
-    reserved = "–" if table.reserved is None else f"{table.reserved:.2f}"
     judged = [line for line in found if not line.cell.calibrate]
-    return (
-        f"| {table.name} | {table.speed:.3f} | {reserved} | {mean_error(map(table.ratio_error, found))} | "
-        f"{mean_error(line.error for line in judged)} | {mean_error(map(table.memory_error, judged))} | "
-        f"{f'{right} of {len(told)} right' if told else '–'} |"
-    )
+    return [
+        table.name,
+        f"{table.speed:.3f}",
+        "–" if table.reserved is None else f"{table.reserved:.2f}",
+        mean_error(map(table.ratio_error, found)),
+        mean_error(line.error for line in judged),
+        mean_error(map(table.memory_error, judged)),
+        f"{right} of {len(told)} right" if told else "–",
+    ]
 
 
 def _lines(table: Table) -> list[str]:
     """A line a cell; behind them what could not be predicted."""
-    lines = [
-        "| row | schedule | tokens/s/GPU published | predicted | error | ratio published | predicted | error | "
-        "GiB published | allocated | error |",
-        "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
-    ]
-    notes = []
+    rows, notes = [], []
     for line in table.lines:
         cell, predicted, told = line.cell, line.predicted, line.cell.published
         if predicted is None:
             notes.append(f"- `{cell.id}` is not predicted: {line.reason}")
             continue
         ratio, published = table.ratios(line)
-        throughput = "out of memory" if told.oom else _number(told.tokens_per_second_per_gpu, ".0f")
-        fits = "" if predicted.fits else " (out of memory)"
-        lines.append(
-            f"| {cell.row} | `{cell.schedule}`{' *' if cell.calibrate else ''} | {throughput} | "
-            f"{predicted.tokens_per_gpu:.0f}{fits} | {_percent(line.error)} | {_number(published, '.3f')} | "
-            f"{_number(ratio, '.3f')} | {_percent(table.ratio_error(line))} | {_number(told.memory_gib, '.1f')} | "
-            f"{predicted.gib:.1f} | {_percent(table.memory_error(line))} |"
+        rows.append(
+            [
+                cell.row,
+                f"`{cell.schedule}`{' *' if cell.calibrate else ''}",
+                "out of memory" if told.oom else _number(told.tokens_per_second_per_gpu, ".0f"),
+                f"{predicted.tokens_per_gpu:.0f}{'' if predicted.fits else ' (out of memory)'}",
+                *(_percent(line.error), _number(published, ".3f"), _number(ratio, ".3f")),
+                *(_percent(table.ratio_error(line)), _number(told.memory_gib, ".1f")),
+                *(f"{predicted.gib:.1f}", _percent(table.memory_error(line))),
+            ]
         )
         if told.over_best is not None and (best := table.over_best(line)) is not None:
             notes.append(
                 f"- {cell.row}, `{cell.schedule}` over the fastest other: published {told.over_best:.2f}, predicted "
                 f"{best:.2f} ({_percent(best / told.over_best - 1)})"
             )
+    heads = ("row", "schedule", "tokens/s/GPU published", "predicted", "error", "ratio published", "predicted")
+    lines = markdown((*heads, "error", "GiB published", "allocated", "error"), rows, "ll" + "r" * 9)
     return [*lines, *(["", *notes] if notes else [])]
 
 

@@ -1,6 +1,6 @@
-"""`make bench-saves`: how long training is held up by a checkpoint, written at once and beside it; CPU, p = 2.
+"""How long training is held up by a checkpoint, written at once and beside it; CPU, p = 2.
 
-    python benchmarks/saves.py [--rounds 9] [--flags "--hidden-size 256"] [--folder DIR] [--json out.json]
+    make bench-saves ARGS="[--rounds 9] [--flags '--hidden-size 256'] [--folder DIR] [--json out.json]"
 
 One process a rank trains. A round takes `STEPS` steps three times: alone, after a checkpoint that is written at once,
 and after one that is written beside them (`--async-save`); each comes first in its turn. What a checkpoint costs is the
@@ -11,83 +11,70 @@ are medians over rounds.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from helixpipe.common.child import python_command
+from benchmarks.ranks import on_ranks
+from benchmarks.report import Figures, Outcome, markdown
+from benchmarks.steps import FLAGS, UNCLIPPED, Run
+from helixpipe.common.flags import option
 
-HERE = Path(__file__).resolve().parent
 STEPS, WARM_UP = 6, 1
 KINDS = ("alone", "at once", "beside")
 MODEL = "--num-layers 4 --hidden-size 384 --ffn-hidden-size 1032 --seq-length 128 --pipeline-schedule 1f1b"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9, help="that count, at least 3 (default: 9)")
-    parser.add_argument("--flags", default="", help="more of pretrain_gpt.py's, for another model")
-    parser.add_argument("--folder", metavar="DIR", help="where checkpoints go (default: a temporary folder)")
-    parser.add_argument("--json", metavar="FILE", help="write all figures there")
-    arguments = parser.parse_args()
-    if arguments.rounds < 3:
-        parser.error("--rounds must be at least 3")
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        output = Path(folder, "result.json")
-        command = python_command("torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__)
-        command += ["ranks", str(output), str(arguments.rounds), arguments.flags]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
-        subprocess.run(command, check=True, env=environment)
-        found = json.loads(output.read_text(encoding="utf-8"))
-    report(found)
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(found, indent=1), encoding="utf-8")
+@dataclass(frozen=True)
+class Options(Figures):
+    rounds: int = option(9, "Rounds that count.", at_least=3)
+    flags: str = option("", "More of pretrain_gpt.py's, for another model.")
+    folder: str | None = option(None, "Where checkpoints go (default: a temporary folder).", metavar="DIR")
 
 
-def report(found: dict[str, Any]) -> None:
-    """Print the table."""
+def run(options: Options) -> Outcome:
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        found = on_ranks("benchmarks.saves:measure", folder, options.rounds, options.flags)
+    return Outcome(report(found), figures=found)
+
+
+def report(found: Mapping[str, Any]) -> str:
+    """The table."""
     rounds = found["rounds"]
     alone = statistics.median(each["alone"]["steps"] for each in rounds)
-    print(f"{found['bytes'] / 2**20:.0f} MiB of state, {1e3 * alone / STEPS:.0f} ms a step; medians of {len(rounds)}\n")
-    print("| a checkpoint written | holds up its call, ms | training, ms | quartiles | writer's rest, ms |")
-    print("|---|--:|--:|--:|--:|")
+    size = f"{found['bytes'] / 2**20:.0f} MiB of state, {1e3 * alone / STEPS:.0f} ms a step; medians of {len(rounds)}"
+    lines = []
     for kind in KINDS[1:]:
-        call = 1e3 * statistics.median(each[kind]["save"] for each in rounds)
+        call, rest = (1e3 * statistics.median(each[kind][what] for each in rounds) for what in ("save", "rest"))
         held_up = [1e3 * (each[kind]["steps"] - each["alone"]["steps"]) for each in rounds]
         low, middle, high = statistics.quantiles(held_up, n=4, method="inclusive")
-        rest = 1e3 * statistics.median(each[kind]["rest"] for each in rounds)
-        print(f"| {kind} | {call:.0f} | {middle:.0f} | {low:.0f}–{high:.0f} | {rest:.0f} |")
+        lines.append((kind, f"{call:.0f}", f"{middle:.0f}", f"{low:.0f}–{high:.0f}", f"{rest:.0f}"))
+    heads = ("a checkpoint written", "holds up its call, ms", "training, ms", "quartiles", "writer's rest, ms")
+    return "\n".join([size, "", *markdown(heads, lines, "lrrrr")])
 
 
-def on_ranks(output: Path, rounds: int, more: str) -> None:
-    import torch
+def measure(folder: str, rounds: int, more: str) -> dict[str, Any]:
+    """On each rank: bytes of a checkpoint, and of each round the times of each kind."""
     import torch.distributed as dist
 
     from helixpipe.model.device import prepare
 
     prepare()
-    from benchmarks.steps import FLAGS, UNCLIPPED, Run
     from megatron.pretrain.arguments import parse_args
     from megatron.pretrain.checkpoint.checkpointing import Checkpointer
     from megatron.pretrain.checkpoint.options import CheckpointOptions
     from megatron.pretrain.process.parallel import initialize
 
-    torch.set_num_threads(1)
     flags = f"{FLAGS} {MODEL} {UNCLIPPED} {more}"
     initialize(parse_args(flags.split()))
     trainer = Run(flags).trainer
-    folder = output.parent / "saved"
-    savers = {
-        kind: Checkpointer(CheckpointOptions(save=str(folder), async_save=kind == "beside")) for kind in KINDS[1:]
-    }
+    saved = Path(folder, "saved")
+    savers = {kind: Checkpointer(CheckpointOptions(save=str(saved), async_save=kind == "beside")) for kind in KINDS[1:]}
 
     def seconds(kind: str) -> dict[str, float]:
         """Of the save's call; of that and the steps, until both ranks are done with them; of what is left to write."""
@@ -109,20 +96,10 @@ def on_ranks(output: Path, rounds: int, more: str) -> None:
     for number in range(WARM_UP + rounds):
         order = [KINDS[(number + place) % len(KINDS)] for place in range(len(KINDS))]
         found.append({kind: seconds(kind) for kind in order})
-        written = max(sum(file.stat().st_size for file in each.iterdir()) for each in folder.glob("iter_*"))
+        written = max(sum(file.stat().st_size for file in each.iterdir()) for each in saved.glob("iter_*"))
         dist.barrier()
         if dist.get_rank() == 0:
-            shutil.rmtree(folder)
+            shutil.rmtree(saved)
         dist.barrier()
-    if dist.get_rank() == 0:
-        output.write_text(json.dumps({"bytes": written, "rounds": found[WARM_UP:]}), encoding="utf-8")
     trainer.pipeline.close()
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    if sys.argv[1:2] == ["ranks"]:
-        on_ranks(Path(sys.argv[2]), int(sys.argv[3]), " ".join(sys.argv[4:]))
-    else:
-        main()
+    return {"bytes": written, "rounds": found[WARM_UP:]}

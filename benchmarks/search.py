@@ -1,7 +1,7 @@
-"""`make bench-search`: what a search over orders gains over the catalogue, simulated: docs/schedule_search.md's tables.
+"""What a search over orders gains over the catalogue, simulated: docs/schedule_search.md's tables.
 
-    python -m benchmarks.search [--rows 1 7] [--few 4 2] [--evaluations 20000] [--output docs/schedule_search.md]
-    python -m benchmarks.search --speed
+    make bench-search ARGS="[--rows 1 7] [--few 4 2] [--evaluations 20000] [--output docs/schedule_search.md]"
+    make bench-search ARGS="--speed"
 
 The rows are those of docs/choosing.md, and the search begins with what that page's table names as best, under the same
 memory limit; where that lets weights travel, also with seq1f1b in four chunks. `--few` repeats rows with as few
@@ -11,32 +11,30 @@ orders a second either evaluator judges.
 
 from __future__ import annotations
 
-import argparse
 import re
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import inf
-from pathlib import Path
 
-from benchmarks.choosing import ROWS, Row, Setting, best, program_of
-from benchmarks.pages import written_into
+from benchmarks.choosing import ROWS, Row, best, flags_of, names, program_of
+from benchmarks.report import ROOT, Outcome, Page, markdown, markdown_row, progress
+from benchmarks.simulated import Setting
 from helixpipe.common.collector import collector_paused
+from helixpipe.common.flags import option
 from helixpipe.costs.hardware import GIB
 from helixpipe.lowering.lower import lower
 from helixpipe.planning.memory.recompute import RecomputeOptions
 from helixpipe.planning.reorder.evaluate import Evaluator, Judge, compiled_evaluator
 from helixpipe.planning.reorder.improve import Budget, Improved, improve
 from helixpipe.planning.reorder.instance import instance_of
-from schedules import CATALOGUE
 
-CHOOSING = Path(__file__).parents[1] / "docs" / "choosing.md"
+CHOOSING = ROOT / "docs" / "choosing.md"
 FEW = (4, 8)
 """Rows, counted from 1, that are repeated with few microbatches: 32k and 128k tokens on one node."""
 
-HEAD = (
-    "| | tokens, p, m | best of the catalogue | tokens/s/GPU | GiB "
-    "| found from | tokens/s/GPU | GiB | gain | at most |\n"
-    "|--:|---|---|--:|--:|---|--:|--:|--:|--:|"
+HEADS = (
+    *("", "tokens, p, m", "best of the catalogue", "tokens/s/GPU", "GiB"),
+    *("found from", "tokens/s/GPU", "GiB", "gain", "at most"),
 )
 
 
@@ -48,36 +46,36 @@ def named_best(number: int) -> Setting:
     given = dict(flag.split() for flag in flags)
     stages = given.get("--num-virtual-stages-per-pipeline-rank")
     return Setting(
-        CATALOGUE[name],
-        int(given.get("--pipe-sp-splits", 1)),
-        None if stages is None else int(stages),
+        name,
+        chunks=int(given.get("--pipe-sp-splits", 1)),
+        virtual_stages=None if stages is None else int(stages),
         recompute=RecomputeOptions(given.get("--recompute-granularity")),
         chunk_size=int(given.get("--chunk-size", 0)),
     )
 
 
 def improved(setting: Setting, row: Row, evaluations: int) -> Improved:
-    plan = row.plan(setting.chunk_size)
-    costs, program = plan.costs, program_of(setting, row, plan)
+    plan = row.plan(chunk_size=setting.chunk_size)
+    costs, program = plan.costs, program_of(setting, plan)
     return improve(program, costs, Budget(evaluations), plan.limit, lambda program: sum(costs.after_time(program)))
 
 
 @collector_paused()
-def line(number: int, row: Row, setting: Setting, evaluations: int) -> str:
-    """One line of a table."""
-    plan, found = row.plan(setting.chunk_size), improved(setting, row, evaluations)
+def line(number: int, row: Row, setting: Setting, evaluations: int) -> list[str]:
+    """The cells of a line of a table."""
+    plan, found = row.plan(chunk_size=setting.chunk_size), improved(setting, row, evaluations)
     before, after = found.before, found.after
     if any(stage.placement != "resident" for stage in before.program.stages):
         for size in sorted({0, setting.chunk_size}):
-            chunked = replace(setting, schedule=CATALOGUE["seq1f1b"], chunks=4, chunk_size=size)
+            chunked = replace(setting, schedule="seq1f1b", chunks=4, chunk_size=size)
             other = improved(chunked, row, evaluations).after
             if other.fullest <= plan.limit and other.time < after.time:
                 after = replace(other, start=f"seq1f1b, 4 chunks, {other.start}")
     least = after.least + after.time - after.simulation.makespan
-    cells = [
+    return [
         str(number),
-        f"{row.tokens}k, {row.ranks}, {row.microbatches}",
-        str(setting),
+        f"{row.tokens}k, {plan.ranks}, {row.microbatches}",
+        flags_of(setting),
         f"{plan.tokens / before.time / plan.gpus:.0f}",
         f"{before.fullest / GIB:.0f}",
         "" if after is before else "its own order" if after.start == before.start else after.start,
@@ -86,13 +84,12 @@ def line(number: int, row: Row, setting: Setting, evaluations: int) -> str:
         f"{100 * (before.time / after.time - 1):.1f} %",
         f"{100 * max(0.0, after.time / least - 1):.1f} %",
     ]
-    return f"| {' | '.join(cells)} |"
 
 
-def few(number: int, microbatches: int, evaluations: int) -> str:
+def few(number: int, microbatches: int, evaluations: int) -> list[str]:
     """A row with other microbatches, beginning with the best of all the catalogue for it."""
     row = replace(ROWS[number - 1], microbatches=microbatches)
-    results = [best(name, row) for name, schedule in CATALOGUE.items() if not schedule.one_rank]
+    results = [best((name, row)) for name in names()]
     fastest = max((each for each in results if each is not None), key=lambda result: result.tokens)
     return line(number, row, fastest.setting, evaluations)
 
@@ -100,8 +97,8 @@ def few(number: int, microbatches: int, evaluations: int) -> str:
 def speed() -> str:
     """Orders a second of either evaluator, of row 8's best."""
     setting, row = named_best(8), ROWS[7]
-    plan = row.plan(setting.chunk_size)
-    given = instance_of(lower(program_of(setting, row, plan), plan.costs), plan.costs)
+    plan = row.plan(chunk_size=setting.chunk_size)
+    given = instance_of(lower(program_of(setting, plan), plan.costs), plan.costs)
     judges: list[tuple[str, Judge | None, int]] = [
         ("Python", Evaluator(given), 20),
         ("C++", compiled_evaluator(given), 1000),
@@ -118,32 +115,26 @@ def speed() -> str:
     return f"{len(given.ops)} ops, {len(given.durations) - len(given.ops)} transfers; {', '.join(words)}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    every = range(1, len(ROWS) + 1)
-    parser.add_argument("--rows", nargs="*", type=int, default=every, choices=every, metavar="N", help="default: all")
-    parser.add_argument("--few", nargs="*", type=int, default=(4, 2), metavar="M", help="microbatches (default: 4 2)")
-    parser.add_argument("--evaluations", type=int, default=20_000, help="orders for each row (default: 20000)")
-    parser.add_argument(
-        "--output", type=Path, metavar="PAGE.md", help="write the tables between the marks of this page"
+@dataclass(frozen=True)
+class Options(Page):
+    rows: tuple[int, ...] = option(
+        tuple(range(1, len(ROWS) + 1)), "Which (default: all).", nargs="*", metavar="N", at_least=1, at_most=len(ROWS)
     )
-    parser.add_argument("--speed", action="store_true", help="how many orders a second are judged, and nothing else")
-    arguments = parser.parse_args()
-    if arguments.speed:
-        print(speed())
-        return
-    tables = {"rows": HEAD.splitlines(), "few": HEAD.splitlines()}
-    for number in arguments.rows:
-        tables["rows"].append(line(number, ROWS[number - 1], named_best(number), arguments.evaluations))
-        print(tables["rows"][-1], flush=True)
+    few: tuple[int, ...] = option((4, 2), "Microbatches.", nargs="*", metavar="M", at_least=1)
+    evaluations: int = option(20_000, "Orders for each row.", at_least=1)
+    speed: bool = option(False, "How many orders a second are judged, and nothing else.", flags=("--speed",))
+
+
+def run(options: Options) -> Outcome:
+    if options.speed:
+        return Outcome(speed())
+    rows, few_rows = [], []
+    for number in options.rows:
+        rows.append(line(number, ROWS[number - 1], named_best(number), options.evaluations))
+        progress(markdown_row(rows[-1]))
     for number in FEW:
-        for microbatches in arguments.few:
-            tables["few"].append(few(number, microbatches, arguments.evaluations))
-            print(tables["few"][-1], flush=True)
-    if arguments.output:
-        page = written_into(arguments.output.read_text(encoding="utf-8"), tables)
-        arguments.output.write_text(page, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+        for microbatches in options.few:
+            few_rows.append(few(number, microbatches, options.evaluations))
+            progress(markdown_row(few_rows[-1]))
+    tables = {name: markdown(HEADS, found, "rllrrlrrrr") for name, found in (("rows", rows), ("few", few_rows))}
+    return Outcome("\n".join([*tables["rows"], *map(markdown_row, few_rows)]), tables)

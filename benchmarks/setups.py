@@ -1,92 +1,151 @@
-"""`make bench-setups`: HelixPipe's published setups, simulated under 1f1b, zb1p, adapipe and helix.
+"""HelixPipe's published setups, simulated under 1f1b, zb1p, adapipe and helix.
 
-    python benchmarks/setups.py [--hardware h20] [--models 7b] [--tokens 32 128] [--nodes 8] [--output table.md]
+    make bench-setups ARGS="[--hardware h20] [--models 7b] [--tokens 32 128] [--nodes 8] [--output table.md]"
 
 Prints two Markdown tables, which with `--output docs/helixpipe_setups.md` are that page. The first has a line for each
 setup: tensor parallel 8 with sequence parallelism, one pipeline rank a node, microbatches of one sequence, 2p of them a
 step. Every schedule has the recomputation with which it fits into the memory and is fastest. The second says for the
-setups with a published gain where the time goes. All figures are simulated by the cost model (docs/costs.md), whose
-assumptions are printed below the tables.
+setups with a published gain where the time goes. The setups are in benchmarks/data/helixpipe.toml, and the assumptions
+of the cost model (docs/costs.md) are printed below the tables.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
-import os
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import product
-from pathlib import Path
+from typing import Literal
 
-from benchmarks.setup_list import BASELINES, GPUS, MARKS, OURS, PAPER, SHIPPED, SLICED, SPREAD, Setting, Setup
-from helixpipe.cli.model_report import report
+from benchmarks import data
+from benchmarks.report import Outcome, Page, markdown, page
+from benchmarks.simulated import (
+    Granularity,
+    Jobs,
+    Result,
+    Scenario,
+    Setting,
+    assumed,
+    fastest,
+    in_processes,
+    result_of,
+    simulated,
+)
+from helixpipe.cli.model import ModelOnCluster
 from helixpipe.common.collector import collector_paused
 from helixpipe.common.errors import ScheduleError
-from helixpipe.costs.hardware import GIB, HARDWARE, RESERVED_MEMORY
+from helixpipe.common.flags import option
+from helixpipe.costs.hardware import GIB
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.lowering.bound import BoundCosts
-from helixpipe.lowering.lower import lower
+from helixpipe.planning.memory.recompute import RecomputeOptions
 from helixpipe.program.program import Program
 from helixpipe.simulate.simulator import Simulation, simulate
-from schedules import Shape, build
+from schedules.helix import HelixOptions
 
-MODELS, TOKENS, NODES = ("1.3b", "3b", "7b"), (32, 64, 96, 128), (2, 4, 8)
+FILE = "helixpipe.toml"
+GPUS, MODELS, TOKENS, NODES = ("h20", "a800"), ("1.3b", "3b", "7b"), (32, 64, 96, 128), (2, 4, 8)
+BASELINES = ("1f1b", "zb1p", "adapipe")
+PAPER, OURS, BEST = "paper's helix", "+ recomputes as little as fits: helix", "helix, best"
 
 
 @dataclass(frozen=True)
-class Result:
-    """One setting of one setup. Seconds a step; `work` without what is recomputed, both as means over the ranks.
+class Options(Jobs, Page):
+    hardware: tuple[str, ...] = option(GPUS, "GPUs.", choices=GPUS)
+    models: tuple[str, ...] = option(MODELS, "Models.", choices=MODELS)
+    tokens: tuple[int, ...] = option(TOKENS, "Thousands of tokens of a sequence.", metavar="K", at_least=1)
+    nodes: tuple[int, ...] = option(NODES, "Nodes.", choices=NODES)
+    network_efficiency: float | None = option(None, "Share of the network that is reached.", more_than=0, at_most=1)
 
-    idle: means over the ranks, with messages that take no time; waiting: what messages add to that; both are not
-    numbers where nothing is published. peak, limit: bytes of the fullest GPU, and of those that may be used.
-    """
 
-    setting: Setting
-    tokens_per_gpu: float
-    step: float
+@dataclass(frozen=True)
+class Published:
+    """The measured gain of a setup."""
+
+    hardware: str
+    model: str
+    tokens: int
+    nodes: int
+    over_best: float
+
+
+@dataclass(frozen=True)
+class SettingRow:
+    """A setting as the file has it; its column counts the best of its settings."""
+
+    column: str
+    schedule: str
+    mark: str
+    recompute: Granularity | None = None
+    folds: int | None = None
+    ship: Literal["qkv", "attention"] = "attention"
+    spread_head: bool = False
+    chunk_size: int = 0
+
+    @property
+    def setting(self) -> Setting:
+        helix = None
+        if self.folds is not None:
+            helix = HelixOptions(helix_folds=self.folds, helix_ship=self.ship, helix_spread_head=self.spread_head)
+        return Setting(self.schedule, self.mark, RecomputeOptions(self.recompute), helix, self.chunk_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case(Scenario):
+    """name: of the model in the tables. published: gain over the best baseline; None: none is. reached: the share of
+    the network, in place of the hardware's; NVLink stays as it is."""
+
+    name: str
+    published: float | None
+    reached: float | None = None
+
+    def cluster(self, chunk_size: int) -> ModelOnCluster:
+        plan = self.plan(chunk_size=chunk_size)
+        if self.reached is None:
+            return plan
+        hardware = plan.costs.hardware
+        network = hardware.network * self.reached / hardware.efficiency.network
+        return replace(plan, costs=replace(plan.costs, hardware=replace(hardware, network=network)))
+
+
+@dataclass(frozen=True)
+class Timed(Result):
+    """With the parts of a step, in seconds, means over the ranks: work: without what is recomputed; again: that; idle:
+    with messages that take no time; waiting: what messages add to that. Not numbers where nothing is published."""
+
     work: float
     again: float
     idle: float
     waiting: float
-    peak: float
-    limit: float
-
-    @property
-    def fits(self) -> bool:
-        return self.peak <= self.limit
 
 
-def run(setup: Setup, setting: Setting) -> Result | None:
+Row = tuple[Case, Mapping[str, Timed | None]]
+"""A setup, and what came of its columns."""
+
+
+@collector_paused()
+def row(case: Case) -> Row:
+    """Simulate all settings of a setup."""
+    columns: dict[str, list[Timed | None]] = {}
+    for each in data.rows(FILE, "setting", SettingRow):
+        columns.setdefault(each.column, []).append(run_setting(case, each.setting))
+    columns[BEST] += columns[OURS]
+    return case, {name: fastest(found) for name, found in columns.items()}  # type: ignore[misc]
+
+
+def run_setting(case: Case, setting: Setting) -> Timed | None:
     """Simulate a step; None where the schedule itself finds that nothing fits."""
-    plan = setup.plan(setting.chunk_size)
-    shape = Shape(
-        plan.ranks,
-        plan.microbatches,
-        plan.layers,
-        costs=plan.costs,
-        recompute=setting.recompute,
-        memory_limit=plan.limit,
-    )
+    plan = case.cluster(setting.chunk_size)
     try:
-        program = build(setting.schedule, shape, setting.options)
+        program = setting.program(plan)
     except ScheduleError:
         return None
-    simulation = simulate(lower(program, plan.costs), plan.costs, "s")
-    step = report(simulation, plan)
-    work = _work(program, plan.costs)
-    idle = math.nan if setup.published is None else _free_of_messages(simulation, plan.costs) - simulation.ideal
-    return Result(
-        setting,
-        step.tokens_per_gpu,
-        step.step_time,
-        work,
-        max(simulation.ideal - work, 0.0),  # without the rounding of sums
-        idle,
-        simulation.bubble_time - idle,
-        step.peak,
-        step.limit,
+    step = simulated(plan, program)
+    simulation, work = step.simulation, _work(program, plan.costs)
+    idle = math.nan if case.published is None else _free_of_messages(simulation, plan.costs) - simulation.ideal
+    again = max(simulation.ideal - work, 0.0)  # without the rounding of sums
+    return Timed(
+        **vars(result_of(setting, step)), work=work, again=again, idle=idle, waiting=simulation.bubble_time - idle
     )
 
 
@@ -104,165 +163,77 @@ def _free_of_messages(simulation: Simulation, costs: ModelCosts) -> float:
     return simulate(simulation.lowered, instant).makespan
 
 
-def fastest(results: Iterable[Result | None]) -> Result | None:
-    """Of those that fit the fastest, else the one that needs the least memory."""
-    found = [result for result in results if result is not None]
-    fitting = [result for result in found if result.fits]
-    if fitting:
-        return max(fitting, key=lambda result: result.tokens_per_gpu)
-    return min(found, key=lambda result: result.peak, default=None)
-
-
-@dataclass(frozen=True)
-class Row:
-    """All results of one setup."""
-
-    setup: Setup
-    baselines: Mapping[str, Result | None]
-    paper: Result | None
-    shipped: Result | None
-    spread: Result | None
-    ours: Result | None
-    best: Result | None
-
-    @property
-    def baseline(self) -> Result | None:
-        """The fastest of the baselines that fit."""
-        found = fastest(self.baselines.values())
-        return found if found is not None and found.fits else None
-
-    def gain(self, result: Result | None) -> float:
-        """Throughput over the best baseline's; not a number where there is none."""
-        if result is None or self.baseline is None:
-            return math.nan
-        return result.tokens_per_gpu / self.baseline.tokens_per_gpu
-
-
-@collector_paused()
-def row(setup: Setup) -> Row:
-    """Simulate all settings of a setup."""
-    ours = [run(setup, setting) for setting in OURS]
-    return Row(
-        setup,
-        {name: fastest(run(setup, setting) for setting in settings) for name, settings in BASELINES.items()},
-        run(setup, PAPER),
-        run(setup, SHIPPED),
-        run(setup, SPREAD),
-        fastest(ours),
-        fastest([*ours, run(setup, SLICED)]),
-    )
-
-
 # -------------------------------------------------------------------------------------------------------------- tables
+
+
+def gain(columns: Mapping[str, Timed | None], result: Timed) -> float:
+    """Throughput over that of the fastest baseline that fits; not a number where there is none."""
+    best = fastest(columns[name] for name in BASELINES)
+    return result.tokens / best.tokens if best is not None and best.fits else math.nan
 
 
 def throughput_table(rows: Sequence[Row]) -> list[str]:
     """A line a setup: tokens a second and GPU, and of helix the ratio to the best baseline."""
-    lines = [
-        "| GPUs | model | tokens | nodes | 1f1b | zb1p | adapipe | paper's helix | helix | helix, best | published |",
-        "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
-    ]
-    for each in rows:
-        setup = each.setup
-        cells = [setup.hardware, setup.model, f"{setup.tokens}k", str(setup.nodes)]
-        cells += [_cell(result) for result in each.baselines.values()]
-        cells += [_cell(result, each.gain(result)) for result in (each.paper, each.ours, each.best)]
-        cells.append(f"{setup.published:.2f}" if setup.published else "")
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+    heads = ("GPUs", "model", "tokens", "nodes", *BASELINES, PAPER, "helix", BEST, "published")
+    lines = []
+    for case, columns in rows:
+        cells = [case.hardware, case.name, f"{case.tokens}k", str(case.nodes)]
+        cells += [_cell(columns, name, name not in BASELINES) for name in (*BASELINES, PAPER, OURS, BEST)]
+        lines.append([*cells, f"{case.published:.2f}" if case.published else ""])
+    return markdown(heads, lines, "ll" + "r" * 9)
 
 
-def _cell(result: Result | None, gain: float | None = None) -> str:
-    if result is None:
+def _cell(columns: Mapping[str, Timed | None], name: str, with_gain: bool) -> str:
+    if (result := columns[name]) is None:
         return "too large"
-    ratio = "" if gain is None or math.isnan(gain) else f" **{gain:.2f}**"
-    too_large = "" if result.fits else f", {result.peak / GIB:.0f} GiB!"
-    return f"{result.tokens_per_gpu:.0f}{ratio} {result.setting.marks}{too_large}"
+    over = gain(columns, result) if with_gain else math.nan
+    ratio = "" if math.isnan(over) else f" **{over:.2f}**"
+    return f"{result.tokens:.0f}{ratio} {result.setting.mark}{'' if result.fits else f', {result.gib}'}"
 
 
 def breakdown_table(rows: Sequence[Row]) -> list[str]:
     """For each published gain, a line a schedule: where the seconds of a step go."""
-    lines = [
-        "| setup | schedule | step | work | recomputed | idle | for messages | gain | memory, GiB |",
-        "|---|---|--:|--:|--:|--:|--:|--:|--:|",
-    ]
-    for each in rows:
-        name = f"{each.setup.hardware}, {each.setup.model}, published {each.setup.published:.2f}"
-        named = [
-            *each.baselines.items(),
-            ("paper's helix", each.paper),
-            ("+ ships attention", each.shipped),
-            ("+ spread head", each.spread),
-            ("+ recomputes as little as fits: helix", each.ours),
-            ("helix, best", each.best),
-        ]
-        for label, result in named:
+    heads = ("setup", "schedule", "step", "work", "recomputed", "idle", "for messages", "gain", "memory, GiB")
+    lines = []
+    for case, columns in rows:
+        name = f"{case.hardware}, {case.name}, published {case.published:.2f}"
+        for label, result in columns.items():
             if result is not None:
                 seconds = (result.step, result.work, result.again, result.idle, result.waiting)
-                cells = [name, f"{label} ({result.setting.marks})", *(f"{value:.1f}" for value in seconds)]
-                cells += [f"{each.gain(result):.2f}", f"{result.peak / GIB:.0f}{'' if result.fits else '!'}"]
-                lines.append(f"| {' | '.join(cells)} |")
+                cells = [name, f"{label} ({result.setting.mark})", *(f"{value:.1f}" for value in seconds)]
+                memory = f"{result.peak / GIB:.0f}{'' if result.fits else '!'}"
+                lines.append([*cells, f"{gain(columns, result):.2f}", memory])
                 name = ""
-    return lines
+    return markdown(heads, lines, "ll" + "r" * 7)
 
 
-def assumptions(names: Iterable[str], network: float | None) -> list[str]:
-    """What the figures rest on. network: the share of it that is reached, if not the hardware's."""
-    lines = []
-    for name in names:
-        hardware, share = HARDWARE[name], HARDWARE[name].efficiency
-        usable, whole = (hardware.memory - RESERVED_MEMORY) / GIB, hardware.memory / GIB
-        lines.append(
-            f"- {name}: {share.matmul:.0%} of {hardware.flops / 1e12:.0f} TFLOP/s in matrix products, "
-            f"{share.attention:.0%} in attention, {share.memory:.0%} of memory bandwidth and of NVLink, "
-            f"{network or share.network:.0%} of the network's {hardware.network / 1e9:.0f} GB/s a node, of which each "
-            f"of 8 GPUs has an eighth; {usable:.0f} of {whole:.0f} GiB usable"
-        )
-    return lines
-
-
-def text(rows: Sequence[Row]) -> str:
+def text(rows: Sequence[Row], reached: float | None) -> str:
     """Both tables and the assumptions, as Markdown."""
-    setups = [each.setup for each in rows]
-    published = [each for each in rows if each.setup.published]
-    parts = [
-        ["# HelixPipe's published setups, simulated"],
-        ["Written by `make bench-setups`; [helixpipe.md](helixpipe.md) says what follows from it."],
-        ["Simulated, not measured. Tokens a second and GPU; in bold the ratio to the best of 1f1b, zb1p and adapipe."],
-        throughput_table(rows),
-        [MARKS, "`GiB!`: does not fit, and is no baseline."],
+    published = [each for each in rows if each[0].published]
+    title = ["Seconds of a step, means over the ranks (simulated):", ""]
+    breakdown = [*title, *breakdown_table(published)] if published else []
+    names = dict.fromkeys(case.hardware for case, _ in rows)
+    hardware = [assumed(name, reached) for name in names]
+    return page("helixpipe.md", throughput=throughput_table(rows), breakdown=breakdown, assumed=hardware)
+
+
+def cases(options: Options) -> list[Case]:
+    published = [asdict(each) for each in data.rows(FILE, "published", Published)]
+    gains = {tuple(each.values())[:-1]: each["over_best"] for each in published}
+    return [
+        Case(
+            model=f"helix-{key[1]}",
+            hardware=key[0],
+            tokens=key[2],
+            nodes=key[3],
+            tensor_parallel=8,
+            name=key[1],
+            published=gains.get(key),
+            reached=options.network_efficiency,
+        )
+        for key in product(options.hardware, options.models, options.tokens, options.nodes)
     ]
-    if published:
-        parts += [["Seconds of a step, means over the ranks (simulated):"], breakdown_table(published)]
-    parts += [
-        ["Assumed:"],
-        assumptions(dict.fromkeys(setup.hardware for setup in setups), setups[0].network_efficiency),
-    ]
-    return "\n\n".join("\n".join(part) for part in parts) + "\n"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--hardware", nargs="+", default=GPUS, choices=GPUS)
-    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
-    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, metavar="K", help="thousands of tokens")
-    parser.add_argument("--nodes", nargs="+", type=int, default=NODES, choices=NODES)
-    parser.add_argument("--output", metavar="FILE.md", help="write the tables there, too")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: one a core)")
-    parser.add_argument("--network-efficiency", type=float, metavar="X", help="share of the network that is reached")
-    arguments = parser.parse_args()
-    if not 0 < (arguments.network_efficiency or 1.0) <= 1:
-        parser.error("--network-efficiency must be above 0 and at most 1")
-    if min(arguments.tokens) < 1:
-        parser.error("--tokens must be at least 1")
-    axes = (arguments.hardware, arguments.models, arguments.tokens, arguments.nodes, [arguments.network_efficiency])
-    setups = [Setup(*each) for each in product(*axes)]
-    with ProcessPoolExecutor(arguments.jobs) as pool:
-        written = text(list(pool.map(row, setups)))
-    print(written, end="")
-    if arguments.output:
-        Path(arguments.output).write_text(written, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+def run(options: Options) -> Outcome:
+    return Outcome(text(in_processes(row, cases(options), options), options.network_efficiency))

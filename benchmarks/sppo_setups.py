@@ -1,8 +1,8 @@
-"""`make bench-sppo`: SPPO's published setups, simulated.
+"""SPPO's published setups, simulated.
 
-    python benchmarks/sppo_setups.py [--models 7b] [--output table.md]
+    make bench-sppo ARGS="[--models 7b] [--output table.md]"
 
-Prints Markdown tables. The first has a line for each setup:
+Prints Markdown tables. The first has a line for each setup of benchmarks/data/sppo.toml:
 1f1b, seq1f1b and sppo, each with the recomputation with which it fits into the memory and is fastest. The second says
 what multiplexing the sequence partition would gain: bubble and step of the order of `sppo`, alone and with ranks that
 help at the start of the pipeline (`left`) or at both ends, with transfers that take no time and with all that has to
@@ -11,101 +11,63 @@ travel. All figures are simulated by the cost model (docs/costs.md); assumptions
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from pathlib import Path
-from types import MappingProxyType
 
+from benchmarks import data
 from benchmarks.multiplex import MultiplexedTimes, multiplexed, teams
-from helixpipe.cli.model import ModelOnCluster, ModelOptions, make_plan
-from helixpipe.cli.model_report import report
-from helixpipe.costs.hardware import GIB, GIGA, RESERVED_MEMORY
+from benchmarks.report import Outcome, Page, markdown, page, progress
+from benchmarks.simulated import RECOMPUTED, Result, Scenario, Setting, assumed, fastest, result_of, simulated
+from helixpipe.cli.model import ModelOnCluster
+from helixpipe.common.flags import option
+from helixpipe.costs.hardware import GIB
 from helixpipe.costs.sizes import GRADIENT_BYTES
-from helixpipe.lowering.lower import lower
-from helixpipe.planning.memory.offload import OffloadOptions
 from helixpipe.planning.memory.recompute import RecomputeOptions
 from helixpipe.planning.order.chunk_lengths import balanced_lengths, default_alignment
 from helixpipe.program.costs import Contents, Work
 from helixpipe.program.stages import Segment, Stage, even_stages
 from helixpipe.program.workload import Extent, Extents
-from helixpipe.simulate.simulator import simulate
-from schedules import Shape, build
-
-HARDWARE = "a100-80"
-NETWORK, ADAPTERS = 100 * GIGA, 4
-"""Of SPPO's nodes: 4 x 200 Gb/s."""
 
 
-@dataclass(frozen=True)
-class Setup:
-    """One model on its GPUs. chunks: by the tokens of a sequence, in units of 1024."""
+@dataclass(frozen=True, kw_only=True)
+class SppoSetup(Scenario):
+    """One model on its GPUs. chunks: of the sequence."""
 
-    model: str
-    gpus: int
-    tensor_parallel: int
-    ranks: int
-    chunks: Mapping[int, int]
+    chunks: int
+    hardware: str = "a100-80"
+    microbatches: int = 1
+    network_bandwidth: float = 800
+    network_adapters: int = 4
 
-    def plan(self, tokens: int) -> ModelOnCluster:
-        options = ModelOptions(
-            model=f"sppo-{self.model}",
-            seq_length=tokens * 1024,
-            hardware=HARDWARE,
-            nodes=self.gpus // 8,
-            tensor_parallel=self.tensor_parallel,
-            global_batch_size=1,
-        )
-        plan = make_plan(options, self.ranks, None, None)
-        assert plan is not None
-        hardware = replace(plan.costs.hardware, network=NETWORK, adapters=ADAPTERS)
-        return replace(plan, costs=replace(plan.costs, hardware=hardware))
+    @property
+    def short(self) -> str:
+        """The model's name in the tables."""
+        return self.model.removeprefix("sppo-")
 
 
-SETUPS: Mapping[str, Setup] = MappingProxyType(
-    {
-        "7b": Setup("7b", 32, 8, 4, {512: 32, 640: 64, 768: 80, 896: 128, 1024: 160}),
-        "13b": Setup("13b", 64, 8, 8, {512: 32, 640: 48, 768: 64, 1024: 80, 1280: 160}),
-        "65b": Setup("65b", 128, 16, 8, {512: 32, 600: 64, 640: 80, 768: 96, 1024: 128}),
-    }
-)
-"""Chen et al., SPPO, Table 4."""
-
-
+SETUPS = data.rows("sppo.toml", "setup", SppoSetup)
+MODELS = tuple(dict.fromkeys(setup.short for setup in SETUPS))
 SCHEDULES = ("1f1b", "seq1f1b", "sppo")
-SETTINGS: tuple[tuple[str, RecomputeOptions], ...] = (
-    ("k", RecomputeOptions(recompute_early=False)),
-    ("s", RecomputeOptions("selective", recompute_early=False)),
-    ("w", RecomputeOptions("without-attention", recompute_early=False)),
-    ("f", RecomputeOptions("full", recompute_early=False)),
-)
-"""Kept, and what is recomputed, always inside the backwards."""
 
 
 @dataclass(frozen=True)
-class Result:
-    """One schedule with one setting. step: seconds. peak: bytes of the fullest GPU."""
-
-    mark: str
-    step: float
-    tokens_per_gpu: float
-    peak: float
-    fits: bool
+class Options(Page):
+    models: tuple[str, ...] = option(MODELS, "Which models.", choices=MODELS)
 
 
 def best(plan: ModelOnCluster, schedule: str, lengths: tuple[int, ...]) -> Result:
-    """Of the settings that fit the fastest, else the one that needs the least memory."""
+    """Of nothing recomputed and the ways to, always inside the backwards, the best."""
+    chunks = {} if schedule == "1f1b" else {"chunks": len(lengths), "chunk_lengths": lengths}
     results = []
-    for mark, recompute in SETTINGS:
-        shape = Shape(plan.ranks, 1, plan.layers, costs=plan.costs, recompute=recompute, offload=OffloadOptions("off"))
-        if schedule != "1f1b":
-            shape = replace(shape, chunks=len(lengths), chunk_lengths=lengths)
-        step = report(simulate(lower(build(schedule, shape), plan.costs), plan.costs, "s"), plan)
-        results.append(Result(mark, step.step_time, step.tokens_per_gpu, step.peak, step.peak <= step.limit))
-    fitting = [each for each in results if each.fits]
-    return min(fitting, key=lambda each: each.step) if fitting else min(results, key=lambda each: each.peak)
+    for mark, granularity in RECOMPUTED.items():
+        setting = Setting(schedule, mark, RecomputeOptions(granularity, recompute_early=False))
+        program = setting.program(plan, limited=False, **chunks)
+        results.append(result_of(setting, simulated(plan, program)))
+    found = fastest(results)
+    assert found is not None
+    return found
 
 
 @dataclass(frozen=True)
@@ -182,108 +144,73 @@ class Multiplexed:
 class Row:
     """schedules: by name. alone; helped: by (at both ends, free). lent: bytes, helping at the start, at both ends."""
 
-    setup: Setup
-    tokens: int
-    chunks: int
+    setup: SppoSetup
     schedules: Mapping[str, Result]
     alone: MultiplexedTimes
     helped: Mapping[tuple[bool, bool], MultiplexedTimes]
     lent: tuple[float, float]
 
+    @property
+    def cells(self) -> list[str]:
+        """The first ones of its lines."""
+        setup = self.setup
+        return [f"{setup.short}, {8 * setup.nodes}", f"{setup.tokens}k", str(setup.chunks)]
 
-def row(setup: Setup, tokens: int, chunks: int) -> Row:
-    plan = setup.plan(tokens)
-    alignment = default_alignment(tokens * 1024, chunks, setup.tensor_parallel)
-    lengths = balanced_lengths(plan.costs, even_stages(plan.layers, 1), tokens * 1024, chunks, alignment)
+
+def row(setup: SppoSetup) -> Row:
+    plan, tokens, chunks = setup.plan(), setup.tokens * 1024, setup.chunks
+    alignment = default_alignment(tokens, chunks, setup.tensor_parallel)
+    lengths = balanced_lengths(plan.costs, even_stages(plan.layers, 1), tokens, chunks, alignment)
     free, counted = Multiplexed(plan, lengths, free=True), Multiplexed(plan, lengths)
-    alone = multiplexed(counted, setup.ranks, chunks, left=False, right=False)
+    alone = multiplexed(counted, plan.ranks, chunks, left=False, right=False)
     helped = {
-        (right, costs.free): multiplexed(costs, setup.ranks, chunks, right=right)
+        (right, costs.free): multiplexed(costs, plan.ranks, chunks, right=right)
         for costs in (free, counted)
         for right in (False, True)
     }
     schedules = {name: best(plan, name, lengths) for name in SCHEDULES}
-    return Row(setup, tokens, chunks, schedules, alone, helped, (counted.lent(True, False), counted.lent(True, True)))
+    return Row(setup, schedules, alone, helped, (counted.lent(True, False), counted.lent(True, True)))
 
 
 def schedule_table(rows: Sequence[Row]) -> list[str]:
     """A line a setup and length: seconds of a step, over 1f1b's, GiB of the fullest GPU."""
-    lines = [
-        f"| model, GPUs | tokens | N | {' | '.join(SCHEDULES)} | sppo, tokens/s/GPU |",
-        f"|---|--:|--:|{'--:|' * len(SCHEDULES)}--:|",
-    ]
+    lines = []
     for each in rows:
-        cells = [f"{each.setup.model}, {each.setup.gpus}", f"{each.tokens}k", str(each.chunks)]
+        cells = each.cells
         for result in each.schedules.values():
             ratio = each.schedules["1f1b"].step / result.step
-            size = f"{result.peak / GIB:.0f} GiB{'' if result.fits else '!'}"
-            cells.append(f"{result.step:.1f} **{ratio:.2f}** {result.mark}, {size}")
-        cells.append(f"{each.schedules['sppo'].tokens_per_gpu:.0f}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
-
-
-def text(rows: Sequence[Row]) -> str:
-    """Both tables and the assumptions, as Markdown."""
-    hardware = rows[0].setup.plan(512).costs.hardware
-    share, usable = hardware.efficiency, (hardware.memory - RESERVED_MEMORY) / GIB
-    parts = [
-        ["# SPPO's published setups, simulated"],
-        ["Written by `make bench-sppo`; docs/sppo.md says what follows from it. Simulated, not measured."],
-        ["One sequence a step. Seconds of a step, in bold 1f1b's over it, what is recomputed, the fullest GPU:"],
-        schedule_table(rows),
-        [
-            "k: everything is kept; s: core attention is recomputed; w: all but core attention; f: whole layers; each "
-            "inside the backward. `GiB!`: does not fit."
-        ],
-        [
-            "Multiplexing the sequence partition, everything kept. Seconds of bubble, in bold the step without over "
-            "the step with it; GiB: weights, gradients, keys and values that the rank which helps most has for others:"
-        ],
-        multiplex_table(rows),
-        ["Assumed:"],
-        [
-            f"- {HARDWARE}: {share.matmul:.0%} of {hardware.flops / 1e12:.0f} TFLOP/s in matrix products, "
-            f"{share.attention:.0%} in attention, {share.memory:.0%} of memory bandwidth and NVLink, "
-            f"{share.network:.0%} of the network's {hardware.network / 1e9:.0f} GB/s a node, of which each of 8 GPUs "
-            f"has an eighth; {usable:.0f} of {hardware.memory / GIB:.0f} GiB usable",
-            "- multiplexing: weights pass from helper to helper at the start of the step, sums of their gradients in "
-            "float32 back after the last op; keys and values as they are made; a rank sends one message at a time and "
-            "receives one; exchanges within a team overlap nothing",
-        ],
-    ]
-    return "\n\n".join("\n".join(part) for part in parts) + "\n"
+            cells.append(f"{result.step:.1f} **{ratio:.2f}** {result.setting.mark}, {result.gib}")
+        lines.append([*cells, f"{each.schedules['sppo'].tokens:.0f}"])
+    return markdown(("model, GPUs", "tokens", "N", *SCHEDULES, "sppo, tokens/s/GPU"), lines, "lrrrrrr")
 
 
 def multiplex_table(rows: Sequence[Row]) -> list[str]:
     """A line a setup and length."""
-    lines = [
-        "| model, GPUs | tokens | N | step, s | bubble | left, free | counted | GiB | both, free | counted | GiB |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
-    ]
+    heads = ("step, s", "bubble", "left, free", "counted", "GiB", "both, free", "counted", "GiB")
+    lines = []
     for each in rows:
-        cells = [f"{each.setup.model}, {each.setup.gpus}", f"{each.tokens}k", str(each.chunks)]
-        cells += [f"{each.alone.makespan:.1f}", f"{each.alone.bubble:.2f}"]
+        cells = [*each.cells, f"{each.alone.makespan:.1f}", f"{each.alone.bubble:.2f}"]
         for right in (False, True):
             for free in (True, False):
                 outcome = each.helped[right, free]
                 cells.append(f"{outcome.bubble:.2f} **{each.alone.makespan / outcome.makespan:.3f}**")
             cells.append(f"{each.lent[right] / GIB:.1f}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        lines.append(cells)
+    return markdown(("model, GPUs", "tokens", "N", *heads), lines, "l" + "r" * 10)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--models", nargs="+", default=tuple(SETUPS), choices=SETUPS)
-    parser.add_argument("--output", metavar="FILE.md", help="write the tables there, too")
-    arguments = parser.parse_args()
-    rows = [row(SETUPS[name], *each) for name in arguments.models for each in SETUPS[name].chunks.items()]
-    written = text(rows)
-    print(written, end="")
-    if arguments.output:
-        Path(arguments.output).write_text(written, encoding="utf-8")
+def text(rows: Sequence[Row]) -> str:
+    """Both tables and the assumptions, as Markdown."""
+    setup = rows[0].setup
+    hardware = assumed(setup.hardware, network=setup.plan().costs.hardware.network)
+    tables = {"schedules": schedule_table(rows), "multiplexed": multiplex_table(rows)}
+    return page("sppo.md", **tables, assumed=[hardware])
 
 
-if __name__ == "__main__":
-    main()
+def run(options: Options) -> Outcome:
+    rows = []
+    for setup in SETUPS:
+        if setup.short in options.models:
+            rows.append(row(setup))
+            progress(f"{setup.model}, {setup.tokens}k tokens")
+    return Outcome(text(rows))

@@ -1,138 +1,128 @@
-"""`make bench-sppo-steps`: SPPO's published setups, simulated: what offloading makes possible, and what it costs.
+"""SPPO's published setups, simulated: what offloading makes possible, and what it costs.
 
-    python benchmarks/sppo_steps.py [--models 7b] [--tokens 512] [--longest] [--output table.md]
+    make bench-sppo-steps ARGS="[--models 7b] [--tokens 512] [--longest] [--output table.md]"
 
 Prints Markdown: for each setup step time, memory of the fullest GPU and of the host, and what of the copies is hidden,
 under Megatron-LM's 1F1B and under seq1f1b with every layer recomputed, and under sppo that offloads nothing, all that
 may leave of every unit, and what `--offload-activations auto` chooses. With --longest also sequences near the longest
-that fit. All is simulated by the cost model (docs/costs.md).
+that fit. All is simulated by the cost model (docs/costs.md); setups and ways
+are in benchmarks/data/sppo.toml.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
-from benchmarks.sppo_setups import SETUPS, Setup
-from helixpipe.cli.model import ModelOnCluster, ModelOptions, make_plan
+from benchmarks import data
+from benchmarks.report import Outcome, Page, markdown, progress
+from benchmarks.simulated import Granularity, Setting
+from benchmarks.sppo_setups import MODELS, SETUPS, SppoSetup
+from helixpipe.cli.model import ModelOnCluster
 from helixpipe.common.errors import ScheduleError
+from helixpipe.common.flags import option
 from helixpipe.costs.hardware import GIB
-from helixpipe.costs.models import Layout
-from helixpipe.planning.memory.offload import OffloadOptions
 from helixpipe.planning.memory.offload_choice import MemoryLimits, OffloadedProgram
 from helixpipe.planning.memory.recompute import RecomputeOptions
 from helixpipe.planning.order.chunk_options import ChunkOptions
-from schedules import Shape, build
 
-FULL = RecomputeOptions("full")
-WAYS = {
-    "1f1b, recomputed": ("1f1b", FULL, "off"),
-    "seq1f1b, recomputed": ("seq1f1b", FULL, "off"),
-    "sppo, nothing offloaded": ("sppo", RecomputeOptions(), "off"),
-    "sppo, all offloaded": ("sppo", RecomputeOptions(), "1"),
-    "sppo, chosen": ("sppo", RecomputeOptions(), "auto"),
-}
 SLICE = 2048
 """Tokens of a slice of the MLP, and of the loss, of the longest sequences."""
 
-LONG = (
-    *(("llama3-8b", "h100", 1, 8, 1, tokens) for tokens in (1024, 1536, 1792)),
-    *(("sppo-7b", "a100-80", 16, 8, 16, tokens) for tokens in (4096, 6144)),
-)
+
+@dataclass(frozen=True)
+class Way:
+    """How a step is run. offload: which share of the activations waits in the host's memory."""
+
+    name: str
+    schedule: str
+    offload: str
+    recompute: Granularity | None = None
+
+    def program(self, plan: ModelOnCluster, chunks: int) -> OffloadedProgram | None:
+        """None where nothing fits."""
+        costs, count = plan.costs, 1 if self.schedule == "1f1b" else chunks
+        lengths = ChunkOptions().resolve(count, costs, plan.layers, costs.seq_length, costs.layout.tensor_parallel)
+        setting = Setting(
+            self.schedule,
+            recompute=RecomputeOptions(self.recompute),
+            chunks=count,
+            chunk_lengths=lengths,
+            offload=self.offload,
+        )
+        try:
+            return OffloadedProgram(setting.program(plan), costs, MemoryLimits(plan.limit, costs.host_memory), {})
+        except ScheduleError:
+            return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongSetup(SppoSetup):
+    """On the hardware as it is."""
+
+    hardware: str
+    network_bandwidth: float | None = None  # type: ignore[assignment]
+    network_adapters: int | None = None  # type: ignore[assignment]
+
+
+WAYS = data.rows("sppo.toml", "way", Way)
+BASELINE, CHOSEN = WAYS[1], WAYS[-1]
+HEADS = ("step s", "tokens/s/GPU", "GiB of a GPU", "GiB of host", "copies hidden")
 
 
 @dataclass(frozen=True)
-class Row:
-    way: str
-    choice: OffloadedProgram | None
-    plan: ModelOnCluster
-
-    @property
-    def fits(self) -> bool:
-        return self.choice is not None and self.choice.fits
-
-    def cells(self, baseline: float | None) -> list[str]:
-        if self.choice is None:
-            return [self.way, "–", "–", "nothing fits", "", "", ""]
-        time, need, host = self.choice.time, max(self.choice.needs) / GIB, max(self.choice.host_needs) / GIB
-        over = f"{baseline / time:.2f}" if baseline is not None and self.fits else "–"
-        simulation = self.choice.simulation
-        hidden = f"{simulation.hidden:.1%}" if simulation.copies else ""
-        rate = self.plan.costs.seq_length / time / self.plan.gpus
-        return [self.way, f"{time:.1f}", f"{rate:.0f}", f"{need:.1f}{'' if self.fits else ' (too much)'}",
-                f"{host:.0f}" if host else "", hidden, over]  # fmt: skip
+class Options(Page):
+    models: tuple[str, ...] = option(MODELS, "Which models.", nargs="*", choices=MODELS)
+    tokens: tuple[int, ...] = option((), "In units of 1024 (default: all that were published).", at_least=1)
+    longest: bool = option(False, "Also sequences near the longest that fit.", flags=("--longest",))
 
 
-def row(way: str, plan: ModelOnCluster, chunks: int) -> Row:
-    schedule, recompute, offload = WAYS[way]
-    chunks = 1 if schedule == "1f1b" else chunks
-    costs = plan.costs
-    lengths = ChunkOptions().resolve(chunks, costs, plan.layers, costs.seq_length, costs.layout.tensor_parallel)
-    limits = MemoryLimits(plan.limit, costs.host_memory)
-    shape = Shape(
-        plan.ranks, 1, plan.layers, chunks, None, lengths, costs, recompute, plan.limit,
-        OffloadOptions(offload), costs.host_memory,
-    )  # fmt: skip
-    try:
-        return Row(way, OffloadedProgram(build(schedule, shape), costs, limits, {}), plan)
-    except ScheduleError:
-        return Row(way, None, plan)
+def cells(plan: ModelOnCluster, found: OffloadedProgram | None) -> list[str]:
+    """Step time, tokens, memory and what of the copies is hidden."""
+    if found is None:
+        return ["–", "–", "nothing fits", "", ""]
+    need, host, simulation = max(found.needs) / GIB, max(found.host_needs) / GIB, found.simulation
+    return [
+        f"{found.time:.1f}",
+        f"{plan.costs.seq_length / found.time / plan.gpus:.0f}",
+        f"{need:.1f}{'' if found.fits else ' (too much)'}",
+        f"{host:.0f}" if host else "",
+        f"{simulation.hidden:.1%}" if simulation.copies else "",
+    ]
 
 
-def table(setup: Setup, tokens: int) -> Iterator[str]:
-    plan = setup.plan(tokens)
-    chunks = setup.chunks[tokens]
-    yield f"\n{setup.model.upper()}, {tokens} K tokens, {setup.gpus} GPUs: tensor parallel {setup.tensor_parallel}, "
-    yield f"p = {setup.ranks}, {chunks} chunks\n"
-    yield "| way | step s | tokens/s/GPU | GiB of a GPU | GiB of host | copies hidden | over seq1f1b |"
-    yield "|---|---|---|---|---|---|---|"
-    rows = [row(way, plan, chunks) for way in WAYS]
-    baseline = rows[1].choice
-    for each in rows:
-        yield f"| {' | '.join(each.cells(baseline.time if baseline is not None else None))} |"
+def table(setup: SppoSetup) -> Iterator[str]:
+    plan = setup.plan()
+    sizes = f"tensor parallel {setup.tensor_parallel}, p = {plan.ranks}, {setup.chunks} chunks"
+    yield f"\n{setup.short.upper()}, {setup.tokens} K tokens, {plan.gpus} GPUs: {sizes}\n"
+    found = {way: way.program(plan, setup.chunks) for way in WAYS}
+    baseline, rows = found[BASELINE], []
+    for way, each in found.items():
+        told = baseline is not None and each is not None and each.fits
+        over = f"{baseline.time / each.time:.2f}" if told and baseline and each else "" if each is None else "–"
+        rows.append([way.name, *cells(plan, each), over])
+    yield from markdown(("way", *HEADS, f"over {BASELINE.schedule}"), rows, "l" * 7)
 
 
-def long(model: str, hardware: str, nodes: int, tp: int, ranks: int, tokens: int) -> str:
-    """sppo with loss and MLP in slices, in 64 chunks. tokens: in units of 1024."""
-    options = ModelOptions(
-        model=model, seq_length=tokens * 1024, hardware=hardware, nodes=nodes, tensor_parallel=tp, global_batch_size=1
-    )
-    plan = make_plan(options, ranks, None, None)
-    assert plan is not None
-    layout: Layout = replace(plan.costs.layout, mlp_chunk=SLICE, loss_chunk=SLICE)
-    _, *cells, _ = row("sppo, chosen", replace(plan, costs=replace(plan.costs, layout=layout)), 64).cells(None)
-    setup = f"{model}, {plan.gpus} x {hardware}, tensor parallel {tp}, p = {ranks}"
-    return f"| {setup} | {tokens} K | {' | '.join(cells)} |"
+def longest() -> Iterator[str]:
+    """sppo with loss and MLP in slices."""
+    rows = []
+    for setup in data.rows("sppo.toml", "longest", LongSetup):
+        plan = setup.plan(chunk_size=SLICE, loss_chunk_size=SLICE)
+        label = f"{setup.model}, {plan.gpus} x {setup.hardware}, tensor parallel {setup.tensor_parallel}"
+        found = cells(plan, CHOSEN.program(plan, setup.chunks))
+        rows.append([f"{label}, p = {plan.ranks}", f"{setup.tokens} K", *found])
+        progress(label)
+    yield ""
+    yield from markdown(("setup", "tokens", *HEADS), rows, "l" * 7)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--models", nargs="*", default=list(SETUPS), choices=SETUPS)
-    parser.add_argument("--tokens", nargs="+", type=int, help="in units of 1024 (default: all that were published)")
-    parser.add_argument("--longest", action="store_true")
-    parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
+def run(options: Options) -> Outcome:
     lines: list[str] = []
-
-    def say(line: str) -> None:
-        lines.append(line)
-        print(line, flush=True)
-
-    for name in arguments.models:
-        for tokens in SETUPS[name].chunks:
-            if arguments.tokens is None or tokens in arguments.tokens:
-                for line in table(SETUPS[name], tokens):
-                    say(line)
-    if arguments.longest:
-        say("\n| setup | tokens | step s | tokens/s/GPU | GiB of a GPU | GiB of host | copies hidden |")
-        say("|---|---|---|---|---|---|---|")
-        for setup in LONG:
-            say(long(*setup))
-    if arguments.output is not None:
-        arguments.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+    for setup in SETUPS:
+        if setup.short in options.models and setup.tokens in (options.tokens or (setup.tokens,)):
+            lines += table(setup)
+            progress(f"{setup.model}, {setup.tokens} K tokens")
+    if options.longest:
+        lines += longest()
+    return Outcome("\n".join(lines))

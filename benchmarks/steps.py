@@ -1,6 +1,6 @@
-"""`make bench-steps`: training steps with and without a flush between them, on this machine's CPU, p = 2.
+"""Training steps with and without a flush between them, on this machine's CPU, p = 2.
 
-    python benchmarks/steps.py [--schedules zb2p wzb2] [--rounds 7] [--flags "--seq-length 512"] [--json out.json]
+    make bench-steps ARGS="[--schedules zb2p wzb2] [--rounds 7] [--flags '--seq-length 512'] [--json out.json]"
 
 The same model and data are trained under each schedule twice, in one process a rank: with the norm of the gradients
 waited for after every step, and without (`--enable-optimizer-post-validation`; megatron/pretrain/step/update.py). Runs
@@ -13,23 +13,19 @@ as long as the rank that takes longest from its first op to its last. The optimi
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from helixpipe.common.child import python_command
+from benchmarks.ranks import on_ranks
+from benchmarks.report import Figures, Outcome, markdown
+from benchmarks.rounds import in_turn, ratios
+from helixpipe.common.flags import option
 
-HERE = Path(__file__).resolve().parent
 STEPS, WARM_UP = 8, 1
-CATALOGUE = ("1f1b", "zb1p", "zb2p", "zbv", "wzb2")
+SCHEDULES = ("1f1b", "zb1p", "zb2p", "zbv", "wzb2")
 FLAGS = (
     "--pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 128 --num-attention-heads 8 --seq-length 1024 "
     "--max-position-embeddings 1024 --position-embedding-type rope --normalization RMSNorm --swiglu "
@@ -42,41 +38,28 @@ CLIPPED, UNCLIPPED = "--clip-grad 1e-6", "--clip-grad 1e9"
 LATE = "--enable-optimizer-post-validation"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, usage="%(prog)s [options]"
-    )
-    names = ", ".join(CATALOGUE)
-    parser.add_argument("--schedules", nargs="+", default=CATALOGUE, metavar="NAME", help=f"which (default: {names})")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds that count, at least 3 (default: 7)")
-    parser.add_argument("--flags", default="", help="more of pretrain_gpt.py's, for another model or batch")
-    parser.add_argument("--json", metavar="FILE", help="write all figures there")
-    arguments = parser.parse_args()
-    if arguments.rounds < 3:
-        parser.error("--rounds must be at least 3")
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder, "result.json")
-        command = python_command("torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__)
-        command += ["ranks", str(output), str(arguments.rounds), ",".join(arguments.schedules), arguments.flags]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
-        subprocess.run(command, check=True, env=environment)
-        rows = json.loads(output.read_text(encoding="utf-8"))
-    report(rows)
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(rows, indent=1), encoding="utf-8")
+@dataclass(frozen=True)
+class Options(Figures):
+    schedules: tuple[str, ...] = option(SCHEDULES, "Which schedules.")
+    rounds: int = option(7, "Rounds that count.", at_least=3)
+    flags: str = option("", "More of pretrain_gpt.py's, for another model or batch.")
 
 
-def report(rows: list[dict[str, Any]]) -> None:
-    """Print the table."""
-    print("| schedule | ms with a flush | without | speed without over with | quartiles | predicted |")
-    print("|---|--:|--:|--:|--:|--:|")
+def run(options: Options) -> Outcome:
+    rows = on_ranks("benchmarks.steps:measure", options.rounds, options.schedules, options.flags)
+    return Outcome(report(rows), figures=rows)
+
+
+def report(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The table."""
+    lines = []
     for row in rows:
         low, middle, high = statistics.quantiles(row["ratios"], n=4, method="inclusive")
-        with_flush, without = (1e3 * statistics.median(row[kind]) for kind in ("flush", "late"))
+        times = (f"{1e3 * statistics.median(row[kind]):.1f}" for kind in ("flush", "late"))
         predicted = f"{row['predicted']:.3f}" if row["predicted"] else ""
-        print(
-            f"| {row['name']} | {with_flush:.1f} | {without:.1f} | {middle:.3f} | {low:.3f}–{high:.3f} | {predicted} |"
-        )
+        lines.append((row["name"], *times, f"{middle:.3f}", f"{low:.3f}–{high:.3f}", predicted))
+    heads = ("schedule", "ms with a flush", "without", "speed without over with", "quartiles", "predicted")
+    return "\n".join(markdown(heads, lines, "lrrrrr"))
 
 
 class Run:
@@ -164,50 +147,26 @@ def microbatches(length: int) -> Iterator[Any]:
         yield Microbatch(tokens[:, :-1], tokens[:, 1:], torch.ones(1, length))
 
 
-def on_ranks(output: str, rounds: int, schedules: list[str], more: str) -> None:
-    import torch
-    import torch.distributed as dist
-
+def measure(rounds: int, schedules: Sequence[str], more: str) -> list[dict[str, Any]]:
+    """On each rank: a row a schedule, and one of the first with every step clipped."""
     from helixpipe.model.device import prepare
 
     prepare()
     from megatron.pretrain.arguments import parse_args
     from megatron.pretrain.process.parallel import initialize
 
-    torch.set_num_threads(1)
     model = f"{FLAGS} {more}"
     initialize(parse_args(model.split()))
     cases = [(name, f"{model} --pipeline-schedule {name} {UNCLIPPED}") for name in schedules]
     cases.append((f"{schedules[0]}, every step clipped", f"{model} --pipeline-schedule {schedules[0]} {CLIPPED}"))
     rows = []
     for name, flags in cases:
-        flush, late = Run(flags), Run(f"{flags} {LATE}")
-        for _ in range(WARM_UP):
-            flush.seconds()
-            late.seconds()
-        seconds = [(flush.seconds(), late.seconds()) for _ in range(rounds)]
-        with_flush, without = zip(*seconds, strict=True)
-        whole, span = flush.predicted()
-        optimizer = max(statistics.median(with_flush) - whole, 0.0)
-        rows.append(
-            {
-                "name": name,
-                "flush": with_flush,
-                "late": without,
-                "ratios": [a / b for a, b in seconds],
-                "predicted": None if "clipped" in name else predicted_ratio(whole + optimizer, span + optimizer),
-            }
-        )
-        for run in (flush, late):
-            run.trainer.pipeline.close()
-    if dist.get_rank() == 0:
-        Path(output).write_text(json.dumps(rows), encoding="utf-8")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    if sys.argv[1:2] == ["ranks"]:
-        on_ranks(sys.argv[2], int(sys.argv[3]), sys.argv[4].split(","), " ".join(sys.argv[5:]))
-    else:
-        main()
+        runs = {"flush": Run(flags), "late": Run(f"{flags} {LATE}")}
+        times = in_turn(runs, rounds, lambda kind, runs=runs: runs[kind].seconds(), WARM_UP)  # type: ignore[misc]
+        whole, span = runs["flush"].predicted()
+        optimizer = max(statistics.median(times["flush"]) - whole, 0.0)
+        predicted = None if "clipped" in name else predicted_ratio(whole + optimizer, span + optimizer)
+        rows.append({"name": name, **times, "ratios": ratios(times["flush"], times["late"]), "predicted": predicted})
+        for each in runs.values():
+            each.trainer.pipeline.close()
+    return rows

@@ -245,7 +245,7 @@ def test_the_machinery_does_not_know_the_catalogue() -> None:
 
 @pytest.mark.parametrize("package", ["helixpipe", "schedules"])
 def test_machinery_and_catalogue_do_not_know_the_training_program(package: str) -> None:
-    above = ("megatron.pretrain", "pretrain_gpt", "tools", "tests", "examples", "benchmarks")
+    above = ("megatron.pretrain", "pretrain_gpt", "tools", "tests", "examples", "benchmarks", "netlab")
     offenders = [
         (module, name)
         for module in MODULES
@@ -295,7 +295,7 @@ def test_megatron_is_shared_with_the_wheel() -> None:
 
 
 def test_files_can_be_read_in_one_sitting() -> None:
-    folders = [*PACKAGES, "tools", "tests", "benchmarks", "examples"]
+    folders = [*PACKAGES, "tools", "tests", "benchmarks", "netlab", "examples"]
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     lengths = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in files}
     assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}

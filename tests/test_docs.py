@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")])
 LINK = re.compile(r"\[(?:[^\[\]]|\[[^\[\]]*\])*\]\(([^()\s]+)\)")
-PLACE = re.compile(r"`((?:helixpipe|schedules|megatron|tests|tools|benchmarks|docs|examples)/[\w./-]*)`")
+PLACE = re.compile(r"`((?:helixpipe|schedules|megatron|tests|tools|benchmarks|netlab|docs|examples)/[\w./-]*)`")
 ABSENT = {"schedules/eager_one_f_one_b.py", "tests/schedules/test_eager_one_f_one_b.py", "megatron/__init__.py"}
 """Those that a reader is to write, and that must not be."""
 RUN = 14

@@ -84,7 +84,7 @@ STARTS_A_TREE_OF_ITS_OWN = {
 def test_no_module_is_started_in_another_way() -> None:
     """`python -m` and `python -c` put the current folder first on the path."""
     found = set()
-    for folder in ("helixpipe", "schedules", "megatron", "tools", "benchmarks"):
+    for folder in ("helixpipe", "schedules", "megatron", "tools", "benchmarks", "netlab"):
         for path in (ROOT / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.List | ast.Tuple):

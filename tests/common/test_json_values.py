@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 OWN_WORDS = (
     *("helixpipe/watch/watchdog.py", "helixpipe/watch/stall.py", "helixpipe/profile/subject.py"),
-    *("tools/hosts.py", "tools/links.py", "tools/preflight.py"),
+    *("netlab/hosts.py", "tools/links.py", "tools/preflight.py"),
 )
 """What processes of one job tell each other."""
 
@@ -38,7 +38,7 @@ def test_values_and_errors_are_those_of_json() -> None:
 
 def test_all_files_are_read_by_it() -> None:
     found = set()
-    for folder in ("helixpipe", "schedules", "megatron", "tools"):
+    for folder in ("helixpipe", "schedules", "megatron", "tools", "benchmarks", "netlab"):
         for path in (ROOT / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Call) and ast.unparse(node.func) in ("json.loads", "json.load"):

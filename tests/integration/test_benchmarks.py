@@ -2,67 +2,63 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks import infinipipe, network, saves, sppo_setups, steps
-from benchmarks.network_costs import Case, Link
-from benchmarks.pages import written_into
+from benchmarks import infinipipe, run, saves, sppo_setups, steps
+from benchmarks.ranks import result_in, write_call
+from benchmarks.report import written_into
+from netlab import network
+from netlab.network_costs import Case, Link
 from tests.integration.forked import run_forked
 from tests.integration.launching import Launch
 
 ROOT = Path(__file__).parents[2]
-TINY = "4 32 4 2 48 64 1 2"  # layers, hidden, heads, groups, ffn, tokens, micro batch, microbatches
+TINY = (4, 32, 4, 2, 48, 64, 1, 2)  # layers, hidden, heads, groups, ffn, tokens, micro batch, microbatches
+TINY_FLAGS = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 --seq-length 32"
+
+
+def on_two_ranks(folder: Path, function: str, *arguments: Any) -> Any:
+    """What the benchmark's function returned on rank 0, on ranks that are forked."""
+    script, *words = write_call(folder, function, *arguments)
+    run_forked(Launch(function.partition(":")[0], " ".join(words), script=script)).done()
+    return result_in(folder)
 
 
 def test_every_row_on_a_tiny_model(tmp_path: Path) -> None:
-    output = tmp_path / "result.json"
-    rows = "empty,1f1b,zero-bubble,memory,seq1f1b,helix"
-    run_forked(Launch("benchmark", f"{output} 2 {rows} {TINY}", script="benchmarks/measure.py")).done()
-    result = json.loads(output.read_text(encoding="utf-8"))
-    assert list(result) == ["empty", "1f1b", "zero-bubble", "memory", "seq1f1b", "helix"]
-    for rows in ("empty", "1f1b", "zero-bubble", "seq1f1b", "helix"):
-        assert max(row["gradient_difference"] for row in result[rows]["engines"].values()) < 1e-5
+    rows = ["empty", "1f1b", "zero-bubble", "memory", "seq1f1b", "helix"]
+    result = on_two_ranks(tmp_path, "benchmarks.measure:measure", TINY, 2, rows)
+    assert list(result) == rows
+    for row in set(rows) - {"memory"}:
+        assert max(each["gradient_difference"] for each in result[row]["engines"].values()) < 1e-5
 
 
-def test_steps_with_and_without_a_flush(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = tmp_path / "steps.json"
-    tiny = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 --seq-length 32"
-    run_forked(Launch("steps", f"ranks {output} 2 wzb2 {tiny}", script="benchmarks/steps.py")).done()
-    rows = json.loads(output.read_text(encoding="utf-8"))
+def test_steps_with_and_without_a_flush(tmp_path: Path) -> None:
+    rows = on_two_ranks(tmp_path, "benchmarks.steps:measure", 2, ["wzb2"], TINY_FLAGS)
     assert [row["name"] for row in rows] == ["wzb2", "wzb2, every step clipped"]
-    steps.report(rows)
-    printed = capsys.readouterr().out
-    assert all(len(row["ratios"]) == 2 and f"| {row['name']} |" in printed for row in rows)
+    table = steps.report(rows)
+    assert all(len(row["ratios"]) == 2 and f"| {row['name']} |" in table for row in rows)
 
 
-def test_saves_at_once_and_beside_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = tmp_path / "saves.json"
-    tiny = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 --seq-length 32"
-    run_forked(Launch("saves", f"ranks {output} 3 {tiny}", script="benchmarks/saves.py")).done()
-    found = json.loads(output.read_text(encoding="utf-8"))
+def test_saves_at_once_and_beside_training(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    found = on_two_ranks(tmp_path, "benchmarks.saves:measure", str(folder), 3, TINY_FLAGS)
     assert [set(each) for each in found["rounds"]] == [set(saves.KINDS)] * 3
-    saves.report(found)
-    printed = capsys.readouterr().out
-    assert "| at once | " in printed and "| beside | " in printed and "medians of 3" in printed
-    assert list(tmp_path.iterdir()) == [output]
+    table = saves.report(found)
+    assert "| at once | " in table and "| beside | " in table and "medians of 3" in table
+    assert list(folder.iterdir()) == []
 
 
-def test_published_setups(tmp_path: Path) -> None:
+def test_published_setups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "table.md"
-    command = [sys.executable, str(ROOT / "benchmarks/setups.py"), "--output", str(output), "--jobs", "1"]
-    command += ["--hardware", "h20", "--models", "1.3b", "--tokens", "4", "--nodes", "2"]
-    done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    words = f"setups --output {output} --jobs 1 --hardware h20 --models 1.3b --tokens 4 --nodes 2"
+    assert run.main(words.split()) == 0
     written = output.read_text(encoding="utf-8")
-    assert written == done.stdout and "\nSimulated, not measured." in written
+    assert written == capsys.readouterr().out and "\nSimulated, not measured." in written
     (row,) = [line for line in written.splitlines() if line.startswith("| h20 | 1.3b | 4k | 2 |")]
     assert row.count("|") == 12 and row.count("**") == 6
     assert "- h20: 80% of 148 TFLOP/s in matrix products" in written
@@ -82,8 +78,7 @@ def test_tables_of_infinipipe_have_their_places_in_the_page() -> None:
 
 def test_published_setups_of_sppo() -> None:
     """A small one in place of those on the page, which take minutes."""
-    small = sppo_setups.Setup("7b", 32, 8, 4, {32: 4})
-    row = sppo_setups.row(small, 32, 4)
+    row = sppo_setups.row(replace(sppo_setups.SETUPS[0], tokens=32, chunks=4))
     lines = sppo_setups.text([row]).splitlines()
     (first, second) = [line for line in lines if line.startswith("| 7b, 32 | 32k | 4 |")]
     assert first.count("**") == 6 and second.count("**") == 8
@@ -93,13 +88,11 @@ def test_published_setups_of_sppo() -> None:
     assert row.helped[True, True].makespan < row.helped[True, False].makespan
 
 
-def test_engines_over_a_link_and_their_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_engines_over_a_link_and_their_report(tmp_path: Path) -> None:
     """Here over loopback; tests of the lab itself are in test_netlab.py."""
-    output, engines = tmp_path / "result.json", ["1f1b", "gpipe", "weipipe", "fsdp2", "fsdp2-once"]
+    engines = ["1f1b", "gpipe", "weipipe", "fsdp2", "fsdp2-once"]
     cases = [Case(sequence=16, micro=1), Case(sequence=64, micro=2)]
-    flags = " ".join([str(output), "2", ",".join(engines), *(case.argument for case in cases)])
-    run_forked(Launch("network", flags, script="benchmarks/network_ranks.py")).done()
-    results = json.loads(output.read_text(encoding="utf-8"))
+    results = on_two_ranks(tmp_path, "netlab.network_ranks:measure", [case.size for case in cases], engines, 2)
     link = Link(1e6, 1e-3)
     rows = [network.Row(case, "8mbit", link, result) for case, result in zip(cases, results, strict=True)]
     for row in rows:
@@ -107,9 +100,8 @@ def test_engines_over_a_link_and_their_report(tmp_path: Path, capsys: pytest.Cap
         for name, measured in row.engines.items():
             assert measured["gradient_difference"] < 1e-5
             assert row.predicted(name) > network.sent_bytes(row.case, name) / link.bytes_per_second
-    network.report(rows[:1], rows, engines)
-    printed = capsys.readouterr().out
-    assert "| gpipe over fsdp2" in printed and "fsdp2 is as fast as 1f1b at G·S/12H = " in printed
+    report = "\n".join(network.report(rows[:1], rows, engines))
+    assert "| gpipe over fsdp2" in report and "fsdp2 is as fast as 1f1b at G·S/12H = " in report
     network.draw(rows, rows, engines, str(tmp_path / "network.png"))
     assert (tmp_path / "network.png").read_bytes().startswith(b"\x89PNG")
 
@@ -127,13 +119,9 @@ def test_bytes_over_a_link_are_those_of_the_formulas() -> None:
     assert network.crossing([0.5, 1, 2], [0.25, 0.5, 2]) == "1.41" and network.crossing([1, 2], [2, 3]) == "-"
 
 
-def test_choosing_prints_what_stands_on_its_page() -> None:
+def test_choosing_prints_what_stands_on_its_page(capsys: pytest.CaptureFixture[str]) -> None:
     """One row, the fastest to make; `make bench-choosing` writes all of them."""
-    command = [sys.executable, str(ROOT / "benchmarks/choosing.py"), "--rows", "3", "--jobs", "1"]
-    done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    head, _, row = done.stdout.splitlines()
+    assert run.main(["choosing", "--rows", "3", "--jobs", "1"]) == 0
+    head, _, row = capsys.readouterr().out.splitlines()
     page = (ROOT / "docs/choosing.md").read_text(encoding="utf-8").splitlines()
     assert row.startswith("| 3 |") and {head, row} <= set(page)

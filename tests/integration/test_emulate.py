@@ -7,10 +7,12 @@ from collections import Counter
 import pytest
 import torch
 
-from benchmarks import emulate
-from benchmarks.emulated_costs import CASES, EmulatedCosts, Link, Size
-from benchmarks.emulated_ranks import Emulated, emulated_steps
+from benchmarks import run
+from benchmarks.report import written_into
 from helixpipe.lowering.project import LoweredProgram
+from netlab import emulate
+from netlab.emulated_costs import CASES, EmulatedCosts, Link, Size
+from netlab.emulated_ranks import Emulated, emulated_steps
 from tests.distributed import run_ranks
 
 RANKS, STEPS = 2, 1
@@ -52,11 +54,11 @@ def test_all_ops_of_a_program_run_and_every_unit_adds_to_its_weights_once() -> N
         ("--steps 0", "--steps 0 must be at least 1."),
         ("--ranks-per-host 3", "--ranks-per-host 3 must divide --ranks 8 into two or more."),
         ("--rate fast", "--rate 'fast' is not a rate"),
-        ("--time-scale 0", "--time-scale 0.0 must be above 0."),
+        ("--time-scale 0", "--time-scale 0 must be more than 0."),
     ],
 )
 def test_what_is_refused(flags: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert emulate.main(flags.split()) == 2
+    assert run.main(["emulate", *flags.split()]) == 2
     printed = capsys.readouterr().err
     assert said in printed and printed.count("\n") == 1
 
@@ -68,7 +70,7 @@ def test_tables_have_their_places_in_the_page() -> None:
         {"schedule": "off", "predicted": 2.0, "seconds": [2.1], **where, "network": "adapters"},
         {"schedule": "larger", "predicted": 2.0, "seconds": [2.0], **where, "ranks": 16},
     ]
-    page = emulate.written(emulate.PAGE.read_text(encoding="utf-8"), rows)
+    page = written_into(emulate.PAGE.read_text(encoding="utf-8"), emulate.tables(rows))
     pairs, more, adapters = (page.split(f"<!-- bench: {name} -->\n")[1] for name in ("pairs", "more", "adapters"))
     assert pairs.splitlines()[2].startswith("| near | 8 | 2 x, 50mbit | 2.000 | 2.040 | 1.020 | 1.010, 1.030 | 1.33 |")
     assert more.splitlines()[2].startswith("| larger | 16 |")

@@ -21,6 +21,7 @@ import torch
 
 from helixpipe.program.stages import model_pieces
 from megatron.pretrain.plan.costs import model_shape, training_costs
+from netlab.hosts import Lab, unavailable
 from tests.integration.example_scripts import (
     BATCH,
     EXAMPLES,
@@ -34,7 +35,6 @@ from tests.integration.example_scripts import (
     run,
 )
 from tests.integration.launching import ROOT
-from tools.hosts import Lab, unavailable
 
 __all__ = ["fakes"]  # a fixture
 

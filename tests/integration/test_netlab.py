@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from helixpipe.common.errors import UserError
+from netlab import hosts
+from netlab.hosts import Lab, namespaces, unavailable
+from netlab.job import Job, parse_delay, parse_rate
 from tests.integration.launching import MOCK, ROOT, Launch, Result
-from tools import hosts
-from tools.hosts import Lab, namespaces, unavailable
-from tools.netlab import Job, main, parse_delay, parse_rate
+from tools.netlab import main
 
 PLAIN = f"{MOCK} --attention-dropout 0 --hidden-dropout 0 --train-iters 8"
 P2 = f"{PLAIN} --pipeline-model-parallel-size 2"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import predict
+from benchmarks import predict, run
 from benchmarks.predict_cases import CASES, DEFAULT, WAYS
 from benchmarks.predict_ranks import compared, delays, program_of
 from helixpipe.costs.profile_costs import ProfileCosts
@@ -40,8 +40,7 @@ def row(predicted: float, seconds: list[float], **more: Any) -> dict[str, Any]:
     ],
 )
 def test_arguments_that_cannot_be(words: str, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        predict.main(words.split())
+    assert run.main(["predict", *words.split()]) == 2
     assert reason in capsys.readouterr().err
 
 
@@ -60,12 +59,12 @@ def test_rows_measured_before_stay(
         return {way: row(2.0, [2.5, 2.5, 2.0, 2.0, 2.0]) for way in ways}
 
     monkeypatch.setattr(predict, "run_case", run_case)
-    predict.main(f"--cases 128 512 --schedules 1f1b --json {figures}".split())
+    assert run.main(f"predict --cases 128 512 --schedules 1f1b --json {figures}".split()) == 0
     assert asked == [("128", ["1f1b"]), ("512", ["1f1b"])]
     found = json.loads(figures.read_text(encoding="utf-8"))
     assert list(found["128"]) == ["1f1b", "zbv"] and list(found["512"]) == ["1f1b", "zb1p"]
     assert found["128"]["1f1b"]["seconds"][0] == 2.5 and found["128"]["zbv"] == old["128"]["zbv"]
-    predict.main(f"--steps 0 --json {figures} --output {page}".split())
+    assert run.main(f"predict --steps 0 --json {figures} --output {page}".split()) == 0
     assert len(asked) == 2
     printed = capsys.readouterr().out
     assert "zbv" in printed and "1.000 2.000" in printed

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 
 from helixpipe.common.errors import UserError
+from netlab.hosts import Lab, unavailable
+from netlab.job import Job
 from tests.distributed import run_ranks
 from tests.integration.forked import Forked
 from tests.integration.launching import MOCK, ROOT, Launch
-from tools.hosts import Lab, unavailable
 from tools.link_report import report, slow_links
 from tools.links import Check, GlooPair, Link, RankLocation, limited, on_all_pipelines, rounds
-from tools.netlab import Job
 from tools.preflight import PreflightOptions, main
 
 FLAGS = f"{MOCK} --train-iters 2"

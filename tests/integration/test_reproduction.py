@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import run
 from benchmarks.predicted_cells import Predicted, arguments, hardware_of, predict, prepare, travels
 from benchmarks.published_cells import Cell, Published, load
-from benchmarks.reproduce import CELLS, main, speed_of, table_of
+from benchmarks.reproduce import CELLS, speed_of, table_of
 from benchmarks.reproduction_page import Line, Table, mean_error, page, picture
 from helixpipe.common.errors import UserError
 
@@ -156,6 +157,9 @@ def test_ratios_and_errors() -> None:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, output = written(tmp_path, content()), tmp_path / "page.md"
-    assert main(["--cells", str(path), "--output", str(output), "--jobs", "1"]) == 0
+    words = ["--cells", str(path), "--output", str(output), "--jobs", "1"]
+    assert run.main(["reproduce", *words]) == 0
     assert "| Seq1F1B 1 |" in output.read_text() and output.with_suffix(".svg").read_text().startswith("<svg")
-    assert main(["--cells", str(tmp_path / "none.json")]) == 2 and "none.json" in capsys.readouterr().err
+    assert (
+        run.main(["reproduce", "--cells", str(tmp_path / "none.json")]) == 2 and "none.json" in capsys.readouterr().err
+    )

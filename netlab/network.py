@@ -1,6 +1,6 @@
-"""`make bench-network`: pipelines and FSDP2 between two hosts with a slow link, measured and predicted (Linux, root).
+"""Pipelines and FSDP2 between two hosts with a slow link, measured and predicted (Linux, root).
 
-    python benchmarks/network.py [--engines 1f1b fsdp2] [--rates unlimited 50mbit] [--rounds 5] [--png network.png]
+    sudo make bench-network ARGS="[--engines 1f1b fsdp2] [--rates unlimited 50mbit] [--rounds 5] [--png network.png]"
 
 Two hosts of tools/netlab.py train the same model under each engine, a schedule's name, `fsdp2` or `fsdp2-once` (see
 fsdp.py): first a long sequence over links from unlimited down to where activations choke, then on the slowest link
@@ -15,25 +15,23 @@ lengths are given as G·S over 12·H.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import statistics
-import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-
-from benchmarks.network_costs import Case, Link, is_fsdp, predicted_seconds, sent_bytes
+from benchmarks.ranks import result_in, write_call
+from benchmarks.report import ROOT, Figures, Outcome, markdown, progress
+from benchmarks.rounds import median_ratio
 from helixpipe.common.errors import UserError
-from tools.hosts import Lab
-from tools.netlab import Job, parse_delay, parse_rate
+from helixpipe.common.flags import option
+from netlab.hosts import Lab
+from netlab.job import Job, parse_delay, parse_rate
+from netlab.network_costs import Case, Link, is_fsdp, predicted_seconds, sent_bytes
 
 ENGINES = ("1f1b", "weipipe", "fsdp2", "fsdp2-once")
 RATES = ("unlimited", "200mbit", "100mbit", "50mbit", "20mbit", "10mbit")
@@ -58,45 +56,37 @@ class Row:
 
     def ratio(self, engine: str, over: str) -> float:
         """Speed of one engine over another's: median over rounds."""
-        pairs = zip(self.engines[engine]["seconds"], self.engines[over]["seconds"], strict=True)
-        return statistics.median(theirs / own for own, theirs in pairs)
+        return median_ratio(self.engines[over]["seconds"], self.engines[engine]["seconds"])
 
     def predicted_ratio(self, engine: str, over: str) -> float:
         return self.predicted(over) / self.predicted(engine)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, usage="%(prog)s [options]"
-    )
-    parser.add_argument("--engines", nargs="+", default=ENGINES, help="the first is what others are compared with")
-    parser.add_argument("--rates", nargs="+", default=RATES, help="of the link, from fast to slow")
-    parser.add_argument("--delay", default="0", help="from host to host: 1ms (default: 0)")
-    parser.add_argument("--rounds", type=int, default=5, help="steps of each engine that count (default: 5)")
-    parser.add_argument("--png", default="runs/network.png", help="the plot (default: runs/network.png)")
-    parser.add_argument("--json", metavar="FILE", help="write all figures there")
-    options = parser.parse_args()
-    try:
-        check(options.engines)
-        by_rate = []
-        by_length: list[Row] = []
-        for rate in options.rates:
-            lengths = LENGTHS if rate == options.rates[-1] else ()
-            rows = measure([LONG, *lengths], rate, parse_delay(options.delay), options.engines, options.rounds)
-            by_rate.append(rows[0])
-            by_length = sorted(rows, key=lambda row: row.case.weight)
-            print(f"{rate}: {rows[0].link}", file=sys.stderr, flush=True)
-    except UserError as error:
-        print(f"network.py: {error}", file=sys.stderr)
-        return 2
-    report(by_rate, by_length, options.engines)
+@dataclass(frozen=True)
+class Options(Figures):
+    engines: tuple[str, ...] = option(ENGINES, "The first is what others are compared with.")
+    rates: tuple[str, ...] = option(RATES, "Of the link, from fast to slow.")
+    delay: str = option("0", "From host to host: 1ms.")
+    rounds: int = option(5, "Steps of each engine that count.", at_least=1)
+    png: str = option("runs/network.png", "The plot.", metavar="FILE.png")
+
+
+def run(options: Options) -> Outcome:
+    check(options.engines)
+    by_rate = []
+    by_length: list[Row] = []
+    for rate in options.rates:
+        lengths = LENGTHS if rate == options.rates[-1] else ()
+        rows = measure([LONG, *lengths], rate, parse_delay(options.delay), options.engines, options.rounds)
+        by_rate.append(rows[0])
+        by_length = sorted(rows, key=lambda row: row.case.weight)
+        progress(f"{rate}: {rows[0].link}")
     Path(options.png).parent.mkdir(parents=True, exist_ok=True)
     draw(by_rate, by_length, options.engines, options.png)
-    print(f"\nplot: {options.png}")
-    if options.json:
-        rows = [{**vars(row), "case": vars(row.case), "link": vars(row.link)} for row in by_rate + by_length]
-        Path(options.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    return 0
+    figures = [{**vars(row), "case": vars(row.case), "link": vars(row.link)} for row in by_rate + by_length]
+    return Outcome(
+        "\n".join([*report(by_rate, by_length, options.engines), "", f"plot: {options.png}"]), figures=figures
+    )
 
 
 def check(engines: Sequence[str]) -> None:
@@ -111,12 +101,11 @@ def measure(cases: Sequence[Case], rate: str, delay: float, engines: Sequence[st
     """Two hosts, a link, and one torchrun node on each that runs all cases. Raises UserError when that fails."""
     with tempfile.TemporaryDirectory() as folder, Lab(2, parse_rate(rate), delay) as lab:
         speed = lab.measure()
-        output = Path(folder, "result.json")
-        program = [str(HERE / "network_ranks.py"), str(output), str(rounds), ",".join(engines)]
-        job = Job(lab, [*program, *(case.argument for case in cases)], environment={"PYTHONPATH": str(HERE.parent)})
+        call = write_call(folder, "netlab.network_ranks:measure", [case.size for case in cases], engines, rounds)
+        job = Job(lab, call, environment={"PYTHONPATH": str(ROOT)})
         if any(job.wait()):
             raise UserError(f"the ranks failed at {rate}:\n{job.text(0)[-3000:]}\n{job.text(1)[-3000:]}")
-        results = json.loads(output.read_text(encoding="utf-8"))
+        results = result_in(folder)
     link = Link(speed.bits_per_second / 8, speed.round_trip / 2)
     return [Row(case, rate, link, result) for case, result in zip(cases, results, strict=True)]
 
@@ -131,53 +120,42 @@ def compared(engines: Sequence[str]) -> list[tuple[str, str]]:
     return [(name, first) for name in others] + over_fsdp
 
 
-def report(by_rate: Sequence[Row], by_length: Sequence[Row], engines: Sequence[str]) -> None:
-    pairs = compared(engines)
-    case, tokens = LONG, LONG.tokens
-    print(f"\n{case}, p = 2: measured (predicted)\n")
-    table(
-        ["link", "payload Mbit/s", *(f"{name}, tokens/s" for name in engines), *(f"{a} over {b}" for a, b in pairs)],
-        (
-            [
-                row.rate,
-                f"{row.link.bytes_per_second * 8e-6:.1f}",
-                *(f"{tokens / row.seconds(name):.0f} ({tokens / row.predicted(name):.0f})" for name in engines),
-                *(f"{row.ratio(a, b):.2f} ({row.predicted_ratio(a, b):.2f})" for a, b in pairs),
-            ]
-            for row in by_rate
-        ),
-    )
-    print("\nMB that the rank which sends most sends in a step, as counted (payload) and as measured (frames)\n")
-    table(
+def report(by_rate: Sequence[Row], by_length: Sequence[Row], engines: Sequence[str]) -> list[str]:
+    """Markdown: speeds by rate, bytes, speeds by length, and where two engines are equally fast."""
+    pairs, tokens = compared(engines), LONG.tokens
+    over = [f"{a} over {b}" for a, b in pairs]
+    heads = ["link", "payload Mbit/s", *(f"{name}, tokens/s" for name in engines), *over]
+    rows = [
         [
-            "engine",
-            "counted",
-            "measured",
-            "measured/counted",
-            f"as many as {engines[0]} at G·S/12H",
-            "gradients differ",
-        ],
-        (bytes_row(by_rate[-1], name, engines[0]) for name in engines),
-    )
+            row.rate,
+            f"{row.link.bytes_per_second * 8e-6:.1f}",
+            *(f"{tokens / row.seconds(name):.0f} ({tokens / row.predicted(name):.0f})" for name in engines),
+            *ratio_cells(row, pairs),
+        ]
+        for row in by_rate
+    ]
+    lines = [f"{LONG}, p = 2: measured (predicted)", "", *markdown(heads, rows, "l" + "r" * (len(heads) - 1)), ""]
+    lines += ["MB that the rank which sends most sends in a step, as counted (payload) and as measured (frames)", ""]
+    heads = ["engine", "counted", "measured", "measured/counted", f"as many as {engines[0]} at G·S/12H"]
+    rows = [bytes_row(by_rate[-1], name, engines[0]) for name in engines]
+    lines += markdown([*heads, "gradients differ"], rows, "lrrrrr")
     if len(by_length) > 1:
-        print(f"\nLengths over {by_length[0].rate}: measured (predicted)\n")
-        table(
-            ["sequence", "micro batch", "G·S/12H", *(f"{a} over {b}" for a, b in pairs)],
-            (
-                [
-                    str(row.case.sequence),
-                    str(row.case.micro),
-                    f"{row.case.weight:.2f}",
-                    *(f"{row.ratio(a, b):.2f} ({row.predicted_ratio(a, b):.2f})" for a, b in pairs),
-                ]
-                for row in by_length
-            ),
-        )
+        rows = [
+            [str(row.case.sequence), str(row.case.micro), f"{row.case.weight:.2f}", *ratio_cells(row, pairs)]
+            for row in by_length
+        ]
+        lines += ["", f"Lengths over {by_length[0].rate}: measured (predicted)", ""]
+        lines += [*markdown(["sequence", "micro batch", "G·S/12H", *over], rows, "r" * (3 + len(over))), ""]
+        weights = [row.case.weight for row in by_length]
         for a, b in pairs:
-            weights = [row.case.weight for row in by_length]
             measured = crossing(weights, [row.ratio(a, b) for row in by_length])
             predicted = crossing(weights, [row.predicted_ratio(a, b) for row in by_length])
-            print(f"{a} is as fast as {b} at G·S/12H = {measured} (predicted {predicted})")
+            lines.append(f"{a} is as fast as {b} at G·S/12H = {measured} (predicted {predicted})")
+    return lines
+
+
+def ratio_cells(row: Row, pairs: Sequence[tuple[str, str]]) -> list[str]:
+    return [f"{row.ratio(a, b):.2f} ({row.predicted_ratio(a, b):.2f})" for a, b in pairs]
 
 
 def bytes_row(row: Row, name: str, first: str) -> list[str]:
@@ -195,15 +173,6 @@ def crossing(weights: Sequence[float], ratios: Sequence[float]) -> str:
         if y * next_y <= 0 and y != next_y:
             return f"{math.exp(x - y * (next_x - x) / (next_y - y)):.2f}"
     return "-"
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A Markdown table with columns in line."""
-    lines = [list(head), *map(list, rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    lines.insert(1, ["-" * width for width in widths])
-    for line in lines:
-        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |")
 
 
 def draw(by_rate: Sequence[Row], by_length: Sequence[Row], engines: Sequence[str], path: str) -> None:
@@ -236,7 +205,3 @@ def draw(by_rate: Sequence[Row], by_length: Sequence[Row], engines: Sequence[str
             axis.set_major_formatter(StrMethodFormatter("{x:g}"))
             axis.set_minor_formatter(NullFormatter())
     figure.savefig(path, dpi=150)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

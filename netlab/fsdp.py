@@ -37,7 +37,7 @@ class FsdpEngine(Engine):
         model = problem.model(pieces)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         layers = [[piece for piece in pieces if piece.layer == layer] for layer in range(problem.layers)]
-        own = [[model.embedding], *([layer] for layer in model.decoder.layers.values())]
+        own: list[list[torch.nn.Module]] = [[model.embedding], *([layer] for layer in model.decoder.layers.values())]
         own.append([model.decoder.final_layernorm, model.output_layer])
         parts = [
             _Part(model, part, modules) for part, modules in zip([[pieces[0]], *layers, [pieces[-1]]], own, strict=True)
@@ -49,9 +49,9 @@ class FsdpEngine(Engine):
             assert isinstance(part, FSDPModule)
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
-            part.set_custom_all_gather(_AllGather())
-            part.set_custom_reduce_scatter(_ReduceScatter())
-        self.model = fully_shard(_Whole(parts), mesh=mesh)
+            part.set_custom_all_gather(_AllGather())  # type: ignore[arg-type]
+            part.set_custom_reduce_scatter(_ReduceScatter())  # type: ignore[arg-type]
+        self.model: Any = fully_shard(_Whole(parts), mesh=mesh)
         sharded = [zip(given, part.parameters(), strict=True) for given, part in zip(order, parts, strict=True)]
         super().__init__({name: parameter for part in sharded for name, parameter in part}, self._step)
 
@@ -68,7 +68,7 @@ class FsdpEngine(Engine):
             loss: Tensor = self.model(self.problem.microbatch(number))
             loss.backward(torch.tensor(self.problem.scale))
 
-    def gradients(self) -> dict[str, Tensor]:
+    def gradients(self) -> dict[str, Tensor | None]:
         every = super().gradients()
         return {name: value.full_tensor() for name, value in every.items() if isinstance(value, DTensor)}
 

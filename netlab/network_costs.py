@@ -54,10 +54,10 @@ class Case:
         return 8 * self.hidden // 3
 
     @property
-    def argument(self) -> str:
-        """The size as engines.Problem reads it."""
+    def size(self) -> tuple[int, ...]:
+        """As engines.Problem has it."""
         shape = (self.layers, self.hidden, self.heads, self.heads, self.ffn, self.sequence, self.micro)
-        return ",".join(map(str, (*shape, self.microbatches)))
+        return (*shape, self.microbatches)
 
     @property
     def tokens(self) -> int:

@@ -91,8 +91,8 @@ class Case:
     documents: bool = False
 
     def lowered(self, size: Size, costs: EmulatedCosts) -> LoweredProgram:
-        ragged = {"ragged": alternating(size)} if self.documents else {}
-        shape = Shape(size.ranks, size.microbatches, size.layers, costs=costs, **self.shape, **ragged)
+        ragged = alternating(size) if self.documents else None
+        shape = Shape(size.ranks, size.microbatches, size.layers, costs=costs, ragged=ragged, **self.shape)
         return lower(build(self.schedule, shape), costs)
 
 

@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from benchmarks.emulated_costs import EmulatedCosts, Link, Size
-from benchmarks.waiting_model import WaitingExecutor, WaitingModel, wait_until
 from helixpipe.common.errors import UserError
 from helixpipe.lowering.project import LoweredProgram
 from helixpipe.profile.message_times import fit_line
 from helixpipe.runtime.executor import Step
 from helixpipe.runtime.recording import Record
 from helixpipe.runtime.transport import Receipt, Transport, make_transport
+from netlab.emulated_costs import EmulatedCosts, Link, Size
+from netlab.waiting_model import WaitingExecutor, WaitingModel, wait_until
 
 NETWORK_NAMESPACE = 0x40000000
 """CLONE_NEWNET of Linux's sched.h."""
@@ -43,7 +43,9 @@ def run_ranks(function: Callable[..., Any], namespaces: Sequence[str | None], ti
     with a process group over all; what each returned, by rank. Raises UserError when a rank fails or takes longer than
     `timeout` seconds; then the others are ended."""
     context = multiprocessing.get_context("fork")
-    processes, readers, results = [], {}, [None] * len(namespaces)
+    processes: list[Any] = []
+    results: list[Any] = [None] * len(namespaces)
+    readers: dict[Any, int] = {}
     gc.collect()
     gc.freeze()  # what is here now the ranks need not search again
     with tempfile.TemporaryDirectory() as folder:
@@ -58,7 +60,7 @@ def run_ranks(function: Callable[..., Any], namespaces: Sequence[str | None], ti
                 readers[reader] = rank
             deadline = time.monotonic() + timeout
             while readers:
-                ready = wait(list(readers), timeout=max(0.0, deadline - time.monotonic()))
+                ready: list[Any] = wait(list(readers), timeout=max(0.0, deadline - time.monotonic()))
                 if not ready:
                     raise UserError(f"ranks {sorted(readers.values())} were not done after {timeout:.0f} s.")
                 for connection in ready:
@@ -86,7 +88,7 @@ def _rank(writer: Connection, place: tuple[int, int, str | None, str, float], fu
             os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
             enter(namespace)
         torch.set_num_threads(1)
-        files = dist.FileStore(store, ranks)
+        files = dist.FileStore(store, ranks)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=files, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout))
         dist.barrier()
         result = function(rank, *args)
@@ -195,10 +197,8 @@ def emulated_steps(
         micro_batch_size=size.micro_batch_size,
         seq_length=size.tokens,
     )
-    engines = {}
-    for name in programs:
-        model = WaitingModel(size.model, size.micro_batch_size)
-        engines[name] = WaitingExecutor(costs, rank, model, transport)
+    models = {name: WaitingModel(size.model, size.micro_batch_size) for name in programs}
+    engines = {name: WaitingExecutor(costs, rank, model, transport) for name, model in models.items()}
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     records = {}
     for number in range(1 + steps):
@@ -209,9 +209,12 @@ def emulated_steps(
                 seconds[name].append(taken)
     transport.close()
     found = {}
-    for name, engine in engines.items():
-        weights = engine.model.weights.items()
-        sums = {str(piece): float(weight.grad.sum() / weight.numel()) for piece, weight in weights if weight.numel()}
+    for name, model in models.items():
+        sums = {
+            str(piece): float(weight.grad.sum() / weight.numel())
+            for piece, weight in model.weights.items()
+            if weight.grad is not None and weight.numel()
+        }
         found[name] = Emulated(seconds[name], records[name], sums)
     return found
 

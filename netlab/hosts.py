@@ -1,4 +1,4 @@
-"""Hosts as network namespaces on one machine, joined by links with a rate and a delay; see netlab.py.
+"""Hosts as network namespaces on one machine, joined by links with a rate and a delay; see tools/netlab.py.
 
 Each host has one interface, eth0, that a pair of virtual Ethernet devices joins to a bridge in a further namespace, the
 switch. Nothing of this is in the machine's own namespace, and none has a way out. At both ends of a link a token bucket
@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Any
 
 from helixpipe.common.errors import UserError
-from tools.delay_line import DelayLine
+from netlab.delay_line import DelayLine
 
 ROOT = Path(__file__).resolve().parents[1]
 PREFIX = "netlab"

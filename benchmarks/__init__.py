@@ -1,0 +1,1 @@
+"""Measured and simulated comparisons; `python -m benchmarks` lists them."""

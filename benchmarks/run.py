@@ -1,0 +1,99 @@
+"""Runs a benchmark by its name.
+
+    python -m benchmarks NAME [flags]     or     make bench-NAME ARGS="flags"
+    python -m benchmarks                  the list
+
+A benchmark is a module with a dataclass `Options`, whose fields are its flags, and a function `run`, which takes such
+options and returns an `Outcome`. Its docstring is what --help says. Add a module and its line in `BENCHMARKS`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import NamedTuple
+
+from helixpipe.common.command import run_command
+from helixpipe.common.errors import UserError
+from helixpipe.common.flags import FlagParser, add_dataclass_arguments, dataclass_from_namespace, nearest_name
+
+
+class Benchmark(NamedTuple):
+    module: str
+    help: str
+
+
+BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
+    {
+        "engines": Benchmark("benchmarks.bench", "speed and memory beside megatron-core's and torch's engines"),
+        "predict": Benchmark("benchmarks.predict", "steps as simulated from a profile and as measured (docs/costs.md)"),
+        "steps": Benchmark("benchmarks.steps", "training steps with and without a flush between them"),
+        "saves": Benchmark(
+            "benchmarks.saves", "how long a checkpoint, written at once and beside it, holds up training"
+        ),
+        "kill-test": Benchmark("benchmarks.kill_test", "runs killed at random moments and relaunched: the same losses"),
+        "host": Benchmark("benchmarks.host_time", "what the executor itself takes for each instruction"),
+        "planning": Benchmark("benchmarks.planning", "processor time of planning large steps"),
+        "offload": Benchmark("benchmarks.offload", "activations in the host's memory beside recomputation"),
+        "loss-slices": Benchmark("benchmarks.loss_slices", "head and loss over slices beside whole logits"),
+        "infinipipe-steps": Benchmark("benchmarks.infinipipe_steps", "documents of all lengths, measured: 20 minutes"),
+        "gpu": Benchmark("benchmarks.gpu", "tests, profiles, predictions and training on a GPU, into a folder"),
+        "network": Benchmark("netlab.network", "pipelines and FSDP2 over slow links between two hosts (root)"),
+        "emulate": Benchmark(
+            "netlab.emulate", "emulated clusters of 8 to 32 ranks (root): predicted and emulated steps"
+        ),
+        "setups": Benchmark("benchmarks.setups", "HelixPipe's published setups, simulated (docs/helixpipe_setups.md)"),
+        "sppo": Benchmark("benchmarks.sppo_setups", "SPPO's published setups, simulated (docs/sppo.md)"),
+        "sppo-steps": Benchmark("benchmarks.sppo_steps", "SPPO's published setups with offloading, simulated"),
+        "infinipipe": Benchmark(
+            "benchmarks.infinipipe", "InfiniPipe's published setups, simulated, into docs/infinipipe.md"
+        ),
+        "choosing": Benchmark("benchmarks.choosing", "the table of docs/choosing.md, simulated"),
+        "search": Benchmark(
+            "benchmarks.search", "what a search over orders gains, simulated (docs/schedule_search.md)"
+        ),
+        "queues": Benchmark("benchmarks.queues", "simulated steps on GPUs with one hardware queue"),
+        "plans": Benchmark("benchmarks.plans", "the worked example of docs/planning.md, written anew"),
+        "reproduce": Benchmark(
+            "benchmarks.reproduce", "published figures beside predicted ones (docs/reproduction.md)"
+        ),
+        "documents": Benchmark("benchmarks.documents", "documents of true lengths: the standard library's source"),
+    }
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status. Without a name it lists the benchmarks, with --targets as targets of make."""
+    name, *words = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if name.startswith("-"):
+        return run_command("benchmarks", partial(_list, "bench-" if name == "--targets" else ""))
+    return run_command(f"benchmarks {name}", partial(_run, name, words))
+
+
+def _list(prefix: str) -> int:
+    """A line for each benchmark, its name after the prefix."""
+    width = max(map(len, BENCHMARKS)) + len(prefix) + 2
+    for name, each in BENCHMARKS.items():
+        print(f"{prefix + name:<{width}}{each.help}")
+    return 0
+
+
+def _run(name: str, words: Sequence[str]) -> int:
+    if name not in BENCHMARKS:
+        near = nearest_name(name, BENCHMARKS)
+        hint = f"did you mean {near!r}? " if near else ""
+        raise UserError(f"benchmark {name!r} is unknown: {hint}known are {', '.join(BENCHMARKS)}.")
+    module = importlib.import_module(BENCHMARKS[name].module)
+    parser = FlagParser(
+        prog=f"python -m benchmarks {name}",
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s [options]",
+    )
+    add_dataclass_arguments(parser, module.Options)
+    options = dataclass_from_namespace(module.Options, parser.parse(words))
+    return module.run(options).deliver(options)
