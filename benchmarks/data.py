@@ -34,12 +34,13 @@ def rows(file: str, table: str, cls: type[T]) -> tuple[T, ...]:
     """The rows of one table of a file of the folder, each with what [common] says of all. Raises UserError, which names
     file, row and field."""
     content = read(FOLDER / file)
-    if table not in content:
+    if not isinstance(content.get(table), list):
         raise UserError(f"{file} has no table [[{table}]]; it has {', '.join(content)}.")
     found = []
     for number, row in enumerate(content[table], start=1):
         place = f"{file}, {table} {number}"
-        values = checked(place, {**content.get("common", {}), **row}, cls, _refuse)
+        whole = {**content.get("common", {}), **row} if isinstance(row, Mapping) else row
+        values = checked(place, whole, cls, _refuse)
         for name, value in values.items():
             if not fits(cls, name, value):
                 raise UserError(f"{place}: {name} cannot be {value!r}.")
