@@ -19,6 +19,7 @@ from megatron.core.pipeline_parallel import schedules as core_schedules
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
+from benchmarks.profiled import every_rank
 from helixpipe.costs.by_hand import OpTimes
 from helixpipe.lowering.lower import lower
 from helixpipe.model import GPTOptions, Microbatch, PipelineModel, UnitContext
@@ -104,13 +105,6 @@ class _TorchOnCpu:
         return torch.zeros(*args, **{**kwargs, "device": "cpu"})
 
 
-def gathered(value: Any) -> list[Any]:
-    """Of all ranks."""
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, value)
-    return every
-
-
 def start(size: Sequence[int], vocabulary: int = 512) -> Problem:
     """Join the other rank; everything is ready for the engines below."""
     dist.init_process_group("gloo")
@@ -178,8 +172,7 @@ class OurEngine(Engine):
         times: dict[tuple[str, int, int], list[float]] = {}
         messages = []
         for _ in range(steps):
-            records: list[Any] = [None, None]
-            dist.all_gather_object(records, self.executor.run(self.lowered, self._data, record=True)[1])
+            records = every_rank(self.executor.run(self.lowered, self._data, record=True)[1])
             timeline = merge_records(self.lowered, records, "bench")
             for event in timeline.ops:
                 times.setdefault((event.op.kind, event.op.stage, event.op.chunk), []).append(event.end - event.start)

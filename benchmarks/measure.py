@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.accounting import AliveBytes
-from benchmarks.engines import Engine, OurEngine, Problem, gathered, start
+from benchmarks.engines import Engine, OurEngine, Problem, start
 from benchmarks.families import FAMILIES
 from benchmarks.kept import peak_kept
 from benchmarks.other_engines import torch_zbv
+from benchmarks.profiled import every_rank
 from benchmarks.rounds import in_turn, quartiles, ratios
 from helixpipe.costs.hardware import HARDWARE
 from helixpipe.costs.model_costs import ModelCosts
@@ -45,7 +46,7 @@ def compare(problem: Problem, family: str, pairs: int) -> dict[str, Any]:
         name: {
             "tokens_per_second": tokens / statistics.median(times[name]),
             "seconds": times[name],
-            "peak_bytes": gathered(peak_alive(engine)),
+            "peak_bytes": every_rank(peak_alive(engine)),
             "gradient_difference": differences[name],
             "ours": predicted.get(name),
         }
@@ -74,8 +75,8 @@ def prediction(engine: OurEngine) -> dict[str, Any]:
         "chunk_lengths": program.chunk_lengths,
         "chunk_seconds": times,
         "kept_layers": simulation.peak_activation,
-        "kept_bytes": gathered(peak_saved(engine)),
-        "keys_values_bytes": gathered(engine.executor.keys_values.peak_bytes()),
+        "kept_bytes": every_rank(peak_saved(engine)),
+        "keys_values_bytes": every_rank(engine.executor.keys_values.peak_bytes()),
     }
 
 
@@ -97,7 +98,7 @@ def gradient_differences(every: dict[str, Engine]) -> dict[str, float]:
     expected: dict[str, Tensor] = {}
     for name, engine in every.items():
         timed(engine)
-        ranks = gathered(engine.gradients())
+        ranks = every_rank(engine.gradients())
         gradients = {key: value for rank in ranks for key, value in rank.items()}
         expected = expected or gradients
         assert gradients.keys() == expected.keys(), f"{name}: {gradients.keys() ^ expected.keys()}"
@@ -144,5 +145,5 @@ def memory(problem: Problem) -> dict[str, Any]:
     for name, program in programs.items():
         lowered = lower(program)
         simulated = [rank_memory(lowered, costs, rank).activations for rank in range(2)]
-        result[name] = {"simulated": simulated, "measured": gathered(peak_saved(OurEngine(problem, program)))}
+        result[name] = {"simulated": simulated, "measured": every_rank(peak_saved(OurEngine(problem, program)))}
     return result

@@ -14,17 +14,15 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from benchmarks.predict_ranks import make_step
+from benchmarks.profiled import ProfiledSteps, every_rank
 from benchmarks.ranks import on_ranks, run_module
 from benchmarks.report import Figures, Outcome
 from benchmarks.rounds import quartiles, ratios, turns
@@ -35,9 +33,8 @@ from helixpipe.model.device import device
 from helixpipe.planning.memory.offload import OffloadOptions
 from helixpipe.planning.memory.offload_choice import MemoryLimits, OffloadedProgram, choose
 from helixpipe.planning.memory.recompute import RecomputeOptions
-from helixpipe.profile.subject import Task, build_model, initialize_parallel_state
+from helixpipe.profile.subject import initialize_parallel_state
 from helixpipe.runtime.copies import ThreadEngine
-from helixpipe.runtime.executor import Executor, Step
 from helixpipe.runtime.offload import Offloader
 from helixpipe.runtime.transport import make_transport
 from schedules import Shape, build
@@ -137,18 +134,14 @@ def measure(path: str, rounds: int, bandwidth: float, part: float, schedules: Se
     costs = ProfileCosts(profile)
     assert dist.group.WORLD is not None
     transport = make_transport(dist.group.WORLD, device())
-    task = Task(profile.model, profile.seq_length, 1, profile.dtype, processes=RANKS, threads=1, repeats=1)
     result: dict[str, Any] = {}
     for schedule in schedules:
         ways = Ways(schedule, costs, bandwidth, part)
         rows = result[schedule] = {name: ways.row(name) for name in ways.choices}
-        pieces = ways.choices["kept"].program.pieces_of_rank(rank)
-        model, ddp = build_model(task, profile.model.layers, pieces)
-        executor = Executor(rank, model, transport, offloader=Offloader(ThreadEngine(bandwidth)))
-        step = make_step(profile, 1, ways.microbatches)
+        offloader = Offloader(ThreadEngine(bandwidth))
+        steps = ProfiledSteps(profile, ways.choices["kept"].program, transport, 1, rank, offloader=offloader)
         for number, name in turns(rows, 1 + rounds):  # the first warms up
-            ddp.zero_grad_buffer()
-            seconds, hidden = timed(executor, ways.choices[name], step)
+            seconds, hidden = timed(steps, ways.choices[name])
             if number:
                 rows[name]["seconds"].append(seconds)
                 rows[name]["hidden"] += [hidden] if hidden is not None else []
@@ -156,14 +149,10 @@ def measure(path: str, rounds: int, bandwidth: float, part: float, schedules: Se
     return result
 
 
-def timed(executor: Executor, choice: OffloadedProgram, step: Step) -> tuple[float, float | None]:
+def timed(steps: ProfiledSteps, choice: OffloadedProgram) -> tuple[float, float | None]:
     """Seconds of a step over both ranks, and the share of its copies' time that ops did not wait for."""
-    dist.barrier()
-    start = time.perf_counter()
-    _, record = executor.run(choice.simulation.lowered, step, record=True)
-    seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    (own,), record = steps.run(choice.simulation.lowered, record=True)
+    assert record is not None
     copying = sum(end - begin for begin, end in record.copies.values())
-    totals = torch.tensor([copying, record.held_up], dtype=torch.float64)
-    dist.all_reduce(totals)
-    return float(seconds), max(0.0, 1 - float(totals[1] / totals[0])) if totals[0] else None
+    seconds, copied, held_up = zip(*every_rank((own, copying, record.held_up)), strict=True)
+    return max(seconds), max(0.0, 1 - sum(held_up) / sum(copied)) if sum(copied) else None

@@ -15,15 +15,14 @@ import torch.distributed as dist
 
 from benchmarks.kept import peak_kept
 from benchmarks.predict_cases import CASES, LEAST_ELEMENTS, WAYS, Case
+from benchmarks.profiled import ProfiledSteps, every_rank
 from helixpipe.costs.profile_costs import Profile, ProfileCosts
 from helixpipe.lowering.lower import lower
-from helixpipe.model import Microbatch
 from helixpipe.model.device import device
 from helixpipe.planning.memory.offload import OffloadOptions
-from helixpipe.profile.subject import Task, build_model, initialize_parallel_state
+from helixpipe.profile.subject import initialize_parallel_state
 from helixpipe.program.program import Program
 from helixpipe.program.timeline import Timeline
-from helixpipe.runtime.executor import Executor, Step
 from helixpipe.runtime.recording import merge_records
 from helixpipe.runtime.transport import SingleRankTransport, Transport, make_transport
 from helixpipe.simulate.simulator import simulate
@@ -39,15 +38,11 @@ class Engine:
     """One way on this rank: its program, simulated, and what runs it."""
 
     def __init__(self, name: str, case: Case, costs: ProfileCosts, transport: Transport, recording: bool):
-        profile, rank = costs.profile, dist.get_rank()
         self.recording = recording
         self.program = program_of(name, case, costs)
         self.lowered = lower(self.program, costs)
         self.simulation = simulate(self.lowered, costs)
-        task = Task(profile.model, profile.seq_length, case.micro, profile.dtype, case.ranks, threads=1, repeats=1)
-        model, self._ddp = build_model(task, case.layers, self.program.pieces_of_rank(rank))
-        self.executor = Executor(rank, model, transport)
-        self.step = make_step(profile, case.micro, case.microbatches)
+        self.steps = ProfiledSteps(costs.profile, self.program, transport, case.micro, dist.get_rank())
         computing = min(torch.cuda.device_count() or os.cpu_count() or 1, case.ranks)
         self.row: dict[str, Any] = {
             "predicted": max(self.simulation.makespan, sum(self.simulation.busy) / computing),
@@ -62,30 +57,22 @@ class Engine:
     def timed(self) -> None:
         """A step: its seconds over all ranks, from a common start to the last end; of each rank the processor time of
         its computing thread and of all its threads; and the share of all processors' time that others took."""
-        self._ddp.zero_grad_buffer()
-        dist.barrier()
-        clocks = (time.perf_counter, time.thread_time, time.process_time, processors_used)
-        starts = [clock() for clock in clocks]
-        self.executor.run(self.lowered, self.step)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        seconds, *busy, used = gathered([clock() - start for clock, start in zip(clocks, starts, strict=True)])
+        own, _ = self.steps.run(self.lowered, (time.perf_counter, time.thread_time, time.process_time, processors_used))
+        seconds, *busy, used = gathered(own)
         self.row["seconds"].append(max(seconds))
-        for key, own in zip(("busy", "processor"), busy, strict=True):
-            self.row[key].append(own)
+        for key, times in zip(("busy", "processor"), busy, strict=True):
+            self.row[key].append(times)
         self.row["others"].append(max(used[0] - sum(busy[1]), 0.0) / max(seconds) / (os.cpu_count() or 1))
 
     def recorded(self) -> Timeline:
         """A step, op by op."""
-        self._ddp.zero_grad_buffer()
-        dist.barrier()
-        _, record = self.executor.run(self.lowered, self.step, record=True)
+        _, record = self.steps.run(self.lowered, record=True)
         return merge_records(self.lowered, every_rank(record), self.program.schedule)
 
     def finish(self) -> None:
         """After the steps that count: memory, and what became of each kind of op."""
-        run = partial(self.executor.run, self.lowered, self.step)
-        executor = self.executor
+        executor = self.steps.executor
+        run = partial(executor.run, self.lowered, self.steps.step)
         kept = peak_kept(run, executor.model.parameters(), partial(getattr, executor.borrowed, "copies"))  # type: ignore[attr-defined]
         self.row["bytes"] = every_rank(kept)
         if self.recording:
@@ -110,39 +97,22 @@ class Pace:
     the CPU processor time, as in the profile."""
 
     def __init__(self, case: Case, costs: ProfileCosts):
-        profile = costs.profile
         microbatches = max(case.microbatches // case.ranks, 1)
         program = build("none", Shape(1, microbatches, case.layers, costs=costs))
         self._lowered = lower(program, costs)
         self._predicted = simulate(self._lowered, costs).makespan
-        task = Task(profile.model, profile.seq_length, case.micro, profile.dtype, case.ranks, threads=1, repeats=1)
-        model, self._ddp = build_model(task, case.layers, program.pieces_of_rank(0))
-        self._executor, self._step = (
-            Executor(0, model, SingleRankTransport()),
-            make_step(profile, case.micro, case.microbatches),
-        )
+        self._steps = ProfiledSteps(costs.profile, program, SingleRankTransport(), case.micro, 0)
 
     def timed(self) -> float:
-        self._ddp.zero_grad_buffer()
-        dist.barrier()
         clock = time.perf_counter if torch.cuda.is_available() else time.process_time
-        start = clock()
-        self._executor.run(self._lowered, self._step)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        (seconds,) = gathered([clock() - start])
+        own, _ = self._steps.run(self._lowered, (clock,))
+        (seconds,) = gathered(own)
         return statistics.mean(seconds) / self._predicted
 
 
 def gathered(values: Sequence[float]) -> list[list[float]]:
     """Of each value, those of all ranks."""
     return [list(each) for each in zip(*every_rank(list(values)), strict=True)]
-
-
-def every_rank(value: Any) -> list[Any]:
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, value)
-    return every
 
 
 def compared(simulated: Timeline, measured: Sequence[Timeline]) -> dict[str, Any]:
@@ -193,24 +163,6 @@ def program_of(name: str, case: Case, costs: ProfileCosts) -> Program:
         offload=offload,
     )
     return build(way.schedule, shape)
-
-
-def make_step(profile: Profile, micro: int, microbatches: int) -> Step:
-    """Random tokens, the same on every rank."""
-    shape = (microbatches, micro, profile.seq_length)
-    generator = torch.Generator().manual_seed(1)
-    drawn = (torch.randint(0, profile.model.vocab, shape, generator=generator) for _ in range(2))
-    tokens, labels = (each.to(device()) for each in drawn)
-    mask = torch.ones(shape[1:], device=device())
-    scale = torch.tensor(1.0 / (micro * profile.seq_length * microbatches), device=device())
-    return Step(
-        iteration=0,
-        microbatch_number=lambda index: index,
-        batch=lambda index: Microbatch(tokens[index], labels[index], mask),
-        root_gradient=lambda index: scale,
-        micro_batch_size=micro,
-        seq_length=profile.seq_length,
-    )
 
 
 def measure(name: str, path: str, steps: int, recording: bool, ways: Sequence[str]) -> dict[str, Any]:

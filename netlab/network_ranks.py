@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.engines import Engine, OurEngine, Problem, gathered, start
+from benchmarks.engines import Engine, OurEngine, Problem, start
 from benchmarks.measure import gradient_differences, timed
+from benchmarks.profiled import every_rank
 from benchmarks.rounds import in_turn
 from netlab.fsdp import FsdpEngine
 from netlab.network_costs import VOCABULARY, is_fsdp
@@ -51,7 +52,7 @@ def compare(problem: Problem, names: Sequence[str], rounds: int) -> dict[str, An
     rows = {}
     for name, found in in_turn(names, rounds, step).items():
         seconds, sent = zip(*found, strict=True)
-        most = [max(counts) for counts in zip(*gathered(sent), strict=True)]
+        most = [max(counts) for counts in zip(*every_rank(sent), strict=True)]
         difference = {"gradient_difference": differences[name], "op_times": times.get(name)}
         rows[name] = {"seconds": seconds, "sent": most, **difference}
     return rows
