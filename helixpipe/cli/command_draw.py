@@ -71,7 +71,7 @@ def _measured(path: str) -> Timeline:
     timeline = Timeline.load(path)
     if not timeline.ops:
         raise UserError(f"the timeline {path} has no ops.")
-    copies = [(copy.rank, f"the copy of {copy.op}", copy.start, copy.end) for copy in timeline.copies]
+    copies = [(copy.source, f"the copy of {copy.op}", copy.start, copy.end) for copy in timeline.copies]
     for rank, what, start, end in (*timeline.ops, *copies):
         if not 0 <= rank < timeline.num_ranks or not 0 <= start <= end < math.inf:
             raise UserError(

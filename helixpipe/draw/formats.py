@@ -22,7 +22,7 @@ from helixpipe.draw.style import (
     lane_of,
 )
 from helixpipe.program.program import Op
-from helixpipe.program.timeline import CopyEvent, OpEvent, SharingEvent, Timeline
+from helixpipe.program.timeline import OpEvent, Timeline, TransferEvent
 from helixpipe.simulate.simulator import Simulation
 
 IMAGE_SUFFIXES = (".png", ".svg", ".pdf")
@@ -95,7 +95,7 @@ def chrome_trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
         events += _copies(timeline, pid, scale)
         events += _sharing(timeline, pid, scale)
         for message in timeline.messages:
-            producer, consumer = by_op.get(message.producer), by_op.get(message.consumer)
+            producer, consumer = (by_op.get(op) if op else None for op in (message.producer, message.consumer))
             if producer is None or consumer is None or producer is consumer:  # weights come from no op
                 continue
             flow = {"name": message.kind, "cat": "message", "id": flows, "pid": pid}
@@ -121,10 +121,10 @@ def _copies(timeline: Timeline, pid: int, scale: float) -> list[dict[str, Any]]:
         lane = lane_of(copy)
         args = {
             "direction": LANE_STYLES[lane].name,
-            "before" if copy.inward else "after": str(copy.op),
+            _side(copy): str(copy.op),
             **_unit(copy.op),
         }
-        thread = _lane_thread(timeline, copy.rank, lane)
+        thread = _lane_thread(timeline, copy.source, lane)
         events.append(_complete(copy, pid, thread, f"{lane} {copy.op}", "copy", scale, args))
     return events
 
@@ -133,14 +133,18 @@ def _sharing(timeline: Timeline, pid: int, scale: float) -> list[dict[str, Any]]
     """A lane for each rank whose weights are in parts, with gathers and scatters, numbered after all others."""
     events: list[dict[str, Any]] = []
     first = timeline.num_ranks * (1 + len(LANES))
-    for rank in sorted({event.rank for event in timeline.sharing}):
+    for rank in sorted({event.source for event in timeline.sharing}):
         events += _thread(pid, first + rank, _sort_index(rank) + len(LANES), f"rank {rank} data-parallel")
     for event in timeline.sharing:
-        which = "before" if event.kind == "gather" else "after"
-        args = {which: str(event.op), **_unit(event.op)}
+        args = {_side(event): str(event.op), **_unit(event.op)}
         name = f"{event.kind} {event.op}"
-        events.append(_complete(event, pid, first + event.rank, name, "sharing", scale, args))
+        events.append(_complete(event, pid, first + event.source, name, "sharing", scale, args))
     return events
+
+
+def _side(event: TransferEvent) -> str:
+    """Where a transfer is, as its op sees it."""
+    return "after" if event.consumer is None else "before"
 
 
 def _lane_thread(timeline: Timeline, rank: int, lane: str) -> int:
@@ -157,7 +161,7 @@ def _unit(op: Op) -> dict[str, int]:
 
 
 def _complete(
-    event: OpEvent | CopyEvent | SharingEvent,
+    event: OpEvent | TransferEvent,
     pid: int,
     tid: int,
     name: str,

@@ -257,20 +257,22 @@ def _measured(timeline: Timeline) -> dict[str, Any]:
     """Messages and copies of ops that were not recorded are left out."""
     ops = sorted(timeline.ops, key=lambda event: (event.rank, event.start, event.end))
     number = {event.op: task for task, event in enumerate(ops)}
-    messages = [m for m in timeline.messages if m.producer in number and m.consumer in number]
-    sharing = [event for event in timeline.sharing if event.op in number]
-    copies = [event for event in timeline.copies if event.op in number]
-    times = [(e.start, e.end) for e in ops] + [(e.start, e.end) for e in messages]
-    times += [(e.start, e.end) for e in sharing] + [(e.start, e.end) for e in copies]
+    messages, sharing, copies = (
+        [event for event in events if all(op in number for op in (event.producer, event.consumer) if op is not None)]
+        for events in (timeline.messages, timeline.sharing, timeline.copies)
+    )
+    times = [(event.start, event.end) for events in (ops, messages, sharing, copies) for event in events]
     return {
         "ops": _op_columns([event.op for event in ops], [event.rank for event in ops]),
         "messages": [
-            [MESSAGE_KINDS.index(m.kind), m.source, m.target, number[m.producer], number[m.consumer]] for m in messages
+            [MESSAGE_KINDS.index(m.kind), m.source, m.target, number[m.producer], number[m.consumer]]
+            for m in messages
+            if m.producer is not None and m.consumer is not None
         ],
         "collectives": [
-            [COLLECTIVE_KINDS.index(event.kind), event.rank, number[event.op], [event.rank]] for event in sharing
+            [COLLECTIVE_KINDS.index(event.kind), event.source, number[event.op], [event.source]] for event in sharing
         ],
-        "copies": [[event.rank, int(event.inward), number[event.op]] for event in copies],
+        "copies": [[event.source, int(event.resource == "copy_in"), number[event.op]] for event in copies],
         "start": [_short(start) for start, _ in times],
         "end": [_short(end) for _, end in times],
         "makespan": timeline.makespan,

@@ -28,7 +28,7 @@ from helixpipe.draw.style import (
     scale_note,
     time_scale,
 )
-from helixpipe.program.timeline import CopyEvent, OpEvent, Timeline, idle_shares
+from helixpipe.program.timeline import OpEvent, Timeline, TransferEvent, idle_shares
 
 WIDTH, LEFT, RIGHT = 14.0, 0.8, 0.75  # inches: of the figure, where it has room for labels, and beside the axes
 WIDEST, AREA, FLATTEST = 160.0, 1200.0, 10.0  # inches, square inches, width over height, of one that grows for them
@@ -65,7 +65,7 @@ class _RowPositions:
 class _Boxes:
     """Boxes of one height: what they show, where they lie, and their colours."""
 
-    events: Sequence[OpEvent | CopyEvent]
+    events: Sequence[OpEvent | TransferEvent]
     middles: Sequence[float]
     half: float
     colours: Sequence[Colour]
@@ -182,7 +182,7 @@ def _op_boxes(timeline: Timeline, rows: _RowPositions, half: float) -> _Boxes:
 def _copy_boxes(timeline: Timeline, rows: _RowPositions, half: float) -> _Boxes:
     colours = {lane: to_rgb(style.colour) for lane, style in LANE_STYLES.items()}
     lanes = [lane_of(copy) for copy in timeline.copies]
-    middles = [rows.lane(copy.rank, lane) for copy, lane in zip(timeline.copies, lanes, strict=True)]
+    middles = [rows.lane(copy.source, lane) for copy, lane in zip(timeline.copies, lanes, strict=True)]
     return _Boxes(timeline.copies, middles, half, [colours[lane] for lane in lanes])
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from helixpipe.program.timeline import CopyEvent, Timeline
+from helixpipe.program.timeline import Timeline, TransferEvent
 from helixpipe.program.transfer import TRANSFER_KINDS
 
 
@@ -43,13 +43,13 @@ LANE_COLOUR = "#f6f6f6"
 """Where nothing is copied."""
 
 
-def lane_of(copy: CopyEvent) -> str:
-    return LANES[copy.inward]
+def lane_of(copy: TransferEvent) -> str:
+    return LANES[copy.resource == "copy_in"]
 
 
 def copying_ranks(timeline: Timeline) -> list[int]:
     """Those that have lanes."""
-    return sorted({copy.rank for copy in timeline.copies})
+    return sorted({copy.source for copy in timeline.copies})
 
 
 def heading(timeline: Timeline) -> str:

@@ -248,7 +248,7 @@ def text_timeline(timeline: Timeline, width: int) -> str | None:
         end = min(max(round(copy.end * scale), start + 1), columns)
         name, lane = _name(copy.op, chunked), lane_of(copy)
         name = name if len(name) <= end - start else ""
-        lines[copy.rank, lane][start:end] = name.ljust(end - start, "<" if copy.inward else ">")
+        lines[copy.source, lane][start:end] = name.ljust(end - start, "<" if lane == "in" else ">")
     rows = sorted(lines, key=lambda row: (row[0], ("", *LANES).index(row[1])))
     return "\n".join(
         f"{lane.rjust(prefix - 1) if lane else f'rank {rank}':<{prefix}}|{''.join(lines[rank, lane])}|"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from helixpipe.common.json_values import parse_json
 from helixpipe.common.ranges import MOST_RANKS
 from helixpipe.program.program import Op
 from helixpipe.program.text import parse_cell
-from helixpipe.program.transfer import Transfer
+from helixpipe.program.transfer import TRANSFER_KINDS
 
 BUBBLE = (
     "bubble: the share of the ranks' time, from the start of a step to the end of all its ops and transfers, in which "
@@ -43,80 +44,69 @@ class OpEvent(NamedTuple):
     end: float
 
 
-class MessageEvent(NamedTuple):
-    """One message between ranks."""
+class TransferEvent(NamedTuple):
+    """One transfer between ranks, in a group of ranks, or between a device and its host; fields as of `Transfer`. A
+    collective of data-parallel ranks is in the timeline of one pipeline with that pipeline's rank alone."""
 
     kind: str
-    source: int
-    target: int
-    producer: Op
-    consumer: Op
+    ranks: tuple[int, ...]
+    producer: Op | None
+    consumer: Op | None
     start: float
     end: float
 
+    @property
+    def source(self) -> int:
+        return self.ranks[0]
 
-class CopyEvent(NamedTuple):
-    """Activations on their way to the host of a rank, or, inward, back. op: after which they left, or before which they
-    were to be back."""
+    @property
+    def target(self) -> int:
+        return self.ranks[-1]
 
-    rank: int
-    inward: bool
-    op: Op
-    start: float
-    end: float
+    @property
+    def op(self) -> Op:
+        """The op it belongs to: that needs what it brings, or that made what it takes."""
+        op = self.consumer or self.producer
+        assert op is not None
+        return op
 
-
-class SharingEvent(NamedTuple):
-    """A gather of weights or a scatter of gradients over the data-parallel ranks of a rank. op: the first that needs
-    the weights, or the one that made the gradients."""
-
-    rank: int
-    kind: str
-    op: Op
-    start: float
-    end: float
-
-
-@dataclass
-class TransferEvents:
-    """The events of transfers, by the list of a timeline that they stand in."""
-
-    messages: list[MessageEvent] = field(default_factory=list)
-    copies: list[CopyEvent] = field(default_factory=list)
-    sharing: list[SharingEvent] = field(default_factory=list)
-
-    def add(self, transfer: Transfer, start: float, end: float) -> None:
-        """Add a transfer; one that belongs to no op, a sum over replicas, has no event."""
-        kind, ranks, producer, consumer = transfer.kind, transfer.ranks, transfer.producer, transfer.consumer
-        if producer is None and consumer is None:
-            return
-        if producer is not None and consumer is not None:
-            self.messages.append(MessageEvent(kind, transfer.source, transfer.target, producer, consumer, start, end))
-        elif transfer.resource == "collective":
-            self.sharing += [SharingEvent(rank, kind, transfer.op, start, end) for rank in ranks]
-        else:
-            self.copies.append(CopyEvent(ranks[0], transfer.resource == "copy_in", transfer.op, start, end))
+    @property
+    def resource(self) -> str:
+        return TRANSFER_KINDS[self.kind].resource
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step of a schedule on `num_ranks` ranks. unit: `s` for seconds, or `` where piece times carry none. until:
-    the end of what is not among the events, such as sums over replicas."""
+    """One step of a schedule on `num_ranks` ranks. unit: `s` for seconds, or `` where piece times carry none.
+    transfers: those that belong to ops. until: the end of what is not among the events, such as sums over replicas."""
 
     title: str
     num_ranks: int
     ops: Sequence[OpEvent]
-    messages: Sequence[MessageEvent] = field(default_factory=tuple)
+    transfers: Sequence[TransferEvent] = field(default_factory=tuple)
     unit: str = ""
-    copies: Sequence[CopyEvent] = field(default_factory=tuple)
-    sharing: Sequence[SharingEvent] = field(default_factory=tuple)
     until: float = 0.0
+
+    @cached_property
+    def messages(self) -> list[TransferEvent]:
+        """The transfers from one rank to another."""
+        return [event for event in self.transfers if event.resource == "link"]
+
+    @cached_property
+    def copies(self) -> list[TransferEvent]:
+        """Those between a device and its host."""
+        return [event for event in self.transfers if event.resource in ("copy_out", "copy_in")]
+
+    @cached_property
+    def sharing(self) -> list[TransferEvent]:
+        """Those of data-parallel ranks."""
+        return [event for event in self.transfers if event.resource == "collective"]
 
     @property
     def makespan(self) -> float:
         """From 0 to the end of the last op or transfer."""
-        events = (self.ops, self.messages, self.copies, self.sharing)
-        return max(self.until, *(max((event.end for event in of_kind), default=0.0) for of_kind in events))
+        ends = [event.end for events in (self.ops, self.transfers) for event in events]
+        return max(self.until, *ends) if ends else self.until
 
     @property
     def bubble(self) -> float:
@@ -131,30 +121,29 @@ class Timeline:
 
     def copy_time(self) -> list[float]:
         """Time that copies of each rank take, to the host and back together."""
-        times = [0.0] * self.num_ranks
-        for event in self.copies:
-            times[event.rank] += event.end - event.start
-        return times
+        return self._taken(self.copies)
 
     def sharing_time(self) -> list[float]:
         """Time that gathers and scatters of each rank take."""
+        return self._taken(self.sharing)
+
+    def _taken(self, transfers: Sequence[TransferEvent]) -> list[float]:
         times = [0.0] * self.num_ranks
-        for event in self.sharing:
-            times[event.rank] += event.end - event.start
+        for event in transfers:
+            for rank in event.ranks:
+                times[rank] += event.end - event.start
         return times
 
     def to_json(self) -> dict[str, Any]:
-        sharing = [[e.rank, e.kind, str(e.op), e.start, e.end] for e in self.sharing]
-        copies = [[e.rank, e.inward, str(e.op), e.start, e.end] for e in self.copies]
         return {
             "title": self.title,
             "ranks": self.num_ranks,
             "unit": self.unit,
             "ops": [[e.rank, str(e.op), e.start, e.end] for e in self.ops],
-            "messages": [
-                [e.kind, e.source, e.target, str(e.producer), str(e.consumer), e.start, e.end] for e in self.messages
+            "transfers": [
+                [e.kind, list(e.ranks), _cell(e.producer), _cell(e.consumer), e.start, e.end] for e in self.transfers
             ],
-        } | {name: value for name, value in (("copies", copies), ("sharing", sharing), ("until", self.until)) if value}
+        } | ({"until": self.until} if self.until else {})
 
     def save(self, path: str | Path) -> None:
         """Write the file, whole or not at all. Raises UserError when it cannot be written."""
@@ -167,29 +156,31 @@ class Timeline:
         try:
             data = parse_json(Path(path).read_text(encoding="utf-8"))
             ops = [OpEvent(int(r), _op(cell), float(a), float(b)) for r, cell, a, b in data["ops"]]
-            messages = [
-                MessageEvent(str(kind), int(s), int(t), _op(p), _op(c), float(a), float(b))
-                for kind, s, t, p, c, a, b in data["messages"]
-            ]
-            copies = [
-                CopyEvent(int(rank), bool(inward), _op(cell), float(start), float(end))
-                for rank, inward, cell, start, end in data.get("copies", ())
-            ]
-            sharing = [
-                SharingEvent(int(rank), str(kind), _op(cell), float(start), float(end))
-                for rank, kind, cell, start, end in data.get("sharing", ())
-            ]
+            transfers = [_transfer(*fields) for fields in data["transfers"]]
             until = float(data.get("until", 0.0))
             title, ranks, unit = str(data["title"]), int(data["ranks"]), str(data["unit"])
             if not 1 <= ranks <= MOST_RANKS:
                 raise ValueError(f"ranks must be a whole number from 1 to {MOST_RANKS}, not {ranks}")
-            return cls(title, ranks, ops, messages, unit, copies, sharing, until)
+            return cls(title, ranks, ops, transfers, unit, until)
         except OSError as error:
             raise UserError(f"cannot read the timeline {path}: {error.strerror}.") from None
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise UserError(f"{path} is not a timeline file ({type(error).__name__}: {error}).") from None
 
 
+def _cell(op: Op | None) -> str | None:
+    return None if op is None else str(op)
+
+
 def _op(cell: str) -> Op:
     (op,) = parse_cell(cell)
     return op
+
+
+def _transfer(kind: Any, ranks: Any, producer: Any, consumer: Any, start: Any, end: Any) -> TransferEvent:
+    if kind not in TRANSFER_KINDS:
+        raise ValueError(f"{kind!r} is no kind of transfer")
+    if not ranks or (producer is None and consumer is None):
+        raise ValueError("a transfer has ranks, and an op that it belongs to")
+    before, after = (None if cell is None else _op(cell) for cell in (producer, consumer))
+    return TransferEvent(kind, tuple(int(rank) for rank in ranks), before, after, float(start), float(end))

@@ -12,7 +12,7 @@ import torch
 
 from helixpipe.lowering.project import LoweredProgram
 from helixpipe.program.program import Op
-from helixpipe.program.timeline import OpEvent, Timeline, TransferEvents
+from helixpipe.program.timeline import OpEvent, Timeline, TransferEvent
 from helixpipe.program.transfer import Transfer
 from helixpipe.runtime.copies import Timed
 
@@ -157,15 +157,14 @@ def merge_records(lowered: LoweredProgram, records: Sequence[Record], title: str
         for rank, record in enumerate(records)
         for op, start, end in record.ops
     ]
-    moved = TransferEvents()
-    for message in lowered.messages:
-        sent = records[message.source].sent.get(message.number)
-        arrived = records[message.target].arrived.get(message.number)
+    moved = []
+    for each in lowered.graph.transfers:
+        if each.resource == "link":
+            sent = records[each.source].sent.get(each.number)
+            arrived = records[each.target].arrived.get(each.number)
+        else:
+            sent, arrived = records[each.source].copies.get(lowered.graph.task(each), (None, None))
         if sent is not None and arrived is not None:
-            start, end = sent - zeros[message.source], arrived - zeros[message.target]
-            moved.add(message, start, max(start, end))
-    for copy in lowered.graph.copies:
-        if (task := lowered.graph.task(copy)) in records[copy.source].copies:
-            start, end = (time - zeros[copy.source] for time in records[copy.source].copies[task])
-            moved.add(copy, start, end)
-    return Timeline(title, lowered.program.num_ranks, ops, moved.messages, "s", moved.copies)
+            start, end = sent - zeros[each.source], arrived - zeros[each.target]
+            moved.append(TransferEvent(each.kind, each.ranks, each.producer, each.consumer, start, max(start, end)))
+    return Timeline(title, lowered.program.num_ranks, ops, moved, "s")

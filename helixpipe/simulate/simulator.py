@@ -19,7 +19,7 @@ from helixpipe.lowering.project import LoweredProgram
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Program
 from helixpipe.program.text import format_rows
-from helixpipe.program.timeline import OpEvent, Timeline, TransferEvents, bubble_of
+from helixpipe.program.timeline import OpEvent, Timeline, TransferEvent, bubble_of
 from helixpipe.simulate.blocking import blocking_schedule
 from helixpipe.simulate.copying import held_up_by_copies, held_up_by_sharing, hidden_share, leaving
 from helixpipe.simulate.handling import handling_times
@@ -197,13 +197,12 @@ def simulate(
     else:
         times = times_as_run(lowered, costs)
     ops = [OpEvent(graph.ranks[i], op, times.start[i], times.end[i]) for i, op in enumerate(graph.ops)]
-    moved = TransferEvents()
-    for transfer, task in zip(graph.transfers, range(graph.num_ops, graph.num_tasks), strict=True):
-        moved.add(transfer, times.start[task], times.end[task])
-    until = times.makespan
-    timeline = Timeline(
-        program.schedule, program.num_ranks, ops, moved.messages, unit, moved.copies, moved.sharing, until
-    )
+    moved = [
+        TransferEvent(each.kind, each.ranks, each.producer, each.consumer, times.start[i], times.end[i])
+        for i, each in enumerate(graph.transfers, start=graph.num_ops)
+        if each.producer or each.consumer
+    ]
+    timeline = Timeline(program.schedule, program.num_ranks, ops, moved, unit, times.makespan)
     peaks = [sweep(lowered, bound, rank) for rank in range(program.num_ranks)]
     offloaded, held_up = leaving(graph, bound), held_up_by_copies(graph, times, waits)
     shared = held_up_by_sharing(graph, times, waits)

@@ -14,7 +14,9 @@ from typing import NamedTuple
 
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.program.program import Op
+from helixpipe.program.tasks import OF_WEIGHTS
 from helixpipe.program.timeline import OpEvent, Timeline
+from helixpipe.program.transfer import TRANSFER_KINDS
 from helixpipe.simulate.handling import handling_times
 from helixpipe.simulate.simulator import Simulation
 
@@ -75,17 +77,15 @@ def _arrivals(timeline: Timeline) -> dict[Op, dict[str, list[_Arrival]]]:
         arrivals.setdefault(op, {MESSAGES: [], WEIGHTS: [], COPIES: []})[name].append(arrival)
 
     ends = {event.op: event.end for event in timeline.ops}
-    for kind, _, _, producer, consumer, start, end in timeline.messages:
-        if kind == "weights":
-            add(consumer, WEIGHTS, _Arrival(end, 0.0))
-        elif kind != "weight_gradients":  # which no op waits for
-            add(consumer, MESSAGES, _Arrival(end, ends.get(producer, start)))
-    for copy in timeline.copies:
-        if copy.inward:
-            add(copy.op, COPIES, _Arrival(copy.end, 0.0))
-    for event in timeline.sharing:
-        if event.kind == "gather":
-            add(event.op, WEIGHTS, _Arrival(event.end, 0.0))
+    for event in timeline.transfers:
+        if event.consumer is None or event.kind == "weight_gradients":  # no op waits for it
+            continue
+        moves = TRANSFER_KINDS[event.kind].moves
+        if moves in OF_WEIGHTS or moves == "offloaded":
+            add(event.consumer, WEIGHTS if moves in OF_WEIGHTS else COPIES, _Arrival(event.end, 0.0))
+        else:
+            ready = event.start if event.producer is None else ends.get(event.producer, event.start)
+            add(event.consumer, MESSAGES, _Arrival(event.end, ready))
     return arrivals
 
 

@@ -16,15 +16,18 @@ from helixpipe.draw.style import KIND_STYLES, LANE_STYLES
 from helixpipe.draw.text import copies_text, text_timeline
 from helixpipe.lowering.lower import lower
 from helixpipe.program.program import Op, Program
-from helixpipe.program.timeline import CopyEvent, OpEvent, Timeline
+from helixpipe.program.timeline import OpEvent, Timeline, TransferEvent
 from helixpipe.simulate.simulator import Simulation, simulate
 from schedules import Shape, build
 from tests.cli.commands import run, run_json
 from tests.simulate.test_copying import leaving
 
 OPS = [OpEvent(0, Op("F", 0, 5), 0.0, 4.0), OpEvent(0, Op("B", 0, 5), 10.0, 18.0), OpEvent(1, Op("F", 1, 5), 4.0, 8.0)]
-COPIES = [CopyEvent(0, False, Op("F", 0, 5), 4.0, 7.0), CopyEvent(0, True, Op("B", 0, 5), 8.0, 10.0)]
-BY_HAND = Timeline("by hand", 2, OPS, (), "", COPIES)
+COPIES = [
+    TransferEvent("offload", (0,), Op("F", 0, 5), None, 4.0, 7.0),
+    TransferEvent("fetch", (0,), None, Op("B", 0, 5), 8.0, 10.0),
+]
+BY_HAND = Timeline("by hand", 2, OPS, COPIES)
 
 
 def simulated(program: Program, copy: float = 3.0) -> Simulation:
@@ -39,7 +42,7 @@ def first_three() -> Program:
 
 def test_lanes_lie_under_their_rank() -> None:
     timeline = simulated(first_three()).timeline
-    figure, plain = picture([timeline]), picture([replace(timeline, copies=())])
+    figure, plain = picture([timeline]), picture([replace(timeline, transfers=timeline.messages)])
     (axes,), (before,) = figure.axes, plain.axes
     names = [text.get_text() for text in axes.texts]
     assert (names.count("out"), names.count("in")) == (3, 3)

@@ -16,7 +16,7 @@ from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.draw.page import LARGE, SCRIPTS, html_page
 from helixpipe.draw.style import KIND_STYLES
 from helixpipe.program.program import Op
-from helixpipe.program.timeline import CopyEvent, MessageEvent, OpEvent, Timeline
+from helixpipe.program.timeline import OpEvent, Timeline, TransferEvent
 from schedules import command as cli
 from tests.draw.pages import Page, simulation
 
@@ -29,11 +29,11 @@ RUN = Timeline(
         OpEvent(0, Op("F", 0, 0), 0.0, 0.002),
     ],
     [
-        MessageEvent("activation", 0, 1, Op("F", 0, 0), Op("F", 1, 0), 0.002, 0.003),
-        MessageEvent("gradient", 1, 0, Op("B", 1, 0), Op("B", 0, 0), 0.007, 0.008),
+        TransferEvent("activation", (0, 1), Op("F", 0, 0), Op("F", 1, 0), 0.002, 0.003),
+        TransferEvent("gradient", (1, 0), Op("B", 1, 0), Op("B", 0, 0), 0.007, 0.008),
+        TransferEvent("offload", (0,), Op("F", 0, 0), None, 0.002, 0.004),
     ],
     "s",
-    [CopyEvent(0, False, Op("F", 0, 0), 0.002, 0.004)],
 )  # fmt: skip
 
 

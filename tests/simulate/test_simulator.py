@@ -286,12 +286,15 @@ def test_timeline_round_trip(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{}", b"[]", b"3", b"\xff\x00", b'{"title":1,"ranks":1,"unit":"","ops":[[0,"junk",0,1]],"messages":[]}']
+    [b"", b"{}", b"[]", b"3", b"\xff\x00", b'{"title":1,"ranks":1,"unit":"","ops":[[0,"junk",0,1]],"transfers":[]}']
     + [
-        b'{"title":1,"ranks":1,"unit":"","ops":[[0,"",0,1]],"messages":[]}',
+        b'{"title":1,"ranks":1,"unit":"","ops":[[0,"",0,1]],"transfers":[]}',
         b'{"title":1,"ranks":1,"unit":"","ops":[[0,"0F0"]]}',
-        b'{"title":1,"ranks":999999999,"unit":"","ops":[[0,"0F0",0,1]],"messages":[]}',
-        b'{"title":1,"ranks":1e999,"unit":"","ops":[[0,"0F0",0,1]],"messages":[]}',
+        b'{"title":1,"ranks":999999999,"unit":"","ops":[[0,"0F0",0,1]],"transfers":[]}',
+        b'{"title":1,"ranks":1,"unit":"","ops":[],"transfers":[["post",[0,1],"0F0","1F0",0,1]]}',
+        b'{"title":1,"ranks":1,"unit":"","ops":[],"transfers":[["activation",[],"0F0","1F0",0,1]]}',
+        b'{"title":1,"ranks":1,"unit":"","ops":[],"transfers":[["offload",[0],null,null,0,1]]}',
+        b'{"title":1,"ranks":1e999,"unit":"","ops":[[0,"0F0",0,1]],"transfers":[]}',
     ],
 )
 def test_what_is_no_timeline(content: bytes, tmp_path: Path) -> None:

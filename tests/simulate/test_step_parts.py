@@ -14,7 +14,7 @@ from helixpipe.lowering.lower import lower
 from helixpipe.planning.memory.sharding import shared_out
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Op, Program
-from helixpipe.program.timeline import MessageEvent, OpEvent, Timeline
+from helixpipe.program.timeline import OpEvent, Timeline, TransferEvent
 from helixpipe.simulate.handling import handling_times
 from helixpipe.simulate.simulator import Simulation, simulate
 from helixpipe.simulate.step_parts import step_parts
@@ -87,7 +87,7 @@ def test_waits_for_gathers_are_those_that_are_reported() -> None:
     (parts,) = step_parts([simulation])
     last = [max(event.end for event in simulation.timeline.ops if event.rank == rank) for rank in range(4)]
     over = sum(
-        max(0.0, max(each.end for each in simulation.timeline.sharing if each.rank == rank) - last[rank])
+        max(0.0, max(each.end for each in simulation.timeline.sharing if each.source == rank) - last[rank])
         for rank in range(4)
     )
     told = parts["waiting for weights"] + parts["other waits"]
@@ -100,10 +100,10 @@ def test_a_gap_is_cut_where_its_reasons_come() -> None:
     timeline = Timeline(
         "", 2, [OpEvent(0, first, 0, 4), OpEvent(1, second, 9, 10)],
         [
-            MessageEvent("activation", 0, 1, first, second, 5, 7),
-            MessageEvent("activation", 0, 1, first, second, 4, 4.5),
-            MessageEvent("weights", 0, 1, second, second, 9.5, 9.75),  # too late for the op: it did not wait for it
-            MessageEvent("weight_gradients", 1, 0, first, second, 0, 8),
+            TransferEvent("activation", (0, 1), first, second, 5, 7),
+            TransferEvent("activation", (0, 1), first, second, 4, 4.5),
+            TransferEvent("weights", (0, 1), second, second, 9.5, 9.75),  # too late for the op: it did not wait for it
+            TransferEvent("weight_gradients", (1, 0), first, second, 0, 8),
         ],
     )  # fmt: skip
     (parts,) = step_parts([timeline])

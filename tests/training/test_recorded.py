@@ -34,8 +34,8 @@ def stepped(copies: bool = True) -> tuple[LoweredProgram, Simulation, list[Recor
     records = [Record(held_up=held_up) for held_up in simulation.held_up]
     for event in simulation.timeline.ops:
         records[event.rank].ops.append((event.op, event.start, event.end))
-    for task, copy in enumerate(simulation.timeline.copies, start=lowered.graph.first_copy):
-        records[copy.rank].copies[task] = copy.start, copy.end
+    for transfer, copy in zip(lowered.graph.copies, simulation.timeline.copies, strict=True):
+        records[copy.source].copies[lowered.graph.task(transfer)] = copy.start, copy.end
     return lowered, simulation, records
 
 
@@ -81,4 +81,4 @@ def test_the_run_says_it_where_something_is_copied(
     )
     assert capsys.readouterr().out == (line if copies else "")
     saved: dict[str, Any] = json.loads((tmp_path / "x.json").read_text())
-    assert len(saved.get("copies", ())) == len(lowered.graph.copies)
+    assert sum(kind in ("offload", "fetch") for kind, *_ in saved["transfers"]) == len(lowered.graph.copies)
