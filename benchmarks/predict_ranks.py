@@ -133,7 +133,7 @@ def delays(timelines: Sequence[Timeline]) -> dict[str, Any]:
     """By kind of message, of those that a rank was idle for: how many a step, and the median of the seconds from the
     end of the op that made it to the start of the one that waited. Measured, that is also what sending and receiving
     takes of the ranks, which is part of simulated ops."""
-    found: dict[str, list[float]] = {}
+    late: dict[str, list[float]] = {}
     for timeline in timelines:
         ends, before, starts = {}, {}, {}
         for rank in range(timeline.num_ranks):
@@ -142,11 +142,12 @@ def delays(timelines: Sequence[Timeline]) -> dict[str, Any]:
                 before[event.op], starts[event.op], ends[event.op] = free, event.start, event.end
                 free = event.end
         for message in timeline.messages:
-            if before[message.consumer] < ends[message.producer]:
-                found.setdefault(message.kind, []).append(starts[message.consumer] - ends[message.producer])
+            producer, consumer = message.producer, message.consumer
+            if producer is not None and consumer is not None and before[consumer] < ends[producer]:
+                late.setdefault(message.kind, []).append(starts[consumer] - ends[producer])
     return {
         kind: {"count": len(each) / len(timelines), "seconds": statistics.median(each), "most": max(each)}
-        for kind, each in sorted(found.items())
+        for kind, each in sorted(late.items())
     }
 
 

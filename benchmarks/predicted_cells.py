@@ -134,7 +134,7 @@ def _in_turn(simulation: Simulation) -> float:
     sharing = sum(
         (event.end - event.start) * (0.5 if event.kind == "scatter" else 1.0)
         for event in simulation.timeline.sharing
-        if event.rank == 0
+        if event.source == 0
     )
     return simulation.busy[0] + sharing
 
