@@ -24,9 +24,9 @@ from helixpipe.program.tasks import Buffer
 from helixpipe.program.timeline import Timeline
 from helixpipe.program.transfer import TRANSFER_KINDS, Transfer, Waited
 from helixpipe.simulate.curve import MemoryCurve, memory_curves
-from helixpipe.simulate.handling import handling_times
 from helixpipe.simulate.simulator import Simulation
 from helixpipe.simulate.streams import stream_waits
+from helixpipe.simulate.transfer_costs import handling_times
 
 Amounts = dict[str, float]
 """How much of each rate a task takes, by the rate's name: `F attn`, `message`, `copy`, or `rest`, whose rate is 1."""

@@ -13,8 +13,8 @@ from helixpipe.draw.table import figure_lines
 from helixpipe.program.program import Op, Program
 from helixpipe.program.stages import LAYER_PIECES, Stage
 from helixpipe.program.timeline import Timeline
-from helixpipe.simulate.copying import hidden_share
 from helixpipe.simulate.simulator import Simulation
+from helixpipe.simulate.transfer_costs import hidden_share
 
 MAX_TEXT_OPS = 2000
 MAX_RANK_LINES = 16

@@ -21,10 +21,15 @@ from helixpipe.program.program import Program
 from helixpipe.program.text import format_rows
 from helixpipe.program.timeline import OpEvent, Timeline, TransferEvent, bubble_of
 from helixpipe.simulate.blocking import blocking_schedule
-from helixpipe.simulate.copying import held_up_by_copies, held_up_by_sharing, hidden_share, leaving
-from helixpipe.simulate.handling import handling_times
 from helixpipe.simulate.streams import queue_waits, stream_waits, times_as_run, transfer_orders
 from helixpipe.simulate.sweep import Peak, sweep
+from helixpipe.simulate.transfer_costs import (
+    handling_times,
+    held_up_by_copies,
+    held_up_by_sharing,
+    hidden_share,
+    leaving,
+)
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,7 @@ class Simulation:
     busy: time in ops of each rank. peaks: of each rank's memory, in the costs' unit.
     costs: what it was simulated with. peak_activation: the most that units and keys and values keep at once on each
     rank. offloaded: what leaves each rank for its host. held_up: how long ops of each rank wait for copies alone (see
-    `copying`). held_up_by_sharing: how long they wait for gathers and scatters
+    `transfer_costs`). held_up_by_sharing: how long they wait for gathers and scatters
     alone. hidden: the share of all copy time for which none does.
     """
 

@@ -1,8 +1,9 @@
 """Splits the time of a step into work of each kind and waits of each kind, averaged over ranks.
 
 The time of a rank is cut at its ops. Each op is work. Each gap before an op is cut where the last message came that the
-op waited for; what it waited beyond that is for weights, beyond those for copies from the host, as in `copying`. So the
-parts of a step add up to its makespan, and the differences between the parts of two steps to that of their makespans.
+op waited for; what it waited beyond that is for weights, beyond those for copies from the host, as in
+`transfer_costs`. So the parts of a step add up to its makespan, and the differences between the parts of two steps to
+that of their makespans.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from helixpipe.program.program import Op
 from helixpipe.program.tasks import OF_WEIGHTS
 from helixpipe.program.timeline import OpEvent, Timeline
 from helixpipe.program.transfer import TRANSFER_KINDS
-from helixpipe.simulate.handling import handling_times
 from helixpipe.simulate.simulator import Simulation
+from helixpipe.simulate.transfer_costs import handling_times
 
 MESSAGES, WEIGHTS, COPIES = "waiting for messages", "waiting for weights", "waiting for copies"
 

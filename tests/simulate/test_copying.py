@@ -12,8 +12,8 @@ from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.lowering.lower import lower
 from helixpipe.program.program import Program
 from helixpipe.program.stages import Activations
-from helixpipe.simulate.copying import hidden_share
 from helixpipe.simulate.simulator import Simulation, simulate
+from helixpipe.simulate.transfer_costs import hidden_share
 from schedules import Shape, build
 from tests.lowering.random_programs import DETERMINISTIC
 

@@ -13,8 +13,8 @@ from helixpipe.lowering.lower import lower
 from helixpipe.lowering.project import Action
 from helixpipe.planning.memory.offload import OffloadOptions
 from helixpipe.program.costs import Load
-from helixpipe.simulate.handling import handling_times
 from helixpipe.simulate.simulator import simulate
+from helixpipe.simulate.transfer_costs import handling_times
 from schedules import Shape, build
 
 

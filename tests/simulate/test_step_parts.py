@@ -15,9 +15,9 @@ from helixpipe.planning.memory.sharding import shared_out
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Op, Program
 from helixpipe.program.timeline import OpEvent, Timeline, TransferEvent
-from helixpipe.simulate.handling import handling_times
 from helixpipe.simulate.simulator import Simulation, simulate
 from helixpipe.simulate.step_parts import step_parts
+from helixpipe.simulate.transfer_costs import handling_times
 from schedules import CATALOGUE, Shape, build
 from tests.simulate.test_copying import leaving
 from tests.simulate.test_handling import Handled

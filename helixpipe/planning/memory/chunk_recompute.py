@@ -26,7 +26,7 @@ from helixpipe.planning.memory.room import beside_units
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Program, Unit
 from helixpipe.program.stages import Activations
-from helixpipe.simulate.moments import Moments, moments
+from helixpipe.simulate.curve import Moments, moments
 
 TRIES = 4
 """Programs that are solved for: recomputation changes when messages are there, and so the room beside activations."""

@@ -13,7 +13,7 @@ from helixpipe.planning.memory.recompute import RecomputeOptions
 from helixpipe.program.costs import Contents, Work
 from helixpipe.program.program import Program, Unit
 from helixpipe.program.stages import Activations, Piece, segments
-from helixpipe.simulate.moments import Moments
+from helixpipe.simulate.curve import Moments
 
 if TYPE_CHECKING:
     import numpy as np

@@ -12,8 +12,8 @@ from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.project import LoweredProgram
 from helixpipe.program.timeline import Timeline
 from helixpipe.runtime.recording import Record, merge_records
-from helixpipe.simulate.copying import hidden_share, leaving
 from helixpipe.simulate.simulator import simulate
+from helixpipe.simulate.transfer_costs import hidden_share, leaving
 
 
 class RecordedStep(NamedTuple):
