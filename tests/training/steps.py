@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from helixpipe.common.errors import UserError
 from helixpipe.model import Microbatch, PipelineModel
@@ -30,6 +32,7 @@ from megatron.pretrain.plan.pipeline import Pipeline
 from megatron.pretrain.plan.programs import make_planner
 from megatron.pretrain.process.parallel import Parallel
 from megatron.pretrain.process.signals import SignalFlag, StopCheck
+from megatron.pretrain.step.lr_schedule import build_param_scheduler
 from megatron.pretrain.step.microbatches import BatchSchedule, run_length
 from megatron.pretrain.step.model import build_model
 from megatron.pretrain.step.update import UpdateResult
@@ -46,8 +49,8 @@ LLAMA = (
 )
 COMMON = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
-    "--attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1 --train-iters 20 --lr 1e-2 "
-    "--lr-decay-style constant --clip-grad 0.7 --weight-decay 0.1 --mock-data --tokenizer-type NullTokenizer "
+    "--attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1 --lr 1e-2 "
+    "--lr-decay-style constant --weight-decay 0.1 --mock-data --tokenizer-type NullTokenizer "
     "--vocab-size 127 --make-vocab-size-divisible-by 64 --init-method-std 0.1 --eval-iters 0"
 )
 
@@ -57,7 +60,7 @@ COUNTED = "--log-num-zeros-in-grad --log-params-norm"
 @dataclass(frozen=True)
 class Run:
     """One training run on four ranks. flags: besides `COMMON` and the style's. batch: samples a step. steps: how many
-    are run."""
+    are run. clip: the norm to which gradients are clipped."""
 
     style: str
     flags: str
@@ -66,6 +69,7 @@ class Run:
     batch: int = 8
     cp: int = 1
     steps: int = STEPS
+    clip: float = 0.7
 
     def __str__(self) -> str:
         context = f" cp{self.cp}" * (self.cp > 1)
@@ -75,7 +79,8 @@ class Run:
     def config(self, rank: int, world_size: int) -> Config:
         style = GPT if self.style == "gpt" else LLAMA
         sizes = f"--tensor-model-parallel-size {self.tp} --pipeline-model-parallel-size {self.pp}"
-        sizes += f" --context-parallel-size {self.cp} --global-batch-size {self.batch}"
+        sizes += f" --context-parallel-size {self.cp} --global-batch-size {self.batch} --train-iters {self.steps}"
+        sizes += f" --clip-grad {self.clip}"
         environment = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
         return parse_args(f"{COMMON} {style} {sizes} {self.flags}".split(), environ=environment)
 
@@ -101,28 +106,35 @@ def figures_of_runs(rank: int, world_size: int, runs: list[Run]) -> list[Figures
 
 @dataclass
 class Figures:
-    """Of a run: the loss of each step, and what is counted once however many ranks hold a weight: the first step's
-    gradient norm and, where `COUNTED` asks for them, zeros in gradients and the norm of the weights; and the number of
-    the weights. skipped: of each step, whether gradients overflowed. confirmed: of every step whose norm was not waited
-    for, whether its weights were right. Stands where the training log does."""
+    """Of a run: of each step the loss, the norm of all gradients and, where `COUNTED` asks for it, how many of their
+    elements are zero; and the norm of all weights after the last step. Whatever the number of ranks that hold a weight,
+    it counts once. skipped: of each step, whether gradients overflowed. confirmed: of every step whose norm was not
+    waited for, whether its weights were right. Stands where the training log does."""
 
     parameters: int
     losses: list[float] = field(default_factory=list)
+    gradients: list[float | None] = field(default_factory=list)
+    zeros: list[float] = field(default_factory=list)
+    weights: float = 0.0
     skipped: list[bool] = field(default_factory=list)
     confirmed: list[bool] = field(default_factory=list)
-    counted: tuple[float, ...] | None = None
 
     def step(self, iteration: int, consumed_samples: int, result: StepResult) -> None:
         self.losses.append(float(result.loss))
+        self.gradients.append(result.grad_norm)
+        self.zeros += [] if result.num_zeros is None else [float(result.num_zeros)]
         self.skipped.append(result.skipped)
-        if self.counted is None:
-            counted = (result.grad_norm, result.num_zeros, result.params_norm)
-            self.counted = tuple(float(figure) for figure in counted if figure is not None)
 
 
-class _NoSchedule:
-    def step(self, increment: int) -> None:
-        """The learning rate is constant."""
+class Expected(NamedTuple):
+    """Of plain megatron-core: the number of weights, and of each step what `Figures` has; the norm of the weights after
+    each."""
+
+    parameters: int
+    losses: list[float]
+    gradients: list[float]
+    zeros: list[float]
+    weights: list[float]
 
 
 def figures_of(config: Config, steps: int = STEPS) -> Figures:
@@ -138,6 +150,7 @@ def figures_of(config: Config, steps: int = STEPS) -> Figures:
     trainer._unconfirmed.finish = counted  # type: ignore[method-assign]
     for _ in range(steps):
         trainer._iteration(record=False)
+    figures.weights = trainer.state.weights.norm()
     trainer.pipeline.close()
     return figures
 
@@ -177,6 +190,7 @@ def make_trainer(config: Config) -> Trainer:
     pipeline = Pipeline(config, make_planner(config), parallel, schedule.step_sizes())
     state = build_model(config, parallel, pipeline.pieces, pipeline.copies, pipeline.stages)
     pipeline.attach(state.model, state.weights)
+    scheduler = build_param_scheduler(state.optimizer, config, schedule)
     unused: Any = None
     with SignalFlag(active=False) as flag:
         stop = StopCheck(config, flag, agree=lambda reason: reason)
@@ -185,7 +199,7 @@ def make_trainer(config: Config) -> Trainer:
         parallel=parallel,
         pipeline=pipeline,
         state=state,
-        scheduler=_NoSchedule(),
+        scheduler=scheduler,
         length=run_length(config, schedule),
         feed=SampleFeed(schedule, pipeline.plans, stream(parallel) if pipeline.reads_data else None),
         checkpointer=unused,
@@ -204,14 +218,13 @@ def stream(parallel: Parallel) -> Iterator[Microbatch]:
         index += parallel.dp_size
 
 
-def reference(rank: int, world_size: int, runs: list[Run]) -> list[list[float]]:
+def reference(rank: int, world_size: int, runs: list[Run]) -> list[Expected]:
     """The same steps by megatron-core's GPTModel, DDP and optimizer alone, on one process."""
     set_parallel(tp=1, pp=1)
+    return [expected_figures(run.config(rank, world_size), run.steps) for run in runs]
 
-    return [reference_losses(run.config(rank, world_size)) for run in runs]
 
-
-def reference_losses(config: Config) -> list[float]:
+def expected_figures(config: Config, steps: int) -> Expected:
     transformer = core.transformer_config(config)
     options = core.gpt_options(config)
     spec = get_gpt_layer_local_spec(normalization="RMSNorm" if config.model.swiglu else None)
@@ -227,10 +240,25 @@ def reference_losses(config: Config) -> list[float]:
     model.load_state_dict({name: value for name, value in ours.state_dict().items() if value is not None})
     ddp = DistributedDataParallel(transformer, core.ddp_config(config), model)
     optimizer = get_megatron_optimizer(core.optimizer_config(config), [ddp], use_gloo_process_groups=False)
+    decay = config.training.weight_decay
+    OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.training.lr,
+        min_lr=0.0,
+        lr_warmup_steps=0,
+        lr_decay_steps=1,
+        lr_decay_style="constant",
+        start_wd=decay,
+        end_wd=decay,
+        wd_incr_steps=1,
+        wd_incr_style="constant",
+    )
     positions = torch.arange(SEQUENCE)[None]
     attention_mask = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)[None, None]
-    losses, index, size = [], 0, config.training.global_batch_size or 0
-    for _ in range(STEPS):
+    found = Expected(sum(weight.numel() for weight in model.parameters()), [], [], [], [])
+    index, size = 0, config.training.global_batch_size or 0
+    for _ in range(steps):
         ddp.zero_grad_buffer()
         optimizer.zero_grad()
         batches = [batch(index + offset) for offset in range(size)]
@@ -245,6 +273,11 @@ def reference_losses(config: Config) -> list[float]:
             (total / divisor).backward()
             sums.append(total.item())
         ddp.finish_grad_sync()
-        optimizer.step()
-        losses.append(sum(sums) / float(sum(each.loss_mask.sum() for each in batches)))
-    return losses
+        _, norm, zeros = optimizer.step()
+        found.losses.append(sum(sums) / float(sum(each.loss_mask.sum() for each in batches)))
+        found.gradients.append(float(norm))
+        found.zeros.append(float(zeros))
+        found.weights.append(
+            math.sqrt(sum(float(weight.detach().double().square().sum()) for weight in model.parameters()))
+        )
+    return found
