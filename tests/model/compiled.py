@@ -1,13 +1,15 @@
 """What test_compiled.py runs in a process of its own, where megatron-core's functions are compiled as on a GPU.
 
 They are imported before `helixpipe.model`, which would leave them as they are on a machine without CUDA. Dropout goes
-through inductor, the gated activation only through what decides when to compile (dynamo), which is quicker.
+through the backend that is the argument, the gated activation only through what decides when to compile (dynamo), which
+is quicker.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import sys
 import warnings
 from functools import partial
 from typing import Any
@@ -17,7 +19,8 @@ import torch
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    importlib.import_module("megatron.core.fusions.fused_bias_dropout")
+    with mock.patch.object(torch, "compile", partial(torch.compile, backend=sys.argv[1])):
+        importlib.import_module("megatron.core.fusions.fused_bias_dropout")
     with mock.patch.object(torch, "compile", partial(torch.compile, backend="eager")):
         gated = importlib.import_module("megatron.core.fusions.fused_bias_swiglu")
 

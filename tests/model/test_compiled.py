@@ -14,12 +14,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """One process for all; compiling takes most of it."""
+@pytest.fixture(scope="module", params=["eager", pytest.param("inductor", marks=pytest.mark.thorough)])
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One process for all, by torch.compile's backend; compiling takes most of it."""
     cache = str(tmp_path_factory.mktemp("inductor"))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": cache}
-    command = [sys.executable, "-m", "tests.model.compiled"]
+    command = [sys.executable, "-m", "tests.model.compiled", request.param]
     finished = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert finished.returncode == 0, finished.stderr
     result: dict[str, Any] = json.loads(finished.stdout.splitlines()[-1])
