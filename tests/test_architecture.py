@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,7 @@ def imports(source: str, module: str, *, is_package: bool, at_import: bool = Fal
     return found
 
 
+@cache
 def imports_of(module: str, *, at_import: bool = False) -> set[str]:
     path = MODULES[module]
     source = path.read_text(encoding="utf-8")

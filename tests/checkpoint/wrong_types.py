@@ -58,7 +58,7 @@ def replacing(layout: Layout, directory: Path) -> tuple[int, int]:
     common = known.load_common(newest)
     outcomes: list[str] = []
 
-    @settings(max_examples=50, deadline=None, database=None, derandomize=True)
+    @settings(max_examples=15, deadline=None, database=None, derandomize=True)
     @given(st.sampled_from(list(places(common))), st.sampled_from(OTHERS))
     def load(place: tuple[Any, ...], other: Any) -> None:
         torch.save(replaced(common, place, other), newest / "common.pt")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from helixpipe.costs.models import Layout, ModelShape
 from tests.model.common import set_parallel
@@ -44,13 +44,17 @@ CONTEXT_CASES = {
 """Model, what two context-parallel ranks exchange, tokens of a slice of MLP and loss (0: whole)."""
 
 
-def layouts() -> Iterator[tuple[str, ModelShape, Layout]]:
-    """Every case, with its ranks' process groups in place."""
+def layouts(cases: Container[str]) -> Iterator[tuple[str, ModelShape, Layout]]:
+    """The cases, with their ranks' process groups in place."""
     for case, (name, tp, split, chunk) in CASES.items():
+        if case not in cases:
+            continue
         set_parallel(tp=tp)
         layout = Layout(tp, split, BATCH, element_bytes=4, fused_kernels=False, mlp_chunk=chunk, loss_chunk=chunk)
         yield case, SHAPES[name], layout
     for case, (name, how, chunk) in CONTEXT_CASES.items():
+        if case not in cases:
+            continue
         set_parallel(cp=2)
         layout = Layout(1, False, BATCH, 4, False, chunk, chunk, context_parallel=2, cp_comm_type=how)
         yield case, SHAPES[name], layout

@@ -48,10 +48,10 @@ class Telling(Offloader):
 CASES = ("gpt-tp1", "llama-tp2-sp", "gpt-tp2-sp-slices")
 
 
-def compare(rank: int, world_size: int) -> dict[str, list[Row]]:
-    """What `pieces.compare` finds, and what leaves in some of its cases."""
-    results = pieces.compare(rank, world_size)
-    for turn, case in enumerate(CASES):
+def compare(rank: int, world_size: int, cases: Sequence[str]) -> dict[str, list[Row]]:
+    """What `pieces.compare` finds, and what leaves in some of the cases."""
+    results = pieces.compare(rank, world_size, cases)
+    for turn, case in enumerate(each for each in CASES if each in cases):
         name, tp, split, mlp_chunk = layouts.CASES[case]
         set_parallel(tp=tp)
         layout = Layout(tp, split, layouts.BATCH, element_bytes=4, fused_kernels=False, mlp_chunk=mlp_chunk)

@@ -8,17 +8,23 @@ import pytest
 
 from tests.costs import layouts, leaving
 from tests.distributed import run_ranks
+from tests.selection import graded, selected
+
+CASES = [*layouts.CASES, *layouts.CONTEXT_CASES]
+CORE = {*leaving.CASES, "gpt-gqa-tp2", "llama-tp1-slices", "qwen3-tp2-sp", "gpt-centered-tp2"}
+CORE |= {"gpt-cp2-p2p", "llama-cp2-a2a"}
+"""Each model, and each way to cut one."""
 
 
 @pytest.fixture(scope="module")
-def counts() -> list[dict[str, Any]]:
-    return run_ranks(leaving.compare, 2)
+def counts(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return run_ranks(leaving.compare, 2, selected(request, "case", CASES))
 
 
 @pytest.mark.parametrize(
     "what", ["flops", "saved", "stash", "deferred", "message", "parameters", "recompute", "helix", "peak"]
 )
-@pytest.mark.parametrize("case", [*layouts.CASES, *layouts.CONTEXT_CASES])
+@pytest.mark.parametrize("case", graded(CASES, CORE))
 def test_counts_equal_torch(counts: list[dict[str, Any]], case: str, what: str) -> None:
     check(counts, case, what)
 

@@ -69,7 +69,7 @@ def trapped(tmp_path_factory: pytest.TempPathFactory) -> Run:
         "improve 1f1b -p 2 -m 2 --evaluations 20",
         "memory 1f1b -p 2 -m 2 --model llama2-7b --hardware h100",
         "plan --model llama2-7b --hardware h100 --gpus 2 --seq-length 512 --global-batch-size 4 --jobs 2",
-        f"profile {SHAPE} --repeats 1 --output profile.json",
+        pytest.param(f"profile {SHAPE} --repeats 1 --output profile.json", marks=pytest.mark.thorough),
     ],
 )
 def test_a_command_of_helixpipe(trapped: Run, command: str) -> None:

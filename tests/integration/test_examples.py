@@ -178,6 +178,7 @@ def test_a_job_whose_tasks_alone_were_asked_to_end_goes_back(fakes: Path) -> Non
     assert done.returncode == 75 and "scontrol requeue 4321" in done.stdout
 
 
+@pytest.mark.thorough
 def test_a_job_that_is_asked_to_end_saves_goes_back_and_resumes(fakes: Path, tmp_path: Path) -> None:
     """Training for real, on two nodes: SIGTERM to the batch script, as SLURM sends it before the time limit."""
     torchrun = f'[[ $* = *tools/preflight.py* ]] || exec {ROOT}/.venv/bin/torchrun "$@"'

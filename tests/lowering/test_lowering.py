@@ -23,13 +23,15 @@ from tests.lowering.offloads import offloading_program
 from tests.lowering.random_programs import DETERMINISTIC, can_run, mutate, random_costs, random_program
 from tests.lowering.rendezvous import Machine, with_crossed_receives
 from tests.lowering.sharing import sharing_program
+from tests.selection import graded
 
 
-def test_random_programs() -> None:
-    """2,000 random programs: the validator's verdict is brute force's, all accepted ones end on the worst machines."""
+@pytest.mark.parametrize("examples", graded((600, 2000), (600,)))
+def test_random_programs(examples: int) -> None:
+    """The validator's verdict is brute force's, and all programs that it accepts end on the worst machines."""
     verdicts: Counter[bool] = Counter()
 
-    @settings(DETERMINISTIC, max_examples=2000)
+    @settings(DETERMINISTIC, max_examples=examples)
     @given(seed=st.integers(0, 2**32), mutations=st.sampled_from((0, 1, 1, 2)))
     def check(seed: int, mutations: int) -> None:
         rng = Random(seed)
@@ -51,8 +53,8 @@ def test_random_programs() -> None:
         check_opening(lowered)
 
     check()
-    assert sum(verdicts.values()) == 2000
-    assert min(verdicts[True], verdicts[False]) > 500, verdicts
+    assert sum(verdicts.values()) == examples
+    assert min(verdicts[True], verdicts[False]) > examples / 4, verdicts
 
 
 def check_opening(lowered: LoweredProgram) -> None:

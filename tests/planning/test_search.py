@@ -18,7 +18,7 @@ from helixpipe.planning.search.terms import NAMES, AtSize, Terms, compared, smal
 from helixpipe.planning.search.trial import Trials
 from helixpipe.planning.search.workers import Processes, SerialCrew, TrialRequest
 from schedules import CATALOGUE
-from tests.planning.search_questions import question
+from tests.planning.search_questions import SMALL, question
 
 PLAIN = "1f1b gpipe interleaved-1f1b seq1f1b weipipe none"
 
@@ -45,6 +45,23 @@ def test_no_step_is_faster_or_smaller_than_the_bounds(name: str) -> None:
                 assert bounds.time(sizes, setting) <= found.step * (1 + 1e-9)
                 assert bounds.memory(sizes, saving) <= found.peak
     assert seen
+
+
+def test_the_bounds_hold_with_offloading_and_slow_collectives() -> None:
+    """Chunks that are on the host leave the device, and every rank reduces and updates its own share."""
+    asked = question(2, 5.3, "sppo", 1, model=replace(SMALL, seq_length=65536))
+    slow = question(schedules="1f1b", gpus=8, sequences=8)
+    slow = replace(slow, hardware=replace(slow.hardware, nvlink=1e9))
+    cases = (
+        (asked, ParallelSizes(1, 1, 2, 1), {"chunks": 16, "saving": Saving(offload=True, mlp=1024, loss=1024)}),
+        (slow, ParallelSizes(1, 1, 2, 4), {}),
+    )
+    for given, sizes, changed in cases:
+        setting = replace(next(given.first_settings(sizes)), **changed)
+        found, bounds = Trials(given).whole(Candidate(sizes, setting)), Bounds(given)
+        assert not found.refused
+        assert bounds.time(sizes, setting) <= found.step * (1 + 1e-9)
+        assert bounds.memory(sizes, setting.saving) <= found.peak
 
 
 def test_bounds_of_documents_hold() -> None:

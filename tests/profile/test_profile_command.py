@@ -141,11 +141,12 @@ def test_a_process_that_fails_is_told(capsys: pytest.CaptureFixture[str], monkey
     ("style", "processes", "length"),
     [
         ("", 2, 16),
-        (
+        pytest.param(
             "--swiglu --normalization RMSNorm --position-embedding-type rope --dtype bfloat16 --processes 1 "
             "--chunk-size 5 --loss-chunk-size 6",
             1,
             256,
+            marks=pytest.mark.thorough,
         ),
     ],
 )

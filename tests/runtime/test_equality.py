@@ -48,19 +48,23 @@ SPREAD = (
     "late",
 )
 """What most cases have some of."""
+SIZES = ("mlp_chunk", "loss_chunk", "memory_limit")
+"""Of which one will do."""
 
 
 def kinds(case: Case) -> Iterator[tuple[object, ...]]:
-    """What `make test` has a case of at least: each schedule in each style, on each number of ranks, with fewer
-    microbatches than ranks, cut, offloaded, over documents and with late messages; and every other setting."""
+    """What `make test` has a case of at least: each schedule in each style and with fewer microbatches than ranks; each
+    style with tensor parallelism and tied weights; copies and late messages beside chunks; context parallelism over
+    documents; and every other setting."""
     yield case.schedule, case.style
-    yield case.schedule, case.pp, case.tp, case.m < case.pp
-    yield case.schedule, len(case.lengths), case.documents is not None, case.late
-    yield case.schedule, case.offload is not None
-    yield case.cp, case.cp_comm_type, case.style, case.documents is not None
+    yield case.schedule, case.m < case.pp
+    yield case.style, case.tp, case.tied
+    yield case.offload is not None, bool(case.lengths), case.late
+    yield case.cp, case.documents is not None
     for each in fields(case):
         if each.name not in SPREAD:
-            yield each.name, getattr(case, each.name)
+            value = getattr(case, each.name)
+            yield each.name, value is not None and value > 0 if each.name in SIZES else value
 
 
 CORE = frozenset(first_of_each(CASES, kinds))

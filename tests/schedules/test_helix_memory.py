@@ -71,20 +71,20 @@ def test_recomputes_as_little_as_fits(ship: Literal["none", "qkv", "attention"])
         return max(peak_memory(program, costs))
 
     def chosen(limit: float | None, recompute: RecomputeOptions = INSIDE) -> Program:
-        return build("helix", Shape(4, 8, 16, costs=costs, memory_limit=limit, recompute=recompute), options)
+        return build("helix", Shape(4, 8, 8, costs=costs, memory_limit=limit, recompute=recompute), options)
 
-    everything = build("helix", Shape(4, 8, 16, costs=costs), replace(options, helix_recompute=False))
+    everything = build("helix", Shape(4, 8, 8, costs=costs), replace(options, helix_recompute=False))
     most, least = peak(everything), peak(chosen(None))
     assert chosen(None).stages == chosen(least).stages == chosen(least / 2).stages
     assert chosen(None).stages == chosen(most, replace(INSIDE, recompute_granularity="without-attention")).stages
     assert chosen(most).stages == everything.stages
-    found = [chosen(least + (most - least) * part / 20) for part in range(21)]
+    found = [chosen(least + (most - least) * part / 10) for part in range(11)]
     work = [simulate(lower(program, costs), costs).ideal for program in found]
-    assert work == sorted(work, reverse=True) and len(set(work)) >= 6
+    assert work == sorted(work, reverse=True) and len(set(work)) >= 3
     for program, following in pairwise(found):
         assert peak(program) <= peak(following) <= most
     for part, program in enumerate(found):
-        assert peak(program) <= least + (most - least) * part / 20
+        assert peak(program) <= least + (most - least) * part / 10
 
 
 def test_recomputation_asked_for_is_the_schedules() -> None:

@@ -312,12 +312,12 @@ def test_a_rank_keeps_to_its_memory(name: str) -> None:
     layout = Layout(8, sequence_parallel=True)
     costs = ModelCosts(find_model("helix-7b"), find_hardware("h20"), layout, 131072)
     chunks = 4 if name == "seq1f1b-zb" else 1
-    free = build(name, Shape(8, 16, 32, chunks, costs=costs))
+    free = build(name, Shape(4, 8, 16, chunks, costs=costs))
     most = max(peak_memory(free, costs))
     fastest = simulate(lower(free, costs), costs).makespan
     for share in (1.3, 0.8, 0.7):
         limit = share * most
-        program = build(name, Shape(8, 16, 32, chunks, costs=costs, memory_limit=limit))
+        program = build(name, Shape(4, 8, 16, chunks, costs=costs, memory_limit=limit))
         assert max(peak_memory(program, costs)) <= limit * (1 + 1e-9)
         assert share < 1 or simulate(lower(program, costs), costs).makespan == pytest.approx(fastest)
 
@@ -326,7 +326,7 @@ def test_a_rank_keeps_to_its_memory(name: str) -> None:
 def test_the_limit_is_kept_to_wherever_one_microbatch_fits(name: str) -> None:
     """Also where messages lie about in larger numbers than the search reckoned with, as between interleaved stages."""
     costs = ModelCosts(find_model("helix-7b"), find_hardware("h20"), Layout(8, sequence_parallel=True), 131072)
-    shape = Shape(4, 6, 16, 4 if name == "seq1f1b-zb" else 1, costs=costs)
+    shape = Shape(3, 5, 12, 4 if name == "seq1f1b-zb" else 1, costs=costs)
     free, one = (build(name, each) for each in (shape, replace(shape, memory_limit=1.0)))
     most, least = (max(peak_memory(program, costs)) for program in (free, one))
     fastest, slowest = (simulate(lower(program, costs), costs).makespan for program in (free, one))

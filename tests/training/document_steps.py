@@ -26,7 +26,7 @@ from megatron.pretrain.step.microbatches import BatchSchedule, run_length
 from tests.model.common import set_parallel
 from tests.training.steps import Figures, Run, make_trainer
 
-STEPS = 4
+STEPS = 3
 
 
 class Here:

@@ -39,8 +39,8 @@ RUNS = [
 ]
 
 
-FEW = [RUNS[number] for number in (0, 1, 2, 4, 6, 8, 9)]
-"""Alone, cut into chunks, under context parallelism, in parts, with weights that travel."""
+FEW = [RUNS[number] for number in (0, 1, 2, 6, 8)]
+"""Alone, cut into chunks, in parts, with weights that travel."""
 
 
 @pytest.mark.parametrize("runs", graded((FEW, RUNS), (FEW,)), ids=("few", "all"))
@@ -84,7 +84,7 @@ def test_gradients_in_double_precision_of_data_and_context_parallel_ranks() -> N
 def test_dropout_of_context_parallel_ranks_repeats_in_recomputation() -> None:
     flags = f"{DOCUMENTS} 2 --pipeline-schedule infinipipe --cp-comm-type a2a"
     dropout = f"{flags} --attention-dropout 0.2 --hidden-dropout 0.2"
-    runs = [Run("llama", each, cp=2, batch=5) for each in (flags, dropout, f"{dropout} --recompute-granularity full")]
+    runs = [Run("llama", each, cp=2, batch=3) for each in (flags, dropout, f"{dropout} --recompute-granularity full")]
     for without, kept, recomputed in run_ranks(losses_of_runs, 2, runs):
         assert recomputed[0] == pytest.approx(kept[0], rel=1e-6)
         assert all(abs(one - other) > 1e-3 for one, other in zip(without[0], kept[0], strict=True))

@@ -22,13 +22,14 @@ from tests.training.steps import Run
 LONGEST = 24
 PLAIN = (
     f"--seq-length {LONGEST} --max-position-embeddings {LONGEST} --variable-seq-lengths --clip-grad 0 --lr 1e-30 "
-    "--weight-decay 0 --eval-iters 1 --train-iters 6"
+    "--weight-decay 0 --eval-iters 1 --train-iters 4"
 )
 
 TAKERS = [schedule for schedule in CATALOGUE.values() if schedule.ragged]
 
-KINDS = ((9,), (1, 1, 1, 1, 1), (LONGEST,), (6, 6, 6), (1,), (3, 1, LONGEST, 1, 7, 2, 2, 2, 5))
-"""One alone and short; all of one token; one as long as can be; all alike; one token; of all kinds."""
+ALL_KINDS = (3, 1, LONGEST, 1, 7, 2, 2, 2, 5)
+KINDS = (((1, 1, 1, 1, 1), (LONGEST,), (9,), ALL_KINDS), ((6, 6, 6), (1,), (LONGEST,), ALL_KINDS))
+"""All of one token, one as long as can be, one alone and short; all alike, one token."""
 
 LAYOUTS = ("packed over two pipelines", "alone over two pipelines", "packed over context", "cut over two pipelines")
 """How documents are packed, and what the four ranks are beside two pipeline ranks."""
@@ -50,25 +51,28 @@ def run_of(schedule: Schedule, layout: str, style: str = "llama") -> Run:
     return Run(style, flags, pp=1 if schedule.one_rank else 2, cp=1 + layout.endswith("context"), batch=4)
 
 
-def test_every_schedule_trains_on_all_kinds_as_one_process_does() -> None:
-    check_training(KINDS, [LAYOUTS[number % len(LAYOUTS)] for number in range(len(TAKERS))])
+@pytest.mark.parametrize("half", range(2))
+def test_every_schedule_trains_on_all_kinds_as_one_process_does(half: int) -> None:
+    """Every other schedule on some of them."""
+    layouts = [LAYOUTS[number % len(LAYOUTS)] for number in range(len(TAKERS))]
+    check_training(KINDS[half], layouts[half::2], TAKERS[half::2])
 
 
 @pytest.mark.thorough
 @settings(max_examples=1, phases=(Phase.generate,))  # each example launches ranks
 @given(
-    st.lists(lengths, min_size=6, max_size=6).map(tuple),
+    st.lists(lengths, min_size=4, max_size=4).map(tuple),
     st.lists(st.sampled_from(LAYOUTS), min_size=len(TAKERS), max_size=len(TAKERS)),
 )
 def test_every_schedule_trains_on_them_as_one_process_does(steps: Steps, layouts: list[str]) -> None:
-    check_training(steps, layouts)
+    check_training(steps, layouts, TAKERS)
 
 
-def check_training(steps: Steps, layouts: list[str]) -> None:
+def check_training(steps: Steps, layouts: list[str], takers: list[Schedule]) -> None:
     """Every weight's gradient, of two pipelines or context-parallel ranks, and the losses, in an evaluation too."""
     runs = [
         run_of(schedule, layout, style)
-        for schedule, layout, style in zip(TAKERS, layouts, ("llama", "gpt") * len(TAKERS), strict=False)
+        for schedule, layout, style in zip(takers, layouts, ("llama", "gpt") * len(TAKERS), strict=False)
     ]
     by_rank = run_ranks(found_by_runs, 4, runs, PLAIN, steps, timeout=1200.0)
     for number, run in enumerate(runs):
@@ -78,7 +82,7 @@ def check_training(steps: Steps, layouts: list[str]) -> None:
             assert found.loss < 1e-6 and found.evaluation < 1e-6, said
 
 
-@settings(max_examples=5)
+@settings(max_examples=2)
 @given(lengths, st.sampled_from(LAYOUTS))
 @example((1,), LAYOUTS[0])
 @example((1, 1, 1, 1, 1), LAYOUTS[2])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.distributed import run_ranks
+from tests.selection import graded, selected
 from tests.training.precision import ITERATIONS, SPOILED, Steps, with_an_overflow, with_fused_weight_gradients
 from tests.training.steps import Run
 
@@ -17,6 +18,8 @@ CATALOGUE = {
 }
 SCALED = {name: Run("llama", f"{SCALING} {flags}", pp=2) for name, flags in CATALOGUE.items()}
 SCALED["in parts"] = Run("llama", f"{SCALING} --data-parallel-sharding-strategy optim_grads_params")
+CORE = ("1f1b, distributed optimizer", "weipipe", "in parts")
+"""Of the schedules: each way to keep gradients."""
 PLAIN = Run("llama", "--pipeline-schedule 1f1b", pp=2)
 
 FUSED = [
@@ -30,14 +33,14 @@ FUSED = [
 
 
 @pytest.fixture(scope="module")
-def overflows() -> dict[Run, list[Steps]]:
+def overflows(request: pytest.FixtureRequest) -> dict[Run, list[Steps]]:
     """By run, of each rank."""
-    runs = [*SCALED.values(), PLAIN]
+    runs = [*(SCALED[name] for name in selected(request, "schedule", list(SCALED))), PLAIN]
     by_rank = run_ranks(with_an_overflow, 2, runs, timeout=300.0)
     return {run: [steps[index] for steps in by_rank] for index, run in enumerate(runs)}
 
 
-@pytest.mark.parametrize("schedule", SCALED)
+@pytest.mark.parametrize("schedule", graded(list(SCALED), CORE))
 def test_an_overflow_on_one_rank_skips_the_step_on_all(schedule: str, overflows: dict[Run, list[Steps]]) -> None:
     for steps in overflows[SCALED[schedule]]:
         expected = [number == SPOILED for number in range(1, ITERATIONS + 1)]
@@ -45,7 +48,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(schedule: str, overflows:
         assert [not moved for moved in steps.weights_moved] == expected
 
 
-@pytest.mark.parametrize("schedule", SCALED)
+@pytest.mark.parametrize("schedule", graded(list(SCALED), CORE))
 def test_the_scale_falls_with_an_overflow_and_grows_without(schedule: str, overflows: dict[Run, list[Steps]]) -> None:
     """It doubles after four good steps in a row."""
     for steps in overflows[SCALED[schedule]]:
@@ -53,7 +56,7 @@ def test_the_scale_falls_with_an_overflow_and_grows_without(schedule: str, overf
         assert [result.loss_scale for result in steps.results] == expected
 
 
-@pytest.mark.parametrize("schedule", SCALED)
+@pytest.mark.parametrize("schedule", graded(list(SCALED), CORE))
 def test_training_is_that_without_a_loss_scale(schedule: str, overflows: dict[Run, list[Steps]]) -> None:
     expected = overflows[PLAIN][0].losses
     assert expected[-1] < 0.8 * expected[0], "the model learns, so steps matter"
@@ -62,12 +65,13 @@ def test_training_is_that_without_a_loss_scale(schedule: str, overflows: dict[Ru
 
 
 @pytest.fixture(scope="module")
-def fused() -> dict[Run, list[tuple[Steps, Steps, int]]]:
-    by_rank = run_ranks(with_fused_weight_gradients, 2, FUSED, timeout=400.0)
-    return {run: [found[index] for found in by_rank] for index, run in enumerate(FUSED)}
+def fused(request: pytest.FixtureRequest) -> dict[Run, list[tuple[Steps, Steps, int]]]:
+    runs = selected(request, "run", FUSED)
+    by_rank = run_ranks(with_fused_weight_gradients, 2, runs, timeout=400.0)
+    return {run: [found[index] for found in by_rank] for index, run in enumerate(runs)}
 
 
-@pytest.mark.parametrize("run", FUSED, ids=str)
+@pytest.mark.parametrize("run", graded(FUSED, FUSED[1:4:2] + FUSED[4:]), ids=str)
 def test_a_kernel_that_adds_weight_gradients_changes_no_loss(
     run: Run, fused: dict[Run, list[tuple[Steps, Steps, int]]]
 ) -> None:
