@@ -30,10 +30,10 @@ def test_the_losses_are_those_of_the_schedule(tmp_path: Path) -> None:
     for number, flags in enumerate(SCHEDULES):
         path = tmp_path / f"{number}.json"
         save_program(program(flags), path)
-        runs += [Run("llama", f"--pipeline-schedule {each}", pp=2, steps=5) for each in (flags, path)]
+        runs += [Run("llama", f"--pipeline-schedule {each}", pp=2, steps=2) for each in (flags, path)]
     offloading = tmp_path / "offloading.json"
     save_program(offloading_program(program(SCHEDULES[-1]), 0), offloading)
-    runs.append(Run("llama", f"--pipeline-schedule {offloading}", pp=2, steps=5))
+    runs.append(Run("llama", f"--pipeline-schedule {offloading}", pp=2, steps=2))
     for found in run_ranks(figures_of_runs, 2, runs, timeout=300.0):
         assert found[0] == found[1]
         assert found[2] == found[3] == found[4]
