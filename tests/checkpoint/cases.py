@@ -9,7 +9,7 @@ import os
 import shutil
 import signal
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -67,11 +67,14 @@ RESUMED: dict[str, tuple[Layout, dict[str, Layout]]] = {
 """Layout that saves -> layouts that resume; `zero` is data parallelism with the distributed optimizer."""
 
 
-def all_cases(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+def all_cases(rank: int, world_size: int, folder: str, resuming: Container[str]) -> dict[str, Any]:
+    """resuming: which of `RESUMED`, as "one to other"."""
     directory = Path(folder)
     results: dict[str, Any] = {"after kill": after_kill(directory / "killed")}
     for name, (layout, others) in RESUMED.items():
-        resumed(results, directory / name, layout, others)
+        chosen = {other: others[other] for other in others if f"{name} to {other}" in resuming}
+        if chosen or name in RATES:
+            resumed(results, directory / name, layout, chosen)
     other_rates(results, directory)
     damaged(results, directory / "pp2", directory / "damaged")
     mistakes(results, directory / "pp2", directory)
