@@ -24,7 +24,7 @@ from megatron.pretrain.plan.plan_stream import PlanStream
 from megatron.pretrain.process.parallel import Parallel
 from megatron.pretrain.step.microbatches import BatchSchedule, run_length
 from tests.model.common import set_parallel
-from tests.training.steps import Figures, Run, make_trainer
+from tests.training.steps import Figures, Run, make_trainer, of_runs
 
 STEPS = 3
 
@@ -47,13 +47,7 @@ class Here:
 
 def losses_of_runs(rank: int, world_size: int, runs: list[Run]) -> list[tuple[list[float], list[Any]]]:
     """The losses of every run, and what this rank's steps were: (rows, chunks, documents) each."""
-    results: dict[int, tuple[list[float], list[Any]]] = {}
-    for tp, pp, cp in sorted({(run.tp, run.pp, run.cp) for run in runs}):
-        set_parallel(tp=tp, pp=pp, cp=cp)
-        for index, run in enumerate(runs):
-            if (run.tp, run.pp, run.cp) == (tp, pp, cp):
-                results[index] = losses_of(run, rank, world_size)
-    return [results[index] for index in range(len(runs))]
+    return of_runs(runs, lambda run: losses_of(run, rank, world_size))
 
 
 def losses_of(run: Run, rank: int, world_size: int) -> tuple[list[float], list[Any]]:
@@ -201,13 +195,7 @@ Gradients = dict[str, numpy.ndarray]
 
 def gradients_of_runs(rank: int, world_size: int, runs: list[Run]) -> list[list[Gradients]]:
     """Of every run, all in double precision, the whole gradients of this rank's weights in its first two steps."""
-    found: dict[int, list[Gradients]] = {}
-    for sizes in sorted({(run.tp, run.pp, run.cp) for run in runs}):
-        set_parallel(*sizes)
-        for index, run in enumerate(runs):
-            if (run.tp, run.pp, run.cp) == sizes:
-                found[index] = gradients_of(run.config(rank, world_size))
-    return [found[index] for index in range(len(runs))]
+    return of_runs(runs, lambda run: gradients_of(run.config(rank, world_size)))
 
 
 def gradients_of(config: Any) -> list[Gradients]:

@@ -10,11 +10,8 @@ from typing import Any, NamedTuple
 import numpy
 import pytest
 import torch
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.models.gpt.gpt_model import GPTModel
 
-from helixpipe.model import Microbatch, PipelineModel
-from helixpipe.program.stages import model_pieces
+from helixpipe.model import Microbatch
 from megatron.pretrain.checkpoint.checkpointing import TrainingProgress
 from megatron.pretrain.config import Config, core
 from megatron.pretrain.data import document_splits
@@ -22,7 +19,7 @@ from megatron.pretrain.data.document_order import DocumentAddress
 from megatron.pretrain.data.documents import DocumentStream, DocumentTokens, StepDocuments
 from tests.model.common import reference_forward, set_parallel, worst
 from tests.training.document_steps import make_feed
-from tests.training.steps import VOCABULARY, Figures, Run, make_trainer
+from tests.training.steps import VOCABULARY, Figures, Run, make_trainer, of_runs, plain_model
 
 Steps = tuple[tuple[int, ...], ...]
 """The tokens of each document of each step."""
@@ -74,33 +71,21 @@ def found_by_runs(rank: int, world_size: int, runs: Sequence[Run], plain_flags: 
     for style in sorted({run.style for run in runs}):
         config = Run(style, plain_flags, batch=world_size).config(rank, world_size)
         plain[style] = [reference(config, number, lengths) for number, lengths in enumerate(steps)]
-    found: dict[int, list[Found]] = {}
-    for sizes in sorted({(run.tp, run.pp, run.cp) for run in runs}):
-        set_parallel(*sizes)
-        for index, run in enumerate(runs):
-            if (run.tp, run.pp, run.cp) == sizes:
-                try:
-                    found[index] = found_by_run(run.config(rank, world_size), steps, plain[run.style])
-                except Exception as error:
-                    raise AssertionError(f"{run}, documents of {steps} tokens") from error
-    return [found[index] for index in range(len(runs))]
+
+    def found_by(run: Run) -> list[Found]:
+        try:
+            return found_by_run(run.config(rank, world_size), steps, plain[run.style])
+        except Exception as error:
+            raise AssertionError(f"{run}, documents of {steps} tokens") from error
+
+    return of_runs(runs, found_by)
 
 
 def reference(config: Config, step: int, lengths: Sequence[int]) -> tuple[dict[str, torch.Tensor], float]:
     """Gradients by name and mean loss of a step: each document by itself, in one process."""
     transformer = replace(core.transformer_config(config), params_dtype=torch.float64)
     transformer.tensor_model_parallel_size = transformer.pipeline_model_parallel_size = 1
-    options = core.gpt_options(config)
-    model = GPTModel(
-        transformer,
-        get_gpt_layer_local_spec(normalization="RMSNorm" if config.model.swiglu else None),
-        options.vocab_size,
-        options.max_sequence_length,
-        share_embeddings_and_output_weights=options.share_embeddings_and_output_weights,
-        position_embedding_type=options.position_embedding_type,  # type: ignore[arg-type]
-    ).to(torch.float64)
-    ours = PipelineModel(transformer, options, model_pieces(transformer.num_layers), seed=config.training.seed)
-    model.load_state_dict({name: value for name, value in ours.state_dict().items() if value is not None})
+    model = plain_model(config, transformer)
     total = counted = torch.zeros((), dtype=torch.float64)
     for number, length in enumerate(lengths):
         tokens, labels, mask = (torch.from_numpy(each)[None] for each in document(step, number, length))

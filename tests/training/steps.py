@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer import TransformerConfig
 
 from helixpipe.common.errors import UserError
 from helixpipe.model import Microbatch, PipelineModel
@@ -39,6 +40,8 @@ from megatron.pretrain.step.update import UpdateResult
 from megatron.pretrain.train import Trainer
 from tests.model.common import set_parallel
 from tests.runtime.host_reads import NoCopies, NoReads
+
+Value = TypeVar("Value")
 
 STEPS, SEQUENCE, VOCABULARY = 20, 16, 128
 
@@ -93,15 +96,19 @@ def batch(index: int) -> Microbatch:
     return Microbatch(tokens[:, :-1], tokens[:, 1:], mask)
 
 
-def figures_of_runs(rank: int, world_size: int, runs: list[Run]) -> list[Figures]:
-    """The figures of every run, on every rank."""
-    results: dict[int, Figures] = {}
+def of_runs(runs: Sequence[Run], each: Callable[[Run], Value]) -> list[Value]:
+    """What `each` finds of every run, in their order; process groups are made once for each size."""
+    results: dict[int, Value] = {}
     for sizes in sorted({(run.tp, run.pp, run.cp) for run in runs}):
         set_parallel(*sizes)
-        for index, run in enumerate(runs):
-            if (run.tp, run.pp, run.cp) == sizes:
-                results[index] = figures_of(run.config(rank, world_size), run.steps)
+        own = (index for index, run in enumerate(runs) if (run.tp, run.pp, run.cp) == sizes)
+        results.update((index, each(runs[index])) for index in own)
     return [results[index] for index in range(len(runs))]
+
+
+def figures_of_runs(rank: int, world_size: int, runs: list[Run]) -> list[Figures]:
+    """The figures of every run, on every rank."""
+    return of_runs(runs, lambda run: figures_of(run.config(rank, world_size), run.steps))
 
 
 @dataclass
@@ -224,13 +231,12 @@ def reference(rank: int, world_size: int, runs: list[Run]) -> list[Expected]:
     return [expected_figures(run.config(rank, world_size), run.steps) for run in runs]
 
 
-def expected_figures(config: Config, steps: int) -> Expected:
-    transformer = core.transformer_config(config)
+def plain_model(config: Config, transformer: TransformerConfig) -> GPTModel:
+    """megatron-core's, with the weights that a run begins with."""
     options = core.gpt_options(config)
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm" if config.model.swiglu else None)
     model = GPTModel(
         transformer,
-        spec,
+        get_gpt_layer_local_spec(normalization="RMSNorm" if config.model.swiglu else None),
         options.vocab_size,
         options.max_sequence_length,
         share_embeddings_and_output_weights=options.share_embeddings_and_output_weights,
@@ -238,6 +244,12 @@ def expected_figures(config: Config, steps: int) -> Expected:
     ).to(transformer.params_dtype)
     ours = PipelineModel(transformer, options, model_pieces(transformer.num_layers), seed=config.training.seed)
     model.load_state_dict({name: value for name, value in ours.state_dict().items() if value is not None})
+    return model
+
+
+def expected_figures(config: Config, steps: int) -> Expected:
+    transformer = core.transformer_config(config)
+    model = plain_model(config, transformer)
     ddp = DistributedDataParallel(transformer, core.ddp_config(config), model)
     optimizer = get_megatron_optimizer(core.optimizer_config(config), [ddp], use_gloo_process_groups=False)
     decay = config.training.weight_decay
