@@ -18,7 +18,14 @@ FLAGS = (
 )
 
 
-@pytest.mark.parametrize(("schedule", "size"), [("infinipipe", 1), ("seq1f1b --infinipipe-chunks 2", 3), ("1f1b", 1)])
+@pytest.mark.parametrize(
+    ("schedule", "size"),
+    [
+        pytest.param("infinipipe", 1, marks=pytest.mark.thorough),
+        ("seq1f1b --infinipipe-chunks 2", 3),
+        ("1f1b", 1),
+    ],
+)
 def test_a_run_and_its_relaunch_from_a_checkpoint(tmp_path: Path, schedule: str, size: int) -> None:
     """Evaluations among them; the relaunch goes on with the steps that the first would have had."""
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": f"{i:09}"}) + "\n" for i in range(30)))

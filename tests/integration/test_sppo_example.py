@@ -14,10 +14,12 @@ from tests.integration.example_scripts import JOB, commands, fakes, launched, ru
 
 __all__ = ["fakes"]  # a fixture
 
+SETUPS = [("7b", 512, (8, 4), 32), ("13b", 640, (8, 8), 48), ("65b", 600, (16, 8), 64), ("7b", 1024, (8, 4), 160)]
+
 
 @pytest.mark.parametrize(
     ("model", "tokens", "sizes", "chunks"),
-    [("7b", 512, (8, 4), 32), ("13b", 640, (8, 8), 48), ("65b", 600, (16, 8), 64), ("7b", 1024, (8, 4), 160)],
+    [*SETUPS[:2], *(pytest.param(*setup, marks=pytest.mark.thorough) for setup in SETUPS[2:])],
 )
 def test_setups_of_sppo(model: str, tokens: int, sizes: tuple[int, int], chunks: int, fakes: Path) -> None:
     _, launch = commands("sppo/train.sh", fakes, MODEL=model, SEQ=f"{tokens}k")
