@@ -44,7 +44,7 @@ def time_within(program: Program, limit: float) -> float | None:
     return simulation.makespan if max(simulation.device_needs) <= limit * (1 + 1e-9) else None
 
 
-@pytest.mark.parametrize("name", graded(list(SEARCHED), ("zb1p", "zb2p", "zbv")))
+@pytest.mark.parametrize("name", graded(list(SEARCHED), ("zb1p", "zb2p")))
 def test_no_slower_than_either_alone_and_within_the_limit(name: str) -> None:
     """On a grid of limits, from what the order needs without one down to where little fits."""
     shape = Shape(4, 6, 8, costs=COSTS, **SEARCHED[name])
@@ -86,7 +86,7 @@ def test_where_nothing_fits_it_needs_the_least() -> None:
 
 
 def test_the_flags_decide_where_they_say_what_to_recompute() -> None:
-    shape = Shape(4, 8, 8, costs=COSTS)
+    shape = Shape(4, 5, 8, costs=COSTS)
     limit = 0.5 * max(peak_memory(build("zbv", shape), COSTS))
     limited = replace(shape, memory_limit=limit)
     assert recomputes(build("zbv", limited)) and not recomputes(build("zbv", limited, ORDER_ALONE))

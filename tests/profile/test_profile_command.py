@@ -167,11 +167,11 @@ def test_a_tiny_model_from_end_to_end(
         told.extend(cli_profile.PROGRESS.findall(outputs[0].read_text()))
 
     monkeypatch.setattr(cli_profile, "_wait", waited)
-    assert cli.main(f"profile {OWN} {style} --seq-length {length} --repeats 2 --output {path}".split()) == 0
+    assert cli.main(f"profile {OWN} {style} --seq-length {length} --repeats 1 --output {path}".split()) == 0
     output = capsys.readouterr()
     assert all(line.startswith("measuring: ") for line in output.err.splitlines())
     assert f"wrote {path}; next: helixpipe simulate 1f1b" in output.out
-    parts = (WARM_UP + 2) * 2 * len(rows(length))  # with backwards whole and split: a round alone may take minutes
+    parts = (WARM_UP + 1) * 2 * len(rows(length))  # with backwards whole and split: a round alone may take minutes
     assert told == [(str(part), str(parts)) for part in range(parts)]
     measured = Profile.load(path)
     slices = {"mlp_chunk": 5, "loss_chunk": 6} if style else {}
@@ -191,7 +191,7 @@ def test_a_tiny_model_from_end_to_end(
     assert (measured.assumed["processes"], measured.assumed["threads"], measured.assumed["repeats"]) == (
         processes,
         1,
-        2,
+        1,
     )
     assert measured.assumed["kernels"] == (
         f"attention torch CPU, norm torch {measured.model.norm}, linear megatron-core, activation not fused, "
