@@ -55,12 +55,12 @@ SIZES = ("mlp_chunk", "loss_chunk", "memory_limit")
 def kinds(case: Case) -> Iterator[tuple[object, ...]]:
     """What `make test` has a case of at least: each schedule in each style and with fewer microbatches than ranks; each
     style with tensor parallelism and tied weights; copies and late messages beside chunks; context parallelism over
-    documents; and every other setting."""
+    documents, with recomputation and without; and every other setting."""
     yield case.schedule, case.style
     yield case.schedule, case.m < case.pp
     yield case.style, case.tp, case.tied
     yield case.offload is not None, bool(case.lengths), case.late
-    yield case.cp, case.documents is not None
+    yield case.cp, case.documents is not None, case.recompute.granularity is None
     for each in fields(case):
         if each.name not in SPREAD:
             value = getattr(case, each.name)
