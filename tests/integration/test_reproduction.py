@@ -110,6 +110,14 @@ def test_megatrons_runtime_is_slower() -> None:
     assert theirs.memory < ours.memory  # values of their own
 
 
+def test_fsdp_of_megatron_gathers_computes_and_scatters_in_turn() -> None:
+    """Ours gathers the next weights while it computes."""
+    flags = {**FLAGS, "pipeline-model-parallel-size": 1, "global-batch-size": 2}
+    cell = replace(CELL, schedule="fsdp", flags=flags, gpus_per_node=1, network_gbits_per_node=100)
+    ours, theirs = predict(cell), predict(replace(cell, runtime="megatron"))
+    assert theirs.tokens_per_gpu < 0.95 * ours.tokens_per_gpu
+
+
 def test_what_sppo_has_no_room_for_leaves_for_the_host() -> None:
     """And nothing of a step that fits."""
     model = {"num-layers": 32, "hidden-size": 4096, "num-attention-heads": 32, "tensor-model-parallel-size": 8}
