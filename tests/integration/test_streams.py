@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.launching import ROOT
+from tests.selection import graded
 
 BIN = Path(sys.executable).parent
 
@@ -61,13 +62,17 @@ def run(command: str, folder: Path, stdout: int | None, buffered: bool = True, r
     return done.returncode, done.stderr
 
 
-@pytest.mark.parametrize("command", TABLE)
+SLOW = ("tools/generate.py --help", "tools/evaluate.py --help")
+"""Programs that import torch, as that which trains does."""
+
+
+@pytest.mark.parametrize("command", graded(list(TABLE), lambda command: command not in SLOW))
 def test_a_reader_that_has_seen_enough_hears_nothing(command: str, tmp_path: Path) -> None:
     with unread() as output:
         assert run(command, tmp_path, output) == (141, "")
 
 
-@pytest.mark.parametrize("command", TABLE)
+@pytest.mark.parametrize("command", graded(list(TABLE), lambda command: command not in SLOW))
 def test_a_full_disk_is_one_sentence(command: str, tmp_path: Path) -> None:
     name = command.split()[0].removeprefix("tools/")
     with full() as output:
