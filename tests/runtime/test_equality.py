@@ -59,8 +59,8 @@ def kinds(case: Case) -> Iterator[tuple[object, ...]]:
     yield case.schedule, case.style
     yield case.schedule, case.m < case.pp
     yield case.style, case.tp, case.tied
-    yield case.offload is not None, bool(case.lengths), case.late
-    yield case.cp, case.documents is not None, case.recompute.granularity is None
+    yield "copies", case.offload is not None, bool(case.lengths), case.late
+    yield "context", case.cp, case.documents is not None, case.recompute.granularity is None
     for each in fields(case):
         if each.name not in SPREAD:
             value = getattr(case, each.name)
