@@ -29,7 +29,7 @@ from torch.distributed.pipelining import (
 
 from benchmarks.engines import CONTEXT, Engine, Problem
 from helixpipe.model import Microbatch, PipelineModel
-from helixpipe.model.attention import CoreAttention
+from helixpipe.model.attention.core_attention import CoreAttention
 from helixpipe.program.program import Program
 from helixpipe.program.stages import Piece, even_stages
 from helixpipe.program.text import parse_rows

@@ -18,7 +18,7 @@ from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.piece_kinds import inputs_after
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.model import UnitContext
-from helixpipe.model.kv_store import UnitKeyValues
+from helixpipe.model.attention.kv_store import UnitKeyValues
 from helixpipe.model.linear import WeightGradients
 from helixpipe.program.costs import Costs
 from helixpipe.program.stages import Piece

@@ -16,7 +16,7 @@ from helixpipe.common.errors import UserError
 from helixpipe.costs.hardware import Hardware, find_device
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import Chunk
-from helixpipe.costs.piece_work import flops
+from helixpipe.costs.piece_kinds import flops
 from helixpipe.costs.profile_costs import Profile
 from helixpipe.program.stages import PIECE_KINDS
 

@@ -24,7 +24,7 @@ from helixpipe.costs.context_parallel import nearest_sizes
 from helixpipe.costs.hardware import Hardware, attention_share
 from helixpipe.costs.models import Chunk, Layout, ModelShape, shared_unit
 from helixpipe.costs.piece_bytes import CountsBytes, PieceBytes
-from helixpipe.costs.piece_work import model_flops, work
+from helixpipe.costs.piece_kinds import model_flops, work
 from helixpipe.costs.sizes import GRADIENT_BYTES, Kernel
 from helixpipe.program.costs import Load, Work
 from helixpipe.program.program import Program

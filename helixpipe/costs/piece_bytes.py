@@ -8,8 +8,7 @@ from typing import ClassVar
 
 from helixpipe.costs.context_parallel import copies_of_groups
 from helixpipe.costs.models import Chunk, Layout, ModelShape, chunk_of
-from helixpipe.costs.piece_kind import Tensors
-from helixpipe.costs.piece_kinds import KINDS, Mlp
+from helixpipe.costs.piece_kinds import KINDS, Mlp, Tensors
 from helixpipe.costs.saved import kept, offloaded, staying
 from helixpipe.costs.sizes import ChunkSizes
 from helixpipe.program.costs import Contents, Leaving

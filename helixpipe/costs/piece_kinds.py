@@ -44,11 +44,97 @@ from types import MappingProxyType
 from typing import ClassVar
 
 from helixpipe.costs.context_parallel import exchange, keys_read, on_its_way, saved_of_own_heads
-from helixpipe.costs.models import ModelShape
-from helixpipe.costs.piece_ends import Embed, Head
-from helixpipe.costs.piece_kind import PieceKind, Tensors, saved_by_norm
-from helixpipe.costs.sizes import ChunkSizes, Linear, OpKernels
+from helixpipe.costs.models import Chunk, Layout, ModelShape
+from helixpipe.costs.sizes import GRADIENT_BYTES, ChunkSizes, Kernel, Linear, OpKernels
 from helixpipe.program.stages import LAYER_PIECES, model_pieces
+
+Tensors = dict[str, float]
+"""Bytes of tensors by name. Pieces of one layer share tensors (the norm's output is the QKV layer's input): a name
+appears once however many keep it."""
+
+
+class PieceKind:
+    """A kind of piece.
+
+    inputs: what crosses the cut before it, by name, each with its shape (`ChunkSizes.bytes`); the last is the residual.
+    in_store: those of them that lie in the document's buffers where its sequence runs in chunks.
+    textbook: what it keeps from F to backward, in elements of b·s·h, with flash attention and no dropout (HelixPipe;
+    Korthikanti et al., 2022). module: its name in `--recompute-modules`. kept_for_attention: whether recomputation
+    `without-attention` keeps it. saved_outputs: what of its output it saves.
+    """
+
+    name: ClassVar[str]
+    inputs: ClassVar[Mapping[str, str]]
+    in_store: ClassVar[tuple[str, ...]] = ()
+    textbook: ClassVar[Mapping[str, int]] = MappingProxyType({})
+    module: ClassVar[str] = ""
+    kept_for_attention: ClassVar[bool] = False
+    saved_outputs: ClassVar[tuple[str, ...]] = ()
+
+    def linears(self, sizes: ChunkSizes) -> tuple[Linear, ...]:
+        return ()
+
+    def saved(self, sizes: ChunkSizes, inside: Collection[str]) -> Tensors:
+        """What autograd saves in the forward. inside: the kinds of its layer that have one graph with it."""
+        return {}
+
+    def deferred(self, sizes: ChunkSizes) -> float:
+        """Bytes from I to W: input and output gradient of every linear layer, whole sequences of both."""
+        return sum(sizes.tokens * (inputs + outputs) * sizes.element for inputs, outputs in self.linears(sizes))
+
+    def work(self, kernels: OpKernels) -> None:
+        """Add the kernels of `kernels.op`."""
+        raise NotImplementedError
+
+    def workspace(self, sizes: ChunkSizes) -> float:
+        """An estimate, in bytes, of what its largest kernel needs beside what is kept."""
+        raise NotImplementedError
+
+    def weights(self, model: ModelShape, tp: int, rows: int) -> int:
+        """Of a tensor-parallel rank with that many rows of the vocabulary. A tied head counts its copy."""
+        return 0
+
+
+def saved_by_norm(sizes: ChunkSizes, kind: PieceKind) -> Tensors:
+    """What a norm at the start of a piece saves."""
+    (own,) = kind.inputs
+    tensors = {own: sizes.bytes("hidden"), f"deviations for {kind.name}": sizes.rows * 4}
+    if sizes.model.norm == "LayerNorm":
+        tensors[f"means for {kind.name}"] = sizes.rows * 4
+    if sizes.model.norm == "RMSNorm" and not sizes.layout.fused_kernels:
+        tensors[f"normalized for {kind.name}"] = sizes.bytes("hidden")
+    if sizes.model.centered:
+        tensors[f"scale for {kind.name}"] = sizes.model.hidden * sizes.element
+    return tensors
+
+
+class Embed(PieceKind):
+    name, inputs, kept_for_attention = "embed", {}, True
+
+    def saved(self, sizes: ChunkSizes, inside: Collection[str]) -> Tensors:
+        model = sizes.model
+        split = 0 < model.position_rows(sizes.tp) < model.seq_length
+        positions = sizes.length if model.positions == "learned_absolute" else 0
+        words = sizes.tokens if sizes.tp > 1 or sizes.layout.rings else 0
+        masks = {"mask of positions": positions * split, "mask of words": sizes.tokens if sizes.tp > 1 else 0}
+        return {"positions": positions * 8, "words": words * 8} | masks
+
+    def work(self, kernels: OpKernels) -> None:
+        sizes, model = kernels.sizes, kernels.sizes.model
+        hidden = sizes.tokens * model.hidden
+        if kernels.op == "F":
+            kernels.move_elements(2 * hidden + (3 * hidden if model.positions == "learned_absolute" else 0))
+        elif kernels.op == "I":  # a dense gradient is made and added, for the words and for the positions
+            weights = (sizes.vocab + model.position_rows(sizes.tp)) * model.hidden
+            kernels.move_elements(2 * hidden + 2 * weights)
+            kernels.move(weights * 2 * GRADIENT_BYTES)
+        kernels.exchange(forward="scatter", backward="gather")
+
+    def workspace(self, sizes: ChunkSizes) -> float:
+        return 2 * sizes.tokens * sizes.model.hidden * sizes.element
+
+    def weights(self, model: ModelShape, tp: int, rows: int) -> int:
+        return (rows + model.position_rows(tp)) * model.hidden
 
 
 def _copies_queries(sizes: ChunkSizes) -> bool:
@@ -157,7 +243,7 @@ class Attention(PieceKind):
 
     def _store(self, kernels: OpKernels) -> None:
         """Keys and values go to their buffers; what later chunks have summed up joins a chunk's own gradients, and what
-        it finds for earlier ones the sums there (`helixpipe/model/kv_store.py`)."""
+        it finds for earlier ones the sums there (`helixpipe/model/attention/kv_store.py`)."""
         sizes = kernels.sizes
         own, seen = 2 * sizes.tokens * sizes.kv, 2 * keys_read(sizes)
         if kernels.op == "F":
@@ -267,6 +353,59 @@ class Mlp(PieceKind):
         return model.norm_parameters + first + model.ffn * model.hidden // tp + model.bias * model.hidden
 
 
+class Head(PieceKind):
+    name, inputs, kept_for_attention = "head", {"last": "hidden"}, True
+
+    def linears(self, sizes: ChunkSizes) -> tuple[Linear, ...]:
+        return ((sizes.model.hidden, sizes.vocab),)
+
+    def saved(self, sizes: ChunkSizes, inside: Collection[str]) -> Tensors:
+        own = saved_by_norm(sizes, self) | {"head input": sizes.bytes("hidden")}
+        if sizes.layout.loss_chunk:
+            return own
+        targets = {"targets": sizes.tokens * 8, "mask of targets": sizes.tokens}
+        if sizes.layout.rings:  # two runs joined
+            targets["weights of targets"] = sizes.tokens * 4
+        return own | targets | {"probabilities": sizes.tokens * sizes.vocab * 4}
+
+    def deferred(self, sizes: ChunkSizes) -> float:
+        return 0.0 if sizes.layout.loss_chunk else super().deferred(sizes)
+
+    def work(self, kernels: OpKernels) -> None:
+        sizes, op, sliced = kernels.sizes, kernels.op, kernels.sizes.layout.loss_chunk > 0
+        if sliced and op == "W":
+            return
+        kernels.normalize()
+        if sliced and op == "F" and not kernels.alone:
+            return
+        kernels.exchange(forward="gather", backward="scatter", again=True)
+        for tokens in sizes.layout.loss_slices(sizes.length):
+            tokens *= sizes.layout.micro_batch_size
+            for part in "FIW" if sliced and op == "I" else op:
+                kernels.multiply(self.linears(sizes), tokens, part)
+                kernels.move(tokens * sizes.vocab * self._loss_bytes(sizes, part))
+
+    def _loss_bytes(self, sizes: ChunkSizes, op: str) -> float:
+        """Of device memory, for each logit."""
+        if op == "F":  # cast to float32; then maximum, difference, exponential, sum, quotient
+            return sizes.element + 4 + 4 + 8 + 8 + 4 + 8
+        return 8 + 4 + sizes.element if op == "I" else 0.0  # softmax times the loss's gradient, cast back
+
+    def workspace(self, sizes: ChunkSizes) -> float:
+        """The logits and their gradients; over slices those of one, or of one the gradients and the weight's before it
+        is added to its sum, and the gradient of the whole input."""
+        if not sizes.layout.loss_chunk:
+            return sizes.tokens * sizes.vocab * (4 + 2 * sizes.element)
+        whole, norm = sizes.tokens * sizes.model.hidden * sizes.element, 2 * sizes.bytes("hidden")
+        logits = max(sizes.layout.loss_slices(sizes.length)) * sizes.layout.micro_batch_size * sizes.vocab
+        cast = sizes.element if sizes.element != 4 else 0  # float32 logits become probabilities where they are
+        weight = sizes.vocab * sizes.model.hidden * sizes.element
+        return max(whole + max(logits * (4 + cast), logits * sizes.element + weight), norm)
+
+    def weights(self, model: ModelShape, tp: int, rows: int) -> int:
+        return model.norm_parameters + rows * model.hidden
+
+
 KINDS: Mapping[str, PieceKind] = MappingProxyType(
     {kind.name: kind for kind in (Embed(), Norm(), Qkv(), Attention(), Proj(), Mlp(), Head())}
 )
@@ -291,3 +430,25 @@ def num_parameters(model: ModelShape) -> int:
     """All weights, unpadded, a tied one once."""
     total = sum(KINDS[piece.kind].weights(model, 1, model.vocab) for piece in model_pieces(model.layers))
     return total - (model.vocab * model.hidden if model.tied else 0)
+
+
+def work(model: ModelShape, layout: Layout, piece: str, op: str, chunk: Chunk, alone: bool = False) -> list[Kernel]:
+    """The kernels of one piece for an op of kind F, I, W, B or R (as F) on one chunk of a microbatch. alone: whether no
+    backward follows an F."""
+    sizes, found = ChunkSizes(model, layout, chunk), list[Kernel]()
+    for part in {"B": "IW", "R": "F"}.get(op, op):
+        kernels = OpKernels(sizes, part, alone)
+        KINDS[piece].work(kernels)
+        found += kernels.list
+    return found
+
+
+def flops(model: ModelShape, layout: Layout, piece: str, op: str, chunk: Chunk) -> float:
+    """Floating-point operations, as executed, of one piece on one tensor-parallel rank."""
+    return sum(kernel.flops for kernel in work(model, layout, piece, op, chunk))
+
+
+def model_flops(model: ModelShape, layout: Layout, piece: str, chunk: Chunk) -> float:
+    """Those that the mathematics needs, forward and backward: what utilization (MFU) counts. Causal attention counts
+    the half of the square that is computed; recomputation, flash attention's too, does not count."""
+    return 3 * sum(kernel.flops for kernel in work(model, layout, piece, "F", chunk, alone=True))

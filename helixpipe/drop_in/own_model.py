@@ -16,7 +16,7 @@ from helixpipe.common.errors import ProgramError, ScheduleError, UserError
 from helixpipe.drop_in.checks import unwrapped
 from helixpipe.lowering.validate import untrainable
 from helixpipe.model import Microbatch, PipelineModel
-from helixpipe.model.context_parallel import ContextParallel
+from helixpipe.model.attention.context_parallel import ContextParallel
 from helixpipe.model.device import device
 from helixpipe.program.program import Program
 from helixpipe.runtime.executor import LossSum, Step

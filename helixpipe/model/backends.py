@@ -1,7 +1,7 @@
 """Which kernels a model runs on: a pure function of its configuration and of what the machine has.
 
 `choose` decides, once and alike on every rank; the model takes its decisions from the result, and `Kernels.line` says
-at start-up what they are. Nothing here calls a kernel (`attention_kernels.py` and `norms.py` do), so what a GPU would
+at start-up what they are. Nothing here calls a kernel (`attention/kernels.py` and `norms.py` do), so what a GPU would
 run is known, and tested, where there is none.
 
 Core attention is the first of the candidates of `--attention-backend` that nothing speaks against. On the CPU every

@@ -20,17 +20,17 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from helixpipe.common.errors import UserError
-from helixpipe.model.attention import CoreAttention, Rotary
+from helixpipe.model.attention.block_attention import BlockAttention, block_attention
+from helixpipe.model.attention.context_parallel import ALONE, ContextParallel, to_heads, to_rows
+from helixpipe.model.attention.core_attention import CoreAttention, Rotary
+from helixpipe.model.attention.kv_blocks import UnitBlocks
+from helixpipe.model.attention.kv_store import UnitKeyValues
+from helixpipe.model.attention.log_sums import choose_kernel
+from helixpipe.model.attention.ring_attention import Ring, ring_attention, ring_rounds
 from helixpipe.model.backends import Kernels
-from helixpipe.model.block_attention import BlockAttention, block_attention
 from helixpipe.model.chunked_mlp import make_mlp
-from helixpipe.model.context_parallel import ALONE, ContextParallel, to_heads, to_rows
 from helixpipe.model.documents import Documents
-from helixpipe.model.kv_blocks import UnitBlocks
-from helixpipe.model.kv_store import UnitKeyValues
-from helixpipe.model.log_sums import choose_kernel
 from helixpipe.model.norms import make_norm
-from helixpipe.model.ring_attention import Ring, ring_attention, ring_rounds
 from helixpipe.program.stages import Piece
 
 DrawWeights = Callable[[str], AbstractContextManager[None]]

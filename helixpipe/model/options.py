@@ -17,9 +17,9 @@ from helixpipe.model.rope_scaling import RopeScaling
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
+    from helixpipe.model.attention.kv_blocks import UnitBlocks
+    from helixpipe.model.attention.kv_store import UnitKeyValues
     from helixpipe.model.documents import Documents
-    from helixpipe.model.kv_blocks import UnitBlocks
-    from helixpipe.model.kv_store import UnitKeyValues
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 
 from helixpipe.model import boundaries
-from helixpipe.model.attention import Rotary
+from helixpipe.model.attention.context_parallel import ContextParallel
+from helixpipe.model.attention.core_attention import Rotary
 from helixpipe.model.backends import Kernels, Machine, choose
 from helixpipe.model.chunked_loss import ChunkedLoss
-from helixpipe.model.context_parallel import ContextParallel
 from helixpipe.model.device import device
 from helixpipe.model.ends import Embedding, Targets, loss_sum
 from helixpipe.model.layers import Layer, piece_of

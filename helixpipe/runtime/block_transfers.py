@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from helixpipe.model.kv_blocks import KeyValueBlocks
-from helixpipe.model.kv_store import KeyValueStore
+from helixpipe.model.attention.kv_blocks import KeyValueBlocks
+from helixpipe.model.attention.kv_store import KeyValueStore
 from helixpipe.program.transfer import Transfer
 from helixpipe.runtime.step import Incoming, PlannedOp, PlanOnRank, Step
 

@@ -11,9 +11,9 @@ from typing import cast
 import torch
 
 from helixpipe.lowering.project import LoweredProgram
+from helixpipe.model.attention.kv_blocks import KeyValueBlocks
+from helixpipe.model.attention.kv_store import KeyValueStore
 from helixpipe.model.device import device
-from helixpipe.model.kv_blocks import KeyValueBlocks
-from helixpipe.model.kv_store import KeyValueStore
 from helixpipe.runtime.borrowed_weights import BorrowedWeights, ModelWithWeights
 from helixpipe.runtime.copies import make_engine
 from helixpipe.runtime.offload import Offloader

@@ -16,9 +16,9 @@ from torch import Tensor
 from helixpipe.common.errors import UserError
 from helixpipe.lowering.project import Action, Instruction
 from helixpipe.model import Microbatch, UnitContext
+from helixpipe.model.attention.kv_blocks import KeyValueBlocks, UnitBlocks
+from helixpipe.model.attention.kv_store import KeyValueStore, UnitKeyValues
 from helixpipe.model.device import device
-from helixpipe.model.kv_blocks import KeyValueBlocks, UnitBlocks
-from helixpipe.model.kv_store import KeyValueStore, UnitKeyValues
 from helixpipe.program.stages import Piece
 from helixpipe.program.transfer import TRANSFER_KINDS
 from helixpipe.runtime.block_transfers import BlockTransfers

@@ -14,9 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.accounting import SavedBytes
 from helixpipe.costs.models import Chunk, Layout, ModelShape
 from helixpipe.costs.piece_bytes import PieceBytes
-from helixpipe.costs.piece_work import work
+from helixpipe.costs.piece_kinds import work
 from helixpipe.model import GPTOptions, Microbatch, PipelineModel, UnitContext
-from helixpipe.model.kv_store import KeyValueStore
+from helixpipe.model.attention.kv_store import KeyValueStore
 from helixpipe.planning.memory.recompute import RecomputeOptions
 from helixpipe.program.program import Op, Program, Unit
 from helixpipe.program.stages import Piece, Segment, Stage, model_pieces

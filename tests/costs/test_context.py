@@ -10,7 +10,7 @@ from helixpipe.common.errors import UserError
 from helixpipe.costs.hardware import HARDWARE
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import MODELS, Chunk, Layout
-from helixpipe.costs.piece_work import flops, work
+from helixpipe.costs.piece_kinds import flops, work
 from helixpipe.program.program import Program
 from schedules import Shape, build
 

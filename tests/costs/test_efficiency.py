@@ -17,7 +17,7 @@ from helixpipe.costs.hardware import HARDWARE, Efficiency, find_device
 from helixpipe.costs.measured_chunks import MeasuredChunk
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import MODELS, Chunk, Layout
-from helixpipe.costs.piece_work import flops
+from helixpipe.costs.piece_kinds import flops
 from helixpipe.costs.profile_costs import MessageTimes, Profile
 from helixpipe.program.program import OP_KINDS
 from helixpipe.program.stages import PIECE_KINDS

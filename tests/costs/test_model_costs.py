@@ -11,8 +11,7 @@ from helixpipe.costs.hardware import GIB, HARDWARE, Efficiency, find_hardware
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import MODELS, Chunk, Layout, find_model
 from helixpipe.costs.piece_bytes import PieceBytes
-from helixpipe.costs.piece_kinds import num_parameters
-from helixpipe.costs.piece_work import flops, model_flops, work
+from helixpipe.costs.piece_kinds import flops, model_flops, num_parameters, work
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.lower import lower
 from helixpipe.planning.memory.early import peak_memory

@@ -10,7 +10,7 @@ from helixpipe.costs.hardware import HARDWARE, attention_share
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import MODELS, Chunk, Layout
 from helixpipe.costs.piece_bytes import PieceBytes
-from helixpipe.costs.piece_work import work
+from helixpipe.costs.piece_kinds import work
 from helixpipe.program.costs import Work
 from helixpipe.program.stages import Piece
 from helixpipe.program.workload import Extent

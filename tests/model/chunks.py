@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from helixpipe.model import Microbatch, PipelineModel, UnitContext
-from helixpipe.model.kv_store import KeyValueStore
+from helixpipe.model.attention.kv_store import KeyValueStore
 from helixpipe.program.stages import Piece
 from tests.model.common import BATCH, CHAIN, LAYERS, SEQUENCE, gradients_of, make_batch, make_model, set_parallel, worst
 from tests.model.equality import whole

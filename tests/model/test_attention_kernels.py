@@ -12,7 +12,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
 from helixpipe.common.errors import UserError
-from helixpipe.model.attention import CoreAttention
+from helixpipe.model.attention.core_attention import CoreAttention
 from helixpipe.model.backends import Kernels
 from tests import fakes
 from tests.distributed import run_ranks

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from helixpipe.model.attention import CoreAttention
-from helixpipe.model.kv_store import KeyValueStore, UnitKeyValues
+from helixpipe.model.attention.core_attention import CoreAttention
+from helixpipe.model.attention.kv_store import KeyValueStore, UnitKeyValues
 from tests.distributed import run_ranks
 from tests.model import chunks
 from tests.model.common import make_config
@@ -137,7 +137,7 @@ def test_attention_of_a_chunk_without_a_fused_kernel_is_the_same(monkeypatch: py
     query = torch.randn(5, 2, 4, 8, dtype=torch.float64)
     key, value = torch.randn(2, 9, 2, 2, 8, dtype=torch.float64).unbind()
     fused = attention(query, key, value, training=True)
-    monkeypatch.setattr("helixpipe.model.attention_kernels._ChunkAttention", None)
+    monkeypatch.setattr("helixpipe.model.attention.kernels._ChunkAttention", None)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         masked = attention(query, key, value, training=True)
     torch.testing.assert_close(masked, fused, rtol=1e-12, atol=1e-12)

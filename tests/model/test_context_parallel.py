@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from helixpipe.common.errors import UserError
-from helixpipe.model.context_parallel import ContextParallel, select, to_heads, to_rows
+from helixpipe.model.attention.context_parallel import ContextParallel, select, to_heads, to_rows
+from helixpipe.model.attention.log_sums import FlashOnCPU, LogSumKernel, Plain
+from helixpipe.model.attention.ring_attention import Ring, ring_attention, ring_rounds
+from helixpipe.model.attention.tiles import Rows, Tile, tiles
 from helixpipe.model.documents import Documents
-from helixpipe.model.log_sums import FlashOnCPU, LogSumKernel, Plain
 from helixpipe.model.options import check_supported
-from helixpipe.model.ring_attention import Ring, ring_attention, ring_rounds
-from helixpipe.model.tiles import Rows, Tile, tiles
 from tests.distributed import run_ranks
 from tests.model.common import make_config, make_options
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helixpipe.model import document_attention
-from helixpipe.model.attention import CoreAttention, Rotary
+from helixpipe.model.attention import document_attention
+from helixpipe.model.attention.core_attention import CoreAttention, Rotary
 from helixpipe.model.documents import Documents
 from tests import fakes
 from tests.distributed import run_ranks

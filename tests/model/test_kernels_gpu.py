@@ -9,7 +9,7 @@ import pytest
 import torch
 from megatron.core.transformer.enums import AttnBackend
 
-from helixpipe.model.attention import CoreAttention
+from helixpipe.model.attention.core_attention import CoreAttention
 from helixpipe.model.backends import LIBRARIES, Kernels, Machine, choose
 from helixpipe.model.linear import add_weight_gradient
 from helixpipe.model.norms import make_norm

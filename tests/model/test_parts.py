@@ -12,7 +12,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 
 from helixpipe.common.errors import UserError
 from helixpipe.model import GPTOptions, UnitContext
-from helixpipe.model.attention import CoreAttention, Rotary
+from helixpipe.model.attention.core_attention import CoreAttention, Rotary
 from helixpipe.model.boundaries import payload_shapes
 from helixpipe.model.options import check_supported
 from helixpipe.model.randomness import derive_seed, initial_weights
@@ -49,7 +49,7 @@ def test_fused_rope_is_given_the_angles_of_its_tokens(percent: float, monkeypatc
     for offset in (0, 3, 40, 7):  # the third is beyond the table made first
         assert torch.equal(fused.rotate_from(key, offset), plain.rotate_from(key, offset))
     assert engine.rotated == [(5, 2, 4, 8)] * 4
-    monkeypatch.setattr("helixpipe.model.attention.FUSED_SPAN", 5 * 2 * 4 * 12)
+    monkeypatch.setattr("helixpipe.model.attention.core_attention.FUSED_SPAN", 5 * 2 * 4 * 12)
     assert torch.equal(fused.rotate_from(key, 3), plain.rotate_from(key, 3))
     fused.rotate_from(key.contiguous(), 3)
     assert len(engine.rotated) == 5

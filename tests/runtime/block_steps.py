@@ -13,8 +13,8 @@ from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import Layout
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.lower import lower
-from helixpipe.model.kv_blocks import KeyValueBlocks
-from helixpipe.model.kv_store import KeyValueStore
+from helixpipe.model.attention.kv_blocks import KeyValueBlocks
+from helixpipe.model.attention.kv_store import KeyValueStore
 from helixpipe.program.program import Op, Program
 from helixpipe.program.stages import Stage
 from helixpipe.program.workload import uniform

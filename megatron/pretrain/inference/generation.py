@@ -12,7 +12,7 @@ from torch import Tensor
 
 from helixpipe.common.errors import DataError, UserError
 from helixpipe.common.flags import option
-from helixpipe.model.kv_store import KeyValueStore
+from helixpipe.model.attention.kv_store import KeyValueStore
 from megatron.pretrain.data.boundaries import end_of_document
 from megatron.pretrain.data.conversations import token_ids
 from megatron.pretrain.inference.model import ForwardModel

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from helixpipe.common.errors import UserError
 from helixpipe.model import Microbatch, PipelineModel, UnitContext
+from helixpipe.model.attention.kv_store import KeyValueStore
 from helixpipe.model.device import prepare
-from helixpipe.model.kv_store import KeyValueStore
 from helixpipe.program.stages import LAYER_PIECES, Piece, even_stages
 from megatron.pretrain.config import Config, core
 from megatron.pretrain.validation import check_device

@@ -13,8 +13,8 @@ from torch import Tensor
 from helixpipe.common.errors import UserError
 from helixpipe.common.flags import option
 from helixpipe.draw.table import right_aligned
+from helixpipe.model.attention.kv_store import KeyValueStore
 from helixpipe.model.ends import Targets, token_losses
-from helixpipe.model.kv_store import KeyValueStore
 from megatron.pretrain.inference.model import ForwardModel
 
 

@@ -2,7 +2,7 @@
 
 megatron-core's own unfused attention keeps the s x s scores in memory; here they exist only where someone asks for them
 (`--attention-backend unfused`) or no fused kernel can be had, as for dropout on the CPU. Which kernel runs is decided
-in `backends.py`, how it is called in `attention_kernels.py`.
+in `backends.py`, how it is called in `kernels.py`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from helixpipe.model.attention_kernels import make_attend
+from helixpipe.model.attention.context_parallel import select
+from helixpipe.model.attention.document_attention import make_attend_documents
+from helixpipe.model.attention.kernels import make_attend
 from helixpipe.model.backends import ENGINE, TORCH, Kernels, Machine, choose, load_engine
-from helixpipe.model.context_parallel import select
 from helixpipe.model.device import device
-from helixpipe.model.document_attention import make_attend_documents
 from helixpipe.model.documents import Documents, Spans
 from helixpipe.model.options import GPTOptions
 from helixpipe.model.rope_scaling import frequencies

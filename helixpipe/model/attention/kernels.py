@@ -26,7 +26,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from helixpipe.common.errors import UserError
 from helixpipe.model import backends
-from helixpipe.model.log_sums import FlashOnCPU, has_cpu_kernel
+from helixpipe.model.attention.log_sums import FlashOnCPU, has_cpu_kernel
 
 Attend = Callable[[Tensor, Tensor, Tensor, float, float], Tensor]
 """(query [n, b, heads, d], key and value [c + n, b, groups, d], scale, dropout) to [n, b, heads * d]: causal attention

@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from helixpipe.model.context_parallel import ContextParallel
-from helixpipe.model.documents import Documents
-from helixpipe.model.log_sums import LogSumKernel
-from helixpipe.model.tiles import (
+from helixpipe.model.attention.context_parallel import ContextParallel
+from helixpipe.model.attention.log_sums import LogSumKernel
+from helixpipe.model.attention.tiles import (
     KeyValue,
     Merged,
     Rows,
@@ -30,6 +29,7 @@ from helixpipe.model.tiles import (
     merged_nothing,
     tiles,
 )
+from helixpipe.model.documents import Documents
 
 
 def ring_rounds(

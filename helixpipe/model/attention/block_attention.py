@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from helixpipe.model.documents import Documents
-from helixpipe.model.kv_blocks import UnitBlocks
-from helixpipe.model.log_sums import choose_kernel
-from helixpipe.model.tiles import (
+from helixpipe.model.attention.kv_blocks import UnitBlocks
+from helixpipe.model.attention.log_sums import choose_kernel
+from helixpipe.model.attention.tiles import (
     KeyValue,
     Merged,
     Rows,
@@ -27,6 +26,7 @@ from helixpipe.model.tiles import (
     merged_nothing,
     tiles,
 )
+from helixpipe.model.documents import Documents
 
 
 class BlockAttention(NamedTuple):

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from helixpipe.model.attention.log_sums import LogSumKernel
 from helixpipe.model.documents import Documents
-from helixpipe.model.log_sums import LogSumKernel
 
 
 class Tile(NamedTuple):

@@ -17,9 +17,9 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from helixpipe.model import backends
-from helixpipe.model.attention_kernels import Attend, cpu_backward, cpu_forward
+from helixpipe.model.attention.kernels import Attend, cpu_backward, cpu_forward
+from helixpipe.model.attention.log_sums import has_cpu_kernel
 from helixpipe.model.documents import Span, Spans
-from helixpipe.model.log_sums import has_cpu_kernel
 
 AttendDocuments = Callable[[Tensor, Tensor, Tensor, Spans, float, float], Tensor]
 """(query [n, b, heads, d], key and value [c + n, b, groups, d], parts of documents, scale, dropout) to
