@@ -24,7 +24,6 @@ from helixpipe.costs.by_hand import OpTimes
 from helixpipe.lowering.lower import lower
 from helixpipe.model import GPTOptions, Microbatch, PipelineModel, UnitContext
 from helixpipe.model.ends import Targets, loss_sum
-from helixpipe.model.layers import piece_of
 from helixpipe.program.program import Program
 from helixpipe.program.stages import Piece
 from helixpipe.runtime.executor import Executor, Step
@@ -154,7 +153,7 @@ class OurEngine(Engine):
         )
         self._group = problem.group
         named = dict(model.named_parameters())
-        self._copies = [parameter for name, parameter in sorted(named.items()) if piece_of(name) in copies]
+        self._copies = [parameter for name, parameter in sorted(named.items()) if model.piece_of(name) in copies]
         super().__init__(named, self._step)
 
     def _step(self) -> None:

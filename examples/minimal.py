@@ -15,7 +15,7 @@ from helixpipe.simulate.simulator import simulate
 
 CELLS = ("0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3", "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3")  # a row a rank: stage, kind, microbatch
 RANKS = tuple(tuple(Op(cell[1], int(cell[0]), int(cell[2])) for cell in row.split()) for row in CELLS)
-PROGRAM = Program("mine", even_stages(num_layers=2, num_stages=2), RANKS, uniform(4))
+PROGRAM = Program("mine", even_stages(2, num_stages=2), RANKS, uniform(4))
 BATCH, LENGTH, SIZE = 2, 16, 32  # sequences of a microbatch, their tokens, and both the vocabulary and hidden channels
 DATA = [Microbatch(t, (t + 1) % SIZE, torch.ones(t.shape)) for t in torch.arange(128).view(4, BATCH, LENGTH) % SIZE]
 PARTS = {"embed": torch.nn.Embedding, "mlp": torch.nn.Linear, "head": torch.nn.Linear}  # other pieces do nothing here

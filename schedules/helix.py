@@ -79,7 +79,7 @@ def helix(shape: Shape, options: HelixOptions) -> Program:
     multiple of p, and m of pf.
     """
     p, folds = shape.ranks, options.helix_folds
-    even_stages(shape.layers, p)  # refuses layers that the ranks cannot share evenly
+    even_stages(shape.layer_kinds, p)  # refuses layers that the ranks cannot share evenly
     require_multiple("helix", shape.microbatches, p * folds, "the pipeline size times --helix-folds,")
     spread = options.helix_spread_head and p > 1
     stages = _stages(shape, SHIPPED[options.helix_ship], spread)
@@ -121,8 +121,8 @@ def _recomputed(program: Program, costs: Costs | None, limit: float | None) -> t
 
 
 def _recomputing(stage: Stage, kinds: Sequence[Collection[str]]) -> Stage:
-    """The stage with runs of pieces recomputed; kinds: of each layer those that are."""
-    runs = groupby(stage.pieces, key=lambda piece: piece.layer >= 0 and piece.kind in kinds[piece.layer])
+    """The stage with runs of pieces recomputed; kinds: of each layer the roles of those that are."""
+    runs = groupby(stage.pieces, key=lambda piece: piece.layer >= 0 and piece.role in kinds[piece.layer])
     return replace(stage, recompute=tuple(tuple(run) for again, run in runs if again))
 
 
@@ -130,15 +130,15 @@ def _makespan(program: Program, costs: Costs) -> float:
     return scheduled(program, costs).makespan
 
 
-def _stages(shape: Shape, kinds: frozenset[str], spread: bool) -> tuple[Stage, ...]:
-    """Combined stages at the even places, attention with its neighbours of these kinds at the odd ones, and the head.
+def _stages(shape: Shape, roles: frozenset[str], spread: bool) -> tuple[Stage, ...]:
+    """Combined stages at the even places, attention with its neighbours of these roles at the odd ones, and the head.
 
     Where attention has neighbours, the rank of the combined stage before it owns and ships their weights.
     """
-    *chain, head = model_pieces(shape.layers)
-    runs = [tuple(run) for _, run in groupby(chain, key=lambda piece: piece.kind in kinds)]
+    *chain, head = model_pieces(shape.layer_kinds)
+    runs = [tuple(run) for _, run in groupby(chain, key=lambda piece: piece.role in roles)]
     stages = [Stage(run) for run in (*runs, (head,))]
-    if shape.ranks > 1 and kinds != SHIPPED["none"]:
+    if shape.ranks > 1 and roles != SHIPPED["none"]:
         for layer in range(shape.layers):
             stage = 2 * layer + 1
             stages[stage] = replace(stages[stage], placement="shipped", owner=layer % shape.ranks)

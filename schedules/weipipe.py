@@ -176,7 +176,7 @@ def _program(
     """order: the ops of a rank that runs these microbatches, for p ranks. direction: of the stages' owners."""
     slots = options.weipipe_slots
     p = shape.ranks
-    stages = shape.recompute.stages(ring_stages(shape.layers, p, direction))
+    stages = shape.recompute.stages(ring_stages(shape.layer_kinds, p, direction))
     ranks = tuple(tuple(order(p, range(rank, shape.microbatches, p))) for rank in range(p))
     ring = RingOptions(
         slots=DEFAULT_SLOTS if slots is None else slots,

@@ -27,7 +27,7 @@ from helixpipe.costs.hardware import TERA, Hardware, find_device, find_hardware
 from helixpipe.costs.profile_costs import Profile, ProfileCosts
 from helixpipe.draw.table import figure_lines, table
 from helixpipe.draw.text import MAX_RANK_LINES, shape_line
-from helixpipe.program.stages import LAYER_PIECES, PIECE_KINDS
+from helixpipe.program.stages import VARIANTS, LayerKinds
 from helixpipe.simulate.simulator import Simulation
 
 MIB = 2**20
@@ -137,12 +137,18 @@ def _by_kind(rows: Sequence[tuple[str, Sequence[str]]]) -> str:
     return table(headers, cells)
 
 
+def _layer_name(layer: LayerKinds) -> str:
+    """`a layer`, or `a layer of attn.window`, of its pieces those that are not a plain layer's."""
+    return " ".join(["a layer", *(["of", *own] if (own := [each for each in layer if each in VARIANTS]) else [])])
+
+
 def profile_table(measured: Profile) -> str:
     """Milliseconds of every piece and op kind, of a layer and of an op beside its pieces; messages."""
     (times, *_) = measured.chunks
-    rows = [(piece, [times.pieces[piece][kind] for kind in _KINDS]) for piece in PIECE_KINDS]
-    layer = [sum(times.pieces[piece][kind] for piece in LAYER_PIECES) for kind in _KINDS]
-    rows += [("a layer", layer), ("beside pieces", [times.overhead[kind] for kind in _KINDS])]
+    rows = [(piece, [times.pieces[piece][kind] for kind in _KINDS]) for piece in measured.model.kinds]
+    for layer in dict.fromkeys(measured.model.kinds_of(measured.model.layers)):
+        rows.append((_layer_name(layer), [sum(times.pieces[piece][kind] for piece in layer) for kind in _KINDS]))
+    rows += [("beside pieces", [times.overhead[kind] for kind in _KINDS])]
     cells = [(name, [f"{1000 * value:.3f}" for value in values]) for name, values in rows]
     messages = measured.messages
     return "\n".join(

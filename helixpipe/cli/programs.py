@@ -26,7 +26,7 @@ from helixpipe.planning.order.chunk_options import ChunkOptions
 from helixpipe.planning.setup import Setup
 from helixpipe.program.costs import Costs
 from helixpipe.program.files import is_file, load_program, naming, says_all
-from helixpipe.program.program import Program, forward_only
+from helixpipe.program.program import Program, forward_only, of_layers
 from helixpipe.program.workload import Workload
 from helixpipe.simulate.simulator import Simulation, simulate
 
@@ -165,6 +165,8 @@ def _programs(
 
 def _of_file(name: str, program: Program, given: Setup, chunking: Chunking, namespace: argparse.Namespace) -> Program:
     """A file's program with what the flags say of it."""
+    if given.costs.memory_unit == "bytes":
+        program = of_layers(program, given.costs.layer_kinds(program.num_layers))
     if says_all(name):
         check_recomputes(name, program, given.recompute)
         check_offloads(name, program, given.offload)

@@ -22,7 +22,7 @@ from helixpipe.costs.saved import kept, offloaded, staying
 from helixpipe.costs.sizes import ChunkSizes
 from helixpipe.program.costs import Contents, Leaving, Load, Work
 from helixpipe.program.program import Program
-from helixpipe.program.stages import LAYER_PIECES, PIECE_KINDS, Piece, Segment
+from helixpipe.program.stages import LAYER_PIECES, PIECE_KINDS, LayerKinds, Piece, Segment, layer_kinds
 from helixpipe.program.workload import Extent, Extents, Workload
 
 _TEXTBOOK = ChunkSizes(
@@ -48,6 +48,9 @@ class _LayerMemory:
     memory_unit: ClassVar[str] = "microbatch-layers"
     message: float
     copy: float
+
+    def layer_kinds(self, layers: int) -> tuple[LayerKinds, ...]:
+        return layer_kinds(layers)
 
     def transfer_time(self, load: Load) -> float:
         """Of a copy by what it moves; any other takes the time of a message."""
@@ -100,7 +103,7 @@ class PieceTimes(_LayerMemory):
         share = sum(part.tokens for part in extents) / whole
         attention = attention_pairs(extents) / (whole * whole / 2)
         pieces = sum(
-            self._piece_time(piece.kind, work.kind, attention if piece.kind == "attn" else share)
+            self._piece_time(piece.role, work.kind, attention if piece.role == "attn" else share)
             for piece in work.pieces
         )
         return pieces if work.kind == "R" else pieces + self.op_overhead
@@ -207,7 +210,7 @@ def _saved(piece: Piece) -> _Elements:
 
 def deferred_stash(segments: Sequence[Segment]) -> float:
     """Microbatch-layers that one whole microbatch keeps in a stage's layers from I to W."""
-    pieces = (piece for segment in segments for piece in segment.pieces if piece.kind in LAYER_PIECES)
+    pieces = (piece for segment in segments for piece in segment.pieces if piece.role in LAYER_PIECES)
     return sum(KINDS[piece.kind].deferred(_TEXTBOOK) for piece in pieces) / LAYER_ELEMENTS
 
 

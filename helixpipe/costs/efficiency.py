@@ -18,7 +18,6 @@ from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import Chunk
 from helixpipe.costs.piece_kinds import flops
 from helixpipe.costs.profile_costs import Profile
-from helixpipe.program.stages import PIECE_KINDS
 
 _PIECES: Mapping[str, tuple[str, ...]] = {"memory": ("norm",), "attention": ("attn",), "matmul": ("qkv", "proj", "mlp")}
 """Which pieces' times, forward and backward, tell each share. Memory first: it has a part in the others' times."""
@@ -31,7 +30,7 @@ def reached(profile: Profile, hardware: Hardware) -> dict[str, dict[str, float]]
     (times, *_) = profile.chunks
     chunk = Chunk(times.tokens, times.earlier)
     shares: dict[str, dict[str, float]] = {}
-    for piece in PIECE_KINDS:
+    for piece in profile.model.kinds:
         for kind in "FIWB":
             work, seconds = flops(profile.model, profile.layout, piece, kind, chunk), times.pieces[piece][kind]
             if work > 0 and seconds > 0:

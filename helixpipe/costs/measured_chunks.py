@@ -15,6 +15,7 @@ from itertools import pairwise
 
 from helixpipe.costs.models import Chunk
 from helixpipe.program.program import OP_KINDS
+from helixpipe.program.stages import role_of
 from helixpipe.program.workload import Extent
 
 
@@ -64,8 +65,8 @@ class MeasuredChunks:
         first = self.chunks[0]
         pieces = {
             piece: {
-                kind: self._attention(kind, chunk)
-                if piece == "attn"
+                kind: self._attention(piece, kind, chunk)
+                if role_of(piece) == "attn"
                 else _between([(each.tokens, each.pieces[piece][kind]) for each in self._lengths], chunk.tokens)
                 for kind in kinds
             }
@@ -83,17 +84,18 @@ class MeasuredChunks:
         found = {each.tokens: each for each in reversed(self.chunks) if not each.earlier and each.documents == 1}
         return [found[tokens] for tokens in sorted(found)] or [self.chunks[0]]
 
-    def _attention(self, kind: str, chunk: Chunk) -> float:
-        return sum(weight * size for weight, size in zip(self._weights[kind], _sizes(chunk), strict=True))
+    def _attention(self, piece: str, kind: str, chunk: Chunk) -> float:
+        return sum(weight * size for weight, size in zip(self._weights[piece, kind], _sizes(chunk), strict=True))
 
     @cached_property
-    def _weights(self) -> dict[str, tuple[float, ...]]:
-        """Of each of `_sizes`, by op kind."""
-        return {kind: self._fit(kind) for kind in OP_KINDS}
+    def _weights(self) -> dict[tuple[str, str], tuple[float, ...]]:
+        """Of each of `_sizes`, by kind of core attention and op kind."""
+        pieces = [piece for piece in self.chunks[0].pieces if role_of(piece) == "attn"]
+        return {(piece, kind): self._fit(piece, kind) for piece in pieces for kind in OP_KINDS}
 
-    def _fit(self, kind: str) -> tuple[float, ...]:
+    def _fit(self, piece: str, kind: str) -> tuple[float, ...]:
         """The weights that fit what was measured."""
-        rows = [(_sizes(each.chunk), each.pieces["attn"][kind]) for each in self.chunks]
+        rows = [(_sizes(each.chunk), each.pieces[piece][kind]) for each in self.chunks]
         rows = [row for row in rows if row[1] > 0]
         count = len(_sizes(self.chunks[0].chunk))
         if len(rows) < 2:

@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from helixpipe.common.errors import UserError
 from helixpipe.common.flags import nearest_name
+from helixpipe.program.stages import PIECE_KINDS, VARIANTS, LayerKinds, Piece, layer_kinds, model_pieces
 from helixpipe.program.workload import Extent, Extents
 
 
@@ -69,6 +70,21 @@ class ModelShape:
     def norm_vectors(self) -> int:
         """A weight, and a bias where it has one."""
         return 2 if self.norm == "LayerNorm" else 1
+
+    def kinds_of(self, layers: int) -> tuple[LayerKinds, ...]:
+        """The kinds of the pieces of each layer, had it so many."""
+        return layer_kinds(layers)
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The whole model as a chain."""
+        return model_pieces(self.kinds_of(self.layers))
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of piece that it has, in the order of the chain."""
+        found = {piece.kind for piece in self.pieces}
+        return tuple(kind for kind in (*PIECE_KINDS, *VARIANTS) if kind in found)
 
     def padded_vocab(self, tensor_parallel: int) -> int:
         """Rows of the embedding as Megatron pads them."""

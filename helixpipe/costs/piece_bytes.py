@@ -12,7 +12,7 @@ from helixpipe.costs.piece_kinds import KINDS, Mlp, Tensors
 from helixpipe.costs.saved import kept, offloaded, staying
 from helixpipe.costs.sizes import ChunkSizes
 from helixpipe.program.costs import Contents, Leaving
-from helixpipe.program.stages import Piece, Segment
+from helixpipe.program.stages import LayerKinds, Piece, Segment
 from helixpipe.program.tasks import OF_WEIGHTS
 from helixpipe.program.workload import Extents
 
@@ -77,7 +77,7 @@ class PieceBytes:
         inside: dict[int, list[str]] = {}
         for piece in graph or pieces:
             inside.setdefault(piece.layer, []).append(piece.kind)
-        known: dict[tuple[str, ...], Tensors] = {}  # layers are alike
+        known: dict[tuple[str, ...], Tensors] = {}  # most layers are alike
         for piece in pieces:
             beside = inside.get(piece.layer, [])
             key = piece.kind, *beside
@@ -126,6 +126,9 @@ class CountsBytes:
     def bytes(self) -> PieceBytes:
         """Of the model's pieces."""
         raise NotImplementedError
+
+    def layer_kinds(self, layers: int) -> tuple[LayerKinds, ...]:
+        return self.bytes.model.kinds_of(layers)
 
     def _sequence(self) -> tuple[int, bool]:
         """(tokens of a microbatch's sequence, whether gradients of keys and values are summed in float32)."""

@@ -46,7 +46,7 @@ from typing import ClassVar
 from helixpipe.costs.context_parallel import exchange, keys_read, on_its_way, saved_of_own_heads
 from helixpipe.costs.models import Chunk, Layout, ModelShape
 from helixpipe.costs.sizes import GRADIENT_BYTES, ChunkSizes, Kernel, Linear, OpKernels
-from helixpipe.program.stages import LAYER_PIECES, model_pieces
+from helixpipe.program.stages import LAYER_PIECES, model_pieces, role_of
 
 Tensors = dict[str, float]
 """Bytes of tensors by name. Pieces of one layer share tensors (the norm's output is the QKV layer's input): a name
@@ -218,7 +218,7 @@ class Attention(PieceKind):
         model, stored = sizes.model, sizes.chunk.stored
         if sizes.layout.swaps:
             return saved_of_own_heads(sizes)
-        if stored or "qkv" not in inside or sizes.layout.own_values:
+        if stored or "qkv" not in map(role_of, inside) or sizes.layout.own_values:
             names = ("q",) if stored else ("q", "k", "v")
             return tensors | {name: sizes.bytes(self.inputs[name]) for name in names}
         tensors["qkv"] = sizes.tokens * sizes.mixed * sizes.element  # as the QKV layer leaves them
@@ -267,7 +267,7 @@ class Proj(PieceKind):
     def saved(self, sizes: ChunkSizes, inside: Collection[str]) -> Tensors:
         layout = sizes.layout  # flash-attn's is [b, s]; a ring's is not, and rows for heads are copied anyway
         copied = layout.fused_kernels and layout.micro_batch_size > 1 and layout.context_parallel == 1
-        return {"projected" if copied and "attn" in inside else "attention output": sizes.bytes("query")}
+        return {"projected" if copied and "attn" in map(role_of, inside) else "attention output": sizes.bytes("query")}
 
     def work(self, kernels: OpKernels) -> None:
         kernels.multiply(self.linears(kernels.sizes))
@@ -411,8 +411,8 @@ KINDS: Mapping[str, PieceKind] = MappingProxyType(
 )
 """Every kind by its name in a `Piece`."""
 
-MODULES = {kind.module: kind.name for kind in KINDS.values() if kind.module}
-"""Values of `--recompute-modules` and the piece each means."""
+MODULES = {kind.module: role_of(kind.name) for kind in KINDS.values() if kind.module}
+"""Values of `--recompute-modules` and the role of the pieces that each means."""
 
 WITHOUT_CORE_ATTENTION = tuple(
     tuple(run) for core, run in groupby(LAYER_PIECES, key=lambda name: name == MODULES["core_attn"]) if not core
@@ -423,12 +423,12 @@ WITHOUT_CORE_ATTENTION = tuple(
 def inputs_after(kind: str) -> tuple[str, ...]:
     """Shapes of what crosses the cut after a piece that is not the last, in the order of the tensors."""
     chain = [piece.kind for piece in model_pieces(1)]
-    return tuple(KINDS[chain[chain.index(kind) + 1]].inputs.values())
+    return tuple(KINDS[chain[chain.index(role_of(kind)) + 1]].inputs.values())
 
 
 def num_parameters(model: ModelShape) -> int:
     """All weights, unpadded, a tied one once."""
-    total = sum(KINDS[piece.kind].weights(model, 1, model.vocab) for piece in model_pieces(model.layers))
+    total = sum(KINDS[piece.kind].weights(model, 1, model.vocab) for piece in model.pieces)
     return total - (model.vocab * model.hidden if model.tied else 0)
 
 

@@ -26,7 +26,7 @@ from helixpipe.costs.piece_bytes import CountsBytes, PieceBytes
 from helixpipe.costs.sizes import GRADIENT_BYTES
 from helixpipe.program.costs import Load, Work
 from helixpipe.program.program import OP_KINDS
-from helixpipe.program.stages import PIECE_KINDS, Piece
+from helixpipe.program.stages import Piece
 from helixpipe.program.transfer import TRANSFER_KINDS
 
 VERSION = 2
@@ -146,7 +146,7 @@ class Profile:
                     f"a chunk has {chunk.tokens} tokens after {chunk.earlier}, {chunk.documents} documents"
                 )
             for kind in OP_KINDS:
-                times = {f"{piece} {kind}": chunk.pieces[piece][kind] for piece in PIECE_KINDS}
+                times = {f"{piece} {kind}": chunk.pieces[piece][kind] for piece in self.model.kinds}
                 _check_numbers({**times, f"overhead {kind}": chunk.overhead[kind]})
         messages = self.messages
         _check_numbers({"latency": messages.latency, "bandwidth": messages.bandwidth})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from helixpipe.program.costs import Contents, Costs, Load, Work
-from helixpipe.program.stages import Piece
+from helixpipe.program.stages import LayerKinds, Piece
 
 
 class RememberedCosts:
@@ -18,6 +18,9 @@ class RememberedCosts:
     @property
     def memory_unit(self) -> str:
         return self._costs.memory_unit
+
+    def layer_kinds(self, layers: int) -> tuple[LayerKinds, ...]:
+        return self._costs.layer_kinds(layers)
 
     def op_time(self, work: Work) -> float:
         found = self._known.get(work)

@@ -232,22 +232,22 @@ class _Rates:
 
     def _shares(self, work: Work) -> Amounts:
         forward = work._replace(kind="F")
-        amounts = {f"{work.kind} {piece}": self._units[piece].op_time(forward) for piece in _kinds(work)}
+        amounts = {f"{work.kind} {piece}": self._units[piece].op_time(forward) for piece in _roles(work)}
         return amounts if work.kind == "R" else amounts | {"overhead": 1.0}
 
     def _seconds(self, work: Work) -> Amounts:
-        """Of each kind of piece what it adds to an op of none; the rest is what does not depend on pieces."""
+        """Of the pieces of each role what they add to an op of none; the rest is what does not depend on pieces."""
         costs, alone = self.bound.costs, work._replace(receives=None, sends=None)
         nothing = costs.op_time(alone._replace(pieces=()))
         amounts = {}
-        for kind in _kinds(work):
-            pieces = tuple(piece for piece in work.pieces if piece.kind == kind)
-            amounts[f"{work.kind} {kind}"] = costs.op_time(alone._replace(pieces=pieces)) - nothing
+        for role in _roles(work):
+            pieces = tuple(piece for piece in work.pieces if piece.role == role)
+            amounts[f"{work.kind} {role}"] = costs.op_time(alone._replace(pieces=pieces)) - nothing
         return amounts | {"rest": costs.op_time(work) - sum(amounts.values())}
 
 
-def _kinds(work: Work) -> Iterable[str]:
-    return dict.fromkeys(piece.kind for piece in work.pieces)
+def _roles(work: Work) -> Iterable[str]:
+    return dict.fromkeys(piece.role for piece in work.pieces)
 
 
 # ------------------------------------------------------------------------------------------------- measured, and stuck

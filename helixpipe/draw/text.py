@@ -51,7 +51,7 @@ def stage_count(stages: Sequence[Stage]) -> str:
 def stage_lines(stages: Sequence[Stage]) -> list[str]:
     """`stages: 2 3 layers; layers recomputed: 2 whole, none`; nothing for stages alike that recompute nothing, or for
     such as do not consist of whole layers. Of embed or head alone nothing is said beside whole layers."""
-    sizes = [sum(piece.kind == LAYER_PIECES[0] for piece in stage.pieces) for stage in stages]
+    sizes = [sum(piece.role == LAYER_PIECES[0] for piece in stage.pieces) for stage in stages]
     whole = all(
         len({piece for piece in stage.pieces if piece.layer >= 0}) == size * len(LAYER_PIECES)
         for stage, size in zip(stages, sizes, strict=True)
@@ -71,7 +71,7 @@ def stage_lines(stages: Sequence[Stage]) -> list[str]:
 def _recomputed(stage: Stage) -> str:
     """`2 whole + 1 mlp`, or `none`."""
     pieces = [piece for run in stage.recompute for piece in run if piece.layer >= 0]
-    kinds = [tuple(piece.kind for piece in layer) for _, layer in groupby(pieces, key=lambda piece: piece.layer)]
+    kinds = [tuple(piece.role for piece in layer) for _, layer in groupby(pieces, key=lambda piece: piece.layer)]
     counts = {kind: kinds.count(kind) for kind in kinds}
     return " + ".join(f"{n} {NAMES_OF_RUNS.get(kind, '+'.join(kind))}" for kind, n in counts.items()) or "none"
 

@@ -61,7 +61,7 @@ def check_program(program: Program, num_ranks: int, num_microbatches: int) -> No
             raise ScheduleError(
                 f"schedule {name} has {stage.placement} stages, but the weights of a model of one's own stay in place."
             )
-        if stage.pieces[0].kind not in ("embed", "norm", "head") or stage.pieces[-1].kind not in (
+        if stage.pieces[0].role not in ("embed", "norm", "head") or stage.pieces[-1].role not in (
             "embed",
             "mlp",
             "head",

@@ -91,9 +91,10 @@ def untrainable(program: Program) -> str | None:
 def _check_stages(program: Program) -> None:
     pieces = tuple(piece for stage in program.stages for piece in stage.pieces)
     expected = model_pieces(program.num_layers)
-    if pieces != expected:
+    roles = tuple(piece._replace(kind=piece.role) for piece in pieces)
+    if roles != expected:
         at = next(
-            (i for i, (a, b) in enumerate(zip(pieces, expected, strict=False)) if a != b),
+            (i for i, (a, b) in enumerate(zip(roles, expected, strict=False)) if a != b),
             min(len(pieces), len(expected)),
         )
         there = str(pieces[at]) if at < len(pieces) else "nothing"

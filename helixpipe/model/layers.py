@@ -6,7 +6,7 @@ Hidden states are [s, b, h], with sequence parallelism [s / tp, b, h] outside at
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -54,14 +54,14 @@ _PIECES = {
     "final_layernorm": "head",
     "output_layer": "head",
 }
-"""The kind of piece that a module's parameters belong to."""
+"""The role of the piece that a module's parameters belong to."""
 
 
-def piece_of(parameter: str) -> Piece:
-    """The piece of a model's parameter, from its name."""
+def plain_piece_of(parameter: str) -> Piece:
+    """The piece of a model's parameter, from its name, as if its layer were a plain one."""
     parts = parameter.split(".")
-    kind = next(_PIECES[part] for part in parts if part in _PIECES)
-    return Piece(kind, int(parts[2])) if parts[1] == "layers" else Piece(kind)
+    role = next(_PIECES[part] for part in parts if part in _PIECES)
+    return Piece(role, int(parts[2])) if parts[1] == "layers" else Piece(role)
 
 
 class SelfAttention(MegatronModule):
@@ -122,8 +122,9 @@ class SelfAttention(MegatronModule):
 
 
 class Layer(MegatronModule):
-    """The pieces `kinds` of one transformer layer, with the weights of exactly these pieces, each drawn on its own.
+    """Pieces of one transformer layer, with the weights of exactly these pieces, each drawn on its own.
 
+    kinds: of the pieces, by their roles.
     kernels: what norms and attention run on. mlp_chunk: tokens of a slice of the MLP; 0: whole. context: the ranks that
     share every chunk's rows.
     """
@@ -132,7 +133,7 @@ class Layer(MegatronModule):
         self,
         config: TransformerConfig,
         index: int,
-        kinds: Collection[str],
+        kinds: Mapping[str, str],
         rotary: Rotary | None,
         tp_group: torch.distributed.ProcessGroup,
         draw: DrawWeights,

@@ -26,7 +26,7 @@ from helixpipe.model.backends import Kernels, Machine, choose
 from helixpipe.model.chunked_loss import ChunkedLoss
 from helixpipe.model.device import device
 from helixpipe.model.ends import Embedding, Targets, loss_sum
-from helixpipe.model.layers import Layer, piece_of
+from helixpipe.model.layers import Layer, plain_piece_of
 from helixpipe.model.linear import WeightGradients, defer_weight_gradients
 from helixpipe.model.norms import make_norm
 from helixpipe.model.options import GPTOptions, Microbatch, UnitContext, check_supported
@@ -75,7 +75,7 @@ class PipelineModel(MegatronModule):
     """A GPT's pieces on one rank.
 
     config: megatron-core's; `params_dtype` is the type of weights and hidden states.
-    pieces: those this rank runs, in model order; each once. All of `model_pieces(num_layers)` makes the whole model.
+    pieces: those this rank runs, in model order; each once. All of `model_pieces(layers)` makes the whole model.
     pg_collection: needs `tp`, and `cp` where context-parallel ranks share every chunk; None takes megatron-core's
         parallel state, which must be initialised in any case: the loss uses its tensor-parallel group.
     seed: of initial weights and dropout.
@@ -107,6 +107,7 @@ class PipelineModel(MegatronModule):
         super().__init__(config)
         self.gpt = gpt
         self.pieces = tuple(pieces)
+        self._own_pieces = {Piece(piece.role, piece.layer): piece for piece in pieces}
         self.copies = dict(copies)
         self.kernels = kernels if kernels is not None else choose(config, Machine.here(), context.size)
         self.pg_collection = pg_collection
@@ -124,10 +125,10 @@ class PipelineModel(MegatronModule):
     def _build(self, pieces: Sequence[Piece], seed: int, empty: bool) -> None:
         """Make the weights of the pieces, each part from its own seed."""
         config, gpt, group = self.config, self.gpt, self.tp_group
-        kinds_of_layer: dict[int, set[str]] = {}
+        kinds_of_layer: dict[int, dict[str, str]] = {}
         for piece in pieces:
-            kinds_of_layer.setdefault(piece.layer, set()).add(piece.kind)
-        ends = kinds_of_layer.pop(-1, set())
+            kinds_of_layer.setdefault(piece.layer, {})[piece.role] = piece.kind
+        ends = kinds_of_layer.pop(-1, {})
         draw = partial(initial_weights, seed, tp_rank=group.rank())
         rotary = Rotary(config, gpt, self.kernels.rope) if gpt.rotates else None
         self._rotary = rotary
@@ -186,11 +187,11 @@ class PipelineModel(MegatronModule):
         if piece.kind == "head":
             return (self._loss_sum(state[0], Targets.read(*self.context.share(batch, context))),)
         layer = cast(Layer, self.decoder.layers[str(piece.layer)])
-        if piece.kind == "norm":
+        if piece.role == "norm":
             return layer.norm(*state)
-        if piece.kind == "qkv":
+        if piece.role == "qkv":
             return layer.qkv(*state, offset=context.offset, documents=documents)
-        if piece.kind == "attn":
+        if piece.role == "attn":
             self._seed_dropout(piece, context, self.config.attention_dropout, split=True)
             return layer.attn(
                 *state,
@@ -200,7 +201,7 @@ class PipelineModel(MegatronModule):
                 documents=documents,
             )
         self._seed_dropout(piece, context, self.config.hidden_dropout, split=self.config.sequence_parallel)
-        return layer.proj(*state, training=training) if piece.kind == "proj" else layer.ffn(*state, training=training)
+        return layer.proj(*state, training=training) if piece.role == "proj" else layer.ffn(*state, training=training)
 
     def _seed_dropout(self, piece: Piece, context: UnitContext, probability: float, split: bool) -> None:
         if probability > 0.0 and context.training:
@@ -231,10 +232,14 @@ class PipelineModel(MegatronModule):
             self._weight_gradients = defer_weight_gradients(self)
         return self._weight_gradients
 
+    def piece_of(self, parameter: str) -> Piece:
+        """The piece of this model that a parameter belongs to, by its name."""
+        return self._own_pieces[plain_piece_of(parameter)]
+
     def weights_of(self, pieces: Sequence[Piece]) -> list[torch.nn.Parameter]:
         """The weights of some of this model's pieces, in an order that is the same on every rank."""
         wanted = set(pieces)
-        return [parameter for name, parameter in self.named_parameters() if piece_of(name) in wanted]
+        return [parameter for name, parameter in self.named_parameters() if self.piece_of(name) in wanted]
 
     def shell(self, pieces: Sequence[Piece]) -> PipelineModel:
         """The same model's modules for pieces of layers whose weights are elsewhere: they run once weights are put in.
@@ -310,7 +315,7 @@ class PipelineModel(MegatronModule):
     def _copied_parameters(self) -> Iterator[tuple[str, Any, int]]:
         """Name and number of the copy of the parameters of `copies`."""
         for name, parameter in self.named_parameters():
-            number = self.copies.get(piece_of(name))
+            number = self.copies.get(self.piece_of(name))
             if number is not None:
                 yield name, parameter, number
 
@@ -337,7 +342,7 @@ class PipelineModel(MegatronModule):
         elif head is not None:
             state[prefix + _OUTPUT_LAYER].allow_shape_mismatch = True  # vocabulary padding, as for the embedding
         for name, entry in state.items():  # parameters, and the `_extra_state` of their modules
-            number = self.copies.get(piece_of(name.removeprefix(prefix)), 0)
+            number = self.copies.get(self.piece_of(name.removeprefix(prefix)), 0)
             if number > 0:
                 entry.replica_id = (number, *entry.replica_id[1:])
         return state

@@ -74,7 +74,7 @@ class DropoutSeeds:
                 context.step,
                 context.microbatch,
                 piece.layer,
-                PIECE_KINDS.index(piece.kind),
+                PIECE_KINDS.index(piece.role),
                 context.chunk,
                 self._tp_rank if split else -1,
                 *self._context,

@@ -17,8 +17,8 @@ from helixpipe.planning.memory.recompute import RecomputeOptions, check_recomput
 from helixpipe.planning.memory.sharding import shared_out
 from helixpipe.program.costs import Costs
 from helixpipe.program.files import is_file, load_program, naming, says_all
-from helixpipe.program.program import Program
-from helixpipe.program.stages import Stage, even_stages, layers_of, uneven_stages
+from helixpipe.program.program import Program, of_layers
+from helixpipe.program.stages import LayerKinds, Stage, even_stages, layer_kinds, layers_of, uneven_stages
 from helixpipe.program.workload import Workload, uniform
 
 
@@ -87,6 +87,11 @@ class Shape:
         return self.ragged or uniform(self.microbatches, self.chunks, self.chunk_lengths)
 
     @property
+    def layer_kinds(self) -> tuple[LayerKinds, ...]:
+        """The kinds of the pieces of each layer, which the costs know where they are those of a model."""
+        return layer_kinds(self.layers) if self.costs is None else self.costs.layer_kinds(self.layers)
+
+    @property
     def most_chunks(self) -> int:
         """Of any microbatch."""
         return self.ragged.most_chunks if self.ragged else self.chunks
@@ -95,13 +100,13 @@ class Shape:
         """`count` stages of equally many layers, or of those that `stage_layers` says, with what they recompute; see
         `program.even_stages`."""
         if self.stage_layers is None:
-            return self.recompute.stages(even_stages(self.layers, count))
+            return self.recompute.stages(even_stages(self.layer_kinds, count))
         if len(self.stage_layers) != count or sum(self.stage_layers) != self.layers:
             raise ScheduleError(
                 f"a division of the layers into stages of {', '.join(map(str, self.stage_layers))} does not fit "
                 f"{self.layers} layers in {count} stages, as the schedule has them."
             )
-        return self.recompute.stages(uneven_stages(self.stage_layers))
+        return self.recompute.stages(uneven_stages(self.stage_layers, self.layer_kinds))
 
 
 @dataclass(frozen=True)
@@ -267,6 +272,8 @@ class Catalogue(Mapping[str, Schedule]):
             )
         if program.num_layers != shape.layers:
             raise ScheduleError(f"{name} has {program.num_layers} layers, but the run has {shape.layers}.")
+        with naming(program.source):
+            program = of_layers(program, shape.layer_kinds)
         if shape.virtual_stages is not None or shape.stage_layers is not None:
             raise ScheduleError(
                 f"{name} says itself which stages a rank has; leave virtual stages and divisions of the layers out."

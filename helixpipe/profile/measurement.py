@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -38,7 +38,7 @@ from helixpipe.profile.machine import needs_wall_clock
 from helixpipe.profile.message_times import fit_line
 from helixpipe.profile.subject import DTYPES, Task, build_model
 from helixpipe.program.program import Op, Program
-from helixpipe.program.stages import LAYER_PIECES, PIECE_KINDS, Piece, Stage, model_pieces
+from helixpipe.program.stages import LAYER_PIECES, LayerKinds, Layers, Piece, Stage, model_pieces, role_of
 from helixpipe.program.workload import uniform
 from helixpipe.runtime.borrowed_weights import pack_weights
 from helixpipe.runtime.executor import Executor, Step
@@ -144,13 +144,14 @@ def _tell(done: int, of: int) -> None:
 
 
 class Measurement:
-    """Times on one rank, while the other ranks of `group` do the same."""
+    """Times on one rank, while the other ranks of `group` do the same, of layers of these kinds of pieces."""
 
-    def __init__(self, task: Task, group: Any):
-        self._task, self._group = task, group
+    def __init__(self, task: Task, group: Any, layer: LayerKinds = LAYER_PIECES, part: tuple[int, int] = (0, 1)):
+        """part: this one's number among how many, for who is told how far the process is."""
+        self._task, self._group, self._layer, self._part = task, group, layer, part
         wall = needs_wall_clock(task.threads, dist.get_world_size(group))
         self._clock = Clock(device(), time.perf_counter if wall else time.thread_time)
-        self._pieces = model_pieces(LONG)
+        self._pieces = model_pieces((layer,) * LONG)
         self._model, self._ddp = build_model(task, LONG, self._pieces)
         self._plain = _linear_calls(self._model)
         self._model.weight_gradients()
@@ -168,7 +169,9 @@ class Measurement:
         rounds = WARM_UP + self._task.repeats
         for number in range(rounds):
             for place, run in enumerate(runs):
-                _tell(number * len(runs) + place, rounds * len(runs))
+                _tell(
+                    self._part[0] * rounds * len(runs) + number * len(runs) + place, self._part[1] * rounds * len(runs)
+                )
                 dist.barrier(self._group)
                 measured = list(self._round(run))
                 if number >= WARM_UP:
@@ -176,9 +179,11 @@ class Measurement:
                         run.samples.setdefault(key, []).append(seconds)
         joint, split = ([run.samples for run in runs if run.split is which] for which in (False, True))
         samples = [dict(zip("FBIW", (a, a, b, b), strict=True)) for a, b in zip(joint, split, strict=True)]
-        whole = [_whole_times(row, of) for row, of in zip(every, samples, strict=True) if row.whole]
+        whole = [_whole_times(row, of, self._layer) for row, of in zip(every, samples, strict=True) if row.whole]
         known = MeasuredChunks(whole)
-        others = [_chunk_times(row, of, known) for row, of in zip(every, samples, strict=True) if not row.whole]
+        others = [
+            _chunk_times(row, of, known, self._layer) for row, of in zip(every, samples, strict=True) if not row.whole
+        ]
         return (*whole, *(times for each in others for times in each))
 
     def weight_times(self) -> WeightTimes:
@@ -204,7 +209,10 @@ class Measurement:
         return WeightTimes(fit_line(points["pack"]), fit_line(points["add"]))
 
     def _run_of(self, row: MicrobatchShape, split: bool) -> _MeasuredRun:
-        lowered = {name: lower(_program(row, number, split)) for name, number in (("short", SHORT), ("long", LONG))}
+        lowered = {
+            name: lower(_program(row, (self._layer,) * number, split))
+            for name, number in (("short", SHORT), ("long", LONG))
+        }
         marks, (batch, root) = _Marks(self._clock), self._batch(row)
         executor = Executor(0, self._model, SingleRankTransport(), position=marks)
         step = Step(0, int, lambda index: batch, lambda index: root, self._task.micro_batch_size, row.tokens)
@@ -263,12 +271,26 @@ class Measurement:
             yield key, clock.seconds(start, end)
 
 
+def measured_layers(task: Task, group: Any) -> tuple[Measurement, tuple[MeasuredChunk, ...]]:
+    """A measurement of the model's first layer, and the times of the pieces of all: layers that are unlike are measured
+    one after the other."""
+    unlike = list(dict.fromkeys(task.model.kinds_of(task.model.layers)))
+    first = Measurement(task, group, unlike[0], (0, len(unlike)))
+    chunks = first.run()
+    for number, layer in enumerate(unlike[1:], 1):
+        more = Measurement(task, group, layer, (number, len(unlike))).run()
+        chunks = tuple(
+            replace(own, pieces={**other.pieces, **own.pieces}) for own, other in zip(chunks, more, strict=True)
+        )
+    return first, chunks
+
+
 def _linear_calls(model: torch.nn.Module) -> dict[Any, Any]:
     """Of the linear layers, what each calls: with a whole backward or one that can put its weights' half off."""
     return {module: module._forward_impl for module in model.modules() if hasattr(module, "_forward_impl")}
 
 
-def _program(row: MicrobatchShape, layers: int, split: bool) -> Program:
+def _program(row: MicrobatchShape, layers: Layers, split: bool) -> Program:
     """The whole of a model of `layers` on one rank: microbatches of one chunk two at once in flight, F0 F1 B0 F2 B1 F3
     B2 B3; of several all forwards and, in reverse, all backwards."""
     backward, many = "IW" if split else "B", len(row.chunks)
@@ -308,25 +330,28 @@ def _backward(
     return tuple(gradient for gradient in result if gradient is not None)
 
 
-def _whole_times(row: MicrobatchShape, samples: dict[str, Samples]) -> MeasuredChunk:
+def _whole_times(row: MicrobatchShape, samples: dict[str, Samples], layer: LayerKinds) -> MeasuredChunk:
     """Of a whole sequence. samples: by op kind."""
-    scaled = {kind: scale_to_whole_units(samples[kind], kind) for kind in "FIWB"}
+    scaled = {kind: scale_to_whole_units(samples[kind], kind, layer) for kind in "FIWB"}
     scaled["R"] = scaled["F"]
-    pieces = {piece: {kind: times[piece] for kind, (times, _) in scaled.items()} for piece in PIECE_KINDS}
+    pieces = {piece: {kind: times[piece] for kind, (times, _) in scaled.items()} for piece in ("embed", *layer, "head")}
     return MeasuredChunk(row.tokens, 0, pieces, {kind: overhead for kind, (_, overhead) in scaled.items()})
 
 
-def _chunk_times(row: MicrobatchShape, samples: dict[str, Samples], whole: MeasuredChunks) -> list[MeasuredChunk]:
+def _chunk_times(
+    row: MicrobatchShape, samples: dict[str, Samples], whole: MeasuredChunks, layer: LayerKinds
+) -> list[MeasuredChunk]:
     """Of each chunk of a row of several, or of several documents."""
     chunks = []
+    (core,) = (piece for piece in layer if role_of(piece) == "attn")
     for number, tokens in enumerate(row.chunks):
         known = whole.times(Chunk(tokens))
         attention = {}
         for kind in "FIWB":
-            others = sum(known.pieces[piece][kind] for piece in LAYER_PIECES if piece != "attn")
+            others = sum(known.pieces[piece][kind] for piece in layer if piece != core)
             attention[kind] = max(_layer(samples[kind], kind, number) - others, 0.0)
         attention["R"] = attention["F"]
-        pieces = {**known.pieces, "attn": attention}
+        pieces = {**known.pieces, core: attention}
         chunks.append(MeasuredChunk(tokens, sum(row.chunks[:number]), pieces, known.overhead, row.documents))
     return chunks
 
@@ -337,11 +362,13 @@ def _layer(samples: Samples, kind: str, chunk: int) -> float:
     return (long - short) / (LONG - SHORT)
 
 
-def scale_to_whole_units(samples: Samples, kind: str) -> tuple[dict[str, float], float]:
+def scale_to_whole_units(
+    samples: Samples, kind: str, layer: LayerKinds = LAYER_PIECES
+) -> tuple[dict[str, float], float]:
     """(seconds by piece, overhead of an op): pieces of a layer add up to what a further layer costs a whole unit."""
-    alone = {piece: statistics.median(samples[piece, kind]) for piece in PIECE_KINDS}
-    layer, together = _layer(samples, kind, 0), sum(alone[piece] for piece in LAYER_PIECES)
-    scale = layer / together if layer > 0 and together > 0 else 1.0
-    scaled = {piece: seconds * (scale if piece in LAYER_PIECES else 1.0) for piece, seconds in alone.items()}
-    rest = statistics.median(samples["short 0", kind]) - sum(scaled[piece] for piece in PIECE_KINDS)
-    return scaled, max(rest - (SHORT - 1) * layer, 0.0)
+    alone = {piece: statistics.median(samples[piece, kind]) for piece in ("embed", *layer, "head")}
+    further, together = _layer(samples, kind, 0), sum(alone[piece] for piece in layer)
+    scale = further / together if further > 0 and together > 0 else 1.0
+    scaled = {piece: seconds * (scale if piece in layer else 1.0) for piece, seconds in alone.items()}
+    rest = statistics.median(samples["short 0", kind]) - sum(scaled.values())
+    return scaled, max(rest - (SHORT - 1) * further, 0.0)

@@ -23,7 +23,7 @@ from helixpipe.costs.profile_costs import Profile, WeightTimes
 from helixpipe.model.backends import transport_name
 from helixpipe.profile.copy_times import measure_copies
 from helixpipe.profile.machine import clock_name, machine, needs_wall_clock
-from helixpipe.profile.measurement import Measurement
+from helixpipe.profile.measurement import measured_layers
 from helixpipe.profile.message_times import measure_messages
 from helixpipe.profile.subject import DTYPES, Task, initialize_parallel_state
 
@@ -40,8 +40,7 @@ def main() -> int:
     initialize_parallel_state(world_size)
     processes = task.processes or (1 if gpus == 1 else 2)
     measuring = dist.new_group(list(range(processes)))
-    measurement = Measurement(task, measuring) if rank < processes else None
-    chunks = measurement.run() if measurement is not None else ()
+    measurement, chunks = measured_layers(task, measuring) if rank < processes else (None, ())
     weights = measurement.weight_times() if measurement is not None else WeightTimes()
     copies = measure_copies(measuring, processes) if measurement is not None else None
     dist.barrier()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from helixpipe.program.stages import Piece, Segment
+from helixpipe.program.stages import LayerKinds, Piece, Segment
 from helixpipe.program.workload import Extents
 
 
@@ -80,8 +80,9 @@ class Load(NamedTuple):
 
 
 class Costs(Protocol):
-    """Times in one unit, whatever it is, and memory in one unit.
+    """Times in one unit, whatever it is, and memory in one unit, of a model.
 
+    layer_kinds: the kinds of the pieces of each layer of the model, had it so many layers.
     op_time: of an op alone; recomputation inside a backward is asked for as R. transfer_time: of a transfer whose link,
     group or copy engine has nothing else to do (copies with both directions in use). handling_time: how long sending
     (or receiving) it, or making a copy, keeps the rank itself from computing beside what is in op_time. size: of a
@@ -92,6 +93,8 @@ class Costs(Protocol):
 
     @property
     def memory_unit(self) -> str: ...
+
+    def layer_kinds(self, layers: int) -> tuple[LayerKinds, ...]: ...
 
     def op_time(self, work: Work) -> float: ...
 

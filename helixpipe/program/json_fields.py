@@ -12,11 +12,13 @@ from typing import Any, NoReturn
 from helixpipe.common.errors import ProgramError
 from helixpipe.common.json_values import parse_json
 from helixpipe.program.file_limits import Parts, read_program_file
-from helixpipe.program.stages import LAYER_PIECES, PIECE_KINDS, Piece
+from helixpipe.program.stages import LAYER_PIECES, PIECE_KINDS, VARIANTS, Piece, layer_pieces
 from helixpipe.program.workload import Chunk, Slice
 
-_PIECES = re.compile(r"layers? +(?P<first>[0-9]{1,9})(?:-(?P<last>[0-9]{1,9}))?(?= |$)|(?P<one>[^ ]+)")
-_PIECE = re.compile(r"([a-z]+)(?:\[([0-9]{1,9})\])?")
+_PIECES = re.compile(
+    r"layers? +(?P<first>[0-9]{1,9})(?:-(?P<last>[0-9]{1,9}))?(?: +\((?P<kinds>[^()]*)\))?(?= |$)|(?P<one>[^ ]+)"
+)
+_PIECE = re.compile(r"([a-z]+(?:\.[a-z]+)?)(?:\[([0-9]{1,9})\])?")
 _SLICE = re.compile(r"([0-9]{1,9})\[([0-9]{1,12}):([0-9]{1,12})\]")
 
 MAX_LAYERS = 100_000
@@ -129,16 +131,19 @@ class Fields:
             first, last = int(match["first"]), int(match["last"] or match["first"])
             if not first <= last < MAX_LAYERS:
                 raise ProgramError(f"{self.place}: {match[0]} must count up, to {MAX_LAYERS - 1} at most.")
-            self.parts.add((last + 1 - first) * len(LAYER_PIECES))
-            made += [Piece(kind, layer) for layer in range(first, last + 1) for kind in LAYER_PIECES]
+            kinds = LAYER_PIECES if match["kinds"] is None else tuple(match["kinds"].split())
+            for kind in kinds:
+                self._piece(f"{kind}[{first}]")
+            self.parts.add((last + 1 - first) * len(kinds))
+            made += layer_pieces((kinds,) * (last + 1 - first), first)
         return tuple(made)
 
     def _piece(self, word: str) -> Piece:
         match = _PIECE.fullmatch(word)
-        if match is None or match[1] not in PIECE_KINDS or int(match[2] or 0) >= MAX_LAYERS:
+        if match is None or match[1] not in (*PIECE_KINDS, *VARIANTS) or int(match[2] or 0) >= MAX_LAYERS:
             raise ProgramError(
-                f"{self.place}: {shown(word)} is no piece; write {', '.join(PIECE_KINDS)}, those of a layer with its "
-                f"number, below {MAX_LAYERS}, as in attn[3], and whole layers as layer 3 or layers 0-3."
+                f"{self.place}: {shown(word)} is no piece; write {', '.join((*PIECE_KINDS, *VARIANTS))}, those of a "
+                f"layer with its number, below {MAX_LAYERS}, as in attn[3], and whole layers as layer 3 or layers 0-3."
             )
         return Piece(match[1], int(match[2])) if match[2] else Piece(match[1])
 

@@ -20,8 +20,9 @@ A line a stage, a rank, a microbatch whose chunks are its own, and a set of unit
       ]
     }
 
-Pieces are named as they print, whole layers by their numbers. Ops are the cells of the CSV form; in `activations` the
-cell of its forward stands for a unit, and `ahead` is 1 if it is not there. A stage may have a `placement` (else
+Pieces are named as they print, whole layers by their numbers; of layers that are not plain ones the kinds of their
+pieces follow, as in `layers 0-2 (norm qkv attn.window proj mlp)`. Ops are the cells of the CSV form; in `activations`
+the cell of its forward stands for a unit, and `ahead` is 1 if it is not there. A stage may have a `placement` (else
 `resident`) and an `owner`; a program `forward_only`, a `ring` (`slots`, `eager`, `gradient_bytes`),
 `min_offloaded_bytes`, `sharded` and `kv_blocks`. A workload is cut alike in every microbatch, into `chunks` of equal
 length or into `lengths` in tokens; or it lists for each microbatch its chunks, each as slices: `0[0:512] 1[0:64]` is
@@ -41,7 +42,7 @@ from typing import Any
 from helixpipe.common.errors import ProgramError
 from helixpipe.program.json_fields import Fields, file_content
 from helixpipe.program.program import Op, Program, Unit
-from helixpipe.program.stages import LAYER_PIECES, Activations, Piece, RingOptions, Stage
+from helixpipe.program.stages import LAYER_PIECES, Activations, LayerKinds, Piece, RingOptions, Stage, layer_pieces
 from helixpipe.program.text import parse_cell
 from helixpipe.program.workload import Chunk, Workload, uniform
 
@@ -109,21 +110,26 @@ def _stage_entry(stage: Stage) -> dict[str, Any]:
 def pieces_text(pieces: tuple[Piece, ...]) -> str:
     """`embed layers 0-3 norm[4] qkv[4]`: as they print, whole layers by their numbers."""
     parts: list[str] = []
-    at, size = 0, len(LAYER_PIECES)
+    at = 0
     while at < len(pieces):
-        first, whole = pieces[at].layer, 0
-        while first >= 0 and pieces[at + whole * size : at + (whole + 1) * size] == _layer(first + whole):
-            whole += 1
-        if whole:
-            parts.append(f"layer {first}" if whole == 1 else f"layers {first}-{first + whole - 1}")
-        else:
+        kinds = _whole_layer(pieces[at : at + len(LAYER_PIECES)])
+        if kinds is None:
             parts.append(str(pieces[at]))
-        at += whole * size or 1
+            at += 1
+            continue
+        first, whole, size = pieces[at].layer, 1, len(kinds)
+        while pieces[at + whole * size : at + (whole + 1) * size] == layer_pieces((kinds,), first + whole):
+            whole += 1
+        named = f" ({' '.join(kinds)})" if kinds != LAYER_PIECES else ""
+        parts.append((f"layer {first}" if whole == 1 else f"layers {first}-{first + whole - 1}") + named)
+        at += whole * size
     return " ".join(parts)
 
 
-def _layer(number: int) -> tuple[Piece, ...]:
-    return tuple(Piece(kind, number) for kind in LAYER_PIECES)
+def _whole_layer(pieces: tuple[Piece, ...]) -> LayerKinds | None:
+    """The kinds of what is one whole layer; None for anything else."""
+    one = len({piece.layer for piece in pieces}) == 1
+    return tuple(piece.kind for piece in pieces) if one and tuple(p.role for p in pieces) == LAYER_PIECES else None
 
 
 def _workload_text(workload: Workload) -> str:

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
-from helixpipe.program.stages import Activations, Piece, RingOptions, Stage
+from helixpipe.common.errors import ScheduleError
+from helixpipe.program.stages import Activations, LayerKinds, Piece, RingOptions, Stage, layer_pieces
 from helixpipe.program.workload import Workload
 
 Derived = TypeVar("Derived")
@@ -134,6 +136,13 @@ class Program(Derives):
     def num_layers(self) -> int:
         return 1 + max((piece.layer for stage in self.stages for piece in stage.pieces), default=-1)
 
+    @property
+    def layer_kinds(self) -> tuple[LayerKinds, ...]:
+        """The kinds of the pieces of each layer."""
+        pieces = (piece for stage in self.stages for piece in stage.pieces if piece.layer >= 0)
+        layers = groupby(pieces, key=lambda piece: piece.layer)
+        return tuple(tuple(piece.kind for piece in own) for _, own in layers)
+
     def holders(self, stage: int) -> tuple[int, ...]:
         """The ranks that hold a stage's weights: its owner, or those that run units of it. A replicated stage beside
         ring stages is held by every rank: which ranks have microbatches of their own must not decide what they hold."""
@@ -169,6 +178,34 @@ class Program(Derives):
     def _stages_run(self) -> tuple[frozenset[int], ...]:
         """Return for each rank the stages that it runs units of."""
         return tuple(frozenset(op.stage for op in ops) for ops in self.ranks)
+
+
+def of_layers(program: Program, layers: tuple[LayerKinds, ...]) -> Program:
+    """A program of plain layers on a model of these, as many, whose pieces have the same roles; a program of these
+    layers, and one whose stages are not a model in order, as it is. Raises ScheduleError for a program of others."""
+    pieces = layer_pieces(layers)
+    plain = tuple(Piece(piece.role, piece.layer) for piece in pieces)
+    own = tuple(piece for stage in program.stages for piece in stage.pieces if piece.layer >= 0)
+    if own == pieces or tuple(Piece(piece.role, piece.layer) for piece in own) != plain:
+        return program
+    if own != plain:
+        other, wanted = next(pair for pair in zip(own, pieces, strict=True) if pair[0] != pair[1])
+        raise ScheduleError(f"the program is one for another model: it has {other} where this one has {wanted}.")
+    named = dict(zip(plain, pieces, strict=True))
+
+    def renamed(run: tuple[Piece, ...]) -> tuple[Piece, ...]:
+        return tuple(named.get(piece, piece) for piece in run)
+
+    def runs(every: tuple[tuple[Piece, ...], ...]) -> tuple[tuple[Piece, ...], ...]:
+        return tuple(map(renamed, every))
+
+    def moved(each: Activations) -> Activations:
+        offload = tuple((renamed(run), share) for run, share in each.offload)
+        return replace(each, recompute=runs(each.recompute), offload=offload)
+
+    stages = (replace(each, pieces=renamed(each.pieces), recompute=runs(each.recompute)) for each in program.stages)
+    activations = {unit: moved(each) for unit, each in program.activations.items()}
+    return replace(program, stages=tuple(stages), activations=activations)
 
 
 def forward_only(program: Program) -> Program:

@@ -9,10 +9,21 @@ from typing import NamedTuple
 
 from helixpipe.common.errors import ScheduleError
 
-LAYER_PIECES = ("norm", "qkv", "attn", "proj", "mlp")
-"""The pieces of one transformer layer, in order."""
+LayerKinds = tuple[str, ...]
+"""The kinds of the pieces of one layer, in order."""
+
+Layers = int | tuple[LayerKinds, ...]
+"""The layers of a model: so many plain ones (`LAYER_PIECES`), or the kinds of each."""
+
+LAYER_PIECES: LayerKinds = ("norm", "qkv", "attn", "proj", "mlp")
+"""The roles that the pieces of one transformer layer have, in order, and the kinds of a plain layer."""
 
 PIECE_KINDS = ("embed", *LAYER_PIECES, "head")
+"""The roles of all pieces. A kind of piece is called by its role, and where it is another than the plain one of that
+role, by a point and what it is, as in `VARIANTS`."""
+
+VARIANTS: tuple[str, ...] = ()
+"""The kinds of piece that are not the plain ones of their roles."""
 
 PLACEMENTS = ("resident", "shipped", "replicated", "ring")
 
@@ -26,6 +37,11 @@ class Piece(NamedTuple):
 
     kind: str
     layer: int = -1
+
+    @property
+    def role(self) -> str:
+        """Its place in a layer, and what crosses the cuts beside it: the same for all kinds that stand there."""
+        return role_of(self.kind)
 
     def __str__(self) -> str:
         return self.kind if self.layer < 0 else f"{self.kind}[{self.layer}]"
@@ -47,8 +63,9 @@ class Segment(NamedTuple):
     def passes_residual(self) -> bool:
         """Whether the segment starts inside a layer and needs nothing of the residual but its gradient."""
         first = self.pieces[0]
-        inside = first.kind in ("qkv", "attn", "proj")
-        return inside and not (self.recomputed and Piece("proj", first.layer) in self.pieces)
+        inside = first.role in ("qkv", "attn", "proj")
+        ends = any(piece.role == "proj" and piece.layer == first.layer for piece in self.pieces)
+        return inside and not (self.recomputed and ends)
 
 
 @dataclass(frozen=True)
@@ -97,11 +114,11 @@ class Stage:
     @property
     def has_weights(self) -> bool:
         """Core attention has none, so a stage of nothing else is placed nowhere: its microbatches may run anywhere."""
-        return any(piece.kind != "attn" for piece in self.pieces)
+        return any(piece.role != "attn" for piece in self.pieces)
 
     @property
     def has_attention(self) -> bool:
-        return any(piece.kind == "attn" for piece in self.pieces)
+        return any(piece.role == "attn" for piece in self.pieces)
 
 
 @dataclass(frozen=True)
@@ -125,7 +142,7 @@ def segments(pieces: tuple[Piece, ...], activations: Activations) -> tuple[Segme
 
     def keep(end: int) -> None:
         if end > start:  # attention that is kept, after a recomputed run, gets its inputs from that
-            parts.append(Segment(pieces[start:end], False, start > 0 and pieces[start].kind == "attn"))
+            parts.append(Segment(pieces[start:end], False, start > 0 and pieces[start].role == "attn"))
 
     for run in activations.recompute:
         at = pieces.index(run[0])
@@ -136,17 +153,34 @@ def segments(pieces: tuple[Piece, ...], activations: Activations) -> tuple[Segme
     return tuple(parts)
 
 
-def model_pieces(num_layers: int) -> tuple[Piece, ...]:
-    """The whole model as a chain: embed, then norm, qkv, attn, proj, mlp of each layer, then head."""
-    layers = (Piece(kind, layer) for layer in range(num_layers) for kind in LAYER_PIECES)
-    return (Piece("embed"), *layers, Piece("head"))
+def role_of(kind: str) -> str:
+    """The role of a kind of piece."""
+    return kind.partition(".")[0]
 
 
-def even_stages(num_layers: int, num_stages: int) -> tuple[Stage, ...]:
+def layer_kinds(layers: Layers) -> tuple[LayerKinds, ...]:
+    """The kinds of the pieces of each layer."""
+    return (LAYER_PIECES,) * layers if isinstance(layers, int) else layers
+
+
+def model_pieces(layers: Layers) -> tuple[Piece, ...]:
+    """The whole model as a chain: embed, then norm, qkv, attn, proj, mlp of each layer, or of what kinds it is, then
+    head."""
+    return (Piece("embed"), *layer_pieces(layer_kinds(layers)), Piece("head"))
+
+
+def layer_pieces(layers: Sequence[LayerKinds], first: int = 0) -> tuple[Piece, ...]:
+    """The pieces of some layers one after another, numbered from `first`."""
+    return tuple(Piece(kind, layer) for layer, kinds in enumerate(layers, first) for kind in kinds)
+
+
+def even_stages(layers: Layers, num_stages: int) -> tuple[Stage, ...]:
     """`num_stages` stages of equally many whole layers; embed in the first, head in the last.
 
     Raises ScheduleError when the layers cannot be divided evenly.
     """
+    kinds = layer_kinds(layers)
+    num_layers = len(kinds)
     if num_layers < num_stages or num_layers % num_stages:
         below = num_layers - num_layers % num_stages
         valid = f"values are {below} and {below + num_stages}" if below else f"value is {num_stages}"
@@ -154,14 +188,14 @@ def even_stages(num_layers: int, num_stages: int) -> tuple[Stage, ...]:
             f"--num-layers {num_layers} cannot be divided evenly over {num_stages} pipeline stages; "
             f"the nearest valid {valid}."
         )
-    return uneven_stages([num_layers // num_stages] * num_stages)
+    return uneven_stages([num_layers // num_stages] * num_stages, kinds)
 
 
-def uneven_stages(counts: Sequence[int]) -> tuple[Stage, ...]:
+def uneven_stages(counts: Sequence[int], layers: Sequence[LayerKinds]) -> tuple[Stage, ...]:
     """Stages of so many whole layers each; embed in the first, head in the last, which may be all that these have."""
     stages, first, last = [], 0, len(counts) - 1
     for index, count in enumerate(counts):
-        pieces = [Piece(kind, layer) for layer in range(first, first + count) for kind in LAYER_PIECES]
+        pieces = list(layer_pieces(layers[first : first + count], first))
         if index == 0:
             pieces.insert(0, Piece("embed"))
         if index == last:
@@ -176,21 +210,23 @@ def layers_of(stages: Sequence[Stage]) -> tuple[int, ...]:
     return tuple(len({piece.layer for piece in stage.pieces} - {-1}) for stage in stages)
 
 
-def ring_stages(num_layers: int, num_ranks: int, direction: int = -1) -> tuple[Stage, ...]:
+def ring_stages(layers: Layers, num_ranks: int, direction: int = -1) -> tuple[Stage, ...]:
     """embed, `num_ranks` ring stages of whole layers that differ by one at most, and head; embed and head replicated.
 
     Stage c of the ring belongs to rank -c mod p, so that weights which travel from rank to rank + 1 come in the order
     of their use (WeiPipe, Lin et al., PPoPP 2025); with direction 1 to rank c. Raises ScheduleError for fewer layers
     than ranks.
     """
+    kinds = layer_kinds(layers)
+    num_layers = len(kinds)
     if num_layers < num_ranks:
         raise ScheduleError(
             f"--num-layers {num_layers} cannot be divided over {num_ranks} pipeline ranks; "
             f"the nearest valid value is {num_ranks}."
         )
-    embed, *layers, head = model_pieces(num_layers)
-    cuts = [len(LAYER_PIECES) * (num_layers * c // num_ranks) for c in range(num_ranks + 1)]
+    cuts = [num_layers * c // num_ranks for c in range(num_ranks + 1)]
     ring = (
-        Stage(tuple(layers[cuts[c] : cuts[c + 1]]), "ring", owner=direction * c % num_ranks) for c in range(num_ranks)
+        Stage(layer_pieces(kinds[cuts[c] : cuts[c + 1]], cuts[c]), "ring", owner=direction * c % num_ranks)
+        for c in range(num_ranks)
     )
-    return (Stage((embed,), "replicated"), *ring, Stage((head,), "replicated"))
+    return (Stage((Piece("embed"),), "replicated"), *ring, Stage((Piece("head"),), "replicated"))

@@ -7,7 +7,6 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from helixpipe.model.layers import piece_of
 from helixpipe.program.stages import Piece
 
 _TIED = frozenset({Piece("embed"), Piece("head")})
@@ -19,6 +18,8 @@ class ReplicatedModel(Protocol):
     share_embeddings_and_output_weights: bool
 
     def replicated_parameters(self) -> dict[str, torch.nn.Parameter]: ...
+
+    def piece_of(self, parameter: str) -> Piece: ...
 
 
 class ReplicatedWeight(NamedTuple):
@@ -42,10 +43,18 @@ def holders(held: Held, pieces: Collection[Piece]) -> tuple[int, ...]:
     return tuple(rank for rank, own in enumerate(held) if not set(pieces).isdisjoint(own))
 
 
-def used_by(weight: str, tied: bool) -> frozenset[Piece]:
-    """The pieces whose ops use a weight, by its name, and whose backwards add to its gradient. tied: whether the
-    embedding and the head share one."""
-    return _TIED if tied and weight.endswith("word_embeddings.weight") else frozenset({piece_of(weight)})
+class NamesPieces(Protocol):
+    """The interface of a model that knows the pieces of its weights."""
+
+    share_embeddings_and_output_weights: bool
+
+    def piece_of(self, parameter: str) -> Piece: ...
+
+
+def used_by(weight: str, model: NamesPieces) -> frozenset[Piece]:
+    """The pieces whose ops use a weight, by its name, and whose backwards add to its gradient."""
+    shared = model.share_embeddings_and_output_weights and weight.endswith("word_embeddings.weight")
+    return _TIED if shared else frozenset({model.piece_of(weight)})
 
 
 def replicated_weights(model: ReplicatedModel, held: Held) -> list[ReplicatedWeight]:
@@ -53,7 +62,7 @@ def replicated_weights(model: ReplicatedModel, held: Held) -> list[ReplicatedWei
     own = model.replicated_parameters()
     weights = []
     for name in sorted(own):
-        pieces = used_by(name, model.share_embeddings_and_output_weights)
+        pieces = used_by(name, model)
         weights.append(ReplicatedWeight(name, own[name], pieces, holders(held, pieces)))
     return weights
 
@@ -61,7 +70,7 @@ def replicated_weights(model: ReplicatedModel, held: Held) -> list[ReplicatedWei
 def replica_groups(held: Held, tied: bool) -> list[tuple[int, ...]]:
     """Every set of ranks that may hold replicas of a weight, of the whole pipeline, in one order. tied: whether the
     embedding and the head share a weight."""
-    pieces = {piece for own in held for piece in own if piece.kind != "attn"}  # which has no weights
+    pieces = {piece for own in held for piece in own if piece.role != "attn"}  # which has no weights
     shared = [frozenset({piece}) for piece in pieces] + ([_TIED] if tied else [])
     groups = {holders(held, each) for each in shared}
     return sorted(ranks for ranks in groups if len(ranks) > 1)

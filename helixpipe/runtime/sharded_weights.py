@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from helixpipe.model.layers import piece_of
 from helixpipe.model.linear import WeightGradients
 from helixpipe.program.stages import Piece
 from helixpipe.runtime.replicas import used_by
@@ -53,6 +52,8 @@ class ShardedModel(Protocol):
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]: ...
 
     def weight_gradients(self) -> WeightGradients: ...
+
+    def piece_of(self, parameter: str) -> Piece: ...
 
 
 class WeightShard(NamedTuple):
@@ -229,12 +230,12 @@ class ShardedWeights:
         groups: dict[object, dict[str, torch.nn.Parameter]] = {}
         stage_of = {piece: number for number, pieces in enumerate(stages) for piece in pieces}
         for name, weight in model.named_parameters():
-            key: object = name if tied and name in _ENDS else stage_of[piece_of(name)]
+            key: object = name if tied and name in _ENDS else stage_of[model.piece_of(name)]
             groups.setdefault(key, {})[name] = weight
             weight.register_post_accumulate_grad_hook(self._add_to_sum)
         self.units = [
             FlatWeights(
-                weights, frozenset(piece for name in weights for piece in used_by(name, tied)), group, gradient_dtype
+                weights, frozenset(piece for name in weights for piece in used_by(name, model)), group, gradient_dtype
             )
             for weights in groups.values()
         ]

@@ -242,7 +242,7 @@ class PlanOnRank:
 
     def layers(self, stage: int) -> list[int]:
         """Those whose attention is in a stage."""
-        return [piece.layer for piece in self.program.stages[stage].pieces if piece.kind == "attn"]
+        return [piece.layer for piece in self.program.stages[stage].pieces if piece.role == "attn"]
 
     def first_row(self, unit: Unit, seq_length: int) -> int:
         """Of a unit's chunk in its microbatch."""

@@ -273,7 +273,7 @@ class StepRun:
         edges, given, passed = split(graph.roots, gradients)
         keys_values = self._keys_values(op)
         if keys_values is not None:
-            layers = [piece.layer for piece in graph.segment.pieces if piece.kind == "attn"]
+            layers = [piece.layer for piece in graph.segment.pieces if piece.role == "attn"]
             own, later = keys_values.roots(layers)
             edges, given = (*own, *edges), (*later, *given)
         _run_backward(edges, given, False, False, (), allow_unreachable=True, accumulate_grad=True)

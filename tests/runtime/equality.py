@@ -18,7 +18,6 @@ from megatron.core import parallel_state
 from helixpipe.lowering.lower import lower
 from helixpipe.lowering.project import LoweredProgram
 from helixpipe.model import PipelineModel
-from helixpipe.model.layers import piece_of
 from helixpipe.program.program import Program, forward_only
 from helixpipe.program.stages import Piece
 from helixpipe.runtime.executor import Executor, Step, StepRun
@@ -88,7 +87,7 @@ class Told(WholeWeights):
         self.gradients: dict[str, Tensor] = {}
 
     def sum_replicas(self, pieces: Sequence[Piece]) -> None:
-        whole = {name: w for name, w in replicas(self.case, self.model).items() if piece_of(name) in pieces}
+        whole = {name: w for name, w in replicas(self.case, self.model).items() if self.model.piece_of(name) in pieces}
         have = {name: weight.grad for name, weight in whole.items() if weight.grad is not None}  # none ran here
         self.gradients.update((name, gradient.clone()) for name, gradient in have.items())
 

@@ -76,6 +76,9 @@ class Tied:
         names = ("embedding.word_embeddings.weight", "embedding.position_embeddings.weight")
         return {name: torch.nn.Parameter(torch.zeros(1)) for name in names}
 
+    def piece_of(self, parameter: str) -> Piece:
+        return Piece("embed")
+
 
 def test_a_tied_weight_is_held_where_the_head_is() -> None:
     """And no other weight of the embedding."""

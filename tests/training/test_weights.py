@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
+from helixpipe.model.layers import plain_piece_of
 from helixpipe.program.program import Piece
 from megatron.pretrain.step import gradients
 from megatron.pretrain.step.weights import MegatronWeights
@@ -41,6 +42,9 @@ class Model:
 
     def parameters(self) -> list[torch.nn.Parameter]:
         return list(self.weights.values())
+
+    def piece_of(self, parameter: str) -> Piece:
+        return plain_piece_of(parameter)
 
     def replicated_parameters(self) -> dict[str, torch.nn.Parameter]:
         return self.weights

@@ -64,7 +64,7 @@ def _row(draft: Draft, stage: int, places: Sequence[tuple[int, int]]) -> _RowTas
     training = not draft.program.forward_only
     backwards = [draft.backward[unit] for unit in units] if training else []
     stages, before = draft.program.stages, [unit - draft.per_stage for unit in units]
-    if stages[stage].pieces[0].kind == "attn" and stages[stage - 1].pieces[-1].kind == "qkv":
+    if stages[stage].pieces[0].role == "attn" and stages[stage - 1].pieces[-1].role == "qkv":
         makers = [draft.forward[unit] for unit in before]
         if [draft.graph.ranks[task] for task in makers] == ranks:
             return _RowTasks(makers, forwards, backwards, [draft.backward[unit] for unit in before * training], ranks)

@@ -23,7 +23,7 @@ def dealt(lengths: Sequence[int], costs: Costs, layers: int, pipelines: int) -> 
     """The documents of each of so many pipelines, by number, and what each document takes on paper: what it adds to a
     chunk of usual size. Raises UserError for fewer documents than pipelines."""
     whole = sum(lengths) / max(len(lengths), 1)
-    each = tuple(document_times(lengths, ChunkTimes(costs, even_stages(layers, 1), whole)))
+    each = tuple(document_times(lengths, ChunkTimes(costs, even_stages(costs.layer_kinds(layers), 1), whole)))
     return deal(each, lengths, pipelines), each
 
 
@@ -52,7 +52,7 @@ class StepPacker:
         estimates decide, in a part of the time. Raises UserError where nothing fits."""
         shape, costs = self.shape, self.costs
         times = self.times(lengths)
-        even = even_stages(shape.layers, shape.ranks)
+        even = even_stages(shape.layer_kinds, shape.ranks)
         stages = RecomputeOptions("full").stages(even) if self.adapts else shape.recompute.stages(even)
         tokens = max(min(sum(lengths) // (8 * shape.ranks), max(lengths)), 1)
         held = token_capacity(costs, stages, shape.memory_limit, tokens, times.whole)
@@ -73,7 +73,7 @@ class StepPacker:
 
     def times(self, lengths: Sequence[int]) -> ChunkTimes:
         """What chunks of these documents take, over the whole model."""
-        return ChunkTimes(self.costs, even_stages(self.shape.layers, 1), sum(lengths) / len(lengths))
+        return ChunkTimes(self.costs, even_stages(self.shape.layer_kinds, 1), sum(lengths) / len(lengths))
 
     @property
     def costs(self) -> Costs:

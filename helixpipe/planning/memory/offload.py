@@ -35,7 +35,7 @@ MODULES: Mapping[str, str] = MappingProxyType(
         "output_layer": "head",
     }
 )
-"""Values of `--offload-modules`, Megatron-LM's where it has them, and the piece each means."""
+"""Values of `--offload-modules`, Megatron-LM's where it has them, and the role of the pieces that each means."""
 
 LATENESS = 1.25
 """How much longer than predicted a copy in may take before its op has to wait."""
@@ -86,8 +86,8 @@ class OffloadOptions:
 
     def runs(self, pieces: Iterable[Piece]) -> tuple[tuple[Piece, ...], ...]:
         """The runs of a stage's pieces that may leave."""
-        kinds = {MODULES[module] for module in self.offload_modules} if self.offload_modules else set(PIECE_KINDS)
-        return tuple(tuple(run) for may, run in groupby(pieces, key=lambda piece: piece.kind in kinds) if may)
+        roles = {MODULES[module] for module in self.offload_modules} if self.offload_modules else set(PIECE_KINDS)
+        return tuple(tuple(run) for may, run in groupby(pieces, key=lambda piece: piece.role in roles) if may)
 
 
 def with_shares(program: Program, options: OffloadOptions, shares: Mapping[Unit, float], costs: Costs) -> Program:

@@ -81,7 +81,7 @@ class RecomputeOptions:
             return tuple(sum(layers[at : at + count], ()) for at in range(0, len(layers), count))
         if granularity == "selective":
             chosen = {MODULES[module] for module in self.recompute_modules or ("core_attn",)}
-            return tuple((piece,) for piece in pieces if piece.kind in chosen)
+            return tuple((piece,) for piece in pieces if piece.role in chosen)
         runs = groupby(pieces, key=lambda piece: KINDS[piece.kind].kept_for_attention)
         return tuple(tuple(run) for keep, run in runs if not keep)
 

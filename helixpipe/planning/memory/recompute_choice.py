@@ -1,15 +1,19 @@
 """Chooses what the layers of one stage recompute, for the least time under a memory limit.
 
-All layers are alike, so only how many of them recompute what is chosen. Of a stage's layers the ones that make much
-again come first: a backward starts with the last layer, and once it has come to the first ones, what the others kept is
-gone (as Megatron-LM's `--recompute-method block` places them).
+Layers are taken to be alike, each the mean of those that the model has, so only how many of them recompute what is
+chosen; what is found so is judged with the layers that it has. Of a stage's layers the ones that make much again come
+first: a backward starts with the last layer, and once it has come to the first ones, what the others kept is gone (as
+Megatron-LM's `--recompute-method block` places them).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle
+from math import gcd
 from typing import NamedTuple
 
 from helixpipe.costs.piece_kinds import MODULES, WITHOUT_CORE_ATTENTION
@@ -17,12 +21,12 @@ from helixpipe.lowering.bound import BoundCosts
 from helixpipe.planning.memory.room import beside_units
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Op, Program
-from helixpipe.program.stages import LAYER_PIECES, Piece, Stage
+from helixpipe.program.stages import LAYER_PIECES, LayerKinds, Piece, Stage, layer_pieces, role_of
 from helixpipe.program.tasks import Buffer
 from helixpipe.program.workload import uniform
 
 Runs = tuple[tuple[str, ...], ...]
-"""What a layer recomputes: runs of kinds of pieces."""
+"""What a layer recomputes: runs of pieces, by their roles."""
 
 CHOICES: tuple[Runs, ...] = (
     (),
@@ -37,13 +41,20 @@ TOLERANCE = 1e-9
 """Part of a limit that rounding may exceed."""
 
 
-def make_stage(layers: Sequence[Runs], first: int = 0, embed: bool = False, head: bool = False) -> Stage:
-    """A stage of whole layers, numbered from `first`, that recompute what `layers` says of each."""
+def make_stage(
+    layers: Sequence[Runs],
+    first: int = 0,
+    embed: bool = False,
+    head: bool = False,
+    kinds: Sequence[LayerKinds] = (LAYER_PIECES,),
+) -> Stage:
+    """A stage of whole layers, numbered from `first`, that recompute what `layers` says of each. kinds: of their
+    pieces, again from the first where they are fewer."""
     pieces = [Piece("embed")] * embed
     runs: list[tuple[Piece, ...]] = []
-    for layer, recomputed in enumerate(layers, first):
-        pieces += [Piece(kind, layer) for kind in LAYER_PIECES]
-        runs += [tuple(Piece(kind, layer) for kind in run) for run in recomputed]
+    for layer, (recomputed, own) in enumerate(zip(layers, cycle(kinds)), first):
+        pieces += layer_pieces((own,), layer)
+        runs += [tuple(Piece(kind, layer) for kind in own if role_of(kind) in run) for run in recomputed]
     pieces += [Piece("head")] * head
     return Stage(tuple(pieces), recompute=tuple(runs))
 
@@ -54,28 +65,30 @@ def recomputing(stage: Stage, runs: Runs, share: float) -> Stage:
     own: list[tuple[Piece, ...]] = []
     for layer in layers[: round(share * len(layers))]:
         for run in runs:
-            pieces = tuple(piece for piece in stage.pieces if piece.layer == layer and piece.kind in run)
+            pieces = tuple(piece for piece in stage.pieces if piece.layer == layer and piece.role in run)
             if pieces:
                 own.append(pieces)
     return replace(stage, recompute=tuple(own)) if own else stage
 
 
 class Measures:
-    """What `costs` say of one stage by itself, in their own units."""
+    """What `costs` say, in their own units, of a stage by itself: the mean of some."""
 
-    def __init__(self, costs: Costs, stage: Stage):
+    def __init__(self, costs: Costs, stages: Sequence[Stage]):
         self._costs = costs
-        program = Program("one stage", (stage,), ((Op("F", 0, 0), Op("B", 0, 0)),), uniform(1))
-        self._bound = BoundCosts(program, costs)
-        self.pieces = stage.pieces
+        ops = ((Op("F", 0, 0), Op("B", 0, 0)),)
+        self._bound = [BoundCosts(Program("one stage", (stage,), ops, uniform(1)), costs) for stage in stages]
 
     def time(self, kind: str) -> float:
-        return self._costs.op_time(self._bound.work(Op(kind, 0, 0)))
+        return self._mean([self._costs.op_time(bound.work(Op(kind, 0, 0))) for bound in self._bound])
 
     def kept(self, during_backward: bool = False) -> float:
         """By a unit from F to B, or at most during its B."""
         kinds = ("saved", "recomputed") if during_backward else ("saved",)
-        return sum(self._bound.size(Buffer(kind, 0, 0, 0, 0)) for kind in kinds)
+        return self._mean([sum(bound.size(Buffer(kind, 0, 0, 0, 0)) for kind in kinds) for bound in self._bound])
+
+    def _mean(self, values: Sequence[float]) -> float:
+        return sum(values) / len(values)
 
 
 @dataclass(frozen=True)
@@ -102,20 +115,30 @@ class LayerChoices:
     """The choices worth making in stages of up to `most` layers, all of one place in the pipeline.
 
     embed, head: whether the stages have those beside their layers. free: recomputation is taken to cost no time, which
-    leaves the choices that need the least memory.
+    leaves the choices that need the least memory. kinds: of the pieces of the model's layers.
     """
 
-    def __init__(self, costs: Costs, most: int, embed: bool, head: bool, free: bool = False):
-        nothing = Measures(costs, make_stage([()]))
+    def __init__(
+        self,
+        costs: Costs,
+        most: int,
+        embed: bool,
+        head: bool,
+        free: bool = False,
+        kinds: Sequence[LayerKinds] = (LAYER_PIECES,),
+    ):
         self.embed, self.head = embed, head
-        self._costs = costs
+        self._costs, self._kinds, counts = costs, kinds, Counter(kinds)
+        divisor = gcd(*counts.values())
+        self._mixed = [own for own, count in counts.items() for _ in range(count // divisor)]
+        nothing = self._measures(())
         self.forward_and_backward = nothing.time("F") + nothing.time("B")
-        whole = Measures(costs, make_stage([()], embed=embed, head=head))
+        whole = self._measures((), embed=embed, head=head)
         self.ends = whole.time("F") + whole.time("B") - self.forward_and_backward
-        self._embedding = Measures(costs, make_stage([()], embed=embed)).kept() - nothing.kept()
+        self._embedding = self._measures((), embed=embed).kept() - nothing.kept()
         self._beside = self._room_beside()
         # From the back to the front: what a layer makes again beside what it kept grows.
-        self.layers = sorted(_layers(costs, free), key=lambda layer: layer.backward - layer.kept)
+        self.layers = sorted(self._layers(free), key=lambda layer: layer.backward - layer.kept)
         self.plain: list[StageRecompute] = []
         self._found = self._combine(most)
 
@@ -131,12 +154,34 @@ class LayerChoices:
     def always(self, count: int) -> float:
         """What a rank with that many layers needs beside its units: weights and optimizer, and room around an op."""
         return (
-            self._costs.static_memory(make_stage([()] * count, embed=self.embed, head=self.head).pieces) + self._beside
+            self._costs.static_memory(
+                make_stage([()] * count, embed=self.embed, head=self.head, kinds=self._kinds).pieces
+            )
+            + self._beside
         )
+
+    def _measures(self, runs: Runs, embed: bool = False, head: bool = False) -> Measures:
+        """Of a stage of one layer that recomputes `runs`."""
+        return Measures(self._costs, [make_stage([runs], 0, embed, head, (own,)) for own in self._mixed])
+
+    def _layers(self, free: bool) -> list[LayerRecompute]:
+        """What is worth being recomputed of a layer: of choices alike, the first."""
+        layers: list[LayerRecompute] = []
+        for runs in CHOICES:
+            alone = self._measures(runs)
+            layer = LayerRecompute(
+                runs, alone.time("R") if runs and not free else 0.0, alone.kept(), alone.kept(during_backward=True)
+            )
+            if not any(
+                other.time <= layer.time and other.kept <= layer.kept and other.backward <= layer.backward
+                for other in layers
+            ):
+                layers.append(layer)
+        return layers
 
     def _room_beside(self) -> float:
         """Around an op of such a stage between its neighbours; see `beside_units`."""
-        layer, own = make_stage([()]), make_stage([()], embed=self.embed, head=self.head)
+        layer, own = (make_stage([()], 0, *ends, self._kinds) for ends in ((False, False), (self.embed, self.head)))
         stages = (*(() if self.embed else (layer,)), own, *(() if self.head else (layer,)))
         program = Program("neighbours", stages, ((),) * len(stages), uniform(1))
         return beside_units(BoundCosts(program, self._costs), [0 if self.embed else 1])
@@ -163,7 +208,7 @@ class LayerChoices:
         by_count: list[list[StageRecompute]] = [[] for _ in range(most + 1)]
         for index, layer in enumerate(self.layers):
             one = tuple(int(at == index) for at in range(len(self.layers)))
-            last = Measures(self._costs, make_stage([layer.runs], head=self.head))
+            last = self._measures(layer.runs, head=self.head)
             for count in range(1, most + 1):
                 added = (
                     [StageRecompute(layer.time, last.kept(), last.kept(during_backward=True), one)]
@@ -186,22 +231,6 @@ class LayerChoices:
 
 
 _NO_LAYERS = StageRecompute(0.0, 0.0, 0.0, ())
-
-
-def _layers(costs: Costs, free: bool) -> list[LayerRecompute]:
-    """The kinds of layer worth having: of kinds alike, the first."""
-    layers: list[LayerRecompute] = []
-    for runs in CHOICES:
-        alone = Measures(costs, make_stage([runs]))
-        layer = LayerRecompute(
-            runs, alone.time("R") if runs and not free else 0.0, alone.kept(), alone.kept(during_backward=True)
-        )
-        if not any(
-            other.time <= layer.time and other.kept <= layer.kept and other.backward <= layer.backward
-            for other in layers
-        ):
-            layers.append(layer)
-    return layers
 
 
 def _undominated(choices: list[StageRecompute]) -> list[StageRecompute]:

@@ -63,12 +63,13 @@ def _parts(stage: Stage) -> list[Stage]:
 
 
 def _is_layer(pieces: tuple[Piece, ...], at: int) -> bool:
-    return pieces[at : at + len(LAYER_PIECES)] == tuple(Piece(kind, pieces[at].layer) for kind in LAYER_PIECES)
+    own = pieces[at : at + len(LAYER_PIECES)]
+    return tuple(piece.role for piece in own) == LAYER_PIECES and len({piece.layer for piece in own}) == 1
 
 
 def _begins(pieces: tuple[Piece, ...], at: int) -> bool:
     """Whether a layer or the head does, or what is left after the embedding."""
-    return pieces[at].kind in ("norm", "head") or pieces[at - 1].kind == "embed"
+    return pieces[at].role in ("norm", "head") or pieces[at - 1].kind == "embed"
 
 
 def _inside(runs: _Runs, pieces: tuple[Piece, ...]) -> _Runs:

@@ -50,7 +50,7 @@ class Stages:
     def __init__(self, shape: Shape, costs: Costs, limit: float, most: int, free: bool = False):
         p = shape.ranks
         places = {
-            (rank == 0, rank == p - 1): LayerChoices(costs, most, embed=rank == 0, head=rank == p - 1, free=free)
+            (rank == 0, rank == p - 1): LayerChoices(costs, most, rank == 0, rank == p - 1, free, shape.layer_kinds)
             for rank in range(p)
         }
         self.most = most
@@ -102,9 +102,9 @@ class LayoutSearch:
         self._graph = build_graph(self.program(anything))
 
     def program(self, layout: Layout) -> Program:
-        stages, first, p = [], 0, self.shape.ranks
+        stages, first, p, kinds = [], 0, self.shape.ranks, self.shape.layer_kinds
         for rank, layers in enumerate(layout):
-            stages.append(make_stage(layers, first, embed=rank == 0, head=rank == p - 1))
+            stages.append(make_stage(layers, first, rank == 0, rank == p - 1, kinds[first:] or kinds))
             first += len(layers)
         return Program(self.name, tuple(stages), self._order, self.shape.workload)
 

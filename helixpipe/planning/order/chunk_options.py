@@ -149,7 +149,7 @@ class ChunkOptions:
             raise UserError(f"--chunk-alignment {alignment} must be a multiple of {shared}.")
         if self.pipe_sp_strategy == "average":
             return average_lengths(length, chunks, alignment)
-        return balanced_lengths(costs, even_stages(layers, 1), length, chunks, alignment)
+        return balanced_lengths(costs, even_stages(costs.layer_kinds(layers), 1), length, chunks, alignment)
 
     def _checked(
         self, lengths: tuple[int, ...], chunks: int, seq_length: int | None, unit: int, shared: str

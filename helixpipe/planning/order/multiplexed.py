@@ -61,14 +61,14 @@ def multiplexed(name: str, shape: Shape, left: bool, right: bool) -> Program:
 def _stages(shape: Shape) -> tuple[tuple[Stage, ...], list[range]]:
     """The embedding, layers cut around attention, each rank's apart from the next one's, and the head. Also which of
     these are of each rank's layers: the first rank's with the embedding, the last one's with the head."""
-    embed, *_, head = model_pieces(shape.layers)
+    embed, *_, head = model_pieces(shape.layer_kinds)
     stages, groups = [Stage((embed,))], []
-    for rank, whole in enumerate(even_stages(shape.layers, shape.ranks)):
+    for rank, whole in enumerate(even_stages(shape.layer_kinds, shape.ranks)):
         first, run = len(stages), list[Piece]()
         for piece in whole.pieces:
             if piece.layer < 0:
                 continue
-            if piece.kind == "attn":
+            if piece.role == "attn":
                 stages += [Stage(tuple(run), "shipped", owner=rank), Stage((piece,))]
                 run = []
             else:
@@ -154,7 +154,7 @@ class _Cut:
         costs = self.shape.costs
         if costs is None or not tokens:
             return float(tokens)
-        stage = even_stages(self.shape.layers, 1)[0]
+        stage = even_stages(self.shape.layer_kinds, 1)[0]
         layers = (Stage(stage.pieces[1:-1]),)
         work = stage_work("F", layers, 0, (Extent(tokens, start, True),), self.whole)
         return costs.op_time(work)

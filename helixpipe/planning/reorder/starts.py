@@ -134,7 +134,7 @@ def listed(program: Program, homes: Sequence[int], costs: Costs, limit: float) -
     runs = [run for stage in program.stages for run in stage.recompute]
     stages = tuple(
         replace(stage, recompute=_within(runs, stage.pieces))
-        for stage in uneven_stages([after - before for before, after in pairwise(cuts)])
+        for stage in uneven_stages([after - before for before, after in pairwise(cuts)], program.layer_kinds)
     )
 
     def find(stages: tuple[Stage, ...], limits: Limits) -> Program:

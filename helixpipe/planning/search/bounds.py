@@ -10,6 +10,7 @@ Estimates add the bubble and the memory that the catalogue's formulas say.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
@@ -20,7 +21,7 @@ from helixpipe.planning.search.formulas import value
 from helixpipe.planning.search.space import ParallelSizes, Question, Saving, Setting
 from helixpipe.program.costs import Work
 from helixpipe.program.program import Op, Program
-from helixpipe.program.stages import LAYER_PIECES, Piece, Stage, even_stages
+from helixpipe.program.stages import Piece, Stage, even_stages, layer_pieces
 from helixpipe.program.tasks import Buffer
 from helixpipe.program.workload import Extent, Extents, uniform
 
@@ -114,30 +115,34 @@ class Bounds:
 
 
 class Measured:
-    """Asks costs about one layer and the ends, a microbatch as a whole; or a chunk of these extents, in tokens."""
+    """Asks costs about layers that are unlike and the ends, a microbatch as a whole; or a chunk of these extents."""
 
     def __init__(self, costs: ModelCosts, saving: Saving, extents: Extents = ()):
         self.costs, self.saving, self.layers = costs, saving, costs.model.layers
+        self.layer_kinds = costs.layer_kinds(self.layers)
         self.extents = extents or (Extent(costs.seq_length, 0),)
 
     @property
     def figures(self) -> Figures:
         layers, ends = self.layers, [Piece("embed"), Piece("head")]
-        layer = tuple(Piece(kind, 0) for kind in LAYER_PIECES)
-        times = {kind: layers * self._time(kind, layer) for kind in "FBIW"}
-        runs = self.saving.recompute_options.runs(layer)
-        again = layers * self._time("R", tuple(piece for run in runs for piece in run)) if runs else 0.0
+        unlike = [(layer_pieces((own,)), many) for own, many in Counter(self.layer_kinds).items()]
+        times = {kind: sum(many * self._time(kind, layer) for layer, many in unlike) for kind in "FBIW"}
+        again, attention = 0.0, 0.0
+        for layer, many in unlike:
+            runs = self.saving.recompute_options.runs(layer)
+            again += many * self._time("R", tuple(piece for run in runs for piece in run)) if runs else 0.0
+            attention += many * self._time("F", tuple(piece for piece in layer if piece.role == "attn"))
         at_ends = [
             self._time("F", (piece,))
             + min(self._time("B", (piece,)), self._time("I", (piece,)) + self._time("W", (piece,)))
             for piece in ends
         ]
         # Layers keep the same each, but the first and the last beside the ends: two layers more than one say what.
-        one, two = (self._kept(self._one_rank(even_stages(min(count, layers), 1))) for count in (1, 2))
+        one, two = (self._kept(self._one_rank(even_stages(self.layer_kinds[:count], 1))) for count in (1, 2))
         kept_layers = layers * (two - one if layers > 1 else one)
         kept = one + (layers - 1) * (two - one)
         return Figures(
-            times["F"], times["B"], times["I"], times["W"], again, layers * self._time("F", layer[2:3]),
+            times["F"], times["B"], times["I"], times["W"], again, attention,
             (at_ends[0], at_ends[1]), sum(self.costs.after_time(self.whole)),
             self.costs.static_memory(self.whole.stages[0].pieces), kept, kept_layers,
         )  # fmt: skip
@@ -145,7 +150,7 @@ class Measured:
     @cached_property
     def whole(self) -> Program:
         """A microbatch on one rank."""
-        return self._one_rank(even_stages(self.layers, 1))
+        return self._one_rank(even_stages(self.layer_kinds, 1))
 
     def _time(self, kind: str, pieces: tuple[Piece, ...]) -> float:
         return self.costs.op_time(Work(kind, pieces, self.extents, self.costs.seq_length))

@@ -290,7 +290,7 @@ class Question:
 
 def _times(costs: ModelCosts) -> tuple[float, float]:
     """Forward and backward of a whole microbatch."""
-    stages, whole = even_stages(costs.model.layers, 1), costs.seq_length
+    stages, whole = even_stages(costs.layer_kinds(costs.model.layers), 1), costs.seq_length
     forward, backward = (costs.op_time(stage_work(kind, stages, 0, (Extent(whole, 0),), whole)) for kind in "FB")
     return forward, backward
 

@@ -174,6 +174,6 @@ class Trials:
         if key not in self._lengths:
             costs = self.costs(sizes, Saving())
             alignment = default_alignment(costs.seq_length, chunks, costs.layout.unit)
-            stages = even_stages(costs.model.layers, 1)
+            stages = even_stages(costs.layer_kinds(costs.model.layers), 1)
             self._lengths[key] = balanced_lengths(costs, stages, costs.seq_length, chunks, alignment)
         return self._lengths[key]

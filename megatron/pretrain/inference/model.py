@@ -17,6 +17,7 @@ from helixpipe.model.attention.kv_store import KeyValueStore
 from helixpipe.model.device import prepare
 from helixpipe.program.stages import LAYER_PIECES, Piece, even_stages
 from megatron.pretrain.config import Config, core
+from megatron.pretrain.plan.costs import model_shape
 from megatron.pretrain.validation import check_device
 
 
@@ -108,7 +109,7 @@ def open_model(config: Config, parallel: Any = None) -> ForwardModel:
     config = config.replace("parallel", sequence_parallel=False)
     parallel = parallel or initialize(config)
     tokenizer = tokenizer_of(config.data)
-    stages = even_stages(config.model.num_layers or 0, parallel.pp_size)
+    stages = even_stages(model_shape(config).kinds_of(config.model.num_layers or 0), parallel.pp_size)
     transformer, gpt = core.transformer_config(config), core.gpt_options(config)
     model = PipelineModel(transformer, gpt, stages[parallel.pp_rank].pieces, seed=config.training.seed)
     Checkpointer(CheckpointOptions.from_config(config)).load(model, None, None)

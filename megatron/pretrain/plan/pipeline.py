@@ -207,7 +207,7 @@ def places_tokens(program: Program, rank: int) -> bool:
     """Whether a rank runs what depends on where documents end, with weights of its own or without: attention, and the
     rotary embedding behind QKV."""
     stages = {op.stage for op in program.ranks[rank]}
-    return any(piece.kind in ("qkv", "attn") for stage in stages for piece in program.stages[stage].pieces)
+    return any(piece.role in ("qkv", "attn") for stage in stages for piece in program.stages[stage].pieces)
 
 
 def _bind(device: torch.device) -> None:

@@ -45,6 +45,7 @@ class _ReplicatedShards:
 
     def __init__(self, model: PipelineModel, parts: Sequence[WeightShard]):
         self.share_embeddings_and_output_weights = model.share_embeddings_and_output_weights
+        self.piece_of = model.piece_of
         names = {id(weight): name for name, weight in model.named_parameters()}
         own = {part.name: part.parameter for part in parts}
         held = ((key, own.get(names[id(weight)])) for key, weight in model.replicated_parameters().items())
