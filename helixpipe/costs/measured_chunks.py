@@ -9,13 +9,13 @@ read, and for each query times the keys it sees, none of them negative.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
 from helixpipe.costs.models import Chunk
 from helixpipe.program.program import OP_KINDS
-from helixpipe.program.stages import role_of
+from helixpipe.program.stages import WINDOW, role_of
 from helixpipe.program.workload import Extent
 
 
@@ -43,11 +43,12 @@ class MeasuredChunk:
 class MeasuredChunks:
     """The times of `chunks`, the first of them a whole sequence, and of any other chunk.
 
-    One alone is scaled: attention to the queries times the keys they see, all else to the tokens.
+    One alone is scaled: attention to the queries times the keys they see, all else to the tokens. window: tokens that
+    one sees where attention is to a window.
     """
 
-    def __init__(self, chunks: Sequence[MeasuredChunk]):
-        self.chunks = tuple(chunks)
+    def __init__(self, chunks: Sequence[MeasuredChunk], window: int = 0):
+        self.chunks, self._window = tuple(chunks), window
         self._known: dict[Chunk, MeasuredChunk] = {}
 
     def times(self, chunk: Chunk) -> MeasuredChunk:
@@ -85,7 +86,11 @@ class MeasuredChunks:
         return [found[tokens] for tokens in sorted(found)] or [self.chunks[0]]
 
     def _attention(self, piece: str, kind: str, chunk: Chunk) -> float:
-        return sum(weight * size for weight, size in zip(self._weights[piece, kind], _sizes(chunk), strict=True))
+        sizes = self._sizes(piece, chunk)
+        return sum(weight * size for weight, size in zip(self._weights[piece, kind], sizes, strict=True))
+
+    def _sizes(self, piece: str, chunk: Chunk) -> tuple[float, ...]:
+        return _sizes(replace(chunk, window=self._window) if piece == WINDOW else chunk)
 
     @cached_property
     def _weights(self) -> dict[tuple[str, str], tuple[float, ...]]:
@@ -95,7 +100,7 @@ class MeasuredChunks:
 
     def _fit(self, piece: str, kind: str) -> tuple[float, ...]:
         """The weights that fit what was measured."""
-        rows = [(_sizes(each.chunk), each.pieces[piece][kind]) for each in self.chunks]
+        rows = [(self._sizes(piece, each.chunk), each.pieces[piece][kind]) for each in self.chunks]
         rows = [row for row in rows if row[1] > 0]
         count = len(_sizes(self.chunks[0].chunk))
         if len(rows) < 2:

@@ -6,10 +6,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 from helixpipe.common.errors import UserError
 from helixpipe.common.flags import nearest_name
-from helixpipe.program.stages import PIECE_KINDS, VARIANTS, LayerKinds, Piece, layer_kinds, model_pieces
+from helixpipe.costs.layer_patterns import kinds_of_layers
+from helixpipe.program.stages import PIECE_KINDS, VARIANTS, LayerKinds, Piece, model_pieces
 from helixpipe.program.workload import Extent, Extents
 
 
@@ -22,7 +24,9 @@ class ModelShape:
     weights. norm: `LayerNorm` or `RMSNorm`. positions: `learned_absolute` (seq_length of them), `rope` or `none`. bias:
     in the linear layers [add_bias_linear]. head_channels: of a head [kv_channels]; 0: hidden / heads. qkv_bias: in the
     QKV layer, whatever the others have [add_qkv_bias]. qk_norm: norms of each head's query and key [qk_layernorm].
-    centered: weights of norms are less 1 [layernorm_zero_centered_gamma].
+    centered: weights of norms are less 1 [layernorm_zero_centered_gamma]. window: tokens that one sees in layers of a
+    window, its own among them [one more than window_size's left]; 0: there are none. windowed, unrotated: which layers
+    have one, and which no RoPE (`kinds_of_layers`).
     """
 
     name: str
@@ -43,6 +47,17 @@ class ModelShape:
     qk_norm: bool = False
     centered: bool = False
     vocab_multiple: int = 128
+    window: int = 0
+    windowed: tuple[int, ...] = ()
+    unrotated: tuple[int, ...] = ()
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> ModelShape:
+        """Of a file's object, whose lists are tuples here. Raises TypeError for fields that are missing or unknown."""
+        fields: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in content.items()
+        }
+        return cls(**fields)
 
     @property
     def channels(self) -> int:
@@ -73,7 +88,7 @@ class ModelShape:
 
     def kinds_of(self, layers: int) -> tuple[LayerKinds, ...]:
         """The kinds of the pieces of each layer, had it so many."""
-        return layer_kinds(layers)
+        return kinds_of_layers(layers, self.windowed, self.unrotated)
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -260,23 +275,26 @@ class Chunk:
     """Tokens of a chunk, and how many of its document come earlier.
 
     stored: whether its microbatch runs in several chunks, so that keys and values lie in buffers of all of it. slices:
-    where it is of several documents, the tokens and the earlier tokens of each.
+    where it is of several documents, the tokens and the earlier tokens of each. window: tokens that one sees at most,
+    its own among them; 0: all.
     """
 
     tokens: float
     earlier: float = 0.0
     stored: bool = False
     slices: Extents = ()
+    window: int = 0
 
     @property
     def pairs(self) -> float:
         """Of a query and a key it sees: n tokens after c earlier ones have n(c + n/2)."""
-        return attention_pairs(self.slices or (Extent(self.tokens, self.earlier),))
+        return attention_pairs(self.slices or (Extent(self.tokens, self.earlier),), self.window)
 
     @property
     def seen(self) -> float:
         """Keys that its attention reads."""
-        return sum(part.tokens + part.earlier for part in self.slices) if self.slices else self.tokens + self.earlier
+        parts, most = self.slices or (Extent(self.tokens, self.earlier),), self.window - 1 if self.window else math.inf
+        return sum(part.tokens + min(part.earlier, most) for part in parts)
 
 
 def chunk_of(extents: Extents, whole: float | None, seq_length: float) -> Chunk:
@@ -289,6 +307,15 @@ def chunk_of(extents: Extents, whole: float | None, seq_length: float) -> Chunk:
     return Chunk(tokens, earlier, stored, slices if len(slices) > 1 else ())
 
 
-def attention_pairs(extents: Extents) -> float:
-    """Of a query and a key it sees, of causal attention within documents."""
+def attention_pairs(extents: Extents, window: int = 0) -> float:
+    """Of a query and a key it sees, of causal attention within documents. window: keys that it sees at most; 0: all."""
+    if window:
+        before = sum(_seen_up_to(part.earlier, window) for part in extents)
+        return sum(_seen_up_to(part.earlier + part.tokens, window) for part in extents) - before
     return sum(part.tokens * (part.earlier + part.tokens / 2) for part in extents)
+
+
+def _seen_up_to(tokens: float, window: int) -> float:
+    """Pairs of a document's first tokens: those within the first window as of all, of each further one a window."""
+    within = min(tokens, window)
+    return within * within / 2 + (tokens - within) * window

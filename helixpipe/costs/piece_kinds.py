@@ -8,7 +8,8 @@ Kernels, for F (also a recomputation R), I (gradient of the input) and W (of the
 
 - a linear layer of N tokens, i to o: 2 N i o FLOPs in each of F, I and W;
 - causal attention of n tokens after c earlier ones: 4 n (c + n/2) h FLOPs in F (two products over half the square), and
-  10 n (c + n/2) h in I, because flash attention computes the scores again (8 when only the mathematics is counted);
+  10 n (c + n/2) h in I, because flash attention computes the scores again (8 when only the mathematics is counted); of
+  attention to a window of w tokens as many as there are pairs of a query and one of the last w keys up to its own;
 - all else (norms, RoPE, activation functions, residual sums, cross entropy, embedding) moves bytes; its arithmetic is
   not counted, as in torch's FLOP counter.
 
@@ -46,7 +47,7 @@ from typing import ClassVar
 from helixpipe.costs.context_parallel import exchange, keys_read, on_its_way, saved_of_own_heads
 from helixpipe.costs.models import Chunk, Layout, ModelShape
 from helixpipe.costs.sizes import GRADIENT_BYTES, ChunkSizes, Kernel, Linear, OpKernels
-from helixpipe.program.stages import LAYER_PIECES, model_pieces, role_of
+from helixpipe.program.stages import LAYER_PIECES, NO_ROPE, WINDOW, model_pieces, role_of
 
 Tensors = dict[str, float]
 """Bytes of tensors by name. Pieces of one layer share tensors (the norm's output is the QKV layer's input): a name
@@ -176,7 +177,10 @@ class Norm(PieceKind):
 
 
 class Qkv(PieceKind):
+    """rotates: where the model has RoPE."""
+
     name, inputs, textbook = "qkv", {"normed": "hidden", "into": "hidden"}, {"normed": 1}
+    rotates: ClassVar[bool] = True
 
     def linears(self, sizes: ChunkSizes) -> tuple[Linear, ...]:
         return ((sizes.model.hidden, sizes.mixed),)
@@ -191,7 +195,7 @@ class Qkv(PieceKind):
         rotated = sizes.tokens * (sizes.query + sizes.kv)
         # Four products, two sums, one concatenation; eager in float32, with casts.
         passes = {"F": 24, "I": 28, "W": 0}[kernels.op] if sizes.layout.eager else 9
-        rope = passes * rotated if model.positions == "rope" else 0
+        rope = passes * rotated if self.rotates and model.positions == "rope" else 0
         if model.qk_norm and kernels.op in "FI":  # F reads and writes; I reads two and writes one
             kernels.move_elements((2 if kernels.op == "F" else 3) * rotated)
         if kernels.op == "F":
@@ -205,6 +209,10 @@ class Qkv(PieceKind):
     def weights(self, model: ModelShape, tp: int, rows: int) -> int:
         linear = (model.hidden + model.biased_qkv) * (model.query_hidden + 2 * model.kv_hidden) // tp
         return linear + (2 * model.norm_vectors * model.channels if model.qk_norm else 0)
+
+
+class UnrotatedQkv(Qkv):
+    name, rotates = NO_ROPE, False
 
 
 class Attention(PieceKind):
@@ -222,7 +230,7 @@ class Attention(PieceKind):
             names = ("q",) if stored else ("q", "k", "v")
             return tensors | {name: sizes.bytes(self.inputs[name]) for name in names}
         tensors["qkv"] = sizes.tokens * sizes.mixed * sizes.element  # as the QKV layer leaves them
-        new = model.positions == "rope" or model.qk_norm
+        new = (model.positions == "rope" and NO_ROPE not in inside) or model.qk_norm
         if new or _copies_queries(sizes):
             tensors["q"] = sizes.bytes("query")
         if new:
@@ -255,6 +263,18 @@ class Attention(PieceKind):
         """Gradients of q, k, v, and a float32 sum; what is on its way between context-parallel ranks."""
         own = sizes.tokens * (2 * (sizes.query + sizes.kv) * sizes.element + 4 * sizes.query)
         return own + on_its_way(sizes)
+
+
+class WindowAttention(Attention):
+    """It keeps what attention to all tokens keeps, and computes and reads less."""
+
+    name = WINDOW
+
+    def work(self, kernels: OpKernels) -> None:
+        super().work(kernels.in_window())
+
+    def workspace(self, sizes: ChunkSizes) -> float:
+        return super().workspace(sizes.in_window())
 
 
 class Proj(PieceKind):
@@ -406,9 +426,9 @@ class Head(PieceKind):
         return model.norm_parameters + rows * model.hidden
 
 
-KINDS: Mapping[str, PieceKind] = MappingProxyType(
-    {kind.name: kind for kind in (Embed(), Norm(), Qkv(), Attention(), Proj(), Mlp(), Head())}
-)
+_ALL = (Embed(), Norm(), Qkv(), UnrotatedQkv(), Attention(), WindowAttention(), Proj(), Mlp(), Head())
+
+KINDS: Mapping[str, PieceKind] = MappingProxyType({kind.name: kind for kind in _ALL})
 """Every kind by its name in a `Piece`."""
 
 MODULES = {kind.module: role_of(kind.name) for kind in KINDS.values() if kind.module}

@@ -117,7 +117,7 @@ class Profile:
             )
         try:
             profile = cls(
-                model=ModelShape(**content["model"]),
+                model=ModelShape.from_json(content["model"]),
                 layout=Layout(**content["layout"]),
                 chunks=tuple(MeasuredChunk(**chunk) for chunk in content["chunks"]),
                 messages=_message_times(**content["messages"]),
@@ -252,7 +252,7 @@ class ProfileCosts(CountsBytes):
 
     @cached_property
     def _measured(self) -> MeasuredChunks:
-        return MeasuredChunks(self.profile.chunks)
+        return MeasuredChunks(self.profile.chunks, self.profile.model.window)
 
 
 def _message_times(
@@ -284,6 +284,8 @@ def _check_fields(what: str, described: Any, only: Sequence[str] | None = None) 
         kind, least = types.get(str(each.type)), 0 if each.default == 0 else 1
         if only is not None and each.name not in only:
             continue
+        if isinstance(value, tuple) and set(value) <= {0, 1}:
+            continue  # which layers
         sized = not isinstance(value, int) or isinstance(value, bool) or least <= value <= MOST_TOKENS
         if type(value) is not kind or not sized:
             raise ValueError(f"{what} {each.name} is {value!r}".lstrip())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 from helixpipe.costs.models import Chunk, Layout, ModelShape
@@ -32,6 +33,10 @@ class ChunkSizes:
         self.mixed = self.query + 2 * self.kv
         self.ffn, self.first = model.ffn / self.tp, 2 if model.gated else 1
         self.vocab = model.padded_vocab(self.tp) // self.tp
+
+    def in_window(self) -> ChunkSizes:
+        """The same where attention sees the model's window alone."""
+        return ChunkSizes(self.model, self.layout, replace(self.chunk, window=self.model.window))
 
     def bytes(self, shape: str) -> float:
         """Of a tensor of a shape that crosses cuts: `hidden`, `query`, `key` or `attention` (the heads joined)."""
@@ -63,6 +68,12 @@ class OpKernels:
     def __init__(self, sizes: ChunkSizes, op: str, alone: bool = False):
         self.sizes, self.op, self.alone = sizes, op, alone
         self.list: list[Kernel] = []
+
+    def in_window(self) -> OpKernels:
+        """The same list for a chunk whose attention sees the model's window alone."""
+        made = OpKernels(self.sizes.in_window(), self.op, self.alone)
+        made.list = self.list
+        return made
 
     def add(self, kind: str, flops: float, moved: float, behind: float = 0.0, rows: float = 0.0) -> None:
         self.list.append(Kernel(kind, flops, moved, behind, rows))

@@ -22,7 +22,7 @@ class Span(NamedTuple):
     """The part of a document that lies in a chunk.
 
     sample: of the microbatch. first, end: its rows in the chunk. key, key_end: the rows of its keys among those that
-    the chunk is given, from the document's first token to the part's last.
+    the chunk is given, from the document's first token, or the first that one of the part sees, to the part's last.
     """
 
     sample: int
@@ -33,7 +33,7 @@ class Span(NamedTuple):
 
     @property
     def earlier(self) -> int:
-        """Tokens of the document before the part."""
+        """Tokens of the document before the part whose keys are among these."""
         return self.key_end - self.key - (self.end - self.first)
 
 
@@ -72,7 +72,7 @@ class Documents:
         if len({sum(sample) for sample in self.lengths}) != 1 or min(chain(*self.lengths)) < 1:
             raise ValueError(f"no lengths of documents in samples that are equally long: {self.lengths}")
         self._ends = [list(accumulate(sample)) for sample in self.lengths]
-        self._known: dict[tuple[int, int], Spans] = {}
+        self._known: dict[tuple[int, int, int | None], Spans] = {}
         self._device = device
         self._positions: Tensor | None = None
 
@@ -96,16 +96,18 @@ class Documents:
             self._positions = positions
         return self._positions
 
-    def spans(self, offset: int, length: int) -> Spans:
-        """Of the chunk of `length` tokens that begins at `offset` of every sample."""
-        key = offset, length
+    def spans(self, offset: int, length: int, left: int | None = None) -> Spans:
+        """Of the chunk of `length` tokens that begins at `offset` of every sample. left: tokens before its own that a
+        token sees; None: all of its document."""
+        key = offset, length, left
         if key not in self._known:
-            self._known[key] = self._spans(offset, offset + length)
+            self._known[key] = self._spans(offset, offset + length, 0 if left is None else offset - left)
         return self._known[key]
 
-    def _spans(self, offset: int, end: int) -> Spans:
+    def _spans(self, offset: int, end: int, seen: int) -> Spans:
+        """seen: the first token that one of the chunk may see."""
         parts = [
-            (sample, max(last - length, offset), min(last, end), last - length)
+            (sample, max(last - length, offset), min(last, end), max(last - length, seen))
             for sample, (ends, lengths) in enumerate(zip(self._ends, self.lengths, strict=True))
             for last, length in zip(ends, lengths, strict=True)
             if last > offset and last - length < end

@@ -29,9 +29,10 @@ from helixpipe.model.attention.log_sums import choose_kernel
 from helixpipe.model.attention.ring_attention import Ring, ring_attention, ring_rounds
 from helixpipe.model.backends import Kernels
 from helixpipe.model.chunked_mlp import make_mlp
-from helixpipe.model.documents import Documents
+from helixpipe.model.documents import Documents, Spans
 from helixpipe.model.norms import make_norm
-from helixpipe.program.stages import Piece
+from helixpipe.model.options import window_of
+from helixpipe.program.stages import NO_ROPE, WINDOW, Piece
 
 DrawWeights = Callable[[str], AbstractContextManager[None]]
 """Gives the context in which the weights of the named part are drawn (`randomness.initial_weights`)."""
@@ -144,14 +145,15 @@ class Layer(MegatronModule):
         super().__init__(config)
         self.tp_group = tp_group
         self._index = index
-        self._rotary = rotary
+        self._rotary = None if kinds.get("qkv") == NO_ROPE else rotary
         self._context = context
         if "norm" in kinds:
             self.input_layernorm = make_norm(config, kernels.norm)
         if "qkv" in kinds or "proj" in kinds:
             self.self_attention = SelfAttention(config, index, kinds, tp_group, draw, kernels.norm)
         if "attn" in kinds:
-            self.core_attention = CoreAttention(config, kernels, index, tp_group)
+            left = window_of(config) if kinds["attn"] == WINDOW else None
+            self.core_attention = CoreAttention(config, kernels, index, tp_group, left)
         if "mlp" in kinds:
             self.pre_mlp_layernorm = make_norm(config, kernels.norm)
             with draw(str(Piece("mlp", index))):
@@ -193,16 +195,17 @@ class Layer(MegatronModule):
         if isinstance(keys_values, UnitBlocks):
             if context.size > 1 or (training and self.config.attention_dropout):
                 raise UserError("keys and values in blocks go without context parallelism and attention dropout.")
-            blocks = BlockAttention(keys_values, self._index, documents, self.core_attention.scale)
+            core = self.core_attention
+            blocks = BlockAttention(keys_values, self._index, documents, core.scale, core.left)
             return block_attention(query.contiguous(), key, value, blocks), residual
         if context.rings:
             return self._ring(query, key, value, offset, keys_values, documents), residual
         if context.group is not None and context.swaps:
             query, key, value = to_heads(context.group, query, key, value)
-        spans = None if documents is None else documents.spans(offset, query.size(0))
+        spans = None if documents is None else documents.spans(offset, query.size(0), self.core_attention.left)
         if keys_values is not None:
             query = query.contiguous()
-            key, value = keys_values.join(self._index, key, value, spans.since if spans is not None else 0)
+            key, value = keys_values.join(self._index, key, value, self._since(offset, spans))
         attention = self.core_attention(query, key, value, training, chunked=chunked, spans=spans)
         if context.group is not None and context.swaps:
             attention = to_rows(context.group, attention)
@@ -218,17 +221,24 @@ class Layer(MegatronModule):
         documents: Documents | None,
     ) -> Tensor:
         """Attention of this rank's rows, whose keys and values go round the context-parallel ranks."""
-        length, chunks = query.size(0) * self._context.size, tuple[int, ...]([0])
+        length, chunks, core = query.size(0) * self._context.size, tuple[int, ...]([0]), self.core_attention
         if keys_values is not None:
             query = query.contiguous()
-            # Chunks that end before the first document of this one are of use to no rank, and stay at home.
-            needed = 0 if documents is None else documents.spans(offset, length).since
-            since = keys_values.chunk_of(self._index, needed)
+            # Chunks that end before the first token that one of this one sees are of use to no rank, and stay at home.
+            spans = None if documents is None else documents.spans(offset, length, core.left)
+            since = keys_values.chunk_of(self._index, self._since(offset, spans))
             key, value = keys_values.join(self._index, key, value, since // self._context.size)
             chunks = tuple(start for start in keys_values.chunks(self._index) if start >= since)
-        rounds = ring_rounds(self._context, chunks, offset + length, documents)
+        rounds = ring_rounds(self._context, chunks, offset + length, documents, core.left)
         kernel = choose_kernel(query, key)
-        return ring_attention(query, key, value, Ring(self._context, rounds, kernel, self.core_attention.scale))
+        return ring_attention(query, key, value, Ring(self._context, rounds, kernel, core.scale))
+
+    def _since(self, offset: int, spans: Spans | None) -> int:
+        """The first token of the microbatch that one of a chunk from `offset` on sees."""
+        if spans is not None:
+            return spans.since
+        left = self.core_attention.left
+        return 0 if left is None else max(offset - left, 0)
 
     def proj(self, attention: Tensor, residual: Tensor, *, training: bool) -> tuple[Tensor]:
         """(attention output, residual) to one hidden state."""

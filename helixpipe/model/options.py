@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,8 +11,10 @@ import torch.distributed as dist
 
 from helixpipe.common.errors import UserError
 from helixpipe.costs.context_parallel import nearest_sizes
+from helixpipe.costs.layer_patterns import Frequency, kinds_of_layers, unrotated_layers, windowed_layers
 from helixpipe.costs.models import A2A, P2P
 from helixpipe.model.rope_scaling import RopeScaling
+from helixpipe.program.stages import LayerKinds, Piece, model_pieces
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -115,7 +117,11 @@ _REQUIREMENTS = (
     _Requirement("num_moe_experts", lambda value: value is None, "--num-experts is not supported: leave it out"),
     _Requirement("multi_latent_attention", lambda value: not value, "--multi-latent-attention is not supported"),
     _Requirement("attention_output_gate", lambda value: not value, "--attention-output-gate is not supported"),
-    _Requirement("window_size", lambda value: value is None, "--window-size is not supported: leave it out"),
+    _Requirement(
+        "window_size",
+        lambda value: value is None or (value[0] >= -1 and value[1] == 0),
+        "--window-size must be LEFT,0: attention is causal",
+    ),
     _Requirement("softmax_type", lambda value: value == "vanilla", "--softmax-type must be vanilla"),
     _Requirement("fp32_residual_connection", lambda value: not value, "--fp32-residual-connection is not supported"),
     _Requirement(
@@ -127,6 +133,32 @@ _REQUIREMENTS = (
     _Requirement("fp8", lambda value: value is None, "--fp8-format is not supported: leave it out"),
     _Requirement("normalization", lambda value: value in _NORMS, "--normalization must be LayerNorm or RMSNorm"),
 )
+
+
+def window_of(config: TransformerConfig) -> int | None:
+    """Tokens before its own that a token sees in layers that attend to a window; None: all, as in the others."""
+    return None if config.window_size is None or config.window_size[0] < 0 else config.window_size[0]
+
+
+def layers_of(config: TransformerConfig) -> tuple[LayerKinds, ...]:
+    """The kinds of the pieces of each layer."""
+
+    def frequency(value: int | Sequence[int] | None) -> Frequency | None:
+        return value if value is None or isinstance(value, int) else tuple(int(each) for each in value)
+
+    windowed = () if window_of(config) is None else windowed_layers(frequency(config.window_attn_skip_freq))
+    return kinds_of_layers(config.num_layers, windowed, unrotated_layers(frequency(config.no_rope_freq)))
+
+
+def check_pieces(config: TransformerConfig, pieces: Sequence[Piece]) -> None:
+    """Raise UserError for pieces that are not of the model's kinds."""
+    own = set(model_pieces(layers_of(config)))
+    for piece in pieces:
+        if piece not in own:
+            raise UserError(
+                f"{piece} is not a piece of the model that --num-layers, --window-size, --window-attn-skip-freq and "
+                "--no-rope-freq describe; helixpipe.model.options.layers_of gives the kinds of its layers' pieces."
+            )
 
 
 def check_supported(

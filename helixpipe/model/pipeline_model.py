@@ -29,7 +29,7 @@ from helixpipe.model.ends import Embedding, Targets, loss_sum
 from helixpipe.model.layers import Layer, plain_piece_of
 from helixpipe.model.linear import WeightGradients, defer_weight_gradients
 from helixpipe.model.norms import make_norm
-from helixpipe.model.options import GPTOptions, Microbatch, UnitContext, check_supported
+from helixpipe.model.options import GPTOptions, Microbatch, UnitContext, check_pieces, check_supported
 from helixpipe.model.randomness import DropoutSeeds, initial_weights
 from helixpipe.model.slices import Slices
 from helixpipe.program.stages import Piece
@@ -104,6 +104,7 @@ class PipelineModel(MegatronModule):
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
         self.context = context = ContextParallel(getattr(pg_collection, "cp", None), gpt.cp_comm_type)
         check_supported(config, gpt, context.size, pg_collection.tp)
+        check_pieces(config, pieces)
         super().__init__(config)
         self.gpt = gpt
         self.pieces = tuple(pieces)

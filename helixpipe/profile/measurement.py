@@ -180,7 +180,7 @@ class Measurement:
         joint, split = ([run.samples for run in runs if run.split is which] for which in (False, True))
         samples = [dict(zip("FBIW", (a, a, b, b), strict=True)) for a, b in zip(joint, split, strict=True)]
         whole = [_whole_times(row, of, self._layer) for row, of in zip(every, samples, strict=True) if row.whole]
-        known = MeasuredChunks(whole)
+        known = MeasuredChunks(whole, self._task.model.window)
         others = [
             _chunk_times(row, of, known, self._layer) for row, of in zip(every, samples, strict=True) if not row.whole
         ]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from helixpipe.costs.models import ModelShape
 from helixpipe.model import GPTOptions, PipelineModel
 from helixpipe.model.backends import Machine, fuses_rope, fuses_weight_gradients
-from helixpipe.program.stages import Piece
+from helixpipe.program.stages import NO_ROPE, WINDOW, Piece
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Task:
     @classmethod
     def load(cls, path: str) -> Task:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
-        return cls(**{**content, "model": ModelShape(**content["model"])})
+        return cls(**{**content, "model": ModelShape.from_json(content["model"])})
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -62,6 +62,7 @@ def build_model(task: Task, num_layers: int, pieces: Sequence[Piece]) -> tuple[P
     from megatron.core.transformer import TransformerConfig
 
     shape, dtype, on_gpu = task.model, DTYPES[task.dtype], torch.cuda.is_available()
+    kinds = {piece.kind for piece in pieces}
     config = TransformerConfig(
         num_layers=num_layers,
         hidden_size=shape.hidden,
@@ -76,6 +77,8 @@ def build_model(task: Task, num_layers: int, pieces: Sequence[Piece]) -> tuple[P
         add_qkv_bias=shape.qkv_bias,
         qk_layernorm=shape.qk_norm,
         layernorm_zero_centered_gamma=shape.centered,
+        window_size=(shape.window - 1, 0) if WINDOW in kinds else None,
+        no_rope_freq=[1] * num_layers if NO_ROPE in kinds else None,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bf16=dtype is torch.bfloat16,

@@ -22,7 +22,10 @@ PIECE_KINDS = ("embed", *LAYER_PIECES, "head")
 """The roles of all pieces. A kind of piece is called by its role, and where it is another than the plain one of that
 role, by a point and what it is, as in `VARIANTS`."""
 
-VARIANTS: tuple[str, ...] = ()
+NO_ROPE, WINDOW = "qkv.norope", "attn.window"
+"""Queries and keys that are not rotated, where others are; attention to a window of tokens."""
+
+VARIANTS: tuple[str, ...] = (NO_ROPE, WINDOW)
 """The kinds of piece that are not the plain ones of their roles."""
 
 PLACEMENTS = ("resident", "shipped", "replicated", "ring")

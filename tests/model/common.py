@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
 from helixpipe.model import GPTOptions, Microbatch, PipelineModel, UnitContext
-from helixpipe.model.device import device
+from helixpipe.model.device import device, redirect
 from helixpipe.program.stages import Piece, model_pieces
 
 LAYERS, VOCABULARY, SEQUENCE, BATCH = 2, 48, 12, 2
@@ -45,8 +46,9 @@ def set_parallel(tp: int = 1, pp: int = 1, cp: int = 1) -> None:
 
 
 def make_config(style: str, tp: int = 1, **changes: Any) -> TransformerConfig:
-    """A config, float64 unless changed: `gpt` style (LayerNorm, GELU, biases) or `llama` style (RMSNorm, SwiGLU, GQA,
-    no bias)."""
+    """A config, float64 unless changed: `gpt` style (LayerNorm, GELU, biases), `llama` style (RMSNorm, SwiGLU, GQA, no
+    bias) or `mixed` style, which is Llama's with every second layer's attention to a window of 4 tokens, from the first
+    on, and no RoPE in every third, from the second on."""
     settings: dict[str, Any] = {
         "num_layers": LAYERS,
         "hidden_size": 32,
@@ -61,7 +63,11 @@ def make_config(style: str, tp: int = 1, **changes: Any) -> TransformerConfig:
         "cuda_graph_scope": None,
         "tensor_model_parallel_size": tp,
     }
-    if style == "llama":
+    if style == "mixed":
+        layers = changes.get("num_layers", LAYERS)
+        settings.update(window_size=(3, 0), window_attn_skip_freq=2)
+        settings["no_rope_freq"] = [int(layer % 3 == 1) for layer in range(layers)]
+    if style != "gpt":
         settings.update(
             normalization="RMSNorm",
             gated_linear_unit=True,
@@ -79,7 +85,7 @@ def make_options(style: str, tied: bool) -> GPTOptions:
         vocab_size=VOCABULARY,
         max_sequence_length=SEQUENCE,
         share_embeddings_and_output_weights=tied,
-        **(rope if style == "llama" else {}),  # type: ignore[arg-type]
+        **(rope if style != "gpt" else {}),  # type: ignore[arg-type]
     )
 
 
@@ -94,7 +100,7 @@ def make_reference(style: str, tied: bool, tp: int = 1, **changes: Any) -> GPTMo
     options = make_options(style, tied)
     return GPTModel(
         make_config(style, tp, **changes),
-        get_gpt_layer_local_spec(normalization="RMSNorm" if style == "llama" else None),
+        get_gpt_layer_local_spec(normalization="RMSNorm" if style != "gpt" else None),
         options.vocab_size,
         options.max_sequence_length,
         share_embeddings_and_output_weights=tied,
@@ -123,7 +129,8 @@ def reference_forward(model: GPTModel, batch: Microbatch, labels: torch.Tensor |
     length = batch.tokens.size(1)
     positions = torch.arange(length, device=batch.tokens.device).expand(batch.tokens.size(0), -1)
     mask = torch.ones(length, length, dtype=torch.bool, device=batch.tokens.device).triu(1)[None, None]
-    output = model(batch.tokens, positions, mask, labels=labels)
+    with redirect() if model.config.window_size is not None else nullcontext():  # whose mask is made on the GPU
+        output = model(batch.tokens, positions, mask, labels=labels)
     return output if labels is not None else output.transpose(0, 1)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from helixpipe.planning.memory.recompute import RecomputeOptions
 from tests.runtime import cases
 from tests.runtime.case import Case
+from tests.runtime.mixed_cases import MIXED
 
 WITHOUT_ATTENTION = RecomputeOptions("without-attention", recompute_early=False)
 FULL = RecomputeOptions("full", recompute_early=False)
@@ -35,4 +36,5 @@ GROUPS = cases.GROUPS | {
         Case("sppo", 2, 1, "llama", tied=True, lengths=(4, 3, 3, 2), multiplex="both", recompute=FULL, offload=13),
         Case("sppo", 2, 1, "llama", tp=2, sequence_parallel=True, lengths=(4, 4, 4), multiplex="both"),
     ],
+    "mixed": MIXED,
 }

@@ -20,11 +20,12 @@ prepare()  # before megatron-core is imported, whose notices it silences
 from helixpipe.costs.by_hand import PieceTimes, parse_piece_times, unit_costs
 from helixpipe.model import Microbatch
 from helixpipe.model.documents import Documents
+from helixpipe.model.options import layers_of
 from helixpipe.planning.memory.early import place_early
 from helixpipe.planning.memory.recompute import RecomputeOptions
 from helixpipe.planning.order.orders import one_forward_one_backward
-from helixpipe.program.program import Op, Program
-from helixpipe.program.stages import Piece, Stage, even_stages, model_pieces
+from helixpipe.program.program import Op, Program, of_layers
+from helixpipe.program.stages import LayerKinds, Stage, even_stages, model_pieces
 from helixpipe.program.text import parse_rows
 from schedules import Shape, build
 from schedules.helix import HelixOptions
@@ -35,6 +36,7 @@ from tests.model.common import (
     BATCH,
     SEQUENCE,
     VOCABULARY,
+    make_config,
 )
 
 
@@ -134,7 +136,10 @@ class Case:
     @cached_property
     def _program(self) -> Program:
         """Kept in the case, so that it goes where the case is sent."""
-        costs = PieceTimes(parse_piece_times("qkv=1,attn=3,mlp=2")) if self.memory_limit is not None else None
+        times = parse_piece_times("qkv=1,attn=3,mlp=2")
+        costs = PieceTimes(times) if self.memory_limit is not None else None
+        if self.style == "mixed":
+            costs = MixedTimes(times)
         chunks, lengths = max(len(self.lengths), 1), self.lengths or None
         shape = Shape(self.pp, self.m, self.layers, chunks, self.v, lengths, costs, memory_limit=self.memory_limit)
         if self.schedule == "shared middle":
@@ -147,13 +152,20 @@ class Case:
         if self.multiplex != "off":
             options = SppoOptions(sppo_multiplex=cast(Any, self.multiplex))
         program = build(self.schedule, shape, options)
+        assert program.layer_kinds == self.layer_kinds
         if self.cut_after:
-            chain = model_pieces(self.layers)
-            cut = chain.index(Piece(self.cut_after, 2)) + 1
+            chain = model_pieces(self.layer_kinds)
+            cut = [(piece.role, piece.layer) for piece in chain].index((self.cut_after, 2)) + 1
             program = replace(program, stages=(Stage(chain[:cut]), Stage(chain[cut:])))
         return self._changed(program)
 
+    @property
+    def layer_kinds(self) -> tuple[LayerKinds, ...]:
+        """Of its model."""
+        return layers_of(make_config(self.style, num_layers=self.layers))
+
     def _changed(self, program: Program) -> Program:
+        program = of_layers(program, self.layer_kinds)
         if self.split:
             program = replace(program, ranks=tuple(_split(ops) for ops in program.ranks))
         if self.recompute.granularity is not None:
@@ -161,6 +173,14 @@ class Case:
         program = replace(program, kv_blocks=program.kv_blocks or self.blocks)
         program = place_early(program, unit_costs()) if self.recompute.recompute_early else program
         return program if self.offload is None else offloading_program(program, self.offload)
+
+
+@dataclass(frozen=True)
+class MixedTimes(PieceTimes):
+    """Of a model whose layers are those of the `mixed` style."""
+
+    def layer_kinds(self, layers: int) -> tuple[LayerKinds, ...]:
+        return layers_of(make_config("mixed", num_layers=layers))
 
 
 def built(cases: Sequence[Case]) -> list[Case]:

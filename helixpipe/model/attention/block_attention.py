@@ -36,12 +36,14 @@ class BlockAttention(NamedTuple):
     layer: int
     documents: Documents | None
     scale: float
+    left: int | None = None
+    """Tokens before its own that a token sees; None: all of its document."""
 
     def work(self, first: int, length: int) -> tuple[Tile, ...]:
         """What of the chunk's attention reads the block of so many rows from `first` on."""
         unit, starts = self.unit, document_starts(self.documents)
         own = range(unit.offset, unit.offset + unit.length)
-        return tiles(Rows((own,)), Rows((range(first, first + length),)), first == unit.offset, starts)
+        return tiles(Rows((own,)), Rows((range(first, first + length),)), first == unit.offset, starts, self.left)
 
 
 def block_attention(query: Tensor, key: Tensor, value: Tensor, attention: BlockAttention) -> Tensor:

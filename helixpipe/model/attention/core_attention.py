@@ -29,7 +29,7 @@ class CoreAttention(torch.nn.Module):
     """Causal attention of a sequence, or of its last tokens; no weights, so a module only to carry its kernels.
 
     kernels: which to run on; None: those for this machine. layer: index of the layer; tp_group: of the ranks that share
-    its heads.
+    its heads. left: tokens before its own that a token sees; None: all.
     """
 
     def __init__(
@@ -38,15 +38,17 @@ class CoreAttention(torch.nn.Module):
         kernels: Kernels | None = None,
         layer: int = 0,
         tp_group: torch.distributed.ProcessGroup | None = None,
+        left: int | None = None,
     ):
         super().__init__()
+        self.left = left
         kernels = kernels if kernels is not None else choose(config, Machine.here())
         self._dropout = config.attention_dropout
         assert config.kv_channels is not None  # TransformerConfig fills it in
         self.scale = config.softmax_scale or 1.0 / math.sqrt(config.kv_channels)
-        self._whole = make_attend(kernels.attention, config, layer, tp_group)
-        self._chunk = make_attend(kernels.chunk_attention, config, layer, tp_group)
-        self._documents = make_attend_documents(kernels.chunk_attention, config, self._chunk)
+        self._whole = make_attend(kernels.attention, config, layer, tp_group, left)
+        self._chunk = make_attend(kernels.chunk_attention, config, layer, tp_group, left)
+        self._documents = make_attend_documents(kernels.chunk_attention, config, self._chunk, left)
 
     def forward(
         self,

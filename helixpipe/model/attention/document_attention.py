@@ -17,8 +17,9 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from helixpipe.model import backends
-from helixpipe.model.attention.kernels import Attend, cpu_backward, cpu_forward
+from helixpipe.model.attention.kernels import Attend, cpu_backward, cpu_forward, window_argument
 from helixpipe.model.attention.log_sums import has_cpu_kernel
+from helixpipe.model.attention.window_attention import attend_in_window
 from helixpipe.model.documents import Span, Spans
 
 AttendDocuments = Callable[[Tensor, Tensor, Tensor, Spans, float, float], Tensor]
@@ -30,19 +31,24 @@ _Packed = Callable[[Tensor, Tensor, Tensor, tuple[Tensor, Tensor, int, int], flo
 part and the end, int32, and the most of both), scale, dropout."""
 
 
-def make_attend_documents(kernel: str, config: TransformerConfig, attend: Attend) -> AttendDocuments:
-    """The function for a kernel that `backends.choose` named for chunks. attend: that kernel for one document."""
+def make_attend_documents(
+    kernel: str, config: TransformerConfig, attend: Attend, left: int | None = None
+) -> AttendDocuments:
+    """The function for a kernel that `backends.choose` named for chunks. attend: that kernel for one document. left:
+    tokens before its own that a token sees; None: all."""
     if kernel == backends.FLASH_ATTN:
-        return _by_sample(_flash_attn(config.deterministic_mode))
+        return _by_sample(_flash_attn(config.deterministic_mode, left))
     if kernel == backends.FLASH_ATTN_3:
-        return _by_sample(_flash_attn_3())
+        return _by_sample(_flash_attn_3(left))
+    if left is not None:
+        return _to_window(left, attend)
     if kernel == backends.TORCH_FLASH and not config.attention_dropout and (packed := _torch_flash()) is not None:
         return _by_sample(packed)
     return _on_cpu(attend) if kernel == backends.TORCH_CPU else _part_by_part(attend)
 
 
-def _flash_attn(deterministic: bool) -> _Packed:
-    library = backends.load(backends.FLASH_ATTN, "flash_attn")
+def _flash_attn(deterministic: bool, left: int | None) -> _Packed:
+    library, window = backends.load(backends.FLASH_ATTN, "flash_attn"), window_argument(left)
 
     def packed(
         query: Tensor, key: Tensor, value: Tensor, ends: tuple[Tensor, Tensor, int, int], scale: float, dropout: float
@@ -56,14 +62,15 @@ def _flash_attn(deterministic: bool) -> _Packed:
             softmax_scale=scale,
             causal=True,
             deterministic=deterministic,
+            **window,
         )
         return output
 
     return packed
 
 
-def _flash_attn_3() -> _Packed:
-    library = backends.load(backends.FLASH_ATTN_3, "flash_attn_interface")
+def _flash_attn_3(left: int | None) -> _Packed:
+    library, window = backends.load(backends.FLASH_ATTN_3, "flash_attn_interface"), window_argument(left)
 
     def packed(
         query: Tensor, key: Tensor, value: Tensor, ends: tuple[Tensor, Tensor, int, int], scale: float, dropout: float
@@ -79,6 +86,7 @@ def _flash_attn_3() -> _Packed:
             max_seqlen_k=most_keys,
             softmax_scale=scale,
             causal=True,
+            **window,
         )
         output: Tensor = result[0] if isinstance(result, tuple) else result
         return output
@@ -119,6 +127,19 @@ def _by_sample(packed: _Packed) -> AttendDocuments:
         return torch.stack([output.flatten(1) for output in outputs], dim=1)
 
     return attend
+
+
+def _to_window(left: int, attend: Attend) -> AttendDocuments:
+    one_by_one = _part_by_part(attend)
+
+    def attend_documents(
+        query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float, dropout: float
+    ) -> Tensor:
+        if dropout:
+            return one_by_one(query, key, value, spans, scale, dropout)
+        return attend_in_window(query, key, value, left, scale, spans)
+
+    return attend_documents
 
 
 def _part_by_part(attend: Attend) -> AttendDocuments:

@@ -27,6 +27,7 @@ from torch.nn.attention.bias import causal_lower_right
 from helixpipe.common.errors import UserError
 from helixpipe.model import backends
 from helixpipe.model.attention.log_sums import FlashOnCPU, has_cpu_kernel
+from helixpipe.model.attention.window_attention import attend_in_window, attend_with_dropout
 
 Attend = Callable[[Tensor, Tensor, Tensor, float, float], Tensor]
 """(query [n, b, heads, d], key and value [c + n, b, groups, d], scale, dropout) to [n, b, heads * d]: causal attention
@@ -43,42 +44,63 @@ _SDPA: Mapping[str, SDPBackend] = MappingProxyType(
 
 
 def make_attend(
-    kernel: str, config: TransformerConfig, layer: int = 0, tp_group: torch.distributed.ProcessGroup | None = None
+    kernel: str,
+    config: TransformerConfig,
+    layer: int = 0,
+    tp_group: torch.distributed.ProcessGroup | None = None,
+    left: int | None = None,
 ) -> Attend:
-    """The function of a kernel that `backends.choose` named. layer: its index; tp_group: of the ranks that share it."""
+    """The function of a kernel that `backends.choose` named. layer: its index; tp_group: of the ranks that share it;
+    left: tokens before its own that a token sees, None: all."""
     if kernel == backends.FLASH_ATTN:
-        return _flash_attn(config.deterministic_mode)
+        return _flash_attn(config.deterministic_mode, left)
     if kernel == backends.FLASH_ATTN_3:
-        return _flash_attn_3()
+        return _flash_attn_3(left)
     if kernel == backends.ENGINE:
         return _transformer_engine(config, layer, tp_group)
+    if left is not None:
+        return _to_window(left)
     return _attend_on_cpu if kernel == backends.TORCH_CPU else _sdpa(_SDPA[kernel])
 
 
 # ----------------------------------------------------------------------------------------------------------- libraries
 
 
-def _flash_attn(deterministic: bool) -> Attend:
+def window_argument(left: int | None) -> dict[str, tuple[int, int]]:
+    """The argument of flash-attn's functions for a window."""
+    return {} if left is None else {"window_size": (left, 0)}
+
+
+def _flash_attn(deterministic: bool, left: int | None) -> Attend:
     """flash-attn 2, whose causal mask ends in the lower right corner; [b, n, heads, d] with any strides."""
     flash_attn_func = backends.load(backends.FLASH_ATTN, "flash_attn").flash_attn_func
+    window = window_argument(left)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float) -> Tensor:
         query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
         output: Tensor = flash_attn_func(
-            query, key, value, dropout_p=dropout, softmax_scale=scale, causal=True, deterministic=deterministic
+            query,
+            key,
+            value,
+            dropout_p=dropout,
+            softmax_scale=scale,
+            causal=True,
+            deterministic=deterministic,
+            **window,
         )
         return output.flatten(2).transpose(0, 1).contiguous()
 
     return attend
 
 
-def _flash_attn_3() -> Attend:
+def _flash_attn_3(left: int | None) -> Attend:
     """flash-attn 3, as 2 but without dropout; its older versions return the log-sums as well."""
     flash_attn_func = backends.load(backends.FLASH_ATTN_3, "flash_attn_interface").flash_attn_func
+    window = window_argument(left)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float) -> Tensor:
         query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
-        result: Any = flash_attn_func(query, key, value, softmax_scale=scale, causal=True)
+        result: Any = flash_attn_func(query, key, value, softmax_scale=scale, causal=True, **window)
         output: Tensor = result[0] if isinstance(result, tuple) else result
         return output.flatten(2).transpose(0, 1).contiguous()
 
@@ -127,6 +149,17 @@ def _transformer_engine(
 
 
 # --------------------------------------------------------------------------------------------------------------- torch
+
+
+def _to_window(left: int) -> Attend:
+    """Block by block, with torch's kernels that give log-sums; with dropout torch makes all scores."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float) -> Tensor:
+        if dropout:
+            return attend_with_dropout(query, key, value, left, scale, dropout)
+        return attend_in_window(query, key, value, left, scale)
+
+    return attend
 
 
 def _sdpa(backend: SDPBackend | None) -> Attend:

@@ -16,6 +16,8 @@ _cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _cuda = torch.ops.aten._scaled_dot_product_flash_attention
 _cuda_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+_cuda_window = torch.ops.aten._flash_attention_forward
+_cuda_window_backward = torch.ops.aten._flash_attention_backward
 
 
 class Gradients(NamedTuple):
@@ -25,10 +27,12 @@ class Gradients(NamedTuple):
 
 
 class LogSumKernel(Protocol):
-    """causal: as many keys as queries, of which the i-th query sees the first i; else each query sees all keys."""
+    """causal: as many keys as queries, of which the i-th query sees the first i; else each query sees all keys.
+    reach: the i-th query sees none of the first i - reach keys; None: it sees them. Each query sees one key at
+    least."""
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
+        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float, reach: int | None = None
     ) -> tuple[Tensor, Tensor]: ...
 
     def backward(
@@ -41,6 +45,7 @@ class LogSumKernel(Protocol):
         log_sum: Tensor,
         causal: bool,
         scale: float,
+        reach: int | None = None,
     ) -> Gradients:
         """output, log_sum: over all keys; the result is the share of these keys."""
         ...
@@ -49,8 +54,11 @@ class LogSumKernel(Protocol):
 class FlashOnCPU:
     """torch's flash kernel for the CPU."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        output, log_sum = _cpu(query, key, value, 0.0, causal, scale=scale)
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float, reach: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        mask = _mask(query, key, causal, reach)
+        output, log_sum = _cpu(query, key, value, 0.0, causal and mask is None, attn_mask=mask, scale=scale)
         return output, log_sum
 
     def backward(
@@ -63,14 +71,26 @@ class FlashOnCPU:
         log_sum: Tensor,
         causal: bool,
         scale: float,
+        reach: int | None = None,
     ) -> Gradients:
-        return Gradients(*_cpu_backward(gradient, query, key, value, output, log_sum, 0.0, causal, scale=scale))
+        tensors, mask = (gradient, query, key, value, output, log_sum), _mask(query, key, causal, reach)
+        return Gradients(*_cpu_backward(*tensors, 0.0, causal and mask is None, attn_mask=mask, scale=scale))
 
 
 class FlashOnCUDA:
     """torch's own flash-attn 2: half precision, grouped queries as they are, no dropout."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float, reach: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if reach is not None:
+            rows, sizes, window = (
+                _rows(query, key, value),
+                (query.size(2), key.size(2)),
+                _window(query, key, causal, reach),
+            )
+            output, log_sum, *_ = _cuda_window(*rows, None, None, *sizes, 0.0, causal, False, scale=scale, **window)
+            return output.transpose(1, 2), log_sum
         output, log_sum, *_ = _cuda(query, key, value, 0.0, causal, False, scale=scale)
         return output, log_sum
 
@@ -84,10 +104,18 @@ class FlashOnCUDA:
         log_sum: Tensor,
         causal: bool,
         scale: float,
+        reach: int | None = None,
     ) -> Gradients:
         tensors = gradient, query, key, value, output, log_sum
         # No starts of sequences, which are all as long; no state of the random numbers that dropout would draw.
         state = torch.zeros((), dtype=torch.int64, device=query.device)
+        if reach is not None:
+            rows, window = _rows(*tensors[:-1]), _window(query, key, causal, reach)
+            sizes = query.size(2), key.size(2)
+            found = _cuda_window_backward(
+                *rows, log_sum, None, None, *sizes, 0.0, causal, state, state, scale=scale, **window
+            )
+            return Gradients(*(gradient.transpose(1, 2) for gradient in found))
         return Gradients(
             *_cuda_backward(*tensors, None, None, query.size(2), key.size(2), 0.0, causal, state, state, scale=scale)
         )
@@ -96,8 +124,10 @@ class FlashOnCUDA:
 class Plain:
     """Products that are written out, in the type of the log-sums: for what no fused kernel takes."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        scores = _scores(query, key, causal, scale)
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float, reach: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        scores = _scores(query, key, causal, scale, reach)
         log_sum = torch.logsumexp(scores, dim=-1)
         output = torch.exp(scores - log_sum[..., None]) @ _wide(value)[:, :, None]
         return output.flatten(1, 2).to(query.dtype), log_sum.flatten(1, 2)
@@ -112,10 +142,11 @@ class Plain:
         log_sum: Tensor,
         causal: bool,
         scale: float,
+        reach: int | None = None,
     ) -> Gradients:
         groups = key.size(1)
         gradient, output = (_wide(tensor).unflatten(1, (groups, -1)) for tensor in (gradient, output))
-        weights = torch.exp(_scores(query, key, causal, scale) - log_sum.unflatten(1, (groups, -1))[..., None])
+        weights = torch.exp(_scores(query, key, causal, scale, reach) - log_sum.unflatten(1, (groups, -1))[..., None])
         along = gradient @ _wide(value)[:, :, None].transpose(-1, -2)
         scores = weights * (along - (gradient * output).sum(-1, keepdim=True)) * scale
         grouped = _wide(query).unflatten(1, (groups, -1))
@@ -131,13 +162,42 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def _scores(query: Tensor, key: Tensor, causal: bool, scale: float) -> Tensor:
+def _scores(query: Tensor, key: Tensor, causal: bool, scale: float, reach: int | None) -> Tensor:
     """[b, groups, heads / groups, n, m]."""
     scores = _wide(query).unflatten(1, (key.size(1), -1)) @ _wide(key)[:, :, None].transpose(-1, -2) * scale
-    if causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    if causal or reach is not None:
+        hidden = hidden_scores(query.size(2), key.size(2), 0 if causal else None, reach, scores.device)
         scores = scores.masked_fill(hidden, -torch.inf)
     return scores
+
+
+def hidden_scores(rows: int, columns: int, ahead: int | None, reach: int | None, on: torch.device) -> Tensor:
+    """[rows, columns] bool: where the i-th query does not see a key, which is one after the (i + ahead)-th, or before
+    the (i - reach)-th; None: there are none such."""
+    every = torch.ones((rows, columns), dtype=torch.bool, device=on)
+    hidden = torch.zeros_like(every) if ahead is None else every.triu(ahead + 1)
+    return hidden if reach is None else hidden | every.tril(-reach - 1)
+
+
+def _mask(query: Tensor, key: Tensor, causal: bool, reach: int | None) -> Tensor | None:
+    """What is added to scores; None where the kernel knows itself what is hidden."""
+    if reach is None:
+        return None
+    hidden = hidden_scores(query.size(2), key.size(2), 0 if causal else None, reach, query.device)
+    return torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(hidden, -torch.inf)
+
+
+def _window(query: Tensor, key: Tensor, causal: bool, reach: int) -> dict[str, int]:
+    """As flash-attn counts: from the diagonal that ends in the lower right corner."""
+    return {
+        "window_size_left": key.size(2) - query.size(2) + reach,
+        "window_size_right": 0 if causal else -1,
+    }
+
+
+def _rows(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """[b, heads, n, d] to [b, n, heads, d]."""
+    return tuple(tensor.transpose(1, 2) for tensor in tensors)
 
 
 def has_cpu_kernel(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:

@@ -33,10 +33,10 @@ from helixpipe.model.documents import Documents
 
 
 def ring_rounds(
-    context: ContextParallel, chunks: Sequence[int], end: int, documents: Documents | None
+    context: ContextParallel, chunks: Sequence[int], end: int, documents: Documents | None, left: int | None = None
 ) -> tuple[tuple[Tile, ...], ...]:
     """What each round of a chunk has to do. chunks: first tokens of all chunks so far, the last of which ends at `end`;
-    keys of which a rank's lie in that order."""
+    keys of which a rank's lie in that order. left: tokens before its own that a token sees; None: all."""
     starts = document_starts(documents)
 
     def rows(rank: int) -> Rows:
@@ -45,7 +45,7 @@ def ring_rounds(
 
     queries = Rows(context.runs(chunks[-1], end - chunks[-1]))
     sources = [(context.rank - number) % context.size for number in range(context.size)]
-    return tuple(tiles(queries, rows(source), source == context.rank, starts) for source in sources)
+    return tuple(tiles(queries, rows(source), source == context.rank, starts, left) for source in sources)
 
 
 class Ring(NamedTuple):

@@ -8,7 +8,7 @@ part's share of the gradients.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -21,12 +21,14 @@ from helixpipe.model.documents import Documents
 
 class Tile(NamedTuple):
     """Queries that attend to keys: rows on this rank, and rows on the rank that has the keys. sample: in the batch;
-    None: all. causal: of as many keys as queries the i-th query sees the first i; else every query sees all keys."""
+    None: all. causal: of as many keys as queries the i-th query sees the first i; else every query sees all keys.
+    reach: of these the i-th query does not see the first i - reach; None: it does."""
 
     sample: int | None
     queries: slice
     keys: slice
     causal: bool
+    reach: int | None = None
 
     def of_queries(self, tensor: Tensor) -> Tensor:
         """The view [b, heads, rows, d] of [all rows, b, heads, d]."""
@@ -55,13 +57,22 @@ class Rows(NamedTuple):
         return sum(min(max(token - run.start, 0), len(run)) for run in self.runs)
 
 
+LEAST_ROWS = 128
+"""Of queries in one tile of attention to a window: fewer are not worth a kernel's call."""
+
+
 def tiles(
-    queries: Rows, keys: Rows, same_rank: bool, documents: Sequence[Sequence[int]] | None = None
+    queries: Rows,
+    keys: Rows,
+    same_rank: bool,
+    documents: Sequence[Sequence[int]] | None = None,
+    left: int | None = None,
 ) -> tuple[Tile, ...]:
     """What of causal attention a rank does with the keys of one rank.
 
     queries: rows of the chunk; keys: those of all chunks so far. same_rank: the keys are this rank's own. documents:
-    for every sample where its documents begin, ascending from 0; None: one document a sample.
+    for every sample where its documents begin, ascending from 0; None: one document a sample. left: tokens before its
+    own that a token sees; None: all of its document.
     """
     rectangles: list[Tile] = []
     for sample, starts in enumerate(documents) if documents is not None else ((None, (0,)),):
@@ -69,6 +80,10 @@ def tiles(
         for run in queries.runs:
             for first, last in _documents(run, starts):
                 begin, end = max(first, run.start), min(last, run.stop)
+                if left is not None:
+                    own_row = row - run.start
+                    rectangles += tiles_in_window(sample, range(begin, end), own_row, first, keys, same_rank, left)
+                    continue
                 own = slice(row + begin - run.start, row + end - run.start)
                 seen = slice(keys.before(first), keys.before(begin))
                 if seen.stop > seen.start:
@@ -77,6 +92,27 @@ def tiles(
                     rectangles.append(Tile(sample, own, slice(keys.before(begin), keys.before(end)), causal=True))
             row += len(run)
     return tuple(rectangles)
+
+
+def tiles_in_window(
+    sample: int | None, tokens: range, row: int, first: int, keys: Rows, same_rank: bool, left: int
+) -> Iterator[Tile]:
+    """Of tokens of a document that begins at `first`, whose queries are in the rows `row` after their numbers: each
+    sees `left` tokens before its own. So many queries are in a tile that about half of its scores are wanted."""
+    size = max(left + 1, LEAST_ROWS)
+    for begin in range(tokens.start, tokens.stop, size):
+        end = min(begin + size, tokens.stop)
+        for run in keys.runs:
+            low, high = max(run.start, first, begin - left), min(run.stop, begin)
+            if low < high:
+                last = min(end, high + left)  # who sees the last of these keys
+                reach = low + left - begin
+                seen = slice(keys.before(low), keys.before(high))
+                some = reach if last - begin - 1 > reach else None
+                yield Tile(sample, slice(row + begin, row + last), seen, False, some)
+        if same_rank:
+            own = slice(keys.before(begin), keys.before(end))
+            yield Tile(sample, slice(row + begin, row + end), own, True, left if end - begin - 1 > left else None)
 
 
 def _documents(run: range, starts: Sequence[int]) -> list[tuple[int, int]]:
@@ -124,7 +160,7 @@ def merge(
 ) -> None:
     """Take the attention of a tile into output and log-sums over all keys so far, in place."""
     part_output, part_sum = kernel.forward(
-        tile.of_queries(query), tile.of_keys(part.key), tile.of_keys(part.value), tile.causal, scale
+        tile.of_queries(query), tile.of_keys(part.key), tile.of_keys(part.value), tile.causal, scale, tile.reach
     )
     own, sums = tile.of_queries(output), tile.of_sums(log_sum)
     merged = torch.logaddexp(sums, part_sum.to(sums.dtype))
@@ -156,6 +192,7 @@ def add_gradients(
         tile.of_sums(merged.log_sum).contiguous(),
         tile.causal,
         scale,
+        tile.reach,
     )
     tile.of_queries(total).add_(gradients.query)
     tile.of_keys(sums.key).add_(gradients.key)
