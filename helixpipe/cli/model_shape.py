@@ -9,6 +9,7 @@ from typing import Any, Literal
 from helixpipe.common.errors import UserError
 from helixpipe.common.flags import option
 from helixpipe.common.ranges import MOST_TOKENS, MOST_WIDTH
+from helixpipe.costs.layer_patterns import shape_fields
 from helixpipe.costs.models import MODELS, ModelShape, find_model
 
 
@@ -37,6 +38,22 @@ class ShapeFlags:
     normalization: Literal["LayerNorm", "RMSNorm"] | None = option(None, "The norm (default: LayerNorm).")
     position_embedding_type: Literal["learned_absolute", "rope", "none"] | None = option(
         None, "Positions (default: learned_absolute)."
+    )
+    window_size: str | None = option(
+        None,
+        "LEFT,0: a token attends to LEFT tokens before its own and none before these; -1,0: to all of its document.",
+        metavar="LEFT,0",
+    )
+    window_attn_skip_freq: str | None = option(
+        None,
+        "With --window-size: N, every N-th layer attends to all tokens, or a list of 1 (window) and 0, for each layer, "
+        "such as ([1]*3+[0])*2 (default: all layers have the window).",
+        metavar="N|LIST",
+    )
+    no_rope_freq: str | None = option(
+        None,
+        "N, every N-th layer does not rotate queries and keys, or a list of 1 (no RoPE) and 0, a number a layer.",
+        metavar="N|LIST",
     )
     disable_bias_linear: bool = option(False, "No bias in linear layers.")
     add_qkv_bias: bool = option(False, "A bias in the QKV layer all the same.")
@@ -70,6 +87,12 @@ def described(name: str | None, flags: ShapeFlags, command: str, **sizes: int | 
     }
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     model = dataclasses.replace(model, **changes)
+    patterns = shape_fields(flags.window_size, flags.window_attn_skip_freq, flags.no_rope_freq, model.layers)
+    model = dataclasses.replace(model, **patterns)
+    if model.unrotated and model.positions != "rope":
+        raise UserError(
+            f"--no-rope-freq {flags.no_rope_freq} needs --position-embedding-type rope, not {model.positions}."
+        )
     if model.hidden % model.heads and not model.head_channels:
         raise UserError(f"--hidden-size {model.hidden} must be a multiple of --num-attention-heads {model.heads}.")
     if model.heads % model.groups:

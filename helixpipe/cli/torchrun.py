@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from helixpipe.costs.hardware import GIB, find_hardware
+from helixpipe.costs.layer_patterns import pattern_flags
 from helixpipe.costs.models import ModelShape
 from helixpipe.planning.search.flags import documents_flags, limit_in_gib, setting_flags, sizes_flags
 from helixpipe.planning.search.space import Candidate, Question
@@ -24,6 +25,7 @@ def model_flags(model: ModelShape) -> list[str]:
         f"--position-embedding-type {model.positions}",
         f"--normalization {model.norm}",
     ]
+    flags += pattern_flags(model.window, model.windowed, model.unrotated)
     for flag, given in (
         (f"--kv-channels {model.head_channels}", model.head_channels > 0),
         ("--add-qkv-bias", model.qkv_bias),

@@ -61,6 +61,19 @@ def shape_fields(
     }
 
 
+def pattern_flags(window: int, windowed: Sequence[int], unrotated: Sequence[int]) -> list[str]:
+    """The flags of these fields of a `ModelShape`, which has as many layers as a list has numbers, or any."""
+    flags = [f"--window-size {window - 1},0"] * bool(window)
+    for flag, pattern, plain in (
+        ("--window-attn-skip-freq", tuple(windowed), (1,)),
+        ("--no-rope-freq", tuple(unrotated), (0,)),
+    ):
+        if pattern not in ((), plain):
+            every = pattern == (plain[0],) * (len(pattern) - 1) + (1 - plain[0],)
+            flags.append(f"{flag} {len(pattern) if every else str(list(pattern)).replace(' ', '')}")
+    return flags
+
+
 def parse_window(text: str | None) -> int | None:
     """Tokens before its own that a token sees, from `--window-size`, such as 511,0; None: all."""
     if text is None:

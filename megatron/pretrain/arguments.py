@@ -38,6 +38,9 @@ from megatron.pretrain.validation.inputs import one_iteration
 from megatron.pretrain.validation.values import timeouts
 from schedules import CATALOGUE, find, foreign_options
 
+LAYER_PATTERNS = ("window_size", "window_attn_skip_freq", "no_rope_freq")
+"""Fields that Megatron-LM saves as numbers and lists, and which are text here."""
+
 MODEL_SHAPE = (
     "num_layers",
     "hidden_size",
@@ -65,6 +68,7 @@ MODEL_SHAPE = (
     "yarn_beta_fast",
     "yarn_beta_slow",
     "yarn_correction_range_round_to_int",
+    *LAYER_PATTERNS,
     "apply_layernorm_1p",
     "qk_layernorm",
     "normalization",
@@ -91,7 +95,7 @@ EXTENDS = frozenset(
 )
 """Those among them that a run may change, by which it extends the context of what it loads."""
 
-OTHER_MODELS = ("multi_latent_attention", "qk_l2_norm", "window_size")
+OTHER_MODELS = ("multi_latent_attention", "qk_l2_norm")
 """Values under which a checkpoint of Megatron-LM holds a model that cannot be built here."""
 
 CheckpointArgs = Callable[[CheckpointConfig], Mapping[str, Any] | argparse.Namespace | None]
@@ -314,6 +318,9 @@ def overlay_checkpoint_args(
         model["seq_length"] = values.get("max_position_embeddings")
     if not model.get("group_query_attention", True):
         model["num_query_groups"] = 1
+    for name in LAYER_PATTERNS:
+        if isinstance(model.get(name), (int, list, tuple)) and not isinstance(model[name], bool):
+            model[name] = str(model[name]).replace(" ", "")
     positions = model.get("position_embedding_type")
     if positions not in (None, "learned_absolute", "rope", "yarn", "none"):
         raise CheckpointError(

@@ -15,7 +15,9 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from helixpipe.common.errors import CheckpointError
+from helixpipe.common.errors import CheckpointError, UserError
+from helixpipe.costs.layer_patterns import kinds_of_layers, shape_fields
+from helixpipe.model.options import layers_of, window_of
 
 _ONE_EXTENDED = (("rope", "yarn"), ("yarn", "rope"))
 
@@ -58,6 +60,7 @@ def forget_extra_state(state: dict[str, Any], saved: dict[str, Any]) -> None:
 def check_model(arguments: dict[str, Any], model: Any, folder: Path) -> None:
     """Raise CheckpointError when the checkpoint's flags describe a model of another shape."""
     config, gpt = model.config, model.gpt
+    _check_layers(arguments, config, folder)
     grouped = arguments.get("group_query_attention", True)
     for flag, name, value in (
         ("--num-layers", "num_layers", config.num_layers),
@@ -85,6 +88,32 @@ def check_model(arguments: dict[str, Any], model: Any, folder: Path) -> None:
                 f"{folder} holds a model with {flag} {saved}, but the flags say {value}; give the flags it was trained "
                 "with, or --use-checkpoint-args."
             )
+
+
+def _check_layers(arguments: dict[str, Any], config: Any, folder: Path) -> None:
+    """Of what no tensor tells: windows of attention, and layers without RoPE. What was saved without them has none."""
+    texts: list[Any] = [
+        None if (value := arguments.get(name)) is None else str(value)
+        for name in ("window_size", "window_attn_skip_freq", "no_rope_freq")
+    ]
+    try:
+        saved = shape_fields(*texts)
+    except UserError as error:
+        raise CheckpointError(f"{folder} holds a model that is not supported ({str(error).rstrip('.')}).") from None
+    left, kinds = window_of(config), layers_of(config)
+    own = 0 if left is None else left + 1
+    if saved["window"] != own:
+        flag, there, here = "--window-size", *(f"{each - 1},0" for each in (saved["window"], own))
+    elif kinds_of_layers(len(kinds), saved["windowed"], saved["unrotated"]) != kinds:
+        flag = "--window-attn-skip-freq and --no-rope-freq"
+        there = " and ".join(map(str, texts[1:]))
+        here = f"{config.window_attn_skip_freq} and {config.no_rope_freq}"
+    else:
+        return
+    raise CheckpointError(
+        f"{folder} holds a model with {flag} {there}, but the flags say {here}; give the flags it was trained with, or "
+        "--use-checkpoint-args."
+    )
 
 
 def check_tensors(state: dict[str, Any], saved: dict[str, Any], folder: Path) -> None:

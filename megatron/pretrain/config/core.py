@@ -9,6 +9,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
+from helixpipe.costs.layer_patterns import Frequency, parse_frequency, parse_window
 from helixpipe.model import GPTOptions
 from helixpipe.model.backends import Machine, fuses_rope, fuses_weight_gradients
 from helixpipe.model.rope_scaling import RopeScaling
@@ -52,6 +53,9 @@ def transformer_config(config: Config, machine: Machine | None = None) -> Transf
         qk_layernorm=model.qk_layernorm,
         layernorm_zero_centered_gamma=model.apply_layernorm_1p,
         rotary_interleaved=model.rotary_interleaved,
+        window_size=None if (left := parse_window(model.window_size)) is None else (left, 0),
+        window_attn_skip_freq=_listed(parse_frequency("--window-attn-skip-freq", model.window_attn_skip_freq)),
+        no_rope_freq=_listed(parse_frequency("--no-rope-freq", model.no_rope_freq)),
         attention_dropout=model.attention_dropout,
         hidden_dropout=model.hidden_dropout,
         attention_softmax_in_fp32=model.attention_softmax_in_fp32,
@@ -186,6 +190,10 @@ def rope_scaling(config: Config) -> RopeScaling:
         model.rope_scaling_low_freq_factor,
         model.rope_scaling_high_freq_factor,
     )
+
+
+def _listed(frequency: Frequency | None) -> int | list[int] | None:
+    return list(frequency) if isinstance(frequency, tuple) else frequency
 
 
 def _given(value: int | None) -> int:

@@ -91,6 +91,22 @@ class ModelConfig:
         "YaRN: let the ramp between both begin and end inside a channel.",
         flags=["--no-yarn-correction-range-round-to-int"],
     )
+    window_size: str | None = option(
+        None,
+        "LEFT,0: a token attends to LEFT tokens before its own and none before these; -1,0: to all of its document.",
+        metavar="LEFT,0",
+    )
+    window_attn_skip_freq: str | None = option(
+        None,
+        "With --window-size: N, every N-th layer attends to all tokens, or a list of 1 (window) and 0, for each layer, "
+        "such as ([1]*3+[0])*2 (default: all layers have the window).",
+        metavar="N|LIST",
+    )
+    no_rope_freq: str | None = option(
+        None,
+        "N, every N-th layer does not rotate queries and keys, or a list of 1 (no RoPE) and 0, a number a layer.",
+        metavar="N|LIST",
+    )
     normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "Kind of normalization.")
     norm_epsilon: float = option(1e-5, "Epsilon of the normalization.", more_than=0)
     apply_layernorm_1p: bool = option(False, "Norms scale by their weight plus 1; weights begin at 0.")

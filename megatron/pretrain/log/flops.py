@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from helixpipe.costs.layer_patterns import kinds_of_layers, shape_fields
+from helixpipe.costs.models import attention_pairs
+from helixpipe.program.stages import WINDOW
+from helixpipe.program.workload import Extent
 from megatron.pretrain.config import ModelConfig
 
 
@@ -9,7 +13,8 @@ def flops_per_sample(model: ModelConfig, padded_vocab_size: int) -> float:
     """Operations of forward and backward of one sequence of a validated model.
 
     Counted as in Megatron-LM's log (and Korthikanti et al., 2022): matrix products only, a multiply and an add each;
-    the backward is twice the forward; causal attention does half of the s x s products; recomputation does not count.
+    the backward is twice the forward; causal attention does half of the s x s products, and of those to a window the
+    ones inside it; recomputation does not count.
     """
     layers, hidden, ffn, heads = (
         _given(value)
@@ -20,11 +25,15 @@ def flops_per_sample(model: ModelConfig, padded_vocab_size: int) -> float:
     query, key_value = heads * channels, groups * channels
     # multiply-adds of one token
     qkv = hidden * (query + 2 * key_value)
-    scores_and_values = 2 * query * length / 2
+    shape = shape_fields(model.window_size, model.window_attn_skip_freq, model.no_rope_freq)
+    kinds = kinds_of_layers(layers, shape["windowed"], ())
+    whole = (Extent(length, 0),)
+    pairs = sum(attention_pairs(whole, shape["window"] if WINDOW in each else 0) for each in kinds)
+    scores_and_values = 2 * query * pairs / length  # of all layers
     projection = query * hidden
     mlp = (3 if model.swiglu else 2) * hidden * ffn
     head = hidden * padded_vocab_size
-    return 3 * 2 * length * (layers * (qkv + scores_and_values + projection + mlp) + head)
+    return 3 * 2 * length * (layers * (qkv + projection + mlp) + scores_and_values + head)
 
 
 def _given(value: int | None) -> int:

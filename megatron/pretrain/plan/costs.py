@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 
 from helixpipe.common.errors import UserError
 from helixpipe.costs.hardware import DEFAULT_HARDWARE, GIB, RESERVED_MEMORY, find_hardware
+from helixpipe.costs.layer_patterns import shape_fields
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import Layout, ModelShape
 from helixpipe.costs.profile_costs import Profile, ProfileCosts
@@ -54,11 +56,18 @@ def _measured(config: Config, path: str) -> ProfileCosts:
         ("--swiglu", "gated"),
         ("--kv-channels", "channels"),
         ("--qk-layernorm", "qk_norm"),
+        ("--window-size", "window"),
     ):
         if getattr(ours, name) != getattr(theirs, name):
             raise UserError(
                 f"--cost-profile {path} was measured with {flag} {getattr(theirs, name)}, not {getattr(ours, name)}."
             )
+    layers = ours.layers
+    if set(ours.kinds_of(layers)) - set(theirs.kinds_of(theirs.layers)):
+        raise UserError(
+            f"--cost-profile {path} was measured without layers that --window-attn-skip-freq and --no-rope-freq make "
+            "here; measure again with both flags."
+        )
     for flag, here, there in (
         ("--seq-length", config.model.seq_length, profile.seq_length),
         ("--micro-batch-size", config.training.micro_batch_size, profile.layout.micro_batch_size),
@@ -73,6 +82,7 @@ def _measured(config: Config, path: str) -> ProfileCosts:
     ):
         if here != there:
             raise UserError(f"--cost-profile {path} was measured with {flag} {there}, not {here}.")
+    profile = replace(profile, model=replace(theirs, windowed=ours.windowed, unrotated=ours.unrotated))
     return ProfileCosts(profile, config.parallel.kv_grad_fp32, config.parallel.weight_parts)
 
 
@@ -135,4 +145,5 @@ def model_shape(config: Config) -> ModelShape:
         qk_norm=model.qk_layernorm,
         centered=model.apply_layernorm_1p,
         vocab_multiple=1,  # it is padded already
+        **shape_fields(model.window_size, model.window_attn_skip_freq, model.no_rope_freq, model.num_layers),
     )

@@ -29,6 +29,7 @@ STEPS: tuple[Callable[[Config], Config], ...] = (
     model.position_embeddings,
     model.attention_heads,
     model.rotary_embeddings,
+    model.layer_patterns,
     model.query_groups,
     model.ffn_hidden_size,
     parallel.world_size,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from helixpipe.common.errors import UserError
+from helixpipe.costs.layer_patterns import shape_fields
 from megatron.pretrain.config import Config
 from megatron.pretrain.validation.wording import alternatives, checked, nearest
 
@@ -70,6 +71,18 @@ def rotary_embeddings(config: Config) -> Config:
     if model.use_rope_scaling and low >= high:
         raise UserError(
             f"--rope-scaling-low-freq-factor {low:g} must be less than --rope-scaling-high-freq-factor {high:g}."
+        )
+    return config
+
+
+def layer_patterns(config: Config) -> Config:
+    """Which layers attend to a window and which have no RoPE; the flags are kept as they were typed."""
+    model = config.model
+    found = shape_fields(model.window_size, model.window_attn_skip_freq, model.no_rope_freq, checked(model.num_layers))
+    if found["unrotated"] and model.position_embedding_type not in ("rope", "yarn"):
+        raise UserError(
+            f"--no-rope-freq {model.no_rope_freq} needs --position-embedding-type rope or yarn, not "
+            f"{model.position_embedding_type}."
         )
     return config
 
