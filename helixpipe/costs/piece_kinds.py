@@ -265,7 +265,7 @@ class Attention(PieceKind):
         return own + on_its_way(sizes)
 
 
-class WindowAttention(Attention):
+class AttentionToWindow(Attention):
     """It keeps what attention to all tokens keeps, and computes and reads less."""
 
     name = WINDOW
@@ -426,7 +426,7 @@ class Head(PieceKind):
         return model.norm_parameters + rows * model.hidden
 
 
-_ALL = (Embed(), Norm(), Qkv(), UnrotatedQkv(), Attention(), WindowAttention(), Proj(), Mlp(), Head())
+_ALL = (Embed(), Norm(), Qkv(), UnrotatedQkv(), Attention(), AttentionToWindow(), Proj(), Mlp(), Head())
 
 KINDS: Mapping[str, PieceKind] = MappingProxyType({kind.name: kind for kind in _ALL})
 """Every kind by its name in a `Piece`."""

@@ -37,11 +37,11 @@ from helixpipe.drop_in.own_model import (
     read,
 )
 from helixpipe.drop_in.weights import LoopWeights
-from helixpipe.model import Microbatch, PipelineModel
+from helixpipe.model import Microbatch, PipelineModel, layers_of
 from helixpipe.model.device import device
 from helixpipe.planning.plan import Plan, Plans
-from helixpipe.program.program import Program
-from helixpipe.program.stages import Piece, Stage
+from helixpipe.program.program import Program, of_layers
+from helixpipe.program.stages import LayerKinds, Layers, Piece, Stage, layer_kinds
 from helixpipe.runtime.executor import Executor, LossSum, Step
 from helixpipe.runtime.transport import Transport, make_transport
 
@@ -50,6 +50,10 @@ _GROUPS = ["tp", "cp", "pp", "embd", "pos_embd", "dp_cp"]
 
 
 Pieces = tuple[Piece, ...]
+
+
+_Size = tuple[int, int, int, tuple[LayerKinds, ...] | None]
+"""Ranks, microbatches, chunks of the model on a rank, and the kinds of the layers of a PipelineModel."""
 
 
 class MakeProgram(Protocol):
@@ -72,7 +76,13 @@ class ForwardBackward:
     """
 
     def __init__(self, make_program: MakeProgram, kv_grad_fp32: bool = False):
-        self._plans: Plans[tuple[int, int, int, int | None]] = Plans(lambda call: make_program(*call), unit_costs())
+        def planned(call: _Size) -> Program:
+            ranks, microbatches, chunks, layers = call
+            if layers is None:
+                return make_program(ranks, microbatches, chunks)
+            return of_layers(make_program(ranks, microbatches, chunks, len(layers)), layers)
+
+        self._plans: Plans[_Size] = Plans(planned, unit_costs())
         self.iteration = 0
         self._kv_grad_fp32 = kv_grad_fp32
         self._own: PipelineModel | None = None
@@ -165,21 +175,22 @@ class ForwardBackward:
             timers("forward-backward").stop()
         return call.store
 
-    def program(self, ranks: int, microbatches: int, chunks: int, layers: int | None = None) -> Program:
+    def program(self, ranks: int, microbatches: int, chunks: int, layers: Layers | None = None) -> Program:
         """As `MakeProgram`; each is made once."""
-        return self._plans.program((ranks, microbatches, chunks, layers))
+        return self._plans.program((ranks, microbatches, chunks, None if layers is None else layer_kinds(layers)))
 
-    def pieces(self, num_layers: int, num_microbatches: int, pp_group: dist.ProcessGroup | None = None) -> Pieces:
+    def pieces(self, num_layers: Layers, num_microbatches: int, pp_group: dist.ProcessGroup | None = None) -> Pieces:
         """What to build this pipeline rank's PipelineModel from: the pieces that the schedule places here.
 
-        num_layers: of the whole model. num_microbatches: of any step, since a model can only run steps of sizes for
+        num_layers: of the whole model; where some attend to a window or have no RoPE, `helixpipe.model.layers_of` of
+        its configuration. num_microbatches: of any step, since a model can only run steps of sizes for
         which the schedule places it alike. pp_group: the pipeline; None takes megatron-core's parallel state.
         """
         group = pp_group or ProcessGroupCollection.use_mpu_process_groups(["pp"]).pp
         return self.program(group.size(), num_microbatches, 1, num_layers).pieces_of_rank(group.rank())
 
     def copies(
-        self, num_layers: int, num_microbatches: int, pp_group: dist.ProcessGroup | None = None
+        self, num_layers: Layers, num_microbatches: int, pp_group: dist.ProcessGroup | None = None
     ) -> dict[Piece, int]:
         """Those of `pieces` that other ranks hold as well, for the PipelineModel's `copies`; same arguments."""
         group = pp_group or ProcessGroupCollection.use_mpu_process_groups(["pp"]).pp
@@ -214,7 +225,7 @@ class ForwardBackward:
             self._forget_model()
         if num_microbatches not in self._ready:
             check_config(config)
-            call = group.size(), num_microbatches, len(chunks), None if own is None else config.num_layers
+            call = group.size(), num_microbatches, len(chunks), None if own is None else layers_of(config)
             program = self.program(*call)
             if own is None:
                 check_program(program, group.size(), num_microbatches)

@@ -157,7 +157,7 @@ def check_pieces(config: TransformerConfig, pieces: Sequence[Piece]) -> None:
         if piece not in own:
             raise UserError(
                 f"{piece} is not a piece of the model that --num-layers, --window-size, --window-attn-skip-freq and "
-                "--no-rope-freq describe; helixpipe.model.options.layers_of gives the kinds of its layers' pieces."
+                "--no-rope-freq describe; helixpipe.model.layers_of gives the kinds of its layers' pieces."
             )
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from helixpipe.common.errors import ProgramError, ScheduleError
 from helixpipe.program.file_limits import Parts, read_program_file
 from helixpipe.program.program import OP_KINDS, Op, Program
-from helixpipe.program.stages import even_stages, ring_stages
+from helixpipe.program.stages import Layers, even_stages, ring_stages
 from helixpipe.program.workload import uniform
 
 _CELL = re.compile(r"([0-9]{1,9})([A-Z_]+)([0-9]{0,9})(?:\.([0-9]{1,9}))?")
@@ -83,7 +83,7 @@ def to_csv(program: Program, path: str | Path) -> None:
 def _lost(program: Program) -> str | None:
     """Return what the CSV would lose: what of a program differs from what `from_csv` makes of its ops."""
     try:
-        read = _from_ranks("it", program.ranks, program.num_layers)
+        read = _from_ranks("it", program.ranks, program.layer_kinds)
     except (ProgramError, ScheduleError):
         return "a program whose stages are not equally many whole layers"
     if not program.ranks[-1]:
@@ -128,7 +128,7 @@ def from_csv(path: str | Path, num_layers: int | None = None) -> Program:
     return _from_ranks(path.name, ranks, num_layers)
 
 
-def _from_ranks(name: str, ranks: tuple[tuple[Op, ...], ...], num_layers: int | None) -> Program:
+def _from_ranks(name: str, ranks: tuple[tuple[Op, ...], ...], layers: Layers | None) -> Program:
     """The program of these ops, with all that they leave open as it is most often."""
     ops = [op for rank in ranks for op in rank]
     if not ops:
@@ -138,9 +138,9 @@ def _from_ranks(name: str, ranks: tuple[tuple[Op, ...], ...], num_layers: int | 
     num_chunks = _count(name, "chunk", {op.chunk for op in ops})
     recomputed = {op.stage for op in ops if op.kind == "R"}
     if _is_ring(ranks, num_stages):
-        own_stages = ring_stages(num_layers if num_layers is not None else len(ranks), len(ranks))
+        own_stages = ring_stages(layers if layers is not None else len(ranks), len(ranks))
     else:
-        own_stages = even_stages(num_layers if num_layers is not None else num_stages, num_stages)
+        own_stages = even_stages(layers if layers is not None else num_stages, num_stages)
     return Program(
         schedule=name,
         stages=tuple(replace(s, recompute=(s.pieces,)) if i in recomputed else s for i, s in enumerate(own_stages)),

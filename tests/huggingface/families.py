@@ -10,6 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from helixpipe.model import Microbatch, PipelineModel, UnitContext
+from helixpipe.model.options import layers_of
 from helixpipe.program.stages import model_pieces
 from megatron.pretrain.checkpoint.checkpointing import Checkpointer
 from megatron.pretrain.checkpoint.from_huggingface import KEPT, checkpoint_key, import_folder, load_weights
@@ -23,7 +24,6 @@ from tests.model.common import BATCH, SEQUENCE, gradients_of, number_or_infinity
 from tests.model.equality import whole
 
 LAYERS, VOCABULARY = 2, 51
-CHAIN = model_pieces(LAYERS)
 _SHAPE = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -54,6 +54,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 8, "rope_parameters": {**_YARN, "rope_theta": 900.0, "attention_factor": 1.7, "truncate": False}},
     ),
     "mistral": ("Mistral", {"sliding_window": None, "tie_word_embeddings": False}),
+    "mistral-window": ("Mistral", {"sliding_window": 5, "tie_word_embeddings": False}),
+    "qwen3-window": ("Qwen3", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
 }
 """The class in transformers, and what differs from `_SHAPE`."""
 
@@ -112,13 +114,13 @@ def configuration(arguments: dict[str, Any], tp: int) -> Config:
     return config.replace("data", vocab_size=VOCABULARY, padded_vocab_size=VOCABULARY + VOCABULARY % tp)
 
 
-def make_ours(folder: Path, tp: int, pieces: Any = CHAIN) -> tuple[PipelineModel, dict[str, Any]]:
-    """The model as training builds it, in float64, with weights drawn at random."""
+def make_ours(folder: Path, tp: int, first: int = 0, last: int | None = None) -> tuple[PipelineModel, dict[str, Any]]:
+    """The model as training builds it, in float64, with weights drawn at random: of its chain some pieces."""
     arguments = Folder(folder).arguments
     config = configuration(arguments, tp)
     transformer, gpt = core.transformer_config(config), core.gpt_options(config)
     transformer.params_dtype = torch.float64
-    return PipelineModel(transformer, gpt, pieces), arguments
+    return PipelineModel(transformer, gpt, model_pieces(layers_of(transformer))[first:last]), arguments
 
 
 def worst(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> tuple[float, str]:
@@ -144,14 +146,15 @@ def compare_one(name: str, folder: Path, theirs: dict[str, Any]) -> dict[str, An
     results: dict[str, Any] = {}
     model, arguments = make_ours(folder, 1)
     load_weights(model, folder)
-    (state,) = model.run(CHAIN[:-1], (), batch(), UnitContext(0, 0))
+    chain = model.pieces
+    (state,) = model.run(chain[:-1], (), batch(), UnitContext(0, 0))
     results["logits"] = worst({"": model.logits(state)}, {"": theirs["logits"]})
-    ours = model.run(CHAIN, (), batch(), UnitContext(0, 0))[0].item()
+    ours = model.run(chain, (), batch(), UnitContext(0, 0))[0].item()
     results["loss"] = (abs(ours / theirs["loss"] - 1), "loss")
-    run_parts([(model, (piece,)) for piece in CHAIN], batch(), score)
+    run_parts([(model, (piece,)) for piece in chain], batch(), score)
     results["every piece"] = worst(by_their_names(model, gradients_of(model), arguments), theirs["gradients"])
     for cut in (3, 4, 8):
-        parts = [(make_ours(folder, 1, pieces)[0], pieces) for pieces in (CHAIN[:cut], CHAIN[cut:])]
+        parts = [(part, part.pieces) for part in (make_ours(folder, 1, *ends)[0] for ends in ((0, cut), (cut, None)))]
         for part, _ in parts:
             load_weights(part, folder)
         run_parts(parts, batch(), score)
@@ -191,7 +194,7 @@ def compare(rank: int, world_size: int, path: str) -> dict[str, Any]:
         theirs = torch.load(folder / "expected.pt")
         model, arguments = make_ours(folder, 2)
         load_weights(model, folder)
-        run_parts([(model, (piece,)) for piece in CHAIN], batch(), lambda logits: score(logits, rank))
+        run_parts([(model, (piece,)) for piece in model.pieces], batch(), lambda logits: score(logits, rank))
         gradients = whole(model, gradients_of(model), partial_sums=True)
         results[f"{name} tp2"] = worst(by_their_names(model, gradients, arguments), theirs["gradients"])
         other, _ = make_ours(folder, 2)

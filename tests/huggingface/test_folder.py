@@ -170,8 +170,10 @@ DAMAGES: dict[str, tuple[int, Damage, str]] = {
     "quantized": (1, lambda f: edit(f / "config.json", quantization_config={}), "quantized weights are not read"),
     "window": (
         1,
-        lambda f: edit(f / "config.json", model_type="mistral", sliding_window=8),
-        "sliding_window 8: attention to a window",
+        lambda f: edit(
+            f / "config.json", model_type="qwen2", sliding_window=8, use_sliding_window=True, layer_types=["chunked"]
+        ),
+        "has layer_types that are not 2 times full_attention or sliding_attention",
     ),
     "pickle": (1, as_pickle, "pytorch_model.bin, a pickle, which could run code"),
     "no weights": (1, lambda f: (f / "model.safetensors").unlink(), "holds neither model.safetensors nor"),

@@ -104,7 +104,7 @@ def test_chunk_of_a_sequence() -> None:
     [
         ({"attention_output_gate": True}, "--attention-output-gate"),
         ({"softmax_type": "learnable"}, "--softmax-type"),
-        ({"window_size": (4, 0)}, "--window-size"),
+        ({"window_size": (4, 1)}, "--window-size must be LEFT,0"),
         ({"tensor_model_parallel_size": 4}, "--num-query-groups 2 must be a multiple"),
     ],
 )

@@ -141,7 +141,7 @@ def test_what_is_asked_beyond_is_refused_in_one_sentence(extra: str, reason: str
     assert message.startswith("--") and reason in message and message.count(". ") == 0 and message.endswith(".")
 
 
-@pytest.mark.parametrize("name", ["multi_latent_attention", "qk_l2_norm", "window_size"])
+@pytest.mark.parametrize("name", ["multi_latent_attention", "qk_l2_norm"])
 def test_a_checkpoint_of_another_model_is_refused(name: str) -> None:
     overlay_checkpoint_args(config(""), {name: False})
     with pytest.raises(CheckpointError, match=f"the checkpoint's model has {name}"):

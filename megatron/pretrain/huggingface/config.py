@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 from helixpipe.common.errors import CheckpointError
 from helixpipe.common.json_values import parse_json
+from helixpipe.costs.layer_patterns import kinds_of_layers, shape_fields
+from helixpipe.program.stages import WINDOW
 from megatron.pretrain.huggingface.keys import check_keys
 
 
@@ -89,7 +91,7 @@ def arguments_of(config: Mapping[str, Any], where: Path | str) -> dict[str, Any]
             "vocab_size": config["vocab_size"],
             "padded_vocab_size": config["vocab_size"],
         }
-        return {**arguments, **_rope_of(config, where)}
+        return {**arguments, **_windows_of(config, kind, where), **_rope_of(config, where)}
     except KeyError as error:
         raise CheckpointError(f"{where} has no {error.args[0]!r}.") from None
 
@@ -101,11 +103,8 @@ def _without_nulls(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse(config: Mapping[str, Any], kind: str, where: Path | str) -> None:
-    window = config.get("sliding_window")
-    windowed = window is not None and (kind == "mistral" or config.get("use_sliding_window", False))
     for wrong, what in (
         (config.get("hidden_act", "silu") not in ("silu", "swish"), f"hidden_act {config.get('hidden_act')!r}"),
-        (windowed, f"sliding_window {window}: attention to a window of tokens is not supported"),
         (kind != "qwen2" and config.get("attention_bias"), "attention_bias"),
         (config.get("mlp_bias"), "mlp_bias"),
         (config.get("quantization_config") is not None, "quantization_config: quantized weights are not read"),
@@ -113,6 +112,48 @@ def _refuse(config: Mapping[str, Any], kind: str, where: Path | str) -> None:
     ):
         if wrong:
             raise CheckpointError(f"{where} holds a model that is not supported ({what}).")
+
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def _windows_of(config: Mapping[str, Any], kind: str, where: Path | str) -> dict[str, Any]:
+    """Flags of windows: Mistral's is of all layers, Qwen's of those that `layer_types` names, or in older files of
+    those from `max_window_layers` on. A sliding_window of w is a token's own and the w - 1 before it."""
+    window, layers = config.get("sliding_window"), config["num_hidden_layers"]
+    arguments: dict[str, Any] = {"window_size": None, "window_attn_skip_freq": None, "no_rope_freq": None}
+    if not window or not (kind == "mistral" or (kind != "llama" and config.get("use_sliding_window", False))):
+        return arguments
+    types = config.get("layer_types")
+    if types is None:
+        first = 0 if kind == "mistral" else config.get("max_window_layers", 28)
+        types = [_FULL] * min(first, layers) + [_SLIDING] * max(layers - first, 0)
+    if len(types) != layers or not all(each in (_FULL, _SLIDING) for each in types):
+        raise CheckpointError(
+            f"{where} has layer_types that are not {layers} times {_FULL} or {_SLIDING}, for each of its layers."
+        )
+    if _SLIDING not in types:
+        return arguments
+    pattern = None if _FULL not in types else str([int(each == _SLIDING) for each in types]).replace(" ", "")
+    return {**arguments, "window_size": f"{window - 1},0", "window_attn_skip_freq": pattern}
+
+
+def _window_entries(arguments: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """And back."""
+    layers = arguments["num_layers"]
+    fields = shape_fields(arguments.get("window_size"), arguments.get("window_attn_skip_freq"), None, layers)
+    if not fields["window"]:
+        return {"sliding_window": None} if kind == "mistral" else {}
+    types = [_SLIDING if WINDOW in own else _FULL for own in kinds_of_layers(layers, fields["windowed"], ())]
+    if kind == "mistral":
+        return {"sliding_window": fields["window"]}
+    first = types.index(_SLIDING) if _SLIDING in types else layers
+    return {
+        "use_sliding_window": True,
+        "sliding_window": fields["window"],
+        "max_window_layers": first,
+        "layer_types": types,
+    }
 
 
 def _rope_of(config: Mapping[str, Any], where: Path | str) -> dict[str, Any]:
@@ -180,6 +221,8 @@ def config_of(arguments: Mapping[str, Any], dtype: str, like: Mapping[str, Any] 
     check_exportable(arguments)
     own = _family(arguments)
     kind = str((like or {}).get("model_type") or own)
+    if (own, kind) == ("mistral", "llama"):
+        raise CheckpointError(f"the checkpoint's model attends to a window, as no model of type {kind} does.")
     if FAMILIES[kind][1:] != FAMILIES[own][1:]:
         raise CheckpointError(
             f"the checkpoint's model is of type {own}, by its biases and norms of queries and keys, and cannot be "
@@ -205,7 +248,7 @@ def config_of(arguments: Mapping[str, Any], dtype: str, like: Mapping[str, Any] 
         "rope_parameters": _rope_parameters(arguments),
         "tie_word_embeddings": not arguments.get("untie_embeddings_and_output_weights"),
         "vocab_size": arguments["vocab_size"],
-        **({"sliding_window": None} if kind == "mistral" else {}),
+        **_window_entries(arguments, kind),
     }
 
 
@@ -223,6 +266,8 @@ def check_exportable(arguments: Mapping[str, Any]) -> None:
                 f"the checkpoint's model has {name} {arguments.get(name)}, and no family of Hugging Face's that is "
                 f"written here has ({', '.join(FAMILIES)})."
             )
+    if arguments.get("no_rope_freq"):
+        raise CheckpointError("the checkpoint's model has layers without RoPE, as no family that is written here has.")
     if arguments.get("position_embedding_type") not in ("rope", "yarn"):
         raise CheckpointError("the checkpoint's model has no rotary embeddings, as all families that are written have.")
     _family(arguments)
@@ -230,6 +275,13 @@ def check_exportable(arguments: Mapping[str, Any]) -> None:
 
 def _family(arguments: Mapping[str, Any]) -> str:
     wanted = bool(arguments.get("add_qkv_bias")), bool(arguments.get("qk_layernorm"))
+    windows = shape_fields(arguments.get("window_size"), arguments.get("window_attn_skip_freq"), None)
+    if windows["window"] and not any(wanted):
+        if 0 in windows["windowed"]:
+            raise CheckpointError(
+                "the checkpoint's model has windows in some layers, as no family without biases here has."
+            )
+        return "mistral"
     for kind, family in FAMILIES.items():
         if (family.qkv_bias, family.qk_norm) == wanted:
             return kind

@@ -64,6 +64,8 @@ MODEL: Mapping[str, Kind] = MappingProxyType(
         "mlp_bias": _TRUTH,
         "sliding_window": _whole(MOST_TOKENS, least=0),
         "use_sliding_window": _TRUTH,
+        "max_window_layers": _whole(MOST_LAYERS, least=0),
+        "layer_types": Kind((list,), "a list"),
         "pretraining_tp": _whole(MOST_WIDTH),
         "rope_theta": _BASE,
         "partial_rotary_factor": _SHARE,
