@@ -23,7 +23,7 @@ from megatron.core.transformer.module import Float16Module
 
 from helixpipe.common.errors import UserError
 from helixpipe.drop_in.checks import unwrapped
-from helixpipe.model import Microbatch, PipelineModel
+from helixpipe.model import Microbatch, PipelineModel, layers_of
 from helixpipe.program.stages import model_pieces
 from schedules.drop_in import ForwardBackward, get_forward_backward_func
 from tests.distributed import gather_tensors
@@ -58,12 +58,13 @@ class Case:
     bf16: bool = False
     overlap: bool = False
     cp_comm_type: str = "a2a"
+    style: str = "llama"
 
 
 def make_config(case: Case, **changes: Any) -> TransformerConfig:
     dtype = torch.bfloat16 if case.bf16 else torch.float32
     return model_config(
-        "llama",
+        case.style,
         num_layers=LAYERS,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -77,8 +78,9 @@ def make_config(case: Case, **changes: Any) -> TransformerConfig:
 
 def make_model(case: Case, function: ForwardBackward) -> Any:
     config = make_config(case, pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size())
-    pieces, copies = function.pieces(LAYERS, case.sizes[0]), function.copies(LAYERS, case.sizes[0])
-    options = replace(make_options("llama", case.tied), cp_comm_type=case.cp_comm_type)
+    layers = layers_of(make_config(case))
+    pieces, copies = function.pieces(layers, case.sizes[0]), function.copies(layers, case.sizes[0])
+    options = replace(make_options(case.style, case.tied), cp_comm_type=case.cp_comm_type)
     model: Any = PipelineModel(config, options, pieces, seed=SEED, copies=copies)
     if case.bf16:
         model = Float16Module(config, model)
@@ -101,8 +103,10 @@ def batches(count: int, step: int, data_rank: int = 0) -> list[Microbatch]:
 
 def reference(case: Case, step: int, data_size: int) -> tuple[list[float], dict[str, Tensor]]:
     """Losses of the first pipeline's microbatches and gradients, from megatron-core's GPTModel in one process."""
-    ours = PipelineModel(make_config(case), make_options("llama", case.tied), model_pieces(LAYERS), seed=SEED)
-    model = make_reference("llama", case.tied, num_layers=LAYERS).to(ours.payload_dtype)
+    ours = PipelineModel(
+        make_config(case), make_options(case.style, case.tied), model_pieces(layers_of(make_config(case))), seed=SEED
+    )
+    model = make_reference(case.style, case.tied, num_layers=LAYERS).to(ours.payload_dtype)
     model.load_state_dict(ours.state_dict())
     losses, tokens = [], 0.0
     for data_rank in range(data_size):
@@ -210,8 +214,9 @@ def optimize(rank: int, world_size: int, pp: int, case: Case) -> list[list[float
     for overlap in (False, True):
         function = get_forward_backward_func(case.schedule, **case.options)
         config = make_config(case, pipeline_model_parallel_size=pp)
-        pieces, copies = function.pieces(LAYERS, case.sizes[0]), function.copies(LAYERS, case.sizes[0])
-        ours = PipelineModel(config, make_options("llama", case.tied), pieces, seed=SEED, copies=copies)
+        layers = layers_of(make_config(case))
+        pieces, copies = function.pieces(layers, case.sizes[0]), function.copies(layers, case.sizes[0])
+        ours = PipelineModel(config, make_options(case.style, case.tied), pieces, seed=SEED, copies=copies)
         ddp = DistributedDataParallelConfig(
             use_distributed_optimizer=overlap,
             overlap_grad_reduce=overlap,

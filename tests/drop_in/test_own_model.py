@@ -24,6 +24,7 @@ GROUPS: dict[str, tuple[int, int, list[Case]]] = {  # pipeline and context-paral
             Case("seq1f1b", (1, 5), {"chunk_lengths": (5, 4, 3)}),
             Case("seq1f1b-zb", (1, 5), {"chunks": 2, "zb_max_inflight": 3}),
             Case("1f1b", (1, 5)),
+            Case("seq1f1b", (3,), {"chunks": 3}, tied=False, style="mixed"),
             Case("chimera", (2, 4)),
             Case("helix", (2, 4), {"helix_folds": 1}),
             Case("helix", (4,), {"helix_ship": "qkv"}, tied=False),

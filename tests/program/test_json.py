@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,14 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helixpipe.common.errors import ProgramError, UserError
+from helixpipe.common.errors import ProgramError, ScheduleError, UserError
+from helixpipe.costs.by_hand import PieceTimes
+from helixpipe.costs.layer_patterns import kinds_of_layers
 from helixpipe.lowering.validate import validate
 from helixpipe.program.files import load_program, save_program
 from helixpipe.program.json_text import from_json, json_text, to_json
-from helixpipe.program.program import Program, Unit
-from helixpipe.program.stages import Activations, Piece, RingOptions, model_pieces
+from helixpipe.program.program import Program, Unit, of_layers
+from helixpipe.program.stages import Activations, LayerKinds, Piece, RingOptions, layer_kinds, model_pieces
 from helixpipe.program.workload import Slice, Workload, uniform
-from schedules import Shape, build
+from schedules import CATALOGUE, Shape, build
 from tests.lowering.random_programs import DETERMINISTIC, random_program, random_runs
 
 
@@ -217,6 +219,65 @@ def test_files_by_their_ending(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"ends in \.json or \.csv, not to .*x\.txt\.$"):
         save_program(program, tmp_path / "x.txt")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.csv", "x.json"]
+
+
+MIXED = kinds_of_layers(8, (1, 1, 0), (0, 0, 0, 1))
+"""Of a model some of whose layers attend to a window and some have no RoPE."""
+
+
+@dataclass(frozen=True)
+class MixedTimes(PieceTimes):
+    def layer_kinds(self, layers: int) -> tuple[LayerKinds, ...]:
+        return MIXED[:layers]
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_programs_of_layers_that_are_unlike_come_back(tmp_path: Path, name: str) -> None:
+    """Each schedule's, which has the pieces of the model's layers. The file of a program of plain layers becomes the
+    same when it is run with that model."""
+    schedule, path = CATALOGUE[name], tmp_path / "x.json"
+    ranks, stages = 1 if schedule.one_rank else 2, 2 if schedule.virtual_stages else None
+    shape = Shape(ranks, 4, 8, 1, stages, costs=MixedTimes())
+    program = build(name, shape)
+    chain = tuple(piece for stage in program.stages for piece in stage.pieces)
+    assert chain == model_pieces(MIXED) and program.layer_kinds == MIXED
+    save_program(program, path)
+    assert load_program(path) == program
+    plain = build(name, replace(shape, costs=PieceTimes()))
+    save_program(plain, path)
+    assert of_layers(load_program(path), MIXED) == program
+
+
+def test_whole_layers_say_what_kinds_they_are_of(tmp_path: Path) -> None:
+    save_program(build("1f1b", Shape(2, 2, 8, costs=MixedTimes())), tmp_path / "x.json")
+    text = (tmp_path / "x.json").read_text()
+    assert (
+        "embed layers 0-1 (norm qkv attn.window proj mlp) layer 2 layer 3 (norm qkv.norope attn.window proj mlp)"
+        in text
+    )
+
+
+def test_a_program_of_another_model_is_refused() -> None:
+    program = build("1f1b", Shape(2, 2, 8, costs=MixedTimes()))
+    with pytest.raises(ScheduleError, match=r"it has attn\.window\[0\] where this one has attn\[0\]"):
+        of_layers(program, layer_kinds(8))
+    assert of_layers(program, MIXED) is program
+
+
+@pytest.mark.parametrize("words", ["attn.hole[1]", "layer 1 (norm qkv attn.hole proj mlp)", "layer 1 (norm"])
+def test_a_kind_that_is_none_is_refused(tmp_path: Path, words: str) -> None:
+    save_program(build("1f1b", Shape(2, 2, 2)), tmp_path / "x.json")
+    text = (tmp_path / "x.json").read_text()
+    (tmp_path / "x.json").write_text(text.replace("layer 1 head", f"{words} head"))
+    with pytest.raises(ProgramError, match=r"is no piece; write .*, head, qkv\.norope, attn\.window, those"):
+        load_program(tmp_path / "x.json")
+
+
+def test_a_csv_file_holds_the_program_of_such_a_model(tmp_path: Path) -> None:
+    program = build("1f1b", Shape(2, 2, 8, costs=MixedTimes()))
+    save_program(program, tmp_path / "x.csv")
+    read = of_layers(load_program(tmp_path / "x.csv", 8), MIXED)
+    assert replace(read, schedule="1f1b") == program
 
 
 CHAIN = model_pieces(2)
