@@ -22,7 +22,7 @@ from helixpipe.profile.measurement import MicrobatchShape, rows, scale_to_whole_
 from helixpipe.profile.message_times import fit_line
 from helixpipe.program.costs import Contents, Load
 from helixpipe.program.program import Op, Program
-from helixpipe.program.stages import PIECE_KINDS, Segment, Stage, even_stages, model_pieces
+from helixpipe.program.stages import Segment, Stage, even_stages, model_pieces, role_of
 from helixpipe.program.workload import uniform
 from helixpipe.simulate.simulator import simulate
 from schedules import Shape, build
@@ -39,7 +39,8 @@ OWN = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --vocab-size 200 
 def make_profile(**changes: Any) -> Profile:
     """F of each piece as in SECONDS, B twice that, I as F and W half of F."""
     factors = {"F": 1.0, "I": 1.0, "W": 0.5, "B": 2.0, "R": 1.0}
-    pieces = {piece: {kind: factors[kind] * SECONDS[piece] for kind in factors} for piece in PIECE_KINDS}
+    kinds = changes.get("model", MODEL).kinds
+    pieces = {piece: {kind: factors[kind] * SECONDS[role_of(piece)] for kind in factors} for piece in kinds}
     content = {
         "model": MODEL,
         "layout": LAYOUT,
@@ -64,6 +65,9 @@ def test_file_comes_back_as_it_was(saved: str) -> None:
     other = make_profile(messages=MessageTimes(0.5, 1000.0, "nccl", (1.0, 1e-3), (2.0, 2e-3)))
     other.save(saved)
     assert Profile.load(saved) == other
+    mixed = make_profile(model=replace(MODEL, window=5, windowed=(1, 0), unrotated=(0, 0, 1, 0)))
+    mixed.save(saved)
+    assert Profile.load(saved) == mixed and set(mixed.chunks[0].pieces) > {"attn", "attn.window", "qkv", "qkv.norope"}
     content = json.loads(Path(saved).read_text(encoding="utf-8"))
     assert (content["format"], content["version"]) == ("helixpipe profile", 2)
 

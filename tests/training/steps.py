@@ -22,7 +22,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 
 from helixpipe.common.errors import UserError
-from helixpipe.model import Microbatch, PipelineModel
+from helixpipe.model import Microbatch, PipelineModel, layers_of
 from helixpipe.program.stages import model_pieces
 from megatron.pretrain.arguments import parse_args
 from megatron.pretrain.checkpoint.state import TrainingProgress
@@ -60,6 +60,10 @@ COMMON = (
 COUNTED = "--log-num-zeros-in-grad --log-params-norm"
 
 
+MIXED = "--window-size 4,0 --window-attn-skip-freq 2 --no-rope-freq ([0]+[1]+[0]*2)"
+"""Of four layers the first and the third attend to a window of 5 tokens, and the second has no RoPE."""
+
+
 @dataclass(frozen=True)
 class Run:
     """One training run on four ranks. flags: besides `COMMON` and the style's. batch: samples a step. steps: how many
@@ -80,7 +84,7 @@ class Run:
         return f"{self.style} tp{self.tp} pp{self.pp}{context} batch{self.batch} {self.flags}{steps}"
 
     def config(self, rank: int, world_size: int) -> Config:
-        style = GPT if self.style == "gpt" else LLAMA
+        style = {"gpt": GPT, "llama": LLAMA, "mixed": f"{LLAMA} {MIXED}"}[self.style]
         sizes = f"--tensor-model-parallel-size {self.tp} --pipeline-model-parallel-size {self.pp}"
         sizes += f" --context-parallel-size {self.cp} --global-batch-size {self.batch} --train-iters {self.steps}"
         sizes += f" --clip-grad {self.clip}"
@@ -242,7 +246,7 @@ def plain_model(config: Config, transformer: TransformerConfig) -> GPTModel:
         share_embeddings_and_output_weights=options.share_embeddings_and_output_weights,
         position_embedding_type=options.position_embedding_type,  # type: ignore[arg-type]
     ).to(transformer.params_dtype)
-    ours = PipelineModel(transformer, options, model_pieces(transformer.num_layers), seed=config.training.seed)
+    ours = PipelineModel(transformer, options, model_pieces(layers_of(transformer)), seed=config.training.seed)
     model.load_state_dict({name: value for name, value in ours.state_dict().items() if value is not None})
     return model
 

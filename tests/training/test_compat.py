@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helixpipe.common.errors import CheckpointError, UserError
+from helixpipe.costs.layer_patterns import kinds_of_layers, shape_fields
 from megatron.pretrain.arguments import (
     MODEL_SHAPE,
     build_parser,
@@ -146,6 +147,27 @@ def test_a_checkpoint_of_another_model_is_refused(name: str) -> None:
     overlay_checkpoint_args(config(""), {name: False})
     with pytest.raises(CheckpointError, match=f"the checkpoint's model has {name}"):
         overlay_checkpoint_args(config(""), {name: True})
+
+
+@pytest.mark.parametrize(
+    ("saved", "kept"),
+    [
+        ({"window_size": (7, 0), "window_attn_skip_freq": [1, 0], "no_rope_freq": 2}, ("(7,0)", "[1,0]", "2")),
+        ({"window_size": "7,0", "window_attn_skip_freq": "2", "no_rope_freq": "[0,1]"}, ("7,0", "2", "[0,1]")),
+        ({"window_size": None, "no_rope_freq": [0, 0]}, (None, None, "[0,0]")),
+    ],
+)
+def test_a_checkpoint_says_which_layers_have_windows(saved: dict[str, Any], kept: tuple[str | None, ...]) -> None:
+    """Megatron-LM's in numbers and lists, this project's in words of its flags; they come to the same."""
+    of_model = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 8}
+    flags = "--micro-batch-size 1 --train-iters 1 --lr 1 --mock-data --use-checkpoint-args --load here"
+    flags += " --tokenizer-type NullTokenizer --vocab-size 8"
+    args = {**of_model, "position_embedding_type": "rope", **saved}
+    model = parse_args(flags.split(), environ={}, load_checkpoint_args=lambda _: args).model
+    assert (model.window_size, model.window_attn_skip_freq, model.no_rope_freq) == kept
+    shape = shape_fields(*kept, model.num_layers)
+    assert shape["window"] == (8 if saved["window_size"] else 0)
+    assert kinds_of_layers(2, (), shape["unrotated"])[1][1] == ("qkv.norope" if saved["window_size"] else "qkv")
 
 
 @given(

@@ -48,6 +48,26 @@ def test_costs_are_those_of_a_profile(tmp_path: Path) -> None:
     assert make_program(chosen, 4).schedule == "zb1p"
 
 
+MIXED = "--position-embedding-type rope --window-size 7,0 --window-attn-skip-freq 2 --no-rope-freq 2"
+"""Layers of two kinds."""
+
+
+def test_a_profile_of_layers_that_are_unlike_is_of_those_it_has(tmp_path: Path) -> None:
+    """Wherever in the model they are."""
+    path = saved_profile(tmp_path / "profile.json", MIXED)
+    for flags in (MIXED, MIXED.replace("freq 2", "freq [0,1,0,1]"), "--position-embedding-type rope"):
+        chosen = config(f"{flags} --cost-profile {path}")
+        assert training_costs(chosen).layer_kinds(4) == model_shape(chosen).kinds_of(4)
+    for flags, sentence in (
+        (MIXED.replace("7,0", "6,0"), "was measured with --window-size 7,0, not 6,0."),
+        (MIXED.replace("rope-freq 2", "rope-freq [1,0,0,0]"), "was measured without layers that --window-attn"),
+    ):
+        plain = saved_profile(tmp_path / "plain.json", MIXED.split(" --no")[0])
+        with pytest.raises(UserError) as caught:
+            config(f"{flags} --cost-profile {path if '6,0' in flags else plain}")
+        assert sentence in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [

@@ -72,7 +72,7 @@ def check_training(steps: Steps, layouts: list[str], takers: list[Schedule]) -> 
     """Every weight's gradient, of two pipelines or context-parallel ranks, and the losses, in an evaluation too."""
     runs = [
         run_of(schedule, layout, style)
-        for schedule, layout, style in zip(takers, layouts, ("llama", "gpt") * len(TAKERS), strict=False)
+        for schedule, layout, style in zip(takers, layouts, ("llama", "gpt", "mixed") * len(TAKERS), strict=False)
     ]
     by_rank = run_ranks(found_by_runs, 4, runs, PLAIN, steps, timeout=1200.0)
     for number, run in enumerate(runs):

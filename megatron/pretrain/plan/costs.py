@@ -56,17 +56,19 @@ def _measured(config: Config, path: str) -> ProfileCosts:
         ("--swiglu", "gated"),
         ("--kv-channels", "channels"),
         ("--qk-layernorm", "qk_norm"),
-        ("--window-size", "window"),
     ):
         if getattr(ours, name) != getattr(theirs, name):
             raise UserError(
                 f"--cost-profile {path} was measured with {flag} {getattr(theirs, name)}, not {getattr(ours, name)}."
             )
-    layers = ours.layers
-    if set(ours.kinds_of(layers)) - set(theirs.kinds_of(theirs.layers)):
+    if set(ours.kinds) - set(theirs.kinds):
         raise UserError(
             f"--cost-profile {path} was measured without layers that --window-attn-skip-freq and --no-rope-freq make "
             "here; measure again with both flags."
+        )
+    if ours.window not in (0, theirs.window):
+        raise UserError(
+            f"--cost-profile {path} was measured with --window-size {theirs.window - 1},0, not {ours.window - 1},0."
         )
     for flag, here, there in (
         ("--seq-length", config.model.seq_length, profile.seq_length),
