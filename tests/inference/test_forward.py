@@ -21,7 +21,8 @@ SHAPE = MODEL.replace("--hidden-size 32", "--hidden-size 64")
 LLAMA = (
     "--group-query-attention --num-query-groups 2 --position-embedding-type rope --normalization RMSNorm --swiglu "
     "--disable-bias-linear --untie-embeddings-and-output-weights --tokenizer-type ByteLevelTokenizer "
-    "--make-vocab-size-divisible-by 24 --attention-dropout 0 --hidden-dropout 0"
+    "--make-vocab-size-divisible-by 24 --attention-dropout 0 --hidden-dropout 0 "
+    "--window-size 4,0 --window-attn-skip-freq 2 --no-rope-freq 2"
 )
 TRAINED = Launch(
     "trained under helix",
