@@ -17,7 +17,7 @@ from helixpipe.costs.by_hand import PieceTimes, parse_piece_times
 from helixpipe.costs.hardware import GIB
 from helixpipe.costs.profile_costs import ProfileCosts
 from helixpipe.lowering.lower import lower
-from helixpipe.planning.catalogue import Catalogue, Schedule, Shape
+from helixpipe.planning.catalogue import Catalogue, Schedule, Shape, of_model
 from helixpipe.planning.memory.early import recomputed
 from helixpipe.planning.memory.offload import OffloadOptions, check_offloads
 from helixpipe.planning.memory.recompute import RecomputeOptions, check_recomputes
@@ -26,7 +26,7 @@ from helixpipe.planning.order.chunk_options import ChunkOptions
 from helixpipe.planning.setup import Setup
 from helixpipe.program.costs import Costs
 from helixpipe.program.files import is_file, load_program, naming, says_all
-from helixpipe.program.program import Program, forward_only, of_layers
+from helixpipe.program.program import Program, forward_only
 from helixpipe.program.workload import Workload
 from helixpipe.simulate.simulator import Simulation, simulate
 
@@ -165,8 +165,7 @@ def _programs(
 
 def _of_file(name: str, program: Program, given: Setup, chunking: Chunking, namespace: argparse.Namespace) -> Program:
     """A file's program with what the flags say of it."""
-    if given.costs.memory_unit == "bytes":
-        program = of_layers(program, given.costs.layer_kinds(program.num_layers))
+    program = of_model(program, given.costs)
     if says_all(name):
         check_recomputes(name, program, given.recompute)
         check_offloads(name, program, given.offload)

@@ -162,6 +162,15 @@ class Schedule:
     aliases: tuple[tuple[str, str], ...] = ()
 
 
+def of_model(program: Program, costs: Costs | None) -> Program:
+    """The program of a file on the model that costs are of; as it is where they are of none: times by hand are those of
+    any model. Raises ScheduleError for a program of another."""
+    if costs is None or costs.memory_unit != "bytes":
+        return program
+    with naming(program.source):
+        return of_layers(program, costs.layer_kinds(program.num_layers))
+
+
 class Catalogue(Mapping[str, Schedule]):
     """Schedules by the value of `--pipeline-schedule`, in the order given, and what is asked of them by name or file.
 
@@ -272,8 +281,7 @@ class Catalogue(Mapping[str, Schedule]):
             )
         if program.num_layers != shape.layers:
             raise ScheduleError(f"{name} has {program.num_layers} layers, but the run has {shape.layers}.")
-        with naming(program.source):
-            program = of_layers(program, shape.layer_kinds)
+        program = of_model(program, shape.costs)
         if shape.virtual_stages is not None or shape.stage_layers is not None:
             raise ScheduleError(
                 f"{name} says itself which stages a rank has; leave virtual stages and divisions of the layers out."

@@ -177,3 +177,23 @@ def test_the_catalogue_takes_it(tmp_path: Path) -> None:
             build(str(path), other)
     save_program(build("seq1f1b", Shape(2, 2, 4, chunks=2)), path)
     assert build(str(path), shape).chunk_lengths == (5, 3)  # a file need not say how long chunks are
+
+
+SIZES = "--model llama3-8b --seq-length 4096"
+WINDOWS = f"{SIZES} --window-size 255,0 --window-attn-skip-freq 2 --no-rope-freq 2"
+
+
+@pytest.mark.parametrize("name", ["1f1b", "helix"])
+def test_a_program_for_windows_is_taken_by_the_model_that_has_them(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
+) -> None:
+    """And one for plain layers by any; the model's layers say what it costs. Without a model either is drawn."""
+    path, plain, shape = tmp_path / "x.json", tmp_path / "plain.json", "-p 2 -m 4 -L 4"
+    first = run_json(capsys, f"simulate {name} {shape} {WINDOWS} --save-program {path}")
+    slower = run_json(capsys, f"simulate {name} {shape} {SIZES} --save-program {plain}")
+    assert first["makespan"] < slower["makespan"]
+    for file in (path, plain):
+        assert run_json(capsys, f"simulate {file} {WINDOWS}")["makespan"] == pytest.approx(first["makespan"])
+        assert run_json(capsys, f"simulate {file}")["ranks"] == 2
+    said = refused(capsys, "simulate", str(path), *SIZES.split())
+    assert "it has attn.window[0] where this one has attn[0]" in said and str(path) in said

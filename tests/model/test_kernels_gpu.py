@@ -10,6 +10,7 @@ import torch
 from megatron.core.transformer.enums import AttnBackend
 
 from helixpipe.model.attention.core_attention import CoreAttention
+from helixpipe.model.attention.log_sums import hidden_scores
 from helixpipe.model.backends import LIBRARIES, Kernels, Machine, choose
 from helixpipe.model.linear import add_weight_gradient
 from helixpipe.model.norms import make_norm
@@ -84,6 +85,27 @@ def test_attention(kernel: str, earlier: int, length: int, groups: int, channels
     assert_close(run(attention, torch.bfloat16, inputs), expected, 2e-2)
     if kernel in ("torch efficient", "torch math"):
         assert_close(run(attention, torch.float32, inputs), expected, 5e-3)
+
+
+@pytest.mark.parametrize("left", [0, 5, 63, 200])
+@pytest.mark.parametrize("groups", [2, HEADS])
+@pytest.mark.parametrize(("kernel", "earlier", "length"), CASES)
+def test_attention_to_a_window(kernel: str, earlier: int, length: int, groups: int, left: int) -> None:
+    if kernel in OF_LIBRARIES:
+        need(kernel)
+    inputs = tensors(earlier, length, groups, 64)
+    hidden = hidden_scores(length, earlier + length, earlier, left - earlier, inputs[0].device)
+
+    def masked(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, training: bool) -> torch.Tensor:
+        key, value = (each.repeat_interleave(HEADS // groups, dim=2) for each in (key, value))
+        scores = torch.einsum("nbhd,mbhd->bhnm", query, key) * query.size(-1) ** -0.5
+        weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1)
+        return torch.einsum("bhnm,mbhd->nbhd", weights, value).flatten(2)
+
+    attention = CoreAttention(
+        config(num_query_groups=groups, kv_channels=64), Kernels(kernel, kernel, "torch"), left=left
+    )
+    assert_close(run(attention, torch.bfloat16, inputs), run(masked, torch.float64, inputs), 2e-2)
 
 
 @pytest.mark.parametrize("groups", [2, HEADS])
