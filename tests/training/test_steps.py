@@ -169,6 +169,14 @@ def test_flops_of_a_llama_by_hand() -> None:
     assert flops_per_sample(model, 256) == 3 * 32 * (4 * layer + 2 * 64 * 256)
 
 
+def test_flops_of_a_window_are_those_inside_it() -> None:
+    """In three of four layers: of 32 tokens the first 8 see all before them, half of 8 on average, the others 8."""
+    model = config("--window-size 7,0 --window-attn-skip-freq 4").model
+    pairs = 3 * (8 * 8 // 2 + 24 * 8) + 32 * 32 // 2
+    layers = 4 * 32 * (24576 + 8192 + 65536) + pairs * 2 * 2 * 64
+    assert flops_per_sample(model, 128) == 3 * (layers + 32 * 2 * 64 * 128)
+
+
 def test_flops_agree_with_the_published_formula() -> None:
     """72 b s L h^2 (1 + s/6h + V/12Lh) without the causal half (Korthikanti et al.); with it s/12h."""
     model = config(

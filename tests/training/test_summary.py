@@ -28,6 +28,9 @@ def test_model_step_and_ranks_have_a_line_each() -> None:
         "model: 123,456 parameters; 4 layers of width 64, gated MLP 128, 4 heads in 2 groups, LayerNorm, positions "
         "learned_absolute, vocabulary 1,024"
     )
+    mixed = config("--position-embedding-type rope --window-size 7,0 --window-attn-skip-freq 4 --no-rope-freq 4")
+    line = model_line(mixed.replace("data", padded_vocab_size=64), 1)
+    assert line.endswith("positions rope, vocabulary 64, windows of 8 tokens in 3 layers, no RoPE in 1 layer")
     assert step_line(chosen, 4) == (
         "step: 16 sequences of 32 tokens, 4 microbatches of 2 on each of 2 data-parallel ranks"
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,10 @@ import torch.distributed as dist
 from helixpipe.common.errors import UserError
 from helixpipe.common.files import whole_file
 from helixpipe.common.output import complain, say
+from helixpipe.costs.layer_patterns import kinds_of_layers, shape_fields
+from helixpipe.draw.style import count
 from helixpipe.draw.text import stage_count, stage_lines
+from helixpipe.program.stages import NO_ROPE, WINDOW
 from megatron.pretrain.config import Config
 from megatron.pretrain.config.model import ModelConfig
 
@@ -103,7 +108,16 @@ def model_line(config: Config, parameters: int) -> str:
         f"model: {parameters:,} parameters; {model.num_layers} layers of width {model.hidden_size}, "
         f"{gate}MLP {model.ffn_hidden_size}, {model.num_attention_heads} heads{groups}, {model.normalization}, "
         f"positions {model.position_embedding_type}, vocabulary {config.data.padded_vocab_size:,}"
+        f"{_unlike_layers(model)}"
     )
+
+
+def _unlike_layers(model: ModelConfig) -> str:
+    """`, windows of 512 tokens in 3 layers, no RoPE in 1`."""
+    shape = shape_fields(model.window_size, model.window_attn_skip_freq, model.no_rope_freq)
+    kinds = Counter(chain(*kinds_of_layers(model.num_layers or 0, shape["windowed"], shape["unrotated"])))
+    windows = f", windows of {shape['window']} tokens in {count(kinds[WINDOW], 'layer')}" if kinds[WINDOW] else ""
+    return windows + (f", no RoPE in {count(kinds[NO_ROPE], 'layer')}" if kinds[NO_ROPE] else "")
 
 
 def step_line(config: Config, num_microbatches: int) -> str:
