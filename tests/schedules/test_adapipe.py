@@ -17,6 +17,9 @@ from hypothesis import strategies as st
 from helixpipe.cli.model import ModelOptions, make_plan
 from helixpipe.common.errors import ScheduleError
 from helixpipe.costs.by_hand import PieceTimes
+from helixpipe.costs.hardware import find_hardware
+from helixpipe.costs.model_costs import ModelCosts
+from helixpipe.costs.models import Layout, find_model
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.lower import lower
 from helixpipe.lowering.validate import validate
@@ -27,7 +30,7 @@ from helixpipe.planning.order.adapipe import LayoutSearch, Stages
 from helixpipe.planning.order.splits import splits_by_time
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Op, Program
-from helixpipe.program.stages import LAYER_PIECES, PIECE_KINDS, Piece, Stage
+from helixpipe.program.stages import LAYER_PIECES, PIECE_KINDS, Piece, Stage, layers_of
 from helixpipe.program.tasks import Buffer
 from helixpipe.program.workload import uniform
 from helixpipe.simulate.simulator import simulate
@@ -329,3 +332,16 @@ def test_shorter_than_any_recomputation_of_all_stages_alike(gibibytes: int) -> N
             fitting += 1
             assert makespan(program, costs) < makespan(other, costs)
     assert fitting
+
+
+def test_layers_that_are_unlike_are_divided_by_what_they_take() -> None:
+    """The first half of the layers attends to a window: stages there have more layers, and the step is shorter."""
+    windows = {"window": 512, "windowed": (1,) * 8 + (0,) * 8}
+    model = replace(find_model("llama3-8b"), layers=16, seq_length=65536, **windows)  # type: ignore[arg-type]
+    costs = ModelCosts(model, find_hardware("h100"), Layout(2, True), 65536)
+    shape = Shape(4, 8, 16, costs=costs)
+    program, even = build("adapipe", shape), build("1f1b", shape)
+    assert program.layer_kinds == model.kinds_of(16)
+    first, second, third, last = layers_of(program.stages)
+    assert first + second > 8 > third + last
+    assert makespan(program, costs) < 0.9 * makespan(even, costs)
