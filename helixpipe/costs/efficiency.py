@@ -18,9 +18,11 @@ from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import Chunk
 from helixpipe.costs.piece_kinds import flops
 from helixpipe.costs.profile_costs import Profile
+from helixpipe.program.stages import role_of
 
 _PIECES: Mapping[str, tuple[str, ...]] = {"memory": ("norm",), "attention": ("attn",), "matmul": ("qkv", "proj", "mlp")}
-"""Which pieces' times, forward and backward, tell each share. Memory first: it has a part in the others' times."""
+"""The roles of the pieces whose times, forward and backward, tell each share. Memory first: it has a part in the
+others' times."""
 
 _LEAST = 1e-6
 
@@ -65,14 +67,15 @@ def hardware_as_measured(path: str | Path, hardware: Hardware, given: Collection
 def _fit(profile: Profile, hardware: Hardware, name: str) -> Hardware:
     (times, *_) = profile.chunks
     chunk = Chunk(times.tokens, times.earlier)
-    measured = sum(times.pieces[piece][kind] for piece in _PIECES[name] for kind in "FB")
+    pieces = [piece for piece in profile.model.kinds if role_of(piece) in _PIECES[name]]
+    measured = sum(times.pieces[piece][kind] for piece in pieces for kind in "FB")
 
     def assume(share: float) -> Hardware:
         return replace(hardware, efficiency=replace(hardware.efficiency, **{name: share}))
 
     def seconds(share: float) -> float:
         costs = ModelCosts(profile.model, assume(share), profile.layout, profile.seq_length)
-        return sum(costs.piece_time(piece, kind, chunk) for piece in _PIECES[name] for kind in "FB")
+        return sum(costs.piece_time(piece, kind, chunk) for piece in pieces for kind in "FB")
 
     if seconds(1.0) >= measured:
         return assume(1.0)

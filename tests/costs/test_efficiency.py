@@ -16,11 +16,10 @@ from helixpipe.costs.efficiency import fitted, reached
 from helixpipe.costs.hardware import HARDWARE, Efficiency, find_device
 from helixpipe.costs.measured_chunks import MeasuredChunk
 from helixpipe.costs.model_costs import ModelCosts
-from helixpipe.costs.models import MODELS, Chunk, Layout
+from helixpipe.costs.models import MODELS, Chunk, Layout, ModelShape
 from helixpipe.costs.piece_kinds import flops
 from helixpipe.costs.profile_costs import MessageTimes, Profile
 from helixpipe.program.program import OP_KINDS
-from helixpipe.program.stages import PIECE_KINDS
 from schedules import command as cli
 
 H100 = HARDWARE["h100"]
@@ -29,12 +28,12 @@ SHARES = Efficiency(matmul=0.55, attention=0.35, memory=0.6, network=0.75)
 SIMULATE = "simulate 1f1b --model llama2-7b --seq-length 8192 -p 8 -m 8 --json"
 
 
-def make_profile(shares: Efficiency = SHARES, **changes: Any) -> Profile:
+def make_profile(shares: Efficiency = SHARES, model: ModelShape = MODEL, **changes: Any) -> Profile:
     """What a machine would measure that reaches exactly these shares."""
-    costs = ModelCosts(MODEL, replace(H100, efficiency=shares), Layout(), TOKENS)
-    pieces = {piece: {kind: costs.piece_time(piece, kind, Chunk(TOKENS)) for kind in OP_KINDS} for piece in PIECE_KINDS}
+    costs = ModelCosts(model, replace(H100, efficiency=shares), Layout(), TOKENS)
+    pieces = {piece: {kind: costs.piece_time(piece, kind, Chunk(TOKENS)) for kind in OP_KINDS} for piece in model.kinds}
     content: dict[str, Any] = {
-        "model": MODEL,
+        "model": model,
         "layout": Layout(),
         "dtype": "bfloat16",
         "seq_length": TOKENS,
@@ -51,6 +50,14 @@ def test_shares_are_found_again() -> None:
     assert vars(fitted(make_profile(), H100, given=["matmul"]).efficiency) == pytest.approx(
         vars(replace(SHARES, matmul=H100.efficiency.matmul)), rel=1e-6
     )
+
+
+@pytest.mark.parametrize("windowed", [(1,), (1, 0)])
+def test_shares_are_found_again_where_layers_attend_to_a_window(windowed: tuple[int, ...]) -> None:
+    """All of them, or every second one."""
+    profile = make_profile(model=replace(MODEL, window=1024, windowed=windowed, unrotated=(0, 1)))
+    assert vars(fitted(profile, H100).efficiency) == pytest.approx(vars(SHARES), rel=1e-6)
+    assert reached(profile, H100)["attn.window"]["F"] == pytest.approx(SHARES.attention)
 
 
 def test_a_share_is_never_above_one() -> None:
