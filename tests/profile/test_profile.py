@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +19,12 @@ from helixpipe.costs.profile_costs import CopyTimes, MessageTimes, Profile, Prof
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.lower import lower
 from helixpipe.planning.memory.recompute import RecomputeOptions
+from helixpipe.profile import measurement
 from helixpipe.profile.measurement import MicrobatchShape, rows, scale_to_whole_units
 from helixpipe.profile.message_times import fit_line
 from helixpipe.program.costs import Contents, Load
 from helixpipe.program.program import Op, Program
-from helixpipe.program.stages import Segment, Stage, even_stages, model_pieces, role_of
+from helixpipe.program.stages import LayerKinds, Segment, Stage, even_stages, model_pieces, role_of
 from helixpipe.program.workload import uniform
 from helixpipe.simulate.simulator import simulate
 from schedules import Shape, build
@@ -310,3 +312,29 @@ def test_pieces_add_up_to_what_whole_units_take() -> None:
     scaled, overhead = scale_to_whole_units(samples, "F")
     assert scaled == {name: seconds * (1 if name in ("embed", "head") else 2) for name, seconds in SECONDS.items()}
     assert overhead == 5.0
+
+
+def test_layers_that_are_unlike_are_measured_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each by itself; what they have in common is that of the first, and progress goes on."""
+    made: list[tuple[LayerKinds, tuple[int, int]]] = []
+
+    class Given:
+        def __init__(self, task: Any, group: Any, layer: LayerKinds, part: tuple[int, int]):
+            made.append((layer, part))
+            self.number, self.layer = len(made), layer
+
+        def run(self) -> tuple[MeasuredChunk, ...]:
+            pieces = {piece: dict.fromkeys("FIWBR", self.number) for piece in ("embed", *self.layer, "head")}
+            return tuple(MeasuredChunk(tokens, 0, pieces, OVERHEAD) for tokens in (16, 8))
+
+    monkeypatch.setattr(measurement, "Measurement", Given)
+    model = replace(MODEL, window=5, windowed=(1, 0), unrotated=(0, 1))
+    first, chunks = measurement.measured_layers(SimpleNamespace(model=model), None)  # type: ignore[arg-type]
+    assert made == [(model.kinds_of(4)[0], (0, 2)), (model.kinds_of(4)[1], (1, 2))]
+    assert first.layer == made[0][0]  # type: ignore[attr-defined]
+    assert [chunk.tokens for chunk in chunks] == [16, 8]
+    for chunk in chunks:
+        assert set(chunk.pieces) == set(model.kinds)
+        seconds = {piece: times["F"] for piece, times in chunk.pieces.items()}
+        assert (seconds["attn.window"], seconds["qkv"], seconds["mlp"]) == (1, 1, 1)
+        assert (seconds["attn"], seconds["qkv.norope"]) == (2, 2)
