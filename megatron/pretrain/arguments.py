@@ -125,7 +125,9 @@ def parse_and_plan(
     environ: Mapping[str, str] | None = None,
     load_checkpoint_args: CheckpointArgs | None = None,
 ) -> tuple[Config, Plans[int]]:
-    """`parse_args`, and the planner that has planned a step of the full batch to check the schedule."""
+    """Parse the flags as `parse_args` does; return the planner too, which has planned a step of the full batch as a
+    check.
+    """
     config = parse_config(argv, environ=environ, load_checkpoint_args=load_checkpoint_args)
     config, plans = settle(config)
     check_program(config, plans)
@@ -138,7 +140,9 @@ def parse_config(
     environ: Mapping[str, str] | None = None,
     load_checkpoint_args: CheckpointArgs | None = None,
 ) -> Config:
-    """`parse_args` without a look at the schedule's program: for those who plan it with other costs."""
+    """Parse the flags as `parse_args` does, without checking the schedule's program: for callers that plan with other
+    costs.
+    """
     arguments, warnings = split_unavailable(sys.argv[1:] if argv is None else argv)
     load = None if load_checkpoint_args is None else functools.cache(load_checkpoint_args)
     parser = build_parser()
@@ -162,13 +166,15 @@ def parse_config(
 
 
 def _config(namespace: argparse.Namespace, launch: LaunchConfig, warnings: Sequence[str]) -> Config:
-    """What the flags say, not validated yet."""
+    """Return the configuration that the flags state, before validation."""
     groups: dict[str, Any] = {name: dataclass_from_namespace(cls, namespace) for name, (_, cls) in GROUPS.items()}
     return one_iteration(Config(**groups, launch=launch, warnings=tuple(warnings)))
 
 
 def _of_checkpoint(config: Config, load: CheckpointArgs | None, given: Collection[str]) -> Config:
-    """With the model of the checkpoint, where --use-checkpoint-args asks for it. given: fields that have a flag."""
+    """Return the configuration with the model of the checkpoint if --use-checkpoint-args is given. given: fields with a
+    flag.
+    """
     if not config.checkpoint.use_checkpoint_args:
         return config
     saved = load(config.checkpoint) if load is not None else None
@@ -180,7 +186,7 @@ def _of_checkpoint(config: Config, load: CheckpointArgs | None, given: Collectio
 
 
 def _with_vocabulary(config: Config, load: CheckpointArgs | None) -> Config:
-    """With the rows of the model's embedding settled, which all planning needs."""
+    """Return the configuration with the rows of the model's embedding filled in, which all planning needs."""
     tokenizer = TokenizerFlags.of(config.data)
     rows = padded_vocabulary(config, tokenizer.size, lambda: (_saved(config, load) or {}).get("padded_vocab_size"))
     return config.replace("data", padded_vocab_size=rows)
@@ -193,7 +199,7 @@ def _saved(config: Config, load: CheckpointArgs | None) -> Mapping[str, Any] | N
 
 
 def _search(config: Config, given: Mapping[str, str], load: CheckpointArgs | None) -> auto.Chosen:
-    """What --pipeline-schedule auto comes to: as the checkpoint's run had it, or as it is found now."""
+    """Return the flags chosen by --pipeline-schedule auto: those kept in the checkpoint, or else of a new search."""
     checked = validate(auto.stand_in(_of_checkpoint(config, load, given)))
     kept = auto.kept(checked, _saved(config, load))
     return kept or auto.search(_with_vocabulary(checked, load), given)
@@ -271,7 +277,7 @@ def split_unavailable(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _with_reasons(flags: Mapping[str, str]) -> str:
-    """`--a (why); --b (as --a); --c (why)`: each reason once."""
+    """Return `--a (why); --b (as --a); --c (why)`: each reason is written out once."""
     first: dict[str, str] = {}
     told = []
     for flag, reason in flags.items():

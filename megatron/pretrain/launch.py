@@ -77,7 +77,7 @@ def saved_arguments(options: CheckpointConfig) -> dict[str, Any] | None:
 
 
 def _short_of_memory(error: BaseException | None) -> tuple[str, str] | None:
-    """Whose memory was too small, and the message that says so, of the error or one that led to it; else None."""
+    """Return which memory was exhausted and the message, from the error or one of its causes; else None."""
     while error is not None:
         if (short := memory.out_of_memory(error)) is not None:
             return short, str(error)

@@ -140,7 +140,7 @@ def _run(
 
 
 def _arguments(config: Config, tokenizer: Any) -> dict[str, Any]:
-    """What a checkpoint keeps as `args`: the flags, and what identifies data and tokenizer. Collective."""
+    """Return what a checkpoint keeps as `args`: the flags, and digests of data and tokenizer. Collective."""
     from megatron.pretrain.checkpoint.ranks import on_first
 
     options = DataOptions.from_flags(config.data, seq_length=config.model.seq_length or 0, seed=config.training.seed)

@@ -43,7 +43,7 @@ class _Unfinished:
 
 @dataclass
 class Trainer:
-    """All that a run needs, made by `megatron.pretrain.pretrain`; `run` is the whole of training and evaluation."""
+    """The state of a run, built by `megatron.pretrain.pretrain`; `run` does all training and evaluation."""
 
     config: Config
     parallel: Parallel
@@ -120,7 +120,7 @@ class Trainer:
         return False
 
     def _iteration(self, record: bool) -> tuple[StepWork, Record | None]:
-        """One optimizer step, and what was left of the one before. Returns its work, and what was recorded of it."""
+        """Run one optimizer step and finish the one before. Returns its work, and its record."""
         progress = self.progress
         self.position.iteration = progress.iteration + 1
         with self._timed("batch-generator", Patience.LONG, together=False):
@@ -179,7 +179,7 @@ class Trainer:
         return torch.stack([loss_sum * part, counted, asked]), times
 
     def _confirm(self) -> bool:
-        """In the next step, between its opening and its first backward."""
+        """Finish the step before, between the start of this step and its first backward."""
         with self._timed("confirmation"):
             right = self._finish_step()
             self.state.weights.zero_gradients()
@@ -187,8 +187,9 @@ class Trainer:
         return right
 
     def _finish_step(self) -> bool:
-        """What a step has to wait for. Returns whether its weights were right from the start; they are now. All ranks
-        get the same answer."""
+        """Wait for a step's outcome. Returns whether its weights were right from the start; they are now. All ranks
+        return the same.
+        """
         step, self._unfinished = self._unfinished, None
         assert step is not None
         outcome = step.update.finish()
@@ -228,7 +229,7 @@ class Trainer:
         return outcome.confirmed
 
     def _outcome_is_due(self) -> bool:
-        """Whether something follows this iteration that needs to know its outcome."""
+        """Whether something that follows this iteration depends on its outcome."""
         config, iteration = self.config, self.progress.iteration
         evaluation = config.logging.eval_interval
         return (

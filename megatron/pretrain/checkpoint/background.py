@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 
 class Background:
-    """One piece of work, begun when this is made.
+    """One piece of work in a thread, started by the constructor.
 
-    A thread and not a process: writing holds Python's lock only between tensors, and a thread has the memory, ends with
-    its process however that ends, and needs no torch of its own.
+    A thread and not a process: writing holds Python's lock only between tensors, and a thread shares the memory, ends
+    with its process however that ends, and needs no torch of its own.
     """
 
     def __init__(self, work: Callable[[], None], name: str):
@@ -23,7 +23,7 @@ class Background:
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Until it has ended. Raises what the work raised."""
+        """Wait until the work has ended. Raises what the work raised."""
         self._thread.join()
         if self._error is not None:
             raise self._error

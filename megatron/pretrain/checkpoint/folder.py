@@ -41,7 +41,7 @@ _BLOCK = 1 << 22
 
 
 def folder_name(iteration: int) -> str:
-    """`iter_0000100` for 100."""
+    """Return the name of an iteration's folder: `iter_0000100` for 100."""
     return f"iter_{iteration:07d}"
 
 
@@ -113,12 +113,12 @@ def describe_files(folder: Path, names: list[str]) -> dict[str, list[int]]:
 
 
 def problem(folder: Path, read_index: Callable[[Path], Any], share: int = 0, shares: int = 1) -> str | None:
-    """What is wrong with a checkpoint folder, None when it can be loaded.
+    """Return what is wrong with a checkpoint folder, or None if it can be loaded.
 
-    The files that every rank reads are checked first, checksums and all, before anything of them is read; sizes and
-    checksums, which means reading every byte, of every `shares`-th file from number `share` on, so that the ranks
-    divide them. shares = 0: of the shards sizes alone. Folders without a manifest (written by Megatron-LM) have no
-    checksums: sizes come from their index of shards.
+    The files that every rank reads are checked first, with checksums, before any of them is read. Of the shards, sizes
+    and checksums (which means reading every byte) are checked for every `shares`-th file from number `share` on, so
+    that the ranks divide them; with shares = 0, only sizes are checked. Folders without a manifest (written by
+    Megatron-LM) have no checksums: sizes come from their index of shards.
     """
     if not folder.is_dir():
         return "the folder is missing"

@@ -71,7 +71,7 @@ def load_weights(model: PipelineModel, path: Path) -> dict[str, Any]:
 
 
 def other_positions(arguments: Mapping[str, Any], flags: Mapping[str, Any]) -> list[str]:
-    """Where a run's rotary embeddings are not those of the folder: `rotary_base 500000 (here 10000)`."""
+    """Return where a run's rotary embeddings differ from those of the folder: `rotary_base 500000 (here 10000)`."""
     return [
         f"{name} {value} (here {flags.get(name)})"
         for name, value in arguments.items()
@@ -102,7 +102,7 @@ def _padded(whole: Tensor, weight: Weight, vocabulary: int) -> Tensor:
 
 
 def _own_part(whole: Tensor, parameter: Any, size: int, rank: int) -> Tensor:
-    """What a tensor-parallel rank has of a tensor, as megatron-core's layers share it out."""
+    """Return a tensor-parallel rank's part of a tensor, divided as megatron-core's layers divide it."""
     if size == 1 or not getattr(parameter, "tensor_model_parallel", False):
         return whole
     dim = parameter.partition_dim
@@ -145,7 +145,7 @@ def import_folder(source: Folder, save: Path, done: Callable[[int], None] = lamb
 
 
 def _write_shard(source: Folder, folder: Path, done: Callable[[int], None]) -> None:
-    """All tensors in one file, and the index of it."""
+    """Write all tensors to one file and return its index."""
     layers, entries, places = source.arguments["num_layers"], dict[str, Any](), dict[Any, Any]()
     with (folder / SHARD).open("wb") as stream:
         for weight in source.weights:

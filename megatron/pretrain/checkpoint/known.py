@@ -163,7 +163,7 @@ class _KnownTypesLoading(TorchDistLoadShardedStrategy):
 
 
 def strategy(trusted: bool) -> Any:
-    """What reads the shards of a folder. trusted: as megatron-core does, and runs what is in them."""
+    """Return the strategy that reads a folder's shards. trusted: megatron-core's, which executes pickled code."""
     return TorchDistLoadShardedStrategy() if trusted else _KnownTypesLoading()
 
 
@@ -215,8 +215,9 @@ def _common_object(folder: Path, trusted: bool) -> Any:
 
 
 def load_objects(source: Path | io.BytesIO, where: Path | str) -> Any:
-    """What torch.save wrote, made of tensors, plain values and `_OBJECTS`. Raises UntrustedError, which names `where`,
-    for anything else."""
+    """Load what torch.save wrote if it consists of tensors, plain values and `_OBJECTS`. Raises UntrustedError, which
+    names `where`, for anything else.
+    """
     there = torch.serialization.get_safe_globals()  # what is added would be taken away from who had added it before
     with torch.serialization.safe_globals([each for each in _OBJECTS if each not in there]):
         try:

@@ -44,7 +44,7 @@ class _Holder:
     count: int = 0
 
     def lives(self) -> bool | None:
-        """None from another machine: not known."""
+        """Whether the holder's process is alive; None if it is on another machine."""
         if self.machine != _machine():
             return None
         return _born(self.pid) == self.born
@@ -141,7 +141,7 @@ class FolderLock:
         return holder
 
     def _moves(self, holder: _Holder) -> bool:
-        """Whether the holder counts, or has let go, while this waits."""
+        """Whether, within the time to wait, the holder renews its lock or releases it."""
         deadline = time.monotonic() + self._patience
         while time.monotonic() < deadline:
             time.sleep(min(1.0, self._patience / 10))
@@ -153,7 +153,7 @@ class FolderLock:
         return False
 
     def _make(self, path: Path, holder: _Holder) -> bool:
-        """Whether the file was not there, and is now."""
+        """Create the file; return False if it already exists."""
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
         except FileExistsError:
@@ -180,7 +180,7 @@ def _bytes(holder: _Holder) -> bytes:
 
 
 def _read(path: Path) -> _Holder | None:
-    """What a lock says; None where there is none that can be read."""
+    """Return the contents of a lock file, or None if there is no readable one."""
     for _ in range(5):  # it may be half-written
         try:
             return _Holder(**parse_json(path.read_bytes()))
@@ -200,7 +200,7 @@ def _machine() -> str:
 
 
 def _born(pid: int) -> str | None:
-    """When the process started, as the kernel counts; None when there is none, or only its corpse."""
+    """Return the kernel's start time of a process, or None if there is no such process or it is a zombie."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if state in "ZX" else fields[18]

@@ -55,7 +55,7 @@ def _adam_states(optimizer: Any) -> Iterator[tuple[torch.Tensor, dict[str, Any]]
 
 
 def _hybrids(optimizer: Any) -> list[HybridDeviceOptimizer]:
-    """Those with state on the host."""
+    """Return the optimizers that keep state on the host."""
     return [part.optimizer for part in _parts(optimizer) if isinstance(part.optimizer, HybridDeviceOptimizer)]
 
 
@@ -110,7 +110,7 @@ def copies(state: dict[str, Any], optimizer: Any) -> Iterator[tuple[Any, Any, to
 
 
 def saved_class(common: dict[str, Any], saved: Collection[str], where: str) -> str:
-    """Which class saved the optimizer: `distributed`, `half` or `float32`.
+    """Return the class that saved the optimizer: `distributed`, `half` or `float32`.
 
     common: the checkpoint's plain values. Raises CheckpointError when it has no optimizer or one in a format that
     depends on the order of the weights in the memory of the program that wrote it.
@@ -155,9 +155,9 @@ class WholeOptimizer:
 
 
 def matched(groups: Iterable[dict[str, Any]], saved: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each of an optimizer's groups the saved one: in order among those of the same multipliers.
+    """Return the saved group of each of an optimizer's groups: in order among those with the same multipliers.
 
-    Raises CheckpointError where there is none.
+    Raises CheckpointError if there is none.
     """
     waiting: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for group in saved:
@@ -177,7 +177,7 @@ def _identity(group: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def rates(group: dict[str, Any]) -> dict[str, Any]:
-    """What flags say of a group."""
+    """Return the values of a group that come from flags."""
     return {name: group[name] for name in RATES if name in group}
 
 
@@ -219,7 +219,7 @@ def load(optimizer: Any, state: dict[str, Any]) -> None:
 
 
 def saved_groups(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of an optimizer's state, of any class."""
+    """Return the parameter groups of an optimizer's state, of any class."""
     groups: list[dict[str, Any]] = state.get("optimizer", state)["param_groups"]
     return groups
 

@@ -38,5 +38,5 @@ class CheckpointOptions:
 
     @property
     def continues(self) -> bool:
-        """Whether --load and --save are one folder: a run that is launched again with the same flags."""
+        """Whether --load and --save are the same folder, so that relaunching with the same flags continues the run."""
         return bool(self.save and self.load) and Path(self.save or "").resolve() == Path(self.load or "").resolve()

@@ -48,7 +48,7 @@ _BELOW = MappingProxyType({"betas": 1.0, "momentum": 1.0, "eps": math.inf, "weig
 
 
 def checked(common: Any) -> dict[str, Any]:
-    """What was read, itself. Raises MalformedError, which names the entry that is of no use."""
+    """Return the values unchanged. Raises MalformedError, which names the first invalid entry."""
     if not isinstance(common, dict):
         raise MalformedError(f"its plain values (common.pt) are {_named(common)}, not a dictionary")
     for name, (words, fits) in _ENTRIES.items():

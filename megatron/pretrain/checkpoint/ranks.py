@@ -46,7 +46,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def gather(value: T) -> list[T]:
-    """Every rank's value, by rank."""
+    """Return every rank's value, in the order of ranks."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
@@ -89,10 +89,10 @@ def on_first(action: Callable[[], T], where: str) -> T:
 
 
 class Exchange(Protocol):
-    """How ranks tell the first one what they did, and hear what came of it; each method is called on all of them."""
+    """Communication of all ranks with rank 0: results to it, its answer back; each method is called on all ranks."""
 
     def to_first(self, value: Any) -> list[Any] | None:
-        """Every rank's value, by rank, on rank 0; None on the others."""
+        """Return every rank's value in the order of ranks on rank 0, None on the others."""
         ...
 
     def from_first(self, value: Any) -> Any:
@@ -101,7 +101,7 @@ class Exchange(Protocol):
 
 
 class Collectives:
-    """By the job's process group, in the order of the main thread's other collectives."""
+    """Exchange over the job's process group, in order with the main thread's other collectives."""
 
     def to_first(self, value: Any) -> list[Any] | None:
         values = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
@@ -115,10 +115,11 @@ class Collectives:
 
 
 class ThroughStore:
-    """By a key-value store that all ranks share: for threads, since a process group takes one collective at a time.
+    """Exchange over a key-value store that all ranks share: for threads, since a process group runs one collective at a
+    time.
 
-    name: of this exchange, which no other has had. The store is asked again and again rather than waited for: a
-    connection on which one thread waits serves no other.
+    name: a unique name of this exchange. The store is polled rather than waited on: a connection on which one thread
+    waits serves no other thread.
     """
 
     def __init__(self, store: Any, name: str):
@@ -192,7 +193,7 @@ def place() -> str:
 
 
 def appears(path: Path) -> bool:
-    """Whether a new file or folder becomes visible here soon."""
+    """Whether a new file or folder becomes visible on this rank within `_VISIBLE_WITHIN` seconds."""
     deadline = time.monotonic() + _VISIBLE_WITHIN
     while not path.exists():
         if time.monotonic() > deadline:

@@ -28,11 +28,11 @@ from megatron.pretrain.checkpoint.folder import COMMON
 def read_shards(
     state: dict[str, Any], folder: Path, strategy: Any, *, strictness: str, trusted: bool = False
 ) -> dict[str, Any]:
-    """`state` with what the checkpoint holds in place of its sharded tensors and objects, and the plain values beside.
+    """Return `state` with its sharded tensors and objects read from the checkpoint, and the checkpoint's plain values.
 
-    strategy: reads the sharded part of a folder. strictness: one of megatron-core's `StrictHandling`, what becomes of
-    names that only the checkpoint or only `state` has. Ranks may read overlapping parts: checking that is for the
-    writer, and would be a collective in which the others wait for a rank that failed before it.
+    strategy: reads the sharded part of a folder. strictness: one of megatron-core's `StrictHandling`, which says how
+    names that only the checkpoint or only `state` has are treated. Ranks may read overlapping parts: the writer checks
+    that, and a check here would be a collective in which the other ranks wait for one that failed before it.
     """
     force_all_tensors_to_non_fp8(state)
     sharded, unsaved, factories = load_preprocess(state)

@@ -100,7 +100,7 @@ def load_scheduler(
 
 
 def _follows(flags: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
-    """Whether the schedule's length was left to the length of training, then and now."""
+    """Whether the length of the schedule followed from the length of training, both now and when it was saved."""
     return all(flags.get(name) == saved.get(name) for name in _SAID_BY) and not any(
         flags.get(name) for name in ("lr_decay_iters", "lr_decay_samples")
     )

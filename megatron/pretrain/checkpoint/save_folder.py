@@ -19,7 +19,7 @@ from megatron.pretrain.checkpoint.ranks import Exchange, NotWrittenError, appear
 
 
 class SaveFolder:
-    """Where checkpoints go; what is not said to be rank 0's alone is entered, or called, on all ranks."""
+    """The folder of --save; methods not documented as rank 0's alone are called on all ranks."""
 
     def __init__(self, options: CheckpointOptions):
         self._options = options

@@ -59,7 +59,7 @@ class Saver:
         """The iteration whose checkpoint is being written beside training, and has not been settled."""
 
     def keep(self, sharded: Any) -> None:
-        """Of a model whose weights data-parallel ranks have parts of, its `ShardedWeights`; else None."""
+        """Set the `ShardedWeights` of a model whose weights are sharded over data-parallel ranks, or None."""
         self._sharded = sharded
 
     def save(
@@ -163,7 +163,7 @@ class Saver:
         return state
 
     def _planned(self, state: dict[str, Any], folder: Path, where: str) -> CheckpointFiles:
-        """All files, with what each rank writes of them; none is written yet."""
+        """Return all files with what each rank writes to them; none is written yet."""
         sharded, common = together(lambda: save_preprocess(state), where)
         planned = PlannedSave()
         strategy: Any = planned

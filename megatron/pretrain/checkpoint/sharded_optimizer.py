@@ -29,7 +29,7 @@ class SavedOptimizer(Protocol):
     saved_as: str
 
     def state(self, model_state: dict[str, Any], is_loading: bool = False) -> dict[str, Any]:
-        """What is saved, or is to be read. model_state: the model's own."""
+        """Return the state to save, or to be filled by loading. model_state: the model's own."""
         ...
 
     def copies(self, state: dict[str, Any]) -> Iterator[tuple[Any, Any, Tensor]]:
@@ -47,13 +47,14 @@ def saved_optimizer(optimizer: Any, sharded: ShardedWeights | None, metadata: di
 
 
 def whole_weights(sharded: ShardedWeights | None) -> AbstractContextManager[None]:
-    """While weights that data-parallel ranks have parts of are whole."""
+    """Return a context in which weights sharded over data-parallel ranks are gathered."""
     return nullcontext() if sharded is None else sharded.whole()
 
 
 class PartsOptimizer:
-    """Of megatron-core's optimizer, whose parameters are the weights' parts. All is done while weights are whole
-    (`ShardedWeights.whole`): by them the entries of the model's state are known. Collective over data-parallel ranks.
+    """The saved state of a megatron-core optimizer whose parameters are shards of the weights. All methods run while
+    the weights are gathered (`ShardedWeights.whole`), since the model's state then has their entries. Collective over
+    data-parallel ranks.
     """
 
     saved_as = "distributed"
@@ -134,7 +135,7 @@ class PartsOptimizer:
         return torch.promote_types(unit.shard.dtype, torch.float32)
 
     def _names(self) -> tuple[str, ...]:
-        """Of the values there are of each weight's part."""
+        """Return the names of the values kept for each shard of a weight."""
         config = self._inner()[0].config
         if config.optimizer == "adam":
             return ("param", "exp_avg", "exp_avg_sq")

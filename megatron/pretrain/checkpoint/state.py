@@ -18,7 +18,7 @@ from megatron.pretrain.checkpoint.optimizer import SHARDING
 
 @dataclass
 class TrainingProgress:
-    """How far training has come."""
+    """The progress of training: iterations, samples and floating-point operations."""
 
     iteration: int = 0
     consumed_train_samples: int = 0
@@ -28,12 +28,12 @@ class TrainingProgress:
 
 
 def sharding(groups: ProcessGroupCollection) -> dict[str, Any]:
-    """What megatron-core's `sharded_state_dict` methods take as `metadata`."""
+    """Return the `metadata` argument of megatron-core's `sharded_state_dict` methods."""
     return {**SHARDING, "dp_cp_group": groups.dp_cp}
 
 
 def model_state(model: Any, groups: ProcessGroupCollection) -> dict[str, Any]:
-    """Of a PipelineModel or what wraps it."""
+    """Return the sharded state of a PipelineModel or of its wrapper."""
     state: dict[str, Any] = tensors.unwrap(model).sharded_state_dict(metadata=sharding(groups))
     return state
 

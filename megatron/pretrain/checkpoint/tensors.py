@@ -24,7 +24,7 @@ _ONE_EXTENDED = (("rope", "yarn"), ("yarn", "rope"))
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the warnings about torch's sharded tensors that megatron-core's use of them draws on every rank."""
+    """Suppress the warnings about torch's sharded tensors that megatron-core's use of them causes on every rank."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -38,7 +38,7 @@ class Checkpoint:
         self.tensors, self._places = index.state_dict_metadata, index.storage_data
 
     def nbytes(self, dtype: torch.dtype | None = None) -> int:
-        """Of the model's weights, all that is not the optimizer's, in that type or their own."""
+        """Return the bytes of the model's weights, without the optimizer, in `dtype` or each in its own type."""
         entries = [
             entry
             for key, entry in self.tensors.items()
@@ -146,7 +146,7 @@ def _with_vocabulary(arguments: Mapping[str, Any], old: Mapping[str, Any] | None
 
 
 def _differs(arguments: Mapping[str, Any], old: Mapping[str, Any], like: Path | None) -> bool:
-    """Whether the model is another than the configuration's."""
+    """Whether the arguments describe another model than the configuration."""
     before = arguments_of(old, like or "config.json")
     return any(
         arguments.get(name) != value

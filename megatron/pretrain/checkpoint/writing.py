@@ -32,7 +32,7 @@ from megatron.pretrain.checkpoint.ranks import writing
 
 
 class Written(NamedTuple):
-    """What a rank has written. places: torch's, of each item; files: entries of the manifest."""
+    """The files a rank has written. places: torch's results for each item; files: entries of the manifest."""
 
     places: list[Any]
     files: dict[str, list[int]]
@@ -63,7 +63,7 @@ class _Stream:
         return int(self._file.fileno())
 
     def close(self) -> None:
-        """Who has opened the file closes it."""
+        """Do nothing: the caller that opened the file closes it."""
 
     def _try(self, action: Callable[[], object]) -> None:
         if self.error is None:
@@ -117,7 +117,7 @@ class _ShardWriter(FileSystemWriter):
 
 
 class _Copies(NamedTuple):
-    """What `FileSystemWriter` asks a planner for."""
+    """The planner that `FileSystemWriter` takes the copied values from."""
 
     values: dict[Any, Any]
 
@@ -134,7 +134,7 @@ def _copied(value: torch.Tensor | io.BytesIO) -> torch.Tensor | io.BytesIO:
 
 
 class CheckpointFiles:
-    """All that one rank writes of a checkpoint. where: the flag and the folder it gives, for messages."""
+    """The files that one rank writes of a checkpoint. where: the flag and the folder it gives, for messages."""
 
     def __init__(self, folder: Path, shards: _ShardWriter, common: bytes):
         self._folder, self._shards, self._common = folder, shards, common
@@ -152,7 +152,7 @@ class CheckpointFiles:
             ) from error
 
     def write(self) -> Written:
-        """This rank's files; rank 0's are also those with plain values. No collectives. Raises NotWrittenError."""
+        """Write this rank's files, on rank 0 also those with plain values. No collectives. Raises NotWrittenError."""
         names = []
         if dist.get_rank() == 0:
             names += ["common.pt", "metadata.json"]
@@ -198,7 +198,7 @@ class PlannedSave:
         )
 
     def files(self, folder: Path, common: dict[str, Any]) -> CheckpointFiles:
-        """What has been planned, and the plain values as they are now."""
+        """Return the planned files, with the plain values as they are now."""
         assert self._shards is not None
         content = io.BytesIO()
         if dist.get_rank() == 0:

@@ -10,7 +10,7 @@ from helixpipe.common.flags import option
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """What is saved where and when, and what a run starts from."""
+    """Flags of checkpoints: what is saved, where and when, and what a run starts from."""
 
     save: str | None = option(None, "Folder to save checkpoints in.", metavar="DIR")
     save_interval: int | None = option(

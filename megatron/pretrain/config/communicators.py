@@ -38,7 +38,7 @@ _SETTINGS: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
 
 
 def pipeline_settings(parallel: ParallelConfig) -> dict[str, int | str | bool]:
-    """Those of the pipeline's messages, as the flags give them."""
+    """Return the settings of the communicator for pipeline messages that the flags give."""
     path = parallel.nccl_communicator_config_path
     settings = {} if path is None else nccl_settings(path).get("pp", {})
     high = "pp" in (parallel.high_priority_stream_groups or ())

@@ -26,7 +26,7 @@ of HelixPipe's authors; those of Seq1F1B's are the flags' own names here."""
 
 
 class Reading(NamedTuple):
-    """What a flag of Megatron-LM means here. words: flags with their values; why: a clause for the warning."""
+    """The meaning of a Megatron-LM flag here. words: flags with their values; why: a clause for the warning."""
 
     words: tuple[str, ...]
     why: str

@@ -71,7 +71,9 @@ class Config:
         return dataclasses.replace(self, warnings=(*self.warnings, sentence))
 
     def flat(self) -> dict[str, Any]:
-        """Every value by its Megatron-LM name: what the argument dump shows and a checkpoint keeps as `args`."""
+        """Return every value by its Megatron-LM name, as the argument dump prints it and a checkpoint keeps it in
+        `args`.
+        """
         values: dict[str, Any] = {}
         groups = [getattr(self, name) for name in (*GROUPS, "launch")]
         groups += [self.schedule_options] if dataclasses.is_dataclass(self.schedule_options) else []

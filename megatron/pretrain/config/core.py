@@ -138,7 +138,7 @@ def keep_state_on_host(made: OptimizerConfig, fraction: float) -> None:
 
 
 def ddp_config(config: Config) -> DistributedDataParallelConfig:
-    """How gradients are reduced over data-parallel ranks: once, after all backwards, so that nothing overlaps."""
+    """Return DDP's settings: gradients are reduced over data-parallel ranks once, after all backwards."""
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.training.accumulate_allreduce_grads_in_fp32,
         use_distributed_optimizer=config.parallel.use_distributed_optimizer and not config.parallel.shards_weights,
@@ -166,7 +166,7 @@ def gpt_options(config: Config) -> GPTOptions:
 
 
 def rope_scaling(config: Config) -> RopeScaling:
-    """What extends the context of rotary embeddings."""
+    """Return the method that extends the context of rotary embeddings, with its parameters."""
     model = config.model
     if model.position_embedding_type == "yarn":
         return RopeScaling(

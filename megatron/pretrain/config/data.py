@@ -10,7 +10,7 @@ from helixpipe.common.flags import option
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where the tokens come from. Exactly one of mock data, `data_path` and the three per-split paths is used."""
+    """Flags of the data source. Exactly one of mock data, `data_path` and the three per-split paths is used."""
 
     data_path: tuple[str, ...] | None = option(
         None,

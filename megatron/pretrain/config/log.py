@@ -11,7 +11,7 @@ from megatron.pretrain.config.parallel import PIPELINE
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """What is measured and where it is written."""
+    """Flags of what is measured and where it is written."""
 
     log_interval: int = option(
         10, "Iterations between log lines; the first and the last iteration of a run always have one.", at_least=1

@@ -187,7 +187,7 @@ class ParallelConfig:
 
     @property
     def shards_weights(self) -> bool:
-        """Whether data-parallel ranks have a part of each weight."""
+        """Whether each weight is sharded over data-parallel ranks."""
         return self.data_parallel_sharding_strategy == "optim_grads_params"
 
     @property
@@ -212,7 +212,7 @@ def whole_variable(environ: Mapping[str, str], name: str, default: int) -> int:
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """Where this process stands in the job, from the environment torchrun sets."""
+    """The rank of this process in the job and on its machine, from the environment that torchrun sets."""
 
     rank: int = setting(0, "Rank of this process in the job.")
     world_size: int = setting(1, "Processes in the job.")

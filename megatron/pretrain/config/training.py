@@ -11,7 +11,7 @@ from helixpipe.common.ranges import MOST_SAMPLES, MOST_STEPS
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """How the model is trained. After validation `global_batch_size` and the weight-decay range are filled in."""
+    """Flags of training. Validation fills in `global_batch_size` and the range of weight decay."""
 
     # batch and length
     micro_batch_size: int | None = option(None, "Sequences a rank processes at a time.", at_least=1)

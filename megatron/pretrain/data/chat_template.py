@@ -36,8 +36,9 @@ _TOO_MANY_STEPS = 3
 
 @dataclass(frozen=True)
 class TemplateLimits:
-    """Of a conversation. steps: lines of the template that run, and calls. seconds: of the processor. bytes: of memory
-    beside what the program has. characters: of the text, beside those of the messages."""
+    """Limits for rendering one conversation. steps: executed lines of the template, and calls. seconds: processor time.
+    bytes: memory beyond the program's own. characters: length of the text beyond that of the messages.
+    """
 
     steps: int = 5_000_000
     seconds: int = 60
@@ -92,7 +93,7 @@ class ChatTemplate:
         self._end = weakref.finalize(self, _end, ours, child, os.getpid())
 
     def _reason(self) -> str:
-        """Why the process has ended."""
+        """Return why the process has ended."""
         self._pipe = None
         status = self._end() or 0
         if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU:
@@ -174,7 +175,7 @@ def _answer(
 
 
 def _limit_memory(nbytes: int) -> None:
-    """So much more address space than there is now, where the system says how much that is."""
+    """Limit the address space to what is used now plus `nbytes`, where the system says how much is used."""
     with suppress(OSError, ValueError):
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
         soft = pages * resource.getpagesize() + nbytes

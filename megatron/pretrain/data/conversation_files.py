@@ -40,7 +40,7 @@ def tokenize_once(path: str, tokenizer: Any, prompt_format: str, cache: str | No
 
 
 def open_conversations(folder: str, path: str, *, mapped: bool = True) -> IndexedDocuments:
-    """What `tokenize_once` made of the file at `path`. Raises DataError where this rank does not see it."""
+    """Open the result of `tokenize_once` for the file at `path`. Raises DataError if this rank does not see it."""
     if not Path(folder).is_dir():
         raise DataError(f"tokens of {path} in {folder} are not visible: --data-cache-path must be shared by all nodes")
     file, masks = read_indexed_file(os.path.join(folder, _PAIR)), os.path.join(folder, _MASKS)

@@ -86,7 +86,7 @@ class Renderer:
         return Encoded(tokens, trained)
 
     def _pieces(self, line: bytes | str) -> tuple[list[TextSpan], bool]:
-        """What a line says, and whether its end is in it."""
+        """Return the text spans of a line, and whether they include the end of the document."""
         record = _record(line)
         if "messages" not in record:
             return [
@@ -119,7 +119,7 @@ def _first_line(error: Exception) -> str:
 
 
 def json_object(line: bytes | str) -> dict[str, Any]:
-    """What a line says. Raises DataError where that is no object."""
+    """Parse a line as JSON. Raises DataError if it is not an object."""
     try:
         record = parse_json(line)
     except ValueError as error:
@@ -175,8 +175,11 @@ def _plainly(messages: Sequence[ChatMessage]) -> list[TextSpan]:
 
 
 def _by_template(messages: Sequence[ChatMessage], rendered: Callable[[Conversation, bool], str]) -> list[TextSpan]:
-    """What the template makes of longer and longer beginnings of the conversation: each must go on from the one before,
-    and the assistant's turn from its prompt, or the model would be trained on what it will never be asked."""
+    """Return the spans from rendering longer and longer beginnings of the conversation with the template.
+
+    Each rendering must extend the one before, and the assistant's turn its prompt: otherwise the model would be trained
+    on text that differs from its prompts at inference.
+    """
 
     def render(part: Sequence[ChatMessage], go_on: bool) -> str:
         return rendered([message._asdict() for message in part], go_on)

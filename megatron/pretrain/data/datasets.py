@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class Datasets(NamedTuple):
-    """One dataset a split; None where no samples are needed, the data has none, or this rank reads none."""
+    """The dataset of each split; None if no samples are needed, the data has none, or this rank reads none."""
 
     train: Dataset[dict[str, torch.Tensor]] | None
     valid: Dataset[dict[str, torch.Tensor]] | None
@@ -82,7 +82,7 @@ def build_datasets(
 
 @dataclass(frozen=True)
 class _Source:
-    """What rank 0 found out, the same on every rank."""
+    """Facts about the data that rank 0 determines and all ranks share."""
 
     blend: Blend | None
     """The data that `matrix` divides, or"""
@@ -96,7 +96,7 @@ class _Source:
 
     @property
     def indices(self) -> int:
-        """Of files and of blends that are to be built."""
+        """Return the number of indices to build: one for each file and each blend."""
         blends = self.blend_per_split or [self.blend] * len(self.matrix)
         files = [len(blend[0]) if blend else 1 for blend, span in zip(blends, self.matrix, strict=True) if span]
         return sum(number + (number > 1) for number in files)
@@ -156,7 +156,9 @@ def _prepare(options: DataOptions, tokenizer: Any, samples: tuple[int, int, int]
 
 
 def _lack(files: dict[str, IndexedFile], source: SplitSource, seq_length: int) -> str | None:
-    """Why a split cannot be drawn from its blend, or None. On a split without tokens megatron-core would never end."""
+    """Return why a split's blend has too few tokens, or None. megatron-core would loop forever on a split without
+    tokens.
+    """
     prefixes, weights = source.blend or ([], None)
     for prefix in prefixes:
         lengths = files[prefix].sequence_lengths
@@ -262,7 +264,7 @@ def _only_wanted(source: _Source) -> list[Blend | None] | None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without megatron-core's remarks on indices kept in memory and on tokenizers whose padding is another token."""
+    """Suppress megatron-core's messages on indices kept in memory and on tokenizers with another padding token."""
     core = logging.getLogger("megatron.core.datasets")
     level = core.level
     core.setLevel(logging.ERROR)

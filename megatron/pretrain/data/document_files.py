@@ -22,11 +22,11 @@ class Excerpt(NamedTuple):
 
 
 class DocumentFile(Protocol):
-    """Where whole documents come from. Read by several threads at once."""
+    """A source of whole documents, read by several threads at once."""
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The name used in messages."""
         ...
 
     @property
@@ -82,7 +82,9 @@ class IndexedDocuments:
         return {path: numpy.memmap(path, kind, "r") for path, kind in kinds.items()}
 
     def __getstate__(self) -> dict[str, Any]:
-        """For loader processes that are not forked: without the maps, which would travel as what they map."""
+        """Leave out the memory maps, which would be pickled with all their contents, for loader processes that are not
+        forked.
+        """
         return {name: value for name, value in self.__dict__.items() if name != "_maps"}
 
     def _part(self, path: str, kind: type[numpy.integer], first: int, count: int) -> numpy.ndarray:

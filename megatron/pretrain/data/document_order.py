@@ -33,7 +33,7 @@ class DocumentAddress(NamedTuple):
 
 
 class DocumentCounts(NamedTuple):
-    """What became of the documents of a split, once through all files."""
+    """Numbers of a split's documents by how they are treated, for one pass over all files."""
 
     used: int
     """Documents that are trained on, those truncated among them."""
@@ -129,7 +129,9 @@ class DocumentOrder:
         return self._rounds[number]
 
     def _of_file(self, file: int, first: int, count: int) -> numpy.ndarray:
-        """Which of a file's documents are read as its `first` … th: epochs of its own, each in a new order."""
+        """Return the indices of `count` documents of a file from its `first` read on; each epoch of the file is
+        shuffled anew.
+        """
         size, parts = len(self._documents[file]), []
         while count:
             epoch, offset = divmod(first, size)

@@ -160,7 +160,9 @@ def _share(source: SplitSource, file: DocumentFile, weight: float | None) -> Sha
 
 
 def _order(options: DataOptions, source: SplitSource, shares: list[Share]) -> DocumentOrder | None:
-    """None, with a warning where documents were to be expected, for a split that is not train and has none."""
+    """Return the order of a split's documents, or None if the split is not train and has none. Warns where some were
+    expected.
+    """
     if not shares or source.end <= source.begin:
         if source.name == "train":
             raise DataError(f"--split {options.split} leaves nothing for training")

@@ -104,7 +104,7 @@ class DocumentStream:
 
     @property
     def counts(self) -> DocumentCounts:
-        """What became of the documents of the split: used, truncated, skipped, empty."""
+        """Numbers of the split's documents that are used, truncated, skipped and empty."""
         return self._order.counts
 
     @property

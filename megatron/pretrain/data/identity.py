@@ -14,8 +14,10 @@ _ENDS = 1 << 16  # bytes of either end of an index file
 
 
 def identities(options: DataOptions, tokenizer: Any) -> dict[str, str]:
-    """`tokenizer_identity`: from its size and what it makes of a text; `data_identity`: from what is in the files,
-    their weights, and how they are split. Kept in checkpoints among the arguments."""
+    """Return `tokenizer_identity`, a digest of the tokenizer's size and of how it tokenizes a text, and
+    `data_identity`, a digest of the files' contents, their weights and the split. Checkpoints keep both among the
+    arguments.
+    """
     paths = (options.data_path, options.train_data_path, options.valid_data_path, options.test_data_path)
     split = parse_split(options.split or DEFAULT_SPLIT) if options.data_path else None
     return {

@@ -33,7 +33,7 @@ _TOKENS_LOOKED_AT = 1 << 22  # enough to notice another tokenizer's file, read i
 
 @dataclass(frozen=True)
 class IndexedFile:
-    """What the .idx file at `prefix` says, known to agree with the .bin file."""
+    """The contents of the .idx file at `prefix`, checked against the .bin file."""
 
     prefix: str
     token_type: type[numpy.integer]
@@ -120,7 +120,9 @@ def _counts(path: Path, header: bytes, size: int) -> tuple[int, int, int]:
 
 
 def _falls(ends: numpy.ndarray) -> bool:
-    """Whether boundaries do not start at 0 or decrease; compared, as their difference may not be one of 64 bits."""
+    """Whether boundaries do not start at 0 or decrease; they are compared because their difference may overflow 64
+    bits.
+    """
     return bool(ends[0] != 0 or (ends[1:] < ends[:-1]).any())
 
 

@@ -27,7 +27,7 @@ _FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 
 @dataclass(frozen=True)
 class Isolation:
-    """What of a sample's documents the model is told: --reset-attention-mask and --reset-position-ids."""
+    """How documents within a sample are isolated: --reset-attention-mask and --reset-position-ids."""
 
     attention: bool = False
     """Microbatches come with `documents`, so that tokens attend to their own document only."""

@@ -25,7 +25,7 @@ Blend = tuple[list[str], list[float] | None]
 
 @dataclass(frozen=True)
 class DataOptions:
-    """What is read. Field names are Megatron's flags."""
+    """Options of the data to read. Field names are Megatron's flags."""
 
     seq_length: int
     """Tokens of a sample."""
@@ -116,7 +116,7 @@ class DataOptions:
 
 
 class SplitSource(NamedTuple):
-    """Where a split's documents come from."""
+    """The source of a split's documents."""
 
     name: str
     blend: Blend | None

@@ -103,7 +103,7 @@ def _without_transformers() -> Iterator[None]:
 
 
 def _with_transformers() -> None:
-    """Where megatron-core's modules were first imported without it, run them again."""
+    """Reload megatron-core's modules if they were first imported when transformers was not installed."""
     for name in _OF_TRANSFORMERS:
         if not getattr(sys.modules.get(name), "HAVE_TRANSFORMERS", True):
             importlib.reload(sys.modules[name])

@@ -46,7 +46,7 @@ _BYTES, _TIKTOKEN = 512, 1 << 17
 
 @dataclass(frozen=True)
 class TokenizerFlags:
-    """What the flags say of the tokenizer; fields are named as they are."""
+    """The flags of the tokenizer; each field is named after its flag."""
 
     tokenizer_type: str
     tokenizer_model: str | None = None
@@ -58,7 +58,7 @@ class TokenizerFlags:
 
     @classmethod
     def of(cls, flags: Any) -> TokenizerFlags:
-        """Those of a group of flags that has them among others."""
+        """Return the tokenizer's flags from a group of flags that contains them."""
         return cls(**{field.name: getattr(flags, field.name) for field in dataclasses.fields(cls)})
 
     @property
@@ -68,7 +68,7 @@ class TokenizerFlags:
 
     @property
     def path(self) -> str | None:
-        """What the tokenizer is loaded from."""
+        """The file or folder from which the tokenizer is loaded."""
         return self.vocab_file if self.tokenizer_type == "GPT2BPETokenizer" else self.tokenizer_model
 
     def check(self) -> None:
@@ -101,7 +101,7 @@ class TokenizerFlags:
             self._existing("--tokenizer-model", self.tokenizer_model)
 
     def size(self) -> int:
-        """How many tokens there are. Raises UserError as `check`, and for files that cannot be read."""
+        """The number of tokens. Raises UserError as `check` does, and for files that cannot be read."""
         self.check()
         with self.loading():
             if self.library == "null":

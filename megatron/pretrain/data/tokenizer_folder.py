@@ -39,7 +39,7 @@ def check_folder(name: str) -> None:
 
 
 def _leads_inside(link: Path, folder: Path) -> bool:
-    """Whether a link leads to a file of the folder, or, in a snapshot of the hub's cache, of the blobs beside it."""
+    """Whether a link points into the folder or, for a snapshot in the hub's cache, to the blobs beside it."""
     home = folder.resolve()
     if home.parent.name == "snapshots":
         home = home.parents[1]

@@ -74,7 +74,7 @@ class DocumentFeed:
         return StepRequest(split, step, self._streams[split].lengths(step), self._dp_rank, quick=split != TRAIN)
 
     def _arrived(self, plan: StepPlan) -> None:
-        """In the thread that brings plans: begin to read the plan's rows."""
+        """Start reading the rows of a plan that has arrived. Runs in the thread that receives plans."""
         self._readers[plan.request.split].ask(plan.request.step, plan.lowered.program.workload, plan.numbers)
 
     def _work(self, split: str, step: int) -> StepWork:

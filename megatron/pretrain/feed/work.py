@@ -27,17 +27,19 @@ class StepWork:
 
 
 class Feed(Protocol):
-    """Has the work of every step ready, in the order of the steps."""
+    """Prepares the work of every step, in the order of the steps."""
 
     has_valid: bool
     has_test: bool
 
     def train(self, progress: TrainingProgress) -> StepWork:
-        """Of the step after `progress`. Raises UserError where data or plans are wrong, on all ranks alike."""
+        """Return the work of the step after `progress`. Raises UserError on all ranks if data or plans are wrong."""
         ...
 
     def evaluation(self, split: str) -> StepWork:
-        """Of the next step of an evaluation, of split `valid` or `test`; `--eval-iters` of them make one."""
+        """Return the work of an evaluation's next step, of split `valid` or `test`; an evaluation is `--eval-iters`
+        steps.
+        """
         ...
 
     def close(self) -> None:

@@ -319,7 +319,7 @@ def _rope_parameters(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _length(arguments: Mapping[str, Any]) -> dict[str, float]:
-    """What YaRN makes queries and keys longer by (`RopeScaling.length`), if not what it does by default."""
+    """Return YaRN's factor on the length of queries and keys (`RopeScaling.length`), unless it is the default."""
     scales = arguments["mscale"], arguments["mscale_all_dim"]
     if scales == (1.0, 0.0):
         return {}

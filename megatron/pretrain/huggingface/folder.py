@@ -21,7 +21,7 @@ _COMPUTED = ("rotary_emb.inv_freq", ".masked_bias")
 
 
 def looks_like_one(path: Path) -> bool:
-    """Whether a folder holds a model of Hugging Face's, and no checkpoint of this program's."""
+    """Whether a folder holds a Hugging Face model and no checkpoint of this program."""
     return (path / "config.json").is_file() and not any(path.glob("iter_*")) and not any(path.glob("latest_*"))
 
 

@@ -20,7 +20,7 @@ class Kind(NamedTuple):
     range: Range = Range()
 
     def holds(self, value: Any) -> bool:
-        """Whether a value is valid; true and false are no numbers."""
+        """Whether a value is valid; true and false do not count as numbers."""
         if type(value) not in self.types:
             return False
         if type(value) not in (int, float):

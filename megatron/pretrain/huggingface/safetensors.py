@@ -71,7 +71,9 @@ class TensorFile:
 
 
 def _damage(path: Path) -> str:
-    """What is wrong with a file that the package refuses, which names neither the file nor how long it should be."""
+    """Return what is wrong with a file that safetensors refuses, whose error names neither the file nor its expected
+    length.
+    """
     size = path.stat().st_size
     with path.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")

@@ -29,7 +29,7 @@ class Weight(NamedTuple):
 
 @dataclass(frozen=True)
 class Weights:
-    """Of the model that these arguments describe (`config.arguments_of`)."""
+    """The weights of the model that these arguments describe (`config.arguments_of`)."""
 
     arguments: Mapping[str, Any]
 
@@ -39,7 +39,7 @@ class Weights:
         return int(given["num_query_groups"] if given.get("group_query_attention") else given["num_attention_heads"])
 
     def __iter__(self) -> Iterator[Weight]:
-        """All of them, in the order of the model."""
+        """Iterate over all weights, in the order of the model."""
         given = self.arguments
         hidden, vocabulary = given["hidden_size"], given["vocab_size"]
         yield Weight("embedding.word_embeddings.weight", None, ("model.embed_tokens.weight",), ((vocabulary, hidden),))
@@ -80,7 +80,7 @@ class Weights:
             yield Weight(f"decoder.layers.{key}", layer, tuple(f"model.layers.{layer}.{n}" for n in names), shapes)
 
     def shape(self, weight: Weight) -> Shape:
-        """Of the whole, of one layer."""
+        """Return the shape of the whole weight, of one layer."""
         return (sum(shape[0] for shape in weight.shapes), *weight.shapes[0][1:])
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
@@ -90,7 +90,7 @@ class Weights:
         return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
     def split(self, weight: Weight, whole: Tensor) -> tuple[Tensor, ...]:
-        """What a weight is made of; rows of a padded vocabulary are left out."""
+        """Split a weight into the tensors it is made of, without the rows that pad the vocabulary."""
         rows = [shape[0] for shape in weight.shapes]
         if len(rows) == 3:
             by_group = whole.unflatten(0, (self.groups, -1)).split([count // self.groups for count in rows], dim=1)

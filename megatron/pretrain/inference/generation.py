@@ -21,7 +21,7 @@ from megatron.pretrain.inference.sampling import SamplingOptions, pick
 
 @dataclass(frozen=True)
 class GenerationOptions(SamplingOptions):
-    """What to write."""
+    """Options of generation: prompts, and how much to write."""
 
     prompt: tuple[str, ...] = option((), "Text to go on with; several run one after another.", nargs="+")
     prompt_file: str | None = option(None, "A file whose text is a prompt.", metavar="FILE")
@@ -66,7 +66,9 @@ def generate(model: ForwardModel, prompt: Sequence[int], options: GenerationOpti
 
 
 def continuation(model: ForwardModel, prompt: str, options: GenerationOptions) -> list[str]:
-    """What the model goes on with, a text for each sample, each to its end of document. Collective over all ranks."""
+    """Return the continuations of a prompt, one text for each sample, each up to its end of document. Collective over
+    all ranks.
+    """
     eod = _end(model)
     try:
         ids = token_ids(model.tokenizer, prompt) or ([eod] if eod >= 0 else [])
@@ -88,7 +90,7 @@ def _end(model: ForwardModel) -> int:
 
 
 def _text(tokenizer: Any, ids: Sequence[int]) -> str:
-    """Without tokens that stand for nothing: a model that has learned little draws them too."""
+    """Return the text of the tokens. Tokens without text, which a poorly trained model also draws, are left out."""
     try:
         return str(tokenizer.detokenize(list(ids)))
     except (ValueError, IndexError, KeyError):

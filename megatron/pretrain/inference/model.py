@@ -117,5 +117,5 @@ def open_model(config: Config, parallel: Any = None) -> ForwardModel:
 
 
 def _piece_before(piece: Piece) -> Piece:
-    """What the rank before ends with, where this one begins with a layer's norm."""
+    """Return the piece with which the previous rank ends, if this one begins with a layer's norm."""
     return Piece(LAYER_PIECES[-1], piece.layer - 1)

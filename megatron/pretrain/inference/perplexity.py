@@ -20,7 +20,7 @@ from megatron.pretrain.inference.model import ForwardModel
 
 @dataclass(frozen=True)
 class PerplexityOptions:
-    """What to predict."""
+    """Options of the documents whose losses are measured."""
 
     documents: str | None = option(
         None, "Prefix of the .bin/.idx pair whose documents are predicted, each by itself.", metavar="PREFIX"
@@ -57,7 +57,7 @@ def context_of(model: ForwardModel, options: PerplexityOptions) -> int:
 
 
 def edges(context: int, asked: Sequence[int]) -> list[int]:
-    """Where buckets begin, the first at 0, and the end: [0, 1024, 2048, 4096, ..., context].
+    """Return the boundaries of the buckets, from 0 to the context: [0, 1024, 2048, 4096, ..., context].
 
     Raises UserError for positions that do not increase or lie beyond the context.
     """
@@ -74,8 +74,9 @@ def edges(context: int, asked: Sequence[int]) -> list[int]:
 
 
 def losses(model: ForwardModel, tokens: Tensor, chunk: int) -> Iterable[Tensor]:
-    """Of a document [1, n] int64: the losses of tokens 1 to n - 1, float32, in parts, on the last rank of the pipeline;
-    nothing on the others. Collective over all ranks."""
+    """Yield the losses of tokens 1 to n - 1 of a document [1, n] int64, as float32 parts, on the pipeline's last rank;
+    nothing on the others. Collective over all ranks.
+    """
     store, last = KeyValueStore(), tokens.size(1) - 1
     for offset in range(0, last, chunk):
         length = min(chunk, last - offset)

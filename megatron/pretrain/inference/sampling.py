@@ -12,7 +12,7 @@ from helixpipe.common.flags import option
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How the next token is drawn."""
+    """Options of how the next token is drawn."""
 
     greedy: bool = option(False, "Always the likeliest token.")
     temperature: float = option(1.0, "Logits are divided by it: below 1 likelier tokens win more often.", more_than=0)

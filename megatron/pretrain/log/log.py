@@ -23,10 +23,11 @@ TERA = 10**12
 
 @dataclass(frozen=True)
 class StepResult:
-    """One iteration's outcome. Numbers may be zero-dimensional tensors: they are read only when something is written.
+    """The outcome of one iteration. Numbers may be zero-dimensional tensors: they are read only when something is
+    written.
 
-    loss: mean over the tokens of the batch. tokens, flops: of the step, over all ranks. grad_norm None: not known.
-    skipped: after an overflow, weights unchanged. figures: more to say, by name; what is a share is below 1.
+    loss: mean over the tokens of the batch. tokens, flops: of the step, over all ranks. grad_norm: None if not known.
+    skipped: after an overflow, with weights unchanged. figures: further numbers by name; those below 1 are shares.
     """
 
     loss: Any
@@ -44,7 +45,7 @@ class StepResult:
 
 @dataclass
 class _Interval:
-    """What happened since the last line."""
+    """Sums and counts since the last log line."""
 
     losses: list[Any] = field(default_factory=list)
     tokens: int = 0
@@ -110,7 +111,7 @@ def figure_text(name: str, value: float) -> str:
 
 
 def validation_line(where: str, loss: float) -> str:
-    """` validation loss at WHERE | lm loss value: … | lm loss PPL: … | `, between rules of its length."""
+    """Return ` validation loss at WHERE | lm loss value: … | lm loss PPL: … | `, between rules of its length."""
     line = f" validation loss at {where} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E} | "
     rule = "-" * (len(line) + 1)
     return f"{rule}\n{line}\n{rule}"
@@ -138,7 +139,7 @@ class MemoryUse:
 
 
 def measure_memory() -> MemoryUse:
-    """Of the current CUDA device; without one, of the process (resident memory, for both pairs)."""
+    """Return the memory use of the current CUDA device; without one, the process's resident memory for both pairs."""
     import torch
 
     if torch.cuda.is_available():
@@ -159,7 +160,7 @@ def measure_memory() -> MemoryUse:
 
 
 def memory_line(rank: int, iteration: int, use: MemoryUse) -> str:
-    """`[Rank N] (after K iterations) memory (MB) | …`."""
+    """Return `[Rank N] (after K iterations) memory (MB) | …`."""
     return (
         f"[Rank {rank}] (after {iteration} iterations) memory (MB)"
         f" | allocated: {use.allocated / MEGABYTE:.2f} | max allocated: {use.max_allocated / MEGABYTE:.2f}"

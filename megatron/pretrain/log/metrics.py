@@ -55,7 +55,7 @@ class MetricsWriter:
 
     @property
     def active(self) -> bool:
-        """Whether anything is written, so that values need not be computed in vain."""
+        """Whether anything is written; if not, values need not be computed."""
         return self.tensorboard is not None or self._wandb is not None
 
     def scalars(self, values: Mapping[str, float], iteration: int, consumed_samples: int | None = None) -> None:

@@ -26,8 +26,11 @@ class RecordedStep(NamedTuple):
 
 
 def recorded_step(lowered: LoweredProgram, records: Sequence[Record]) -> RecordedStep:
-    """What every rank recorded of a step, merged, and its simulation: with the median time of each kind of op in each
-    stage on chunks that are alike, the rate at which the step copied, and messages that take no time."""
+    """Return the merged records of all ranks for a step, and its simulation.
+
+    The simulation uses the median time of each kind of op in each stage over equal chunks, the rate at which the step
+    copied, and messages that take no time.
+    """
     name = lowered.program.schedule
     measured = merge_records(lowered, records, f"{name}, measured")
     samples: dict[tuple[str, int, int], list[float]] = {}

@@ -37,7 +37,7 @@ def format_arguments(config: Config) -> str:
 
 
 def print_arguments(config: Config) -> None:
-    """On rank 0, print the warnings (standard error) and, with --log-arguments, all values (standard output)."""
+    """Print the warnings (standard error) and, with --log-arguments, all values (standard output), on rank 0."""
     if config.launch.rank == 0:
         for sentence in config.warnings:
             complain(f"WARNING: {sentence}")
@@ -48,7 +48,7 @@ def print_arguments(config: Config) -> None:
 
 
 def record_arguments(config: Config) -> None:
-    """On rank 0, write all values beside the checkpoints, where there are any; a warning where that fails."""
+    """Write all values beside the checkpoints, if any are saved, on rank 0; warn if that fails."""
     if config.launch.rank != 0 or config.checkpoint.save is None or config.training.skip_train:
         return
     path = Path(config.checkpoint.save) / ARGUMENTS_FILE
@@ -70,10 +70,10 @@ def spread(count: int, device: torch.device) -> tuple[int, int]:
 
 
 def summary(config: Config, pipeline: Any, num_microbatches: int, parameters: int, ends: tuple[int, int]) -> str:
-    """What is about to run: model, step, ranks, and the plan of a step.
+    """Return the summary of the run that starts: model, step, ranks, and the plan of a step.
 
-    pipeline: this rank's `Pipeline`. num_microbatches: of a full step. parameters: of the whole model. ends: the least
-    and the most that a rank holds.
+    pipeline: this rank's `Pipeline`. num_microbatches: of a full step. parameters: of the whole model. ends: the fewest
+    and the most parameters on a rank.
     """
     program = pipeline.program(num_microbatches)
     lines = [model_line(config, parameters), step_line(config, num_microbatches), ranks_line(config, ends)]
@@ -100,7 +100,7 @@ def first_of(lines: Sequence[str]) -> list[str]:
 
 
 def model_line(config: Config, parameters: int) -> str:
-    """`model: 824,448 parameters; 4 layers of width 128, 8 heads in 2 groups, ...`"""
+    """Return `model: 824,448 parameters; 4 layers of width 128, 8 heads in 2 groups, ...`."""
     model: ModelConfig = config.model
     groups = f" in {model.num_query_groups} groups" if model.group_query_attention else ""
     gate = "gated " if model.swiglu else ""
@@ -121,7 +121,7 @@ def _unlike_layers(model: ModelConfig) -> str:
 
 
 def step_line(config: Config, num_microbatches: int) -> str:
-    """`step: 32 sequences of 256 tokens, 8 microbatches of 4 on each of 1 data-parallel ranks`"""
+    """Return `step: 32 sequences of 256 tokens, 8 microbatches of 4 on each of 1 data-parallel ranks`."""
     training, data, ranks = config.training, config.data, config.parallel.data_parallel_size
     shared = f" on each of {ranks} data-parallel ranks" if ranks > 1 else ""
     if data.variable_seq_lengths:
@@ -134,7 +134,7 @@ def step_line(config: Config, num_microbatches: int) -> str:
 
 
 def ranks_line(config: Config, ends: tuple[int, int]) -> str:
-    """`ranks: tensor 1 x pipeline 2 x data 1, 412,288 to 477,824 parameters each`"""
+    """Return `ranks: tensor 1 x pipeline 2 x data 1, 412,288 to 477,824 parameters each`."""
     parallel = config.parallel
     context = f"context {parallel.context_parallel_size} x " if parallel.context_parallel_size > 1 else ""
     each = f"{ends[0]:,} parameters" if ends[0] == ends[1] else f"{ends[0]:,} to {ends[1]:,} parameters"

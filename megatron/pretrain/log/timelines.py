@@ -12,8 +12,9 @@ from megatron.pretrain.process.parallel import Parallel
 
 
 def write_timelines(config: Config, parallel: Parallel, step: RecordedStep) -> None:
-    """From the first rank of all: say how much of the time of copies to the host was hidden, and write the timelines
-    where --record-timeline and --timeline-png say."""
+    """Print which share of the time of copies to the host was hidden, and write the timelines to --record-timeline and
+    --timeline-png. Only the first rank on all axes does so.
+    """
     if (parallel.pp_rank, parallel.tp_rank, parallel.cp_rank, parallel.dp_rank) != (0, 0, 0, 0):
         return
     if step.hidden is not None and step.simulated_hidden is not None:

@@ -100,8 +100,9 @@ def search(config: Config, given: Mapping[str, str]) -> Chosen:
 
 
 def kept(config: Config, saved: Mapping[str, Any] | None) -> Chosen | None:
-    """What the checkpoint's run had chosen; None where there is none, where flags ask for a new search, or where sizes
-    are others, for which it was not chosen."""
+    """Return the flags that the checkpoint's run had chosen; None if there are none, if flags ask for a new search, or
+    if sizes on which the choice depends have changed.
+    """
     words = (saved or {}).get("auto_schedule")
     if saved is None or not words or config.parallel.search_schedule_anew:
         return None

@@ -108,7 +108,7 @@ def host_limit(config: Config) -> float:
 
 
 def setup_of(config: Config, costs: ModelCosts | ProfileCosts) -> Setup:
-    """What every step of the run gives its schedule. costs: `training_costs` of the flags."""
+    """Return what is the same for the schedule in every step of the run. costs: `training_costs` of the flags."""
     parallel = config.parallel
     return Setup(
         ranks=parallel.pipeline_model_parallel_size,

@@ -29,10 +29,10 @@ from schedules import build, find
 
 
 class StepRequest(NamedTuple):
-    """What a plan is asked for.
+    """A request for a step's plan.
 
-    split, step: which step, of training or an evaluation. lengths: tokens of each document of the step, of all
-    data-parallel ranks. dp_rank: whose plan. quick: make it at once, without a search.
+    split, step: which step, of training or of an evaluation. lengths: tokens of each document of the step, over all
+    data-parallel ranks. dp_rank: the rank whose plan it is. quick: make it at once, without a search.
     """
 
     split: str
@@ -43,11 +43,11 @@ class StepRequest(NamedTuple):
 
 
 class PlanStatistics(NamedTuple):
-    """What is said of a plan in the log.
+    """Statistics of a plan, for the log.
 
     tokens: of the step, over all pipelines. chunks: of this pipeline. spread_of_time, spread_of_tokens: standard
-    deviation over mean of all its chunks. seconds: that it took to plan. predicted: seconds of the step, bubble:
-    share of idle time, both on paper.
+    deviation over mean of all its chunks. seconds: time that planning took. predicted: simulated seconds of the step;
+    bubble: simulated share of idle time.
     """
 
     tokens: int
@@ -110,15 +110,16 @@ class DocumentPlanner:
 
     @property
     def together(self) -> bool:
-        """Whether all pipelines run one order, because they share weights: then one plan is made for all."""
+        """Whether all pipelines run in one order because they share weights, so that one plan is made for all."""
         return self.config.parallel.shards_weights and self.config.parallel.data_parallel_size > 1
 
     def _packed(self, lengths: Sequence[int], quick: bool) -> Packing:
         return self._packer_for(lengths).pack(lengths, search=not quick)
 
     def _program_of(self, packings: Sequence[Packing], quick: bool) -> tuple[Program, list[Workload]]:
-        """One program for the rows of all, and these, cut alike. The order is that of the pipeline that takes longest,
-        or of the next with which all fit into the memory."""
+        """Return one program for the rows of all pipelines, and their rows, divided alike. The order is that of the
+        pipeline that takes longest, or of the next for which all fit into the memory.
+        """
         slowest = sorted(range(len(packings)), key=lambda number: -packings[number].time)
         if len(packings) == 1:
             return self._program(packings[0].workload, quick), [packings[0].workload]
@@ -137,7 +138,7 @@ class DocumentPlanner:
         return first
 
     def nominal(self) -> Program:
-        """Of a step of the longest documents there may be, two for each pipeline rank."""
+        """Return the program of a step of the longest documents allowed, two for each pipeline rank."""
         parallel, length = self.config.parallel, self.config.model.seq_length or 1
         count = 2 * parallel.pipeline_model_parallel_size
         if (most := self.config.data.max_tokens) is not None:
@@ -156,7 +157,9 @@ class DocumentPlanner:
         return row_program(lambda shape: build(name, shape, options), self._shape, workload, alignment)
 
     def _packer_for(self, lengths: Sequence[int]) -> StepPacker:
-        """With no more slices than these documents can have, whatever flags ask for: a step may have short ones."""
+        """Return the packer with no more slices than these documents can have, whatever the flags: a step's may all be
+        short.
+        """
         packer = self._packer
         asked, most = packer.options.chunks, most_slices(max(lengths), packer.alignment)
         if asked is None or asked <= most:
@@ -194,7 +197,7 @@ class DocumentPlanner:
 
     @property
     def _schedule(self) -> Schedule | None:
-        """None for a file."""
+        """Return the schedule, or None if the program is read from a file."""
         return None if is_file(self._name) else find(self._name)
 
     @cached_property

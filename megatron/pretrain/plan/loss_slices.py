@@ -65,7 +65,7 @@ def _figures(config: Config, plans: Plans[int]) -> tuple[float, float]:
 
 
 def _makes_room(config: Config, plans: Plans[int], limit: float) -> bool:
-    """Whether a step fits only because activations leave the device, or are recomputed for the same reason."""
+    """Whether a step fits only because --offload-activations has activations offloaded or recomputed."""
     program = plans.program(full_batch(config))
     every = [*program.activations.values(), *(stage.activations for stage in program.stages)]
     if not config.offload.auto and not any(activations.offload for activations in every):

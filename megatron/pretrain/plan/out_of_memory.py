@@ -23,8 +23,11 @@ _SAVERS = (
 
 
 def out_of_memory(config: Config, plans: Plans[int], said: str, short: str = "the GPU") -> str:
-    """One sentence. said: the error's message, of which it takes what was asked for and what there is. short: whose
-    memory it was, as `helixpipe.common.memory.out_of_memory` has it."""
+    """Return one sentence on what was out of memory, what a rank needs and what would save most.
+
+    said: the error's message, from which the requested size and the capacity are read. short: whose memory it was, as
+    `helixpipe.common.memory.out_of_memory` returns it.
+    """
     there = re.search(r"total capacity of ([\d.]+ \w+)", said)
     capacity = f", which has {there[1]}," if there else ""
     needs = _needs(plans, config)

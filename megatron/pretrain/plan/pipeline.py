@@ -92,7 +92,7 @@ class Pipeline:
         )
 
     def _offloader(self) -> Offloader | None:
-        """With as much page-locked memory as the largest step needs; None where nothing is offloaded."""
+        """Return an offloader with the page-locked memory that the largest step needs; None if nothing is offloaded."""
         if not self._largest.graph.copies:
             return None
         room = self._largest.simulation.peaks[self._parallel.pp_rank].host * (1 + ROUNDING)
@@ -204,8 +204,9 @@ class Pipeline:
 
 
 def places_tokens(program: Program, rank: int) -> bool:
-    """Whether a rank runs what depends on where documents end, with weights of its own or without: attention, and the
-    rotary embedding behind QKV."""
+    """Whether a rank runs pieces that depend on where documents end, with or without weights of its own: attention, and
+    the rotary embedding that follows QKV.
+    """
     stages = {op.stage for op in program.ranks[rank]}
     return any(piece.role in ("qkv", "attn") for stage in stages for piece in program.stages[stage].pieces)
 

@@ -32,7 +32,7 @@ hide the first one behind: that is waited for."""
 
 
 class Beside(Protocol):
-    """What a planning rank plans with; see `BackgroundPlanner`."""
+    """The planner of a planning rank; see `BackgroundPlanner`."""
 
     def announce(self, size: StepRequest) -> None: ...
 
@@ -79,7 +79,7 @@ class PlanStream:
         self._thread.start()
 
     def announce(self, request: StepRequest) -> None:
-        """This step will be taken, after those that were announced before it."""
+        """Announce a step that will be taken after those announced before it."""
         if self._planner is not None:
             self._planner.announce(request)
         self._asked.put(request)
@@ -137,10 +137,10 @@ class PlanStream:
 
 
 class _Groups:
-    """Who sends plans to whom. together: the first rank of all plans for all pipelines, else the first of each for its
-    own. plans_here: whether this rank plans.
+    """The groups in which plans are sent. together: the first rank of all plans for all pipelines; else each pipeline's
+    first rank plans for its own. plans_here: whether this rank plans.
 
-    Every rank of the job makes all groups, in one order, as torch's new_group asks.
+    Every rank of the job creates all groups, in one order, as torch's new_group requires.
     """
 
     def __init__(self, parallel: Parallel, together: bool):
@@ -157,7 +157,7 @@ class _Groups:
         self.plans_here = parallel.rank == self._source
 
     def send(self, plan: StepPlan | Exception) -> StepPlan | Exception:
-        """From the planning rank to its pipeline. Returns what all of it gets."""
+        """Send a plan from the planning rank to its pipeline. Returns what every rank of the pipeline receives."""
         if self._planning is not None:
             others: list[Any] = [None] * self._size
             mine = plan.deal if isinstance(plan, StepPlan) else plan

@@ -19,7 +19,7 @@ class MeetingError(UserError):
 
 
 def is_served(environ: Mapping[str, str]) -> bool:
-    """Whether torchrun holds the store, on rank 0's host; else rank 0 does."""
+    """Whether torchrun holds the store, on rank 0's host; otherwise rank 0 does."""
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -66,7 +66,7 @@ def _unknown(host: str, port: int) -> str | None:
 
 
 def _listener(port: int) -> socket.socket:
-    """At every address of this host, as torch's. Raises MeetingError."""
+    """Listen at every address of this host, as torch does. Raises MeetingError."""
     try:
         with suppress(OSError):  # none of the newer kind, or a port in use, which the next try finds out as well
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
@@ -79,7 +79,7 @@ def _listener(port: int) -> socket.socket:
 
 
 def _is_here(host: str, port: int, each: float) -> None:
-    """On rank 0: whether what it listens at is reached there, at any port, or (through a gateway) at this one."""
+    """Check on rank 0 that MASTER_ADDR leads to this host, at any port or (through a gateway) at this one."""
     for tried in (0, port):
         with _listener(tried) as listener:
             reason = reason_of_silence(host, listener.getsockname()[1], each)
@@ -92,7 +92,7 @@ def _is_here(host: str, port: int, each: float) -> None:
 
 
 def reason_of_silence(host: str, port: int, seconds: float) -> str | None:
-    """Why nobody answers there; None where somebody does."""
+    """Return why no connection to the address is accepted; None if one is."""
     try:
         socket.create_connection((host, port), timeout=seconds).close()
         return None

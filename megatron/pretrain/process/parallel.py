@@ -18,9 +18,10 @@ from megatron.pretrain.process.meeting import check_master
 
 @dataclass(frozen=True)
 class Parallel:
-    """Where this process stands and whom it talks to. Ranks and sizes are those of the axis named; `device` is its
-    own. Ranks of `tp_cp_group` run the same stream on the same microbatches; those of `dp_cp_group` hold the same
-    weights."""
+    """The place of this process on the axes of parallelism, its device and its groups. Ranks and sizes are those of the
+    axis named. Ranks of `tp_cp_group` run the same stream on the same microbatches; those of `dp_cp_group` hold the
+    same weights.
+    """
 
     rank: int
     world_size: int
@@ -40,7 +41,7 @@ class Parallel:
 
     @classmethod
     def current(cls) -> Parallel:
-        """From megatron-core's initialised parallel state."""
+        """Return the ranks and groups of megatron-core's initialised parallel state."""
         from megatron.core import parallel_state
 
         return cls(
@@ -72,8 +73,9 @@ class Parallel:
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether this rank's number of tokens counts, where all ranks' are summed: tensor-parallel and
-        context-parallel ranks have the same whole microbatches."""
+        """Whether this rank's number of tokens is counted in sums over all ranks: tensor-parallel and context-parallel
+        ranks have the same whole microbatches.
+        """
         return self.tp_rank == 0 and self.cp_rank == 0
 
     def sum_over_pipeline_and_data(self, values: torch.Tensor) -> torch.Tensor:

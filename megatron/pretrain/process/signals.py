@@ -13,7 +13,7 @@ from megatron.pretrain.config import Config
 
 
 class StopReason(enum.IntEnum):
-    """Why a run stops early; where ranks see different reasons, the greatest holds for all."""
+    """Why a run stops early; if ranks see different reasons, the greatest applies to all."""
 
     INTERVAL = 1
     DURATION = 2
@@ -90,12 +90,12 @@ class StopCheck:
         self._started = clock() if started is None else started
 
     def after(self, iteration: int) -> StopReason | None:
-        """Whether to stop after this iteration, and why. Collective."""
+        """Return the reason to stop after this iteration, or None. Collective."""
         agreed = self._agree(int(self.wish(iteration) or 0))
         return StopReason(agreed) if agreed else None
 
     def wish(self, iteration: int) -> StopReason | None:
-        """What this rank alone would do; clocks and signals differ between ranks."""
+        """Return this rank's own reason to stop; clocks and signals differ between ranks."""
         minutes, interval = self._training.exit_duration_in_mins, self._training.exit_interval
         if self._flag.received is not None:
             return StopReason[self._flag.received.name]

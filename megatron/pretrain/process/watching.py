@@ -36,7 +36,7 @@ def watched(config: Config, parallel: Parallel) -> Iterator[Position]:
 
 
 def _peers(parallel: Parallel) -> Peers:
-    """With its place in the parallel axes where the rank alone does not say which it is."""
+    """Return the watchdog's peers, named by their place on the parallel axes if the rank alone does not give it."""
     name = f"rank {parallel.rank}"
     if parallel.world_size > parallel.pp_size:
         context = f", context {parallel.cp_rank}" if parallel.cp_size > 1 else ""

@@ -49,8 +49,9 @@ class ReplicaSums:
         self._complete: set[Piece] = set()
 
     def start(self, pieces: Sequence[Piece]) -> None:
-        """This rank has run its last backward of these pieces, and all ranks that hold replicas of their weights come
-        here in one order: start what waits for no other pieces."""
+        """Start the sums that wait for no further pieces, after this rank's last backward of these pieces. All ranks
+        that hold replicas of their weights call this in one order.
+        """
         self._complete.update(pieces)
         pending = []
         for batch in self._pending:
@@ -76,8 +77,9 @@ class ReplicaSums:
 
 
 class Sum:
-    """On its way: of the gradients of some parameters over the ranks of a group. Matrices are summed as they are,
-    several vectors in one collective for each type."""
+    """A started sum of gradients of parameters over the ranks of a group. Matrices are summed in place, vectors
+    together in one collective for each type.
+    """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], group: dist.ProcessGroup):
         vectors: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -110,21 +112,21 @@ embedding's, and those that are never summed before."""
 
 @dataclass(frozen=True)
 class _GradientBucket:
-    """What is summed in one go."""
+    """Weights whose gradients are summed together."""
 
     weights: list[ReplicatedWeight]
     group: dist.ProcessGroup
     kind: int
 
     def waiting(self, complete: Collection[Piece]) -> list[ReplicatedWeight]:
-        """Those whose gradients are not there yet, with the last backwards of these pieces."""
+        """Return the weights whose gradients are incomplete after the last backwards of these pieces."""
         return [each for each in self.weights if self.kind == _LATE or not each.pieces.issubset(complete)]
 
 
 def _batches(
     weights: Sequence[ReplicatedWeight], groups: Mapping[tuple[int, ...], dist.ProcessGroup], late: Collection[int]
 ) -> list[_GradientBucket]:
-    """In an order alike on all ranks. late: by id."""
+    """Return the buckets in an order that is the same on all ranks. late: ids of parameters."""
 
     def kind(weight: ReplicatedWeight) -> int:
         return _LATE if id(weight.parameter) in late else (_LAYERS, _EMBEDDING)[Piece("embed") in weight.pieces]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class KeptState:
-    """What an update changes, as it was before: the weights, `copied` among them, and the optimizers' state."""
+    """A copy of the state that an update changes: the weights, `copied` among them, and the optimizers' state."""
 
     def __init__(self, optimizers: list[torch.optim.Optimizer], copied: Sequence[Tensor]):
         self._groups: list[tuple[dict[str, Any], dict[str, Any]]] = []

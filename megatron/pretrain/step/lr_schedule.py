@@ -13,7 +13,7 @@ from megatron.pretrain.step.microbatches import BatchSchedule, run_length
 
 @dataclass(frozen=True)
 class ScheduleLengths:
-    """In samples, so that a batch-size rampup does not change where a phase ends."""
+    """The lengths of the phases in samples, so that a batch-size rampup does not change where a phase ends."""
 
     warmup: int
     decay: int

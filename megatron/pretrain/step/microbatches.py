@@ -10,7 +10,7 @@ from megatron.pretrain.config import Config
 
 
 class StepBatch(NamedTuple):
-    """One optimizer step: microbatches a data-parallel rank runs, samples over all of them."""
+    """One optimizer step: microbatches of a data-parallel rank, and samples over all ranks."""
 
     num_microbatches: int
     samples: int
@@ -18,7 +18,7 @@ class StepBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """How many microbatches a step has, as a function of the samples consumed before it.
+    """The number of microbatches of a step, as a function of the samples consumed before it.
 
     Megatron-LM's arithmetic, stated here because its calculators differ between releases of megatron-core (that of
     --rampup-batch-size is gone since 0.18). Build it with `from_config`. With steps of documents
@@ -27,8 +27,8 @@ class BatchSchedule:
     (`megatron.pretrain.data.documents`), `samples` is only the unit in which the learning rate's schedule counts steps.
 
     size: samples a step, after any rampup. quantum: samples that all data-parallel ranks together take as one
-    microbatch; what does not fill one is left out of a step, unless its last may be `partial`. start, increment: how
-    many the first step has, and how many are added at a time so that there are `size` after `rampup_samples` samples.
+    microbatch; what does not fill one is left out of a step, unless its last may be `partial`. start, increment:
+    samples of the first step, and the samples added at a time so that a step has `size` after `rampup_samples` samples.
     """
 
     size: int
@@ -66,7 +66,7 @@ class BatchSchedule:
         return self.at(self.rampup_samples + 1)
 
     def step_sizes(self) -> list[int]:
-        """Every number of microbatches that a step will have, ascending."""
+        """Return every number of microbatches that a step will have, ascending."""
         sizes, consumed = {self.final().num_microbatches}, 0
         while consumed <= self.rampup_samples:
             batch = self.at(consumed)

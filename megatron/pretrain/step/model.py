@@ -27,8 +27,9 @@ from megatron.pretrain.step.weights import MegatronWeights
 
 @dataclass(frozen=True)
 class TrainingModel:
-    """`weights` keeps those of `model`, with their gradients and their update; `optimizer` is what it updates them
-    with, for checkpoints and the learning rate. sharded: the weights, where data-parallel ranks have parts of them."""
+    """The model and what trains it. weights: the model's, with their gradients and their update; optimizer: used by the
+    update, for checkpoints and the learning rate. sharded: the weights if they are sharded over data-parallel ranks.
+    """
 
     model: PipelineModel
     optimizer: Any
@@ -68,12 +69,12 @@ def build_model(
 
 
 def _gradient_dtype(config: Config) -> torch.dtype:
-    """Of sums of gradients."""
+    """Return the type in which gradients are summed."""
     return torch.float32 if config.training.accumulate_allreduce_grads_in_fp32 else core.params_dtype(config)
 
 
 def say_kernels(state: TrainingModel, training: Config, *, chunked: bool) -> None:
-    """One line: what the model runs on; before it a warning for whoever asked for something that is not there.
+    """Print the kernels the model runs on in one line, after a warning if a requested one is not available.
 
     training: the run's configuration. chunked: whether sequences run chunk by chunk.
     """

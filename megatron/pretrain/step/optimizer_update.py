@@ -16,7 +16,7 @@ from megatron.pretrain.step.kept import KeptState
 
 
 class OptimizerUpdate:
-    """`Updatable`, by megatron-core's optimizer. updated: the parameters that it writes."""
+    """`Updatable` implemented by megatron-core's optimizer. updated: the parameters that it writes."""
 
     def __init__(self, optimizer: Any, parallel: Parallel, updated: Sequence[Tensor]):
         self._optimizer, self._parallel, self._updated = optimizer, parallel, updated
@@ -24,8 +24,9 @@ class OptimizerUpdate:
         self._scaler = next((each.grad_scaler for each in self._each if getattr(each, "grad_scaler", None)), None)
 
     def counts_here(self, weight: torch.nn.Parameter) -> bool:
-        """As the optimizer counts gradients: what is split over tensor-parallel ranks on each of them, the rest on the
-        first; of replicas the first."""
+        """Whether the weight's gradient counts on this rank, as in the optimizer: weights split over tensor-parallel
+        ranks count on each of them, all others on the first; replicas count on the first rank.
+        """
         split = getattr(weight, "tensor_model_parallel", False)
         return not getattr(weight, "shared", False) and (split or self._parallel.tp_rank == 0)
 

@@ -56,9 +56,10 @@ class _ReplicatedShards:
 
 
 class TrainedParts(OptimizerUpdate):
-    """`TrainedWeights` in parts. sharded: who gathers them; optimizer: megatron-core's, of the parts.
+    """`TrainedWeights` sharded over data-parallel ranks. sharded: gathers the weights; optimizer: megatron-core's, of
+    the shards.
 
-    Collective over all ranks when made: they tell each other what they hold.
+    The constructor is collective over all ranks, which tell each other what they hold.
     """
 
     def __init__(
@@ -92,7 +93,9 @@ class TrainedParts(OptimizerUpdate):
         self._replicas.start(pieces)
 
     def reduce(self, tokens: Tensor | None) -> None:
-        """What is left of sums over tensor-parallel ranks and replicas; those over data-parallel ranks have been."""
+        """Complete the sums over data-parallel ranks that are in progress, then those over tensor-parallel ranks and
+        replicas.
+        """
         for unit in self.sharded.units:
             unit.finish()
         if self._parallel.tp_size > 1:

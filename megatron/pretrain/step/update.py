@@ -27,10 +27,10 @@ from helixpipe.runtime.weights import WeightStore
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """What came of a step's gradients.
+    """The outcome of an update.
 
-    confirmed: the weights had not to be put right. updated: False after an overflow, which leaves the weights alone.
-    num_zeros: None where it was not asked for. sums: over all ranks, of the numbers that went along.
+    confirmed: the weights did not have to be corrected. updated: False after an overflow, which leaves the weights
+    unchanged. num_zeros: None unless requested. sums: over all ranks, of the numbers that were sent along.
     """
 
     confirmed: bool
@@ -47,7 +47,7 @@ class Kept(Protocol):
 
 
 class Updatable(Protocol):
-    """What an update asks of weights, once their gradients are complete."""
+    """The operations of weights that an update calls once their gradients are complete."""
 
     def step(self) -> tuple[bool, float | None, float | None]:
         """Clip by the norm over all ranks and change the weights. Collective. Returns whether it did (not after an
@@ -60,12 +60,13 @@ class Updatable(Protocol):
         ...
 
     def square_norm(self) -> Tensor:
-        """This rank's share of the norm's square, of the prepared gradients: summed over all ranks of the job, each
-        weight counts once."""
+        """Return this rank's share of the squared norm of the prepared gradients: in the sum over all ranks of the job,
+        each weight counts once.
+        """
         ...
 
     def keep(self) -> Kept:
-        """What `update` is about to change."""
+        """Return a copy of the state that `update` changes."""
         ...
 
     def update(self) -> None:
@@ -77,12 +78,12 @@ class Updatable(Protocol):
         ...
 
     def settle_loss_scale(self, overflow: bool) -> None:
-        """Once a step: whether any rank's gradients overflowed."""
+        """Adjust the loss scale, once a step. overflow: whether any rank's gradients overflowed."""
         ...
 
 
 class TrainedWeights(WeightStore, Updatable, Protocol):
-    """All that the training program asks of weights."""
+    """The operations of weights that the training program calls."""
 
 
 class ImmediateUpdate:

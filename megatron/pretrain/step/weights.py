@@ -49,8 +49,9 @@ class MegatronWeights(OptimizerUpdate, WholeWeights):
         self._replicas.start(pieces)
 
     def reduce(self, tokens: Tensor | None) -> None:
-        """In an order that any placement allows: sums over replicas while every rank still holds whole gradients, then
-        the data-parallel reduction, which may leave each rank a shard only."""
+        """Reduce the gradients in an order that is right for any placement: sums over replicas while every rank still
+        holds whole gradients, then the data-parallel reduction, which may leave each rank only a shard.
+        """
         if self._parallel.tp_size > 1:
             Sum(self._partial, self._parallel.tp_group).finish()
         self._replicas.finish()

@@ -47,8 +47,9 @@ def document_batches(config: Config) -> Config:
 
 
 def documents_a_step(config: Config) -> Config:
-    """Every data-parallel rank gets at least one. Under --max-tokens `global_batch_size` is no number of documents but
-    the unit in which the learning rate's schedule counts steps."""
+    """Check that every data-parallel rank gets a document. Under --max-tokens `global_batch_size` is no number of
+    documents but the unit in which the learning rate's schedule counts steps.
+    """
     size, dp = config.training.global_batch_size, config.parallel.data_parallel_size
     if size is None:
         return config.replace("training", global_batch_size=dp)

@@ -12,7 +12,7 @@ from megatron.pretrain.validation.wording import checked
 
 
 def data_source(config: Config) -> Config:
-    """One source of data, well-formed. --split divides --data-path, so with --mock-data it is dropped."""
+    """Check that there is one well-formed source of data. --split divides --data-path, so --mock-data drops it."""
     if config.data.mock_data:
         config = config.replace("data", split=None)
     options = DataOptions.from_flags(

@@ -53,7 +53,7 @@ def attention_heads(config: Config) -> Config:
 
 
 def rotary_embeddings(config: Config) -> Config:
-    """What extends rotary embeddings needs them: YaRN's own positions, the others `rope`."""
+    """Check that extensions of rotary embeddings have the positions they need: YaRN its own, the others `rope`."""
     model, positions = config.model, config.model.position_embedding_type
     for flag, given, needed in (
         ("--use-rope-scaling", model.use_rope_scaling, ("rope",)),

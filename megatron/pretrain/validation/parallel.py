@@ -28,7 +28,7 @@ def world_size(config: Config) -> Config:
 
 
 def context_parallel(config: Config) -> Config:
-    """One way for all layers, in which ranks can share heads and the sequence; nothing is split for one rank."""
+    """Check that all layers communicate in one way and that heads and sequence divide; one rank divides nothing."""
     parallel, model = config.parallel, config.model
     cp, length = parallel.context_parallel_size, checked(model.seq_length)
     if cp == 1:
@@ -130,7 +130,7 @@ def sequence_parallel(config: Config) -> Config:
 
 
 def check_device(config: Config, *, gpus: int) -> None:
-    """What needs a GPU is not asked of a machine without one. `gpus`: how many this process sees."""
+    """Check that nothing that needs a GPU is requested of a machine without one. `gpus`: how many this process sees."""
     if gpus:
         local = config.launch.local_rank
         if local >= gpus and config.parallel.distributed_backend != "gloo":
@@ -144,7 +144,7 @@ def check_device(config: Config, *, gpus: int) -> None:
 
 
 def sharding(config: Config) -> Config:
-    """What data-parallel ranks share out, from Megatron-LM's flags."""
+    """Set what data-parallel ranks shard, from Megatron-LM's flags."""
     parallel, strategy = config.parallel, config.parallel.data_parallel_sharding_strategy
     if parallel.use_torch_fsdp2:
         if strategy not in (None, "optim_grads_params"):

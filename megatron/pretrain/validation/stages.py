@@ -15,7 +15,9 @@ _FLAG = "--pipeline-model-parallel-layout"
 
 
 def stage_layers(config: Config) -> Config:
-    """From a layout, from the first and last rank's numbers of layers, or from what counts as a layer."""
+    """Set each stage's layers from a layout, from the first and last rank's numbers of layers, or from what counts as
+    one.
+    """
     parallel = config.parallel
     first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
     counted = parallel.account_for_embedding_in_pipeline_split, parallel.account_for_loss_in_pipeline_split
@@ -74,7 +76,9 @@ def _accounted(config: Config, embedding: bool, loss: bool) -> tuple[int, ...]:
 
 
 def _of_layout(config: Config, layout: str) -> Config:
-    """Of stages written out. Raises UserError for what is no division of this model."""
+    """Set each stage's layers from a layout that writes out the stages. Raises UserError if it does not divide this
+    model.
+    """
     parallel, layers = config.parallel, checked(config.model.num_layers)
     ranks, given = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
     stages = _written_out(layout)

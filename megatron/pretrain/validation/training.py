@@ -82,7 +82,7 @@ def learning_rate(config: Config) -> Config:
 
 
 def warmup_and_decay(config: Config) -> Config:
-    """One way to say the warm-up, shorter than the decay; WSD is told how long its last phase is."""
+    """Check that the warm-up is given once and is shorter than the decay, and that WSD's last phase has a length."""
     training = config.training
     if training.skip_train:
         return config

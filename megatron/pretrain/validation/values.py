@@ -17,7 +17,7 @@ _STEPS_OF_TIMEOUT = 3.0
 
 
 def required_flags(config: Config) -> Config:
-    """What has no default."""
+    """Check that the flags without a default are given."""
     needed: dict[str, float | None] = {
         "--num-layers": config.model.num_layers,
         "--hidden-size": config.model.hidden_size,
@@ -34,7 +34,7 @@ def required_flags(config: Config) -> Config:
 
 
 def ranges(config: Config) -> Config:
-    """Every value lies in the range that stands beside its flag."""
+    """Check that every value lies in the range declared with its flag."""
     for group in (*GROUPS, "schedule_options"):
         options = getattr(config, group)
         if options is not None:
