@@ -93,12 +93,13 @@ class Shape:
 
     @property
     def most_chunks(self) -> int:
-        """Of any microbatch."""
+        """The largest number of chunks in any microbatch."""
         return self.ragged.most_chunks if self.ragged else self.chunks
 
     def even_stages(self, count: int) -> tuple[Stage, ...]:
-        """`count` stages of equally many layers, or of those that `stage_layers` says, with what they recompute; see
-        `program.even_stages`."""
+        """Return `count` stages of equally many layers, or of those that `stage_layers` gives, with what they
+        recompute; see `program.even_stages`.
+        """
         if self.stage_layers is None:
             return self.recompute.stages(even_stages(self.layer_kinds, count))
         if len(self.stage_layers) != count or sum(self.stage_layers) != self.layers:
@@ -115,12 +116,12 @@ class NoOptions:
 
 
 def never(options: Any) -> bool:
-    """Of a schedule that recomputes nothing by itself, whatever its options."""
+    """Return False: `adapts` of a schedule that recomputes nothing by itself, whatever its options."""
     return False
 
 
 def unchanged(options: Any) -> Any:
-    """Of a schedule whose program is not searched for, whatever its options."""
+    """Return the options unchanged: `quick` of a schedule whose program is not searched for."""
     return options
 
 
@@ -130,16 +131,15 @@ class Schedule:
 
     build: a pure function of the shape and the schedule's own options. options: a dataclass; its fields become flags.
     one_rank: runs on a single pipeline rank only. virtual_stages, chunks: whether it takes those of the shape. ragged:
-    whether microbatches may differ in length and, where it takes chunks, in their number.
-    offloads: whether it offloads activations unless flags say otherwise.
-    effort: about how much longer its program takes to make, lower and simulate than one whose order is only stated.
-    spread: whether all ranks have about the same of embedding and head. variants: options worth a try by a search.
-    default: whether it is run where flags name no schedule; of those it is the one that takes what the flags ask for.
-    adapts: whether a schedule of these options recomputes what the memory asks for, unless flags say what to recompute.
-    quick: the options with which its program is not searched for. aliases: other names of its flags, of papers' own
-    code, each with the words that it stands for; without a value there, it takes a whole number.
-    paper, bubble, memory: what `helixpipe list` shows; formulas in p, m, k, v, F, B (times a rank) and
-    microbatch-stages.
+    whether microbatches may differ in length and, where it takes chunks, in their number. offloads: whether it offloads
+    activations unless flags say otherwise. effort: about how much longer its program takes to make, lower and simulate
+    than one whose order is only stated. spread: whether all ranks have about the same share of embedding and head.
+    variants: options that a search should try. default: whether it is run if flags name no schedule; of those it is the
+    one that takes what the flags ask for. adapts: whether a schedule of these options recomputes what the memory asks
+    for, unless flags say what to recompute. quick: the options with which its program is not searched for. aliases:
+    other names of its flags, of papers' own code, each with the words that it stands for; without a value there, it
+    takes a whole number. paper, bubble, memory: columns of `helixpipe list`; formulas in p, m, k, v, F, B (times a
+    rank) and microbatch-stages.
     """
 
     name: str

@@ -35,9 +35,11 @@ class Setup:
         chunk_lengths: tuple[int, ...] | None = None,
         ragged: Workload | None = None,
     ) -> Shape:
-        """Of a step of so many microbatches, cut into chunks. Raises ScheduleError for what is below 1."""
+        """Return the shape of a step of `microbatches` microbatches, cut into chunks. Raises ScheduleError for what is
+        below 1.
+        """
         return Shape(microbatches=microbatches, chunks=chunks, chunk_lengths=chunk_lengths, ragged=ragged, **vars(self))
 
     def of(self, ranks: int, layers: int, virtual_stages: int | None) -> Setup:
-        """The same model on another pipeline."""
+        """Return the setup of the same model on another pipeline."""
         return replace(self, ranks=ranks, layers=layers, virtual_stages=virtual_stages)

@@ -19,8 +19,9 @@ from helixpipe.program.workload import Chunk, Slice, Workload
 
 
 def rows_alike(workloads: Sequence[Workload], tokens: int) -> list[Workload]:
-    """The same with as many rows in each and as many chunks in each row: documents of padding of so many tokens,
-    numbered after the others, make up what is missing. Rows of the most chunks come first."""
+    """Return workloads with equally many rows and, in each row, equally many chunks: documents of `tokens` tokens of
+    padding, numbered after the others, fill what is missing. Rows of the most chunks come first.
+    """
     rows = [sorted(each.microbatches, key=len, reverse=True) for each in workloads]
     most = max(map(len, rows))
     counts = [max(len(own[number]) for own in rows if number < len(own)) for number in range(most)]

@@ -53,9 +53,10 @@ def packed_whole(lengths: Sequence[int], times: ChunkTimes, tokens: int | None =
 
 
 def concatenated(lengths: Sequence[int], times: ChunkTimes, tokens: int, isolated: bool) -> Packing:
-    """All documents one after another, cut every so many tokens, as GPT pretraining does: documents that are cut lose
-    what comes before. isolated: whether the parts of a row do not see each other; else a row is one document to
-    attention. The last row is filled up. Numbers of documents are those of the parts, or of the rows."""
+    """Concatenate all documents and cut them every `tokens` tokens, as GPT pretraining does: the part of a document
+    after a cut does not see the part before it. isolated: whether the parts of a row do not see each other; else
+    attention treats a row as one document. The last row is filled up. Documents are numbered by part, or by row.
+    """
     check_lengths(lengths)
     rows: list[Row] = [[]]
     left, parts = tokens, 0

@@ -63,5 +63,5 @@ def over_capacity(workload: Workload, capacity: Sequence[float]) -> float:
 
 
 def fits(workload: Workload, capacity: Sequence[float]) -> bool:
-    """Whether no rank ever keeps more than it can hold. capacity: of each rank (`token_capacity`)."""
+    """Whether no rank keeps more tokens than its capacity. capacity: of each rank (`token_capacity`)."""
     return all(tokens_in_flight(workload, len(capacity), rank) <= most for rank, most in enumerate(capacity))

@@ -25,24 +25,25 @@ class ChunkTimes:
         self._known: dict[tuple[tuple[int, int], ...], float] = {}
 
     def of_slice(self, tokens: int, earlier: int = 0) -> float:
-        """Of a chunk of one slice with so many tokens of its document before it."""
+        """Return the time of a chunk of one slice that follows `earlier` tokens of its document."""
         return self.of_chunk(((tokens, earlier),))
 
     def of_chunk(self, slices: Iterable[tuple[int, int]]) -> float:
-        """Of a chunk of several slices, (tokens, earlier tokens) each."""
+        """Return the time of a chunk of several slices, given as (tokens, earlier tokens) each."""
         parts = tuple(slices)
         if parts not in self._known:
             self._known[parts] = self._time(tuple(Extent(*part) for part in parts))
         return self._known[parts]
 
     def added(self, tokens: int, beside: int) -> float:
-        """What a whole document of so many tokens adds to a chunk of `beside` tokens: less than it takes alone, as
-        reading weights and starting messages is paid once a chunk."""
+        """Return the time that a whole document adds to a chunk of `beside` tokens: less than its time alone, since
+        reading weights and starting messages is paid once a chunk.
+        """
         return self.of_chunk(((beside, 0), (tokens, 0))) - self.of_slice(beside)
 
     @property
     def once(self) -> float:
-        """What a chunk takes whatever is in it."""
+        """The fixed time of a chunk, whatever it contains."""
         return max(self.of_slice(self.usual) - self.added(self.usual, self.usual), 0.0)
 
     def tokens_within(self, time: float, most: int, close: float) -> int:

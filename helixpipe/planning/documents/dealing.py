@@ -44,7 +44,7 @@ def deal(times: Sequence[float], tokens: Sequence[int], ranks: int) -> Hands:
 
 
 def document_times(lengths: Sequence[int], times: ChunkTimes) -> list[float]:
-    """What each document takes, however it is cut: its part of chunks that are full."""
+    """Return the time of each document, however it is cut: its share of full chunks."""
     return [times.added(length, times.usual) for length in lengths]
 
 
@@ -93,7 +93,7 @@ def _ordered(hands: Iterable[Iterable[int]]) -> Hands:
 
 
 def _complete(hands: Hands, tokens: Sequence[int]) -> Hands:
-    """The same with no hand empty: one takes the shortest document of the hand that has the most."""
+    """Fill each empty hand with the shortest document of the hand that has the most."""
     given = [list(hand) for hand in hands]
     for hand in given:
         if not hand:

@@ -72,7 +72,7 @@ class StepPacker:
         return packed.packing
 
     def times(self, lengths: Sequence[int]) -> ChunkTimes:
-        """What chunks of these documents take, over the whole model."""
+        """Return the times of chunks of these documents, over the whole model."""
         return ChunkTimes(self.costs, even_stages(self.shape.layer_kinds, 1), sum(lengths) / len(lengths))
 
     @property
@@ -96,7 +96,7 @@ def row_program(build: Callable[[Shape], Program], shape: Shape, workload: Workl
 
 
 def _with_padding(workload: Workload, rows: int, tokens: int) -> Workload:
-    """With so many more rows of so many tokens, each a document of its own, numbered after the others."""
+    """Add `rows` rows of `tokens` tokens of padding, each a document of its own, numbered after the others."""
     documents = 1 + max(part.document for chunks in workload.microbatches for chunk in chunks for part in chunk)
     added = tuple(((Slice(documents + number, 0, tokens),),) for number in range(rows))
     return Workload((*workload.microbatches, *added)) if rows else workload

@@ -30,7 +30,7 @@ class Mesh:
 
     @property
     def slices(self) -> int:
-        """Of the longest document: N."""
+        """The number of slices of the longest document: N."""
         return len(self.lengths)
 
 
@@ -128,7 +128,7 @@ def _longest(buckets: Iterable[OpenChunk]) -> float:
 def _fewest(
     tails: Sequence[OpenChunk], shorts: Sequence[tuple[int, int]], added: Sequence[float], once: float, mesh: Mesh
 ) -> int:
-    """No fewer new buckets than this can do, by tokens and by time."""
+    """Return a lower bound of the number of new buckets, by tokens and by time."""
     tokens = sum(tokens for _, tokens in shorts) - sum(max(mesh.tokens - tail.tokens, 0) for tail in tails)
     count = ceil(tokens / mesh.tokens)
     if 0 < mesh.time - once < inf:

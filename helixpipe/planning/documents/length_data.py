@@ -24,7 +24,7 @@ class Histogram:
     interpolated: str
 
     def share_below(self, tokens: int) -> float:
-        """Of documents shorter than an edge, percent."""
+        """Return the percentage of documents shorter than an edge."""
         return sum(share for share, end in zip(self.shares, self.edges[1:], strict=True) if end <= tokens)
 
 

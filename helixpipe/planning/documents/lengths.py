@@ -24,7 +24,7 @@ DRAWS = 1000
 
 @dataclass(frozen=True)
 class LengthOptions:
-    """How long the documents of a step are; None: not given."""
+    """Options of the lengths of a step's documents; None: not given."""
 
     lengths: str | None = option(
         None,
@@ -46,8 +46,9 @@ class LengthOptions:
 
 @dataclass(frozen=True)
 class DocumentLengths:
-    """Of a step: lengths in tokens, as drawn. source: where they are from. left_out: of a file, how many are too
-    long."""
+    """The lengths of a step's documents in tokens, as drawn. source: where they are from. left_out: the number of a
+    file's documents that are too long.
+    """
 
     lengths: tuple[int, ...]
     source: str
@@ -59,10 +60,10 @@ class DocumentLengths:
 
 
 def documents_of(options: LengthOptions) -> DocumentLengths | None:
-    """What the flags come to; None without --lengths. The same for the same flags on every machine.
+    """Return the lengths that the flags give, the same on every machine; None without --lengths.
 
-    Raises UserError for a flag without --lengths, an unknown name, a file that cannot be read or has no length, and
-    where no document is short enough.
+    Raises UserError for a flag without --lengths, an unknown name, a file that cannot be read or has no length, and if
+    no document is short enough.
     """
     if options.lengths is None:
         for name in ("documents", "max_length", "seed"):
@@ -80,7 +81,7 @@ def documents_of(options: LengthOptions) -> DocumentLengths | None:
 
 
 def _drawn(draw: Callable[[], int], options: LengthOptions) -> DocumentLengths:
-    """As many as asked for, each drawn until it is short enough."""
+    """Draw as many lengths as the options ask for, each until it is short enough."""
     most = options.max_length or math.inf
     lengths: list[int] = []
     for _ in range(options.documents or DOCUMENTS):

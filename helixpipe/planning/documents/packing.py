@@ -47,17 +47,17 @@ class Packing:
 
     @cached_property
     def chunk_tokens(self) -> tuple[int, ...]:
-        """Of all chunks, row by row, padding included."""
+        """The tokens of all chunks, row by row, padding included."""
         return tuple(tokens for row in range(len(self.workload)) for tokens in self.workload.tokens(row))
 
     @property
     def tokens(self) -> int:
-        """Of the documents."""
+        """The tokens of the documents, without padding."""
         return sum(self.chunk_tokens) - self.padding
 
     @property
     def time(self) -> float:
-        """Of all chunks together."""
+        """The sum of the times of all chunks."""
         return sum(map(sum, self.chunk_times))
 
     @property
@@ -112,10 +112,10 @@ def balanced_mesh(
 
 
 def _equal_times(longest: int, times: ChunkTimes, count: int, alignment: int) -> list[int]:
-    """Where the slices of a document of so many tokens begin and end, each at the multiple nearest to equal times.
+    """Return the boundaries of a document's slices, each at the multiple of `alignment` nearest to equal times.
 
-    A slice takes what the document takes up to its end, less that up to its start, and what any chunk takes once. This
-    asks for few times; `balanced_lengths`, which finds the least longest time, for hundreds.
+    A slice takes what the document takes up to its end, less that up to its start, plus the fixed time of a chunk. This
+    evaluates few times; `balanced_lengths`, which finds the least longest time, evaluates hundreds.
     """
     once, total = times.once, times.of_slice(longest)
     share = (total - once) / count
@@ -137,7 +137,7 @@ def fixed_mesh(lengths: Sequence[int], slices: int, alignment: int = 1, document
 
 
 def most_slices(longest: int, alignment: int) -> int:
-    """Of a document of so many tokens, whose last slice may be filled up."""
+    """Return the largest number of slices of a document of `longest` tokens, whose last slice may be filled up."""
     return aligned(longest, alignment) // alignment
 
 

@@ -43,7 +43,7 @@ SIMULATED = 3
 
 @dataclass(frozen=True)
 class PackingOptions:
-    """How documents of a step become chunks: the switches of an ablation."""
+    """Options of how documents of a step become chunks: the switches of an ablation."""
 
     infinipipe_split: Literal["mesh", "both", "fixed"] = option(
         "mesh",
@@ -99,8 +99,9 @@ class Tuned:
 
 
 def choices(lengths: Sequence[int], ranks: int, alignment: int = 1, least: int = 1) -> list[ChunkCapacity]:
-    """What is worth a try: from large chunks, of several of the longest document, to such of `least` tokens on average.
-    Chunks so large that there are fewer than ranks are left out, but for one choice."""
+    """Return the capacities to try: from large chunks, of several of the longest document, to such of `least` tokens on
+    average. Chunks so large that there are fewer than ranks are left out, but for one choice.
+    """
     check_lengths(lengths)
     longest, total = max(lengths), sum(lengths)
     tried = [
@@ -187,9 +188,10 @@ def make_packing(
 
 
 def _even_in_both(packed: Callable[[float, float], Packing], room: float) -> Packing:
-    """Of packings with cuts between those of equal time and those of equal length, with room beyond the longest slice
-    and without, the one whose tokens spread least, of those whose times spread little enough; else the one whose times
-    do least."""
+    """Return the packing whose tokens spread least among those whose times spread little enough; else the one whose
+    times spread least. The cuts tried lie between those of equal time and of equal length, with and without room beyond
+    the longest slice.
+    """
     packings = []
     for each in sorted({room, 1.0}):
         low, high = 0.0, 1.0
@@ -251,8 +253,9 @@ def _time(tried: TriedPacking) -> float:
 
 
 def _simulated(tried: Sequence[TriedPacking], predict: Callable[[Packing], float]) -> list[TriedPacking]:
-    """With predictions of the few that are estimated fastest; more of them as long as none of these fits. What is not
-    predicted counts no more."""
+    """Predict the few packings that are estimated fastest, and more as long as none of these fits. The others get an
+    infinite time.
+    """
     simulated: list[TriedPacking] = []
     for each in sorted(tried, key=lambda each: each.estimate):
         if each.estimate == inf or (len(simulated) >= SIMULATED and any(_time(other) < inf for other in simulated)):

@@ -37,11 +37,11 @@ TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class Recomputation:
-    """What was chosen.
+    """The result of choosing what to recompute.
 
-    program: with it. layers: of each unit that recomputes, how many. solution: of the integer program, None where
-    nothing had to be recomputed or nothing helps. time: what its objective comes to, of each diagonal the longest.
-    fits: whether every rank is within the limit.
+    program: with the choice. layers: the number recomputed, of each unit that recomputes. solution: of the integer
+    program, None if nothing had to be recomputed or nothing helps. time: the objective, the sum of each diagonal's
+    longest. fits: whether every rank is within the limit.
     """
 
     program: Program
@@ -91,7 +91,7 @@ class Estimates:
         self._beside: dict[int, float] = {}
 
     def recomputation(self, program: Program, limit: float) -> Recomputation:
-        """As `recompute_chunks`, by the linear relaxation, rounded: a fraction of the time, to compare programs."""
+        """Choose as `recompute_chunks` does, by the rounded linear relaxation: much faster, to compare programs."""
         diagonals, room = self._problem(program, limit)
         return _chosen(program, diagonals, room, exact=False) if diagonals else Recomputation(program, {}, None, True)
 
@@ -102,14 +102,14 @@ class Estimates:
         return least(diagonals.covering(room)) * diagonals.unit if diagonals else 0.0
 
     def _problem(self, program: Program, limit: float) -> tuple[Diagonals | None, list[float]]:
-        """Nothing to be found where all fits as it is."""
+        """Return the problem, None if all fits without recomputation, and the memory each rank has for activations."""
         room = _room(program, self.costs, limit)
         ranks = [RankNeeds(self._bound, rank, self._moments(program, rank), self.sizes) for rank in range(len(room))]
         fits = all(rank.most <= free for rank, free in zip(ranks, room, strict=True))
         return None if fits else Diagonals(ranks), room
 
     def _moments(self, program: Program, rank: int) -> Moments:
-        """One for each op."""
+        """Return the memory that the rank needs at each of its ops, and when units are saved."""
         own, held = program.ranks[rank], self._held
         now = max((self._around(stage) for stage in {op.stage for op in own}), default=0.0)
         totals = []
@@ -136,13 +136,15 @@ class Estimates:
 
 
 def _room(program: Program, costs: Costs, limit: float) -> list[float]:
-    """What each rank may have beside its weights and optimizer."""
+    """Return the memory that each rank has beside its weights and optimizer."""
     static = (costs.static_memory(program.pieces_of_rank(rank)) for rank in range(program.num_ranks))
     return [limit * (1 + TOLERANCE) - own for own in static]
 
 
 def _chosen(program: Program, diagonals: Diagonals, room: Sequence[float], exact: bool = True) -> Recomputation:
-    """What covers the needs of all ranks, and of that what each needs itself; all layers where nothing covers them."""
+    """Choose layers that cover the needs of all ranks and, of these, those that each rank needs itself; all layers if
+    nothing covers the needs.
+    """
     solution = solve(diagonals.covering(room), exact)
     shared = diagonals.everything if solution is None else diagonals.layers(solution.values)
     own = (rank.trimmed(shared, free) for rank, free in zip(diagonals.ranks, room, strict=True))

@@ -75,13 +75,13 @@ def recomputes(program: Program) -> bool:
 
 
 def busy(program: Program, costs: Costs) -> list[float]:
-    """What the ops of each rank take together: no order of them is faster."""
+    """Return the sum of the times of each rank's ops, a lower bound for any order of them."""
     bound = BoundCosts(program, costs)
     return [sum(map(bound.op_time, ops)) for ops in program.ranks]
 
 
 def makespan(program: Program, costs: Costs) -> float:
-    """As it runs: with the order of messages and the waits of streams that lowering makes."""
+    """Return the makespan as executed: with the order of messages and the waits of streams that lowering adds."""
     return times_as_run(lowered_valid(program, costs), costs).makespan
 
 
@@ -117,7 +117,7 @@ def peak_memory(program: Program, costs: Costs) -> list[float]:
 
 
 def _what_fits(old: Program, new: Program, costs: Costs, limit: float | None) -> Program:
-    """Of each rank the new order, unless it then has more than the limit, and more than before, at a time."""
+    """Take the new order of each rank, unless its peak memory is then above both the limit and its previous peak."""
     if new.ranks == old.ranks or limit == inf:
         return new
     before, after = peak_memory(old, costs), peak_memory(new, costs)
@@ -127,7 +127,7 @@ def _what_fits(old: Program, new: Program, costs: Costs, limit: float | None) ->
 
 
 def _fill_gaps(program: Program, costs: Costs, limit: float | None) -> Program:
-    """One sweep over all ranks' idle times; the same order when no R has moved."""
+    """Sweep once over all ranks' idle times; return the same program if no R has moved."""
     graph, times = graph_of(program), scheduled(program, costs)
     ready = _gradient_arrivals(graph, times)
     ranks = tuple(_fill_rank(program, graph, times, rank, ready) for rank in range(program.num_ranks))
@@ -171,7 +171,7 @@ def _fill_rank(
 
 
 def _gradient_arrivals(graph: Graph, times: TaskTimes) -> dict[int, float]:
-    """For each backward, when the last of what it waits for has come, its own R apart."""
+    """Return, for each backward, when the last of its inputs arrives, without its own R."""
     arrivals: dict[int, float] = {}
     for task, successors in enumerate(graph.successors):
         if task >= graph.num_ops or graph.ops[task].kind in "BI":

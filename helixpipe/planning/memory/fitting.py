@@ -41,11 +41,11 @@ PART = 0.5
 
 @dataclass(frozen=True)
 class Fitting:
-    """How programs of a search are held to memory.
+    """A search that keeps programs within the memory limit.
 
-    find, stages: the search, and what it is given. ranks: that its programs have. costs: of times and memory. limit: of
-    every rank, in the costs' unit of memory; None: there is none. early: whether recomputation comes before the
-    gradient where memory allows.
+    find, stages: the search, and its input. ranks: of its programs. costs: of times and memory. limit: of every rank,
+    in the costs' unit of memory; None: there is none. early: whether recomputation runs before the gradient arrives
+    where memory allows.
     """
 
     find: Find
@@ -56,7 +56,7 @@ class Fitting:
     early: bool = True
 
     def ordered(self) -> Program:
-        """By fewer microbatches in flight alone; with one at a time where nothing else fits."""
+        """Return the program that fits with fewer microbatches in flight alone; with one at a time if nothing fits."""
         with collector_paused():
             return self._ordered(self.stages)
 
@@ -81,7 +81,9 @@ class Fitting:
             return best
 
     def _candidates(self, free: Program) -> Iterator[tuple[float, Callable[[], Program]]]:
-        """Each with a time that it cannot be below: the free order's, or what its busiest rank has to do."""
+        """Yield candidates, each with a lower bound of its time: that of the free order, or the work of its busiest
+        rank.
+        """
         fewest = makespan(free, self.costs)
         yield fewest, partial(self._ordered, self.stages)
         yield fewest, lambda: recompute_chunks(free, self.costs, self.limit or inf, exact=False).program
@@ -105,7 +107,7 @@ class Fitting:
         return self.find(stages, [-inf] * self.ranks)
 
     def _excess(self, program: Program) -> float:
-        """What the fullest rank needs beyond the limit; negative where it has room."""
+        """Return how far the fullest rank is above the limit; negative if it is below."""
         if self.limit is None:
             return -inf
         return max(peak_memory(program, self.costs)) - self.limit * (1 + TOLERANCE)

@@ -85,7 +85,7 @@ def solve(covering: Covering, exact: bool = True, time_limit: float = TIME_LIMIT
 
 
 def least(covering: Covering) -> float:
-    """What no numbers that cover every need can be below, by the relaxation; inf where none can."""
+    """Return a lower bound of the objective from the relaxation; inf if nothing covers every need."""
     return _relaxed(covering)[1] if covering.covers(covering.most) else inf
 
 
@@ -118,8 +118,9 @@ def _searched(covering: Covering, time_limit: float) -> tuple[np.ndarray | None,
 
 
 def lowered(covering: Covering, values: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Each number lowered as far as the others allow, those first that are furthest above what is wanted; a number
-    raised first where rounding has left a need uncovered."""
+    """Lower each number as far as the others allow, first those furthest above `wanted`; raise numbers to their maxima
+    first where rounding has left a need uncovered.
+    """
     import numpy as np
 
     values = np.where(covering.covers(values), values, covering.most)

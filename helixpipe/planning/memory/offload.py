@@ -74,7 +74,7 @@ class OffloadOptions:
 
     @property
     def share(self) -> float:
-        """Of every unit; 0 for off."""
+        """The share that every unit offloads; 0 for off."""
         text = self.offload_activations
         return 0.0 if text in (None, "off", "auto") else float(text or "")
 

@@ -50,8 +50,9 @@ SMALL = 48
 
 @dataclass(frozen=True)
 class MemoryLimits:
-    """What a rank may use, in the costs' unit of memory: of its device, weights and optimizer included, and of its
-    host's memory."""
+    """The memory a rank may use, in the costs' unit of memory: of its device, weights and optimizer included, and of
+    its host.
+    """
 
     device: float
     host: float = inf
@@ -73,12 +74,12 @@ class OffloadedProgram:
 
     @cached_property
     def needs(self) -> list[float]:
-        """Of each rank's device."""
+        """The memory that each rank needs of its device."""
         return self.simulation.device_needs
 
     @cached_property
     def host_needs(self) -> list[float]:
-        """Of each rank's host."""
+        """The memory that each rank needs of its host."""
         return self.simulation.host_needs
 
     def fits_rank(self, rank: int) -> bool:
@@ -87,7 +88,7 @@ class OffloadedProgram:
 
     @property
     def excess(self) -> float:
-        """How much the fullest device has too much; 0 or below where all fit."""
+        """How far the fullest device is above the limit; 0 or below if all fit."""
         return max(self.needs) - self.limits.device * (1 + TOLERANCE)
 
     @property
@@ -159,9 +160,10 @@ class _OffloadSearch:
         self._bases: dict[tuple[Level, ...], Base] = {}
 
     def least(self, levels: tuple[Level, ...], longest: bool = False, below: float = inf) -> _LeastOffload | None:
-        """With these levels of recomputation, of each rank, the least offloaded that makes each rank fit; everything on
-        ranks where that does not do. longest: see `OffloadAmount`. None: no stage has what is to be recomputed, or the
-        step takes longer than `below` with nothing offloaded."""
+        """Return the least offloading that makes each rank fit with these levels of recomputation, one for each rank;
+        ranks that do not fit offload everything. longest: see `OffloadAmount`. None: no stage has what is to be
+        recomputed, or the step takes longer than `below` with nothing offloaded.
+        """
         base = self._base(levels)
         if base is None or base.times.makespan >= below:
             return None
@@ -190,7 +192,7 @@ class _OffloadSearch:
         return _LeastOffload(levels, base, [OffloadAmount(amount, longest) for amount in high], last)
 
     def mixed(self, tried: Sequence[_LeastOffload]) -> OffloadedProgram:
-        """Each rank with the level of recomputation that costs it least, and then another as long as that helps."""
+        """Give each rank the level of recomputation that costs it least, then try others as long as that helps."""
         fitting = [each.choice for each in tried if each.choice.fits]
         best = min(fitting, key=lambda choice: choice.time) if fitting else None
         ranks = range(self.given.num_ranks)
@@ -267,9 +269,9 @@ class _OffloadSearch:
 
 @dataclass(frozen=True)
 class _LeastOffload:
-    """What the least offloading comes to with some levels of recomputation.
+    """The least offloading with some levels of recomputation.
 
-    places: of each rank. choice: with these.
+    places: of each rank. choice: the program with these.
     """
 
     levels: tuple[Level, ...]

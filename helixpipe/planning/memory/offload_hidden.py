@@ -19,8 +19,9 @@ from helixpipe.program.tasks import Buffer
 class OffloadAmount(NamedTuple):
     """How much a rank offloads.
 
-    amount: between nothing (0) and everything (1). longest: the units whose activations wait longest come first, whole;
-    else all of them a share, in proportion to what can be copied in the time that hides it, at 0.5 just that.
+    amount: between nothing (0) and everything (1). longest: whole units are offloaded, those first whose activations
+    wait longest; else a share of each unit, in proportion to what can be copied in the time that hides it, at 0.5 just
+    that.
     """
 
     amount: float
@@ -53,7 +54,7 @@ class Base:
             self._copying.append(times)
 
     def shares(self, places: Sequence[OffloadAmount]) -> dict[Unit, float]:
-        """Of every unit that offloads. places: of each rank."""
+        """Return the share of every unit that offloads. places: of each rank."""
         shares: dict[Unit, float] = {}
         for rank, place in enumerate(places):
             shares |= self._shares(rank, place)
@@ -80,7 +81,7 @@ class Base:
 
 
 def _spans(graph: Graph, times: TaskTimes, tasks: range) -> Iterator[tuple[Unit, float, float]]:
-    """For each unit of a rank the time that hides a copy of it in either direction, and for how long it waits."""
+    """Yield, for each unit of a rank, the time that hides a copy of it in either direction, and how long it waits."""
     ops = [graph.ops[task] for task in tasks]
     start = {op: times.start[task] for op, task in zip(ops, tasks, strict=True)}
     end = {op: times.end[task] for op, task in zip(ops, tasks, strict=True)}

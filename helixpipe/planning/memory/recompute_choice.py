@@ -72,7 +72,7 @@ def recomputing(stage: Stage, runs: Runs, share: float) -> Stage:
 
 
 class Measures:
-    """What `costs` say, in their own units, of a stage by itself: the mean of some."""
+    """Times and memory of one stage by itself, from `costs` and in their units."""
 
     def __init__(self, costs: Costs, stages: Sequence[Stage]):
         self._costs = costs
@@ -83,7 +83,7 @@ class Measures:
         return self._mean([self._costs.op_time(bound.work(Op(kind, 0, 0))) for bound in self._bound])
 
     def kept(self, during_backward: bool = False) -> float:
-        """By a unit from F to B, or at most during its B."""
+        """Return the memory that a unit keeps from F to B, or its maximum during its B."""
         kinds = ("saved", "recomputed") if during_backward else ("saved",)
         return self._mean([sum(bound.size(Buffer(kind, 0, 0, 0, 0)) for kind in kinds) for bound in self._bound])
 
@@ -102,8 +102,9 @@ class LayerRecompute:
 
 
 class StageRecompute(NamedTuple):
-    """What the layers of a stage recompute. time: of that, a microbatch. kept: by a unit from F to B. backward: at most
-    during its B. counts: layers of each kind, the last of the stage first."""
+    """A choice of what the layers of a stage recompute. time: of recomputation, a microbatch. kept: by a unit from F to
+    B. backward: at most during its B. counts: layers of each kind, the last of the stage first.
+    """
 
     time: float
     kept: float
@@ -143,7 +144,7 @@ class LayerChoices:
         self._found = self._combine(most)
 
     def kinds(self, choice: StageRecompute) -> list[Runs]:
-        """What each layer of a stage recomputes, the first layer first."""
+        """Return the pieces that each layer of a stage recomputes, the first layer first."""
         pairs = zip(self.layers, choice.counts, strict=True)
         return [layer.runs for layer, count in reversed(list(pairs)) for _ in range(count)]
 
@@ -152,7 +153,9 @@ class LayerChoices:
         return (units - 1) * choice.kept + choice.backward + units * self._embedding
 
     def always(self, count: int) -> float:
-        """What a rank with that many layers needs beside its units: weights and optimizer, and room around an op."""
+        """Return the memory that a rank with `count` layers needs beside its units: weights and optimizer, and room
+        around an op.
+        """
         return (
             self._costs.static_memory(
                 make_stage([()] * count, embed=self.embed, head=self.head, kinds=self._kinds).pieces
@@ -204,7 +207,7 @@ class LayerChoices:
         return min(self.memory(choice, units) for choice in self._found[count])
 
     def _combine(self, most: int) -> list[list[StageRecompute]]:
-        """For each number of layers the choices that no other betters in time and in memory, by time."""
+        """Return, for each number of layers, the choices that no other betters in time and memory, sorted by time."""
         by_count: list[list[StageRecompute]] = [[] for _ in range(most + 1)]
         for index, layer in enumerate(self.layers):
             one = tuple(int(at == index) for at in range(len(self.layers)))
@@ -234,7 +237,7 @@ _NO_LAYERS = StageRecompute(0.0, 0.0, 0.0, ())
 
 
 def _undominated(choices: list[StageRecompute]) -> list[StageRecompute]:
-    """Those that no other betters, by time."""
+    """Return the choices that no other betters in time and memory, sorted by time."""
     kept: list[float] = []  # of those that none so far betters in memory: what they keep, rising,
     backward: list[float] = []  # and what they need in a backward, falling
     remaining = []

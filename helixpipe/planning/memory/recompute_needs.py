@@ -25,9 +25,10 @@ def layer_runs(program: Program) -> list[tuple[tuple[Piece, ...], ...]]:
 
 
 class LayerSizes:
-    """What units save, and what their backwards add, with 0, 1, ... layers recomputed, and the time of one layer.
+    """The memory that units save and that their backwards add, with 0, 1, ... layers recomputed, and the time of one
+    layer.
 
-    Asked of costs once for stages and chunks that are alike; one may be handed on from program to program of the same
+    Costs are evaluated once for stages and chunks that are alike; one object may serve several programs with the same
     costs.
     """
 
@@ -78,8 +79,9 @@ def _along(size: Callable[[int], float], most: int) -> list[float]:
 
 
 class SavedActivations(NamedTuple):
-    """What must be saved at a moment. units: those whose saved activations are there. running: the one whose backward
-    runs, which makes what it recomputes again."""
+    """The memory to save at a moment. units: those whose saved activations are alive. running: the one whose backward
+    runs and recomputes.
+    """
 
     units: frozenset[Unit]
     running: Unit | None
@@ -93,12 +95,13 @@ def _least_slope(figures: np.ndarray, above: float) -> float:
 
 
 class RankNeeds:
-    """What recomputation does to the memory of one rank.
+    """The effect of recomputation on the memory of one rank.
 
-    units: in the order of their backwards. runs: of each stage what its layers recompute, a run each. kept: of each
-    unit what it saves with 0, 1, ... layers recomputed. inside: what its backward then adds at most. time: of
-    recomputing its first layer. saving: what each layer recomputed saves at least. saving_inside, most_inside: the
-    same while the unit's backward makes one of them again, and what all of them save then: as much as all but one.
+    units: in the order of their backwards. runs: of each stage the pieces that its layers recompute, a run each. kept:
+    of each unit the memory it keeps with 0, 1, ... layers recomputed. inside: what its backward then adds at most.
+    time: of recomputing its first layer. saving: the least memory saved by each recomputed layer. saving_inside,
+    most_inside: the same while the unit's backward recomputes one of them, and what all of them save then: as much as
+    all but one.
     """
 
     def __init__(self, bound: BoundCosts, rank: int, moments: Moments, sizes: LayerSizes):
@@ -125,10 +128,11 @@ class RankNeeds:
             self.most_inside[unit] = max(0.0, float(inside[0] - inside[-1]))
 
     def needs(self, room: float) -> list[SavedActivations]:
-        """What must be saved at the moments at which the same units are there, but for what others take care of.
+        """Return the memory to save at moments at which the same units are alive, without needs that others imply.
 
-        While a backward runs, what its unit saves is the lesser of what its layers save and what they can at most. So
-        there are two needs, of which the latter leaves the unit out."""
+        While a backward runs, its unit saves the lesser of what its layers save and the most that they can. So there
+        are two needs, of which the latter leaves the unit out.
+        """
         backward_at = {moment: unit for unit, moment in self.moments.backward.items()}
         changes: dict[int, list[Unit]] = {}
         for unit in self.units:
@@ -157,14 +161,15 @@ class RankNeeds:
         return kept
 
     def coefficients(self, need: SavedActivations) -> list[tuple[Unit, float]]:
-        """What each layer that each unit recomputes saves at that moment, at least."""
+        """Return, for each unit, the least memory saved at that moment by each layer that it recomputes."""
         return [
             (unit, (self.saving_inside if unit == need.running else self.saving)[unit]) for unit in sorted(need.units)
         ]
 
     def _follows(self, one: SavedActivations, other: SavedActivations) -> bool:
-        """Whether whatever covers the `other` need covers this one: what units that are not here can do for it, and
-        what the one that runs here cannot, is no more than the difference."""
+        """Whether covering the `other` need always covers this one: the most that units absent here, and the one
+        running here, save for the other need alone is no more than the difference.
+        """
         if not one.units <= other.units:
             return False
         less = sum(self.saving[unit] * len(self.runs[unit.stage]) for unit in other.units - one.units)
@@ -173,8 +178,9 @@ class RankNeeds:
         return one.size <= other.size - less
 
     def trimmed(self, layers: Mapping[Unit, int], room: float) -> list[tuple[Unit, int]]:
-        """The same with as few layers as this rank by itself needs: it may have room where others have none. `layers`
-        itself where that does not fit into `room`."""
+        """Reduce the layers to as few as this rank itself needs: it may have room where others have none. Returns
+        `layers` unchanged if they do not fit into `room`.
+        """
         now = self.totals.copy()
         if self.most <= room:
             return [(unit, 0) for unit in self.units]
@@ -198,7 +204,7 @@ class RankNeeds:
         return [(unit, chosen[unit]) for unit in self.units]
 
     def _change(self, now: np.ndarray, unit: Unit, before: int, after: int) -> None:
-        """What the rank has at each moment, when a unit recomputes so many layers instead."""
+        """Update the rank's memory at each moment for a unit that recomputes `after` layers instead of `before`."""
         start, end = self.moments.saved[unit]
         kept, inside = self.kept[unit], self.inside[unit]
         now[start:end] += kept[after] - kept[before]
@@ -230,7 +236,7 @@ class Diagonals:
         self.unit = float(self.weights.max(initial=0.0)) or 1.0
 
     def layers(self, values: np.ndarray) -> dict[Unit, int]:
-        """Of every unit."""
+        """Return the number of layers that each unit recomputes."""
         return {
             unit: min(int(values[self.of[unit]]), len(rank.runs[unit.stage]))
             for rank in self.ranks
@@ -238,7 +244,9 @@ class Diagonals:
         }
 
     def covering(self, room: Sequence[float]) -> Covering:
-        """What recomputation must save, where; room: of each rank, beside its weights and optimizer."""
+        """Return the memory that recomputation must save at each moment; room: of each rank, beside its weights and
+        optimizer.
+        """
         import numpy as np
         from scipy.sparse import csc_array
 

@@ -12,11 +12,10 @@ LARGEST = 16
 
 
 def beside_units(bound: BoundCosts, stages: Iterable[int]) -> float:
-    """What a rank of these stages needs around an op beside what its units keep, in the costs' unit: the op's
-    workspace, what it recomputes inside, and the activation and the gradient that come in and go out at the stage's
-    cuts.
+    """Return the memory that a rank of these stages needs around an op beside its units', in the costs' unit: the op's
+    workspace, what it recomputes inside, and the activation and the gradient that enter and leave at the stage's cuts.
 
-    An estimate for solvers that count memory op by op; what is alive when in the end, the memory sweep says.
+    An estimate for solvers that count memory op by op; the exact lifetimes are those of the memory sweep.
     """
     last, extents = len(bound.program.stages) - 1, bound.program.workload.extents
     unlike = {extents[number][chunk]: (number, chunk) for number, chunk in bound.program.workload.units()}

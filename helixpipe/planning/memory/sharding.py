@@ -68,7 +68,7 @@ def _is_layer(pieces: tuple[Piece, ...], at: int) -> bool:
 
 
 def _begins(pieces: tuple[Piece, ...], at: int) -> bool:
-    """Whether a layer or the head does, or what is left after the embedding."""
+    """Whether a layer or the head begins at this piece, or what remains after the embedding."""
     return pieces[at].role in ("norm", "head") or pieces[at - 1].kind == "embed"
 
 

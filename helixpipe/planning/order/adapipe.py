@@ -42,7 +42,7 @@ BUDGET = 25_000
 
 
 class Stages:
-    """What each stage could be: up to `most` layers, with the cheapest choice of what they recompute.
+    """The possible stages of each rank: up to `most` layers, with the cheapest choice of what they recompute.
 
     free: recomputation is taken to cost no time, and the choices are those that need the least memory.
     """
@@ -78,7 +78,7 @@ class Stages:
         ]
 
     def layout(self, layers: Sequence[int]) -> Layout | None:
-        """None where one of the stages does not fit."""
+        """Return what each layer of each stage recomputes; None if a stage does not fit."""
         chosen = []
         for rank, count in enumerate(layers):
             choice = self.choices[rank][count]
@@ -123,7 +123,7 @@ class LayoutSearch:
         return [layout for layout in layouts if self.fits(self.program(layout))][:1]
 
     def uneven(self, stages: Stages) -> list[Layout]:
-        """By the time of a step as the paper counts it, best first; before them even stages, if they fit somehow."""
+        """Return layouts sorted by the paper's time of a step, preceded by even stages if they fit."""
         p, m, layers = self.shape.ranks, self.shape.microbatches, self.shape.layers
         even = [(layers // p,) * p] if layers % p == 0 else []
         splits = [split.layers for split in splits_by_time(stages, layers, m)[: CANDIDATES - 1]]
@@ -152,8 +152,9 @@ class LayoutSearch:
             most = enough
 
     def least_memory(self) -> Program:
-        """Of all splits and choices the one whose largest rank needs the least, as far as can be estimated. Raises
-        ScheduleError if that does not fit."""
+        """Return the program whose largest rank needs the least memory over all splits and choices, by estimates.
+        Raises ScheduleError if that does not fit.
+        """
         layers = self.shape.layers
         needed = least_bottleneck(self._free_stages(inf).memory(), layers)
         stages = self._free_stages(needed)
@@ -222,7 +223,7 @@ class LayoutSearch:
         return times
 
     def _time(self, layout: Layout) -> float:
-        """Of a step that recomputes inside its backwards."""
+        """Return the time of a step that recomputes inside its backwards."""
         return rounded(list_schedule(self._graph, *BoundCosts(self.program(layout), self.costs).timers).makespan)
 
     def _time_placed(self, program: Program) -> float:

@@ -172,7 +172,7 @@ class _Cuts:
         """Of each chunk, by its number from 1, as it was found last: where to look first."""
 
     def time(self, start: int, end: int) -> float:
-        """Of the chunk between two cuts."""
+        """Return the time of the chunk between two cuts."""
         if (start, end) not in self.known:
             extent = Extent(end - start, start, end - start < self.seq_length)
             self.known[start, end] = _chunk_time(self.costs, self.stages, extent, self.seq_length)
@@ -210,7 +210,9 @@ class _Cuts:
         return low * step
 
     def _missing(self, start: int, end: int, longest: float) -> float:
-        """How much farther than `end` a chunk could go, in parts of `end`, if times were in proportion to lengths."""
+        """Return how much farther than `end` a chunk could reach, as a share of `end`, if times were proportional to
+        lengths.
+        """
         time = self.time(start, end)
         return (longest / time - 1) * (end - start) / end if time else 0.0
 
@@ -249,7 +251,7 @@ class _Cuts:
         return high
 
     def earliest(self, longest: float) -> list[int]:
-        """For each chunk the first cut from which the rest of the sequence can be done in time; nothing before."""
+        """Return, for each chunk, the first cut from which the rest of the sequence fits within `longest` a chunk."""
         step = self.alignment
         starts = [self.seq_length]
         for chunk in reversed(range(1, self.chunks)):

@@ -29,7 +29,7 @@ them that takes longer than all else, and parts are too coarse."""
 
 @dataclass(frozen=True)
 class ChunkOptions:
-    """How each microbatch's sequence is cut; None: not given."""
+    """Options of how each microbatch's sequence is cut; None: not given."""
 
     pipe_sp_splits: str | None = option(
         None,
@@ -58,7 +58,7 @@ class ChunkOptions:
 
     @property
     def auto(self) -> bool:
-        """Whether the number of chunks is to be found."""
+        """Whether the number of chunks is searched for."""
         return self.pipe_sp_splits == "auto"
 
     @property

@@ -66,7 +66,7 @@ def best_chains(make: Make, shape: Shape, grouping: bool, sort: bool, ahead: int
 
 
 def _joined(runs: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """No more than `MOST_RUNS`: the smallest join the ones before them."""
+    """Join the smallest runs with their neighbours until there are at most `MOST_RUNS`."""
     runs = list(runs)
     while len(runs) > MOST_RUNS:
         at = min(range(1, len(runs)), key=lambda at: len(runs[at - 1]) + len(runs[at]))
@@ -140,8 +140,9 @@ class _GroupingSearch:
         return self._estimates.least(self.make(Chains((group,), ahead)), self.limit)
 
     def best(self, tried: list[Chains]) -> Chains:
-        """Of those that fit, or else of all, the fastest; of those about as fast the one of the most groups, which
-        keeps least."""
+        """Return the fastest of those that fit, or of all if none does; among about equally fast ones that with the
+        most groups, which keeps least.
+        """
         rated = [(self._rate(chains), chains) for chains in dict.fromkeys(tried)]
         if len(rated) == 1:
             return tried[0]
@@ -150,7 +151,7 @@ class _GroupingSearch:
         return max(about, key=lambda chains: (len(chains.groups), -chains.ahead))
 
     def _rate(self, chains: Chains) -> tuple[bool, float]:
-        """Whether it is over the limit, and its time."""
+        """Return whether the program is over the limit, and its time."""
         if chains not in self._rated:
             program, over = self.make(chains), False
             if self.limit is not None and self.recompute:
@@ -165,7 +166,7 @@ class _GroupingSearch:
         return scheduled(program, self.costs).makespan
 
     def program(self, chains: Chains) -> Program:
-        """With what it recomputes, as little as can be found."""
+        """Return the program with as little recomputation as can be found."""
         program = self.make(chains)
         if self.limit is None or not self.recompute:
             return program

@@ -18,15 +18,14 @@ from helixpipe.program.program import Op
 
 @dataclass(frozen=True)
 class Rules:
-    """What a rank that is free prefers.
+    """The preferences of a free rank.
 
-    prefer: F and I of the rank's stages, first choice first, as (kind, place of the stage on its rank).
-    order: instead, the F and I of each rank in a fixed order; only W is placed by the rules below.
-    in_turn: the choice goes round: after an op the next in `prefer` comes first.
-    make_room: when memory holds an F back, W comes before I.
-    deferred: W runs before anything else once more than this many of the rank's wait; a number a rank.
-    warmup: units a rank may hold between F and I when it starts an F of its first stage; a number a rank.
-    patience: a rank rather idles than start a W that would keep an op waiting for more than this part of the W.
+    prefer: F and I of the rank's stages, first choice first, as (kind, place of the stage on its rank). order: instead,
+    the F and I of each rank in a fixed order; only W is placed by the rules below. in_turn: the preference rotates:
+    after an op the next in `prefer` comes first. make_room: if memory holds an F back, W comes before I. deferred: W
+    runs before anything else once more than this many of the rank's wait; a number a rank. warmup: units a rank may
+    hold between F and I when it starts an F of its first stage; a number a rank. patience: a rank rather idles than
+    start a W that would keep an op waiting for more than this part of the W.
     """
 
     prefer: tuple[tuple[str, int], ...] = ()
@@ -50,11 +49,11 @@ class ListSchedule:
 
     @property
     def rating(self) -> tuple[float, float, float]:
-        """Less is better; without the last digits' rounding noise."""
+        """The figures to minimise, rounded so that floating-point noise does not decide."""
         return float(f"{self.makespan:.9g}"), float(f"{self.span:.9g}"), float(f"{self.memory:.9g}")
 
     def reaches(self, bounds: tuple[float, float]) -> bool:
-        """Whether neither time can be bettered."""
+        """Whether both times are at their lower bounds."""
         return self.makespan <= bounds[0] * (1 + 1e-9) and self.span <= bounds[1] * (1 + 1e-9)
 
 
@@ -179,7 +178,7 @@ class _Greedy:
         return self._found()
 
     def _choose(self, rank: _Rank, now: float) -> tuple[str, _StageState | None]:
-        """What the rank starts: a kind and, of F and I, the stage; W of the unit that waits longest; or nothing."""
+        """Choose what the rank starts: a kind and, for F and I, the stage (W is of the unit that waits longest)."""
         kind: str = ""
         chosen: _StageState | None = None
         held_back, crowded, soon = False, False, inf
@@ -219,7 +218,7 @@ class _Greedy:
         return choices[turn:] + choices[:turn] if turn else choices
 
     def _room(self, stage: _StageState) -> float:
-        """What the stage's next F must find free."""
+        """Return the memory that must be free for the stage's next F."""
         needs = stage.held[stage.forwards_done]
         if stage.later:
             microbatch, _ = self.forwards[stage.forwards_done]

@@ -79,7 +79,7 @@ def _stages(shape: Shape) -> tuple[tuple[Stage, ...], list[range]]:
 
 
 def _with_backwards(forwards: Sequence[Op], head: int) -> tuple[Op, ...]:
-    """And their backwards in reverse, with each chunk's head, forward and backward, in its place among them."""
+    """Append the backwards in reverse; each chunk's head, forward and backward, takes its place among them."""
     order = [op for op in forwards if op.stage != head]
     for op in reversed(forwards):
         order += [op] * (op.stage == head)
@@ -89,7 +89,7 @@ def _with_backwards(forwards: Sequence[Op], head: int) -> tuple[Op, ...]:
 
 @dataclass(frozen=True)
 class _ChunkPart:
-    """Of a chunk: its number among the program's chunks."""
+    """One rank's part of a chunk. number: of the chunk among the program's."""
 
     number: int
     place: int
@@ -134,7 +134,7 @@ class _Cut:
                 yield (chunk + group, group, *inner), home, Op("F", stage, 0, part.number)
 
     def _equal_times(self, start: int, length: int) -> tuple[int, ...]:
-        """As many parts as ranks, that take equally long in a layer, as far as the alignment allows."""
+        """Return the lengths of as many parts as ranks, with equal times in a layer as far as the alignment allows."""
         p = self.shape.ranks
         unit = default_alignment(length, p, self.alignment)
         steps = length // unit
@@ -150,7 +150,7 @@ class _Cut:
         return tuple(end - begin for begin, end in zip([0, *ends[:-1]], ends, strict=True))
 
     def _time(self, start: int, tokens: int) -> float:
-        """Of so many tokens in all layers."""
+        """Return the time of `tokens` tokens after `start` in all layers."""
         costs = self.shape.costs
         if costs is None or not tokens:
             return float(tokens)

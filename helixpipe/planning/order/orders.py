@@ -41,7 +41,7 @@ def backward_units(workload: Workload) -> list[tuple[int, int]]:
 
 
 def one_forward_one_backward(forwards: Sequence[T], backwards: Sequence[T], warmup: int) -> list[T]:
-    """As many forwards as the warm-up has, one forward and one backward in turn, the rest of the backwards.
+    """Return `warmup` forwards, then one forward and one backward in turn, then the remaining backwards.
 
     forwards, backwards: equally many, each in the order it keeps. warmup: clamped to their number.
     """

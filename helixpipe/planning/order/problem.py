@@ -25,11 +25,11 @@ ByUnit = tuple[tuple[float, ...], ...]
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be scheduled.
+    """A scheduling problem.
 
     workload: every (microbatch, chunk) of it is a unit of each stage. homes: the rank of each stage. forward, inputs,
     weights: times of F, I, W. message: time of a message from each stage to the next (and of its gradient back). held:
-    what a unit keeps from F to I. deferred: what it keeps from I to W. added: what a rank keeps more while an I runs.
+    memory of a unit from F to I. deferred: its memory from I to W. added: what a rank keeps more while an I runs.
     limit: the most each rank may keep; at least a whole microbatch, the largest, of all its stages and the reserve.
     reserve: the most that an I adds (gradients beside activations) on each rank, which F leave free.
     """
@@ -63,12 +63,12 @@ class Problem:
 
     @cached_property
     def starts(self) -> list[int]:
-        """Where the units of each microbatch begin in the order of F, and where the last one's end."""
+        """The index of each microbatch's first unit in the order of F, and the number of all units."""
         return [0, *accumulate(len(chunks) for chunks in self.workload.microbatches)]
 
     @cached_property
     def ops(self) -> list[dict[str, list[Op]]]:
-        """Of each stage the F, I and W of its units, in the order of F."""
+        """The F, I and W of each stage's units, in the order of F."""
         return [
             {kind: [Op(kind, stage, *unit) for unit in self.forward_units] for kind in "FIW"}
             for stage in range(len(self.homes))
@@ -76,7 +76,7 @@ class Problem:
 
     @cached_property
     def left(self) -> list[list[float]]:
-        """Of each stage: what a unit and those of its microbatch after it keep."""
+        """For each stage, the memory kept by a unit and those of its microbatch after it."""
         return [
             [
                 kept
@@ -88,16 +88,16 @@ class Problem:
 
     @cached_property
     def work(self) -> list[float]:
-        """How long all ops of each rank take."""
+        """The sum of the times of each rank's ops."""
         times = (self.forward, self.inputs, self.weights)
         return [sum(sum(of_kind[stage]) for of_kind in times for stage in own) for own in self.own]
 
     def place(self, microbatch: int, chunk: int) -> int:
-        """Of a unit in the order of F."""
+        """Return the place of a unit in the order of F."""
         return self.starts[microbatch] + chunk
 
     def first(self, microbatches: int) -> Problem:
-        """The same of the first so many microbatches."""
+        """Return the problem of the first `microbatches` microbatches."""
         if microbatches >= len(self.workload):
             return self
         end = self.starts[microbatches]
@@ -142,7 +142,7 @@ class Problem:
         return makespan, span
 
     def _units(self, rank: int, kept: ByUnit) -> float:
-        """How many units the rank's memory holds at most."""
+        """Return the most units that the rank's memory holds."""
         least = min(min(kept[s]) for s in self.own[rank])
         return self.limit[rank] // (least * (1 - 1e-9)) if least else inf
 

@@ -115,5 +115,5 @@ def least_bottleneck(values: Table, layers: int) -> float:
 
 
 def rounded(time: float) -> float:
-    """Without the last digits' rounding noise."""
+    """Return the time rounded to nine digits, without floating-point noise."""
     return float(f"{time:.9g}")

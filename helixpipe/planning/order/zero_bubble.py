@@ -84,7 +84,7 @@ def _best(given: Problem, rules: Iterable[Rules]) -> ListSchedule:
 
 
 def _coarse(given: Problem, orders: Orders) -> Iterator[Maker]:
-    """Every order of preference and every fixed order, each with a few ways to place W."""
+    """Yield every order of preference and every fixed order, each with a few ways to place W."""
     for index in range(len(orders(given))):
         for deferred, patience in product((None, 1.0, 0.0), (inf, 0.5, 0.0)):
             yield _ordered(orders, index, deferred, patience)
@@ -105,8 +105,9 @@ def _kinds(given: Problem) -> tuple[tuple[str, int], ...]:
 
 
 def _preferences(kinds: tuple[tuple[str, int], ...]) -> Iterator[tuple[tuple[str, int], ...]]:
-    """All orders for one or two stages a rank; for more, F and I each from the first stage or the last, one kind before
-    the other or in turn."""
+    """Yield all orders for one or two stages a rank; for more, F and I each from the first stage or the last, one kind
+    before the other or in turn.
+    """
     if len(kinds) <= 4:
         yield from permutations(kinds)
         return
@@ -130,7 +131,7 @@ def _ordered(orders: Orders, index: int, deferred: float | None, patience: float
 
 
 def _refined(given: Problem, makers: list[Maker]) -> Iterator[Maker]:
-    """Each with shorter warm-ups, and with fewer W kept waiting."""
+    """Yield each with shorter warm-ups, and with fewer W kept waiting."""
     p, v = len(given.own), max(map(len, given.own))
     ranks = range(p)
     more = v * (given.workload.most_chunks - 1)  # a microbatch's first I comes after all its F

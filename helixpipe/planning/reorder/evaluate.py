@@ -26,10 +26,10 @@ class Judge(Protocol):
     each rank had."""
 
     def makespan(self, orders: Sequence[Sequence[int]], bound: float) -> float:
-        """Of the tasks run as early as these orders, their dependencies and the links allow.
+        """Return the makespan of tasks run as early as these orders, their dependencies and the links allow.
 
-        inf where the order is a circle, where a rank has more than its limit, and as soon as it is certain that the
-        makespan is above the bound.
+        inf if the order has a cycle, if a rank is above its limit, and as soon as it is certain that the makespan is
+        above the bound.
         """
 
     @property
@@ -58,7 +58,7 @@ def is_compiled() -> bool:
 
 
 def compiled_evaluator(instance: Instance) -> Judge | None:
-    """None where it was not built."""
+    """Return the compiled evaluator; None if it was not built."""
     if not is_compiled():
         return None
     starts = [0]
@@ -85,7 +85,7 @@ def compiled_evaluator(instance: Instance) -> Judge | None:
 
 
 class Evaluator:
-    """In Python. left: of each rank the time of ops that have not started."""
+    """The evaluator in Python. left: of each rank the time of ops that have not started."""
 
     def __init__(self, instance: Instance):
         self.instance = instance
@@ -102,9 +102,10 @@ class Evaluator:
 
 
 class _OrderEvaluation:
-    """One order on its way. queues: of each resource the tasks to run; next: the place of the next one. completions:
-    (end, turn, task) of tasks that run; of those that end at one time transfers come before ops, as in
-    `list_schedule`."""
+    """The evaluation of one order. queues: the tasks to run of each resource; next: the place of the next one.
+    completions: (end, turn, task) of tasks that run; of those that end at one time transfers come before ops, as in
+    `list_schedule`.
+    """
 
     def __init__(self, instance: Instance, orders: Sequence[Sequence[int]], bound: float):
         self.instance, self.bound = instance, bound

@@ -60,7 +60,7 @@ class SimulatedProgram:
 
     @property
     def fullest(self) -> float:
-        """What the rank with most has, in the costs' unit."""
+        """The memory of the rank that needs most, in the costs' unit."""
         return max(self.simulation.device_needs)
 
     @property
@@ -81,7 +81,7 @@ class Improved:
 
     @property
     def gain(self) -> float:
-        """By how much more of a step is done in a time, as a part."""
+        """The gain in speed, as a share of the speed before."""
         return self.before.time / self.after.time - 1 if self.after.time else 0.0
 
 
@@ -146,7 +146,7 @@ class _OrderSearch:
         return SimulatedProgram(start, simulation, simulation.makespan + self.after(program))
 
     def _fitting(self, start: str, program: Program) -> SimulatedProgram | None:
-        """None for a program that cannot be, or has no room."""
+        """Return the simulated program; None if it is invalid or does not fit."""
         try:
             candidate = self._simulated(start, program)
         except UserError:
@@ -201,7 +201,7 @@ class _OrderSearch:
             raise KeyboardInterrupt
 
     def _annealed(self, start: SimulatedProgram, evaluations: int) -> SimulatedProgram:
-        """With the best order that is found for this one, if it is as good when simulated; else as it was."""
+        """Return the program with the best order found by annealing if it simulates as fast; else unchanged."""
         program, lowered = start.program, start.simulation.lowered
         limits = [self.room - self.costs.static_memory(program.pieces_of_rank(r)) for r in range(program.num_ranks)]
         instance = instance_of(lowered, self.costs, limits)

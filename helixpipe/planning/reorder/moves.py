@@ -33,7 +33,7 @@ class Move(NamedTuple):
 
 
 class Moves:
-    """What to try next, drawn from an order and its times.
+    """The next moves to try, drawn from an order and its times.
 
     Half of the draws are on a critical path, the chain of tasks without a gap that ends last: only what changes it can
     make the step shorter. An op on it that waits for its rank alone may come before ops that it follows there. A
@@ -109,11 +109,11 @@ class Moves:
         return self._later(order, rank, at, end, distance)
 
     def _length(self) -> int:
-        """Of a run: mostly one op."""
+        """Draw the length of a run: mostly one op."""
         return 1 if self.rng.random() < 0.75 else self.rng.randint(2, LONGEST)
 
     def _earlier(self, order: Sequence[int], rank: int, first: int, end: int, distance: int) -> Move | None:
-        """As many places earlier as nothing forbids, `distance` at most."""
+        """Move the ops as many places earlier as dependencies allow, at most `distance`."""
         end = min(end, len(order))
         moved = sum(1 << task for task in order[first:end])
         to = first
@@ -133,7 +133,7 @@ class Moves:
 
 
 def _behind(instance: Instance) -> list[int]:
-    """For each task the ops that can only come after it, as the bits of a number."""
+    """Return, for each task, the ops that depend on it, as the bits of a number."""
     waiting, order = list(instance.waiting), [task for task, count in enumerate(instance.waiting) if not count]
     for task in order:
         for successor in instance.successors[task]:

@@ -47,7 +47,7 @@ def _groups(program: Program, rank: int) -> dict[tuple[int, int], list[Op]]:
 
 
 def _kinds(program: Program, ops: list[Op]) -> Hashable:
-    """What tells groups that can change places: kinds of pieces, and whether one is a stage or a microbatch's part."""
+    """Return a key that is equal for groups that can swap places: the stage's placement and whether it has weights."""
     stage = program.stages[ops[0].stage]
     return stage.placement, stage.has_weights
 

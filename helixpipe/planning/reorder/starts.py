@@ -28,7 +28,7 @@ Start = tuple[str, Callable[[], Program]]
 
 
 def relatives(program: Program, costs: Costs, limit: float) -> Iterator[Start]:
-    """Of a program that trains. limit: what each rank may have in all, in the costs' unit."""
+    """Yield programs derived from one that trains. limit: the memory of each rank in all, in the costs' unit."""
     yield "backwards split", partial(split, program)
     if program.num_chunks == 1 and program.workload.proportional:
         for count in CUTS:
@@ -46,7 +46,7 @@ def relatives(program: Program, costs: Costs, limit: float) -> Iterator[Start]:
 
 
 def split(program: Program) -> Program:
-    """With I and W in place of every B of a stage with weights."""
+    """Replace every B of a stage with weights by I and W."""
 
     def halves(op: Op) -> tuple[Op, ...]:
         whole = op.kind != "B" or not program.stages[op.stage].has_weights
@@ -56,7 +56,7 @@ def split(program: Program) -> Program:
 
 
 def joined(program: Program) -> Program:
-    """With B in place of every I that its W follows at once."""
+    """Replace every I that is directly followed by its W by B."""
     ranks = []
     for ops in program.ranks:
         order: list[Op] = []
@@ -92,8 +92,9 @@ def cut(program: Program, count: int) -> Program:
 
 
 def spread_heads(program: Program, costs: Costs) -> Program:
-    """With a stage of the head alone, of which every rank has a copy: microbatches take turns. Each head goes forward
-    and at once backward, where its rank is when the rest of the last stage would have begun its backward."""
+    """Move the head to a stage of its own, replicated on every rank: microbatches take turns. Each head goes forward
+    and at once backward, at the place of its rank when the rest of the last stage would have begun its backward.
+    """
     last = program.stages[-1]
     rest, head = len(program.stages) - 1, len(program.stages)
     recompute = tuple(run for run in last.recompute if last.pieces[-1] not in run)
@@ -117,7 +118,7 @@ def spread_heads(program: Program, costs: Costs) -> Program:
 
 
 def spreadable(program: Program) -> bool:
-    """Whether its head can be a stage of its own, with a copy on every rank."""
+    """Whether the head can be a stage of its own, replicated on every rank."""
     return (
         program.num_ranks > 1
         and len(program.stages[-1].pieces) > 1
@@ -145,7 +146,7 @@ def listed(program: Program, homes: Sequence[int], costs: Costs, limit: float) -
 
 
 def _within(runs: Sequence[Sequence[Piece]], pieces: Sequence[Piece]) -> tuple[tuple[Piece, ...], ...]:
-    """What of each run is among the pieces."""
+    """Return the part of each run that is among the pieces."""
     own = set(pieces)
     parts = (tuple(piece for piece in run if piece in own) for run in runs)
     return tuple(part for part in parts if part)

@@ -31,10 +31,11 @@ TURN = 0.1
 
 @dataclass(frozen=True)
 class Figures:
-    """Of a model cut into sizes, with something saved. forward, backward, inputs, weights, again: seconds of F, B, I, W
-    and R of all layers on a microbatch; attention: of core attention's F. ends: F and B of embedding and head; after:
-    of gradients and optimizer for all weights. static: bytes of all weights with their gradients and optimizer state;
-    kept: of what a microbatch keeps in all layers and at the ends."""
+    """Figures of a model divided by `ParallelSizes`, with a `Saving`. forward, backward, inputs, weights, again:
+    seconds of F, B, I, W and R of all layers on a microbatch; attention: of core attention's F. ends: F and B of
+    embedding and head; after: of gradients and optimizer for all weights. static: bytes of all weights with their
+    gradients and optimizer state; kept: of what a microbatch keeps in all layers and at the ends.
+    """
 
     forward: float
     backward: float
@@ -56,7 +57,7 @@ class Figures:
 
 
 class Bounds:
-    """Of one question; figures are made once for sizes and saving."""
+    """Lower bounds for one question; figures are computed once for each sizes and saving."""
 
     def __init__(self, question: Question):
         self.question = question
@@ -69,7 +70,7 @@ class Bounds:
         return self._figures[key]
 
     def flops(self, sizes: ParallelSizes) -> float:
-        """Of the mathematics of a step, on all GPUs."""
+        """Return the FLOPs of a step's mathematics, over all GPUs."""
         costs = self.question.costs(sizes)
         return self.question.microbatches(sizes) * costs.step_flops(Measured(costs, Saving()).whole)
 

@@ -21,7 +21,7 @@ CHUNK = 8192
 
 
 class DocumentTrials(Trials):
-    """Of a question with documents."""
+    """Trials of a question with documents."""
 
     def program(self, candidate: Candidate, microbatches: int | None = None) -> Program:
         question, sizes, setting = self.question, candidate.sizes, candidate.setting

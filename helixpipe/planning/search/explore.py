@@ -86,7 +86,7 @@ class SearchResult:
 
 
 class _Promise(NamedTuple):
-    """Of a candidate that waits: seconds of its step, estimated and at least, and ops of its trial, weighed."""
+    """Estimates of a waiting candidate: seconds of its step, expected and at least, and weighted ops of its trial."""
 
     estimate: float
     bound: float
@@ -99,7 +99,7 @@ def budget(gpus: int) -> int:
 
 
 class Search:
-    """One search. say: told after each round, how much is done, 0 to 1, and what is best."""
+    """One search. say: called after each round with the share done, 0 to 1, and the best candidate."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class Search:
     # ---------------------------------------------------------------------------------------------------- what to try
 
     def _seed(self) -> None:
-        """Of every division of the GPUs and every schedule the setting that is estimated best."""
+        """Add the setting estimated best for every division of the GPUs and every schedule."""
         for sizes in self.question.sizes():
             if sizes.parts and self.question.given.parts is None:
                 whole = self.bounds.figures(replace(sizes, parts=False), Saving()).static
@@ -270,7 +270,7 @@ class Search:
                 yield self._saved(sizes, neighbour)
 
     def _is_good(self, tried: TriedCandidate) -> bool:
-        """Whether it fits, and takes hardly longer than the best of its group."""
+        """Whether the candidate fits, and takes hardly longer than the best of its group."""
         known, trial = self._groups.get(tried.candidate.group), tried.trial
         fits = trial.peak <= self.question.limit and not trial.bound
         return fits and known is not None and trial.step <= known.trial.step * (1 + SLACK)
@@ -308,6 +308,6 @@ class Search:
 
 
 def _steps(one: Saving, other: Saving) -> int:
-    """How many things are done otherwise."""
+    """Return the number of choices in which two savings differ; granularities count by their distance."""
     recompute = abs(GRANULARITIES.index(one.recompute) - GRANULARITIES.index(other.recompute))
     return recompute + (one.mlp != other.mlp) + (one.loss != other.loss)

@@ -21,7 +21,7 @@ def rounded_limit(limit: float) -> float:
 
 
 def sizes_flags(question: Question, sizes: ParallelSizes) -> list[str]:
-    """How the GPUs are divided, a flag with its values each."""
+    """Return the flags that divide the GPUs, each with its values."""
     sequence = question.layout.sequence_parallel and sizes.tensor > 1
     sharing = question.distributed_optimizer or sizes.parts
     return [
@@ -52,7 +52,7 @@ def setting_flags(schedule: Schedule, setting: Setting) -> list[str]:
 
 
 def documents_flags(question: Question) -> list[str]:
-    """Of steps of documents of all lengths; how each is packed, training finds step by step."""
+    """Return the flags of steps of documents of all lengths; training chooses step by step how each is packed."""
     return ["--variable-seq-lengths"] * bool(question.documents)
 
 

@@ -15,7 +15,7 @@ _TOKEN = re.compile(r"\s*(max|min|\d+|[A-Za-z]|[-+/*(),])")
 
 
 def value(formula: str, names: Mapping[str, float]) -> float | None:
-    """What a formula comes to; None for words and for names that are not given."""
+    """Return the value of a formula; None for words and for names that are not given."""
     tokens, text, place = [], formula.removeprefix("at most ").strip(), 0
     while place < len(text):
         token = _TOKEN.match(text, place)

@@ -27,7 +27,7 @@ MOST_VIRTUAL = 8
 
 @dataclass(frozen=True, order=True)
 class ParallelSizes:
-    """How GPUs are divided. parts: whether weights and gradients are divided over the data-parallel ranks, too."""
+    """How GPUs are divided. parts: whether weights and gradients are sharded over the data-parallel ranks."""
 
     tensor: int
     context: int
@@ -39,8 +39,9 @@ class ParallelSizes:
 
 @dataclass(frozen=True)
 class Saving:
-    """What is done to save memory. recompute: a granularity. mlp, loss: tokens of a slice, 0 for none. offload: what
-    `--offload-activations auto` finds. early: whether what is recomputed is so in idle time, too."""
+    """The measures that save memory. recompute: a granularity. mlp, loss: tokens of a slice, 0 for none. offload: what
+    `--offload-activations auto` finds. early: whether recomputation also runs in idle time.
+    """
 
     recompute: str | None = None
     mlp: int = 0
@@ -71,20 +72,20 @@ class Setting:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run it."""
+    """One way to run the question: sizes and a setting."""
 
     sizes: ParallelSizes
     setting: Setting
 
     @property
     def group(self) -> tuple[ParallelSizes, str]:
-        """Of each group of candidates, of one schedule and one division of the GPUs, the best is shown."""
+        """The group of the candidate, one schedule and one division of the GPUs: the best of each is shown."""
         return replace(self.sizes, cp_comm_type=P2P, parts=False), self.setting.schedule
 
 
 @dataclass(frozen=True)
 class FixedChoices:
-    """What is not to be searched for; None: it is."""
+    """Choices that are fixed and not searched for; None: searched for."""
 
     tensor: int | None = None
     context: int | None = None
@@ -101,12 +102,14 @@ class FixedChoices:
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked. sequences: of a step, over all pipelines. limit: bytes of a GPU that a plan may need, the margin
-    taken off. layout: what it says of sizes and slices is chosen anew. schedules: those that are searched.
+    """A question to the search. sequences: of a step, over all pipelines. limit: bytes of a GPU that a plan may need,
+    with the margin subtracted. layout: its sizes and slices are replaced by the search. schedules: those that are
+    searched.
 
-    offload: whether offloading of activations is tried, where what fits recomputes. fp32_kv_gradients: as of
-    `ModelCosts`. documents: tokens of each of a step's, where they are not all alike; sequences is then their number,
-    and the model's seq_length at least the longest."""
+    offload: whether offloading of activations is tried if what fits recomputes. fp32_kv_gradients: as of `ModelCosts`.
+    documents: tokens of each of a step's, if they are not all alike; sequences is then their number, and the model's
+    seq_length at least the longest.
+    """
 
     catalogue: Catalogue
     schedules: tuple[str, ...]
@@ -152,8 +155,9 @@ class Question:
     # ---------------------------------------------------------------------------------------------------------- sizes
 
     def sizes(self) -> Iterator[ParallelSizes]:
-        """Every division of the GPUs that model and batch allow. Of the two ways to share a context the one that takes
-        less time; weights in parts are a size of their own where there is anything to divide."""
+        """Yield every division of the GPUs that model and batch allow. Of the two ways to share a context the faster
+        one is taken; sharded weights are a size of their own if there is anything to shard.
+        """
         given = self.given
         for tensor in _divisors(self.gpus, given.tensor):
             for context in _divisors(self.gpus // tensor, given.context):
@@ -170,18 +174,18 @@ class Question:
                         yield replace(sizes, parts=True)
 
     def may_divide_weights(self, sizes: ParallelSizes) -> bool:
-        """Whether weights are tried whole and in parts."""
+        """Whether weights are tried both whole and sharded."""
         several = sizes.data * sizes.context > 1
         return self.given.parts is None and several and not self.adam_on_host and not self.documents
 
     def _shares_batch(self, data: int) -> bool:
-        """Whether so many pipelines can share the batch."""
+        """Whether `data` pipelines can share the batch."""
         if self.documents:
             return data <= len(self.documents)
         return self.sequences % (data * self.layout.micro_batch_size) == 0
 
     def _with_comm(self, sizes: ParallelSizes) -> ParallelSizes | None:
-        """With what takes less time; None where the model cannot be cut so."""
+        """Return the sizes with the faster communication; None if the model cannot be divided so."""
         by_time = []
         ways = (self.given.cp_comm_type,) if self.given.cp_comm_type else (P2P, A2A) if sizes.context > 1 else (P2P,)
         for way in ways:
@@ -196,7 +200,7 @@ class Question:
     # ------------------------------------------------------------------------------------------------------- settings
 
     def first_settings(self, sizes: ParallelSizes) -> Iterator[Setting]:
-        """Of every schedule one setting, from which `neighbours` leads to all others."""
+        """Yield one setting of every schedule, from which `neighbours` leads to all others."""
         for name in self.schedules:
             schedule = self.catalogue[name]
             if schedule.one_rank != (sizes.ranks == 1) or (self.documents and not self._packs(schedule)):
@@ -209,11 +213,13 @@ class Question:
 
     @staticmethod
     def _packs(schedule: Schedule) -> bool:
-        """Whether it is tried with documents of all lengths: where it cuts them, or there is nothing to wait for."""
+        """Whether a schedule is tried with documents of all lengths: if it cuts them, or has one rank and nothing to
+        wait for.
+        """
         return schedule.ragged and not schedule.virtual_stages and (schedule.chunks or schedule.one_rank)
 
     def every_setting(self, sizes: ParallelSizes) -> Iterator[Setting]:
-        """All that there is to choose, offloading and early recomputation apart."""
+        """Yield all settings, apart from offloading and early recomputation."""
         for setting in self.first_settings(sizes):
             schedule = self.catalogue[setting.schedule]
             for options in self.variants(schedule):
@@ -225,7 +231,7 @@ class Question:
                             )
 
     def neighbours(self, sizes: ParallelSizes, setting: Setting) -> Iterator[Setting]:
-        """One step from a setting: more or fewer chunks or stages, other options."""
+        """Yield settings one step from a setting: more or fewer chunks or stages, other options."""
         schedule = self.catalogue[setting.schedule]
         counts = self.chunk_counts(schedule, sizes)
         place = counts.index(setting.chunks)
@@ -272,7 +278,7 @@ class Question:
         ]
 
     def savings(self, sizes: ParallelSizes, chunks: int) -> list[Saving]:
-        """From the least that is done for memory to the most."""
+        """Return savings from the least that is done for memory to the most."""
         given = self.given
         tokens = self.model.seq_length / (chunks * sizes.context)
         mlp = MLP_SLICE if tokens >= 2 * MLP_SLICE and not self.documents else 0

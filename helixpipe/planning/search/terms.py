@@ -47,7 +47,7 @@ class Terms(NamedTuple):
 
     @property
     def losses(self) -> dict[str, float]:
-        """All but what the mathematics needs, the largest first, by the names that are printed."""
+        """The time of each term but computing, the largest first, by the names that are printed."""
         named = {NAMES[field]: seconds for field, seconds in self._asdict().items() if field != "computing"}
         return dict(sorted(named.items(), key=lambda item: -item[1]))
 
@@ -73,7 +73,7 @@ class _Unsent(ModelCosts):
 
 
 def terms_of(trials: Trials, candidate: Candidate) -> Terms:
-    """Of a step. Raises ScheduleError where the schedule takes no such shape."""
+    """Return the terms of a step. Raises ScheduleError if the schedule does not take the shape."""
     question, sizes, saving = trials.question, candidate.sizes, candidate.setting.saving
     m, p = question.microbatches(sizes), sizes.ranks
     kept = Saving(None, saving.mlp, saving.loss)
@@ -99,14 +99,14 @@ def terms_of(trials: Trials, candidate: Candidate) -> Terms:
 
 
 class Difference(NamedTuple):
-    """Of two plans: the seconds that the second takes longer in each term, the largest first."""
+    """The difference of two plans: the seconds that the second takes longer in each term, the largest first."""
 
     longer: float
     terms: tuple[tuple[str, float], ...]
 
 
 def compared(first: Terms, second: Terms) -> Difference:
-    """Why the second takes longer."""
+    """Return the terms by which the second takes longer."""
     each = {NAMES[name]: getattr(second, name) - getattr(first, name) for name in Terms._fields}
     return Difference(second.step - first.step, tuple(sorted(each.items(), key=lambda item: -abs(item[1]))))
 
@@ -120,7 +120,7 @@ class AtSize(NamedTuple):
 
 
 def taking_over(sizes: Sequence[AtSize]) -> dict[str, int | None]:
-    """For each loss the first number of GPUs from which it is the largest; None where it never is."""
+    """Return, for each loss, the first number of GPUs at which it is the largest; None if it never is."""
     first_gpus: dict[str, int | None] = {NAMES[name]: None for name in Terms._fields if name != "computing"}
     for each in sizes:
         if each.terms is not None:
@@ -131,7 +131,7 @@ def taking_over(sizes: Sequence[AtSize]) -> dict[str, int | None]:
 
 
 def smaller(question: Question) -> list[Question]:
-    """The same with half of the GPUs, a quarter, down to one node."""
+    """Return the question with half of the GPUs, a quarter, and so on down to one node."""
     questions, gpus = [], question.gpus
     while gpus >= question.hardware.gpus_per_node and gpus % question.hardware.gpus_per_node == 0:
         questions.append(replace(question, gpus=gpus, offload=False))

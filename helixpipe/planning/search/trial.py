@@ -30,10 +30,11 @@ WHOLE_OPS = 12_000
 
 @dataclass(frozen=True)
 class Trial:
-    """What a candidate comes to. step: seconds; a lower bound where `bound` says so, as trials end early that cannot
-    be of use. needs: bytes of each rank's GPU; host: of host memory that one needs. bubble: idle part of the pipeline's
-    time. whole: simulated with all its microbatches. refused: why the schedule does not take the shape. ops: that were
-    simulated."""
+    """The result of trying a candidate. step: seconds; a lower bound if `bound`, as trials that cannot be best end
+    early. needs: bytes of each rank's GPU; host: of host memory that one needs. bubble: idle part of the pipeline's
+    time. whole: simulated with all its microbatches. refused: why the schedule does not take the shape. ops: the number
+    simulated.
+    """
 
     step: float = inf
     needs: tuple[float, ...] = ()
@@ -50,7 +51,7 @@ class Trial:
 
 
 class Trials:
-    """Of one question; costs and chunk lengths are found once."""
+    """Trials of one question; costs and chunk lengths are computed once."""
 
     def __init__(self, question: Question):
         self.question = question
@@ -64,7 +65,7 @@ class Trials:
         return self._costs[key]
 
     def setup(self, candidate: Candidate) -> Setup:
-        """What every step gives the candidate's schedule."""
+        """Return what is the same for the candidate's schedule in every step."""
         setting = candidate.setting
         costs, saving = self.costs(candidate.sizes, setting.saving), setting.saving
         return Setup(
@@ -80,7 +81,9 @@ class Trials:
         )
 
     def program(self, candidate: Candidate, microbatches: int | None = None) -> Program:
-        """Of a step, or of one of fewer microbatches. Raises ScheduleError where the schedule takes no such shape."""
+        """Return the program of a step, or of one of fewer microbatches. Raises ScheduleError if the schedule does not
+        take the shape.
+        """
         sizes, setting = candidate.sizes, candidate.setting
         count = microbatches or self.question.microbatches(sizes)
         shape = self.setup(candidate).shape(count, setting.chunks, self._chunk_lengths(sizes, setting.chunks))
@@ -92,7 +95,7 @@ class Trials:
         return simulate(lower(self.program(candidate, microbatches), costs), costs, "s")
 
     def whole(self, candidate: Candidate) -> Trial:
-        """With all its microbatches."""
+        """Try a candidate with all its microbatches."""
         sizes = candidate.sizes
         if self.ops(candidate, self.question.microbatches(sizes)) > WHOLE_OPS:
             quick = self._quick(candidate, inf)
@@ -104,7 +107,7 @@ class Trials:
             return Trial(refused=str(error))
 
     def quick(self, candidate: Candidate, slowest: float) -> Trial:
-        """From few microbatches. slowest: a step that takes longer is of no use."""
+        """Try a candidate with few microbatches. slowest: a step that takes longer is of no use."""
         return self._quick(candidate, slowest) or self.whole(candidate)
 
     def _quick(self, candidate: Candidate, slowest: float) -> Trial | None:
@@ -125,7 +128,9 @@ class Trials:
         return Trial(refused="no number of microbatches was found to try it with")
 
     def _extrapolated(self, candidate: Candidate, few: int, more: int, slowest: float) -> Trial | None:
-        """From so many microbatches and so many more; None where the schedule takes the one number alone."""
+        """Extrapolate from `few` microbatches and `more` in addition; None if the schedule does not take the larger
+        number.
+        """
         left = self.question.microbatches(candidate.sizes) - few
         first = self.simulation(candidate, few)
         start = self._trial(candidate, first)
@@ -167,7 +172,7 @@ class Trials:
         return 2 * candidate.sizes.ranks * microbatches * setting.chunks * (setting.virtual_stages or 1)
 
     def _chunk_lengths(self, sizes: ParallelSizes, chunks: int) -> tuple[int, ...] | None:
-        """Of chunks that take equally long, as training has them; None for one."""
+        """Return the lengths of chunks that take equally long, as training has them; None for one chunk."""
         if chunks == 1:
             return None
         key = ParallelSizes(sizes.tensor, sizes.context, 1, 1, sizes.cp_comm_type), chunks

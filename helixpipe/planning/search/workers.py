@@ -30,14 +30,14 @@ class Crew(Protocol):
     """Whoever makes trials."""
 
     def run(self, jobs: Sequence[TrialRequest]) -> list[Any]:
-        """What each job finds, in their order: a `Trial` or `Terms`."""
+        """Return the result of each job, in their order: a `Trial` or `Terms`."""
         ...
 
     def close(self) -> None: ...
 
 
 def made(trials: Trials, job: TrialRequest) -> Trial | Terms:
-    """What a job asks for."""
+    """Return the result of a job."""
     if job.kind == "terms":
         return terms_of(trials, job.candidate)
     return trials.whole(job.candidate) if job.kind == "whole" else trials.quick(job.candidate, job.slowest)
@@ -121,7 +121,7 @@ def _alive() -> Iterator[None]:
 
 
 def _serve(question: Question, pipe: Connection, inherited: Sequence[Connection]) -> None:
-    """What a process does until the other end of its pipe closes."""
+    """Serve jobs until the other end of the pipe closes."""
     for each in inherited:
         each.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
