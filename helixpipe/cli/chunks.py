@@ -35,7 +35,7 @@ class Chunking:
         return self.options.resolve(chunks, self.costs, layers, seq_length, layout.tensor_parallel, layout.unit)
 
     def _sequence(self) -> tuple[int | None, Layout]:
-        """Its length in tokens, None where times are given by hand, and how it is laid out."""
+        """Return the sequence's length in tokens, None if times are given by hand, and its layout."""
         if isinstance(self.costs, ProfileCosts):
             return self.costs.profile.seq_length, self.costs.profile.layout
         if self.plan is not None:

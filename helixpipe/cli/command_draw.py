@@ -24,7 +24,7 @@ from helixpipe.simulate.simulator import Simulation
 
 @dataclass(frozen=True)
 class DrawOptions:
-    """What `draw` adds."""
+    """Options that only `draw` has."""
 
     width: int | None = option(
         None,

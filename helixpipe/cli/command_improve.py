@@ -35,7 +35,7 @@ IN_PYTHON = (
 
 @dataclass(frozen=True)
 class ImproveOptions:
-    """What `improve` is asked for."""
+    """Options of the search of `improve`."""
 
     evaluations: int = option(
         20_000, "Orders that are judged; more take longer and find more.", at_least=1, at_most=MOST_EVALUATIONS
@@ -96,13 +96,15 @@ def _check(namespace: argparse.Namespace) -> None:
 
 
 def _name(schedule: str) -> str:
-    """Of what was found from a schedule."""
+    """Return the name of the program found from a schedule."""
     return schedule if schedule.startswith("improved-") else f"improved-{schedule}"
 
 
 @dataclass(frozen=True)
 class _Answer:
-    """What was found, and what it is told in. plan: of --model. unit: of times; memory_unit: of what a rank has."""
+    """The result of the search and the units to report it in. plan: of --model. unit: of times; memory_unit: of a
+    rank's memory.
+    """
 
     improved: Improved
     plan: ModelOnCluster | None
@@ -159,7 +161,7 @@ class _Answer:
         return (name, time, f"{100 * simulation.bubble_ratio:.1f} %", memory, *speed)
 
     def _gain(self) -> str:
-        """What was gained, from which start, and what bounds it."""
+        """Return what was gained, from which start, and the bound on any further gain."""
         improved = self.improved
         least = improved.after.least + improved.after.time - improved.after.simulation.makespan
         over = 100 * max(0.0, improved.after.time / least - 1) if least else 0.0

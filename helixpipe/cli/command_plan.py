@@ -39,7 +39,7 @@ SMALL_SEARCH = 12_000
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What `plan` is asked for."""
+    """Options of the search of `plan`."""
 
     schedule: str | None = option(
         None, "Search these schedules alone, names from `helixpipe list` (default: all there are).", metavar="NAME,..."
@@ -111,7 +111,7 @@ def run(namespace: argparse.Namespace) -> None:
 
 
 def _so_far(done: float, best: TriedCandidate | None) -> tuple[int, int, str]:
-    """Of a search: percent, of how many, and the best step."""
+    """Return the progress of a search: percent, out of how many, and the best step."""
     step = f"best {best.trial.step:.4g} s, {best.candidate.setting.schedule}" if best is not None else ""
     return round(100 * done), 100, step
 
@@ -122,7 +122,7 @@ def _crew(question: Question, options: PlanOptions) -> Crew:
 
 
 def _terms(crew: Crew, outcome: SearchResult) -> list[Terms]:
-    """Of each of the best; none where the user has had enough."""
+    """Return the terms of each of the best; none if the user has interrupted."""
     try:
         return (
             []
@@ -151,7 +151,7 @@ def _scan(question: Question, options: PlanOptions) -> list[AtSize]:
 
 
 def _question(options: PlanOptions, namespace: argparse.Namespace) -> Question:
-    """What the flags ask. Raises UserError for flags that are missing or cannot be."""
+    """Return the question that the flags ask. Raises UserError for flags that are missing or invalid."""
     model = dataclass_from_namespace(ModelOptions, namespace)
     model, documents = _with_documents(model, dataclass_from_namespace(LengthOptions, namespace))
     if model.model is None:
@@ -246,7 +246,7 @@ def _with_documents(model: ModelOptions, lengths: LengthOptions) -> tuple[ModelO
 
 
 def nothing_fits(question: Question, outcome: SearchResult) -> str:
-    """One sentence that says why a search has found nothing, by how much, and what would do."""
+    """Return one sentence on why a search has found nothing, what is missing, and what would suffice."""
     if outcome.interrupted:
         return "nothing was found yet."
     counts, least = outcome.counts, outcome.least

@@ -69,7 +69,7 @@ class _Ranks:
             reader.start()
 
     def wait(self) -> int:
-        """Until all have ended; the others are killed a while after the first has failed."""
+        """Wait until all have ended; the others are killed some time after the first has failed."""
         try:
             status = 0
             deadline = float("inf")

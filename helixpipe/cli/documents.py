@@ -28,7 +28,7 @@ from helixpipe.simulate.simulator import Simulation
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """What documents of all lengths become."""
+    """Options of how documents of all lengths become a batch."""
 
     document_packing: Literal["infinipipe", "pad", "whole", "concatenate", "isolate"] = option(
         "infinipipe",
@@ -80,7 +80,7 @@ def check_flags(namespace: argparse.Namespace) -> DocumentLengths | None:
 
 
 def model_options(options: ModelOptions, documents: DocumentLengths | None) -> ModelOptions:
-    """With sequences as long as the longest document."""
+    """Return the options with sequences as long as the longest document."""
     if documents is None or not options.named:
         return options
     unit = 2 * (options.tensor_parallel or 1) * (options.context_parallel or 1)  # whatever way they share
@@ -129,7 +129,7 @@ class Packer:
 
 
 def packer_of(namespace: argparse.Namespace, plan: ModelOnCluster | None) -> Packer | None:
-    """What the flags ask for; None without --lengths."""
+    """Return the packer that the flags ask for; None without --lengths."""
     documents = check_flags(namespace)
     if documents is None:
         return None
@@ -151,7 +151,7 @@ def packer_of(namespace: argparse.Namespace, plan: ModelOnCluster | None) -> Pac
 
 @dataclass(frozen=True)
 class BatchReport:
-    """What a batch became in a simulated step. Times and tokens are those of chunks, over all stages."""
+    """The report on a batch of documents in a simulated step. Times and tokens are those of chunks, over all stages."""
 
     batch: DocumentBatch
     simulation: Simulation

@@ -25,7 +25,7 @@ def _gib(text: str, **ranges: Any) -> Any:
 
 @dataclass(frozen=True)
 class HardwareFlags:
-    """In place of the preset's. None: not given."""
+    """Hardware figures that replace the preset's. None: not given."""
 
     gpus_per_node: int | None = option(
         None, "GPUs of a node (default: the hardware's, 8).", at_least=1, at_most=MOST_RANKS

@@ -120,7 +120,7 @@ class ModelOptions(ShapeFlags, HardwareFlags):
 
     @property
     def named(self) -> bool:
-        """Whether they name a model, or say the sizes of one."""
+        """Whether the options name a model, or give the sizes of one."""
         return self.model is not None or self.hidden_size is not None
 
 
@@ -150,14 +150,14 @@ class ModelOnCluster:
 
     @property
     def sequences(self) -> int:
-        """Of one step."""
+        """The number of sequences of one step."""
         if self.documents is not None:
             return len(self.documents.lengths)
         return self.microbatches * self.costs.layout.micro_batch_size * self.costs.data_parallel
 
     @property
     def tokens(self) -> int:
-        """Of one step, without padding."""
+        """The tokens of one step, without padding."""
         return self.documents.tokens if self.documents is not None else self.sequences * self.costs.seq_length
 
 
@@ -169,7 +169,8 @@ def make_plan(
     one_rank: bool = False,
     memory_limit: float | None = None,
 ) -> ModelOnCluster | None:
-    """What the flags come to; None without --model. ranks, microbatches, layers: given by other flags or a file.
+    """Return the model on its cluster; None without --model. ranks, microbatches, layers: given by other flags or a
+    file.
 
     one_rank: the schedule runs on a single pipeline rank. memory_limit: GiB of each GPU that may be used; None: all but
     what is reserved. Raises UserError for what does not fit together.

@@ -58,7 +58,7 @@ class StepReport:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """What is told of each rank's memory."""
+        """The kinds of memory reported for each rank."""
         host = [kind for kind in HOST_KINDS if any(getattr(memory, kind) for memory in self.memory)]
         return (*KINDS, "total", *host)
 
@@ -69,12 +69,12 @@ class StepReport:
 
     @property
     def near_limit(self) -> bool:
-        """Whether it fits, and little more of fragments would be too much."""
+        """Whether the step fits but little more fragmentation would exceed the limit."""
         return self.fits and NEAR_LIMIT * self.limit < self.peak
 
     @property
     def fits(self) -> bool:
-        """Into the GPUs and into their hosts."""
+        """Whether the step fits into the GPUs and their hosts."""
         return self.peak <= self.limit and self.host_peak <= self.plan.costs.host_memory
 
     def to_json(self) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def memory_text(step: StepReport) -> str:
 
 
 def _host_line(step: StepReport) -> list[str]:
-    """What is in host memory, if anything is."""
+    """Return the line on host memory, if any is used."""
     if not step.host_peak:
         return []
     share, peak = step.plan.costs.host_memory / GIB, step.host_peak / GIB
@@ -185,7 +185,7 @@ def _host_line(step: StepReport) -> list[str]:
 
 
 def _verdict(step: StepReport) -> str:
-    """Of GPUs and hosts together."""
+    """Return whether the step fits into GPUs and hosts, and by how much."""
     if step.fits:
         return f"fits, with {(step.limit - step.peak) / GIB:.1f} GiB to spare"
     over = {"": step.peak - step.limit, " of host memory": step.host_peak - step.plan.costs.host_memory}

@@ -15,7 +15,7 @@ from helixpipe.costs.models import MODELS, ModelShape, find_model
 
 @dataclass(frozen=True)
 class ShapeFlags:
-    """Of a layer, the embedding and the head, as training names them. None: not given."""
+    """The sizes of a layer, the embedding and the head, named as in training. None: not given."""
 
     hidden_size: int | None = option(None, "Size of the hidden states.", at_least=1, at_most=MOST_WIDTH)
     num_attention_heads: int | None = option(None, "Attention heads.", at_least=1, at_most=MOST_WIDTH)
@@ -105,7 +105,7 @@ def described(name: str | None, flags: ShapeFlags, command: str, **sizes: int | 
 
 
 def _own(flags: ShapeFlags, command: str, sizes: dict[str, int | None]) -> ModelShape:
-    """Without a name: the sizes that have no default must be given."""
+    """Return a model without a name: the sizes that have no default must be given."""
     needed = {
         "--num-layers": sizes.get("layers"),
         "--hidden-size": flags.hidden_size,

@@ -48,7 +48,7 @@ class ShapeOptions:
 
 @dataclass(frozen=True)
 class CostOptions:
-    """What ops and messages take."""
+    """Options of the times of ops and messages."""
 
     piece_times: str = option(
         "pre=1,attn=3,post=2",
@@ -88,14 +88,14 @@ class CostOptions:
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """How the result is printed."""
+    """Options of how the result is printed."""
 
     json: bool = option(False, "Print one JSON object.", flags=("--json",))
 
 
 @dataclass(frozen=True)
 class SimulateOptions:
-    """What `simulate` adds."""
+    """Options that only `simulate` has."""
 
     device_queues: Literal["many", "one"] = option(
         "many",

@@ -112,7 +112,7 @@ def parsers(catalogue: Catalogue) -> tuple[FlagParser, dict[str, FlagParser]]:
 
 
 def _planning(subparsers: Any) -> FlagParser:
-    """`plan`, but for the options of schedules and its output."""
+    """Add the parser of `plan`, without the options of schedules and its output."""
     parser: FlagParser = subparsers.add_parser(
         "plan",
         common=(
@@ -138,7 +138,7 @@ def _planning(subparsers: Any) -> FlagParser:
 
 
 def _improving(subparsers: Any, default: str) -> FlagParser:
-    """`improve`, but for what it shares with others."""
+    """Add the parser of `improve`, without the flags shared with other commands."""
     parser: FlagParser = subparsers.add_parser(
         "improve",
         common=(*_USUAL, "evaluations", "save_program"),
@@ -158,7 +158,7 @@ def _one_program(parser: FlagParser, default: str) -> None:
 
 
 def _training(subparsers: Any) -> FlagParser:
-    """`train`, whose flags are those of the training program."""
+    """Add the parser of `train`, whose flags are those of the training program."""
     parser: FlagParser = subparsers.add_parser(
         "train",
         help="train a model on this host, one rank a GPU",
@@ -169,7 +169,7 @@ def _training(subparsers: Any) -> FlagParser:
 
 
 def _comparing(subparsers: Any) -> FlagParser:
-    """`compare`, but for what it shares with others."""
+    """Add the parser of `compare`, without the flags shared with other commands."""
     parser: FlagParser = subparsers.add_parser(
         "compare",
         common=(*_USUAL, "json"),
@@ -185,7 +185,7 @@ def _comparing(subparsers: Any) -> FlagParser:
 
 
 def _drawing(subparsers: Any) -> FlagParser:
-    """`draw`, but for what it shares with others."""
+    """Add the parser of `draw`, without the flags shared with other commands."""
     parser: FlagParser = subparsers.add_parser(
         "draw",
         common=(*_USUAL, "output", "measured", "width"),
@@ -212,7 +212,7 @@ def _drawing(subparsers: Any) -> FlagParser:
 
 
 def _weighing(subparsers: Any, default: str) -> FlagParser:
-    """`memory`, but for what it shares with others."""
+    """Add the parser of `memory`, without the flags shared with other commands."""
     parser: FlagParser = subparsers.add_parser(
         "memory",
         common=(*_SIZE, "layers", *_MODEL, "recompute_granularity", "json"),

@@ -24,7 +24,9 @@ HEADERS = (
 
 @dataclass(frozen=True)
 class SearchReport:
-    """What was found. terms: of each of the best, none where the search was interrupted. scan: of smaller sizes."""
+    """The result of a search. terms: of each of the best, none if the search was interrupted. scan: of
+    smaller sizes.
+    """
 
     question: Question
     outcome: SearchResult
@@ -144,7 +146,7 @@ class SearchReport:
         return f"2. takes {longer:.2g} % longer: {parts or 'nothing to speak of'}."
 
     def _taking_over(self) -> list[str]:
-        """At which number of GPUs each loss becomes the largest."""
+        """Return the table of the numbers of GPUs at which each loss becomes the largest."""
         if len(self.scan) < 2:
             return []
         names = list(taking_over(self.scan))
@@ -227,7 +229,7 @@ class SearchReport:
 
 
 def pareto_front(outcome: SearchResult) -> list[TriedCandidate]:
-    """What was tried and no other beats in time and memory, the fastest first."""
+    """Return the tried candidates that no other beats in time and memory, the fastest first."""
     front: list[TriedCandidate] = []
     for each in sorted(outcome.every, key=lambda tried: (tried.trial.step, tried.trial.peak)):
         if not each.trial.bound and (not front or each.trial.peak < front[-1].trial.peak):
@@ -254,7 +256,7 @@ def _sizes_of(each: AtSize) -> str:
 
 
 def _setting(setting: Setting) -> str:
-    """`seq1f1b-interleaved k=4 v=2`, and options that are not the defaults."""
+    """Return `seq1f1b-interleaved k=4 v=2`, and options that are not the defaults."""
     told = [f"k={setting.chunks}"] * (setting.chunks > 1) + [f"v={setting.virtual_stages}"] * bool(
         setting.virtual_stages
     )

@@ -83,7 +83,7 @@ def _measure(task: dict[str, Any], world_size: int, threads: int) -> Profile:
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], outputs: Sequence[Path]) -> None:
-    """Until all have ended; shows how far the first says it is (`PROGRESS`), from when they start on."""
+    """Wait until all have ended; show the progress that the first one reports (`PROGRESS`), from when they start on."""
     codes: list[int | None] = [None]
     progress = ProgressLine("measuring", unit=" %")
     while None in codes:
@@ -106,7 +106,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], outputs: Sequence[Path])
 
 
 def hardware_measured(options: ProfileOptions, measured: Profile) -> Hardware | None:
-    """What the measured shares are of: --hardware, or the machine's. Raises UserError."""
+    """Return the hardware to which the measured shares refer: --hardware, or the machine's. Raises UserError."""
     if options.hardware is not None:
         return find_hardware(options.hardware)
     return find_device(str(measured.machine.get("device")))
@@ -208,7 +208,7 @@ def profile_costs(namespace: argparse.Namespace) -> ProfileCosts | None:
 
 
 def simulation_text(simulation: Simulation, costs: ProfileCosts) -> str:
-    """What `simulate --profile` prints."""
+    """Return the text that `simulate --profile` prints."""
     measured, program = costs.profile, simulation.lowered.program
     tokens = program.num_microbatches * measured.layout.micro_batch_size * measured.seq_length
     scope = "forward only" if program.forward_only else "forward and backward, without reduction and optimizer"
@@ -250,7 +250,7 @@ def _rank_lines(simulation: Simulation, costs: ProfileCosts) -> list[str]:
 
 
 def simulation_json(costs: ProfileCosts, path: str) -> dict[str, Any]:
-    """What `simulate --profile --json` adds."""
+    """Return the entries that `simulate --profile --json` adds."""
     measured = costs.profile
     return {
         "unit": "s",

@@ -16,7 +16,7 @@ MOST_THREADS = 10_000
 
 @dataclass(frozen=True)
 class ProfileOptions(ShapeFlags):
-    """What to measure. Sizes that are not given are the model's of --model. None: not given."""
+    """Options of what to measure. Sizes that are not given are those of --model. None: not given."""
 
     output: str = option("profile.json", "The file to write.", flags=("-o", "--output"), metavar="FILE")
     model: str | None = option(None, f"A model to start from: {', '.join(MODELS)}.", metavar="NAME")

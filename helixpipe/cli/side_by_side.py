@@ -56,9 +56,10 @@ class SizeOptions:
 
 @dataclass(frozen=True)
 class ComparedSchedule:
-    """One schedule at one size; refused: why there is none. bubble: idle share of all ranks' time in the step; memory:
-    of the rank that needs most, GiB, or microbatch-layers where no model is given. longest_chunk: its time over that of
-    a chunk on average, where sequences are cut."""
+    """One schedule at one size; refused: why it has no result. bubble: idle share of all ranks' time in the step;
+    memory: of the rank that needs most, GiB, or microbatch-layers if no model is given. longest_chunk: its time over
+    that of a chunk on average, if sequences are cut.
+    """
 
     schedule: str
     microbatches: int | None
@@ -73,7 +74,7 @@ class ComparedSchedule:
 
     @property
     def reason(self) -> str:
-        """Why there is none, with the name of the schedule or file."""
+        """Why there is no result, with the name of the schedule or file."""
         named = is_file(self.schedule) and Path(self.schedule).name in self.refused
         return self.refused if named else f"{self.schedule}: {self.refused}"
 
@@ -87,7 +88,7 @@ def one_size(namespace: argparse.Namespace) -> argparse.Namespace | None:
 
 
 def numbers(namespace: argparse.Namespace, name: str) -> list[int | None]:
-    """Those of a size, each looked at; None alone where it is not given. Raises UserError."""
+    """Return the checked numbers of a size; [None] if it is not given. Raises UserError."""
     text: str | None = getattr(namespace, name)
     if text is None:
         return [None]
@@ -135,7 +136,7 @@ def compare(schedules: Mapping[str, Schedule | None], namespace: argparse.Namesp
 
 
 def _in_bytes(namespace: argparse.Namespace) -> bool:
-    """Whether costs are those of a model or measured: seconds and bytes."""
+    """Whether costs are those of a model or measured, in seconds and bytes."""
     return namespace.profile is not None or dataclass_from_namespace(ModelOptions, namespace).named
 
 
