@@ -143,7 +143,7 @@ def _sharing(timeline: Timeline, pid: int, scale: float) -> list[dict[str, Any]]
 
 
 def _side(event: TransferEvent) -> str:
-    """Where a transfer is, as its op sees it."""
+    """Return whether a transfer comes after or before its op."""
     return "after" if event.consumer is None else "before"
 
 
@@ -152,7 +152,7 @@ def _lane_thread(timeline: Timeline, rank: int, lane: str) -> int:
 
 
 def _sort_index(rank: int) -> int:
-    """Of a rank's thread; those of its lanes come next."""
+    """Return the sort index of a rank's thread; those of its lanes follow."""
     return (1 + len(LANES)) * rank
 
 

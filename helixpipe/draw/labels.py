@@ -55,7 +55,7 @@ def width_at(text: str, size: float) -> float:
 
 
 def font_size(texts: Sequence[str], points: Sequence[float], height: float) -> float | None:
-    """One size for all boxes of these widths and this height, in points; None where next to nothing could be read."""
+    """Return one font size in points for all boxes of these widths and this height; None if little could be read."""
     rooms = [width / width_at(text, 1.0) for text, width in zip(texts, points, strict=True)]
     size = min(LARGE, height * 0.7, max(READABLE, float(np.quantile(rooms, CROWDED))))
     return size if size >= SMALL else None

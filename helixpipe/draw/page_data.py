@@ -33,7 +33,7 @@ Amounts = dict[str, float]
 
 
 def takes_no_time(kind: str) -> bool:
-    """Whether transfers of the kind are in no timeline, since nothing in a step waits for them."""
+    """Whether transfers of the kind are left out of timelines, since nothing in a step waits for them."""
     return TRANSFER_KINDS[kind].waited is Waited.STEP
 
 
@@ -44,8 +44,9 @@ COLLECTIVE_KINDS = sorted(
 
 
 def panels_data(shown: Sequence[Timeline | Simulation]) -> list[dict[str, Any]]:
-    """Of several timelines. base: the number of the one before that a timeline is compared with, the first of its size
-    or else the first; None for the first of all. why: where the difference from it comes from, in words."""
+    """Return the page's data of several timelines. base: the number of the earlier timeline to compare with, the first
+    of its size or else the first; None for the first of all. why: the cause of the difference from it, in words.
+    """
     panels = [panel_data(each) for each in shown]
     for number, panel in enumerate(panels):
         sizes = [before["size"] for before in panels[:number]]
@@ -55,7 +56,7 @@ def panels_data(shown: Sequence[Timeline | Simulation]) -> list[dict[str, Any]]:
 
 
 def panel_data(shown: Timeline | Simulation) -> dict[str, Any]:
-    """Of one timeline."""
+    """Return the page's data of one timeline."""
     timeline = shown.timeline if isinstance(shown, Simulation) else shown
     facts = {
         "heading": heading(timeline),
@@ -70,9 +71,10 @@ def panel_data(shown: Timeline | Simulation) -> dict[str, Any]:
 
 
 def knobs(simulations: Sequence[Simulation]) -> list[dict[str, Any]]:
-    """What can be changed in the page, and what it is: times by hand are given anew, all others are multiplied.
+    """Return the costs that can be changed in the page, with their values: times given by hand are set, all others
+    scaled.
 
-    Empty where timelines do not share their costs. splits: whether the piece's backward can be done in two halves.
+    Empty if timelines do not share their costs. splits: whether the piece's backward can be done in two halves.
     """
     if not simulations or any(each.costs != simulations[0].costs for each in simulations):
         return []
@@ -146,7 +148,7 @@ def _size(ranks: int, ops: Sequence[Op]) -> str:
 
 
 def _before(lowered: LoweredProgram) -> list[list[int]]:
-    """For each task how far back those lie that it waits for; what runs before it on its resource is left out."""
+    """Return, for each task, the distances back to the tasks it waits for, without the previous one on its resource."""
     before: list[list[int]] = [[] for _ in range(lowered.graph.num_tasks)]
     for waits in (enumerate(lowered.graph.successors), stream_waits(lowered).items()):
         for task, successors in waits:
@@ -156,7 +158,9 @@ def _before(lowered: LoweredProgram) -> list[list[int]]:
 
 
 def _levels(curve: MemoryCurve) -> dict[str, Any]:
-    """Of one rank, in columns: twice the task's number, and one more at its end; host memory only if there is any."""
+    """Return one rank's memory in columns: twice the task's number, plus one at its end; host memory only if any is
+    used.
+    """
     levels = curve.levels
     hosted = any(level.host for level in levels)
     return {
@@ -193,7 +197,7 @@ def _classes(lowered: LoweredProgram, bound: BoundCosts) -> tuple[list[dict[str,
 
 
 def _number_of_op(transfer: Transfer, number: Mapping[Op, int]) -> int:
-    """Of the op that a collective belongs to; -1 where it belongs to a stage."""
+    """Return the number of the op that a collective belongs to; -1 if it belongs to a stage."""
     return -1 if transfer.producer is None and transfer.consumer is None else number[transfer.op]
 
 
@@ -213,7 +217,7 @@ class _Rates:
         return amounts
 
     def transfer(self, transfer: Transfer, time: float) -> Amounts:
-        """Of a transfer that takes so long. By hand a collective takes a message's time."""
+        """Return the costs of a transfer that takes `time`. With times by hand a collective takes a message's time."""
         row = TRANSFER_KINDS[transfer.kind]
         if takes_no_time(transfer.kind):
             return {}
@@ -236,7 +240,7 @@ class _Rates:
         return amounts if work.kind == "R" else amounts | {"overhead": 1.0}
 
     def _seconds(self, work: Work) -> Amounts:
-        """Of the pieces of each role what they add to an op of none; the rest is what does not depend on pieces."""
+        """Return the time that each kind of piece adds to an op without pieces; the rest does not depend on pieces."""
         costs, alone = self.bound.costs, work._replace(receives=None, sends=None)
         nothing = costs.op_time(alone._replace(pieces=()))
         amounts = {}
@@ -280,7 +284,9 @@ def _measured(timeline: Timeline) -> dict[str, Any]:
 
 
 def circle_data(error: CircleError) -> dict[str, Any]:
-    """Of a program that can never finish: its ops in the order of each rank, which of them can end, and the circle."""
+    """Return the page's data of a program that deadlocks: each rank's ops in order, which of them can end, and the
+    cycle.
+    """
     program = error.program
     ops = [op for own in program.ranks for op in own]
     ranks = [rank for rank, own in enumerate(program.ranks) for _ in own]

@@ -45,9 +45,9 @@ Colour = tuple[float, float, float]
 
 
 class _RowPositions:
-    """Where the rows of a timeline are, from top to bottom, in heights of a rank's row, and where its lanes.
+    """Positions of a timeline's rows from top to bottom, in heights of a rank's row, and of its lanes.
 
-    middle: of each rank's row. total: of all of them.
+    middle: of each rank's row. total: height of all rows.
     """
 
     def __init__(self, timeline: Timeline):

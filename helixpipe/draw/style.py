@@ -11,7 +11,7 @@ from helixpipe.program.transfer import TRANSFER_KINDS
 
 
 class KindStyle(NamedTuple):
-    """How ops of one kind look: the colours differ in hue for the colour-blind and in lightness for a grey print."""
+    """The look of one kind of op: colours differ in hue for the colour-blind and in lightness for a grey print."""
 
     name: str
     colour: str
@@ -48,12 +48,12 @@ def lane_of(copy: TransferEvent) -> str:
 
 
 def copying_ranks(timeline: Timeline) -> list[int]:
-    """Those that have lanes."""
+    """Return the ranks that have lanes."""
     return sorted({copy.source for copy in timeline.copies})
 
 
 def heading(timeline: Timeline) -> str:
-    """`1f1b: 4 ranks, 8 microbatches, makespan 396, bubble 27.3 %`."""
+    """Return `1f1b: 4 ranks, 8 microbatches, makespan 396, bubble 27.3 %`."""
     microbatches = len({event.op.microbatch for event in timeline.ops})
     return (
         f"{timeline.title}: {count(timeline.num_ranks, 'rank')}, {count(microbatches, 'microbatch', 'microbatches')}, "
@@ -66,7 +66,7 @@ def is_chunked(timeline: Timeline) -> bool:
 
 
 def scale_note(timelines: Sequence[Timeline]) -> str:
-    """How the time axes compare; empty when there is one."""
+    """Return how the time axes compare; empty for one timeline."""
     units = [timeline.unit for timeline in timelines]
     if len(units) < 2:
         return ""
@@ -93,5 +93,5 @@ def time_scale(seconds: float) -> tuple[float, str]:
 
 
 def count(number: int, one: str, many: str = "") -> str:
-    """`1 rank`, `4 ranks`."""
+    """Return `1 rank`, `4 ranks`."""
     return f"{number} {one if number == 1 else many or one + 's'}"

@@ -37,7 +37,7 @@ def shape_line(simulation: Simulation) -> str:
 
 
 def stage_count(stages: Sequence[Stage]) -> str:
-    """`4 stages of 2 layers`, with those of embed or head alone, or `8 layers cut into 18 stages`."""
+    """Return `4 stages of 2 layers`, with the number of those without layers, or `8 layers cut into 18 stages`."""
     layers = [{piece.layer for piece in stage.pieces if piece.layer >= 0} for stage in stages]
     held, total = [len(each) for each in layers if each], len(set().union(*layers))
     number = count(len(stages), "stage")
@@ -49,8 +49,9 @@ def stage_count(stages: Sequence[Stage]) -> str:
 
 
 def stage_lines(stages: Sequence[Stage]) -> list[str]:
-    """`stages: 2 3 layers; layers recomputed: 2 whole, none`; nothing for stages alike that recompute nothing, or for
-    such as do not consist of whole layers. Of embed or head alone nothing is said beside whole layers."""
+    """Return `stages: 2 3 layers; layers recomputed: 2 whole, none`; empty for equal stages that recompute nothing, or
+    if stages do not consist of whole layers. Stages of embed or head alone are left out beside whole layers.
+    """
     sizes = [sum(piece.role == LAYER_PIECES[0] for piece in stage.pieces) for stage in stages]
     whole = all(
         len({piece for piece in stage.pieces if piece.layer >= 0}) == size * len(LAYER_PIECES)
@@ -69,7 +70,7 @@ def stage_lines(stages: Sequence[Stage]) -> list[str]:
 
 
 def _recomputed(stage: Stage) -> str:
-    """`2 whole + 1 mlp`, or `none`."""
+    """Return `2 whole + 1 mlp`, or `none`."""
     pieces = [piece for run in stage.recompute for piece in run if piece.layer >= 0]
     kinds = [tuple(piece.role for piece in layer) for _, layer in groupby(pieces, key=lambda piece: piece.layer)]
     counts = {kind: kinds.count(kind) for kind in kinds}
@@ -139,7 +140,7 @@ def chunk_times(simulation: Simulation) -> list[float]:
 
 
 def chunk_shares(simulation: Simulation) -> list[float] | None:
-    """Of a sequence that each chunk is; None where microbatches are cut otherwise, or not."""
+    """Return each chunk's share of a sequence; None if microbatches are not cut, or not all alike."""
     lengths = simulation.lowered.program.workload.lengths
     return None if lengths is None or len(lengths) == 1 else [length / sum(lengths) for length in lengths]
 
@@ -161,7 +162,9 @@ def chunks_text(simulation: Simulation) -> str | None:
 
 
 def copies_text(simulation: Simulation) -> str | None:
-    """What copies to the host and back take, how much of it is hidden, and a line a rank; None when nothing leaves."""
+    """Return the time of copies to the host and back, how much of it is hidden, and a line a rank; None
+    without copies.
+    """
     if not simulation.copies:
         return None
     unit, total = simulation.timeline.unit, sum(simulation.copy_time)
@@ -188,8 +191,9 @@ def copies_text(simulation: Simulation) -> str | None:
 
 
 def sharing_text(simulation: Simulation) -> str | None:
-    """What gathers of weights and scatters of gradients take, and how much of it is hidden; None when weights are
-    whole."""
+    """Return the time of gathers of weights and scatters of gradients, and how much of it is hidden; None if weights
+    are whole.
+    """
     took, held_up = simulation.sharing_time, simulation.held_up_by_sharing
     if not simulation.timeline.sharing:
         return None
@@ -202,7 +206,7 @@ def sharing_text(simulation: Simulation) -> str | None:
 
 
 def _offloading(program: Program) -> Iterator[str]:
-    """For each rank how many of its units offload, and what share."""
+    """Yield, for each rank, how many of its units offload, and what share."""
     for ops in program.ranks:
         units = [op.unit for op in ops if op.kind == "F"]
         runs = [program.activations_of(unit).offload for unit in units]

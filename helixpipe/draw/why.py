@@ -15,8 +15,9 @@ DIGITS = 3
 
 
 def why_longer(shown: Timeline | Simulation, other: Timeline | Simulation) -> str:
-    """Why `shown` takes longer than `other`, or shorter: the parts of a step that differ, the largest first, and their
-    sum. The numbers in it add up as they stand. Empty where the two have no unit in common, or no part differs."""
+    """Return why `shown` takes longer than `other`, or shorter: the parts of a step that differ, the largest first, and
+    their sum. The printed numbers add up. Empty if the two have different units, or no part differs.
+    """
     timelines = [each.timeline if isinstance(each, Simulation) else each for each in (shown, other)]
     if timelines[0].unit != timelines[1].unit:
         return ""
