@@ -42,7 +42,7 @@ def check_config(config: TransformerConfig) -> None:
 
 
 def check_program(program: Program, num_ranks: int, num_microbatches: int) -> None:
-    """That chunks of whole layers can run the program. Raises ScheduleError."""
+    """Check that chunks of whole layers can run the program. Raises ScheduleError."""
     name = program.schedule
     if (program.num_ranks, program.num_microbatches) != (num_ranks, num_microbatches):
         raise ScheduleError(
@@ -94,7 +94,7 @@ def check_program(program: Program, num_ranks: int, num_microbatches: int) -> No
 
 
 def check_chunks(program: Program, rank: int, chunks: Sequence[torch.nn.Module]) -> None:
-    """That the chunks are the program's stages on this pipeline rank. Raises UserError."""
+    """Check that the chunks are the program's stages on this pipeline rank. Raises UserError."""
     stages = stages_of(program, rank)
     if len(chunks) != len(stages):
         raise UserError(
@@ -116,7 +116,7 @@ def check_chunks(program: Program, rank: int, chunks: Sequence[torch.nn.Module])
 
 
 def check_deferral(program: Program, chunks: Sequence[torch.nn.Module], config: TransformerConfig) -> None:
-    """That weight gradients can be computed apart from the backward, where the program asks for it: UserError."""
+    """Check that weight gradients can be computed apart from the backward if the program does so. Raises UserError."""
     if not any(op.kind == "W" for ops in program.ranks for op in ops):
         return
     if config.enable_autocast:

@@ -19,10 +19,10 @@ from helixpipe.program.stages import Piece, Stage
 
 @dataclass
 class Call:
-    """One call of the forward-backward function: its arguments, and what its forwards leave.
+    """One call of the forward-backward function: its arguments, and the results of its forwards.
 
-    data_iterators: one a chunk. shape: of the hidden states between stages. store: what the loss function returned
-    for each microbatch. num_tokens: sum of those that the loss function counted, an int32 scalar.
+    data_iterators: one a chunk. shape: of the hidden states between stages. store: what the loss function returned for
+    each microbatch. num_tokens: sum of those that the loss function counted, an int32 scalar.
     """
 
     forward_step_func: Callable[..., Any]
@@ -86,7 +86,7 @@ class Chunks:
         return (_differentiable(output),)
 
     def _objective(self, loss: Tensor) -> Tensor:
-        """What backward starts from: the loss, scaled as the optimizer asks."""
+        """Return the tensor that backward starts from: the loss, scaled as the optimizer asks."""
         if self._config.grad_scale_func is not None:
             loss = self._config.grad_scale_func(loss)
         return _differentiable(loss.reshape(()))

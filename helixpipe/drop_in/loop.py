@@ -176,7 +176,7 @@ class ForwardBackward:
         return call.store
 
     def program(self, ranks: int, microbatches: int, chunks: int, layers: Layers | None = None) -> Program:
-        """As `MakeProgram`; each is made once."""
+        """Return the program as `MakeProgram` does; each is made once."""
         return self._plans.program((ranks, microbatches, chunks, None if layers is None else layer_kinds(layers)))
 
     def pieces(self, num_layers: Layers, num_microbatches: int, pp_group: dist.ProcessGroup | None = None) -> Pieces:
@@ -192,7 +192,7 @@ class ForwardBackward:
     def copies(
         self, num_layers: Layers, num_microbatches: int, pp_group: dist.ProcessGroup | None = None
     ) -> dict[Piece, int]:
-        """Those of `pieces` that other ranks hold as well, for the PipelineModel's `copies`; same arguments."""
+        """Return the `pieces` that other ranks hold as well, for the PipelineModel's `copies`; same arguments."""
         group = pp_group or ProcessGroupCollection.use_mpu_process_groups(["pp"]).pp
         return self.program(group.size(), num_microbatches, 1, num_layers).copies(group.rank())
 

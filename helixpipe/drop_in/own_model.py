@@ -57,7 +57,7 @@ def check_own_call(
 
 
 def check_own_program(program: Program, rank: int, num_ranks: int, num_microbatches: int, model: PipelineModel) -> None:
-    """That the model holds the program's pieces on this pipeline rank. Raises UserError."""
+    """Check that the model holds the program's pieces on this pipeline rank. Raises UserError."""
     name = program.schedule
     if (program.num_ranks, program.num_microbatches) != (num_ranks, num_microbatches):
         raise ScheduleError(
@@ -86,7 +86,7 @@ def check_own_program(program: Program, rank: int, num_ranks: int, num_microbatc
 
 
 def check_groups(model: PipelineModel, groups: ProcessGroupCollection) -> None:
-    """That the step's groups are those the model was built with, which it runs in. Raises UserError."""
+    """Check that the step's groups are those the model was built with, which it runs in. Raises UserError."""
     for name, own in (("tp", model.tp_group), ("cp", model.context.group)):
         given = getattr(groups, name)
         if _ranks(own) != _ranks(given):
@@ -101,7 +101,7 @@ def _ranks(group: dist.ProcessGroup | None) -> list[int]:
 
 
 def check_lengths(program: Program, seq_length: int, model: PipelineModel) -> None:
-    """That every microbatch is a sequence of that length, cut as ranks can share it. Raises ProgramError."""
+    """Check that every microbatch is a sequence of that length, cut as ranks can share it. Raises ProgramError."""
     config, context = model.config, model.context
     parts = context.size * (2 if context.rings else 1)
     if config.sequence_parallel:
@@ -120,9 +120,9 @@ def check_lengths(program: Program, seq_length: int, model: PipelineModel) -> No
 class OwnCall:
     """One call of the forward-backward function with a PipelineModel.
 
-    batches: this rank's microbatches; none where neither the embedding nor the head is. tokens: of each microbatch, the
-    sum of its loss mask. store: what is returned, of the microbatches `finished`. num_tokens: sum of theirs, a float64
-    scalar; of context-parallel ranks, which have the same microbatches, each counts an equal share.
+    batches: this rank's microbatches; none without the embedding and the head. tokens: the sum of each microbatch's
+    loss mask. store: the values returned, of the microbatches `finished`. num_tokens: their sum of tokens, a float64
+    scalar; context-parallel ranks, which have the same microbatches, count equal shares.
     """
 
     config: TransformerConfig
@@ -135,7 +135,7 @@ class OwnCall:
     finished: list[int] = field(default_factory=list)
 
     def root_gradient(self, index: int) -> Tensor:
-        """Of the microbatch's objective with respect to its loss sum: a float32 scalar."""
+        """Return the gradient of the microbatch's objective with respect to its loss sum: a float32 scalar."""
         gradient = torch.ones((), device=device())
         if not self.config.calculate_per_token_loss:
             # times the ranks that share it: DistributedDataParallel takes the mean of them, of gradients that are parts
@@ -156,7 +156,9 @@ class OwnCall:
             self.num_tokens += self.tokens[index] / self.context.size
 
     def _of_all_rows(self, sums: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Of the loss sums of this rank's rows, those of all context-parallel ranks. Collective of these."""
+        """Return the loss sums over all context-parallel ranks, from those of this rank's rows. Collective over these
+        ranks.
+        """
         if self.context.size == 1 or not sums:
             return sums
         totals = torch.stack(list(sums.values()))

@@ -23,8 +23,9 @@ from helixpipe.runtime.weights import WholeWeights
 
 
 class LoopWeights(WholeWeights):
-    """Those of one rank of a pipeline. own: the model of pieces, which may hold replicas of other ranks' weights; None
-    for chunks of another kind."""
+    """The weights of one rank of a pipeline. own: the model of pieces, which may hold replicas of other ranks' weights;
+    None for chunks of another kind.
+    """
 
     def __init__(self, own: PipelineModel | None, program: Program, group: dist.ProcessGroup):
         self._own = own
@@ -75,7 +76,9 @@ class _ReplicatedGradients:
         dist.all_reduce(torch.zeros(1, device=device()), group=group)
 
     def sum(self) -> None:
-        """Before the data-parallel reduction, while all ranks hold whole gradients."""
+        """Sum the gradients of replicas. Runs before the data-parallel reduction, while all ranks hold
+        whole gradients.
+        """
         for weight in self._weights:
             parameter = weight.parameter
             main = getattr(parameter, "main_grad", None)
@@ -104,7 +107,7 @@ class _ReplicatedGradients:
 
 
 class _OneRank:
-    """Where megatron-core looks for the ranks that share a weight: no other."""
+    """A group without other ranks, in place of the one that megatron-core expects to share a weight."""
 
     def size(self) -> int:
         return 1
@@ -133,8 +136,9 @@ def _plain_hooks(chunk: DistributedDataParallel) -> Iterator[None]:
 
 
 def _finish_gathers(chunks: list[torch.nn.Module]) -> None:
-    """With `overlap_param_gather` the hooks of a module's forward wait for its weights. A PipelineModel's may leave for
-    another rank, or be used, without that forward."""
+    """Wait for gathers of parameters that `overlap_param_gather` leaves to the hooks of a module's forward. A
+    PipelineModel's weights may be sent to another rank, or used, without that forward.
+    """
     for chunk in chunks:
         if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
             for group in chunk.bucket_groups:
@@ -142,7 +146,7 @@ def _finish_gathers(chunks: list[torch.nn.Module]) -> None:
 
 
 def _start_reductions(chunks: list[torch.nn.Module], force_all_reduce: bool | None) -> None:
-    """What the last backward would have started with `overlap_grad_reduce`; `finalize_model_grads` waits for it.
+    """Start the reductions that the last backward would start with `overlap_grad_reduce`; `finalize_model_grads` waits.
 
     `grad_sync_func` and `param_sync_func` only say when to start what is started here, once a step, and by the
     forward's hooks, so they are not called.
