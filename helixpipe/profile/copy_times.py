@@ -54,8 +54,9 @@ class Direction:
 
 
 def measure_copies(group: Any, computing: int) -> CopyTimes:
-    """Of this rank, while the others of the group copy as well: the ranks of a machine share its host memory, and on
-    many machines the link to it. computing: processes that compute at the same time in a step."""
+    """Measure this rank's copies while the others of the group copy as well: the ranks of a machine share its host
+    memory, and on many machines the link to it. computing: processes that compute at the same time in a step.
+    """
     sizes = COPY_BYTES + (COPY_BYTES_OF_GPUS if torch.cuda.is_available() else ())
     ways = [Direction(inward, sizes[-1], device()) for inward in (False, True)]
     alone: list[list[tuple[float, float]]] = [[], []]
@@ -105,7 +106,7 @@ def seconds_at_once(
 
 
 def copy_times(alone: Sequence[Points], both: Points) -> CopyTimes:
-    """From the times of copies (out, inward) of several sizes alone, and of one size with both directions in use."""
+    """Fit the model of copies to the times of several sizes (out, inward) alone, and of one size in both directions."""
     lines = [fit_line(points) for points in alone]
     latency = statistics.mean(once for once, _ in lines)
     out, inward = (

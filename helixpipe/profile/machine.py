@@ -11,8 +11,9 @@ import torch
 
 
 def needs_wall_clock(threads: int, processes: int) -> bool:
-    """Whether this thread's processor time would not be what a step waits for. It leaves out what other programs on the
-    machine take away, but also other threads, and processes that have to share a core."""
+    """Whether wall-clock time must be measured instead of this thread's processor time. Processor time excludes other
+    programs on the machine, but also other threads, and processes that have to share a core.
+    """
     return threads > 1 or processes > (os.cpu_count() or 1)
 
 

@@ -62,7 +62,9 @@ LEAST, LEAST_PART = 64, 16
 
 
 class MicrobatchShape(NamedTuple):
-    """What a microbatch is made of: chunks of these lengths; and so many documents, equally long, where more than 1."""
+    """The composition of a microbatch: chunks of these lengths, or, if more than 1, `documents` documents of equal
+    length.
+    """
 
     chunks: tuple[int, ...]
     documents: int = 1
@@ -77,8 +79,9 @@ class MicrobatchShape(NamedTuple):
 
 
 def rows(seq_length: int) -> list[MicrobatchShape]:
-    """What is measured: whole sequences from `seq_length` down, the two longest in chunks, and documents side by
-    side."""
+    """Return the microbatches to measure: whole sequences from `seq_length` down, the two longest in chunks, and
+    documents side by side.
+    """
     lengths = [seq_length]
     while lengths[-1] // SHORTER >= LEAST:
         lengths.append(lengths[-1] // SHORTER)
@@ -126,7 +129,7 @@ Samples = dict[tuple[str, str], list[float]]
 
 @dataclass
 class _MeasuredRun:
-    """What is measured of a row, with one kind of backward: whole or (split) in two."""
+    """The measurements of a row with one kind of backward: whole or (split) in two."""
 
     row: MicrobatchShape
     split: bool
@@ -138,7 +141,7 @@ class _MeasuredRun:
 
 
 def _tell(done: int, of: int) -> None:
-    """How far this process is, for the one that has started it."""
+    """Report this process's progress to the one that has started it."""
     sys.stdout.write(f"measured {done} of {of}\n")
     sys.stdout.flush()
 
@@ -158,12 +161,12 @@ class Measurement:
         self._deferring = _linear_calls(self._model)
 
     def kernels(self, transport: str) -> str:
-        """What the model runs on, as the training program says it."""
+        """Return the kernels that the model runs on, as the training program prints them."""
         gradients = torch.promote_types(DTYPES[self._task.dtype], torch.float32)
         return self._model.kernels.line(self._model.config, chunked=False, transport=transport, gradients=gradients)
 
     def run(self) -> tuple[MeasuredChunk, ...]:
-        """Of each row's chunks, the whole sequence first. Tells how far it is."""
+        """Measure each row's chunks, the whole sequence first. Reports its progress."""
         every = rows(self._task.seq_length)
         runs = [self._run_of(row, split) for row in every for split in (False, True)]
         rounds = WARM_UP + self._task.repeats
@@ -187,7 +190,9 @@ class Measurement:
         return (*whole, *(times for each in others for times in each))
 
     def weight_times(self) -> WeightTimes:
-        """Of weights that travel, as one flat tensor for a stage: measured on stages of one layer and of three."""
+        """Measure the packing and adding of weights sent as one flat tensor for a stage, on stages of one and three
+        layers.
+        """
         points: dict[str, list[tuple[float, float]]] = {"pack": [], "add": []}
         for layers in (SHORT, LONG):
             weights = self._model.weights_of([piece for piece in self._pieces if 0 <= piece.layer < layers])
@@ -243,7 +248,7 @@ class Measurement:
     def _time_pieces(
         self, batch: Microbatch, root: Tensor, length: int, split: bool
     ) -> Iterator[tuple[tuple[str, str], float]]:
-        """Every piece forward, then every piece backward, each in a graph of its own."""
+        """Time every piece forward, then every piece backward, each in a graph of its own."""
         clock, marks = self._clock, []
         context = UnitContext(step=0, microbatch=0, length=length)
         units: list[tuple[Piece, tuple[Tensor, ...], tuple[Tensor, ...]]] = []
@@ -286,7 +291,9 @@ def measured_layers(task: Task, group: Any) -> tuple[Measurement, tuple[Measured
 
 
 def _linear_calls(model: torch.nn.Module) -> dict[Any, Any]:
-    """Of the linear layers, what each calls: with a whole backward or one that can put its weights' half off."""
+    """Return the function that each linear layer calls: with a whole backward, or one that defers the
+    weight gradients.
+    """
     return {module: module._forward_impl for module in model.modules() if hasattr(module, "_forward_impl")}
 
 
@@ -331,7 +338,7 @@ def _backward(
 
 
 def _whole_times(row: MicrobatchShape, samples: dict[str, Samples], layer: LayerKinds) -> MeasuredChunk:
-    """Of a whole sequence. samples: by op kind."""
+    """Return the times of a whole sequence. samples: by op kind."""
     scaled = {kind: scale_to_whole_units(samples[kind], kind, layer) for kind in "FIWB"}
     scaled["R"] = scaled["F"]
     pieces = {piece: {kind: times[piece] for kind, (times, _) in scaled.items()} for piece in ("embed", *layer, "head")}
@@ -341,7 +348,7 @@ def _whole_times(row: MicrobatchShape, samples: dict[str, Samples], layer: Layer
 def _chunk_times(
     row: MicrobatchShape, samples: dict[str, Samples], whole: MeasuredChunks, layer: LayerKinds
 ) -> list[MeasuredChunk]:
-    """Of each chunk of a row of several, or of several documents."""
+    """Return the times of each chunk, for a row of several chunks or of several documents."""
     chunks = []
     (core,) = (piece for piece in layer if role_of(piece) == "attn")
     for number, tokens in enumerate(row.chunks):
@@ -357,7 +364,7 @@ def _chunk_times(
 
 
 def _layer(samples: Samples, kind: str, chunk: int) -> float:
-    """What a further layer costs a whole unit."""
+    """Return the time that a further layer adds to a whole unit."""
     short, long = (statistics.median(samples[f"{name} {chunk}", kind]) for name in ("short", "long"))
     return (long - short) / (LONG - SHORT)
 

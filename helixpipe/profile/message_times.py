@@ -51,8 +51,9 @@ def measure_messages(rank: int, computing: int) -> MessageTimes:
 
 
 class _Computing:
-    """What a rank computes beside a message, some milliseconds: products that use the caches, and a sum that needs
-    memory."""
+    """The computation of a rank beside a message, some milliseconds: products that use the caches, and an operation
+    that needs memory.
+    """
 
     def __init__(self) -> None:
         self._left, self._right, self._long = torch.ones(256, 256), torch.ones(256, 512), torch.ones(1 << 21)

@@ -19,9 +19,10 @@ from helixpipe.program.stages import NO_ROPE, WINDOW, Piece
 
 @dataclass(frozen=True)
 class Task:
-    """What to measure. processes: how many measure at the same time; None: 2, or 1 where there is one GPU. repeats:
-    rounds that count. threads: a process. chunk_size, loss_chunk_size: tokens of a slice of the MLP, of head and loss;
-    0: whole."""
+    """The measurement to run. processes: how many measure at the same time; None: 2, or 1 with one GPU. repeats: rounds
+    that count. threads: a process. chunk_size, loss_chunk_size: tokens of a slice of the MLP, of head and loss; 0:
+    whole.
+    """
 
     model: ModelShape
     seq_length: int
