@@ -94,15 +94,16 @@ class Trail(Protocol):
     """The interface of what leaves marks in the device's stream."""
 
     def unpassed(self) -> Sequence[Left]:
-        """Those that may not have been passed, oldest first. From any thread; never blocks."""
+        """Return the marks that may not have been passed, oldest first. Callable from any thread; never blocks."""
         ...
 
 
 class Position:
-    """Where this rank is. The rank's main thread writes, one other thread calls `look`, and a third `follow`.
+    """The position of this rank in the run. The rank's main thread writes, one other thread calls `look`, and a third
+    `follow`.
 
-    peers: of this rank. `iteration` is named with each part. `trail`: who leaves marks, where the host runs ahead of a
-    GPU. All ranks must go through the same parts in the same order: their numbers are compared.
+    peers: of this rank. `iteration` is named with each part. `trail`: leaves marks in the device's stream, if the host
+    runs ahead of a GPU. All ranks must go through the same parts in the same order: their numbers are compared.
     """
 
     def __init__(self, peers: Peers | None = None):
@@ -151,7 +152,7 @@ class Position:
     # -------------------------------------------------------------------------------------------- the other threads
 
     def look(self) -> View:
-        """Where the rank is; where its GPU is, as far as `follow` knows, if that is behind. Never blocks."""
+        """Return the rank's position, or its GPU's, as far as `follow` knows, if that is behind. Never blocks."""
         part, run, index = self._part, self._run, self._index
         left = self._first_unpassed()
         if left is None:
@@ -167,7 +168,9 @@ class Position:
             self._passed = left.number
 
     def _first_unpassed(self) -> Left | None:
-        """As far as is known: the main thread forgets what it has waited for."""
+        """Return the first mark not known to be passed; marks that the main thread has waited for are no
+        longer listed.
+        """
         return next((left for left in self._left() if left.number > self._passed), None)
 
     def _left(self) -> Sequence[Left]:
@@ -175,7 +178,7 @@ class Position:
 
 
 def describe(view: View, peers: Peers, waited: float, limit: float) -> State:
-    """What a rank has to say of where it is. waited: seconds it has been there. limit: how many are too many."""
+    """Return the rank's report on its position. waited: seconds it has been there. limit: how many are too many."""
     part, index, gpu = view
     doing, awaited = "in or before a collective" if part.together else "busy alone", ""
     way: tuple[Hop, ...] = ()
@@ -242,7 +245,7 @@ def _way(lowered: LoweredProgram, message: Transfer) -> list[Transfer]:
 
 
 def _receivers(lowered: LoweredProgram, pp_rank: int, peers: Peers, number: int) -> tuple[AwaitedRank, ...]:
-    """Those that have to post the receive of what this rank sent them last."""
+    """Return the ranks that have to post the receive of what this rank sent them last."""
     sent = [each.transfer for each in lowered.streams[pp_rank] if each.action is Action.SEND and each.transfer]
     last = {message.target: message for message in sent}
     return tuple(

@@ -62,7 +62,7 @@ class State:
 
     @property
     def waits(self) -> bool:
-        """Whether another rank may keep it here."""
+        """Whether the rank may be waiting for another."""
         return bool(self.way or self.needs or self.together)
 
     @property
@@ -86,13 +86,13 @@ class State:
 
 
 def stalled(states: Iterable[State]) -> bool:
-    """Whether the job hangs: a rank has waited too long for others, and none that answers is getting on."""
+    """Whether the job hangs: a rank has waited too long for others, and none that answers makes progress."""
     states = list(states)
     return any(state.waits for state in states) and all(state.over for state in states)
 
 
 def report(states: Mapping[int, State], world_size: int, ended: Mapping[int, str]) -> str:
-    """Where every rank of the job is, and the first cause. Several lines, without a line end at the end.
+    """Return the position of every rank of the job, and the first cause. Several lines, without a line end at the end.
 
     states: of the ranks that answered. ended: how the others ended that said so; the rest is silent.
     """
@@ -119,14 +119,14 @@ class _RankStates:
     ranks: range
 
     def line(self, rank: int) -> str:
-        """What is known of a rank."""
+        """Return what is known of a rank."""
         state = self.states.get(rank)
         if state is None:
             return f"rank {rank}: {self._absent(rank)}"
         return f"{state}; rank {state.way[-1].source} {self._of_source(state)}" if state.way else str(state)
 
     def causes(self) -> list[str]:
-        """What nothing else explains, in sentences."""
+        """Return the causes that no other rank's state explains, in sentences."""
         absent: dict[str, list[int]] = {}
         for rank in self.ranks:
             if rank not in self.states:
@@ -167,7 +167,7 @@ class _RankStates:
         return f"ended {self.ended[rank]}" if rank in self.ended else _SILENT
 
     def _of_source(self, state: State) -> str:
-        """What the one a message is awaited from has to say."""
+        """Return the state of the rank from which a message is awaited."""
         hop = state.way[-1]
         if hop.source not in self.states:
             return "has ended" if hop.source in self.ended else "is silent"
@@ -207,7 +207,7 @@ def _free(alike: Sequence[State]) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """`rank 3`, or `ranks 0-3, 6`; ranks in rising order."""
+    """Return `rank 3`, or `ranks 0-3, 6`; ranks in rising order."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:
