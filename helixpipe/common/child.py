@@ -13,10 +13,11 @@ _RUN = (
 
 
 def python_command(module: str, *arguments: str) -> list[str]:
-    """What runs a module as `python -m` does, with the paths this process imports from and no others before them.
+    """Return the command that runs a module as `python -m` does, with this process's import paths and no others before
+    them.
 
-    A `random.py` in the folder where a user happens to be is none of the program: the child does not import from the
-    current folder unless this process does, nor, from Python 3.11 on, does what multiprocessing starts anew from it.
+    A `random.py` in the user's current folder is not part of the program: the child does not import from the current
+    folder unless this process does, nor, from Python 3.11 on, do processes that multiprocessing starts anew.
     """
     checkout = str(Path(__file__).resolve().parents[2])
     paths = [*filter(None, sys.path), checkout]

@@ -53,7 +53,7 @@ def run_command(program: str, command: Callable[[], int], told: Callable[[str, U
 
 
 def sentence_of(error: BaseException) -> str | None:
-    """What the system refused, of an error that says so; None of any other."""
+    """Return a sentence on what the system refused, if the error says so; else None."""
     if (short := out_of_memory(error)) is not None:
         return f"{short} is out of memory{asked_for(str(error))}."
     if not isinstance(error, OSError):

@@ -150,7 +150,7 @@ class FlagParser(argparse.ArgumentParser):
         return {actions[flag].dest: flag for flag in flags}
 
     def option_strings(self) -> list[str]:
-        """Every `--flag` this parser takes, in the order they were added."""
+        """Return every `--flag` this parser takes, in the order they were added."""
         return [string for string in self._option_string_actions if string.startswith("--")]
 
 
@@ -202,7 +202,7 @@ def add_dataclass_arguments(parser: argparse.ArgumentParser, cls: type, *, title
 
 
 def _heading(parser: argparse.ArgumentParser, title: str | None) -> Any:
-    """What takes the flags under a heading: the group of that title, made at its first flag."""
+    """Return the group of flags with that title, created at its first flag; without a title, the parser."""
     if title is None:
         return parser
     there = [group for group in parser._action_groups if group.title == title]
@@ -300,7 +300,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def _required(hint: Any) -> Any:
-    """`X` of `X | None`, any other type unchanged."""
+    """Return `X` for `X | None`, any other type unchanged."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         options = [option for option in typing.get_args(hint) if option is not type(None)]
         if len(options) == 1:

@@ -57,7 +57,7 @@ class _Help(argparse.Action):
 
 
 def _usage(parser: argparse.ArgumentParser) -> str:
-    """`helixpipe draw SCHEDULE|FILE [SCHEDULE|FILE ...] [flags]`: the flags' names would fill a screen."""
+    """Return `helixpipe draw SCHEDULE|FILE [SCHEDULE|FILE ...] [flags]`: the flags' names would fill a screen."""
     counts: dict[int | str | None, str] = {"*": "[{0} ...]", "+": "{0} [{0} ...]", "?": "[{0}]", None: "{0}"}
     words = [counts[action.nargs].format(action.metavar) for action in parser._get_positional_actions()]
     return " ".join([parser.prog, *words, "[flags]"])
@@ -102,7 +102,7 @@ def _of_group(parser: argparse.ArgumentParser, name: str) -> str:
 
 
 def _titles(parser: argparse.ArgumentParser) -> list[str]:
-    """Of the groups that have flags, but for those of argparse's own."""
+    """Return the titles of the groups that have flags, without argparse's own."""
     return [str(group.title) for group in parser._action_groups[2:] if group._group_actions]
 
 

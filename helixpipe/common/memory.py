@@ -12,7 +12,9 @@ _ASKED = re.compile(r"tried to allocate (\d+) bytes|[Aa]llocate ([\d.]+ \w+)")
 
 
 def out_of_memory(error: BaseException) -> str | None:
-    """`the GPU` or `this host`: whose memory was too small, as Python, numpy, torch or the system says; else None."""
+    """Return `the GPU` or `this host` if an error of Python, numpy, torch or the system says that
+    memory was too small.
+    """
     if isinstance(error, RuntimeError) and type(error).__name__ == "OutOfMemoryError":  # torch's
         return "the GPU"
     of_torch = isinstance(error, RuntimeError) and any(words in str(error) for words in _TORCH)
@@ -21,7 +23,7 @@ def out_of_memory(error: BaseException) -> str | None:
 
 
 def asked_for(said: str) -> str:
-    """` (37.3 GiB more were asked for)`, where a message says how much."""
+    """Return ` (37.3 GiB more were asked for)` if a message says how much; else an empty text."""
     match = _ASKED.search(said)
     if match is None:
         return ""

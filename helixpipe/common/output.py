@@ -11,7 +11,7 @@ from typing import Literal
 
 
 def say(line: str) -> None:
-    """To standard output, at once."""
+    """Write a line to standard output and flush it."""
     try:
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
@@ -22,7 +22,7 @@ def say(line: str) -> None:
 
 
 def complain(line: str) -> None:
-    """To standard error, at once; there is nowhere to say that it fails."""
+    """Write a line to standard error and flush it; a failure cannot be reported anywhere."""
     try:
         sys.stderr.write(line + "\n")
         sys.stderr.flush()

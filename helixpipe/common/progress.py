@@ -21,7 +21,9 @@ _FIRST, _EACH, _LOGGED = 1.0, 0.2, 10.0  # seconds until the first line, between
 
 
 class ProgressLine:
-    """Of one piece of work. what: that is done. stream: default standard error. clock: seconds. unit: after numbers."""
+    """The progress of one piece of work. what: its description. stream: default standard error. clock: seconds. unit:
+    after numbers.
+    """
 
     def __init__(
         self,
@@ -37,7 +39,7 @@ class ProgressLine:
         self._shown = 0
 
     def at(self, done: int, of: int, note: str = "") -> None:
-        """`done` of `of` parts are done; may be called as often as one likes. note: what else is known by then."""
+        """Report that `done` of `of` parts are done; may be called at any rate. note: further text."""
         now = self._clock()
         if now < self._next or not of:
             return

@@ -49,7 +49,7 @@ class Range:
         )
 
     def bounded(self, most: float) -> Range:
-        """With a limit above, where there is none."""
+        """Return the range with an upper limit, if it has none."""
         return self if self.at_most is not None or self.less_than is not None else replace(self, at_most=most)
 
     def check(self, flag: str, value: Any, error: type[UserError] = UserError) -> None:
