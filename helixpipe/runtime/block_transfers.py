@@ -48,8 +48,9 @@ class BlockTransfers:
         return [(unit.microbatch, layer, first) for layer in self._plan.layers(unit.stage)]
 
     def make(self, op: PlannedOp, outputs: tuple[Tensor, ...]) -> None:
-        """Of the keys and values that an F has computed for the attention of the next stage, which other ranks wait
-        for."""
+        """Keep the keys and values that an F has computed for the attention of the next stage, which other ranks wait
+        for.
+        """
         if op.makes_blocks >= 0 and op.row_length is not None:
             unit = self._store.unit(op.op.microbatch, op.offset, op.length, op.row_length)
             unit.keep(op.makes_blocks, outputs[1].detach(), outputs[2].detach())
@@ -65,7 +66,7 @@ class BlockTransfers:
         return query, key + sums[0].to(key.dtype), value + sums[1].to(value.dtype), residual
 
     def end(self) -> None:
-        """Of the step. In an evaluation others may still need the blocks of chunks on several ranks until then."""
+        """End the step. In an evaluation other ranks may still need the blocks of chunks until then."""
         if self._plan.program.forward_only and isinstance(self._any_store, KeyValueBlocks):
             self._any_store.clear()
 

@@ -36,8 +36,8 @@ class ModelWithWeights(Protocol):
 
 
 class BorrowedWeights:
-    """Of one rank, for as long as the run lasts. `stages`: those that run here on copies under the plan that runs, with
-    the modules of `shell`.
+    """The borrowed weights of one rank, for the whole run. `stages`: those that run here on copies under the current
+    plan, with the modules of `shell`.
 
     own: the model that holds the weights of this rank's own pieces, store: who keeps these. A shell's weights are views
     of the copy an op runs with, their `main_grad` views of the sum its gradient is added to.
@@ -51,7 +51,7 @@ class BorrowedWeights:
         self._graph: Graph | None = None
 
     def begin(self, graph: Graph) -> None:
-        """Before a step of a plan: nothing of the last step stays, also if that failed."""
+        """Prepare a step of a plan: discard everything of the last step, also if that failed."""
         self._copies: dict[int, Tensor] = {}
         self._sums: dict[int, Tensor] = {}
         self._bound: dict[int, int] = {}
@@ -106,7 +106,7 @@ class BorrowedWeights:
                 weight.data = weight.new_empty(0)
 
     def prepare(self, op: Op) -> None:
-        """Before an op of a stage that runs here on copies: take its weights, and its sum of gradients."""
+        """Bind the weights and the sum of gradients for an op of a stage that runs here on copies."""
         weights = self._weights(op.stage)
         copy = self._plan.weights_of.get(op)
         if copy is not None and self._bound.get(op.stage) != copy.number:
@@ -124,7 +124,7 @@ class BorrowedWeights:
                 weight.main_grad = gradient  # type: ignore[attr-defined]
 
     def leave_to_w(self, op: Op) -> None:
-        """After an I: gradients that layers over slices have computed already, for its W to add."""
+        """Pass on gradients that layers over slices have computed in an I, for its W to add."""
         for weight in self._weights(op.stage):
             gradient: Tensor | None = weight.main_grad  # type: ignore[attr-defined]
             if gradient is not None:
@@ -132,14 +132,15 @@ class BorrowedWeights:
                 weight.main_grad = None  # type: ignore[attr-defined]
 
     def take_sum(self, message: Transfer) -> Tensor:
-        """What the ops have added up, and what came to be added; it leaves in this message."""
+        """Return the sum of the ops' gradients and of those received; it is sent with this message."""
         for weight in self._weights(message.unit.stage):
             weight.main_grad = None  # type: ignore[attr-defined]  # a view of it, or of a sum that `prepare` puts back
         return self._sums.pop(message.number)
 
     def _add_to_sum(self, weight: Tensor) -> None:
-        """As DDP's hook does: autograd's gradient of one backward goes to where they are summed, in an I (of a bias or
-        a norm) to what its W will add."""
+        """Add autograd's gradient of one backward to the sum, as DDP's hook does; in an I (of a bias or a norm), to
+        what its W will add.
+        """
         gradient, weight.grad = weight.grad, None
         if gradient is None or getattr(weight, "grad_added_to_main_grad", False):
             return  # left to W, or added by the kernel
@@ -181,7 +182,7 @@ class BorrowedWeights:
 
     @contextmanager
     def _gathered(self, stage: int, kind: str) -> Iterator[None]:
-        """While this rank's own weights of a stage are used, or (W) their gradients."""
+        """Gather this rank's own weights of a stage, or (W) their gradients, for the duration of the context."""
         pieces = self._plan.program.stages[stage].pieces
         self._own_weights.gather(pieces, kind)
         yield

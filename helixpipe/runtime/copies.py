@@ -36,7 +36,7 @@ class Copying(Protocol):
     """A copy that was started."""
 
     def wait(self) -> None:
-        """Until it has ended, hold up what the current stream is given next; on the CPU, the caller."""
+        """Make the current stream wait until the copy has ended; on the CPU, the caller."""
         ...
 
 
@@ -62,12 +62,12 @@ class CopyEngine(Protocol):
         ...
 
     def close(self) -> None:
-        """Nothing will be copied any more."""
+        """Close the engine; nothing is copied afterwards."""
         ...
 
 
 class StreamCopy:
-    """On CUDA: an event of the stream that copies."""
+    """A copy on CUDA: an event of the stream that copies."""
 
     def __init__(self, event: torch.cuda.Event):
         self.event = event
@@ -122,7 +122,7 @@ class StreamEngine:
 
 
 class ThreadCopy:
-    """On the CPU: done, or failed, in a thread."""
+    """A copy on the CPU: ended, or failed, in a thread."""
 
     def __init__(self) -> None:
         self.ended = threading.Event()

@@ -82,7 +82,7 @@ class Executor:
         return run.losses, self._record(run)
 
     def close(self) -> None:
-        """Nothing will be run any more: end what copies activations."""
+        """Close the engine that copies activations; nothing runs afterwards."""
         if self.offloader is not None:
             self.offloader.engine.close()
 

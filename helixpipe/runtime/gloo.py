@@ -45,7 +45,7 @@ class GlooReceipt:
 
 
 class _Sent(NamedTuple):
-    """One message on its way out: the tensors stay alive until the works are done."""
+    """One message being sent: the tensors stay alive until the works are done."""
 
     tensors: list[torch.Tensor]
     works: list[Any]
@@ -146,7 +146,7 @@ class GlooTransport:
         return GlooReceipt(buffers, works, self.device)
 
     def _buffer(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """To receive into."""
+        """Return a buffer to receive into."""
         return torch.empty(shape, dtype=dtype, pin_memory=self._copying is not None)
 
     def finish(self) -> None:

@@ -88,13 +88,13 @@ class NcclTransport:
             self._sent.append((dist.isend(whole, group=group, group_dst=target), (tensor, whole)))
 
     def receive(self, shapes: Sequence[torch.Size], dtype: torch.dtype, source: int, number: int) -> NcclReceipt:
-        """At this place of the current stream: not before what it has been given so far."""
+        """Post a receive at this place of the current stream: it starts after all work queued there so far."""
         group = self._direction(source, self._rank)
         buffers = [self._buffer(shape, dtype) for shape in shapes]
         return NcclReceipt(buffers, [dist.irecv(buffer, group=group, group_src=source) for buffer in buffers])
 
     def _buffer(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """To receive into."""
+        """Return a buffer to receive into."""
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def _direction(self, source: int, target: int) -> dist.ProcessGroup:

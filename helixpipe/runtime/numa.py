@@ -37,7 +37,7 @@ def bind_to_device(device: torch.device, root: Path = Path("/sys"), properties: 
 
 
 def pci_address(properties: Any) -> str:
-    """`0000:1b:00.0`, as the kernel writes it."""
+    """Return `0000:1b:00.0`, as the kernel writes it."""
     return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
 
 

@@ -55,7 +55,7 @@ class _Storage:
         self.run, self.device, self.nbytes = run, device, data.nbytes()
 
     def bytes(self) -> Tensor:
-        """All of it, [bytes] of uint8."""
+        """Return the whole storage, [bytes] of uint8."""
         assert self.data is not None, "the storage is not on the device"
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.data)
 
@@ -77,10 +77,10 @@ class SavedTensor:
 
 @dataclass
 class _Away:
-    """What of a unit leaves.
+    """The offloaded part of a unit.
 
     inputs: of its segments, that lie in these storages, and whether a recomputation needs them again. parts: of the
-    host's memory. back: of the device's, for what comes back. leaving, coming: the copies.
+    host's memory. back: the device memory it is copied back to. leaving, coming: the copies.
     """
 
     storages: list[_Storage]
@@ -105,7 +105,7 @@ class Offloader:
         self._away: dict[Unit, _Away] = {}
 
     def leave(self, unit: Unit, saving: UnitSaving, graphs: Sequence[SegmentGraph], stays: Iterable[Tensor]) -> None:
-        """After the F: decide what leaves. stays: tensors that do not, whoever saves them."""
+        """Decide, after the F, what is offloaded. stays: tensors that are not, whoever saves them."""
         storages = saving.leaving({tensor.untyped_storage()._cdata for tensor in stays})
         gone = {storage.key: storage.storage for storage in storages}
         inputs = []
@@ -189,7 +189,7 @@ class UnitSaving:
         self._storages: dict[int, _Storage] = {}
 
     def take_inputs(self, segment: int, graph: SegmentGraph) -> None:
-        """Before a segment runs: its inputs are kept with it, those of its first piece."""
+        """Record a segment's inputs before it runs: they are kept as those of its first piece."""
         run, _ = self.offloading.groups[segment][0]
         tensors = list(graph.inputs)
         if segment == 0:  # a residual that passes by, too: a later segment may need it
@@ -203,7 +203,7 @@ class UnitSaving:
 
     @contextmanager
     def by(self, run: int) -> Iterator[None]:
-        """While pieces of a run go forward."""
+        """Save the tensors of the pieces of a run during their forward."""
         self._run = run
         with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
             yield

@@ -49,7 +49,7 @@ class Clock:
         return mark, self._now()
 
     def seconds(self, start: Any, end: Any) -> float:
-        """From one mark to a later one; waits until the device has got there."""
+        """Return the seconds from one mark to a later one; waits until the device has passed both."""
         if not self._events:
             return float(end - start)
         end.synchronize()
@@ -76,8 +76,9 @@ class Record:
 
 @dataclass
 class _HeldUp:
-    """Before one op. waits: for copies, marks of their begins and ends. arrived: the last message that was waited for
-    after the first of these."""
+    """Waits before one op. waits: for copies, as marks of their begins and ends. arrived: the last message that was
+    waited for after the first of these.
+    """
 
     waits: list[tuple[Any, Any]] = field(default_factory=list)
     arrived: Any = None
@@ -121,7 +122,7 @@ class Recorder:
         self._before_op.waits.append((start, self.mark()))
 
     def read(self, copies: Iterable[Timed] = ()) -> Record:
-        """After the step, and the copies in it; waits for the device."""
+        """Return the record after the step and its copies; waits for the device."""
         return Record(
             [(op, self._time(start), self._time(end)) for op, start, end in self._ops],
             {number: self._time(mark) for number, mark in self._sent},
@@ -142,7 +143,8 @@ class Recorder:
 
 
 def merge_records(lowered: LoweredProgram, records: Sequence[Record], title: str) -> Timeline:
-    """One timeline in seconds from what every rank recorded of the same step; its start is the first op's.
+    """Merge the records that all ranks made of the same step into one timeline in seconds, which starts with the first
+    op.
 
     Ranks of several machines, whose clocks differ, are taken to have begun together.
     """

@@ -68,8 +68,9 @@ def replicated_weights(model: ReplicatedModel, held: Held) -> list[ReplicatedWei
 
 
 def replica_groups(held: Held, tied: bool) -> list[tuple[int, ...]]:
-    """Every set of ranks that may hold replicas of a weight, of the whole pipeline, in one order. tied: whether the
-    embedding and the head share a weight."""
+    """Return every set of ranks of the pipeline that may hold replicas of a weight, in one order. tied: whether the
+    embedding and the head share a weight.
+    """
     pieces = {piece for own in held for piece in own if piece.role != "attn"}  # which has no weights
     shared = [frozenset({piece}) for piece in pieces] + ([_TIED] if tied else [])
     groups = {holders(held, each) for each in shared}

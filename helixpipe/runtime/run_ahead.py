@@ -37,7 +37,7 @@ class RunAhead:
         self._free: list[Mark] = []
 
     def wait(self) -> None:
-        """Before an op is issued."""
+        """Wait, before an op is issued, until few enough ops are in progress."""
         if self._issued < self._ops:
             return
         first = next(place for place, left in enumerate(self._left) if left.is_op)
@@ -47,8 +47,9 @@ class RunAhead:
         self._issued -= 1
 
     def leave(self, part: RunPart, instruction: int, is_op: bool) -> None:
-        """After an instruction that the device's stream takes part in, leave a mark: where that stream gets to when it
-        has done all of it. is_op: whether it counts; if so, `wait` has been called for it."""
+        """Leave a mark after an instruction of the device's stream, which the stream passes when the instruction is
+        done. is_op: whether it counts as an op; if so, `wait` has been called for it.
+        """
         mark = self._free.pop() if self._free else self._new_mark()
         mark.record()
         self._count += 1

@@ -13,7 +13,7 @@ from helixpipe.program.stages import Segment
 
 @dataclass
 class SegmentGraph:
-    """One segment of a unit, between its F and its backward: what autograd ends at and starts from.
+    """One segment of a unit, between its F and its backward: the ends of its autograd graph.
 
     roots: for each output the edge its gradient enters by, or the number of the input that it is (a residual passing
     by); None while the segment is still to be recomputed.
@@ -52,7 +52,7 @@ def split(
 
 
 def gradient(tensor: Tensor, passed: Tensor | None) -> Tensor:
-    """Of an input: what autograd has left at it, and what passed by it."""
+    """Return the gradient of an input: what autograd accumulated in it, plus what passed by the segment."""
     own, tensor.grad = tensor.grad, None
     if own is None:
         return passed if passed is not None else tensor.new_zeros(tensor.shape)
@@ -60,7 +60,7 @@ def gradient(tensor: Tensor, passed: Tensor | None) -> Tensor:
 
 
 def release_inputs(graph: SegmentGraph) -> None:
-    """After F, drop the inputs' data that the backward does not need, or gets again."""
+    """Free, after F, the inputs' data that the backward does not need, or receives again."""
     segment = graph.segment
     if segment.passes_residual:
         residual = graph.inputs[-1]

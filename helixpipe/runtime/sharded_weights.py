@@ -126,7 +126,7 @@ class FlatWeights:
             yield WeightShard(name, first - begin, last - begin, parameter)
 
     def range_in(self, own: Tensor, part: WeightShard) -> Tensor:
-        """Where a part lies in this rank's share of a flat tensor."""
+        """Return the place of a shard in this rank's share of a flat tensor."""
         begin = self.starts[part.name] - self.offset + part.start
         return own[begin : begin + part.end - part.start]
 
@@ -202,7 +202,7 @@ class FlatWeights:
             self.total.add_(part)
 
     def finish(self) -> None:
-        """The same of all that are."""
+        """Add this rank's part of all scatters in progress to its sum."""
         while self._scattering:
             self.finish_scattering()
 
@@ -295,7 +295,7 @@ class ShardedWeights:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """While all weights are whole on every rank. Collective."""
+        """Gather all weights on every rank for the duration of the context. Collective."""
         for unit in self.units:
             unit.gather(self)
         try:
@@ -305,24 +305,25 @@ class ShardedWeights:
                 unit.release(self)
 
     def keep(self) -> None:
-        """While they are whole: what is in them now is what they are from now on."""
+        """Update this rank's shards from the gathered weights."""
         for unit in self.units:
             unit.shard.copy_(unit.gather(self)[unit.offset : unit.offset + unit.shard.numel()])
 
     def parts(self) -> list[WeightShard]:
-        """Of the weights that this rank has a part of."""
+        """Return the shards of the weights that this rank has a part of."""
         return [part for unit in self.units for part in unit.parts]
 
     def used(self, pieces: Sequence[Piece]) -> list[FlatWeights]:
-        """What ops of these pieces use."""
+        """Return the flat weights that ops of these pieces use."""
         key = tuple(pieces)
         if key not in self._units:
             self._units[key] = [unit for unit in self.units if not unit.users.isdisjoint(key)]
         return self._units[key]
 
     def _add_to_sum(self, weight: Tensor) -> None:
-        """As DDP's hook does: autograd's gradient of one backward goes to where they are summed, in an I (of a bias or
-        a norm) to what its W will add."""
+        """Add autograd's gradient of one backward to the sum, as DDP's hook does; in an I (of a bias or a norm), to
+        what its W will add.
+        """
         gradient, weight.grad = weight.grad, None
         if gradient is None or getattr(weight, "grad_added_to_main_grad", False):
             return  # left to W, or added by the kernel

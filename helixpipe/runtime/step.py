@@ -218,7 +218,7 @@ class PlanOnRank:
         return any(copy.source == self.rank for copy in self.graph.copies)
 
     def segments(self, unit: Unit) -> tuple[Segment, ...]:
-        """Those of the unit's stage, by what becomes of the unit's activations."""
+        """Return the segments of the unit's stage, which depend on how the unit's activations are kept."""
         activations = self.program.activations_of(unit)
         key = unit.stage, activations
         if key not in self._segments:
@@ -241,11 +241,11 @@ class PlanOnRank:
         return self._shapes[place], model.payload_dtype
 
     def layers(self, stage: int) -> list[int]:
-        """Those whose attention is in a stage."""
+        """Return the layers whose attention is in a stage."""
         return [piece.layer for piece in self.program.stages[stage].pieces if piece.role == "attn"]
 
     def first_row(self, unit: Unit, seq_length: int) -> int:
-        """Of a unit's chunk in its microbatch."""
+        """Return the first row of a unit's chunk in its microbatch."""
         return sum(self._workload(seq_length).tokens(unit.microbatch)[: unit.chunk])
 
     def where(self, index: int) -> str:

@@ -233,7 +233,7 @@ class StepRun:
         return state
 
     def _kept(self, op: PlannedOp) -> Iterator[Tensor]:
-        """What is on the device anyway, whichever unit saves it."""
+        """Yield the tensors that are on the device in any case, whichever unit saves them."""
         batch = self.step.batch(op.op.microbatch)
         if isinstance(batch, Microbatch):
             yield from batch.tensors()
@@ -243,7 +243,7 @@ class StepRun:
             yield from model.constants()
 
     def _give(self, op: PlannedOp, outputs: tuple[Tensor, ...]) -> None:
-        """What F has made: the loss sum of the last stage, or what crosses the cut."""
+        """Deliver the outputs of F: the loss sum of the last stage, or what crosses the cut."""
         if op.last:
             self.losses.append(LossSum(op.op.microbatch, op.op.chunk, outputs[0].detach()))
         else:
@@ -267,7 +267,7 @@ class StepRun:
         self.blocks.drop(op)
 
     def _through(self, op: PlannedOp, graph: SegmentGraph, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """From the gradients of a segment's outputs to those of its inputs."""
+        """Run a segment's backward: from the gradients of its outputs to those of its inputs."""
         assert graph.roots is not None
         edges: tuple[Any, ...]
         edges, given, passed = split(graph.roots, gradients)
@@ -321,11 +321,11 @@ class StepRun:
         self.buffers[op.gives] = (tensors, self.transport.mark()) if op.leaves else tensors
 
     def _model(self, op: PlannedOp) -> Model:
-        """What holds the weights of the op's stage here."""
+        """Return the model that holds the weights of the op's stage here."""
         return cast(Model, self.borrowed.shell) if op.borrowed else self.executor.model
 
     def _keys_values(self, op: PlannedOp) -> UnitKeyValues | UnitBlocks | None:
-        """Of the op's microbatch, where that runs in several chunks."""
+        """Return the keys and values of the op's microbatch, if that runs in several chunks."""
         if op.row_length is None:
             return None
         return self.executor.keys_values.unit(op.op.microbatch, op.offset, op.length, op.row_length)

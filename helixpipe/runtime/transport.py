@@ -31,7 +31,7 @@ class Transport(Protocol):
     """The interface of the network between pipeline ranks, as the executor uses it. Ranks are pipeline ranks."""
 
     def mark(self) -> Any:
-        """What this rank has computed so far, for a `send` that comes later."""
+        """Return a mark of what this rank has computed so far, for a later `send`."""
         ...
 
     def send(self, tensors: Sequence[torch.Tensor], target: int, number: int, since: Any = None) -> None:

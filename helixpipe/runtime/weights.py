@@ -32,20 +32,21 @@ class StageWeights(Protocol):
     """The weights of this rank's own stages, as the executor uses them; borrowed weights are not among them."""
 
     def begin(self) -> None:
-        """Before a step: nothing is under way, also if the last one failed or its opening is run again."""
+        """Prepare a step: nothing is in progress, also if the last one failed or its opening is run again."""
         ...
 
     def gather(self, pieces: Sequence[Piece], kind: str) -> None:
-        """Before an op: have the weights of these pieces whole, and what their gradients are added to, as far as an op
-        of that kind needs them. Also where no op runs: of F for who reads the weights, of W for who adds to the
-        gradients."""
+        """Gather the weights of these pieces before an op, and what their gradients are added to, as far as an op of
+        that kind needs them. Also called without an op: with F to read the weights, with W to add to the gradients.
+        """
         ...
 
     def release(self, pieces: Sequence[Piece], kind: str, keeps: bool = False, scatters: bool = False) -> None:
-        """After that op. What it saved for its backward must be right when the backward comes, which gathers again.
+        """Release the weights after that op. What it saved for its backward must be right when the backward comes,
+        which gathers again.
 
-        keeps: the next op of the stage needs the weights, too, and they stay. scatters: `start_scattering` will come
-        for the gradients that the op has made.
+        keeps: the next op of the stage needs the weights too, and they stay. scatters: `start_scattering` will be
+        called for the gradients that the op has made.
         """
         ...
 
@@ -63,8 +64,9 @@ class StageWeights(Protocol):
         ...
 
     def leave_to_w(self, pieces: Sequence[Piece]) -> None:
-        """At the end of an I, while its gradients are put off: gradients that it has summed already, for its W to add,
-        where I has no sum to add to."""
+        """Pass on, at the end of an I whose weight gradients are deferred, gradients that it has summed already, for
+        its W to add, if I has no sum to add to.
+        """
         ...
 
     def complete(self, pieces: Sequence[Piece]) -> None:
@@ -93,8 +95,9 @@ class WeightStore(StageWeights, Protocol):
         ...
 
     def counts_here(self, weight: torch.nn.Parameter) -> bool:
-        """Whether this rank is the one that counts a weight, or its part of it, where the whole model's are counted:
-        in the norm of gradients, that of weights, and their number."""
+        """Whether a weight, or its part, counts on this rank when the whole model's are counted: in the norm of
+        gradients, in that of weights, and in their number.
+        """
         ...
 
     def count(self) -> tuple[int, int]:
