@@ -8,7 +8,7 @@ from helixpipe.program.program import Op, Program
 
 
 def gpipe(shape: Shape, options: NoOptions) -> Program:
-    """All forwards, then all backwards (Huang et al., GPipe, NeurIPS 2019).
+    """GPipe: all forwards, then all backwards (Huang et al., GPipe, NeurIPS 2019).
 
     Bubble (p-1)(F+B); every rank keeps the activations of all m microbatches.
     """

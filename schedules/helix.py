@@ -70,7 +70,7 @@ class HelixOptions:
 
 
 def helix(shape: Shape, options: HelixOptions) -> Program:
-    """All forwards, then all backwards in exactly the reverse order (Zhang et al., HelixPipe, 2025).
+    """HelixPipe: all forwards, then all backwards in exactly the reverse order (Zhang et al., HelixPipe, 2025).
 
     With t_c the forward of a combined stage and backwards twice that, the bubble is 3(p-1)t_c with f = 1, and more by
     (p-1) times what of a combined stage is recomputed inside the backward; at most twice that with f = 2. A head t_h,
@@ -175,8 +175,9 @@ def _forwards(shape: Shape, folds: int, spread: bool, relieved: bool) -> list[li
 
 
 def _with_backwards(forwards: list[Op], head: int) -> tuple[Op, ...]:
-    """And their backwards in reverse. A head goes forward and at once backward, in its place among the backwards, so
-    that one microbatch's logits are alive at a time on a rank."""
+    """Append the backwards in reverse. A head goes forward and at once backward, in its place among the backwards, so
+    that one microbatch's logits are alive at a time on a rank.
+    """
     order = [op for op in forwards if op.stage != head]
     for op in reversed(forwards):
         order += [op] * (op.stage == head)

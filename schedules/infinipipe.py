@@ -44,11 +44,11 @@ class InfinipipeOptions:
     )
 
     def adapts(self) -> bool:
-        """Whether it recomputes what the memory asks for, unless flags say what to recompute."""
+        """Whether the schedule recomputes what the memory asks for, unless flags say what to recompute."""
         return self.infinipipe_recompute
 
     def quick(self) -> InfinipipeOptions:
-        """Those with which its program is not searched for."""
+        """Return the options with which the program is not searched for."""
         return replace(self, infinipipe_grouping=False, infinipipe_ahead=self.infinipipe_ahead or 1)
 
 

@@ -98,9 +98,10 @@ def _one_f_one_b(workload: Workload, ranks: int, rank: int) -> tuple[Op, ...]:
 
 
 def _groups(chunks: Sequence[int], least: int) -> list[slice]:
-    """Where each group of microbatches is among the units; chunks: of each microbatch. As many groups of `least` units
-    or more as there can be. What is left over is spread over the last of them where all microbatches have equally many
-    chunks, and else with the last."""
+    """Return each group of microbatches as a slice of the units; chunks: of each microbatch. There are as many groups
+    of `least` units or more as possible. Microbatches left over are spread over the last groups if all microbatches
+    have equally many chunks, else added to the last one.
+    """
     ends = [0, *accumulate(chunks)]
     cuts = [0]
     for end in ends:

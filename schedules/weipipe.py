@@ -74,8 +74,8 @@ def weipipe_naive(shape: Shape, options: WeipipeOptions) -> Program:
 
 
 def weipipe(shape: Shape, options: WeipipeOptions) -> Program:
-    """In each turn the backward of stage p-1-j of the older microbatch and the forward of stage j of the newer
-    (WeiPipe-Interleave).
+    """WeiPipe-Interleave: each turn runs the backward of stage p-1-j of the older microbatch and the forward of stage j
+    of the newer.
 
     Bubble pt; turn by turn at most 1F1B's, (p-1)(F+B). A rank keeps one microbatch of all layers: what the backward
     frees the forward takes. A turn moves the weights of two stages and the gradients of one at most, spread evenly over
@@ -190,8 +190,9 @@ def _program(
 
 
 def _fastest_that_fits(program: Program, costs: Costs, limit: float) -> Program:
-    """With the number of slots that takes the least time: the default, twice that and so on up to p - 1. Of equal ones
-    the least; the default where none fits."""
+    """Return the fastest number of slots that fits: the default, twice that and so on up to p - 1. Of equally fast ones
+    the least is taken; the default if none fits.
+    """
     p = program.num_ranks
     counts = takewhile(lambda slots: slots < p - 1, (DEFAULT_SLOTS << doublings for doublings in count()))
     candidates = [replace(program, ring=replace(program.ring, slots=slots)) for slots in (*counts, p - 1) if slots]

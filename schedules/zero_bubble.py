@@ -124,7 +124,7 @@ def one_stage_a_rank(name: str, shape: Shape, options: ZeroBubbleOptions, defaul
 
 
 def fitted(find: Find, stages: tuple[Stage, ...], shape: Shape, options: ZeroBubbleOptions) -> Program:
-    """What the search finds, held to the shape's memory limit."""
+    """Return the program that the search finds within the shape's memory limit."""
     recompute = shape.recompute
     fitting = Fitting(
         find, stages, shape.ranks, shape.costs or PieceTimes(), shape.memory_limit, recompute.recompute_early
