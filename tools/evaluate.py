@@ -59,7 +59,7 @@ def documents(options: PerplexityOptions, tokenizer: Any, context: int) -> Itera
 
 
 def _few(count: int) -> str:
-    """So few tokens that nothing can be predicted: each is, from those before it."""
+    """Return how few tokens there are, none or one: nothing can be predicted, since each is from those before it."""
     return "no token" if count == 0 else "one token alone"
 
 

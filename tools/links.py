@@ -36,7 +36,7 @@ FIRST_BYTES, GROWTH, MOST_BYTES = 1 << 16, 4, 1 << 26
 
 
 class Store(Protocol):
-    """What is used of torch.distributed's stores."""
+    """The part of torch.distributed's stores that is used."""
 
     def set(self, key: str, value: str) -> None: ...
 
@@ -45,13 +45,15 @@ class Store(Protocol):
     def add(self, key: str, amount: int) -> int: ...
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:
-        """Until all are there; raises RuntimeError after so long."""
+        """Wait until all keys are set; raises RuntimeError after the timeout."""
         ...
 
 
 @dataclass(frozen=True)
 class RankLocation:
-    """Where a rank runs. node: the number of its launcher; index: of its GPU, or of the process on a node without."""
+    """The place where a rank runs. node: the number of its launcher; index: of its GPU, or of the process on a node
+    without.
+    """
 
     host: str
     node: int
@@ -64,8 +66,9 @@ class RankLocation:
 
 @dataclass(frozen=True)
 class Link:
-    """One direction between two ranks. bandwidth: bytes a second; latency: seconds, half of there and back, and so the
-    same in both directions. Both 0 where it carries nothing, with the reason in `failure`."""
+    """One direction between two ranks. bandwidth: bytes a second; latency: seconds, half of a round trip, and so the
+    same in both directions. Both are 0 if the link carries nothing, with the reason in `failure`.
+    """
 
     source: int
     target: int
@@ -92,7 +95,9 @@ def rounds(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
 def on_all_pipelines(
     rounds: Sequence[Sequence[tuple[int, int]]], ranks: int, world: int
 ) -> list[list[tuple[int, int]]]:
-    """The same between global ranks: pipelines lie side by side, pipeline rank i of each `world / ranks` apart."""
+    """Return the rounds between global ranks: pipelines lie side by side, pipeline rank i of each `world / ranks`
+    apart.
+    """
     step = world // ranks
     return [[(low * step + i, high * step + i) for low, high in each for i in range(step)] for each in rounds]
 
@@ -101,7 +106,7 @@ def on_all_pipelines(
 
 
 class Pair(Protocol):
-    """One end of a link. Both calls return when all has left or come."""
+    """One end of a link. Both calls return when everything is sent or received."""
 
     def send(self, tensor: torch.Tensor, times: int = 1) -> None: ...
 
@@ -109,7 +114,7 @@ class Pair(Protocol):
 
 
 class GlooPair:
-    """Over a gloo group of two. Raises RuntimeError after `timeout` without the other end."""
+    """A link over a gloo group of two. Raises RuntimeError after `timeout` without the other end."""
 
     def __init__(self, store: Any, name: str, first: bool, timeout: timedelta):
         own = 0 if first else 1
@@ -127,7 +132,7 @@ class GlooPair:
 
 
 class NcclPair:
-    """Over the default group, in which NCCL makes a communicator for two ranks with their first message."""
+    """A link over the default group, in which NCCL makes a communicator for two ranks with their first message."""
 
     def __init__(self, peer: int, device: torch.device):
         torch.cuda.set_device(device)  # of this thread
@@ -169,7 +174,9 @@ def _ping(pair: Pair, first: bool, device: torch.device) -> float:
 
 
 def _send_bursts(pair: Pair, device: torch.device) -> None:
-    """What the other end asks for: a burst of messages of so many bytes, until it says 0."""
+    """Send the bursts that the other end requests, each of messages of the requested size, until it
+    requests 0 bytes.
+    """
     asked = torch.zeros(1, dtype=torch.int64, device=device)
     while True:
         pair.receive(asked)
@@ -200,7 +207,9 @@ def _receive_bursts(pair: Pair, seconds: float, device: torch.device) -> float:
 
 
 def limited(function: Callable[[], T], seconds: float) -> T:
-    """What the function returns or raises; TimeoutError after so long, and it is left to itself."""
+    """Return or raise what the function does; raises TimeoutError after `seconds`, and the function
+    runs on unattended.
+    """
     answer: queue.SimpleQueue[tuple[list[T], BaseException | None]] = queue.SimpleQueue()
 
     def call() -> None:
@@ -223,8 +232,8 @@ def limited(function: Callable[[], T], seconds: float) -> T:
 
 
 class Check:
-    """Every link tried, round by round. Rank 0 says through the store when a round begins and who is left out of it,
-    since it still waits on an earlier link, and collects what the ends have to tell.
+    """A check of every link, round by round. Rank 0 announces through the store when a round begins and who is left out
+    of it, since it still waits on an earlier link, and collects the results of both ends.
 
     connect: this rank's end of a link, from a name, the other rank and whether this end is first. slot: seconds of
     sending in one direction. timeout: seconds for a link to come up, or any message of it.
@@ -243,8 +252,9 @@ class Check:
         self._slot, self._limit = slot, timeout + 4 * slot
 
     def run(self, rounds: Sequence[Sequence[tuple[int, int]]], missing: Sequence[int] = ()) -> list[Link]:
-        """Both directions of every pair; on rank 0, nothing elsewhere. missing: ranks that are out from the start, as
-        rank 0 knows. Raises RuntimeError where rank 0, or the store, is gone."""
+        """Check both directions of every pair; return the links on rank 0, nothing elsewhere. missing: ranks that are
+        left out from the start, as rank 0 knows. Raises RuntimeError if rank 0, or the store, is gone.
+        """
         links: list[Link] = []
         out = set(missing)
         for number, pairs in enumerate(rounds):
@@ -262,8 +272,9 @@ class Check:
         return links
 
     def _try(self, name: str, pair: tuple[int, int]) -> dict[str, Any]:
-        """What this end says of a link: `bandwidth` of what came and `latency`, or a `failure`, and whether this end is
-        `stuck` in it."""
+        """Return this end's result for a link: the `bandwidth` of what arrived and `latency`, or a `failure`, and
+        whether this end is `stuck` in it.
+        """
         low, high = pair
         first, peer = self._rank == low, high if self._rank == low else low
 
@@ -305,5 +316,5 @@ class Check:
 
 
 def first_line(error: BaseException) -> str:
-    """What a backend says of an error, without the stack it adds."""
+    """Return a backend's error message without the stack it adds."""
     return next(iter(str(error).splitlines()), type(error).__name__)

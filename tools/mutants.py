@@ -83,8 +83,9 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a mutant. seconds: of its tests. detail: the test that failed first, or what was wrong. killers:
-    seconds of each test that failed, where all were run."""
+    """The result of running a mutant. seconds: of its tests. detail: the test that failed first, or what was wrong.
+    killers: seconds of each test that failed, if all were run.
+    """
 
     mutant: Mutant
     outcome: str
@@ -243,7 +244,7 @@ def greedy_cover(killers: Mapping[str, Mapping[str, float]]) -> list[str]:
 
 
 def cover(verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    """What --cover writes."""
+    """Return the content of the file that --cover writes."""
     killers = {each.mutant.name: dict(each.killers) for each in sorted(verdicts, key=lambda each: each.mutant.name)}
     core = greedy_cover(killers)
     return {

@@ -133,7 +133,9 @@ def planned(flags: Sequence[str]) -> tuple[Config, Plans[int]]:
 
 
 def _with_network(hardware: Hardware, bandwidth: float) -> Hardware:
-    """Every GPU sends so many bytes a second to its peer on another node, all of a node at once; NVLink as it was."""
+    """Return the hardware where every GPU sends `bandwidth` bytes a second to its peer on another node, all of a node
+    at once; NVLink is unchanged.
+    """
     reached = hardware.efficiency.network
     return dataclasses.replace(
         hardware,
@@ -234,7 +236,7 @@ def check_links(config: Config, options: PreflightOptions, pairs: set[tuple[int,
 
 
 def _network(config: Config, store: Store, timeout: float) -> tuple[torch.device, Callable[[str, int, bool], Pair]]:
-    """Where tensors live, and how this rank gets its end of a link, over the backend of the run."""
+    """Return the device of tensors, and how this rank gets its end of a link, over the backend of the run."""
     import torch
     import torch.distributed as dist
 

@@ -42,7 +42,7 @@ _SENTENCES = "sentences are for BERT-style models, and only GPT data is made her
 
 @dataclass(frozen=True)
 class TokenizationOptions:
-    """What every slice needs to know."""
+    """Options that all processes of the tokenization share."""
 
     keys: tuple[str, ...]
     tokenizer: dict[str, Any]
@@ -51,7 +51,7 @@ class TokenizationOptions:
 
 
 class ProcessedCounts(NamedTuple):
-    """What was done since the last report: documents read, their bytes, texts left out because they have no tokens."""
+    """Counts since the last report: documents read, their bytes, texts left out because they have no tokens."""
 
     documents: int
     bytes: int

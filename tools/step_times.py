@@ -58,7 +58,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _output(*module: str) -> str:
-    """What a module prints with these arguments. Ends this process where it fails."""
+    """Return the output of a module run with these arguments. Ends this process if it fails."""
     ended = subprocess.run(python_command(*module), capture_output=True, text=True)
     if ended.returncode:
         sys.stderr.write(ended.stdout + ended.stderr)
@@ -67,13 +67,14 @@ def _output(*module: str) -> str:
 
 
 def milliseconds(log: str) -> list[float]:
-    """Of each step, as the log has them."""
+    """Return the time of each step in a log."""
     return [float(text) for text in re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", log)]
 
 
 def sentence(names: tuple[str, str], measured: Sequence[Sequence[float]], simulated: Sequence[float]) -> str:
-    """What a step under the first schedule takes beside one under the second; honest whichever is faster. Times in
-    milliseconds: of each step of each, and simulated ones."""
+    """Return how a step's time under the first schedule compares with the second, whichever is faster. Times in
+    milliseconds: of each step of each, and simulated ones.
+    """
     own, other = map(statistics.median, measured)
     return (
         f"a step under {names[0]} takes {_compared(own, other)} time than under {names[1]}, {own:.0f} against "
@@ -83,7 +84,7 @@ def sentence(names: tuple[str, str], measured: Sequence[Sequence[float]], simula
 
 
 def _compared(own: float, other: float) -> str:
-    """`13 % less`, or more."""
+    """Return `13 % less`, or more."""
     return f"{100 * abs(own / other - 1):.0f} % {'less' if own <= other else 'more'}"
 
 
