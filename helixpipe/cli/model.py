@@ -169,11 +169,10 @@ def make_plan(
     one_rank: bool = False,
     memory_limit: float | None = None,
 ) -> ModelOnCluster | None:
-    """Return the model on its cluster; None without --model. ranks, microbatches, layers: given by other flags or a
-    file.
+    """Return the model on its cluster; None without --model.
 
-    one_rank: the schedule runs on a single pipeline rank. memory_limit: GiB of each GPU that may be used; None: all but
-    what is reserved. Raises UserError for what does not fit together.
+    ranks, microbatches, layers: given by other flags or a file. one_rank: the schedule runs on one rank. memory_limit:
+    GiB of each GPU that may be used; None: all but what is reserved. Raises UserError for what does not fit together.
     """
     if not options.named:
         for field in dataclasses.fields(options):
