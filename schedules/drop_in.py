@@ -38,7 +38,7 @@ def get_forward_backward_func(
     kv_grad_fp32: bool = False,
     **options: Any,
 ) -> ForwardBackward:
-    """A `forward_backward_func` as megatron-core's function of this name returns, but of any schedule.
+    """Return a `forward_backward_func` as megatron-core's function of this name returns, but of any schedule.
 
     schedule: a name of the catalogue or the path of a .json or .csv file; or a program; or a function from the number
         of microbatches to a program. The model's chunks on a rank are the schedule's stages on it, in model order; or
@@ -53,8 +53,8 @@ def get_forward_backward_func(
     kv_grad_fp32: sum the gradients of keys and values over the chunks of a sequence in float32.
     options: the schedule's own, such as `zb_max_inflight`, for names of the catalogue.
 
-    Raises ScheduleError for an unknown name or option; what the schedule asks of the model is checked when it is
-    first called.
+    Raises ScheduleError for an unknown name or option; what the schedule asks of the model is checked when it is first
+    called.
     """
     given: dict[str, Any] = {
         "chunks": len(chunk_lengths) if chunks is None and chunk_lengths is not None else chunks,
@@ -90,7 +90,9 @@ def _always(program: Program) -> MakeProgram:
 
 
 def _from_catalogue(name: str, costs: Costs | None, given: dict[str, Any], options: dict[str, Any]) -> MakeProgram:
-    """given: what the shape has for a PipelineModel. options: the schedule's own."""
+    """Return a function that makes the program. given: the shape's fields for a PipelineModel. options: the schedule's
+    own.
+    """
     own_options = None if is_file(name) else _options(name, options)
 
     def make(ranks: int, microbatches: int, chunks: int, layers: int | None = None) -> Program:
@@ -108,7 +110,7 @@ def _from_catalogue(name: str, costs: Costs | None, given: dict[str, Any], optio
 
 
 def _options(name: str, given: dict[str, Any]) -> Any:
-    """The schedule's own options. Raises ScheduleError for an unknown schedule or option."""
+    """Return the schedule's own options. Raises ScheduleError for an unknown schedule or option."""
     schedule = find(name)
     known = [field.name for field in fields(schedule.options)]
     for option in given:

@@ -96,7 +96,8 @@ def helix(shape: Shape, options: HelixOptions) -> Program:
 
 
 def _recomputed(program: Program, costs: Costs | None, limit: float | None) -> tuple[Stage, ...]:
-    """The stages, with the least recomputation that keeps all ranks to the memory limit; without one all but attention.
+    """Return the stages with the least recomputation that keeps all ranks within the memory limit; without one, all but
+    attention.
 
     A round is as many layers as there are ranks: what it keeps is spread evenly over them. Round by round first norms
     and QKV are recomputed, a quarter of a layer's linear layers for half of what it keeps, then the MLP.
@@ -148,7 +149,7 @@ def _stages(shape: Shape, roles: frozenset[str], spread: bool) -> tuple[Stage, .
 
 
 def _forwards(shape: Shape, folds: int, spread: bool, relieved: bool) -> list[list[Op]]:
-    """The forwards of each rank; those of the head stand for its place in the backward.
+    """Return the forwards of each rank; those of the head stand for its place in the backward.
 
     Layer by layer, first the combined stage of all slots, then attention. A loop's last combined stage and the next
     loop's first share rank 0 and take turns, so that loops follow each other without a gap. The head is where the

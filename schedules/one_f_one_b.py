@@ -22,7 +22,7 @@ def one_f_one_b(shape: Shape, options: NoOptions) -> Program:
 
 
 def one_f_one_b_order(p: int, m: int) -> tuple[tuple[Op, ...], ...]:
-    """The ops of each of p ranks with one stage each."""
+    """Return the ops of each of p ranks with one stage each."""
     ranks = []
     for rank in range(p):
         warmup = min(p - rank - 1, m)

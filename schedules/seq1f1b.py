@@ -88,8 +88,9 @@ def terapipe(shape: Shape, options: NoOptions) -> Program:
 
 
 def _one_f_one_b(workload: Workload, ranks: int, rank: int) -> tuple[Op, ...]:
-    """The order of seq1f1b on one of so many ranks. Where microbatches differ, k is the most chunks of any: the first
-    backward of such a one comes after all its forwards."""
+    """Return the order of seq1f1b on one of `ranks` ranks. If microbatches differ, k is the most chunks of any: the
+    first backward of such a one comes after all its forwards.
+    """
     forwards = [Op("F", rank, *unit) for unit in forward_units(workload)]
     backwards = [Op("B", rank, *unit) for unit in backward_units(workload)]
     # Steps 1 to 3: p-r-1 and k-1 F; F B; the rest of B
@@ -116,8 +117,9 @@ def _groups(chunks: Sequence[int], least: int) -> list[slice]:
 
 
 def _kept(shape: Shape, rank: int) -> float:
-    """The most that seq1f1b keeps on a rank, in microbatches (the largest) of what units hold there: chunks differ in
-    length."""
+    """Return the most that seq1f1b keeps on a rank, in microbatches (the largest) of what units hold there: chunks
+    differ in length.
+    """
     stages, costs, workload = shape.even_stages(shape.ranks), shape.costs or PieceTimes(), shape.workload
     bound = BoundCosts(Program("seq1f1b", stages, ((),) * shape.ranks, workload), costs)
     order = _one_f_one_b(workload, shape.ranks, rank)

@@ -143,7 +143,9 @@ def wzb2(shape: Shape, options: WeipipeOptions) -> Program:
 
 
 def _forward(p: int, stages: Iterable[int], microbatch: int) -> Iterator[Op]:
-    """F of these stages of the ring, numbered from 0; with the first the embedding's, with the last all of the head."""
+    """Yield F of these stages of the ring, numbered from 0; with the first the embedding's, with the last all of the
+    head.
+    """
     for stage in stages:
         if stage == 0:
             yield Op("F", 0, microbatch)
@@ -154,7 +156,7 @@ def _forward(p: int, stages: Iterable[int], microbatch: int) -> Iterator[Op]:
 
 
 def _backward(kind: str, stages: Iterable[int], microbatch: int) -> Iterator[Op]:
-    """B, I or W of these stages of the ring; after the B or I of the first the embedding's B."""
+    """Yield B, I or W of these stages of the ring; after the B or I of the first the embedding's B."""
     for stage in stages:
         yield Op(kind, stage + 1, microbatch)
         if stage == 0 and kind != "W":
@@ -162,7 +164,7 @@ def _backward(kind: str, stages: Iterable[int], microbatch: int) -> Iterator[Op]
 
 
 def _neighbours(own: Sequence[int]) -> Iterator[tuple[int | None, int | None]]:
-    """(None, first), (first, second), ... (last, None)."""
+    """Yield (None, first), (first, second), ... (last, None)."""
     return zip_longest((None, *own), own)
 
 
@@ -173,7 +175,9 @@ def _program(
     order: Callable[[int, Sequence[int]], Iterator[Op]],
     direction: int = -1,
 ) -> Program:
-    """order: the ops of a rank that runs these microbatches, for p ranks. direction: of the stages' owners."""
+    """Build a WeiPipe program. order: the ops of a rank that runs these microbatches, for p ranks. direction: of the
+    stages' owners.
+    """
     slots = options.weipipe_slots
     p = shape.ranks
     stages = shape.recompute.stages(ring_stages(shape.layer_kinds, p, direction))

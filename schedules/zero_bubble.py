@@ -108,7 +108,7 @@ def zb_interleaved(shape: Shape, options: ZeroBubbleOptions) -> Program:
 
 
 def one_stage_a_rank(name: str, shape: Shape, options: ZeroBubbleOptions, default: float) -> Program:
-    """The best program found for a stage a rank, of whole microbatches or of chunks.
+    """Return the best program found for a stage a rank, of whole microbatches or of chunks.
 
     default: microbatches that a rank may keep unless the options say otherwise.
     """
@@ -133,7 +133,7 @@ def fitted(find: Find, stages: tuple[Stage, ...], shape: Shape, options: ZeroBub
 
 
 def inflight_limit(options: ZeroBubbleOptions, default: float) -> float:
-    """Microbatches a rank may keep."""
+    """Return the number of microbatches a rank may keep."""
     return default if options.zb_max_inflight is None else options.zb_max_inflight
 
 
@@ -141,8 +141,9 @@ def inflight_limit(options: ZeroBubbleOptions, default: float) -> float:
 
 
 def _one_f_one_b(given: Problem, limit: float) -> Order:
-    """1F1B of a pipeline in a line, each rank's stages one after the other; warm-ups fit into the limit, in
-    microbatches."""
+    """Return 1F1B of a pipeline in a line, each rank's stages one after the other; warm-ups fit into the limit, in
+    microbatches.
+    """
     own, chunks = given.own, given.workload.most_chunks
     fitting = floor(limit * chunks * (1 + 1e-9))
     ranks = []
@@ -155,7 +156,9 @@ def _one_f_one_b(given: Problem, limit: float) -> Order:
 
 
 def _v_orders(given: Problem) -> list[Order]:
-    """F and I of ZB-V as published, for equal costs. a is the stage on the way down, b the one on the way back."""
+    """Return F and I of ZB-V as published, for equal costs. a is the stage on the way down, b the one
+    on the way back.
+    """
     m, own = len(given.workload), given.own
     p = len(own)
     ranks = []
@@ -187,7 +190,8 @@ def _v_orders(given: Problem) -> list[Order]:
 
 
 def _interleaved_orders(given: Problem) -> list[Order]:
-    """F and I of interleaved 1F1B with shorter warm-ups, as a gradient comes back sooner without W; and as it is.
+    """Return F and I of interleaved 1F1B with shorter warm-ups, as a gradient comes back sooner without W; and
+    unchanged.
 
     Microbatches go in groups of p through the stages of a rank; the last group may be smaller.
     """
@@ -213,7 +217,7 @@ def _interleaved_orders(given: Problem) -> list[Order]:
 
 
 def _most_kept(given: Problem, order: Order) -> float:
-    """The most that any rank keeps in a fixed order of F and I, in microbatches of all its stages."""
+    """Return the most that any rank keeps in a fixed order of F and I, in microbatches of all its stages."""
     most = 0.0
     for stages, ops in zip(given.own, order, strict=True):
         kept = list(accumulate(given.held[op.stage][op.microbatch] * (1 if op.kind == "F" else -1) for op in ops))

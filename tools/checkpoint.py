@@ -67,7 +67,7 @@ def _size(text: str) -> int:
 
 @contextmanager
 def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error where that is a terminal; the block is given what to tell bytes to."""
+    """Yield the function that reports bytes to a bar on standard error, shown on a terminal only."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -12,8 +12,9 @@ from tools.links import BETWEEN, WITHIN, Link, RankLocation
 
 
 def slow_links(links: Sequence[Link], places: Sequence[RankLocation], share: float) -> dict[Link, float]:
-    """Links that carry less than `share` of the median of their kind, with what they carry of it. Links within nodes
-    and between nodes are two kinds; the median of an even number is the faster of the two in the middle."""
+    """Return links that carry less than `share` of the median of their kind, with the share they carry. Links within
+    nodes and between nodes are two kinds; the median of an even number is the faster of the two in the middle.
+    """
     slow: dict[Link, float] = {}
     for group in _by_kind(links, places).values():
         median = statistics.median_high([link.bandwidth for link in group])
@@ -22,12 +23,12 @@ def slow_links(links: Sequence[Link], places: Sequence[RankLocation], share: flo
 
 
 def slowest_between_nodes(links: Sequence[Link], places: Sequence[RankLocation]) -> float | None:
-    """Bytes a second of the slowest link that works; None where all ranks are on one node."""
+    """Return the bytes a second of the slowest link that works; None if all ranks are on one node."""
     return min((link.bandwidth for link in _by_kind(links, places).get(BETWEEN, ())), default=None)
 
 
 def report(links: Sequence[Link], places: Sequence[RankLocation], share: float) -> list[str]:
-    """Lines about each kind of link, then one for each that is slow or dead."""
+    """Return lines about each kind of link, then one for each that is slow or dead."""
     lines = []
     for kind, group in _by_kind(links, places).items():
         speeds = [link.bandwidth for link in group]

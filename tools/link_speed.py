@@ -60,7 +60,7 @@ def measure(address: str, total: int) -> dict[str, float]:
 
 
 def _connect(address: str) -> socket.socket:
-    """The other host may still be starting."""
+    """Connect to the other host, which may still be starting."""
     deadline = time.monotonic() + CONNECT_SECONDS
     while True:
         try:

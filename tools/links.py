@@ -81,7 +81,7 @@ class Link:
 
 
 def rounds(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """The pairs, each once and the smaller number first, in rounds in which no number comes twice."""
+    """Return the pairs, each once and the smaller number first, in rounds in which no number comes twice."""
     result: list[list[tuple[int, int]]] = []
     for low, high in sorted({(min(pair), max(pair)) for pair in pairs}):
         free = (each for each in result if all(low not in pair and high not in pair for pair in each))
@@ -150,7 +150,7 @@ class NcclPair:
 
 
 def measure(pair: Pair, first: bool, seconds: float, device: torch.device) -> tuple[float, float]:
-    """(bytes a second that come from the other end, seconds one way), about `seconds` for each direction.
+    """Return (bytes a second that come from the other end, seconds one way), about `seconds` for each direction.
 
     The two ends call it together, one of them `first`: it sends before it receives.
     """

@@ -39,7 +39,9 @@ _STEP = re.compile(r"iteration +(\d+)/.*?lm loss: (\S+).*?grad norm: (\S+)")
 
 
 def losses(schedule: str, folder: str) -> list[list[str]]:
-    """[iteration, loss, gradient norm] of each step, as printed. Raises RuntimeError with the output where it fails."""
+    """Return [iteration, loss, gradient norm] of each step, as printed. Raises RuntimeError with the output if it
+    fails.
+    """
     flags = [*MODEL.split(), "--pipeline-schedule", *schedule.split(), "--data-cache-path", folder]
     command = python_command("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -72,7 +72,7 @@ class Mutant:
     keyword: str = ""
 
     def applied(self, text: str) -> str:
-        """The mutated text. Raises ValueError where the mutant does not apply."""
+        """Return the mutated text. Raises ValueError if the mutant does not apply."""
         count = text.count(self.find)
         if count != 1:
             raise ValueError(f"its text stands {count} times in {self.file}, not once")
@@ -95,7 +95,7 @@ class Verdict:
 
 
 def load(path: Path) -> list[Mutant]:
-    """The list in a TOML file of [[mutant]] tables. Raises ValueError, naming the mutant, for what cannot be."""
+    """Load the list in a TOML file of [[mutant]] tables. Raises ValueError, naming the mutant, for an invalid one."""
     mutants: list[Mutant] = []
     known = {field.name for field in fields(Mutant)}
     for entry in tomllib.loads(path.read_text(encoding="utf-8")).get("mutant", []):
@@ -111,7 +111,7 @@ def load(path: Path) -> list[Mutant]:
 
 @contextlib.contextmanager
 def copied(root: Path) -> Iterator[Path]:
-    """A copy of the tree that goes when the context ends."""
+    """Yield a copy of the tree, deleted when the context ends."""
     with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as folder:
         tree = Path(folder) / "tree"
         shutil.copytree(root, tree, symlinks=True, ignore=shutil.ignore_patterns(*LEFT_OUT))
@@ -121,10 +121,11 @@ def copied(root: Path) -> Iterator[Path]:
 def run_tests(
     tree: Path, tests: Sequence[str], keyword: str, timeout: float, report: Path | None = None
 ) -> tuple[int | None, str]:
-    """(pytest's exit status, its output) in a tree; None where it did not end in `timeout` seconds and was killed.
+    """Return (pytest's exit status, its output) in a tree; None if it did not end in `timeout` seconds and was killed.
 
     It ends with the first test that fails, and leaves out what `make test` does. With a report, a file with the outcome
-    of each test, it does neither."""
+    of each test, it does neither.
+    """
     command = [sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", *tests]
     whole = ["-m", "not gpu and not netlab", f"--junitxml={report}", "-o", "junit_family=xunit1"]
     command += ["-x"] if report is None else whole
@@ -164,7 +165,9 @@ def judge(mutant: Mutant, tree: Path, timeout: float, every: bool = False) -> Ve
 
 
 def failed_tests(report: Path) -> dict[str, float]:
-    """Seconds of the tests that failed, by id, in a report, which is removed; none where pytest could not end it."""
+    """Return the seconds of the tests that failed, by id, in a report, which is removed; none if pytest could not end
+    it.
+    """
     if not report.exists():
         return {}
     cases = list(ElementTree.parse(report).iter("testcase"))
@@ -188,7 +191,7 @@ def _outcome(status: int | None, output: str, seconds: float) -> tuple[str, floa
 def judge_all(
     mutants: Sequence[Mutant], root: Path, jobs: int, timeout: float, every: bool = False
 ) -> Iterator[Verdict]:
-    """The verdicts as they come; each of the `jobs` has a copy of the tree. every: as in `judge`."""
+    """Yield the verdicts as they arrive; each of the `jobs` has a copy of the tree. every: as in `judge`."""
     trees: queue.Queue[Path] = queue.Queue()
 
     def one(mutant: Mutant) -> Verdict:
@@ -226,8 +229,9 @@ def failures_without(mutants: Sequence[Mutant], root: Path, timeout: float) -> l
 
 
 def greedy_cover(killers: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Tests that together kill all mutants that any test kills: again and again the one that kills most of those left
-    in a second. killers: by mutant, the seconds of the tests that kill it."""
+    """Return tests that together kill all mutants that any test kills, chosen greedily by mutants killed a second.
+    killers: by mutant, the seconds of the tests that kill it.
+    """
     seconds: dict[str, float] = {}
     kills: dict[str, set[str]] = {}
     for name, tests in killers.items():
@@ -255,7 +259,7 @@ def cover(verdicts: Sequence[Verdict]) -> dict[str, Any]:
 
 
 def summary(verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    """Counts, names of those that were not killed, and the seconds of all."""
+    """Return counts, names of those that were not killed, and the seconds of all."""
     counts = Counter(verdict.outcome for verdict in verdicts)
     return {
         "mutants": len(verdicts),

@@ -40,8 +40,9 @@ class _Stopped(BaseException):
 
 @contextlib.contextmanager
 def _signals_raise() -> Iterator[Callable[[], None]]:
-    """The first Ctrl-C, SIGTERM or SIGHUP raises. Later ones are ignored, and all are once what is yielded has been
-    called: nothing must interrupt the removal."""
+    """Let the first Ctrl-C, SIGTERM or SIGHUP raise. Later ones are ignored, and all are once the yielded function has
+    been called: nothing must interrupt the removal.
+    """
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def ignore() -> None:

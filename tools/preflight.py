@@ -105,8 +105,9 @@ class Prediction:
 
 
 def predict(config: Config, plans: Plans[int], gpus_per_node: int, network: float | None) -> Prediction:
-    """The configured step, which is among the plans. gpus_per_node: 0 for as many as --hardware has. network: bytes a
-    second of each link between nodes, in place of the hardware's."""
+    """Predict the configured step, which is among the plans. gpus_per_node: 0 for as many as --hardware has. network:
+    bytes a second of each link between nodes, in place of the hardware's.
+    """
     lowered, costs = plans.plan(full_batch(config)).lowered, training_costs(config)  # as training does
     if isinstance(costs, ProfileCosts):
         simulation = simulate(lowered, costs, unit="s")
@@ -125,7 +126,9 @@ def predict(config: Config, plans: Plans[int], gpus_per_node: int, network: floa
 
 
 def planned(flags: Sequence[str]) -> tuple[Config, Plans[int]]:
-    """The configuration and plans of the training program, which knows the model of a checkpoint that is loaded."""
+    """Return the configuration and plans of the training program, which knows the model of a checkpoint
+    that is loaded.
+    """
     try:
         return parse_and_plan(flags, load_checkpoint_args=saved_arguments)
     except ModuleNotFoundError as error:
@@ -147,7 +150,7 @@ def _with_network(hardware: Hardware, bandwidth: float) -> Hardware:
 
 
 def compare(flags: Sequence[str], schedules: Sequence[str], gpus_per_node: int, network: float | None) -> str:
-    """A line for each schedule: seconds of its step with these flags, or why it cannot run with them."""
+    """Return a line for each schedule: seconds of its step with these flags, or why it cannot run with them."""
     lines = []
     for name in schedules:
         try:
@@ -160,8 +163,9 @@ def compare(flags: Sequence[str], schedules: Sequence[str], gpus_per_node: int, 
 
 
 def fastest(flags: Sequence[str], schedules: Sequence[str], gpus_per_node: int, network: float | None) -> str:
-    """The schedule whose step is predicted to be the fastest of those that fit, or of all where none does. Raises
-    UserError where none can run with these flags, or none is named."""
+    """Return the schedule whose step is predicted to be the fastest of those that fit, or of all if none does. Raises
+    UserError if none can run with these flags, or none is named.
+    """
     ranked: list[tuple[bool, float, str]] = []
     refused = UserError("--preflight-fastest needs --preflight-compare, the schedules to choose among.")
     for name in schedules:
@@ -180,7 +184,7 @@ def fastest(flags: Sequence[str], schedules: Sequence[str], gpus_per_node: int, 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit status."""
+    """Run the command; return its exit status."""
     return run_command("preflight.py", lambda: _run(arguments), tell)
 
 

@@ -154,7 +154,7 @@ def _end_of_document(tokenizer: Any) -> list[int]:
 
 
 def _indexed_dataset(vocab_size: int | None) -> tuple[Any, Any]:
-    """The smallest token type for the vocabulary, and megatron-core's builder."""
+    """Return the smallest token type for the vocabulary, and megatron-core's builder."""
     with warnings.catch_warnings():  # about optional GPU packages
         warnings.simplefilter("ignore")
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder

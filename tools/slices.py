@@ -20,7 +20,9 @@ class FileSlice:
 
 
 def find_files(patterns: Sequence[str]) -> list[str]:
-    """The files that the patterns name, each once, sorted within a pattern. Raises DataError when one names none."""
+    """Return the files that the patterns name, each once, sorted within a pattern. Raises DataError when one names
+    none.
+    """
     paths: list[str] = []
     for pattern in patterns:
         matches = [pattern] if os.path.isfile(pattern) else sorted(filter(os.path.isfile, glob.glob(pattern)))

@@ -30,7 +30,7 @@ class Chunking:
     plan: ModelOnCluster | None
 
     def lengths(self, chunks: int, layers: int) -> Lengths:
-        """Tokens of each of so many chunks; see `in_unit`."""
+        """Return the tokens of each of `chunks` chunks; see `in_unit`."""
         seq_length, layout = self._sequence()
         return self.options.resolve(chunks, self.costs, layers, seq_length, layout.tensor_parallel, layout.unit)
 
@@ -43,14 +43,14 @@ class Chunking:
         return None, Layout()
 
     def in_unit(self, program: Program) -> Program:
-        """A program made with such lengths; they are proportions where nothing says how long a sequence is."""
+        """Return a program with its chunk lengths as proportions if nothing says how long a sequence is."""
         if self._sequence()[0] is not None or self.options.lengths is not None or program.workload.proportional:
             return program
         return dataclasses.replace(program, workload=program.workload.in_proportions())
 
     def of_file(self, name: str, program: Program) -> Program:
-        """A file's program with the chunk lengths of the flags, which a CSV file never says and a JSON file may.
-        Raises ScheduleError where flags say otherwise than the file, ProgramError where it does not fit the sequence.
+        """Return a file's program with the chunk lengths of the flags, which a CSV file never says and a JSON file may.
+        Raises ScheduleError if flags and file differ, ProgramError if it does not fit the sequence.
         """
         workload, flags = program.workload, self.options
         if workload == uniform(len(workload), program.num_chunks):
@@ -70,7 +70,7 @@ class Chunking:
         return program
 
     def program(self, make: Callable[[int, Lengths], Program], chunks: int | None, layers: int) -> Program:
-        """The program of so many chunks; None: of the best number of them."""
+        """Return the program of `chunks` chunks; None: of the best number of them."""
 
         def cut(count: int) -> Program:
             return self.in_unit(make(count, self.lengths(count, layers)))
@@ -90,7 +90,7 @@ class Chunking:
 
 
 def chunk_warning(plan: ModelOnCluster, program: Program) -> str | None:
-    """A line about chunks that waste the hardware, None where they do not."""
+    """Return a line about chunks that waste the hardware, None if they do not."""
     costs = plan.costs
     sentence = short_chunks(costs.seq_length, program.num_chunks, costs.layout.micro_batch_size, costs.hardware)
     return None if sentence is None else f"Warning: {sentence}"

@@ -134,7 +134,7 @@ def _terms(crew: Crew, outcome: SearchResult) -> list[Terms]:
 
 
 def _scan(question: Question, options: PlanOptions) -> list[AtSize]:
-    """The best of a short search with fewer GPUs each time; none where the user has had enough."""
+    """Return the best of a short search for each smaller number of GPUs; none if the user has interrupted."""
     sizes = []
     try:
         for each in smaller(question):
@@ -223,11 +223,10 @@ def _question(options: PlanOptions, namespace: argparse.Namespace) -> Question:
 
 
 def _with_documents(model: ModelOptions, lengths: LengthOptions) -> tuple[ModelOptions, DocumentLengths | None]:
-    """The options with sequences that hold the longest document, and the documents; None without --lengths.
+    """Return the options with sequences that hold the longest document, and the documents; None without --lengths.
 
-    As in training, --seq-length is the longest that a document may be, and --global-batch-size the documents of a
-    step; --max-length and --documents say the same. Raises UserError where both are given, and for what documents do
-    not have.
+    As in training, --seq-length is the longest that a document may be, and --global-batch-size the documents of a step;
+    --max-length and --documents say the same. Raises UserError if both are given, and for what documents do not have.
     """
     if lengths.lengths is None:
         return model, documents_of(lengths)

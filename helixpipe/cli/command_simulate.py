@@ -56,7 +56,7 @@ def run(namespace: argparse.Namespace) -> None:
 
 
 def _simulate(namespace: argparse.Namespace, options: SimulateOptions) -> None:
-    """The whole report of one schedule at one size."""
+    """Print the whole report of one schedule at one size."""
     if options.save_program is not None:
         try_file("--save-program", options.save_program)
     measured = profile_costs(namespace)
@@ -82,7 +82,7 @@ def _json(
     profile: str,
     batch: DocumentBatch | None,
 ) -> dict[str, Any]:
-    """late: see `_without_early_recomputation`. profile: the name of the file with what was measured."""
+    """Return the report as JSON. late: see `_without_early_recomputation`. profile: the file of the measurements."""
     result: dict[str, Any] = simulation.to_json(order=options.order)
     program = simulation.lowered.program
     if options.one_queue:
@@ -143,7 +143,7 @@ def _print(
 def _without_early_recomputation(
     namespace: argparse.Namespace, given: ModelOnCluster | ProfileCosts | None, simulation: Simulation, one_queue: bool
 ) -> Simulation | None:
-    """The step if everything were recomputed inside the backwards; None where that is so, or nothing is.
+    """Return the step if everything were recomputed inside the backwards; None if that is so, or nothing is.
 
     R ops are all that --no-recompute-early leaves out, and no schedule of the catalogue places any itself; but it may
     choose another number of chunks, where that is left to it.

@@ -95,7 +95,7 @@ class _Ranks:
         return status if status >= 0 else 128 - status
 
     def _read(self, process: subprocess.Popen[bytes]) -> None:
-        """Pass on what a rank complains of; its sentence about a mistake is kept for the end."""
+        """Pass on a rank's standard error; its sentence about a mistake is kept for the end."""
         assert process.stderr is not None
         with process.stderr as stream:
             for raw in stream:
@@ -116,7 +116,7 @@ _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def _split(arguments: Sequence[str]) -> tuple[int, list[str]]:
-    """The number of ranks, and the flags of the training program. Raises UserError."""
+    """Return the number of ranks, and the flags of the training program. Raises UserError."""
     flags: list[str] = []
     given: dict[str, str] = {}
     words = iter(arguments)
@@ -136,7 +136,7 @@ def _split(arguments: Sequence[str]) -> tuple[int, list[str]]:
 
 
 def _needed(flags: Sequence[str]) -> int:
-    """Ranks that one copy of the model takes; what is wrong with these flags the training program says."""
+    """Return the ranks that one copy of the model takes; the training program reports what is wrong with the flags."""
     needed = 1
     for name in ("--pipeline-model-parallel-size", "--tensor-model-parallel-size", "--context-parallel-size"):
         numbers = re.findall(rf"(?:^|\s){name}[= ](\d+)", " ".join(flags))
@@ -145,7 +145,7 @@ def _needed(flags: Sequence[str]) -> int:
 
 
 def gpus() -> int:
-    """GPUs of this host that its processes may use."""
+    """Return the number of this host's GPUs that its processes may use."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([each for each in visible.split(",") if each.strip() and each.strip() != "-1"])

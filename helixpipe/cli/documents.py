@@ -53,8 +53,9 @@ class DocumentBatch:
 
 
 def check_flags(namespace: argparse.Namespace) -> DocumentLengths | None:
-    """The documents that the flags ask for. Raises UserError for flags that say the same of all sequences, and for
-    flags that need --lengths."""
+    """Return the documents that the flags ask for. Raises UserError for flags that apply to equal sequences only, and
+    for flags that need --lengths.
+    """
     documents = documents_of(dataclass_from_namespace(LengthOptions, namespace))
     if documents is None:
         for cls in (PackingOptions, BatchOptions):
@@ -88,7 +89,7 @@ def model_options(options: ModelOptions, documents: DocumentLengths | None) -> M
 
 
 def batch_of(documents: DocumentLengths, plan: ModelOnCluster | None) -> DocumentBatch:
-    """The documents dealt over the plan's pipelines."""
+    """Deal the documents over the plan's pipelines."""
     if plan is None or plan.costs.data_parallel == 1:
         return DocumentBatch(documents, documents.lengths)
     hands, each = dealt(documents.lengths, plan.costs, plan.layers, plan.costs.data_parallel)
@@ -110,14 +111,14 @@ class Packer:
     least: int
 
     def program(self, schedule: Schedule, shape: Shape, build: Callable[[Workload], Program]) -> Program:
-        """The schedule's program of the batch. shape: but for the workload."""
+        """Return the schedule's program of the batch. shape: its workload is replaced."""
         adapts = schedule.adapts(schedule.options()) and shape.recompute.granularity is None
         packer = StepPacker(shape, self.packing, adapts, self.alignment, self.least)
         fixed = self._fixed(packer.times(self.batch.lengths))
         return build((fixed or packer.pack(self.batch.lengths)).workload)
 
     def _fixed(self, times: ChunkTimes) -> Packing | None:
-        """The packing with nothing to tune; None where there is."""
+        """Return the packing if there is nothing to tune; else None."""
         lengths, how, longest = self.batch.lengths, self.rows.document_packing, self.batch.longest
         if how == "pad":
             return padded(lengths, times, aligned(longest, self.alignment))

@@ -13,13 +13,13 @@ MOST_BANDWIDTH = 1e6
 
 
 def _bandwidth(unit: str, of: str) -> Any:
-    """The flag for a bandwidth."""
+    """Return the flag for a bandwidth."""
     text = f"{unit}, one way, {of} (default: the hardware's)."
     return option(None, text, metavar="X", more_than=0, at_most=MOST_BANDWIDTH, unit=f" {unit}")
 
 
 def _gib(text: str, **ranges: Any) -> Any:
-    """The flag for an amount of memory."""
+    """Return the flag for an amount of memory."""
     return option(None, f"{text} (default: the hardware's).", metavar="GIB", at_most=MOST_GIB, unit=" GiB", **ranges)
 
 
@@ -59,7 +59,7 @@ class HardwareFlags:
 
 
 def as_flags_say(hardware: Hardware, flags: HardwareFlags) -> Hardware:
-    """The hardware with what is given in place of its own."""
+    """Return the hardware with the given figures in place of its own."""
     given: dict[str, tuple[float | None, float]] = {
         "gpus_per_node": (flags.gpus_per_node, 1),
         "memory": (flags.gpu_memory, GIB),

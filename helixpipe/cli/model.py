@@ -22,7 +22,7 @@ MAX_GPUS = MOST_RANKS
 
 
 def _share(of: str) -> Any:
-    """The flag for a share of a peak."""
+    """Return the flag for a share of a peak."""
     return option(None, f"Share of {of} (default: the hardware's).", more_than=0, at_most=1)
 
 

@@ -114,7 +114,7 @@ class StepReport:
 
 
 def report(simulation: Simulation, plan: ModelOnCluster) -> StepReport:
-    """The figures of a simulated step."""
+    """Return the figures of a simulated step."""
     lowered, costs = simulation.lowered, plan.costs
     training = not lowered.program.forward_only
     reduction, optimizer = costs.after_time(lowered.program) if training else (0.0, 0.0)
@@ -130,7 +130,7 @@ def _memory(lowered: LoweredProgram, costs: ModelCosts) -> list[RankMemory]:
 
 
 def step_text(step: StepReport) -> str:
-    """The whole report: setup, times, memory, assumptions."""
+    """Return the whole report: setup, times, memory, assumptions."""
     simulation, plan = step.simulation, step.plan
     flops = f"{step.flops_per_gpu / TERA:.1f} TFLOP/s a GPU of {plan.costs.hardware.flops / TERA:.0f}"
     after = f"pipeline {simulation.makespan:.4g} s, gradients {step.reduction:.2g} s, optimizer {step.optimizer:.2g} s"
@@ -152,7 +152,7 @@ def step_text(step: StepReport) -> str:
 
 
 def memory_text(step: StepReport) -> str:
-    """A line a rank, GiB of each kind when the rank's memory is at its peak; the extremes alone of many ranks."""
+    """Return a line a rank with GiB of each kind at the rank's memory peak; of many ranks, only the extremes."""
     ranks = list(range(len(step.memory)))
     if len(ranks) > MAX_RANK_LINES:
         ranks.sort(key=lambda rank: step.memory[rank].total)

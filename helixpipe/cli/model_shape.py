@@ -62,7 +62,7 @@ class ShapeFlags:
 
 
 def described(name: str | None, flags: ShapeFlags, command: str, **sizes: int | None) -> ModelShape:
-    """The model of that name, or without one the GPT of the flags, with what the flags say in place of its own.
+    """Return the model of that name, or without one the GPT of the flags, with what the flags say in place of its own.
 
     command: for messages. sizes: `layers` and `seq_length`, if they are known. Raises UserError for sizes that are
     missing or do not fit each other.

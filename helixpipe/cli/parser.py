@@ -48,7 +48,7 @@ _USUAL = (*_SIZE, *_TIMES, *_MODEL, "memory_limit", "recompute_granularity")
 
 
 def parsers(catalogue: Catalogue) -> tuple[FlagParser, dict[str, FlagParser]]:
-    """The command's parser and those of its subcommands by name."""
+    """Return the command's parser and those of its subcommands by name."""
     default = catalogue.default()
     parser = FlagParser(prog="helixpipe", description="Look at pipeline schedules without running them.")
     parser.add_argument("--version", action="version", version=f"helixpipe {__version__}")

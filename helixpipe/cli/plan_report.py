@@ -43,13 +43,13 @@ class SearchReport:
         return bounds_of(self.question)
 
     def tokens_per_gpu(self, tried: TriedCandidate) -> float:
-        """A second."""
+        """Return the tokens a second of each GPU."""
         question = self.question
         tokens = sum(question.documents) or question.sequences * question.model.seq_length
         return tokens / (tried.trial.step * question.gpus)
 
     def utilization(self, tried: TriedCandidate) -> float:
-        """MFU, 0 to 1."""
+        """Return the model FLOPs utilization (MFU), 0 to 1."""
         flops = self._bounds.flops(tried.candidate.sizes)
         return flops / (tried.trial.step * self.question.gpus * self.question.hardware.flops)
 
@@ -116,7 +116,7 @@ class SearchReport:
         )
 
     def _bound_by(self, index: int) -> str:
-        """The largest loss, with its part of the step."""
+        """Return the largest loss, with its share of the step."""
         if index >= len(self.terms):
             return ""
         terms = self.terms[index]

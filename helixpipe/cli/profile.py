@@ -131,7 +131,7 @@ def efficiency_table(measured: Profile, hardware: Hardware) -> str:
 
 
 def _by_kind(rows: Sequence[tuple[str, Sequence[str]]]) -> str:
-    """A column for each kind of op."""
+    """Return a table with a column for each kind of op."""
     named = [("piece", _KINDS), *rows]
     headers, *cells = [(name, *(cell.rjust(9) for cell in values)) for name, values in named]
     return table(headers, cells)
@@ -143,7 +143,7 @@ def _layer_name(layer: LayerKinds) -> str:
 
 
 def profile_table(measured: Profile) -> str:
-    """Milliseconds of every piece and op kind, of a layer and of an op beside its pieces; messages."""
+    """Return the milliseconds of every piece and op kind, of a layer and of an op beside its pieces; messages."""
     (times, *_) = measured.chunks
     rows = [(piece, [times.pieces[piece][kind] for kind in _KINDS]) for piece in measured.model.kinds]
     for layer in dict.fromkeys(measured.model.kinds_of(measured.model.layers)):
@@ -194,7 +194,9 @@ def _measured_line(measured: Profile) -> str:
 
 
 def profile_costs(namespace: argparse.Namespace) -> ProfileCosts | None:
-    """The costs of --profile, None when it is not given. Raises UserError beside flags that give costs otherwise."""
+    """Return the costs of --profile, None when it is not given. Raises UserError beside flags that give costs
+    otherwise.
+    """
     if getattr(namespace, "profile", None) is None:
         return None
     for cls in (ModelOptions, CostOptions):
@@ -234,7 +236,7 @@ def simulation_text(simulation: Simulation, costs: ProfileCosts) -> str:
 
 
 def _rank_lines(simulation: Simulation, costs: ProfileCosts) -> list[str]:
-    """A line a rank; of many ranks those that keep least and most."""
+    """Return a line for each rank; of many ranks, only those that keep least and most."""
     program = simulation.lowered.program
     ranks = list(range(program.num_ranks))
     if len(ranks) > MAX_RANK_LINES:

@@ -52,7 +52,7 @@ class ProfileOptions(ShapeFlags):
 
 
 def model_shape(options: ProfileOptions) -> ModelShape:
-    """The model of the flags. Raises UserError for sizes that are missing or do not fit each other."""
+    """Return the model of the flags. Raises UserError for sizes that are missing or do not fit each other."""
     check_ranges(options)
     sizes = {"layers": options.num_layers, "seq_length": options.seq_length}
     return described(options.model, options, "profile", **sizes)

@@ -34,7 +34,9 @@ MAX_UNITS = 5_000_000  # some minutes and gigabytes: more is a slip of the finge
 
 
 def plan_of(names: Sequence[str], namespace: argparse.Namespace) -> ModelOnCluster | None:
-    """The model and cluster of --model; a file's ranks, microbatches and, if it says them, layers are the plan's."""
+    """Return the model and cluster of --model; a file's ranks, microbatches and, if it says them, layers are the
+    plan's.
+    """
     size = dataclass_from_namespace(ShapeOptions, namespace)
     documents = check_flags(namespace)
     options = model_options(dataclass_from_namespace(ModelOptions, namespace), documents)
@@ -122,8 +124,9 @@ def _programs(
     plan: ModelOnCluster | None,
     namespace: argparse.Namespace,
 ) -> list[Program]:
-    """The program of each name; a file gives ranks, microbatches and, if it says them, layers to the schedules it is
-    compared with."""
+    """Return the program of each name; a file gives ranks, microbatches and, if it says them, layers to the schedules
+    it is compared with.
+    """
     schedules = {name: namespace.catalogue.find(name) for name in names if not is_file(name)}
     if (packer := packer_of(namespace, plan)) is not None:
         if foreign := namespace.catalogue.foreign_options(namespace.given, list(schedules.values())):
@@ -179,7 +182,7 @@ def _of_file(name: str, program: Program, given: Setup, chunking: Chunking, name
 
 
 def _packed(name: str, size: ShapeOptions, given: Setup, packer: Packer, namespace: argparse.Namespace) -> Program:
-    """The program of a schedule of the catalogue on documents of all lengths."""
+    """Return the program of a schedule of the catalogue on documents of all lengths."""
     if is_file(name):
         raise ScheduleError(f"{name} says itself what its microbatches are; leave --lengths out.")
     catalogue: Catalogue = namespace.catalogue
@@ -195,7 +198,7 @@ def _packed(name: str, size: ShapeOptions, given: Setup, packer: Packer, namespa
 
 
 def _scheduled(schedule: Schedule, shape: Shape, chunking: Chunking, namespace: argparse.Namespace) -> Program:
-    """The program of a schedule of the catalogue."""
+    """Return the program of a schedule of the catalogue."""
     catalogue: Catalogue = namespace.catalogue
     options = dataclass_from_namespace(schedule.options, namespace)
 
@@ -207,7 +210,8 @@ def _scheduled(schedule: Schedule, shape: Shape, chunking: Chunking, namespace: 
 
 
 def _shape(schedule: Schedule, size: ShapeOptions, given: Setup, interleaving: bool) -> Shape:
-    """The size for one schedule. Compared with others, it takes only flags it knows: the rest are for the others.
+    """Return the size for one schedule. Compared with others, it takes only flags it knows: the rest are for the
+    others.
 
     interleaving: one of them takes virtual stages; where none does, `Catalogue.build` refuses them.
     """
@@ -225,8 +229,9 @@ def _shape(schedule: Schedule, size: ShapeOptions, given: Setup, interleaving: b
 
 
 def program_of_file(path: str, size: ShapeOptions, layers: int | None) -> Program:
-    """The program of a file. layers: of one that does not say. Raises ScheduleError when flags that were given say
-    otherwise."""
+    """Load the program of a file. layers: used if the file does not say. Raises ScheduleError if given flags say
+    otherwise.
+    """
     program = load_program(path, layers)
     for flag, given, own in (
         ("--ranks", size.ranks, program.num_ranks),

@@ -80,7 +80,7 @@ class ComparedSchedule:
 
 
 def one_size(namespace: argparse.Namespace) -> argparse.Namespace | None:
-    """The flags with single numbers in place of lists; None where a list has several. Raises UserError."""
+    """Return the flags with single numbers in place of lists; None if a list has several. Raises UserError."""
     lists = {field.name: numbers(namespace, field.name) for field in fields(SizeOptions)}
     if any(len(each) > 1 for each in lists.values()):
         return None
@@ -141,7 +141,7 @@ def _in_bytes(namespace: argparse.Namespace) -> bool:
 
 
 def _sizes(lists: Mapping[str, Sequence[int | None]], schedule: Schedule | None) -> Iterator[tuple[int | None, ...]]:
-    """(microbatches, chunks, virtual stages) to try: all combinations of those that the schedule has."""
+    """Yield (microbatches, chunks, virtual stages) to try: all combinations of those that the schedule has."""
     known = {
         "microbatches": True,
         "chunks": schedule is not None and schedule.chunks,
@@ -188,7 +188,7 @@ def _row(
 
 
 def _not_for(chunks: int | None, schedule: Schedule | None, options: ChunkOptions) -> dict[str, None]:
-    """The flags about chunks that a row has no use for: they are for the others. chunks: of --chunks."""
+    """Return the flags about chunks that a schedule does not use: they are for the others. chunks: of --chunks."""
     if schedule is None:
         return {}
     if not schedule.chunks:
@@ -197,7 +197,7 @@ def _not_for(chunks: int | None, schedule: Schedule | None, options: ChunkOption
 
 
 def _longest_chunk(simulation: Simulation) -> float | None:
-    """The time of the longest chunk over that of a chunk on average; None where sequences are whole."""
+    """Return the time of the longest chunk over that of a chunk on average; None where sequences are whole."""
     if chunk_shares(simulation) is None:
         return None
     times = chunk_times(simulation)

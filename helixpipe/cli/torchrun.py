@@ -10,7 +10,7 @@ from helixpipe.planning.search.space import Candidate, Question
 
 
 def model_flags(model: ModelShape) -> list[str]:
-    """Training's flags for a model, of one word or two each; made-up tokens of its vocabulary."""
+    """Return training's flags for a model, of one word or two each; mock tokens of its vocabulary."""
     flags = [
         f"--num-layers {model.layers}",
         f"--hidden-size {model.hidden}",
@@ -47,7 +47,7 @@ def model_flags(model: ModelShape) -> list[str]:
 
 
 def torchrun_command(question: Question, candidate: Candidate) -> str:
-    """A command for each node, a line a group of flags."""
+    """Return a command for each node, with a line for each group of flags."""
     hardware, host = question.hardware, question.hardware.host_memory
     nodes = question.gpus // hardware.gpus_per_node
     several = " --node-rank $NODE_RANK --master-addr $MASTER_ADDR" if nodes > 1 else ""

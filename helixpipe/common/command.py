@@ -17,7 +17,7 @@ _OF_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
 def tell(program: str, error: UserError) -> None:
-    """A user's mistake, after the program's name."""
+    """Print a user's mistake, after the program's name."""
     complain(f"{program}: {error}")
 
 

@@ -15,10 +15,10 @@ _PROBE = bytes(4096)  # what is written to see whether there is room: a block of
 
 @contextmanager
 def whole_file(path: str | Path) -> Iterator[Path]:
-    """A temporary file beside `path`, renamed to it when the block ends and removed when the block fails.
+    """Yield a temporary file beside `path`, renamed to it when the block ends and removed when the block fails.
 
-    It is made anew under a random name (`new_file`). A device or pipe (`/dev/stdout`) is written in place: renaming
-    would replace it. Raises UserError that names `path` and the reason.
+    It is created under a random name (`new_file`). A device or pipe (`/dev/stdout`) is written in place: renaming would
+    replace it. Raises UserError that names `path` and the reason.
     """
     path = Path(path)
     try:
@@ -39,7 +39,7 @@ def whole_file(path: str | Path) -> Iterator[Path]:
 
 
 def new_file(target: Path, content: bytes = b"") -> Path:
-    """A file that was not there before, beside `target`, whose name nobody can have foreseen; no link is followed.
+    """Create a new file beside `target`, with a name that cannot be predicted; no link is followed.
 
     Raises OSError.
     """
@@ -97,7 +97,7 @@ def _in_place(path: Path) -> bool:
 
 
 def _target(path: Path) -> Path:
-    """The file itself where `path` is a link to it: a link stays a link."""
+    """Return the file itself if `path` is a link to it: a link stays a link."""
     target = Path(os.path.realpath(path))
     if target.is_dir():
         raise IsADirectoryError(21, "it is a directory")

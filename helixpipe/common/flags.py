@@ -52,7 +52,7 @@ def option(
     words: Sequence[str] = (),
     whole: bool = True,
 ) -> Any:
-    """A dataclass field with the text of its flag; see the module's docstring for the other arguments.
+    """Return a dataclass field with the text of its flag; see the module's docstring for the other arguments.
 
     at_least, more_than, at_most, less_than, unit: the range of its value (`ranges.Range`), or of each of its values.
     words: of text, what may stand in place of a number, a whole one unless not `whole`.
@@ -74,7 +74,7 @@ def option(
 
 
 def setting(default: Any, help: str) -> Any:
-    """A dataclass field that is derived, not given on the command line: it appears in dumps but has no flag."""
+    """Return a dataclass field that is derived, not given on the command line: it appears in dumps but has no flag."""
     return dataclasses.field(default=default, metadata={"help": help, "cli": False})
 
 
@@ -101,8 +101,9 @@ class FlagParser(argparse.ArgumentParser):
         raise UserError(self._as_typed(_one_sentence(message)))
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """argparse's, and the ranges of what it has found. Raises UserError, for an empty text too: of a variable that
-        was never set, say. Only a flag that is empty by default may be empty."""
+        """Parse as argparse does, and check ranges. Raises UserError, also for an empty text, as of a variable that was
+        never set. Only a flag that is empty by default may be empty.
+        """
         self._given = sys.argv[1:] if args is None else list(args)
         parsed, rest = super().parse_known_args(args, namespace)
         flags = self.given(self._given)
@@ -116,12 +117,12 @@ class FlagParser(argparse.ArgumentParser):
         return parsed, rest
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """--help and --version. Raises OSError where they cannot be written, of which argparse says nothing."""
+        """Write --help and --version. Raises OSError if they cannot be written, which argparse does not report."""
         if message:
             (file or sys.stderr).write(message)
 
     def _as_typed(self, message: str) -> str:
-        """argparse names all spellings of a flag (`-L/--layers`): only the one that was given."""
+        """Return argparse's message, which names all spellings of a flag (`-L/--layers`), with only the given one."""
         for action in self._actions:
             spellings = "/".join(action.option_strings)
             if len(action.option_strings) > 1 and message.startswith(spellings):
@@ -155,7 +156,7 @@ class FlagParser(argparse.ArgumentParser):
 
 
 def unknown_argument(argument: str, known: Iterable[str]) -> str:
-    """The sentence for an argument that no flag takes; names the nearest known flag when there is one."""
+    """Return the sentence for an argument that no flag takes; names the nearest known flag when there is one."""
     if not argument.startswith("-"):
         return f"unexpected argument {argument!r}: every value must follow its --flag."
     name = argument.split("=")[0]
@@ -168,7 +169,7 @@ def unknown_argument(argument: str, known: Iterable[str]) -> str:
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
-    """The known name that begins with `name`, else the one closest in spelling; None when nothing is close."""
+    """Return the known name that begins with `name`, else the one closest in spelling; None when nothing is close."""
     known, spelled = list(known), name.lower()
     longer = [other for other in known if spelled and other.startswith(spelled)]
     matches = difflib.get_close_matches(spelled, longer or known, n=1, cutoff=0.0 if longer else 0.4)
@@ -251,7 +252,7 @@ def _fits(kind: Any, value: Any) -> bool:
 
 @functools.cache
 def _hints(cls: type) -> dict[str, Any]:
-    """Types of the fields; to find them out, they are compiled from text, which is most of the time of a parser."""
+    """Return the types of the fields, which are compiled from text: most of the time of a parser."""
     return typing.get_type_hints(cls)
 
 
@@ -317,7 +318,7 @@ def _help(text: str, default: Any) -> str:
 
 
 def whole_number(text: str) -> int:
-    """The type of a flag that takes an integer."""
+    """Return the integer that a flag's text gives."""
     try:
         return int(text)
     except ValueError:
@@ -341,6 +342,6 @@ _NEGATIVE = re.compile(r"-\.?\d[\d.]*([eE][-+]?\d+)?$")
 
 
 def _one_sentence(message: str) -> str:
-    """argparse's message as a sentence: `argument --lr: 'x' is not a number` -> `--lr: 'x' is not a number.`"""
+    """Return argparse's message as a sentence: `argument --lr: 'x' is not a number` -> `--lr: 'x' is not a number.`"""
     message = re.sub(r"^argument (?=-)", "", message).strip()
     return message if message.endswith((".", "?")) else message + "."

@@ -64,7 +64,7 @@ def _usage(parser: argparse.ArgumentParser) -> str:
 
 
 def _short(parser: argparse.ArgumentParser, common: Collection[str]) -> str:
-    """A line for each flag of these fields, in the order in which they are named, and how to see the others."""
+    """Return a line for each flag of these fields, in the order in which they are named, and how to see the others."""
     by_field: dict[str, argparse.Action] = {}
     for action in parser._actions:
         by_field.setdefault(action.dest, action)
@@ -77,7 +77,7 @@ def _short(parser: argparse.ArgumentParser, common: Collection[str]) -> str:
 
 
 def _line(action: argparse.Action) -> str:
-    """A flag, its value and the beginning of its text."""
+    """Return a flag, its value and the beginning of its text."""
     spellings = sorted(action.option_strings, key=len)
     short = [each for each in spellings if not each.startswith("--")]
     long = [each for each in action.option_strings if each.startswith("--")][:1]
@@ -90,7 +90,7 @@ def _line(action: argparse.Action) -> str:
 
 
 def _of_group(parser: argparse.ArgumentParser, name: str) -> str:
-    """The flags of the groups whose title has the name in it, or is it. Raises UserError where there is none."""
+    """Return the flags of the groups whose title contains the name, or is it. Raises UserError if there is none."""
     titles = _titles(parser)
     asked = [title for title in titles if title.lower() == name.lower()]
     asked = asked or [title for title in titles if name.lower() in title.lower()]
@@ -107,7 +107,7 @@ def _titles(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def _rendered(parser: argparse.ArgumentParser, shown: Callable[[argparse.Action], bool], more: str) -> str:
-    """The help of these flags alone. more: its end."""
+    """Return the help of these flags alone. more: its end."""
     formatter = parser._get_formatter()
     formatter.add_usage(parser.usage, parser._actions, parser._mutually_exclusive_groups)
     formatter.add_text(parser.description)

@@ -10,8 +10,9 @@ MOST_NESTED = 100
 
 
 def parse_json(text: str | bytes, **hooks: Any) -> Any:
-    """The value. hooks: those of `json.loads`. Raises ValueError, which says why, for what is no JSON or is nested more
-    than `MOST_NESTED` deep."""
+    """Parse a JSON text. hooks: those of `json.loads`. Raises ValueError, which says why, for what is not JSON or is
+    nested more than `MOST_NESTED` deep.
+    """
     try:
         value = json.loads(text, **hooks)
     except RecursionError:

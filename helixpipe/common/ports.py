@@ -9,10 +9,10 @@ _FIRST, _LAST, _TRIES = 20000, 32000, 100
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens at.
+    """Return a port of 127.0.0.1 at which no process listens.
 
-    Whoever is told of it binds it later. So it is not one of those that the system gives to connections, mostly from
-    32768 on: between two looks another process may have that. Raises OSError where all that are tried are taken.
+    The caller binds it later. So it is not one of those that the system gives to connections, mostly from 32768 on:
+    another process may get such a one in between. Raises OSError if all that are tried are taken.
     """
     for _ in range(_TRIES):
         with socket.socket() as probe:

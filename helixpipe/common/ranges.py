@@ -72,7 +72,7 @@ class Range:
             raise error(f"{flag} {text or repr(text)} must be {valid}.")
 
     def _words(self, value: float) -> str:
-        """The limits; where both are far apart, the one that the value is beyond."""
+        """Return the limits; if both are far apart, only the one that the value exceeds."""
         low: list[str] = []
         high: list[str] = []
         for words, limit, into in (
@@ -90,7 +90,7 @@ class Range:
 
 
 def _number(text: str, whole: bool) -> float | None:
-    """The number that a text is; None where it is none."""
+    """Return the number in a text; None if it is not one."""
     try:
         number = int(text) if whole else float(text)
     except ValueError:

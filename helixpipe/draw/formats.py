@@ -73,11 +73,10 @@ def draw_png(timelines: Sequence[Timeline], path: str | Path, width: int | None 
 
 
 def chrome_trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
-    """Timelines in the Trace Event Format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+    """Return timelines in the Trace Event Format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
     One process a timeline, one thread a rank and one for each of its lanes, if it copies; a complete event an op or
-    copy, a flow a message. Timestamps are microseconds; a
-    timeline without unit is shown with 1 as 1 ms.
+    copy, a flow a message. Timestamps are microseconds; a timeline without unit is shown with 1 as 1 ms.
     """
     events: list[dict[str, Any]] = []
     flows = 0
@@ -110,7 +109,9 @@ def chrome_trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
 
 
 def _copies(timeline: Timeline, pid: int, scale: float) -> list[dict[str, Any]]:
-    """The lanes of the ranks that copy, with their copies; their threads are numbered after those of the ranks."""
+    """Return the lanes of the ranks that copy, with their copies; their threads are numbered after
+    those of the ranks.
+    """
     events: list[dict[str, Any]] = []
     for rank in copying_ranks(timeline):
         for index, lane in enumerate(LANES):
@@ -130,7 +131,7 @@ def _copies(timeline: Timeline, pid: int, scale: float) -> list[dict[str, Any]]:
 
 
 def _sharing(timeline: Timeline, pid: int, scale: float) -> list[dict[str, Any]]:
-    """A lane for each rank whose weights are in parts, with gathers and scatters, numbered after all others."""
+    """Return a lane for each rank with sharded weights, with gathers and scatters, numbered after all others."""
     events: list[dict[str, Any]] = []
     first = timeline.num_ranks * (1 + len(LANES))
     for rank in sorted({event.source for event in timeline.sharing}):

@@ -45,12 +45,12 @@ class Label(NamedTuple):
 
 
 def text_of(op: Op, chunked: bool) -> str:
-    """The microbatch, with chunks `5.1`."""
+    """Return the microbatch, with chunks `5.1`."""
     return f"{op.microbatch}.{op.chunk}" if chunked else str(op.microbatch)
 
 
 def width_at(text: str, size: float) -> float:
-    """Points that a label takes at a font size."""
+    """Return the points that a label takes at a font size."""
     return (DIGIT * len(text) + AROUND) * size
 
 
@@ -62,8 +62,9 @@ def font_size(texts: Sequence[str], points: Sequence[float], height: float) -> f
 
 
 def points_for(timeline: Timeline) -> float:
-    """Points of the time axis, for a unit of time, with which nearly every op has room for its label; 0 where there are
-    too many of them, or none takes time."""
+    """Return the points of the time axis for a unit of time with which nearly every op has room for its label; 0 if
+    there are too many of them, or none takes time.
+    """
     if len(timeline.ops) > MOST:
         return 0.0
     chunked = is_chunked(timeline)

@@ -59,7 +59,7 @@ def draw_html(shown: Sequence[Timeline | Simulation], path: str | Path) -> None:
 
 
 def html_page(shown: Sequence[Timeline | Simulation]) -> str:
-    """The page that `draw_html` writes. It loads nothing: its policy forbids it."""
+    """Return the page that `draw_html` writes. It loads nothing: its policy forbids it."""
     if not shown:
         raise UserError("there is no timeline to draw.")
     timelines = [each.timeline if isinstance(each, Simulation) else each for each in shown]
@@ -78,12 +78,12 @@ def draw_circle(error: CircleError, path: str | Path) -> None:
 
 
 def circle_page(error: CircleError) -> str:
-    """A page that shows why a program cannot run."""
+    """Return a page that shows why a program cannot run."""
     return _page(error.program.schedule, {"scale": "", "knobs": [], "panels": [circle_data(error)]})
 
 
 def scripts(names: Sequence[str] = SCRIPTS) -> str:
-    """The page's programs, as one."""
+    """Return the page's programs, as one."""
     return "\n".join(_part(name) for name in names)
 
 

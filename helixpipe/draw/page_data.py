@@ -142,7 +142,7 @@ def _op_columns(ops: Sequence[Op], ranks: Sequence[int]) -> dict[str, Any]:
 
 
 def _size(ranks: int, ops: Sequence[Op]) -> str:
-    """Timelines of one size have the same ops, or a recording lacks some."""
+    """Return a key of the timeline's size. Timelines of one size have the same ops, or a recording lacks some."""
     most = (max(map(attrgetter(name), ops), default=0) for name in ("stage", "microbatch", "chunk"))
     return ",".join(map(str, (ranks, *most)))
 
@@ -172,7 +172,9 @@ def _levels(curve: MemoryCurve) -> dict[str, Any]:
 
 
 def _classes(lowered: LoweredProgram, bound: BoundCosts) -> tuple[list[dict[str, Any]], list[int]]:
-    """Tasks that take the same time for the same reason: that time and its amounts; and the class of each task."""
+    """Return the classes of tasks that take the same time for the same reason, with that time and its amounts; and the
+    class of each task.
+    """
     rates, graph, handling = _Rates(bound), lowered.graph, handling_times(lowered, bound)
     numbers: dict[tuple[Any, ...], int] = {}
     classes: list[dict[str, Any]] = []
@@ -258,7 +260,7 @@ def _roles(work: Work) -> Iterable[str]:
 
 
 def _measured(timeline: Timeline) -> dict[str, Any]:
-    """Messages and copies of ops that were not recorded are left out."""
+    """Return the page's data of a measured timeline. Messages and copies of ops that were not recorded are left out."""
     ops = sorted(timeline.ops, key=lambda event: (event.rank, event.start, event.end))
     number = {event.op: task for task, event in enumerate(ops)}
     messages, sharing, copies = (

@@ -10,7 +10,9 @@ from helixpipe.common.files import try_file, whole_file
 
 
 def check_picture(flag: str, path: str | Path) -> None:
-    """Raises UserError for a suffix that is not drawn and for a file that cannot be written."""
+    """Check that a picture can be written. Raises UserError for a suffix that is not supported and for
+    other failures.
+    """
     if Path(path).suffix not in (".png", ".svg", ".pdf"):
         raise UserError(f"{flag} {path} must end in .png, .svg or .pdf.")
     try_file(flag, path)

@@ -57,7 +57,7 @@ class _RowPositions:
         self.total = after
 
     def lane(self, rank: int, lane: str) -> float:
-        """The middle of a lane."""
+        """Return the middle of a lane."""
         return self.middle[rank] + 0.5 + (LANES.index(lane) + 0.5) * LANE - 0.04
 
 
@@ -72,8 +72,9 @@ class _Boxes:
 
 
 def picture(timelines: Sequence[Timeline], widest: float | None = None) -> Figure:
-    """A figure with one panel a timeline, from top to bottom; timelines of one unit share a time scale. widest: inches
-    that it may have, whatever its numbers would need."""
+    """Return a figure with one panel a timeline, from top to bottom; timelines of one unit share a time scale. widest:
+    inches that it may have, whatever its numbers would need.
+    """
     rows = [_RowPositions(timeline) for timeline in timelines]
     totals = [each.total for each in rows]
     longest = {t.unit: max(other.makespan for other in timelines if other.unit == t.unit) or 1.0 for t in timelines}
@@ -122,7 +123,7 @@ def _legend(figure: Figure, timelines: Sequence[Timeline], width: float, total: 
 def _panel(
     axes: Axes, timeline: Timeline, rows: _RowPositions, longest: float, row_points: float, width: float
 ) -> None:
-    """width: of the figure, in inches."""
+    """Draw the panel of one timeline. width: of the figure, in inches."""
     factor, unit = time_scale(longest) if timeline.unit == "s" else (1.0, timeline.unit)
     points_per_time = (width - LEFT - RIGHT) * POINTS / (longest * factor)
     half = 0.41 if row_points >= 12 else 0.46
@@ -164,7 +165,7 @@ def _panel(
 
 
 def _name_lanes(axes: Axes, rows: _RowPositions, height: float) -> None:
-    """height: of a lane, in points."""
+    """Write the names of the lanes. height: of a lane, in points."""
     for rank in rows.copying:
         for lane in LANES:
             axes.annotate(
@@ -213,8 +214,9 @@ def _draw(axes: Axes, boxes: _Boxes, factor: float, points_per_time: float) -> N
 
 
 def _numbers(axes: Axes, boxes: _Boxes, chunked: bool, factor: float, points_per_time: float, height: float) -> None:
-    """The microbatch (with chunks `5.1`) in every box with room for it, all in one size. height: of a box, in
-    points."""
+    """Draw the microbatch (with chunks `5.1`) in every box with room for it, all in one size. height: of a box, in
+    points.
+    """
     if len(boxes.events) > MOST:
         return
     texts = [text_of(event.op, chunked) for event in boxes.events]
@@ -242,7 +244,9 @@ def _arrows(axes: Axes, timeline: Timeline, rows: _RowPositions, factor: float, 
 
 
 def _shades(timeline: Timeline) -> dict[tuple[int, int, str], Colour]:
-    """The colour of each rank, stage and kind: the kind's own for the rank's first stage, paler for its later ones."""
+    """Return the colour of each rank, stage and kind: the kind's own for the rank's first stage, paler for its later
+    ones.
+    """
     shades = {}
     for rank, stages in enumerate(_stages_of_ranks(timeline)):
         for index, stage in enumerate(stages):

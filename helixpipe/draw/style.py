@@ -77,7 +77,7 @@ def scale_note(timelines: Sequence[Timeline]) -> str:
 
 
 def duration_text(value: float, unit: str) -> str:
-    """A time with its unit, for people: `396`, `1.25 s`, `12.5 ms`."""
+    """Return a time with its unit, for people: `396`, `1.25 s`, `12.5 ms`."""
     if unit == "s":
         scale, unit = time_scale(value)
         return f"{value * scale:.4g} {unit}"
@@ -85,7 +85,7 @@ def duration_text(value: float, unit: str) -> str:
 
 
 def time_scale(seconds: float) -> tuple[float, str]:
-    """The factor and unit that make a number of seconds readable."""
+    """Return the factor and unit that make a number of seconds readable."""
     for factor, unit in ((1.0, "s"), (1e3, "ms")):
         if seconds * factor >= 1:
             return factor, unit

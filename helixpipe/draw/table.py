@@ -8,20 +8,23 @@ from collections.abc import Sequence
 
 
 def figure_lines(figures: Sequence[tuple[str, str, str]], name_width: int = 10) -> list[str]:
-    """A line for each name, value and note: names to the left, values to the right of their column."""
+    """Return a line for each name, value and note: names to the left, values to the right of their column."""
     width = max(len(value) for _, value, _ in figures)
     return [f"{name:<{name_width}}  {value:>{width}}  {note}".rstrip() for name, value, note in figures]
 
 
 def right_aligned(headers: Sequence[str], rows: Sequence[Sequence[str]], widths: Sequence[int]) -> list[str]:
-    """The header's line and a line a row, every cell to the right of its column, which is as wide as its header or
-    more."""
+    """Return the header's line and a line a row, every cell right-aligned in its column, which is as wide as its header
+    or more.
+    """
     columns = [max(width, len(header)) for width, header in zip(widths, headers, strict=True)]
     return ["  ".join(cell.rjust(w) for cell, w in zip(row, columns, strict=True)) for row in (headers, *rows)]
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table for standard output: ruled on a wide terminal, a block a row on a narrow one, aligned text in a pipe."""
+    """Return a table for standard output: ruled on a wide terminal, a block a row on a narrow one, aligned text in a
+    pipe.
+    """
     widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
     if not sys.stdout.isatty():
         aligned = (

@@ -32,7 +32,7 @@ NAMES_OF_RUNS = {
 
 
 def shape_line(simulation: Simulation) -> str:
-    """The schedule and the size it was given; below, the stages where they differ or recompute."""
+    """Return the schedule and its size; below, the stages if they differ or recompute."""
     return "\n".join([_shape(simulation), *stage_lines(simulation.lowered.program.stages)])
 
 
@@ -78,7 +78,7 @@ def _recomputed(stage: Stage) -> str:
 
 
 def _repeated(values: Sequence[str]) -> list[str]:
-    """The values; of many, equal neighbours together: `4 (x12)`; of very many, all that are equal."""
+    """Return the values; of many, equal neighbours together: `4 (x12)`; of very many, all that are equal."""
     groups = [(value, len(list(group))) for value, group in groupby(values)]
     if len(values) <= MAX_STAGES_APART:
         return list(values)
@@ -103,7 +103,7 @@ def _shape(simulation: Simulation) -> str:
 
 
 def summary(simulation: Simulation) -> str:
-    """Figures of one simulated step, one a line, then a line a rank."""
+    """Return the figures of one simulated step, one a line, then a line a rank."""
     figures = [
         ("makespan", f"{simulation.makespan:.6g}", ""),
         ("ideal", f"{simulation.ideal:.6g}", "total work / ranks"),
@@ -146,7 +146,7 @@ def chunk_shares(simulation: Simulation) -> list[float] | None:
 
 
 def chunks_text(simulation: Simulation) -> str | None:
-    """A line a chunk, its length and what it takes; None where there is nothing to tell apart."""
+    """Return a line a chunk with its length and time; None if chunks do not differ."""
     shares, lengths = chunk_shares(simulation), simulation.lowered.program.chunk_lengths
     if shares is None:
         return None
@@ -221,8 +221,9 @@ def _offloading(program: Program) -> Iterator[str]:
 
 
 def text_timeline(timeline: Timeline, width: int) -> str | None:
-    """The timeline in letters, a line a rank: `F0` then dashes while it runs, spaces while the rank is idle; of a rank
-    that copies two more, `out` with what leaves after which op, `F0>>`, and `in` with what comes back before, `B0<<`.
+    """Return the timeline in letters, a line a rank: `F0` then dashes while it runs, spaces while the rank is idle; for
+    a rank that copies two more, `out` with the copies to the host after their op, `F0>>`, and `in` with those back
+    before theirs, `B0<<`.
 
     The scale is the smallest that has room for every op's name; copies have one where there is room. None when that is
     wider than `width`, or with too many ops or ranks.

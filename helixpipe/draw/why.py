@@ -44,8 +44,9 @@ def why_longer(shown: Timeline | Simulation, other: Timeline | Simulation) -> st
 
 
 def whole_steps(parts: Mapping[str, float]) -> dict[str, int]:
-    """Parts rounded to whole numbers which add up to their sum, rounded: those furthest from the next lower number are
-    rounded up. None is moved by 1 or more."""
+    """Round the parts to whole numbers which add up to their rounded sum: those furthest from the next lower number are
+    rounded up. None is moved by 1 or more.
+    """
     floors = {name: math.floor(part) for name, part in parts.items()}
     missing = round(math.fsum(parts.values())) - sum(floors.values())
     up = sorted(parts, key=lambda name: floors[name] - parts[name])[:missing]

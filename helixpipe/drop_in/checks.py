@@ -25,14 +25,14 @@ _REFUSED_SETTINGS = {
 
 
 def unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
-    """The model inside DistributedDataParallel, Float16Module and the like."""
+    """Return the model inside DistributedDataParallel, Float16Module and the like."""
     while isinstance(inner := getattr(chunk, "module", None), torch.nn.Module):
         chunk = inner
     return chunk
 
 
 def check_config(config: TransformerConfig) -> None:
-    """Raises UserError for a setting that only megatron-core's own schedules know."""
+    """Check the configuration. Raises UserError for a setting that only megatron-core's own schedules know."""
     for name, reason in _REFUSED_SETTINGS.items():
         value = getattr(config, name, None)
         if value is not None and value is not False:
@@ -133,18 +133,20 @@ def check_deferral(program: Program, chunks: Sequence[torch.nn.Module], config: 
 
 
 def stages_of(program: Program, rank: int) -> list[int]:
-    """The numbers of the stages that a rank runs, in model order."""
+    """Return the numbers of the stages that a rank runs, in model order."""
     return sorted({op.stage for op in program.ranks[rank]})
 
 
 def ranks_of_head(program: Program) -> list[int]:
-    """The ranks that run the head: several, each for some of the microbatches, if it is replicated."""
+    """Return the ranks that run the head: several, each for some of the microbatches, if it is replicated."""
     last = len(program.stages) - 1
     return [rank for rank, ops in enumerate(program.ranks) if any(op.stage == last for op in ops)]
 
 
 def _check_tied(program: Program) -> None:
-    """megatron-core sums the gradients of a tied weight's two copies on the first and on the last rank."""
+    """Check that tied weights are on the first and the last rank, where megatron-core sums the gradients of both
+    copies.
+    """
     last = len(program.stages) - 1
     first_rank = next(rank for rank, ops in enumerate(program.ranks) if any(op.stage == 0 for op in ops))
     ends = (first_rank, ranks_of_head(program)[0])

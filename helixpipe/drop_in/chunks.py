@@ -55,7 +55,7 @@ class Chunks:
     def run(
         self, pieces: Sequence[Piece], inputs: tuple[Tensor, ...], batch: Microbatch, context: UnitContext
     ) -> tuple[Tensor, ...]:
-        """A stage's forward: the hidden states [s, b, h], or of the last stage the objective, a scalar."""
+        """Run a stage's forward: return the hidden states [s, b, h] or, of the last stage, the objective, a scalar."""
         call, index = self.call, self._chunk_of[pieces[0]]
         is_first_microbatch = context.microbatch == 0
         is_last_stage = pieces[-1].kind == "head"
@@ -92,7 +92,9 @@ class Chunks:
         return _differentiable(loss.reshape(()))
 
     def weight_gradients(self) -> WeightGradients:
-        """The store of the chunks' linear layers; from the first call on they can put their weight gradients off."""
+        """Return the store of the chunks' linear layers; from the first call on they can defer their weight
+        gradients.
+        """
         if self._weight_gradients is None:
             self._weight_gradients = defer_weight_gradients(torch.nn.ModuleList(self.chunks))
         return self._weight_gradients
@@ -102,5 +104,5 @@ class Chunks:
 
 
 def _differentiable(output: Tensor) -> Tensor:
-    """The output itself, or, where all behind it is frozen, a view that backward can start from and end at."""
+    """Return the output itself or, if all behind it is frozen, a view that backward can start from and end at."""
     return output if output.requires_grad else output.detach().requires_grad_().view_as(output)

@@ -217,7 +217,7 @@ class ForwardBackward:
         group: dist.ProcessGroup,
         num_microbatches: int,
     ) -> tuple[Executor, Plan]:
-        """The executor, and the plan of a step of this size, made when it is first asked for."""
+        """Return the executor, and the plan of a step of this size, made at its first use."""
         own = own_model(chunks)
         if self._group is not group:
             self.close()
@@ -252,7 +252,7 @@ class ForwardBackward:
         program: Program,
         group: dist.ProcessGroup,
     ) -> Chunks | PipelineModel:
-        """The model as the executor's, the same for every size of step."""
+        """Return the model for the executor, the same for every size of step."""
         if own is not None:
             if self._own is None:
                 self._own, self._weights = own, LoopWeights(own, program, group)
@@ -283,8 +283,9 @@ def _share_losses(call: Call | OwnCall, losses: list[LossSum], heads: Sequence[i
 def _check_arguments(
     chunks: Sequence[torch.nn.Module], iterators: Sequence[Any], adjust_tensor_shapes_fn: Any, no_loss: bool | None
 ) -> None:
-    """Raises UserError for arguments that do not go together. no_loss: whether a backward would have nothing to start
-    from."""
+    """Check that the arguments fit each other. Raises UserError. no_loss: whether a backward would have nothing to
+    start from.
+    """
     if len(iterators) != len(chunks):
         have = f"{len(chunks)} chunk" + "s" * (len(chunks) > 1)
         raise UserError(f"model has {have}, but data_iterator is a list of {len(iterators)}: give one for each.")
@@ -316,9 +317,10 @@ def _step(seq_length: int, micro_batch_size: int, training: bool) -> Step:
 
 
 def _share_with_last_rank(call: Call | OwnCall, head: int, group: dist.ProcessGroup) -> None:
-    """Losses and the number of tokens also where users' scripts and `finalize_model_grads` look for them.
+    """Send losses and the number of tokens to the last rank, where users' scripts and `finalize_model_grads` look for
+    them.
 
-    Nothing to do under schedules that have the head there. Tensors travel through host memory.
+    Does nothing under schedules that have the head there. Tensors travel through host memory.
     """
     last = group.size() - 1
     if head == last or group.rank() not in (head, last):

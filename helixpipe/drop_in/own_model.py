@@ -23,7 +23,7 @@ from helixpipe.runtime.executor import LossSum, Step
 
 
 def own_model(chunks: Sequence[torch.nn.Module]) -> PipelineModel | None:
-    """The PipelineModel inside the wrappers, None for chunks of another kind. Raises UserError for several."""
+    """Return the PipelineModel inside the wrappers, None for chunks of another kind. Raises UserError for several."""
     own = [chunk for chunk in map(unwrapped, chunks) if isinstance(chunk, PipelineModel)]
     if own and len(chunks) > 1:
         raise UserError(
@@ -36,8 +36,9 @@ def own_model(chunks: Sequence[torch.nn.Module]) -> PipelineModel | None:
 def check_own_call(
     config: TransformerConfig, forward_step_func: Any, collect_non_loss_data: bool, lengths: tuple[int | None, int]
 ) -> None:
-    """Raises UserError for arguments that mean nothing to a PipelineModel. lengths: the decoder's and the others'
-    tokens a sequence."""
+    """Check the arguments of a call with a PipelineModel. Raises UserError for those that mean nothing to it. lengths:
+    the decoder's and the others' tokens a sequence.
+    """
     if forward_step_func is not None:
         raise UserError(
             "forward_step_func is not used with a PipelineModel, which runs pieces and chunks of a sequence and makes "
@@ -166,7 +167,7 @@ class OwnCall:
         return dict(zip(sums, totals, strict=True))
 
     def _divisor(self, index: int) -> Tensor:
-        """A microbatch without tokens that count has the loss 0, not 0/0."""
+        """Return the microbatch's tokens, at least 1: one without tokens that count has the loss 0, not 0/0."""
         tokens = self.tokens[index]
         return torch.where(tokens > 0, tokens, torch.ones_like(tokens))
 

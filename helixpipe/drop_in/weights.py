@@ -114,7 +114,7 @@ class _OneRank:
 
 
 def _without_embeddings(groups: ProcessGroupCollection) -> ProcessGroupCollection:
-    """The groups for `finalize_model_grads_func`, such that it leaves tied weights to `_ReplicatedGradients`.
+    """Return the groups for `finalize_model_grads_func`, such that it leaves tied weights to `_ReplicatedGradients`.
 
     megatron-core's looks for them on the first and the last rank, where a schedule may not have them. Without a group
     it would take that of its parallel state.

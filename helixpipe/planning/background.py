@@ -61,11 +61,10 @@ class BackgroundPlanner(Generic[Size, Made]):
             self._send(size)
 
     def plan(self, size: Size, give_up: Callable[[], bool] | None = None, instead: Size | None = None) -> Made:
-        """The announced plan, or one made here. An announcement is good for one plan.
+        """Return the announced plan, or one made here. An announcement is good for one plan.
 
-        give_up: asked a few times a second, whether to wait no longer for the child; None: after `patience` seconds,
-        which is said.
-        instead: what is made here then, such as the same in a hurry.
+        give_up: polled a few times a second, whether to stop waiting for the child; None: after `patience` seconds,
+        with a warning. instead: the size to plan here then, such as the same one quickly.
         """
         if size not in self._announced:
             return self._make(size)
@@ -115,8 +114,9 @@ class BackgroundPlanner(Generic[Size, Made]):
 
 
 def serve(descriptor: int) -> None:
-    """The child: answer until the other end of the pipe closes. A plan that cannot be made is answered with None; who
-    asked makes it again and sees why."""
+    """Serve in the child until the other end of the pipe closes. A plan that cannot be made is answered with None; the
+    parent makes it again and gets the error.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other end's matter
     with suppress(OSError):
         os.nice(NICENESS)

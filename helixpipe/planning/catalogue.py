@@ -191,7 +191,7 @@ class Catalogue(Mapping[str, Schedule]):
         return len(self._schedules)
 
     def find(self, name: str) -> Schedule:
-        """The schedule of that name. Raises ScheduleError that names the nearest one."""
+        """Return the schedule of that name. Raises ScheduleError that names the nearest one."""
         if name in self:
             return self[name]
         near = nearest_name(name, self)
@@ -202,8 +202,9 @@ class Catalogue(Mapping[str, Schedule]):
         )
 
     def default(self, one_rank: bool = False, virtual_stages: bool = False, chunks: bool = False) -> str:
-        """The name of the schedule that is run where flags name none but ask for this. Raises ScheduleError where the
-        catalogue has none."""
+        """Return the name of the default schedule for what flags ask. Raises ScheduleError if the catalogue
+        has none.
+        """
         asked = one_rank, virtual_stages, chunks
         for schedule in self.values():
             if schedule.default and (schedule.one_rank, schedule.virtual_stages, schedule.chunks) == asked:
@@ -211,7 +212,7 @@ class Catalogue(Mapping[str, Schedule]):
         raise ScheduleError(f"give the name of a pipeline schedule; known are {', '.join(self)}.")
 
     def foreign_options(self, given: Mapping[str, str], chosen: Sequence[Schedule]) -> list[str]:
-        """A sentence for each flag that only other schedules than the `chosen` have. given: field -> flag as typed."""
+        """Return a sentence for each flag that none of the `chosen` schedules has. given: field -> flag as typed."""
         own = {field.name for schedule in chosen for field in fields(schedule.options)}
         names = ", ".join(schedule.name for schedule in chosen) or "a file"
         sentences = []
@@ -238,8 +239,8 @@ class Catalogue(Mapping[str, Schedule]):
             raise ScheduleError(f"{flag} finds a number of chunks, but {', '.join(names)} has its own; leave it out.")
 
     def build(self, name: str, shape: Shape, options: Any = None) -> Program:
-        """The program of a schedule of the catalogue, or of a file (a name that ends in `.json` or `.csv`), for a
-        shape.
+        """Return the program of a schedule of the catalogue, or of a file (a name that ends in `.json` or `.csv`), for
+        a shape.
 
         Raises ScheduleError for an unknown name or a shape the schedule cannot have; for a file, ProgramError when it
         cannot be read and ScheduleError when it was made for another shape or, a JSON file, recomputes something else.
@@ -257,7 +258,7 @@ class Catalogue(Mapping[str, Schedule]):
             return self.offloaded(name, program, shape)
 
     def offloaded(self, name: str, program: Program, shape: Shape) -> Program:
-        """The program of a schedule or file with what its shape says is offloaded."""
+        """Return a schedule's or file's program with the offloading that its shape says."""
         costs, options = shape.costs or unit_costs(), shape.offload
         if options.kv_blocks:
             program = replace(program, kv_blocks=True)

@@ -60,7 +60,7 @@ class Planner(Protocol[SizeIn]):
     """Whoever has a plan for each step."""
 
     def plan(self, size: SizeIn) -> Plan:
-        """The plan of a step of this size: how many microbatches it has, or whatever else tells one from another."""
+        """Return the plan of a step of this size: its number of microbatches, or another key that tells steps apart."""
         ...
 
 
@@ -74,7 +74,7 @@ class Plans(Generic[Size]):
         self._plans: dict[Size, Plan] = {}
 
     def program(self, size: Size) -> Program:
-        """The program alone, which may not have been validated yet."""
+        """Return the program alone, which may not have been validated yet."""
         if size not in self._programs:  # some schedules search for theirs
             self._programs[size] = self._make(size)
         return self._programs[size]

@@ -117,7 +117,7 @@ class _Marks(Position):
         self.marks.append((None, self._clock.mark()))
 
     def times(self) -> Iterator[tuple[Op, float]]:
-        """Seconds of every op of the step that ran last."""
+        """Yield the seconds of every op of the step that ran last."""
         for (op, start), (_, end) in pairwise(self.marks):
             if op is not None:
                 yield op, self._clock.seconds(start, end)
@@ -236,7 +236,7 @@ class Measurement:
                 yield (f"{name} {op.chunk}", op.kind), seconds
 
     def _batch(self, row: MicrobatchShape) -> tuple[Microbatch, Tensor]:
-        """A microbatch, and the gradient of its loss sum."""
+        """Return a microbatch, and the gradient of its loss sum."""
         samples, on = self._task.micro_batch_size, device()
         shape = (samples, row.tokens)
         tokens, labels = (torch.randint(0, self._task.model.vocab, shape, device=on) for _ in range(2))

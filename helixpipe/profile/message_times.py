@@ -24,8 +24,8 @@ MESSAGE_BYTES_OF_GPUS = (1 << 24, 1 << 26)
 
 
 def measure_messages(rank: int, computing: int) -> MessageTimes:
-    """Messages between ranks 0 and 1 with the executor's transport: how long they take while nothing else runs, and how
-    much more processor time both ranks take for what they compute while one is on its way.
+    """Measure messages between ranks 0 and 1 with the executor's transport: how long they take while nothing else runs,
+    and how much more processor time both ranks need for their computation while one is on its way.
 
     computing: processes that compute at the same time in a step. Where they leave no core free, all processor time of a
     message keeps its rank from computing, else that of the computing thread. With NCCL neither waits for it.
@@ -127,7 +127,9 @@ class _RoundTrip:
 
 
 def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(y at 0, slope) of the line with the least sum of squared relative errors; neither below a tiny positive."""
+    """Return (y at 0, slope) of the line with the least sum of squared relative errors; neither below a
+    tiny positive.
+    """
     least = max(max(y for _, y in points) * LEAST_SHARE, 1e-12)  # a difference of two times may be nothing
     weights = [1.0 / max(y, least) ** 2 for _, y in points]
     total = sum(weights)

@@ -44,7 +44,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def initialize_parallel_state(world_size: int) -> None:
-    """megatron-core's groups of one pipeline over all ranks."""
+    """Create megatron-core's groups of one pipeline over all ranks."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
@@ -58,7 +58,7 @@ def initialize_parallel_state(world_size: int) -> None:
 
 
 def build_model(task: Task, num_layers: int, pieces: Sequence[Piece]) -> tuple[PipelineModel, Any]:
-    """The pieces with their gradient buffers, as the training program builds them: (model, DistributedDataParallel)."""
+    """Build the pieces with their gradient buffers, as the training program does: (model, DistributedDataParallel)."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer import TransformerConfig
 

@@ -43,7 +43,7 @@ class HostArena:
         self.reserved = self.used = self.peak = 0
 
     def take(self, nbytes: int) -> HostAllocation:
-        """The first gap that is large enough."""
+        """Take the first gap that is large enough."""
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
         while True:
             for block, gaps in enumerate(self._gaps):

@@ -25,7 +25,7 @@ class BlockTransfers:
         return self._any_store
 
     def expected(self, message: Transfer, incoming: Incoming | None) -> tuple[Sequence[torch.Size], torch.dtype]:
-        """Shapes and type of what a message brings, whose hidden states have the type of `incoming`."""
+        """Return the shapes and type of a message's tensors, whose hidden states have the type of `incoming`."""
         assert incoming is not None
         of_gradients = message.kind == "kv_gradients"
         return incoming.shapes, self._store.gradient_type(incoming.dtype) if of_gradients else incoming.dtype
@@ -42,7 +42,7 @@ class BlockTransfers:
             put(*place, tensors[2 * number], tensors[2 * number + 1])
 
     def _places(self, message: Transfer) -> list[tuple[int, int, int]]:
-        """The (microbatch, layer, first row) of the blocks, or sums of gradients, that a message carries."""
+        """Return the (microbatch, layer, first row) of the blocks, or sums of gradients, that a message carries."""
         unit = message.unit
         first = self._plan.first_row(unit, self._step.seq_length)
         return [(unit.microbatch, layer, first) for layer in self._plan.layers(unit.stage)]
@@ -56,7 +56,7 @@ class BlockTransfers:
             unit.keep(op.makes_blocks, outputs[1].detach(), outputs[2].detach())
 
     def with_others(self, op: PlannedOp, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The gradients of what such an F has computed, with what other ranks have summed up."""
+        """Return the gradients of what such an F has computed, plus those that other ranks have summed."""
         if op.makes_blocks < 0:
             return gradients
         sums = self._store.take_gradients(op.op.microbatch, op.makes_blocks, op.offset)

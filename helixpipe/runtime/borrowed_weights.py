@@ -68,7 +68,7 @@ class BorrowedWeights:
         self._sends = Counter(message.unit.stage for message in sent)
 
     def _shell(self, pieces: tuple[Piece, ...]) -> ModelWithWeights:
-        """Modules without weights of their own, made once for the same pieces."""
+        """Return modules without weights of their own, made once for the same pieces."""
         if pieces not in self._shells:
             shell = self._shells[pieces] = self._own.shell(pieces)
             for weight in shell.weights_of(pieces):
@@ -88,7 +88,7 @@ class BorrowedWeights:
     # ------------------------------------------------------------------------------------------------ at the copies
 
     def put(self, message: Transfer, flat: Tensor) -> None:
-        """Weights have come."""
+        """Store weights that have arrived."""
         self._copies[message.number] = flat
 
     @property
@@ -158,7 +158,7 @@ class BorrowedWeights:
 
     @torch.no_grad()
     def pack(self, stage: int) -> Tensor:
-        """The weights of a stage of this rank as one tensor, the same one for all sends of a step."""
+        """Return the weights of a stage of this rank as one tensor, the same one for all sends of a step."""
         flat, left = self._packed.pop(stage, (None, self._sends[stage]))
         if flat is None:
             with self._gathered(stage, "F"):
@@ -169,7 +169,7 @@ class BorrowedWeights:
 
     @torch.no_grad()
     def add(self, message: Transfer, flat: Tensor) -> None:
-        """Gradients have come: add them to the sum that leaves next, or at the owner to its own gradients."""
+        """Add gradients that have arrived to the sum that leaves next, or at the owner to its own gradients."""
         following = self._joins.get(message.number)
         if following is not None:
             self._sums[following.number].add_(flat)
@@ -194,7 +194,7 @@ class BorrowedWeights:
         return self._graph
 
     def _weights(self, stage: int) -> list[torch.nn.Parameter]:
-        """The stage's weights, in the shell if it is copied here, else this rank's own."""
+        """Return the stage's weights, in the shell if it is copied here, else this rank's own."""
         if stage not in self._known:
             home = self.shell if self.shell is not None and stage in self.stages else self._own
             self._known[stage] = home.weights_of(self._plan.program.stages[stage].pieces)
@@ -212,7 +212,7 @@ def _whole_shape(weight: torch.nn.Parameter) -> torch.Size:
 
 
 def _views(flat: Tensor, weights: Sequence[torch.nn.Parameter]) -> list[Tensor]:
-    """The parts of a flat tensor in the shapes of the weights."""
+    """Return the parts of a flat tensor in the shapes of the weights."""
     shapes = [_whole_shape(weight) for weight in weights]
     parts = flat.split([shape.numel() for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -34,15 +34,17 @@ of an H100's SMs. Not measured yet."""
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The backend by which a group carries tensors of a device; "" where it has none. A group may have one for each
-    kind of device ("cpu:gloo,cuda:nccl"), as torch's default one has."""
+    """Return the backend by which a group carries tensors of a device; "" if it has none. A group may have one for each
+    kind of device ("cpu:gloo,cuda:nccl"), as torch's default one has.
+    """
     backends = dict(each.split(":") for each in dist.get_backend_config(group).split(","))
     return backends.get(device.type, "")
 
 
 def nccl_options(settings: Settings, blocks: int, timeout: timedelta) -> Any:
-    """torch's options for a process group, a torch.distributed.ProcessGroupNCCL.Options. blocks: at most, and the
-    streams have high priority, where the settings do not say otherwise."""
+    """Return torch's options for a process group, a torch.distributed.ProcessGroupNCCL.Options. Unless the settings say
+    otherwise, streams have high priority and at most `blocks` blocks.
+    """
     chosen: dict[str, Any] = {"is_high_priority_stream": True, "max_ctas": blocks, **settings}
     chosen["max_ctas"] = max(chosen["max_ctas"], chosen.get("min_ctas", 0))
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=chosen.pop("is_high_priority_stream"))
@@ -64,7 +66,7 @@ def fitting_blocks(channels: Sequence[tuple[int, int]], processors: int) -> int:
 def direction_groups(
     group: dist.ProcessGroup, device: torch.device, settings: Settings, channels: Sequence[tuple[int, int]]
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """(up, down): groups of a pipeline's ranks with its backend for the device and its timeout.
+    """Create (up, down): groups of a pipeline's ranks with its backend for the device and its timeout.
 
     settings: in place of high priority and of `MOST_BLOCKS`, or fewer where those of all channels do not fit.
     Collective over all ranks of the job: every rank makes every pipeline's groups, in one order, as torch's new_group
@@ -90,8 +92,9 @@ def direction_groups(
 
 
 def used_channels(channels: Iterable[tuple[int, int]] | None, size: int) -> list[tuple[int, int]]:
-    """The (source, target) between which there are messages, in the order in which all ranks make their communicators.
-    None: all of a pipeline of `size` ranks."""
+    """Return the (source, target) pairs that exchange messages, in the order in which all ranks create communicators.
+    None: all of a pipeline of `size` ranks.
+    """
     return sorted(permutations(range(size), 2) if channels is None else channels)
 
 

@@ -47,7 +47,7 @@ class CopyEngine(Protocol):
     """Copies since the list was emptied, of those that had a `mark`."""
 
     def host_memory(self, nbytes: int) -> Tensor:
-        """[bytes] of uint8 in the host's memory, to copy to and from; the engine's until `close`."""
+        """Return [bytes] of uint8 in the host's memory, to copy to and from; the engine's until `close`."""
         ...
 
     def start(
@@ -90,7 +90,7 @@ class StreamEngine:
         self.timed: list[Timed] = []
 
     def host_memory(self, nbytes: int) -> Tensor:
-        """Page-locked in place: torch's page-locked memory would be rounded up to a power of two."""
+        """Return memory page-locked in place: torch's page-locked memory would be rounded up to a power of two."""
         block = pageable(nbytes)
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), nbytes, 0))
         self._locked.append(block)
@@ -210,5 +210,5 @@ class ThreadEngine:
 
 
 def make_engine(device: torch.device) -> CopyEngine:
-    """The engine for a device."""
+    """Return the engine for a device."""
     return StreamEngine(device) if device.type == "cuda" else ThreadEngine()

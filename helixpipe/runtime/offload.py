@@ -152,7 +152,7 @@ class Offloader:
                 tensor.data = saved.tensor()
 
     def timed(self) -> list[Timed]:
-        """The copies that were timed since the last call."""
+        """Return the copies that were timed since the last call."""
         timed, self.engine.timed = self.engine.timed, []
         return timed
 
@@ -209,7 +209,7 @@ class UnitSaving:
             yield
 
     def leaving(self, stays: set[int]) -> list[_KeyedStorage]:
-        """The storages that leave, but for these."""
+        """Return the storages to offload, without those that stay."""
         moved = {key for key, tensor in self._inputs if tensor.untyped_storage()._cdata != key}  # to a chunk's store
         stays |= self._shared | (moved - self._saved)
         by_run: list[list[_KeyedStorage]] = [[] for _ in self.offloading.shares]

@@ -33,7 +33,7 @@ class Clock:
         self._now, self._event = now, event
 
     def mark(self) -> Any:
-        """A mark of now: of the moment when the device gets to it."""
+        """Return a mark of the moment when the device reaches it."""
         if not self._events:
             return self._now()
         event = self._event()
@@ -41,7 +41,7 @@ class Clock:
         return event
 
     def begin(self) -> tuple[Any, float]:
-        """A mark that the device has got to, and the host's time of it."""
+        """Return a mark that the device has passed, and the host's time of it."""
         mark = self.mark()
         if self._events:
             mark.synchronize()
@@ -100,22 +100,22 @@ class Recorder:
         return self._clock.mark()
 
     def ran(self, op: Op, start: Any) -> None:
-        """An op has run; start: the mark before it."""
+        """Record that an op has run; start: the mark before it."""
         self._ops.append((op, start, self.mark()))
         self._before_op = None
 
     def sent(self, message: Transfer) -> None:
-        """A message may leave when the device gets here."""
+        """Record that a message may be sent once the device gets here."""
         self._sent.append((message.number, self.mark()))
 
     def arrived(self, message: Transfer) -> None:
-        """A message has been waited for."""
+        """Record that a message has been waited for."""
         self._arrived.append((message.number, self.mark()))
         if self._before_op is not None:
             self._before_op.arrived = self._arrived[-1][1]
 
     def held_up(self, start: Any) -> None:
-        """A copy has been waited for; start: the mark before it."""
+        """Record that a copy has been waited for; start: the mark before it."""
         if self._before_op is None:
             self._before_op = _HeldUp()
             self._held_up.append(self._before_op)

@@ -39,7 +39,7 @@ Held = Sequence[Collection[Piece]]
 
 
 def holders(held: Held, pieces: Collection[Piece]) -> tuple[int, ...]:
-    """The pipeline ranks with one of these pieces."""
+    """Return the pipeline ranks with one of these pieces."""
     return tuple(rank for rank, own in enumerate(held) if not set(pieces).isdisjoint(own))
 
 

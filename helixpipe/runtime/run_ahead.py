@@ -57,5 +57,5 @@ class RunAhead:
         self._issued += is_op
 
     def unpassed(self) -> list[Left]:
-        """The marks not known to be passed, oldest first; for any thread. (A list is copied in one go.)"""
+        """Return the marks not known to be passed, oldest first; for any thread. (A list is copied in one go.)"""
         return self._left.copy()

@@ -25,7 +25,9 @@ class SegmentGraph:
 
 
 def leaves(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The inputs of a graph of their own. A view of something larger is copied, so that the rest of that can go."""
+    """Return the inputs of a separate graph. A view of a larger tensor is copied, so that the rest of
+    it can be freed.
+    """
     return tuple([
         (tensor.detach().clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor.detach())
         .requires_grad_()
@@ -34,7 +36,9 @@ def leaves(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def roots(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> tuple[GradientEdge | int, ...]:
-    """Edges, not tensors: a backward needs no output's data, which can go once it has been sent."""
+    """Return the edges of the outputs, not tensors: a backward needs no output's data, which can be freed once it is
+    sent.
+    """
     numbers = {id(tensor): index for index, tensor in enumerate(inputs)}
     return tuple([numbers[id(each)] if id(each) in numbers else get_gradient_edge(each) for each in outputs])
 
@@ -42,7 +46,7 @@ def roots(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> tuple[Grad
 def split(
     roots: tuple[GradientEdge | int, ...], gradients: tuple[Tensor, ...]
 ) -> tuple[tuple[GradientEdge, ...], tuple[Tensor, ...], dict[int, Tensor]]:
-    """(edges, the gradients that enter there, the gradients that pass by, by the number of the input)."""
+    """Return (edges, the gradients that enter there, the gradients that pass by, by the number of the input)."""
     if int not in map(type, roots):
         return cast(tuple[GradientEdge, ...], roots), gradients, {}
     pairs = list(zip(roots, gradients, strict=True))

@@ -107,7 +107,7 @@ class FlatWeights:
         self.forget()
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """The parts of a flat tensor in the shapes of the weights."""
+        """Return the parts of a flat tensor in the shapes of the weights."""
         ends = ((self.starts[name], shape) for name, shape in self.shapes.items())
         return [flat[start : start + shape.numel()].view(shape) for start, shape in ends]
 
@@ -131,7 +131,7 @@ class FlatWeights:
         return own[begin : begin + part.end - part.start]
 
     def all_parts(self, own: Tensor) -> Tensor:
-        """The flat tensor of which every rank has a share, whole. Collective."""
+        """Gather the flat tensor of which every rank has a share. Collective."""
         whole = own.new_empty(self.numel)
         dist.all_gather_into_tensor(whole, own, group=self._group)
         return whole

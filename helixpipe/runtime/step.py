@@ -141,7 +141,7 @@ class PlanOnRank:
         return {op.stage for op in self.program.ranks[self.rank] if op.kind == "W"}
 
     def subjects(self, model: Model, step: Step) -> list[tuple[Action, Subject]]:
-        """The stream in the sizes of a step: each instruction's action, and what the handler of that is given."""
+        """Return the stream in the sizes of a step: each instruction's action, and its handler's argument."""
         sizes = step.micro_batch_size, step.seq_length
         if sizes not in self._subjects:
             self._subjects[sizes] = [(each.action, self._subject(each, model, step)) for each in self.stream]
@@ -226,8 +226,9 @@ class PlanOnRank:
         return self._segments[key]
 
     def _payload(self, message: Transfer, model: Model, step: Step) -> tuple[tuple[torch.Size, ...], torch.dtype]:
-        """Shapes and type of an activation or gradient. A gradient has the shapes of what it is the gradient of: what
-        crossed the cut after the consumer's stage."""
+        """Return the shapes and type of an activation or gradient. A gradient has the shapes of the activation that
+        crossed the cut after the consumer's stage.
+        """
         unit = message.unit
         length = self._workload(step.seq_length).tokens(unit.microbatch)[unit.chunk]
         if message.kind in ("keys_values", "kv_gradients"):
@@ -249,7 +250,7 @@ class PlanOnRank:
         return sum(self._workload(seq_length).tokens(unit.microbatch)[: unit.chunk])
 
     def where(self, index: int) -> str:
-        """A failing instruction among its neighbours."""
+        """Return a text with the failing instruction among its neighbours."""
         lines = [f"in the stream of pipeline rank {self.rank} (schedule {self.program.schedule}):"]
         for i in range(max(index - 3, 0), min(index + 4, len(self.stream))):
             lines.append(f"  {'-->' if i == index else '   '} {i:5d}  {self.stream[i]}")

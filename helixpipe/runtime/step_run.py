@@ -221,7 +221,7 @@ class StepRun:
             self.executor.offloader.leave(op.unit, saving, graphs, (*given, *self._kept(op)))
 
     def _run_saving(self, op: PlannedOp, saving: UnitSaving, graph: SegmentGraph, number: int) -> tuple[Tensor, ...]:
-        """A segment's forward, with a look at what autograd saves in it."""
+        """Run a segment's forward, and record what autograd saves in it."""
         saving.take_inputs(number, graph)
         state = graph.inputs
         if graph.segment.recomputed:
@@ -282,7 +282,7 @@ class StepRun:
         return tuple([gradient(tensor, passed.get(index)) for index, tensor in enumerate(graph.inputs)])
 
     def _input_backward(self, op: PlannedOp) -> None:
-        """B without the weight gradients of linear layers, which wait for W with what they need."""
+        """Run B without the weight gradients of linear layers, which wait for W with what they need."""
         with self._model(op).weight_gradients().keep(op.unit):
             self._backward(op)
             if op.borrowed:

@@ -29,15 +29,17 @@ class MessageHandler(Protocol):
     """Gives and takes the tensors of messages of one kind."""
 
     def expected(self, message: Transfer, incoming: Incoming | None) -> tuple[Sequence[torch.Size], torch.dtype]:
-        """Shapes and type of what a message brings. incoming: what the plan knows of one that belongs to a unit."""
+        """Return the shapes and type of a message's tensors. incoming: what the plan knows of one that belongs to a
+        unit.
+        """
         ...
 
     def carried(self, message: Transfer) -> tuple[Sequence[Tensor], Any]:
-        """The tensors that a message takes away, and the transport's mark since when they are ready, or None."""
+        """Return the tensors that a message sends, and the transport's mark since when they are ready, or None."""
         ...
 
     def take_in(self, message: Transfer, tensors: Sequence[Tensor]) -> None:
-        """A message has come."""
+        """Take in a message that has arrived."""
         ...
 
 
@@ -89,7 +91,7 @@ class WeightMessages:
 
 
 def weight_collectives(weights: StageWeights, pieces: Callable[[int], Sequence[Piece]]) -> Mapping[str, StartedHandler]:
-    """The handlers of collectives over weights. pieces: of a stage."""
+    """Return the handlers of collectives over weights. pieces: of a stage."""
 
     def of_stage(what: Callable[[Sequence[Piece]], None]) -> Callable[[Transfer], None]:
         return lambda transfer: what(pieces(transfer.unit.stage))
@@ -102,7 +104,7 @@ def weight_collectives(weights: StageWeights, pieces: Callable[[int], Sequence[P
 
 
 def copies(offloader: Offloader, graph: Graph, recorder: Recorder | None) -> Mapping[str, StartedHandler]:
-    """The handlers of copies between device and host. recorder: notes how long ops wait for them."""
+    """Return the handlers of copies between device and host. recorder: records how long ops wait for them."""
     mark = recorder.mark if recorder is not None else None
 
     def held_up(wait: Callable[[Unit], None]) -> Callable[[Transfer], None]:

@@ -23,7 +23,7 @@ class Receipt(Protocol):
     """A posted receive."""
 
     def wait(self) -> tuple[torch.Tensor, ...]:
-        """The received tensors, in the order sent, ready for the current stream's next kernel."""
+        """Return the received tensors, in the order sent, ready for the current stream's next kernel."""
         ...
 
 
@@ -85,7 +85,7 @@ def make_transport(
     channels: Iterable[tuple[int, int]] | None = None,
     settings: Settings | None = None,
 ) -> Transport:
-    """The transport for a pipeline's process group and the device its tensors live on.
+    """Return the transport for a pipeline's process group and the device its tensors live on.
 
     channels: the (source, target) that messages will go between, pipeline ranks, the same on every rank; None: all.
     settings: of NCCL's groups; see `communicators`. With NCCL it is collective over all ranks of the job, and so is

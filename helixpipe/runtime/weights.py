@@ -70,10 +70,10 @@ class StageWeights(Protocol):
         ...
 
     def complete(self, pieces: Sequence[Piece]) -> None:
-        """The last backward of a stage has run here: nothing of this step will add to its gradients any more.
+        """Announce that the last backward of a stage has run here: nothing of this step will add to its gradients.
 
         A collective may start among ranks that run the same stream, as data-parallel ranks do; not among pipeline
-        ranks, which complete stages in different orders (`sum_replicas` is for those). Not told of stages whose
+        ranks, which complete stages in different orders (`sum_replicas` is for those). Not called for stages whose
         gradients other ranks send (shipped, ring), or that no op ran here.
         """
         ...
@@ -91,7 +91,7 @@ class WeightStore(StageWeights, Protocol):
     """The interface of weights to a training loop, besides their update (`megatron.pretrain.step.update`)."""
 
     def holders(self, pieces: Sequence[Piece]) -> tuple[int, ...]:
-        """The pipeline ranks that hold weights of one of these pieces."""
+        """Return the pipeline ranks that hold weights of one of these pieces."""
         ...
 
     def counts_here(self, weight: torch.nn.Parameter) -> bool:
@@ -101,11 +101,11 @@ class WeightStore(StageWeights, Protocol):
         ...
 
     def count(self) -> tuple[int, int]:
-        """(weights on this rank, weights of the whole model); collective over a model copy."""
+        """Return (weights on this rank, weights of the whole model); collective over a model copy."""
         ...
 
     def norm(self) -> float:
-        """L2 norm of the whole model's weights; collective over a model copy."""
+        """Return the L2 norm of the whole model's weights; collective over a model copy."""
         ...
 
     def zero_gradients(self) -> None: ...

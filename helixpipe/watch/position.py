@@ -131,7 +131,7 @@ class Position:
         )
 
     def at(self, index: int) -> None:
-        """The instruction that comes next; the stream's length: waiting until all that was sent has left."""
+        """Set the next instruction; the stream's length means waiting until everything sent is received."""
         self._index = index
 
     @property
@@ -140,7 +140,7 @@ class Position:
         return self._run
 
     def end(self) -> None:
-        """The program has been executed, or on CUDA, enqueued."""
+        """Mark the program as executed or, on CUDA, enqueued."""
         part = self._part
         self._part = RunPart(f"after {part.name}", part.number + 1, self._at_first("end", Patience.STEP), together=True)
 
@@ -196,7 +196,7 @@ _Doing = tuple[str, str, tuple[Hop, ...], tuple[AwaitedRank, ...]]
 
 
 def _in_program(lowered: LoweredProgram, pp_rank: int, index: int, peers: Peers, number: int) -> _Doing:
-    """(doing, awaited, way, needs) of `State`."""
+    """Return (doing, awaited, way, needs) of `State`."""
     stream = lowered.streams[pp_rank]
     if index >= len(stream):
         return "waits until all it has sent is received", "", (), _receivers(lowered, pp_rank, peers, number)
@@ -236,8 +236,9 @@ def _cargo(transfer: Transfer) -> str:
 
 
 def _way(lowered: LoweredProgram, message: Transfer) -> list[Transfer]:
-    """The message, and before it those whose weights it passes on. A sum of gradients is waited for before it goes on,
-    so it comes from its source alone."""
+    """Return the message, preceded by those whose weights it passes on. A sum of gradients is waited for before it is
+    passed on, so it comes from its source alone.
+    """
     way = [message]
     while TRANSFER_KINDS[way[0].kind].passed_on and way[0].follows >= 0:
         way.insert(0, lowered.graph.transfers[way[0].follows])
@@ -255,6 +256,6 @@ def _receivers(lowered: LoweredProgram, pp_rank: int, peers: Peers, number: int)
 
 
 def _find(lowered: LoweredProgram, action: Action, message: Transfer) -> int:
-    """The number of an instruction in the stream of the message's source (SEND) or target."""
+    """Return the number of an instruction in the stream of the message's source (SEND) or target."""
     stream = lowered.streams[message.source if action is Action.SEND else message.target]
     return next(i for i, each in enumerate(stream) if each.action is action and each.transfer == message)

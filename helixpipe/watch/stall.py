@@ -143,8 +143,9 @@ class _RankStates:
         return sentences or [self._circle()]
 
     def waits_for(self, state: State) -> tuple[list[int], Sequence[Hop]]:
-        """The ranks it cannot go on without, which are behind or gone; if its message has been sent, the hops on one of
-        which it is lost. Neither: nobody is to blame."""
+        """Return the ranks that the state cannot go on without, which are behind or gone; if its message has been sent,
+        the hops on one of which it is lost. Neither: no rank is to blame.
+        """
         open_hops: Sequence[Hop] = state.way
         for number, hop in enumerate(state.way, start=1):
             if self._is_past(hop.target, hop.taken):
@@ -198,7 +199,7 @@ def _lost(state: State, hops: Sequence[Hop]) -> str:
 
 
 def _free(alike: Sequence[State]) -> str:
-    """Ranks that do the same, and wait for nobody who is behind them."""
+    """Return a sentence on ranks that do the same, and wait for no rank that is behind them."""
     state = alike[0]
     what = f"{_ranks([each.rank for each in alike])}, {state.part}: {state.doing}"
     if state.waits:

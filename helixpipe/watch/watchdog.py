@@ -173,7 +173,7 @@ class Watchdog:
         return _END
 
     def _collect(self, word: str) -> tuple[dict[int, State], dict[int, str]]:
-        """The states of the ranks that answer a round, and how others ended."""
+        """Collect the states of the ranks that answer a round, and how others ended."""
         states, ended = {self._rank: self._state()}, dict[int, str]()
         until = time.monotonic() + self._patience
         while len(states) + len(ended) < self._world_size and time.monotonic() < until and not self._closing.is_set():

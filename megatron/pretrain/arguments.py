@@ -193,7 +193,7 @@ def _with_vocabulary(config: Config, load: CheckpointArgs | None) -> Config:
 
 
 def _saved(config: Config, load: CheckpointArgs | None) -> Mapping[str, Any] | None:
-    """The `args` of the checkpoint that is loaded; None where there is none."""
+    """Return the `args` of the checkpoint that is loaded; None if there is none."""
     saved = load(config.checkpoint) if load is not None and config.checkpoint.load else None
     return vars(saved) if isinstance(saved, argparse.Namespace) else saved
 
@@ -215,7 +215,7 @@ USUAL = (
 
 
 def build_parser() -> FlagParser:
-    """The parser of every flag there is, each schedule's own among them."""
+    """Return the parser of all flags, each schedule's own among them."""
     parser = FlagParser(
         prog="pretrain_gpt.py",
         usage="torchrun [torchrun's flags] pretrain_gpt.py [flags]",
@@ -287,7 +287,9 @@ def _with_reasons(flags: Mapping[str, str]) -> str:
 
 
 def by_flag(argv: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
-    """(flag, its values, the words as given) for each `--flag` and what follows it; flag "" for words before any."""
+    """Yield (flag, its values, the words as given) for each `--flag` and what follows it; flag "" for
+    words before any.
+    """
     start = 0
     for end in range(1, len(argv) + 1):
         if end == len(argv) or argv[end].startswith("--"):
@@ -309,11 +311,12 @@ def _reason(flag: str, table: Mapping[str, str], families: Mapping[str, str]) ->
 def overlay_checkpoint_args(
     config: Config, saved: Mapping[str, Any] | argparse.Namespace | None, given: Collection[str] = ()
 ) -> Config:
-    """The configuration with the model's shape (`MODEL_SHAPE`), vocabulary and tokenizer as saved in a checkpoint.
+    """Return the configuration with the model's shape (`MODEL_SHAPE`), vocabulary and tokenizer as saved in a
+    checkpoint.
 
     saved: the checkpoint's `args`, of this project or of Megatron-LM; None keeps the flags', with a warning. given:
-    fields whose flags are on the command line, which of those in `EXTENDS` and of the tokenizer's hold.
-    Raises CheckpointError when it describes a model that cannot be built here.
+    fields whose flags are on the command line, which of those in `EXTENDS` and of the tokenizer's hold. Raises
+    CheckpointError when it describes a model that cannot be built here.
     """
     if saved is None:
         return config.warn("--use-checkpoint-args: there is no checkpoint, so the flags describe the model.")

@@ -65,7 +65,7 @@ def _run(started: float, argv: Sequence[str] | None, work: Work | None) -> int:
 
 
 def saved_arguments(options: CheckpointConfig) -> dict[str, Any] | None:
-    """The `args` of the checkpoint that --load names; None, without importing torch, where nothing is there."""
+    """Return the `args` of the checkpoint that --load names; None, without importing torch, if nothing is there."""
     if not options.load or not os.path.exists(options.load):
         return None
     from helixpipe.model.device import prepare

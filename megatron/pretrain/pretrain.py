@@ -150,7 +150,7 @@ def _arguments(config: Config, tokenizer: Any) -> dict[str, Any]:
 def _sample_feed(
     config: Config, parallel: Any, pipeline: Any, tokenizer: Any, schedule: Any, length: Any, progress: Any
 ) -> Any:
-    """The microbatches of every split, from where `progress` says. Collective."""
+    """Return the feed of the microbatches of every split, from where `progress` says. Collective."""
     from megatron.pretrain.feed.samples import SampleFeed
     from megatron.pretrain.log.flops import flops_per_sample
 
@@ -206,7 +206,7 @@ def _sample_feed(
 def _document_feed(
     config: Config, parallel: Any, pipeline: Any, tokenizer: Any, schedule: Any, length: Any, progress: Any
 ) -> Any:
-    """The documents of every split, from where `progress` says. Collective."""
+    """Return the feed of the documents of every split, from where `progress` says. Collective."""
     from megatron.pretrain.data.document_splits import build_orders, build_stream
     from megatron.pretrain.data.rows import RowReader
     from megatron.pretrain.feed.documents import DocumentFeed

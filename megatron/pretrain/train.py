@@ -95,7 +95,7 @@ class Trainer:
     # ------------------------------------------------------------------------------------------------------ the loop
 
     def _train(self) -> bool:
-        """Returns whether training stopped before its end."""
+        """Train; return whether training stopped before its end."""
         config, progress = self.config, self.progress
         interval = config.logging.eval_interval
         if progress.iteration >= self.length.iterations and self.parallel.is_last:
@@ -263,13 +263,15 @@ class Trainer:
     # ------------------------------------------------------------------------------------------------------- details
 
     def _tokens(self, microbatches: Sequence[Microbatch]) -> torch.Tensor:
-        """Tokens that count in each microbatch, float64; zeros on ranks without a head, which do not know them."""
+        """Return the tokens that count in each microbatch, float64; zeros on ranks without a head, which do not know
+        them.
+        """
         if not self.pipeline.has_head:
             return torch.zeros(len(microbatches), dtype=torch.float64, device=self.parallel.device)
         return torch.stack([each.loss_mask.sum(dtype=torch.float64) for each in microbatches])
 
     def _totals(self, loss_sum: torch.Tensor, work: StepWork) -> torch.Tensor:
-        """(loss sum, tokens) over all microbatches of all data-parallel ranks, on every rank."""
+        """Return (loss sum, tokens) over all microbatches of all data-parallel ranks, on every rank."""
         own = self._tokens(work.microbatches)[self.pipeline.counted(work.lowered)].sum()
         own = own * float(self.parallel.cp_rank == 0)
         return self.parallel.sum_over_pipeline_and_data(torch.stack([loss_sum, own]))
@@ -301,7 +303,7 @@ class Trainer:
 
     @contextmanager
     def _told_if_lost(self, iteration: int | None) -> Iterator[None]:
-        """A checkpoint that cannot be written, on a full disk for example, does not end the run: the next may be."""
+        """Report a checkpoint that cannot be written, on a full disk for example, and go on: the next may succeed."""
         try:
             yield
         except CheckpointError as error:
@@ -314,7 +316,7 @@ class Trainer:
 
     @contextmanager
     def _timed(self, name: str, patience: Patience = Patience.STEP, together: bool = True) -> Iterator[None]:
-        """A part of a step: under a timer, and known to the watchdog."""
+        """Run a part of a step under a timer, announced to the watchdog."""
         self.position.enter(name, patience, together)
         timer = self.timers(name, log_level=1)
         timer.start(barrier=False)

@@ -40,7 +40,7 @@ def _filled(rows: Sequence[tuple[Chunk, ...]], counts: Sequence[int], tokens: in
 
 
 def with_rows(program: Program, workload: Workload) -> Program:
-    """The program's order for other rows. Raises ValueError where these are not cut into as many chunks."""
+    """Return the program's order for other rows. Raises ValueError if they have other numbers of chunks."""
     counts, own = (tuple(map(len, each.microbatches)) for each in (program.workload, workload))
     if counts != own:
         raise ValueError(f"rows of {own} chunks cannot run in the order of rows of {counts}")
@@ -48,6 +48,6 @@ def with_rows(program: Program, workload: Workload) -> Program:
 
 
 def lowered_with_rows(lowered: LoweredProgram, workload: Workload) -> LoweredProgram:
-    """The streams of a lowered program for other rows. Raises ValueError as `with_rows`."""
+    """Return the streams of a lowered program for other rows. Raises ValueError as `with_rows` does."""
     program = with_rows(lowered.program, workload)
     return replace(lowered, program=program, graph=replace(lowered.graph, program=program))

@@ -19,8 +19,9 @@ Row = list[tuple[int, int]]
 
 
 def padded(lengths: Sequence[int], times: ChunkTimes, tokens: int | None = None) -> Packing:
-    """A row for each document, filled up to so many tokens (if not given, the longest's). Padding is part of the
-    document's causal attention, as where nothing tells it apart."""
+    """Pack a row for each document, filled up to `tokens` tokens (by default, the longest's). Padding is part of the
+    document's causal attention, as if nothing told it apart.
+    """
     check_lengths(lengths)
     row = max(lengths) if tokens is None else tokens
     rows: list[Row] = [[(document, row)] for document in range(len(lengths))]
@@ -76,7 +77,7 @@ def concatenated(lengths: Sequence[int], times: ChunkTimes, tokens: int, isolate
 
 
 def _of_rows(rows: Sequence[Row], documents: int, padding: int, times: ChunkTimes) -> Packing:
-    """Rows of one chunk each. padding: tokens of it."""
+    """Return a packing with rows of one chunk each. padding: tokens of it."""
     workload = Workload(tuple((tuple(Slice(document, 0, tokens) for document, tokens in row),) for row in rows))
     chunk_times = tuple((times.of_chunk([(tokens, 0) for _, tokens in row]),) for row in rows)
     return Packing(workload, documents, padding, chunk_times)

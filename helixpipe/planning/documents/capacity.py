@@ -20,7 +20,7 @@ from helixpipe.program.workload import Extent, Workload
 def token_capacity(
     costs: Costs, stages: Sequence[Stage], limit: float | None, tokens: int, whole: float | None
 ) -> list[float]:
-    """The most tokens in flight for each stage, one a rank, with chunks of so many tokens; inf where nothing limits it.
+    """Return the most tokens in flight for each stage, one a rank, with chunks of `tokens` tokens; inf without a limit.
 
     An estimate, near what the sweep says of a step: at the peak an op's workspace, what it recomputes, and messages of
     three chunks are taken to be there beside all that is kept, and each row to be cut; but keys and values of a row's
@@ -46,7 +46,7 @@ def token_capacity(
 
 
 def tokens_in_flight(workload: Workload, ranks: int, rank: int) -> int:
-    """The most that a rank keeps at a time under 1F1B over chunks."""
+    """Return the most tokens that a rank keeps at a time under 1F1B over chunks."""
     tokens = {(row, chunk): count for row in range(len(workload)) for chunk, count in enumerate(workload.tokens(row))}
     warmup = ranks - rank - 1 + workload.most_chunks - 1
     forwards = [(tokens[unit], 1) for unit in forward_units(workload)]
@@ -56,8 +56,9 @@ def tokens_in_flight(workload: Workload, ranks: int, rank: int) -> int:
 
 
 def over_capacity(workload: Workload, capacity: Sequence[float]) -> float:
-    """The part of what a rank keeps at its fullest that it has no room for, of the rank where that is most; 0 where all
-    fits. capacity: of each rank (`token_capacity`)."""
+    """Return the share of the fullest rank's tokens that exceeds its capacity; 0 if all fits. capacity: of each rank
+    (`token_capacity`).
+    """
     kept = [tokens_in_flight(workload, len(capacity), rank) for rank in range(len(capacity))]
     return max(max(1 - most / tokens, 0.0) for tokens, most in zip(kept, capacity, strict=True))
 

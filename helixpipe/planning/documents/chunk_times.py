@@ -47,8 +47,9 @@ class ChunkTimes:
         return max(self.of_slice(self.usual) - self.added(self.usual, self.usual), 0.0)
 
     def tokens_within(self, time: float, most: int, close: float) -> int:
-        """The tokens of a document whose chunk, with nothing before it, takes about so long; at most `most`. close: by
-        how much the time may differ."""
+        """Return the tokens of a document whose chunk, with nothing before it, takes about `time`; at most `most`.
+        close: by how much the time may differ.
+        """
         low, high, side = 0, most, 0
         below, above = -time, self.of_slice(most) - time
         while high - low > 1 and above > 0:  # false position, Illinois rule

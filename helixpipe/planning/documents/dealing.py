@@ -26,8 +26,8 @@ class _Set(NamedTuple):
 
 
 def deal(times: Sequence[float], tokens: Sequence[int], ranks: int) -> Hands:
-    """The documents of each of so many ranks: sums of the predicted times as equal as the differencing method or, where
-    that is better, plain greedy gets them; among equal times tokens decide. times, tokens: of each document.
+    """Return the documents of each of `ranks` ranks: sums of the predicted times as equal as the differencing method
+    or, if better, plain greedy makes them; among equal times tokens decide. times, tokens: of each document.
 
     The same on every machine. Raises UserError for fewer documents than ranks: each needs one.
     """
@@ -78,7 +78,7 @@ def differencing(times: Sequence[float], tokens: Sequence[int], ranks: int) -> H
 
 
 def greedy(times: Sequence[float], tokens: Sequence[int], ranks: int) -> Hands:
-    """The longest document first, each to the rank that has least."""
+    """Deal the longest document first, each to the rank that has least."""
     hands: list[list[int]] = [[] for _ in range(ranks)]
     heap = [(0.0, 0, rank) for rank in range(ranks)]
     for document in sorted(range(len(times)), key=lambda each: (-times[each], -tokens[each], each)):

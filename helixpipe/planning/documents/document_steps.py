@@ -20,8 +20,9 @@ from helixpipe.program.workload import Slice, Workload
 
 
 def dealt(lengths: Sequence[int], costs: Costs, layers: int, pipelines: int) -> tuple[Hands, tuple[float, ...]]:
-    """The documents of each of so many pipelines, by number, and what each document takes on paper: what it adds to a
-    chunk of usual size. Raises UserError for fewer documents than pipelines."""
+    """Return the documents of each pipeline, by number, and each document's predicted time: what it adds to a chunk of
+    usual size. Raises UserError for fewer documents than pipelines.
+    """
     whole = sum(lengths) / max(len(lengths), 1)
     each = tuple(document_times(lengths, ChunkTimes(costs, even_stages(costs.layer_kinds(layers), 1), whole)))
     return deal(each, lengths, pipelines), each
@@ -46,10 +47,11 @@ class StepPacker:
     least: int = 1
 
     def pack(self, lengths: Sequence[int], search: bool = True) -> Packing:
-        """The documents as rows of chunks, with the best number of slices where that is left open: by simulation of
-        1F1B over its chunks, whatever the schedule. Where layers are recomputed as the memory asks for it, all that
-        fits with all of them recomputed may be chosen. search: whether the fastest few on paper are simulated; else
-        estimates decide, in a part of the time. Raises UserError where nothing fits."""
+        """Return the documents as rows of chunks, with the best number of slices if that is left open: by simulation of
+        1F1B over its chunks, whatever the schedule. If layers are recomputed as the memory asks for it, any packing
+        that fits with all of them recomputed may be chosen. search: whether the fastest few by estimate are simulated;
+        else estimates decide, much faster. Raises UserError if nothing fits.
+        """
         shape, costs = self.shape, self.costs
         times = self.times(lengths)
         even = even_stages(shape.layer_kinds, shape.ranks)
@@ -82,9 +84,9 @@ class StepPacker:
 
 
 def row_program(build: Callable[[Shape], Program], shape: Shape, workload: Workload, alignment: int = 1) -> Program:
-    """A schedule's program of these rows. build: its program of a shape with a `ragged` workload. Where it asks for a
-    multiple of something, as helix does, rows of padding make up the number. Raises ScheduleError where no number is
-    right."""
+    """Return a schedule's program of these rows. build: makes its program from a shape with a `ragged` workload. If it
+    needs a multiple of something, as helix does, rows of padding are added. Raises ScheduleError if no number is right.
+    """
     refusals: list[ScheduleError] = []
     for missing in range(MOST_ROWS_OF_PADDING):
         rows = _with_padding(workload, missing, alignment)

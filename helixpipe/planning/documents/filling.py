@@ -44,13 +44,13 @@ class OpenChunk:
     earlier: list[Chunk] = field(default_factory=list)
 
     def sizes(self, alignment: int = 1) -> list[tuple[int, int]]:
-        """(tokens, earlier tokens) of each slice, and of the padding that fills the chunk up."""
+        """Return (tokens, earlier tokens) of each slice, and of the padding that fills the chunk up."""
         missing = aligned(self.tokens, alignment) - self.tokens
         return [(part.length, part.start) for part in self.slices] + [(missing, 0)] * (missing > 0)
 
 
 def aligned(tokens: int, alignment: int) -> int:
-    """The least multiple that is not less."""
+    """Return the least multiple of `alignment` that is not below `tokens`."""
     return -(-tokens // alignment) * alignment
 
 
@@ -96,8 +96,8 @@ def best_fit(
 def level(
     tails: Sequence[OpenChunk], shorts: Sequence[tuple[int, int]], times: ChunkTimes, mesh: Mesh
 ) -> list[OpenChunk]:
-    """The tails and the fewest further buckets that hold the short documents, (number, tokens) from the longest down,
-    within both limits when each is put where, of time and tokens, the fuller one is then least full.
+    """Return the tails and the fewest further buckets that hold the short documents, (number, tokens) from the longest
+    down, within both limits when each is put where, of time and tokens, the fuller one is then least full.
 
     What a document adds is estimated for finding its place; limits are kept by the exact times.
     """
@@ -146,7 +146,7 @@ def _leveled(
     mesh: Mesh,
     limit: float,
 ) -> list[OpenChunk] | None:
-    """The documents in the tails and so many new buckets, within a limit of time; None where one finds no room."""
+    """Return the documents in the tails and `count` new buckets, within a limit of time; None if one finds no room."""
     buckets = [OpenChunk(list(tail.slices), tail.time, tail.tokens, tail.earlier) for tail in tails]
     buckets += [OpenChunk([], once, 0) for _ in range(count)]
     room = mesh.tokens // mesh.alignment * mesh.alignment

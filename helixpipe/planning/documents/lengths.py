@@ -126,7 +126,7 @@ def _of_lognormal(name: str, draws: random.Random) -> Callable[[], int]:
 
 
 def _of_file(name: str, options: LengthOptions, draws: random.Random) -> DocumentLengths:
-    """A sample of the file's lengths, in its order; all of it where that many are asked for."""
+    """Return a sample of the file's lengths, in its order; all of it if that many are asked for."""
     try:
         lines = Path(name).read_text(encoding="utf-8").split()
     except (OSError, UnicodeDecodeError) as error:

@@ -88,10 +88,11 @@ def balanced_mesh(
     room: float = 1.0,
     even: float = 0.0,
 ) -> Mesh:
-    """The mesh of the longest document in so many slices of equal time; of one slice also with chunks of several times
-    its tokens and time (documents). room: tokens that a chunk may have, over those of the mesh's longest slice. even:
-    how far from slices of equal time (0) to such of equal length (1) the cuts lie. Raises UserError where the document
-    is too short for it."""
+    """Return the mesh of the longest document in `count` slices of equal time; of one slice also with chunks of several
+    times its tokens and time (documents). room: tokens that a chunk may have, over those of the mesh's longest slice.
+    even: how far from slices of equal time (0) to slices of equal length (1) the cuts lie. Raises UserError if the
+    document is too short for it.
+    """
     check_lengths(lengths)
     longest = max(lengths)
     _check_slices(longest, count, alignment)
@@ -128,7 +129,7 @@ def _equal_times(longest: int, times: ChunkTimes, count: int, alignment: int) ->
 
 
 def fixed_mesh(lengths: Sequence[int], slices: int, alignment: int = 1, documents: int = 1) -> Mesh:
-    """A mesh of equal lengths and no limit of time: chunks of a fixed length, as Seq1F1B's with packing."""
+    """Return a mesh of equal lengths and no limit of time: chunks of a fixed length, as Seq1F1B's with packing."""
     check_lengths(lengths)
     longest = max(lengths)
     _check_slices(longest, slices, alignment)
@@ -158,7 +159,7 @@ def check_lengths(lengths: Sequence[int]) -> None:
 
 
 def pack(lengths: Sequence[int], times: ChunkTimes, mesh: Mesh, fill: Fill = "level") -> Packing:
-    """Rows of the documents of these lengths, those of most chunks first.
+    """Pack the documents of these lengths into rows, those of most chunks first.
 
     fill: how short documents are packed. `best-fit`: Algorithm 1 with line 14 mended. `level`: into the fewest chunks
     that keep both limits, each document, longest first, into the one that is then least full. `none`: not at all.
@@ -178,7 +179,9 @@ def pack(lengths: Sequence[int], times: ChunkTimes, mesh: Mesh, fill: Fill = "le
 
 
 def _cut(lengths: Sequence[int], times: ChunkTimes, mesh: Mesh) -> tuple[list[OpenChunk], list[int]]:
-    """The tails of long documents, with the chunks before them, and the numbers of the short ones, longest first."""
+    """Return the tails of long documents, with the chunks before them, and the numbers of the short ones, longest
+    first.
+    """
     tails = []
     shorts = []
     for document in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
@@ -198,7 +201,7 @@ def _cut(lengths: Sequence[int], times: ChunkTimes, mesh: Mesh) -> tuple[list[Op
 
 
 def _packing(lengths: Sequence[int], times: ChunkTimes, rows: Sequence[OpenChunk], mesh: Mesh, limit: float) -> Packing:
-    """The buckets as rows, filled up to whole multiples."""
+    """Return the buckets as rows, filled up to whole multiples."""
     microbatches, chunk_times = [], []
     padding, documents = 0, len(lengths)
     for row in rows:

@@ -173,8 +173,9 @@ def make_packing(
     alignment: int = 1,
     room: float = ROOM,
 ) -> Packing:
-    """The documents packed so. room: see `balanced_mesh`; Algorithm 1 and chunks of fixed lengths have none beyond the
-    mesh. Raises UserError where the longest document is too short for the choice."""
+    """Pack the documents. room: see `balanced_mesh`; Algorithm 1 and chunks of fixed lengths have none beyond the mesh.
+    Raises UserError if the longest document is too short for the choice.
+    """
     fill: Fill = options.infinipipe_packing
     if options.infinipipe_split == "fixed":
         return pack(lengths, times, fixed_mesh(lengths, choice.slices, alignment, choice.documents), fill)
@@ -216,12 +217,12 @@ def tuned(
     predict: Callable[[Packing], float] | None = None,
     recomputed: Callable[[Packing], float] = lambda packing: 0.0,
 ) -> Tuned:
-    """The packing with the shortest step: every choice is estimated, and where `predict` is given the fastest few of
-    those are simulated by it (inf: does not fit).
+    """Return the packing with the shortest step: every choice is estimated, and where `predict` is given the fastest
+    few of those are simulated by it (inf: does not fit).
 
     fits: whether the memory holds it, asked before. recomputed: the share of the forwards that are recomputed so that
-    it does, which takes its time. least: tokens below which chunks waste the hardware. Raises
-    UserError where nothing fits, naming N, and for a number of slices that cannot be.
+    it does, which takes its time. least: tokens below which chunks waste the hardware. Raises UserError where nothing
+    fits, naming N, and for a number of slices that cannot be.
     """
     options = options or PackingOptions()
     given = options.chunks

@@ -54,8 +54,8 @@ class Recomputation:
 def recompute_chunks(
     program: Program, costs: Costs, limit: float, sizes: LayerSizes | None = None, exact: bool = True
 ) -> Recomputation:
-    """The program with as few layers recomputed, unit by unit, as keeps the memory of every rank to `limit` (in the
-    costs' unit, weights and optimizer included).
+    """Return the program with as few layers recomputed, unit by unit, as keeps the memory of every rank to `limit` (in
+    the costs' unit, weights and optimizer included).
 
     By mixed-integer programming within its time limit, or its linear relaxation, rounded, where that is better; without
     `exact` by the relaxation alone, which is the same wherever it is solved. Where not even all layers recomputed fit,
@@ -96,8 +96,9 @@ class Estimates:
         return _chosen(program, diagonals, room, exact=False) if diagonals else Recomputation(program, {}, None, True)
 
     def least(self, program: Program, limit: float) -> float:
-        """The time that recomputation adds to the program at least, by the linear relaxation; inf where not even all
-        layers recomputed fit. The program may lack microbatches."""
+        """Return the time that recomputation adds to the program at least, by the linear relaxation; inf where not even
+        all layers recomputed fit. The program may lack microbatches.
+        """
         diagonals, room = self._problem(program, limit)
         return least(diagonals.covering(room)) * diagonals.unit if diagonals else 0.0
 
@@ -154,8 +155,9 @@ def _chosen(program: Program, diagonals: Diagonals, room: Sequence[float], exact
 
 
 def _with_layers(program: Program, layers: Mapping[Unit, int]) -> Program:
-    """The first so many layers of each unit recomputed: a backward starts with the last, and when it comes to those
-    that make much again, what the others kept is gone."""
+    """Return the program with the first layers of each unit recomputed, as many as `layers` says: a backward starts
+    with the last layer, and when it reaches those that recompute much, the others' activations are freed.
+    """
     known = {
         (stage, count): Activations(runs[:count])
         for stage, runs in enumerate(layer_runs(program))

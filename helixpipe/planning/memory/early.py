@@ -27,8 +27,9 @@ SWEEPS = 8
 def recomputed(
     program: Program, options: RecomputeOptions, costs: Costs | None = None, limit: float | None = None
 ) -> Program:
-    """The program with what the options recompute, unless its schedule has chosen that itself, and R ops in idle time
-    unless they say otherwise. Raises ProgramError when R ops are to be placed in a program that is not valid."""
+    """Return the program with what the options recompute, unless its schedule has chosen that itself, and R ops in idle
+    time unless they say otherwise. Raises ProgramError when R ops are to be placed in a program that is not valid.
+    """
     own = any(stage.recompute for stage in program.stages)
     if options.granularity is not None and not own:
         program = replace(program, stages=options.stages(program.stages))
@@ -86,7 +87,7 @@ def makespan(program: Program, costs: Costs) -> float:
 
 
 def _with_r(program: Program, ops: Sequence[Op], explicit: Container[Unit]) -> Iterator[Op]:
-    """A rank's ops with an R right before every backward that recomputes and has none."""
+    """Yield a rank's ops with an R right before every backward that recomputes and has none."""
     for op in ops:
         if op.kind in "BI" and op.unit not in explicit and program.activations_of(op.unit).recompute:
             yield op._replace(kind="R")
@@ -94,8 +95,9 @@ def _with_r(program: Program, ops: Sequence[Op], explicit: Container[Unit]) -> I
 
 
 def _without_vain(ops: Sequence[Op], given: Container[Unit]) -> tuple[Op, ...]:
-    """A rank's ops without every R right before its backward whose gradient the rank makes itself: the backward could
-    start as soon, and run by run keeps less. given: units whose R was there before."""
+    """Return a rank's ops without every R right before its backward whose gradient the rank computes itself: the
+    backward could start as soon, and run by run keeps less. given: units that had an R before.
+    """
     own = {op.unit for op in ops if op.kind in "BI"}
     vain = {
         op
@@ -107,8 +109,9 @@ def _without_vain(ops: Sequence[Op], given: Container[Unit]) -> tuple[Op, ...]:
 
 
 def peak_memory(program: Program, costs: Costs) -> list[float]:
-    """The most that each rank has at a time in all, in the costs' unit: weights, gradients, optimizer, and whatever
-    buffers the one order lets live together. The program must be valid."""
+    """Return the peak memory of each rank in all, in the costs' unit: weights, gradients, optimizer, and all buffers
+    that live together in the one order. The program must be valid.
+    """
     lowered, bound = lowered_valid(program, costs), BoundCosts(program, costs)
     return [
         sweep(lowered, bound, rank).total + costs.static_memory(program.pieces_of_rank(rank))
@@ -137,8 +140,9 @@ def _fill_gaps(program: Program, costs: Costs, limit: float | None) -> Program:
 def _fill_rank(
     program: Program, graph: Graph, times: TaskTimes, rank: int, ready: Mapping[int, float]
 ) -> tuple[Op, ...]:
-    """The rank's ops with every R moved, in turn, into the first gap before it that is long enough, if its own place
-    keeps its backward waiting. ready: see `_gradient_arrivals`."""
+    """Return the rank's ops with every R moved, in turn, into the first gap before it that is long enough, if its own
+    place keeps its backward waiting. ready: see `_gradient_arrivals`.
+    """
     tasks = graph.rank_tasks[rank]
     left: dict[int, float] = {}  # place in the order -> idle time before it that is not taken yet
     end = 0.0

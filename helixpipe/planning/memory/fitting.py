@@ -61,10 +61,11 @@ class Fitting:
             return self._ordered(self.stages)
 
     def fastest(self) -> Program:
-        """The order without a limit where that fits. Else the fastest that fits, as it runs, of: an order of fewer
-        microbatches in flight; the order without a limit, with as few layers recomputed, unit by unit, as fit; orders
-        for stages that recompute what one of the flags says, or for which part of the layers does. Where nothing fits,
-        what needs least. The stages must recompute nothing yet."""
+        """Return the order without a limit where that fits. Else the fastest that fits, as it runs, of: an order of
+        fewer microbatches in flight; the order without a limit, with as few layers recomputed, unit by unit, as fit;
+        orders for stages that recompute what one of the flags says, or for which part of the layers does. Where nothing
+        fits, what needs least. The stages must recompute nothing yet.
+        """
         with collector_paused():
             free = self.find(self.stages, None)
             best, rating = free, (self._excess(free), inf)

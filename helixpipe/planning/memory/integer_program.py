@@ -62,9 +62,10 @@ class Solution:
 
 
 def solve(covering: Covering, exact: bool = True, time_limit: float = TIME_LIMIT) -> Solution | None:
-    """Numbers that cover every need, None where not even the most of each do. Without `exact` the relaxation alone.
+    """Return numbers that cover every need, None if even the greatest of each do not. Without `exact` the relaxation
+    alone.
 
-    The exact search is cut off by time, so two runs may find different numbers: solve once and hand on what was found.
+    The exact search is cut off by time, so two runs may find different numbers: solve once and pass on the solution.
     """
     import numpy as np
 
@@ -90,7 +91,7 @@ def least(covering: Covering) -> float:
 
 
 def _relaxed(covering: Covering) -> tuple[np.ndarray, float]:
-    """Fractions that cover every need, and their objective; the most of each where the solver fails."""
+    """Return fractions that cover every need, and their objective; the greatest of each if the solver fails."""
     from scipy.optimize import linprog
 
     upper = list(zip(covering.most * 0, covering.most, strict=True))

@@ -91,8 +91,9 @@ class OffloadOptions:
 
 
 def with_shares(program: Program, options: OffloadOptions, shares: Mapping[Unit, float], costs: Costs) -> Program:
-    """The program with these units offloading these shares of what may leave, all above 0, and no other any. When what
-    leaves comes back `with_ahead` says."""
+    """Return the program with these units offloading these shares of what may be offloaded, all above 0, and no others.
+    `with_ahead` says when it is copied back.
+    """
     own = {unit: replace(each, offload=()) for unit, each in program.activations.items()}
     runs = [options.runs(stage.pieces) for stage in program.stages]
     for unit, share in shares.items():
@@ -103,7 +104,7 @@ def with_shares(program: Program, options: OffloadOptions, shares: Mapping[Unit,
 
 
 def with_ahead(program: Program, costs: Costs, graph: Graph, times: TaskTimes) -> Program:
-    """The program with everything that is offloaded coming back just early enough, on paper.
+    """Return the program with everything that is offloaded copied back just early enough in the simulation.
 
     graph, times: of the program, or of one with the same ops. Copies in of a rank follow each other, so the last one
     has to have ended when its op starts, and the one before when both that one and its own op start.
@@ -132,8 +133,9 @@ def timed(program: Program, costs: Costs) -> tuple[Graph, TaskTimes]:
 
 
 def offloaded(program: Program, options: OffloadOptions, costs: Costs) -> Program:
-    """The program with a share of every unit offloaded, as the options say; it is left as it is for `auto`, and where
-    nothing is to leave or there is no backward."""
+    """Return the program with a share of every unit offloaded, as the options say; unchanged for `auto`, and if nothing
+    is to be offloaded or there is no backward.
+    """
     options.check()
     share = options.share
     if not share or program.forward_only:

@@ -104,7 +104,7 @@ def choose(
     recompute: bool = True,
     early: bool = True,
 ) -> Program:
-    """The program with what it offloads and recomputes to stay within the limits.
+    """Return the program with what it offloads and recomputes to stay within the limits.
 
     recompute: whether recomputation may be chosen; never where the program recomputes something already. early: place
     it in idle time. Raises ScheduleError, with what would do, where nothing fits.
@@ -280,8 +280,9 @@ class _LeastOffload:
     choice: OffloadedProgram
 
     def penalty(self, rank: int) -> float:
-        """The time that the rank spends on recomputation and, about, waiting for copies; infinite where it does not
-        fit."""
+        """Return the time that the rank spends on recomputation and, about, waiting for copies; infinite where it does
+        not fit.
+        """
         if not self.choice.fits_rank(rank):
             return inf
         return self.base.recomputing[rank] + self.base.exposed(rank, self.places[rank])

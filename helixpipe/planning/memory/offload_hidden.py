@@ -61,7 +61,7 @@ class Base:
         return shares
 
     def exposed(self, rank: int, place: OffloadAmount) -> float:
-        """The time of copies that nothing hides, about."""
+        """Return the approximate time of copies that is not hidden."""
         hidden, copying = self.hidden[rank], self._copying[rank]
         return sum(max(0.0, s - hidden[unit]) * copying[unit] for unit, s in self._shares(rank, place).items())
 

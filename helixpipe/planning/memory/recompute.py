@@ -65,11 +65,11 @@ class RecomputeOptions:
                 raise ScheduleError(f"{flag} needs --recompute-granularity {needed}.")
 
     def stages(self, stages: Iterable[Stage]) -> tuple[Stage, ...]:
-        """The stages with what these options recompute."""
+        """Return the stages with what these options recompute."""
         return tuple(replace(stage, recompute=self.runs(stage.pieces)) for stage in stages)
 
     def runs(self, pieces: Sequence[Piece]) -> tuple[tuple[Piece, ...], ...]:
-        """The runs of a stage's pieces that these options recompute; embed and head are never among them."""
+        """Return the runs of a stage's pieces that these options recompute; embed and head are never among them."""
         granularity = self.granularity
         if granularity is None:
             return ()

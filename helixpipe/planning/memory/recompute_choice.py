@@ -60,7 +60,7 @@ def make_stage(
 
 
 def recomputing(stage: Stage, runs: Runs, share: float) -> Stage:
-    """The stage with the first layers recomputing that; as it is where it does so already."""
+    """Return the stage with its first layers recomputing these runs; unchanged if it recomputes already."""
     layers = sorted({piece.layer for piece in stage.pieces if piece.layer >= 0})
     own: list[tuple[Piece, ...]] = []
     for layer in layers[: round(share * len(layers))]:
@@ -149,7 +149,7 @@ class LayerChoices:
         return [layer.runs for layer, count in reversed(list(pairs)) for _ in range(count)]
 
     def memory(self, choice: StageRecompute, units: int) -> float:
-        """The most a rank keeps of that many units of the stage; see `always` for the rest."""
+        """Return the most memory that a rank keeps for that many units of the stage; see `always` for the rest."""
         return (units - 1) * choice.kept + choice.backward + units * self._embedding
 
     def always(self, count: int) -> float:
@@ -190,8 +190,9 @@ class LayerChoices:
         return beside_units(BoundCosts(program, self._costs), [0 if self.embed else 1])
 
     def cheapest(self, count: int, units: int, limit: float) -> StageRecompute | None:
-        """The choice for `count` layers that takes the least time and keeps `units` microbatches in `limit`; None where
-        none does. Nothing is recomputed where that fits."""
+        """Return the fastest choice for `count` layers that keeps `units` microbatches in `limit`; None if none does.
+        Nothing is recomputed if that fits.
+        """
         bound = limit + TOLERANCE * abs(limit)
         for choice in (self.plain[count], *self._found[count]):
             if self.memory(choice, units) <= bound:
@@ -199,11 +200,11 @@ class LayerChoices:
         return None
 
     def worthwhile(self, count: int) -> list[StageRecompute]:
-        """The choices for `count` layers that no other betters in time and in memory, by time."""
+        """Return the choices for `count` layers that no other betters in time and in memory, by time."""
         return self._found[count]
 
     def smallest(self, count: int, units: int) -> float:
-        """The least memory that any choice for `count` layers needs for that many units."""
+        """Return the least memory that any choice for `count` layers needs for that many units."""
         return min(self.memory(choice, units) for choice in self._found[count])
 
     def _combine(self, most: int) -> list[list[StageRecompute]]:

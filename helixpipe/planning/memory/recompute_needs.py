@@ -38,7 +38,9 @@ class LayerSizes:
     def of(
         self, bound: BoundCosts, unit: Unit, runs: Sequence[tuple[Piece, ...]]
     ) -> tuple[np.ndarray, np.ndarray, float]:
-        """runs: what the layers of the unit's stage recompute, each."""
+        """Return the sizes with 0, 1, ... layers recomputed. runs: the pieces that each layer of the unit's stage
+        recomputes.
+        """
         pieces = bound.program.stages[unit.stage].pieces
         extents = bound.program.workload.extents[unit.microbatch][unit.chunk]
         key = tuple(piece.kind for piece in pieces), extents, bound.whole
@@ -67,8 +69,9 @@ class LayerSizes:
 
 
 def _along(size: Callable[[int], float], most: int) -> list[float]:
-    """The sizes at 0, 1, ... most. Layers are alike, so between the second and the last but one they lie on a line;
-    where the ends of that say otherwise, all are asked for."""
+    """Return the sizes at 0, 1, ... most. Layers are alike, so between the second and the last but one they lie on a
+    line; if its ends show that they do not, all are computed.
+    """
     if most <= 4:
         return [size(count) for count in range(most + 1)]
     first, second, third, before, last = (size(count) for count in (0, 1, 2, most - 1, most))
@@ -89,7 +92,7 @@ class SavedActivations(NamedTuple):
 
 
 def _least_slope(figures: np.ndarray, above: float) -> float:
-    """The least by which figures fall a step, from the first to any other that is above that; 0 where they rise."""
+    """Return the least decrease of the figures a step, from the first to any other above `above`; 0 if they rise."""
     steps = [count for count in range(1, len(figures)) if figures[count] > above] or range(len(figures) - 1, 0, -1)[:1]
     return max(0.0, min((float(figures[0] - figures[count]) / count for count in steps), default=0.0))
 

@@ -12,12 +12,13 @@ _Runs = tuple[tuple[Piece, ...], ...]
 
 
 def shared_out(program: Program, ranks: int) -> Program:
-    """The program with every rank's weights, gradients and optimizer state in parts over so many data-parallel ranks.
+    """Return the program with every rank's weights, gradients and optimizer state sharded over `ranks` data-parallel
+    ranks.
 
-    Of a stage the whole weights are there while its op runs; so that this is not more than a layer's, stages whose
+    A stage's whole weights are in memory while its op runs; so that this is not more than a layer's, stages whose
     weights stay on their ranks are cut between layers, after the embedding and before the head, and their ops run one
     after the other. What runs where, and when, is as before. With one rank nothing changes. Raises ScheduleError for a
-    program that has been shared out over another number of them.
+    program that is already sharded over another number of ranks.
     """
     if program.sharded != 1 and program.sharded != ranks:
         raise ScheduleError(
@@ -53,7 +54,7 @@ def shared_out(program: Program, ranks: int) -> Program:
 
 
 def _parts(stage: Stage) -> list[Stage]:
-    """A stage that holds whole layers, layer by layer; any other as it is."""
+    """Split a stage that holds whole layers into its layers; return any other unchanged."""
     if stage.owner is not None or not any(_is_layer(stage.pieces, at) for at in range(len(stage.pieces))):
         return [stage]
     cuts = [at for at in range(1, len(stage.pieces)) if _begins(stage.pieces, at)]

@@ -71,7 +71,7 @@ class Stages:
         return self.places[rank].cheapest(count, self.units[rank], limit - self._always[rank][count])
 
     def memory(self) -> Table:
-        """The least that a rank needs."""
+        """Return the least memory of each rank for each number of layers."""
         return [
             [inf, *(place.smallest(n, units) + always[n] for n in range(1, self.most + 1))]
             for place, units, always in zip(self.places, self.units, self._always, strict=True)
@@ -179,9 +179,10 @@ class LayoutSearch:
     # ---------------------------------------------------------------------------------------------------- which is best
 
     def best(self) -> Program:
-        """The fastest as simulated, with what it recomputes moved into idle time as `schedules.build` will do.
+        """Return the fastest program by simulation, with recomputation moved into idle time as `schedules.build` will
+        do.
 
-        Of the paper's candidates the best are bettered by moving single layers. Even stages are always compared.
+        The best of the paper's candidates are improved by moving single layers. Even stages are always compared.
         """
         even, stages = self.even(), self.stages()
         rated = {layout: self._time(layout) for layout in (*even, *self.uneven(stages))}
@@ -196,8 +197,9 @@ class LayoutSearch:
         return self.program(min(finalists, key=lambda layout: self._time_placed(self.program(layout))))
 
     def _climb(self, stages: Stages, start: Layout, time: float) -> dict[Layout, float]:
-        """The layouts, with their times, that moving one layer at a time from one stage to another leads to, each
-        faster than the one before."""
+        """Return the layouts, with their times, reached by moving one layer at a time from one stage to another, each
+        faster than the one before.
+        """
         times: dict[Layout, float] = {}
         p = self.shape.ranks
         moves = sorted(permutations(range(p), 2), key=lambda pair: abs(pair[0] - pair[1]))

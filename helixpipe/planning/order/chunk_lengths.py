@@ -45,13 +45,13 @@ CLOSE = 1e-3
 
 
 def default_alignment(seq_length: int, chunks: int, unit: int = 1) -> int:
-    """Tokens that lengths are multiples of: of what ranks can share, and of 64 where the sequence allows."""
+    """Return the tokens that lengths are multiples of: of what ranks can share, and of 64 if the sequence allows."""
     whole = lcm(unit, KERNEL_TOKENS)
     return whole if seq_length >= chunks * whole else unit
 
 
 def average_lengths(seq_length: int, chunks: int, alignment: int = 1) -> tuple[int, ...]:
-    """Lengths that add up to the sequence and differ by `alignment` tokens at most, longer ones first.
+    """Return lengths that add up to the sequence and differ by `alignment` tokens at most, longer ones first.
 
     All but the last are multiples of the alignment. Raises UserError when there are fewer multiples than chunks.
     """
@@ -65,11 +65,11 @@ def average_lengths(seq_length: int, chunks: int, alignment: int = 1) -> tuple[i
 def balanced_lengths(
     costs: Costs, stages: tuple[Stage, ...], seq_length: int, chunks: int, alignment: int = 1
 ) -> tuple[int, ...]:
-    """Lengths that add up to the sequence, whose chunks take equally long, forward and backward of all `stages`.
+    """Return lengths that add up to the sequence, whose chunks take equally long, forward and backward of all `stages`.
 
-    All but the last are multiples of the alignment. Among those lengths the longest time of a chunk is the least there
-    is, and cuts are as near to those of exactly equal times as that allows. Costs without any time give equal lengths.
-    Raises UserError when there are fewer multiples than chunks.
+    All but the last are multiples of the alignment. Among those lengths the longest time of a chunk is the least
+    possible, and cuts are as near to those of exactly equal times as that allows. Costs without any time give equal
+    lengths. Raises UserError when there are fewer multiples than chunks.
     """
     _require_room(seq_length, chunks, alignment)
     cuts = _Cuts(costs, stages, seq_length, chunks, alignment)
@@ -96,7 +96,7 @@ def chunk_times(costs: Costs, stages: tuple[Stage, ...], lengths: tuple[int, ...
 
 
 def short_chunks(seq_length: int, chunks: int, micro_batch_size: int, hardware: Hardware) -> str | None:
-    """A sentence of warning when chunks are on average so short that they waste the hardware, else None."""
+    """Return a sentence of warning when chunks are on average so short that they waste the hardware, else None."""
     if chunks == 1 or seq_length * micro_batch_size >= chunks * hardware.short_chunk:
         return None
     return (
@@ -106,7 +106,7 @@ def short_chunks(seq_length: int, chunks: int, micro_batch_size: int, hardware: 
 
 
 def chunk_counts(seq_length: int, micro_batch_size: int, hardware: Hardware) -> tuple[int, ...]:
-    """The numbers of chunks worth a try: those that `short_chunks` does not warn of."""
+    """Return the numbers of chunks worth a try: those that `short_chunks` does not warn of."""
     return tuple(count for count in CHUNK_COUNTS if short_chunks(seq_length, count, micro_batch_size, hardware) is None)
 
 
@@ -116,8 +116,8 @@ def best_chunks(
     fits: Callable[[Simulation], bool] = lambda simulation: True,
     counts: Iterable[int] = FEW_COUNTS,
 ) -> Program:
-    """The program with the shortest simulated step among those that `make` returns for the numbers of chunks and that
-    fit into the memory; of equally fast ones that with the fewest chunks.
+    """Return the program with the shortest simulated step among those that `make` returns for the numbers of chunks and
+    that fit into the memory; of equally fast ones that with the fewest chunks.
 
     Counts are tried upwards, and no more of them once two in a row were slower than the fastest before, whether that
     fitted or not, as long as one has fitted: more chunks save ever less bubble and cost ever more. Nor if the programs
@@ -179,8 +179,9 @@ class _Cuts:
         return self.known[start, end]
 
     def furthest(self, start: int, number: int, longest: float, step: int) -> int:
-        """The last multiple of `step` where chunk `number` (from 1) may end when it starts at `start` and takes no
-        longer than `longest`; room is left for the chunks after it, and it has one step at least."""
+        """Return the last multiple of `step` at which chunk `number` (from 1) may end if it starts at `start` and takes
+        no longer than `longest`; room is left for the chunks after it, and it has one step at least.
+        """
         low, high = start // step + 1, -(-self.seq_length // step) - (self.chunks - number)
         if low >= high:
             return low * step
@@ -217,8 +218,9 @@ class _Cuts:
         return (longest / time - 1) * (end - start) / end if time else 0.0
 
     def equal_times(self) -> list[int]:
-        """The inner cuts, to a token, of chunks that take equally long: each takes the same time, and what remains for
-        the last says whether that was too much or too little."""
+        """Return the inner cuts, to a token, of chunks that take equally long: each takes the target time, which is
+        adjusted until the last one takes it too.
+        """
         target = self.time(0, self.seq_length) / self.chunks
         for _ in range(20):
             cuts = self._greedy(target, 1)
@@ -229,7 +231,8 @@ class _Cuts:
         return cuts[1:]
 
     def least_longest_time(self, equal: list[int]) -> float:
-        """The least time that no chunk need exceed, found by halving, then by asking for less than what was found.
+        """Return the least time that no chunk need exceed, found by halving, then by asking for less than what was
+        found.
 
         equal: the inner cuts of chunks that take equally long, near which it is looked for first.
         """
@@ -266,14 +269,15 @@ class _Cuts:
         return [0, *starts]
 
     def _greedy(self, longest: float, step: int) -> list[int]:
-        """The first cut, 0, and the inner ones, each as far on as the time allows."""
+        """Return the first cut, 0, and the inner ones, each as far on as the time allows."""
         cuts = [0]
         for number in range(1, self.chunks):
             cuts.append(self.furthest(cuts[-1], number, longest, step))
         return cuts
 
     def _longest_of(self, longest: float) -> float:
-        """The longest time of a chunk when each goes as far as `longest` allows; more than that where it is too
-        little."""
+        """Return the longest time of a chunk if each goes as far as `longest` allows; more than that if it is too
+        little.
+        """
         cuts = [*self._greedy(longest, self.alignment), self.seq_length]
         return max(self.time(start, end) for start, end in pairwise(cuts))

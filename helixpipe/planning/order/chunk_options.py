@@ -75,7 +75,7 @@ class ChunkOptions:
         return tuple(map(int, parts))
 
     def count(self, chunks: int | None = None) -> int | None:
-        """The number of chunks these flags ask for; None when they do not say or it is to be found.
+        """Return the number of chunks these flags ask for; None when they do not say or it is to be found.
 
         chunks: what another flag (`--chunks`) says. Raises UserError where two flags differ or a number is no number.
         """
@@ -94,7 +94,7 @@ class ChunkOptions:
         return next(iter(given.values()), None)
 
     def cutting_flag(self, chunks: int | None = None) -> str | None:
-        """The flag that asks for more than one chunk, with its value as given; None where none does.
+        """Return the flag that asks for more than one chunk, with its value as given; None if none does.
 
         chunks: what `--chunks` says. Raises UserError where a number is no number.
         """
@@ -105,7 +105,7 @@ class ChunkOptions:
         return flags[0] if flags else None
 
     def _counts(self, chunks: int | None) -> dict[str, int]:
-        """The number of chunks each flag that was given says."""
+        """Return the number of chunks that each given flag says."""
         check_ranges(self)
         counts = {"--chunks": chunks}
         if self.pipe_sp_splits is not None and not self.auto:
@@ -123,11 +123,11 @@ class ChunkOptions:
         tensor_parallel: int = 1,
         unit: int | None = None,
     ) -> tuple[int, ...] | None:
-        """Tokens of each of so many chunks, or where no sequence length is known, of what only the proportions matter;
-        None for one chunk, and for more than MOST_BALANCED where nothing asks for lengths.
+        """Return the tokens of each of `chunks` chunks or, if no sequence length is known, lengths of which only the
+        proportions matter; None for one chunk, and for more than MOST_BALANCED if nothing asks for lengths.
 
-        unit: what lengths must be multiples of for the ranks that share a chunk; None: the tensor-parallel size.
-        Raises UserError where lengths given do not add up to the sequence, or there are too few tokens.
+        unit: what lengths must be multiples of for the ranks that share a chunk; None: the tensor-parallel size. Raises
+        UserError if lengths given do not add up to the sequence, or there are too few tokens.
         """
         if chunks == 1:
             return None

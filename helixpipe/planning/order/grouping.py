@@ -47,7 +47,7 @@ Make = Callable[[Chains], Program]
 
 
 def best_chains(make: Make, shape: Shape, grouping: bool, sort: bool, ahead: int | None, recompute: bool) -> Program:
-    """The fastest order that fits, by simulation, with what it recomputes.
+    """Return the fastest order that fits, by simulation, with what it recomputes.
 
     grouping: whether chains are sorted by their numbers of chunks and grouped. sort: whether those of as many are
     sorted by time. ahead: see `Chains`; None: 1, or 2 where that is faster and within the memory limit. recompute:
@@ -87,8 +87,9 @@ class _GroupingSearch:
         self._rated: dict[Chains, tuple[bool, float]] = {}
 
     def runs(self, grouping: bool, sort: bool) -> list[tuple[int, ...]]:
-        """Microbatches by their numbers of chunks, the most first, and among those the ones of the longest chunks; all
-        as they come where they are not grouped."""
+        """Return runs of microbatches by their numbers of chunks, the most first, and among those the ones of the
+        longest chunks; all in their own order if they are not grouped.
+        """
         numbers = range(len(self.workload))
         counts = [len(chunks) for chunks in self.workload.microbatches]
         if not grouping:
@@ -108,8 +109,9 @@ class _GroupingSearch:
         ]
 
     def grouped(self, runs: list[tuple[int, ...]], ahead: int) -> Groups:
-        """The runs joined to groups by dynamic programming: dp[i] = min over k < i of dp[k], what the group of the runs
-        from k to i - 1 has to recompute by the linear relaxation, and what the change to it costs by simulation."""
+        """Join the runs to groups by dynamic programming: dp[i] = min over k < i of dp[k], what the group of the runs
+        from k to i - 1 has to recompute by the linear relaxation, and what the change to it costs by simulation.
+        """
         whole = self._makespan(self.make(Chains((sum(runs, ()),), ahead)))
 
         def change(at: int) -> float:
@@ -134,7 +136,7 @@ class _GroupingSearch:
         return cheapest[-1][1]
 
     def _recomputing(self, group: tuple[int, ...], ahead: int) -> float:
-        """The least time that a group by itself spends on recomputing."""
+        """Return the least time that a group by itself spends on recomputing."""
         if not self.recompute or self.limit is None:
             return 0.0
         return self._estimates.least(self.make(Chains((group,), ahead)), self.limit)

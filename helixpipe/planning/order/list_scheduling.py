@@ -62,8 +62,8 @@ ABANDONED = ListSchedule((), inf, inf, inf)
 
 
 def greedy(given: Problem, rules: Rules, slowest: float = inf) -> ListSchedule | None:
-    """The schedule that the rules lead to; None when a fixed order does not fit into the memory; `ABANDONED` as soon as
-    some rank can no longer end by `slowest`.
+    """Return the schedule that the rules lead to; None when a fixed order does not fit into the memory; `ABANDONED` as
+    soon as some rank can no longer end by `slowest`.
 
     An F is started only where room remains for what is left of its microbatch in each later stage of the rank. So the
     oldest unfinished microbatch always finds room wherever it comes, and without a fixed order the schedule cannot get
@@ -211,7 +211,7 @@ class _Greedy:
         return kind, chosen
 
     def _choices(self, rank: _Rank) -> list[_Choice]:
-        """F and I that the rank may run next, first choice first."""
+        """Return the F and I that the rank may run next, first choice first."""
         choices, turn = rank.choices, rank.turn
         if self.rules.order:
             return choices[turn : turn + 1]

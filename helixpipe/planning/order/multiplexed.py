@@ -29,8 +29,9 @@ Team = tuple[int, ...]
 
 
 def team(ranks: int, chunks: int, group: int, chunk: int, left: bool, right: bool) -> Team:
-    """The ranks that run the chunk in a rank's layers: that rank, or several. left, right: with teams for the first,
-    for the last chunks; where both would have it, the first."""
+    """Return the ranks that run the chunk in a rank's layers: that rank, or several. left, right: with teams for the
+    first, for the last chunks; if both apply, the first.
+    """
     if left and chunk < ranks - 1 - group:
         return tuple(range(group, ranks))
     if right and chunk >= chunks - group:
@@ -39,8 +40,9 @@ def team(ranks: int, chunks: int, group: int, chunk: int, left: bool, right: boo
 
 
 def multiplexed(name: str, shape: Shape, left: bool, right: bool) -> Program:
-    """A step of one microbatch: all forwards, then all backwards in reverse; the head of a chunk right before its
-    backward. Raises ScheduleError for more microbatches."""
+    """Return a step of one microbatch: all forwards, then all backwards in reverse; the head of a chunk right before
+    its backward. Raises ScheduleError for more microbatches.
+    """
     if shape.microbatches != 1 or shape.ragged is not None:
         raise ScheduleError(
             f"--sppo-multiplex needs steps of one microbatch and not {shape.microbatches}; leave it out, or make "
@@ -123,8 +125,9 @@ class _Cut:
         return team(self.shape.ranks, self.shape.chunks, group, chunk, self.left, self.right)
 
     def forwards(self, group: int, chunk: int, stages: range, head: int) -> Iterator[tuple[tuple[int, ...], int, Op]]:
-        """A chunk's forwards in a rank's layers: (place in the order, rank, op). One alone runs part by part, so that
-        the next rank can begin; a team stage by stage, which is when its members wait for each other."""
+        """Yield a chunk's forwards in a rank's layers: (place in the order, rank, op). A single rank runs part by part,
+        so that the next rank can begin; a team stage by stage, which is when its members wait for each other.
+        """
         members = self.team(group, chunk)
         for part in self.parts[chunk]:
             rank = members[part.place * len(members) // part.of]

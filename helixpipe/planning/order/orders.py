@@ -22,19 +22,20 @@ def require_multiple(schedule: str, microbatches: int, of: int, what: str) -> No
 
 
 def near_multiples(value: int, of: int) -> str:
-    """The positive multiples of `of` below and above a value that is none, or the first two: `4 and 8`."""
+    """Return the positive multiples of `of` below and above a value that is none, or the first two: `4 and 8`."""
     below = max(value - value % of, of)
     return f"{below} and {below + of}"
 
 
 def forward_units(workload: Workload) -> list[tuple[int, int]]:
-    """(microbatch, chunk) in the order every stage runs them forward: first in first out, chunks ascending."""
+    """Return (microbatch, chunk) in the order every stage runs them forward: first in first out, chunks ascending."""
     return list(workload.units())
 
 
 def backward_units(workload: Workload) -> list[tuple[int, int]]:
-    """(microbatch, chunk) in the order of backwards: microbatches first in first out, their chunks last in first out
-    ("partially ordered queue", Seq1F1B)."""
+    """Return (microbatch, chunk) in the order of backwards: microbatches first in first out, their chunks last in first
+    out ("partially ordered queue", Seq1F1B).
+    """
     return [
         (number, chunk) for number, chunks in enumerate(workload.microbatches) for chunk in reversed(range(len(chunks)))
     ]
@@ -53,8 +54,8 @@ def one_forward_one_backward(forwards: Sequence[T], backwards: Sequence[T], warm
 
 
 def wave_order(num_stages: int, units: Iterable[tuple[int, int, int]]) -> tuple[Op, ...]:
-    """F and B of a rank's units, given as (turn, stage, microbatch), in the order of slots that have room for an F and
-    then a B.
+    """Return the F and B of a rank's units, given as (turn, stage, microbatch), in the order of slots that have room
+    for an F and then a B.
 
     turn: the slot in which the microbatch is in the last stage. In every stage before it F is as many slots earlier,
     and B as many later, as stages lie between: forwards and backwards run through the ranks as waves. What an op needs
@@ -68,7 +69,7 @@ def wave_order(num_stages: int, units: Iterable[tuple[int, int, int]]) -> tuple[
 
 
 def grouped_one_f_one_b(workload: Workload, groups: Iterable[Sequence[int]], ahead: int) -> list[tuple[str, int, int]]:
-    """1F1B over the chunks of microbatches in groups, as (F or B, microbatch, chunk): no flush between groups.
+    """Return 1F1B over the chunks of microbatches in groups, as (F or B, microbatch, chunk): no flush between groups.
 
     Forwards go through the groups and their microbatches in the order given, chunks ascending, backwards the same with
     chunks descending. Before a backward there have been as many forwards more than backwards as the microbatch of its

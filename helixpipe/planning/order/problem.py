@@ -107,7 +107,7 @@ class Problem:
         return replace(self, workload=workload, **figures)
 
     def lower_bounds(self) -> tuple[float, float]:
-        """A makespan, and a time from a rank's first op to its last, that no order can beat.
+        """Return lower bounds, for any order, of the makespan and of the time from a rank's first op to its last.
 
         A rank starts when the first chunk arrives; until its first I it can run as many F as its memory holds; and
         after its last I there are the I of all stages before, beside which it has only the W it still keeps.

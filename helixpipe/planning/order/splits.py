@@ -29,7 +29,7 @@ class Split:
 
 
 def splits_by_time(stages: StageTimeTables, layers: int, m: int) -> list[Split]:
-    """The best split and those that trade the slowest stage for more or less recomputation, best first."""
+    """Return the best split and those that trade the slowest stage for more or less recomputation, best first."""
     least = least_bottleneck(stages.times, layers)
     if least == inf:
         return []
@@ -56,13 +56,16 @@ def splits_by_time(stages: StageTimeTables, layers: int, m: int) -> list[Split]:
 
 
 def _objective(split: Split, m: int) -> float:
-    """The time of a step, less once through all stages without recomputation, which is the same for all."""
+    """Return the time of a step, without one pass through all stages without recomputation, which is
+    the same for all.
+    """
     return split.again + (m - 1) * split.slowest
 
 
 def cheapest_split(stages: StageTimeTables, layers: int, slowest: float, large_first: bool = False) -> Split | None:
-    """The split whose stages take no longer than `slowest` and recompute the least; then the one whose stages' times
-    are most alike. large_first: of equals, the one whose later stages are smaller. None where there is none."""
+    """Return the split whose stages take no longer than `slowest` and recompute the least; of these, the one whose
+    stages' times are most alike. large_first: of equals, the one whose later stages are smaller. None if there is none.
+    """
     bound = slowest + TOLERANCE * abs(slowest)
     step = max((each for row in stages.again for each in row if each < inf), default=0.0) * TOLERANCE or 1.0
     reached: dict[int, tuple[int, float]] = {0: (0, 0.0)}  # layers so far -> recomputation in steps, squared times
@@ -101,7 +104,7 @@ def cheapest_split(stages: StageTimeTables, layers: int, slowest: float, large_f
 
 
 def least_bottleneck(values: Table, layers: int) -> float:
-    """The least that the largest value of a stage can be; infinite where no split is possible."""
+    """Return the least possible maximum over stages; infinite if no split is possible."""
     reached = {0: -inf}
     for row in values:
         bottlenecks: dict[int, float] = {}

@@ -36,7 +36,7 @@ BUDGET = 1_000_000
 
 
 def search(given: Problem, orders: Orders) -> ListSchedule:
-    """The best schedule by makespan, then time between a rank's first op and its last, then memory.
+    """Return the best schedule by makespan, then time between a rank's first op and its last, then memory.
 
     Rules are compared on a few microbatches (the first that have three units a rank, but three at least), for what
     repeats need not be scheduled again and again; the best few, and each of `orders` with W right after I, and after
@@ -100,7 +100,7 @@ def _coarse(given: Problem, orders: Orders) -> Iterator[Maker]:
 
 
 def _kinds(given: Problem) -> tuple[tuple[str, int], ...]:
-    """F and I of the stages of a rank, the later stage first."""
+    """Return the F and I of the stages of a rank, the later stage first."""
     return tuple((kind, place) for place in reversed(range(max(map(len, given.own)))) for kind in "FI")
 
 

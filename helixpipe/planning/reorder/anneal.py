@@ -36,11 +36,12 @@ def anneal(
     least: float = 0.0,
     say: Callable[[int, float], None] = lambda done, makespan: None,
 ) -> Annealed:
-    """The best of so many orders, each one move from the last that was taken; the instance's own is the first.
+    """Return the best of `evaluations` orders, each one move from the last that was taken; the instance's own is the
+    first.
 
     Longer steps are taken too, by e^(-(how much longer)/temperature), for which the temperature falls from `HOT` to
-    `COLD`. least: a makespan that no order can beat; whoever reaches it need not go on. say: is told now and then how
-    many were drawn, and the best makespan. An interrupt (Ctrl-C) ends it with the best so far.
+    `COLD`. least: a makespan that no order can beat; the search ends when it is reached. say: called now and then with
+    the number drawn, and the best makespan. An interrupt (Ctrl-C) ends it with the best so far.
     """
     orders: Orders = [list(order) for order in instance.orders]
     current = judge.makespan(orders, inf)

@@ -43,7 +43,7 @@ class Judge(Protocol):
 
 
 def evaluator(instance: Instance) -> Judge:
-    """The compiled one where there is one."""
+    """Return the compiled evaluator if it was built, else the one in Python."""
     compiled = compiled_evaluator(instance)
     return Evaluator(instance) if compiled is None else compiled
 

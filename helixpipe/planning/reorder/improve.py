@@ -138,7 +138,7 @@ class _OrderSearch:
         return Improved(before, fastest, tried, self.done, self.interrupted)
 
     def _ranked(self) -> list[str]:
-        """Starts, the fastest first; of equal ones the one that was there first."""
+        """Return the starts, the fastest first; of equal ones the one that was tried first."""
         return sorted(self.best, key=lambda name: self.best[name].time)
 
     def _simulated(self, start: str, program: Program) -> SimulatedProgram:

@@ -54,12 +54,14 @@ class Instance:
         return len(self.orders)
 
     def ranks_of(self, orders: Sequence[Sequence[int]]) -> tuple[tuple[Op, ...], ...]:
-        """The ops of each rank in such an order."""
+        """Return the ops of each rank in these orders of tasks."""
         return tuple(tuple(self.ops[task] for task in tasks) for tasks in orders)
 
 
 def instance_of(lowered: LoweredProgram, costs: Costs, limits: Sequence[float] | None = None) -> Instance:
-    """limits: of what each rank has beside weights and optimizer of its own, in the costs' unit; None: none."""
+    """Return the instance of a lowered program. limits: of each rank's memory beside its weights and optimizer, in the
+    costs' unit; None: none.
+    """
     graph, bound = lowered.graph, BoundCosts(lowered.program, costs)
     durations = [*map(bound.op_time, graph.ops), *map(bound.transfer_time, graph.transfers)]
     resources, table = graph.resources()

@@ -25,7 +25,7 @@ class Move(NamedTuple):
     to: int
 
     def applied(self, order: Sequence[int]) -> list[int]:
-        """The rank's order with it."""
+        """Return the rank's order with the move applied."""
         _, first, end, to = self
         if to < first:
             return [*order[:to], *order[first:end], *order[to:first], *order[end:]]
@@ -84,7 +84,7 @@ class Moves:
             last[resources[task]] = task
 
     def draw(self, orders: Orders) -> Move | None:
-        """A move that no dependency on the rank itself forbids; None where there is none at the place drawn."""
+        """Draw a move that no dependency on the rank itself forbids; None if there is none at the place drawn."""
         rng = self.rng
         kind = rng.random()
         if kind < 0.5 and self._critical:

@@ -18,8 +18,9 @@ SWAPS = 0.5
 
 
 def moved(simulation: Simulation, rng: Random) -> Program | None:
-    """A group taken from one rank to another, or two that change places; ops run in the order in which they have
-    started. The busier a rank the more often something leaves it. None on a single rank."""
+    """Move a group from one rank to another, or swap two; ops run in the order in which they have started. The busier a
+    rank the more often something leaves it. None on a single rank.
+    """
     program, busy = simulation.lowered.program, simulation.busy
     if program.num_ranks == 1 or not any(busy):
         return None
@@ -37,7 +38,7 @@ def moved(simulation: Simulation, rng: Random) -> Program | None:
 
 
 def _groups(program: Program, rank: int) -> dict[tuple[int, int], list[Op]]:
-    """The ops of a rank by (stage, microbatch), microbatch -1 for all of a resident stage."""
+    """Return the ops of a rank by (stage, microbatch), microbatch -1 for all of a resident stage."""
     groups: dict[tuple[int, int], list[Op]] = {}
     for op in program.ranks[rank]:
         stage = program.stages[op.stage]
@@ -53,7 +54,7 @@ def _kinds(program: Program, ops: list[Op]) -> Hashable:
 
 
 def _in_order_of_start(simulation: Simulation, homes: Mapping[Op, int]) -> tuple[tuple[Op, ...], ...]:
-    """The ops of each rank, some of them on another one than they were."""
+    """Return the ops of each rank in order of start, with `homes` as their ranks."""
     program = simulation.lowered.program
     starts = {event.op: (event.start, event.end) for event in simulation.timeline.ops}
     orders: list[list[Op]] = [[] for _ in program.ranks]

@@ -70,9 +70,10 @@ def joined(program: Program) -> Program:
 
 
 def cut(program: Program, count: int) -> Program:
-    """A program of whole microbatches with each in so many equal chunks, each op where it was: forwards of the chunks
-    in order, backwards in reverse. Where a backward follows its F at once, in a stage without attention, chunk by
-    chunk."""
+    """Cut each microbatch of a program of whole ones into `count` equal chunks, each op at its place: forwards of the
+    chunks in order, backwards in reverse. If a backward follows its F at once, in a stage without attention, chunk by
+    chunk.
+    """
     first_on, last_on = range(count), range(count - 1, -1, -1)
     ranks = []
     for ops in program.ranks:
@@ -128,8 +129,9 @@ def spreadable(program: Program) -> bool:
 
 
 def listed(program: Program, homes: Sequence[int], costs: Costs, limit: float) -> Program:
-    """The best list schedule of split backwards with these homes of as many stages, layers divided evenly; what is
-    recomputed is what the given program recomputes, inside the backwards."""
+    """Return the best list schedule of split backwards with a stage for each of these homes, layers divided evenly;
+    what the given program recomputes is recomputed inside the backwards.
+    """
     count, layers = len(homes), program.num_layers
     cuts = [layers * stage // count for stage in range(count + 1)]
     runs = [run for stage in program.stages for run in stage.recompute]

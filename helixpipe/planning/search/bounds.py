@@ -75,18 +75,18 @@ class Bounds:
         return self.question.microbatches(sizes) * costs.step_flops(Measured(costs, Saving()).whole)
 
     def time(self, sizes: ParallelSizes, setting: Setting) -> float:
-        """Seconds that no step can beat."""
+        """Return the seconds that no step can beat."""
         saving = setting.saving
         figures = self.figures(sizes, Saving(None, saving.mlp, saving.loss) if saving.offload else saving)
         return (self.question.microbatches(sizes) * figures.least_work + figures.after) / sizes.ranks
 
     def memory(self, sizes: ParallelSizes, saving: Saving) -> float:
-        """Bytes that the fullest GPU needs at least."""
+        """Return the bytes that the fullest GPU needs at least."""
         figures = self.figures(sizes, saving)
         return (figures.static + (0.0 if saving.offload else figures.kept)) / sizes.ranks
 
     def estimate(self, sizes: ParallelSizes, setting: Setting) -> float:
-        """Seconds of a step, roughly."""
+        """Return the approximate seconds of a step."""
         figures, m, p = self.figures(sizes, setting.saving), self.question.microbatches(sizes), sizes.ranks
         schedule = self.question.catalogue[setting.schedule]
         work = figures.least_work / p
@@ -96,7 +96,7 @@ class Bounds:
         return m * slowest + max(bubble, 0.0) + figures.after / p
 
     def estimated_memory(self, sizes: ParallelSizes, setting: Setting) -> float:
-        """Bytes of the fullest GPU, roughly."""
+        """Return the approximate bytes of the fullest GPU."""
         figures, p = self.figures(sizes, setting.saving), sizes.ranks
         schedule = self.question.catalogue[setting.schedule]
         microbatches = value(schedule.memory, self._names(sizes, setting, figures)) or 1.0

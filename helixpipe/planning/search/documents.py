@@ -53,7 +53,7 @@ class DocumentTrials(Trials):
         return 0  # whatever they are, they are simulated
 
     def _longest_hand(self, sizes: ParallelSizes) -> list[int]:
-        """The documents of the pipeline that takes longest."""
+        """Return the documents of the pipeline that takes longest."""
         lengths = self.question.documents
         if sizes.data == 1:
             return list(lengths)

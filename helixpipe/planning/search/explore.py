@@ -94,7 +94,7 @@ class _Promise(NamedTuple):
 
 
 def budget(gpus: int) -> int:
-    """Ops that a search may simulate."""
+    """Return the number of ops that a search may simulate."""
     return int(BUDGET * max(gpus / FEW_GPUS, 0.5) ** GROWTH)
 
 
@@ -149,7 +149,7 @@ class Search:
                 self._add(sizes, self._saved(sizes, setting))
 
     def _saved(self, sizes: ParallelSizes, setting: Setting) -> Setting:
-        """The setting with what is estimated to be the fastest way to fit."""
+        """Return the setting with the way to save memory that is estimated to be fastest."""
         limit, ways = self.question.limit, []
         for saving in self.question.savings(sizes, setting.chunks):
             own = replace(setting, saving=saving)
@@ -173,7 +173,7 @@ class Search:
         self._waiting[candidate] = _Promise(estimate, self.bounds.time(sizes, setting), self._cost(candidate))
 
     def _choose(self, first: bool) -> list[Candidate]:
-        """The next round; nothing at the end."""
+        """Return the candidates of the next round; none at the end."""
         slowest = self._slowest
         hopeless = [each for each, promise in self._waiting.items() if promise.bound >= slowest]
         self.outcome.counts.by_time += len(hopeless)
@@ -210,7 +210,9 @@ class Search:
         return 2 * p * microbatches * setting.chunks * (setting.virtual_stages or 1)
 
     def _cost(self, candidate: Candidate) -> float:
-        """Ops of its trial, about, weighed; lengths of chunks take as long to find as so many more."""
+        """Return the approximate, weighted ops of the candidate's trial; finding the lengths of chunks counts as
+        further ops.
+        """
         chunks, effort = candidate.setting.chunks, self.question.catalogue[candidate.setting.schedule].effort
         return self._ops(candidate) * effort + (LENGTHS_OPS * chunks if chunks > 1 else 0)
 
@@ -256,7 +258,7 @@ class Search:
                 self._add(replace(sizes, parts=not sizes.parts), setting)
 
     def _beside(self, tried: TriedCandidate) -> Iterator[Setting]:
-        """Settings that a trial leads to."""
+        """Yield the settings that a trial leads to."""
         sizes, setting = tried.candidate.sizes, tried.candidate.setting
         fits = tried.trial.peak <= self.question.limit
         here = self.bounds.estimated_memory(sizes, setting)
@@ -278,7 +280,7 @@ class Search:
     # -------------------------------------------------------------------------------------------------------- the end
 
     def _confirmed(self) -> list[TriedCandidate]:
-        """The best, simulated as a whole, with recomputation in idle time and with offloading where that helps."""
+        """Return the best, simulated as a whole, with recomputation in idle time and with offloading if that helps."""
         finalists = self._ranked()[: self.top + self.top // 2]
         recomputing = [each for each in finalists if each.candidate.setting.saving.recompute is not None]
         offloading = recomputing[:OFFLOADED] if self.question.offload else []
@@ -296,7 +298,7 @@ class Search:
         return sorted(fastest.values(), key=lambda each: each.trial.step)[: self.top]
 
     def _versions(self, candidate: Candidate, offloading: bool) -> Iterator[Candidate]:
-        """The candidate, and where it recomputes, the same with that in idle time, and with offloading instead."""
+        """Yield the candidate and, if it recomputes, the same with that in idle time, and with offloading instead."""
         setting, ops = candidate.setting, self._ops(candidate)
         yield candidate
         if setting.saving.recompute is None or ops > PLACED_OPS:

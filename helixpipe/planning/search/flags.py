@@ -11,12 +11,12 @@ from helixpipe.planning.search.space import ParallelSizes, Question, Setting
 
 
 def limit_in_gib(limit: float) -> str:
-    """A memory limit as `--memory-limit` takes it; searches keep to limits that this says exactly."""
+    """Return a memory limit as `--memory-limit` takes it; searches keep to limits that this expresses exactly."""
     return f"{limit / GIB:.6g}"
 
 
 def rounded_limit(limit: float) -> float:
-    """The limit that `limit_in_gib` says."""
+    """Return the limit that `limit_in_gib` expresses."""
     return float(limit_in_gib(limit)) * GIB
 
 
@@ -35,7 +35,7 @@ def sizes_flags(question: Question, sizes: ParallelSizes) -> list[str]:
 
 
 def setting_flags(schedule: Schedule, setting: Setting) -> list[str]:
-    """The schedule with all that was chosen for it."""
+    """Return the flags of the schedule and all that was chosen for it."""
     saving, stages = setting.saving, setting.virtual_stages
     return [
         f"--pipeline-schedule {setting.schedule}",
@@ -57,7 +57,7 @@ def documents_flags(question: Question) -> list[str]:
 
 
 def options_flags(options: Any) -> list[str]:
-    """A schedule's own flags, where they are not the defaults."""
+    """Return a schedule's own flags, where they are not the defaults."""
     flags = []
     for field in fields(options):
         value = getattr(options, field.name)

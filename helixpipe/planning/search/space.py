@@ -127,7 +127,7 @@ class Question:
     documents: tuple[int, ...] = ()
 
     def costs(self, sizes: ParallelSizes, saving: Saving = Saving()) -> ModelCosts:
-        """Raises UserError where the model cannot be cut so."""
+        """Return the costs. Raises UserError if the model cannot be divided so."""
         layout = replace(
             self.layout,
             tensor_parallel=sizes.tensor,
@@ -253,7 +253,7 @@ class Question:
         return schedule.variants or (schedule.options(),)
 
     def virtual_stages(self, schedule: Schedule, sizes: ParallelSizes) -> list[int | None]:
-        """Stages a rank that are tried; none where the schedule has no such layers."""
+        """Return the stages a rank that are tried; none if the schedule has no such layers."""
         given = self.given.virtual_stages
         if not schedule.virtual_stages:
             return [None] if given in (None, 1) else []
@@ -263,7 +263,7 @@ class Question:
         return [v for v in range(2, min(layers, MOST_VIRTUAL) + 1) if layers % v == 0 and (given is None or v == given)]
 
     def chunk_counts(self, schedule: Schedule, sizes: ParallelSizes) -> list[int]:
-        """Numbers of chunks that are tried, upwards."""
+        """Return the numbers of chunks that are tried, ascending."""
         given = self.given.chunks
         if not schedule.chunks or self.documents:
             return [1] if given in (None, 1) else []

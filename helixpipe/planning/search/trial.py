@@ -90,7 +90,7 @@ class Trials:
         return self.question.catalogue.build(setting.schedule, shape, setting.options)
 
     def simulation(self, candidate: Candidate, microbatches: int | None = None) -> Simulation:
-        """Raises ScheduleError where the schedule takes no such shape."""
+        """Simulate a candidate. Raises ScheduleError if the schedule does not take the shape."""
         costs = self.costs(candidate.sizes, candidate.setting.saving)
         return simulate(lower(self.program(candidate, microbatches), costs), costs, "s")
 
@@ -111,7 +111,7 @@ class Trials:
         return self._quick(candidate, slowest) or self.whole(candidate)
 
     def _quick(self, candidate: Candidate, slowest: float) -> Trial | None:
-        """The same; None where it has few microbatches anyway."""
+        """Try a candidate with few microbatches; None if it has few anyway."""
         m, p = self.question.microbatches(candidate.sizes), candidate.sizes.ranks
         if self.ops(candidate, min(m, 3 * p)) > MOST_OPS:
             return Trial(refused="its program is too long to be tried")

@@ -78,7 +78,7 @@ class Processes:
             self._processes.append(process)
 
     def run(self, jobs: Sequence[TrialRequest]) -> list[Any]:
-        """Raises UserError where a process has died."""
+        """Run the jobs in the processes. Raises UserError if one has died."""
         results: dict[int, Any] = {}
         left = list(reversed(range(len(jobs))))
         working: dict[Connection, int] = {}

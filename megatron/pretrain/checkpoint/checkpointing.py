@@ -83,7 +83,7 @@ class Checkpointer(Saver):
     def _load_huggingface(
         self, folder: Path, model: Any, optimizer: Any | None, flags: Mapping[str, Any] | None
     ) -> dict[str, Any]:
-        """Weights alone; returns the model's arguments. Positions that differ extend its context, or are a mistake."""
+        """Load the weights alone; return the model's arguments. Positions that differ must extend its context."""
 
         def load() -> dict[str, Any]:
             own = tensors.unwrap(model)

@@ -46,7 +46,7 @@ def folder_name(iteration: int) -> str:
 
 
 def iterations(directory: Path) -> list[int]:
-    """Iterations that have a folder, newest first; [] when the directory does not exist."""
+    """Return the iterations that have a folder, newest first; [] if the directory does not exist."""
     matches = (_FOLDER.fullmatch(entry.name) for entry in _entries(directory) if entry.is_dir())
     return sorted((int(match[1]) for match in matches if match), reverse=True)
 
@@ -67,10 +67,10 @@ class Candidates:
 
 
 def candidates(directory: Path, step: int | None = None) -> Candidates:
-    """The folder the tracker names, then older ones. Without a readable tracker: all, newest first.
+    """Return the folder the tracker names, then older ones. Without a readable tracker: all, newest first.
 
-    A folder newer than the tracker is not used: someone set the tracker back, or the run was killed between
-    the two, and repeats these iterations. step: consider this iteration alone (`--ckpt-step`).
+    A folder newer than the tracker is not used: someone set the tracker back, or the run was killed between the two,
+    and repeats these iterations. step: consider this iteration alone (`--ckpt-step`).
     """
     restore_replaced(directory)
     present = iterations(directory)
@@ -99,7 +99,7 @@ def candidates(directory: Path, step: int | None = None) -> Candidates:
 
 
 def checksum(path: Path) -> int:
-    """CRC-32 of a file."""
+    """Return the CRC-32 of a file."""
     crc = 0
     with path.open("rb") as stream:
         while block := stream.read(_BLOCK):
@@ -164,7 +164,7 @@ def _read_manifest(folder: Path) -> Mapping[str, list[int]]:
 
 
 def _plain(name: str) -> str:
-    """The name of a file, once it is known to lie in the folder itself."""
+    """Return the name of a file, after checking that it lies in the folder itself."""
     if name != Path(name).name:
         raise MalformedError(f"it names a file elsewhere, {name}")
     return name
@@ -262,7 +262,7 @@ def write_tracker(directory: Path, iteration: int) -> None:
 
 
 def read_tracker(directory: Path) -> int | None:
-    """The iteration the tracker names; None without a readable one."""
+    """Return the iteration the tracker names; None without a readable one."""
     try:
         content = (directory / TRACKER).read_text().strip()
     except (OSError, UnicodeDecodeError):
@@ -279,7 +279,7 @@ def remove(folder: Path, owner: str) -> None:
 
 
 def shown(path: Path) -> str:
-    """A file by the name that its folder is to have, for messages."""
+    """Return a file by the name that its folder is to have, for messages."""
     match = _TEMPORARY.fullmatch(path.parent.name)
     return f"{match[1]}/{path.name}" if match else path.name
 

@@ -94,7 +94,7 @@ def checkpoint_key(name: str, tied: bool) -> tuple[int | None, str]:
 
 
 def _padded(whole: Tensor, weight: Weight, vocabulary: int) -> Tensor:
-    """Rows of a padded vocabulary are 0."""
+    """Return the tensor with the rows of a padded vocabulary, which are 0."""
     missing = vocabulary - whole.size(0)
     if weight.layer is not None or whole.dim() != 2 or missing <= 0:
         return whole

@@ -168,7 +168,7 @@ def strategy(trusted: bool) -> Any:
 
 
 def read_index(folder: Path, trusted: bool = False) -> Any:
-    """The torch `Metadata` of a folder: names, shapes and places of its tensors.
+    """Return the torch `Metadata` of a folder: names, shapes and places of its tensors.
 
     Raises UntrustedError for classes that are not known, MalformedError for what is no index, OSError.
     """
@@ -191,8 +191,9 @@ def read_index(folder: Path, trusted: bool = False) -> Any:
 
 
 def load_common(folder: Path, trusted: bool = False) -> dict[str, Any]:
-    """The plain values of a checkpoint. Raises UntrustedError for classes that are not known, MalformedError for values
-    of other types, and anything for what is no such file."""
+    """Return the plain values of a checkpoint. Raises UntrustedError for classes that are not known, MalformedError for
+    values of other types, and anything for what is no such file.
+    """
     path = folder / "common.pt"
     if not path.exists():
         return checked(_common_object(folder, trusted))
@@ -200,7 +201,7 @@ def load_common(folder: Path, trusted: bool = False) -> dict[str, Any]:
 
 
 def _common_object(folder: Path, trusted: bool) -> Any:
-    """The plain values where they are among the shards; FileNotFoundError, of common.pt, where they are not."""
+    """Return the plain values where they are among the shards; FileNotFoundError, of common.pt, where they are not."""
     name = ShardedObject(COMMON, None, (1,), (0,)).unique_key
     if name not in read_index(folder, trusted).state_dict_metadata:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder / "common.pt"))

@@ -124,7 +124,9 @@ class FolderLock:
                 folder.rmdir()
 
     def _stale(self) -> _Holder | None:
-        """The dead job that has the lock; None when the lock is gone. Raises CheckpointError when the job lives."""
+        """Return the dead job that holds the lock; None if the lock is gone. Raises CheckpointError if the
+        job lives.
+        """
         holder = _read(self._path)
         if holder is None:
             if not self._path.exists():

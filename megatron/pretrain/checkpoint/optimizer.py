@@ -39,13 +39,13 @@ _COPIES = ("param", "fp32_param")  # the float32 copy's name with the distribute
 
 
 def _parts(optimizer: Any) -> list[Any]:
-    """The optimizers in a ChainedOptimizer that have parameters."""
+    """Return the optimizers in a ChainedOptimizer that have parameters."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in parts if part.optimizer is not None]
 
 
 def _adam_states(optimizer: Any) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
-    """(parameter, state) of torch's Adam; nothing for fused ones, which keep their steps elsewhere."""
+    """Yield (parameter, state) of torch's Adam; nothing for fused ones, which keep their steps elsewhere."""
     for part in _parts(optimizer):
         inner = part.optimizer
         for each in inner.sub_optimizers if isinstance(inner, HybridDeviceOptimizer) else [inner]:
@@ -99,7 +99,7 @@ def request_saved_names(copies: Iterable[tuple[Any, Any, torch.Tensor]], saved: 
 
 
 def copies(state: dict[str, Any], optimizer: Any) -> Iterator[tuple[Any, Any, torch.Tensor]]:
-    """(list or dict, place in it, weight) of the float32 copies in an optimizer's sharded state."""
+    """Yield (list or dict, place in it, weight) of the float32 copies in an optimizer's sharded state."""
     for part in _parts(optimizer):
         if isinstance(part, DistributedOptimizer):
             weights = [weight for buffer in part.buffers for weight in buffer.param_index_map]
@@ -128,7 +128,7 @@ def saved_class(common: dict[str, Any], saved: Collection[str], where: str) -> s
 
 
 def current_class(optimizer: Any) -> str:
-    """The class of an optimizer, in the words of `saved_class`."""
+    """Return the class of an optimizer, in the words of `saved_class`."""
     kinds = {DistributedOptimizer: "distributed", Float16OptimizerWithFloat16Params: "half"}
     return next((name for kind, name in kinds.items() if isinstance(_parts(optimizer)[0], kind)), "float32")
 
@@ -225,10 +225,10 @@ def saved_groups(state: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def convert(state: dict[str, Any], common: dict[str, Any], old: str, new: str) -> dict[str, Any]:
-    """A loaded optimizer state, rearranged from what class `old` saved to what class `new` reads.
+    """Rearrange a loaded optimizer state from the layout that class `old` saved to the one that class `new` reads.
 
-    state: megatron-core's mixture of the tensors that `new` asked for and the plain values of `old`.
-    common: the plain values of `old` alone.
+    state: megatron-core's mixture of the tensors that `new` asked for and the plain values of `old`. common: the plain
+    values of `old` alone.
     """
     if old == new:
         return state

@@ -33,7 +33,7 @@ class CheckpointOptions:
 
     @classmethod
     def from_config(cls, config: Any) -> CheckpointOptions:
-        """The options of a `megatron.pretrain.config.Config`."""
+        """Return the options of a `megatron.pretrain.config.Config`."""
         return cls(**{field.name: getattr(config.checkpoint, field.name) for field in dataclasses.fields(cls)})
 
     @property

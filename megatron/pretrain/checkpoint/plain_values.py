@@ -67,7 +67,7 @@ def checked(common: Any) -> dict[str, Any]:
 
 @contextmanager
 def part(what: str, flag: str, folder: Path) -> Iterator[None]:
-    """Raises CheckpointError for whatever a part of a checkpoint makes fail. flag: loads all but this part."""
+    """Raise CheckpointError for any error in a part of a checkpoint. flag: the flag that loads all but this part."""
     try:
         yield
     except UserError:
@@ -80,8 +80,9 @@ def part(what: str, flag: str, folder: Path) -> Iterator[None]:
 
 
 def check_groups(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> None:
-    """Raises TypeError where the groups of an optimizer, after they were loaded, hold another kind of value, ValueError
-    where they hold one that no optimizer can compute with."""
+    """Check the groups of an optimizer after they were loaded. Raises TypeError for another kind of value, ValueError
+    for one that no optimizer can compute with.
+    """
     for old, new in zip(before, after, strict=True):
         for name, value in new.items():
             kinds = {_kind(value), _kind(old.get(name)), "none"}  # None is of any kind

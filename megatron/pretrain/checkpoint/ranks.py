@@ -37,7 +37,7 @@ class NotWrittenError(Exception):
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raises NotWrittenError where the block cannot write this file."""
+    """Raise NotWrittenError if the block cannot write this file."""
     try:
         yield
     except OSError as error:
@@ -66,7 +66,7 @@ def together(action: Callable[[], T], where: str | None = None) -> T:
 
 
 def _tried(action: Callable[[], T]) -> tuple[T | None, _Failure | None, BaseException | None]:
-    """(result, None, None), or None, what other ranks are told of the error, and the error."""
+    """Return (result, None, None), or None, what other ranks are told of the error, and the error."""
     try:
         return action(), None, None
     except (Exception, CheckpointException) as error:  # torch's is no Exception
@@ -171,7 +171,7 @@ def completed(own: Callable[[], T], finish: Callable[[list[T]], None], exchange:
 
 
 def _reason(error: BaseException) -> str:
-    """An error in one line; torch's collective ones name the first rank's."""
+    """Return an error in one line; torch's collective ones name the first rank's."""
     failures = getattr(error, "failures", None)
     if failures:
         return _reason(next(iter(failures.values()))[0])

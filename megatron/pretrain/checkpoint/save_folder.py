@@ -69,7 +69,7 @@ class SaveFolder:
         lock.acquire()
 
     def begin(self, iteration: int) -> Path:
-        """A temporary folder for one checkpoint."""
+        """Create a temporary folder for one checkpoint."""
         self._unfinished = self.path / on_first(lambda: self._begin(iteration).name, self.where)
         return self._unfinished
 
@@ -81,7 +81,7 @@ class SaveFolder:
 
     @contextmanager
     def says_what_is_kept(self, exchange: Exchange) -> Iterator[None]:
-        """Adds to a CheckpointError of the block, which all ranks raise alike, which checkpoint there still is."""
+        """Add to a CheckpointError of the block, which all ranks raise, which checkpoint is still kept."""
         try:
             yield
         except CheckpointError as error:
@@ -91,7 +91,7 @@ class SaveFolder:
 
     @contextmanager
     def removed_on_failure(self, temporary: Path) -> Iterator[None]:
-        """Removes what is written of a checkpoint when the block fails, since room may be what is missing."""
+        """Remove what is written of a checkpoint when the block fails, since the disk may be full."""
         try:
             yield
         except BaseException:  # another rank may have been killed
@@ -118,7 +118,7 @@ class SaveFolder:
             folders.remove(self.path / folders.folder_name(previous), self._lock.token if self._lock else self._owner)
 
     def check_seen(self, path: Path) -> None:
-        """Raises CheckpointError where a rank does not see a file or folder that the first has made."""
+        """Check that every rank sees a file or folder that the first has created. Raises CheckpointError."""
         missing = [host for host in gather(None if appears(path) else place()) if host]
         if missing:
             raise CheckpointError(

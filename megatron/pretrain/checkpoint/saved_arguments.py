@@ -18,9 +18,9 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
 def read_arguments(load_dir: str, step: int | None = None, trusted: bool = False) -> dict[str, Any] | None:
-    """The `args` of the checkpoint that `load` would try first among those that look complete, or those that a Hugging
-    Face folder comes to; not collective. A model of Hugging Face's has the tokenizer of its folder, whether that is
-    loaded or was imported.
+    """Return the `args` of the checkpoint that `load` would try first among those that look complete, or those that a
+    Hugging Face folder comes to; not collective. A model of Hugging Face's has the tokenizer of its folder, whether
+    that is loaded or was imported.
 
     None when the directory holds no checkpoint. Raises CheckpointError when none is readable.
     """
@@ -32,7 +32,7 @@ def read_arguments(load_dir: str, step: int | None = None, trusted: bool = False
 
 
 def tokenizer_in(folder: Path) -> dict[str, str]:
-    """Flags of the tokenizer in a folder of Hugging Face's; empty where there is none."""
+    """Return the flags of the tokenizer in a folder of Hugging Face's; empty if there is none."""
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         return {}
     return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder)}
@@ -41,7 +41,7 @@ def tokenizer_in(folder: Path) -> dict[str, str]:
 def newest_usable(
     directory: Path, step: int | None = None, trusted: bool = False, *, shares: int = 1
 ) -> tuple[Path, dict[str, Any]] | None:
-    """The checkpoint that `load` would try first among those that look whole, and its `args`; not collective.
+    """Return the checkpoint that `load` would try first among those that look whole, and its `args`; not collective.
 
     shares: 0 leaves the checksums of shards out, as `folder.problem` has it. None when the directory holds no
     checkpoint. Raises CheckpointError when none is readable.

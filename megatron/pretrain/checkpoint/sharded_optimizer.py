@@ -33,7 +33,7 @@ class SavedOptimizer(Protocol):
         ...
 
     def copies(self, state: dict[str, Any]) -> Iterator[tuple[Any, Any, Tensor]]:
-        """(list or dict, place in it, weight) of the float32 copies in that."""
+        """Yield (list or dict, place in it, weight) of the float32 copies in the state."""
         ...
 
     def load(self, state: dict[str, Any]) -> None:
@@ -42,7 +42,7 @@ class SavedOptimizer(Protocol):
 
 
 def saved_optimizer(optimizer: Any, sharded: ShardedWeights | None, metadata: dict[str, Any]) -> SavedOptimizer:
-    """metadata: for megatron-core's sharded state."""
+    """Return the optimizer's saved form. metadata: for megatron-core's sharded state."""
     return WholeOptimizer(optimizer, metadata) if sharded is None else PartsOptimizer(sharded, optimizer)
 
 
@@ -121,7 +121,9 @@ class PartsOptimizer:
     # ------------------------------------------------------------------------------------------------------- details
 
     def _values(self, unit: FlatWeights, name: str, is_loading: bool) -> list[Tensor]:
-        """A value of all weights of a unit, whole and in the host's memory; of no meaning when it is to be read."""
+        """Return a value of all weights of a unit, whole and in the host's memory; uninitialised if it is
+        to be read.
+        """
         if is_loading:
             return [torch.empty(shape, dtype=self._dtype(unit)) for shape in unit.shapes.values()]
         own = torch.zeros(unit.shard.numel(), dtype=self._dtype(unit), device=unit.shard.device)
@@ -151,7 +153,7 @@ class PartsOptimizer:
         return next((each.grad_scaler for each in self._inner() if getattr(each, "grad_scaler", None)), None)
 
     def _main(self, part: WeightShard) -> Tensor:
-        """The float32 copy, or the part itself where it is none of half precision."""
+        """Return the float32 copy of a shard, or the shard itself if it is not of half precision."""
         main: Tensor = getattr(part.parameter, "main_param", part.parameter)
         return main
 
@@ -161,13 +163,13 @@ class PartsOptimizer:
         return own
 
     def _step(self) -> float:
-        """Updates so far; the same on all ranks."""
+        """Return the updates so far; the same on all ranks."""
         states = [self._state_of(part) for part in self._sharded.parts()[:1]]
         return max((float(each["step"]) for each in [*states, *self._groups()] if "step" in each), default=0.0)
 
 
 def _like(entry: Any, name: str, value: Tensor) -> Any:
-    """An entry of the optimizer's state that lies in the checkpoint as the weight does."""
+    """Return an entry of the optimizer's state that is laid out in the checkpoint as the weight is."""
     changes: dict[str, Any] = {"key": f"{_STATE}{name}.{entry.key}", "data": value}
     if not isinstance(entry, ShardedTensorFactory):
         changes["dtype"] = value.dtype

@@ -39,7 +39,7 @@ def model_state(model: Any, groups: ProcessGroupCollection) -> dict[str, Any]:
 
 
 def rng_state(groups: ProcessGroupCollection) -> ShardedObject:
-    """The generators of this rank, one entry for each tensor- and pipeline-parallel rank, as in Megatron-LM."""
+    """Return the generators of this rank, one entry for each tensor- and pipeline-parallel rank, as in Megatron-LM."""
     tp, pp = groups.tp, groups.pp
     state = {
         "random_rng_state": random.getstate(),

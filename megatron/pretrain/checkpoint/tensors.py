@@ -37,7 +37,7 @@ def unwrap(model: Any) -> Any:
 
 
 def storable(value: Any) -> Any:
-    """A flag's value as a type that any program can unpickle."""
+    """Return a flag's value as a type that any program can unpickle."""
     if isinstance(value, (list, tuple)):
         return [storable(item) for item in value]
     if isinstance(value, dict):

@@ -47,7 +47,7 @@ class Checkpoint:
         return sum(entry.size.numel() * (dtype or entry.properties.dtype).itemsize for entry in entries)
 
     def read(self, weight: Weight) -> Tensor:
-        """A weight, whole; of a layer, or of the layers' numbered keys that other programs write."""
+        """Read a whole weight: of a layer, or from the layers' numbered keys that other programs write."""
         key, layer = weight.key, weight.layer
         if layer is not None and key not in self.tensors:
             key, layer = key.replace("decoder.layers.", f"decoder.layers.{layer}."), None
@@ -128,7 +128,7 @@ def export_folder(
 
 
 def _write_configs(target: Path, config: Mapping[str, Any] | None) -> None:
-    """The model's, unless what was copied holds, and one of generation, unless that was copied."""
+    """Write the model's configuration, unless one was copied, and one of generation, unless that was copied."""
     if config is not None:
         _write_json(target / "config.json", config)
     if not (target / "generation_config.json").exists():
@@ -138,7 +138,7 @@ def _write_configs(target: Path, config: Mapping[str, Any] | None) -> None:
 
 
 def _with_vocabulary(arguments: Mapping[str, Any], old: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The number of rows that are words: the model's of Hugging Face, the tokenizer's, or all there are."""
+    """Return the arguments with the number of rows that are words: Hugging Face's, the tokenizer's, or all rows."""
     size = (old or {}).get("vocab_size") or arguments.get("vocab_size") or arguments.get("padded_vocab_size")
     if not isinstance(size, int):
         raise CheckpointError("the checkpoint does not say how large its vocabulary is.")
@@ -186,7 +186,7 @@ class _Tensors:
 
 
 def _files(shapes: Mapping[str, tuple[torch.dtype, Shape]], like: Path | None, max_bytes: int) -> dict[str, list[str]]:
-    """The names of each file: as they were, or as many as fit, in the order of the model."""
+    """Return the names of each file's tensors: divided as before, or as many as fit, in the order of the model."""
     if like is not None and (like / INDEX).is_file():
         places = read_index(like / INDEX)
         if all(name in places for name in shapes):

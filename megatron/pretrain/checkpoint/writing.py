@@ -169,7 +169,9 @@ class CheckpointFiles:
             return Written(places, folders.describe_files(self._folder, names))
 
     def write_index(self, parts: list[Written]) -> dict[str, list[int]]:
-        """The index of all ranks' shards, on rank 0. Returns all entries of the manifest. Raises NotWrittenError."""
+        """Write the index of all ranks' shards on rank 0. Returns all entries of the manifest. Raises
+        NotWrittenError.
+        """
         with writing(self._folder / ".metadata"):
             self._shards.write_index([part.places for part in parts])
             files = folders.describe_files(self._folder, [".metadata"])

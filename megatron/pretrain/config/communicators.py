@@ -46,7 +46,7 @@ def pipeline_settings(parallel: ParallelConfig) -> dict[str, int | str | bool]:
 
 
 def nccl_settings(path: str) -> dict[str, dict[str, int | str | bool]]:
-    """The settings of each group in a file. Raises UserError for a file that cannot be read or says something else."""
+    """Read the settings of each group from a file. Raises UserError if it cannot be read or is invalid."""
     import yaml  # type: ignore[import-untyped]
 
     try:

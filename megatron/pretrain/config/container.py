@@ -63,11 +63,11 @@ class Config:
         return self.data.padded_vocab_size
 
     def replace(self, group: str, **changes: Any) -> Config:
-        """A copy with fields of one group changed: `config.replace("training", lr=1e-4)`."""
+        """Return a copy with fields of one group changed: `config.replace("training", lr=1e-4)`."""
         return dataclasses.replace(self, **{group: dataclasses.replace(getattr(self, group), **changes)})
 
     def warn(self, sentence: str) -> Config:
-        """A copy with one more warning."""
+        """Return a copy with one more warning."""
         return dataclasses.replace(self, warnings=(*self.warnings, sentence))
 
     def flat(self) -> dict[str, Any]:

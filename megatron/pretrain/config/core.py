@@ -24,7 +24,7 @@ def params_dtype(config: Config) -> torch.dtype:
 
 
 def transformer_config(config: Config, machine: Machine | None = None) -> TransformerConfig:
-    """The model's shape and numerics. Fusions that need compiled kernels are on only where there is a GPU.
+    """Return the model's shape and numerics. Fusions that need compiled kernels are on only with a GPU.
 
     machine: whose kernels; None: this one's.
     """
@@ -92,7 +92,7 @@ def transformer_config(config: Config, machine: Machine | None = None) -> Transf
 
 
 def optimizer_config(config: Config) -> OptimizerConfig:
-    """The optimizer's hyperparameters."""
+    """Return the optimizer's hyperparameters."""
     training = config.training
     made = OptimizerConfig(
         optimizer=training.optimizer,
@@ -197,7 +197,7 @@ def _listed(frequency: Frequency | None) -> int | list[int] | None:
 
 
 def _given(value: int | None) -> int:
-    """A size that validation has filled in."""
+    """Return a size that validation has filled in."""
     if value is None:
         raise ValueError("the configuration was not validated")
     return value

@@ -203,7 +203,7 @@ class ParallelConfig:
 
 
 def whole_variable(environ: Mapping[str, str], name: str, default: int) -> int:
-    """A variable of the environment that counts. Raises UserError when it is no number."""
+    """Read a whole number from an environment variable. Raises UserError if it is not one."""
     try:
         return int(environ.get(name, default))
     except ValueError:

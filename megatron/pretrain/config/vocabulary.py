@@ -10,8 +10,8 @@ from megatron.pretrain.config.container import Config
 
 
 def padded_vocabulary(config: Config, tokens: Callable[[], int], saved: Callable[[], Any] = lambda: None) -> int:
-    """Rows of the model's embedding: those of --padded-vocab-size; of the checkpoint that is loaded; or as many as
-    there are tokens, of --vocab-size or the tokenizer, padded as --make-vocab-size-divisible-by says.
+    """Return the rows of the model's embedding: those of --padded-vocab-size; of the checkpoint that is loaded; or as
+    many as there are tokens, of --vocab-size or the tokenizer, padded as --make-vocab-size-divisible-by says.
 
     tokens: asks the tokenizer how many it has. saved: asks for the rows of the checkpoint, None where it does not say.
     The padding depends on the tensor-parallel size, and the padded rows take part in the loss: a run that resumes under
@@ -39,7 +39,9 @@ def padded_vocabulary(config: Config, tokens: Callable[[], int], saved: Callable
 
 
 def padded_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tensor_model_parallel_size: int) -> int:
-    """Rows of the embedding: `vocab_size` rounded up to a multiple of both factors' product (Megatron's rule)."""
+    """Return the rows of the embedding: `vocab_size` rounded up to a multiple of both factors' product (Megatron's
+    rule).
+    """
     if make_vocab_size_divisible_by < 1:
         raise UserError(f"--make-vocab-size-divisible-by {make_vocab_size_divisible_by} must be at least 1")
     multiple = make_vocab_size_divisible_by * tensor_model_parallel_size

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def end_of_document(tokenizer: Any) -> int | None:
-    """The tokenizer's end-of-document token, None where it has none."""
+    """Return the tokenizer's end-of-document token, None if it has none."""
     try:
         eod = tokenizer.eod
     except (AttributeError, NotImplementedError):

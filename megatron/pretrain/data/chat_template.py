@@ -59,9 +59,9 @@ class ChatTemplate:
         self._name = f"the chat template of {file}" if file else "the chat template"
 
     def render(self, messages: Conversation, go_on: bool) -> str:
-        """The text of a conversation. go_on: with the prompt for the assistant to go on from.
+        """Render the text of a conversation. go_on: with the prompt that the assistant continues.
 
-        Raises DataError, naming the template's file, where it fails or goes beyond a limit.
+        Raises DataError, naming the template's file, if it fails or exceeds a limit.
         """
         if self._pipe is None:
             self._start()
@@ -104,7 +104,7 @@ class ChatTemplate:
 
 
 def template_file(tokenizer: Any) -> str | None:
-    """The file that a tokenizer's chat template is in; None where it is in none."""
+    """Return the file of a tokenizer's chat template; None if it is in none."""
     path = getattr(tokenizer, "path", None)
     if not path:
         return None

@@ -27,9 +27,9 @@ _PAIR, _MASKS = "conversations", "trained.bin"
 
 
 def tokenize_once(path: str, tokenizer: Any, prompt_format: str, cache: str | None) -> str:
-    """The folder with the tokens of a .jsonl file, made if it is not there. For rank 0.
+    """Return the folder with the tokens of a .jsonl file, created if it does not exist. For rank 0.
 
-    Raises DataError, naming file and line, for what is no conversation, and where nothing can be read or written.
+    Raises DataError, naming file and line, for an invalid conversation, and if nothing can be read or written.
     """
     renderer = Renderer(tokenizer, prompt_format)
     description = [_FORMAT, _digest(path), tokenizer.unique_identifiers, renderer.template, prompt_format]

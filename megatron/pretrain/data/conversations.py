@@ -71,7 +71,7 @@ class Renderer:
         return None if self.template is None else ChatTemplate(self.tokenizer, self.template)
 
     def encode(self, line: bytes | str) -> Encoded:
-        """Raises DataError, a phrase without file and line, for what is no conversation."""
+        """Encode a conversation. Raises DataError, a phrase without file and line, for an invalid one."""
         pieces, ended = self._pieces(line)
         tokens: list[int] = []
         trained: list[bool] = []
@@ -102,7 +102,7 @@ class Renderer:
 
 
 def token_ids(tokenizer: Any, text: str) -> list[int]:
-    """The text's tokens. Raises DataError where the tokenizer fails or gives what is not in its vocabulary."""
+    """Return the text's tokens. Raises DataError if the tokenizer fails or returns tokens outside its vocabulary."""
     if not text:
         return []
     try:

@@ -198,9 +198,9 @@ def _build(
     cache: str | None,
     built: Callable[[], None] = lambda: None,
 ) -> list[Any]:
-    """The three datasets with their indices in `cache`, building there what is absent (rank 0 only).
+    """Return the three datasets with their indices in `cache`, building absent ones there (rank 0 only).
 
-    built: called when a dataset is there.
+    built: called when a dataset is complete.
     """
     from megatron.core.datasets.blended_dataset import BlendedDataset
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder

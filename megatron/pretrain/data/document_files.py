@@ -35,7 +35,7 @@ class DocumentFile(Protocol):
         ...
 
     def read(self, document: int, count: int) -> Excerpt:
-        """The first `count` tokens of a document, or all it has."""
+        """Read the first `count` tokens of a document, or all it has."""
         ...
 
 

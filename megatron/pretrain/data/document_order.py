@@ -95,7 +95,7 @@ class DocumentOrder:
         return self._files[place.file]
 
     def places(self, first: int, count: int) -> list[tuple[DocumentAddress, int]]:
-        """The documents at `first` … `first + count - 1` of the sequence, each with its tokens to train."""
+        """Return the documents at `first` … `first + count - 1` of the sequence, each with its tokens to train."""
         chosen: list[tuple[DocumentAddress, int]] = []
         while len(chosen) < count:
             number, offset = divmod(first + len(chosen), self.round_size)
@@ -106,7 +106,7 @@ class DocumentOrder:
         return chosen
 
     def trained(self, first: int, count: int) -> numpy.ndarray:
-        """Tokens to train of the documents at `first` …, at least one and at most `count` of them; int64."""
+        """Return the tokens to train of the documents at `first` …, at least one and at most `count` of them; int64."""
         number, offset = divmod(first, self.round_size)
         part = self._round_members(number)[offset : offset + count]
         lengths = numpy.empty(len(part), numpy.int64)
@@ -116,7 +116,7 @@ class DocumentOrder:
         return lengths
 
     def _round_members(self, number: int) -> numpy.ndarray:
-        """(file, index among its usable documents) of a round, in order; [round size, 2]."""
+        """Return (file, index among its usable documents) of a round, in order; [round size, 2]."""
         if number not in self._rounds:
             files = numpy.repeat(numpy.arange(len(self._files)), self._of_a_round)
             files = numpy.random.default_rng((self._seed, _ROUND, number)).permutation(files)
@@ -146,7 +146,7 @@ class DocumentOrder:
 def _usable(
     share: Share, capacity: int, long_documents: LongDocuments
 ) -> tuple[numpy.ndarray, numpy.ndarray, DocumentCounts]:
-    """The documents of a share that are trained on, the tokens of each, and what became of the others."""
+    """Return the documents of a share that are trained on, the tokens of each, and counts of the others."""
     trained = share.file.lengths[share.begin : share.end] - 1
     short, long = trained < 1, trained > capacity
     if long.any() and long_documents == "refuse":
@@ -162,7 +162,9 @@ def _usable(
 
 
 def _of_a_round(weights: Sequence[float | None], lengths: Sequence[numpy.ndarray]) -> list[int]:
-    """Documents of each file in a round: all of them, or as many as give each file its share of the tokens."""
+    """Return the number of each file's documents in a round: all of them, or as many as give each file its share of the
+    tokens.
+    """
     sizes = list(map(len, lengths))
     if len(sizes) == 1 or any(weight is None for weight in weights):
         return sizes

@@ -43,7 +43,8 @@ class Orders(NamedTuple):
 
 
 def build_orders(options: DataOptions, tokenizer: Any) -> Orders:
-    """The documents of the three splits, in their order. Collective, for every rank: nothing but indices is read.
+    """Return the documents of the three splits, in their order. Collective, for every rank: nothing but indices is
+    read.
 
     Raises DataError, on every rank, when files are missing or corrupt, hold no documents for training, or documents are
     too long and `options.long_documents` refuses them.
@@ -68,7 +69,7 @@ def build_stream(
     first_step: int = 0,
     consumed: int = 0,
 ) -> DocumentStream:
-    """Steps of a split's documents: `options.max_tokens` tokens in each, or else `documents_a_step`."""
+    """Return the stream of a split's steps: `options.max_tokens` tokens in each, or else `documents_a_step`."""
     return DocumentStream(
         order,
         documents_a_step=None if options.max_tokens is not None else documents_a_step,

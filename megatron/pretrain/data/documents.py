@@ -58,8 +58,9 @@ class DocumentTokens(NamedTuple):
 
 
 def read_document(order: DocumentOrder, place: DocumentAddress, length: int, eod: int | None) -> DocumentTokens:
-    """A document of the order with so many tokens to train. eod: see `DocumentStream`. Raises DataError where its file
-    has no longer that many."""
+    """Read a document with `length` tokens to train. eod: see `DocumentStream`. Raises DataError if its file no longer
+    has that many.
+    """
     file = order.file(place)
     tokens, trained = file.read(place.document, length + 1)
     if len(tokens) != length + 1:
@@ -113,7 +114,7 @@ class DocumentStream:
         return self._order.round_size
 
     def consumed(self, step: int) -> int:
-        """Documents of all steps before `step`."""
+        """Return the number of documents of all steps before `step`."""
         index = step - self._first_step
         if index < 0:
             raise ValueError(f"step {step} is before the stream's first, {self._first_step}")
@@ -125,7 +126,7 @@ class DocumentStream:
             return self._begins[index]
 
     def step(self, step: int) -> StepDocuments:
-        """The documents of a step; kept until a later step is forgotten (`forget`)."""
+        """Return the documents of a step; kept until a later step is forgotten (`forget`)."""
         with self._lock:
             if step not in self._steps:
                 first, end = self.consumed(step), self.consumed(step + 1)
@@ -134,7 +135,7 @@ class DocumentStream:
             return self._steps[step]
 
     def lengths(self, step: int) -> tuple[int, ...]:
-        """Tokens to train of each document of a step, from the index alone."""
+        """Return the tokens to train of each document of a step, from the index alone."""
         return self.step(step).lengths
 
     def read(self, step: StepDocuments, number: int) -> DocumentTokens:
@@ -142,13 +143,13 @@ class DocumentStream:
         return read_document(self._order, step.places[number], step.lengths[number], self._eod)
 
     def forget(self, step: int) -> None:
-        """The steps before `step` are done."""
+        """Forget the steps before `step`, which are done."""
         with self._lock:
             for done in [known for known in self._steps if known < step]:
                 del self._steps[done]
 
     def _count(self, first: int) -> int:
-        """Documents of the step that begins with number `first` of the order, by tokens."""
+        """Return the number of documents, by tokens, of the step that begins with number `first` of the order."""
         assert self._max_tokens is not None
         count = tokens = 0
         while True:

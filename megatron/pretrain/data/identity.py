@@ -34,7 +34,7 @@ def _tokens(tokenizer: Any) -> list[int]:
 
 
 def _file(word: str) -> Any:
-    """A weight as it is; of a prefix the size of its files and both ends of its index."""
+    """Return a weight unchanged; for a prefix, the size of its files and both ends of its index."""
     index = Path(f"{word}.idx")
     try:
         with index.open("rb") as stream:

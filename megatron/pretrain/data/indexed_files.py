@@ -142,5 +142,5 @@ def check_vocabulary(file: IndexedFile, vocab_size: int) -> None:
 
 
 def first_tokens(file: IndexedFile) -> numpy.ndarray:
-    """The first tokens of the file, at most 4 Mi."""
+    """Return the first tokens of the file, at most 4 Mi."""
     return numpy.fromfile(file.prefix + ".bin", file.token_type, min(file.tokens, _TOKENS_LOOKED_AT))

@@ -74,7 +74,9 @@ def batch_iterator(
 
 
 def document_lengths(position_ids: numpy.ndarray) -> tuple[int, ...]:
-    """Tokens of each document of a sample, in order, by its position ids [s], which are 0 where one begins."""
+    """Return the tokens of each document of a sample, in order, by its position ids [s], which are 0
+    where one begins.
+    """
     begins = numpy.flatnonzero(position_ids == 0)
     return tuple(numpy.diff(begins, append=len(position_ids)).tolist())
 

@@ -131,7 +131,7 @@ class SplitSource(NamedTuple):
 
 
 def split_sources(options: DataOptions) -> list[SplitSource]:
-    """The sources of train, valid and test. Raises UserError for paths or a --split that cannot be read."""
+    """Return the sources of train, valid and test. Raises UserError for paths or a --split that cannot be read."""
     if options.train_data_path:
         paths = zip(SPLITS, (options.train_data_path, options.valid_data_path, options.test_data_path), strict=True)
         each = [(name, parse_blend(f"--{name}-data-path", path) if path else None) for name, path in paths]
@@ -160,7 +160,9 @@ def parse_blend(flag: str, words: Sequence[str]) -> Blend:
 
 
 def parse_split(split: str) -> tuple[float, float, float]:
-    """Shares of train, validation and test, summing to 1. Raises UserError unless they are up to three numbers ≥ 0."""
+    """Return the shares of train, validation and test, summing to 1. Raises UserError unless they are up to three
+    numbers ≥ 0.
+    """
     shares = [_number(word) for word in split.split(",")]
     numbers = [share for share in shares if share is not None and share >= 0]
     if len(numbers) != len(shares) or len(numbers) > 3 or sum(numbers) <= 0:

@@ -29,9 +29,9 @@ _Asked = tuple[tuple[int, ...], Future[list[Tensor]] | None]
 
 
 def parts(chunks: Sequence[Chunk]) -> tuple[RowDocument, ...]:
-    """The documents of a row, in its order, out of the slices that they are cut into.
+    """Return the documents of a row, in its order, from the slices that they are cut into.
 
-    Raises ValueError where one is not whole: a gap, a slice out of its place, or a document that comes back later.
+    Raises ValueError if one is not whole: a gap, a slice out of place, or a document that continues later.
     """
     merged: list[RowDocument] = []
     for part in (part for chunk in chunks for part in chunk):
@@ -45,7 +45,7 @@ def parts(chunks: Sequence[Chunk]) -> tuple[RowDocument, ...]:
 
 
 def row(documents: Sequence[DocumentTokens | int]) -> DocumentTokens:
-    """Documents one after another; a number stands for so many tokens of padding, which have no loss."""
+    """Concatenate documents; a number stands for that many tokens of padding, which have no loss."""
     empty = [DocumentTokens(*(numpy.zeros(0, kind) for kind in (numpy.int64, numpy.int64, numpy.float32)))]
     filled = [_padding(each) if isinstance(each, int) else each for each in documents]
     return DocumentTokens(*map(numpy.concatenate, zip(*(filled or empty), strict=True)))
@@ -88,8 +88,9 @@ class RowReader:
         self._asked.append((step, rows))
 
     def take(self, step: int) -> list[Microbatch]:
-        """The rows of the step that was asked for first, each a microbatch of one sample. Raises ValueError where that
-        is another."""
+        """Return the rows of the step that was asked for first, each a microbatch of one sample. Raises ValueError if
+        that is another step.
+        """
         asked, rows = self._asked.popleft()
         if asked != step:
             raise ValueError(f"the rows of step {asked} come next, not those of step {step}")
@@ -106,7 +107,7 @@ class RowReader:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _read(self, step: StepDocuments, row_parts: Sequence[RowDocument], numbers: Sequence[int]) -> list[Tensor]:
-        """Tokens, labels and loss mask of a row, each [1, s]."""
+        """Read the tokens, labels and loss mask of a row, each [1, s]."""
         filled = [
             self._stream.read(step, numbers[part.document]) if part.document < len(numbers) else part.length
             for part in row_parts

@@ -88,7 +88,7 @@ def consumed_valid_samples(iteration: int, eval_interval: int, eval_iters: int, 
 def samples_needed(
     train_samples: int, train_iters: int, eval_interval: int, eval_iters: int, global_batch_size: int
 ) -> tuple[int, int, int]:
-    """Samples a whole run reads from the train, validation and test splits (Megatron-LM's rule).
+    """Return the samples that a whole run reads from the train, validation and test splits (Megatron-LM's rule).
 
     One evaluation every `eval_interval` iterations and one at the end, and one test at the end, each of `eval_iters`
     global batches.

@@ -56,7 +56,7 @@ def _sentence(error: Exception | None) -> str | None:
 
 @contextmanager
 def waiting_group() -> Iterator[dist.ProcessGroup | None]:
-    """A group of all ranks for waiting on rank 0's index, with a timeout of its own."""
+    """Yield a group of all ranks for waiting on rank 0's index, with a timeout of its own."""
     if not dist.is_initialized():
         yield None
         return

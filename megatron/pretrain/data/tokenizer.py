@@ -60,8 +60,9 @@ def build_tokenizer(tokenizer_type: str, **flags: Any) -> MegatronTokenizerText:
 
 
 def tokenizer_of(data: Any) -> MegatronTokenizerText:
-    """The tokenizer of the flags `data`, by which the model's vocabulary is settled. Raises UserError as
-    `build_tokenizer`, and for one with more tokens than the model has."""
+    """Return the tokenizer of the flags `data`, which determine the model's vocabulary. Raises UserError as
+    `build_tokenizer` does, and for one with more tokens than the model has.
+    """
     tokenizer = build_tokenizer(**vars(TokenizerFlags.of(data)))
     if tokenizer.vocab_size > data.padded_vocab_size:
         raise UserError(
@@ -90,7 +91,7 @@ _OF_TRANSFORMERS = tuple(
 
 @contextmanager
 def _without_transformers() -> Iterator[None]:
-    """megatron-core imports transformers, for two seconds, whatever the tokenizer: not within this."""
+    """Keep megatron-core from importing transformers in the context, which takes two seconds whatever the tokenizer."""
     if "transformers" in sys.modules:
         yield
         return

@@ -101,7 +101,7 @@ class TokenizerFlags:
             self._existing("--tokenizer-model", self.tokenizer_model)
 
     def size(self) -> int:
-        """The number of tokens. Raises UserError as `check` does, and for files that cannot be read."""
+        """Return the number of tokens. Raises UserError as `check` does, and for files that cannot be read."""
         self.check()
         with self.loading():
             if self.library == "null":

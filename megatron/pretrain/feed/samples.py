@@ -38,8 +38,9 @@ class SampleFeed:
         return self._work(batches, self.schedule.final(), training=False)
 
     def close(self) -> None:
-        """The processes that load data ignore SIGTERM, so the interpreter would wait for them for ever where a circle
-        of references keeps them until its end."""
+        """Close the loaders. Their processes ignore SIGTERM, so the interpreter would wait for them for ever if a
+        reference cycle kept them until it exits.
+        """
         for each in (self.train_batches, self.valid_batches, self.test_batches):
             if isinstance(each, Generator):
                 each.close()

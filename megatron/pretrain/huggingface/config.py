@@ -44,7 +44,7 @@ PLAIN_ROPE: Mapping[str, Any] = MappingProxyType(
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """A folder's config.json. Raises CheckpointError."""
+    """Read a folder's config.json. Raises CheckpointError."""
     path = folder / "config.json"
     try:
         config = parse_json(path.read_text(encoding="utf-8"))
@@ -58,7 +58,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def arguments_of(config: Mapping[str, Any], where: Path | str) -> dict[str, Any]:
-    """The model's flags, by field. Raises CheckpointError, which names `where`, for a model that is not built here."""
+    """Return the model's flags, by field. Raises CheckpointError, which names `where`, for an unsupported model."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise CheckpointError(f"{where} holds a model of type {kind!r}; those read are {', '.join(FAMILIES)}.")
@@ -97,7 +97,7 @@ def arguments_of(config: Mapping[str, Any], where: Path | str) -> dict[str, Any]
 
 
 def _without_nulls(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A key that is null is as if it were not there."""
+    """Remove keys that are null, which mean the same as absent ones."""
     said = {key: value for key, value in config.items() if value is not None}
     return {key: _without_nulls(value) if isinstance(value, dict) else value for key, value in said.items()}
 
@@ -157,7 +157,9 @@ def _window_entries(arguments: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
 
 def _rope_of(config: Mapping[str, Any], where: Path | str) -> dict[str, Any]:
-    """Flags of the rotary embeddings: of `rope_parameters`, or in older files of `rope_theta` and `rope_scaling`."""
+    """Return the flags of the rotary embeddings: of `rope_parameters`, or in older files of `rope_theta` and
+    `rope_scaling`.
+    """
     rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     base = rope.get("rope_theta") or config.get("rope_theta") or 10000
     percent = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
@@ -214,7 +216,7 @@ def _yarn_of(config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, An
 
 
 def config_of(arguments: Mapping[str, Any], dtype: str, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """A config.json for these flags. like: one of the same family, whose other entries are kept.
+    """Return a config.json for these flags. like: one of the same family, whose other entries are kept.
 
     Raises CheckpointError for a model that none of the families has.
     """

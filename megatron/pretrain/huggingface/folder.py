@@ -26,7 +26,7 @@ def looks_like_one(path: Path) -> bool:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """The file of each tensor, by name, as an index has it. Raises CheckpointError."""
+    """Read the file of each tensor, by name, from an index. Raises CheckpointError."""
     try:
         places = {str(name): str(file) for name, file in parse_json(path.read_bytes())["weight_map"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -93,7 +93,7 @@ class Folder:
         return file.entries[name]
 
     def read(self, weight: Weight) -> Tensor:
-        """A weight of megatron-core's, whole."""
+        """Read a whole weight of megatron-core's."""
         for name in weight.names:
             self.entry(name)
         return self.weights.join([self._file(self.places[name]).read(name) for name in weight.names])

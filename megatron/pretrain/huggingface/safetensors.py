@@ -65,7 +65,7 @@ class TensorFile:
         }
 
     def read(self, name: str) -> Tensor:
-        """A tensor whose memory is the file's; it must not be written."""
+        """Return a tensor that shares the file's memory; it must not be written."""
         tensor: Tensor = self._file.get_tensor(name)
         return tensor
 

@@ -84,7 +84,7 @@ class Weights:
         return (sum(shape[0] for shape in weight.shapes), *weight.shapes[0][1:])
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """A weight from what it is made of."""
+        """Join a weight from the tensors it is made of."""
         if len(parts) == 3:
             return torch.cat([part.unflatten(0, (self.groups, -1)) for part in parts], dim=1).flatten(0, 1)
         return parts[0] if len(parts) == 1 else torch.cat(list(parts))

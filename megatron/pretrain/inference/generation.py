@@ -84,7 +84,7 @@ def continuation(model: ForwardModel, prompt: str, options: GenerationOptions) -
 
 
 def _end(model: ForwardModel) -> int:
-    """The end of a document, -1 where the tokenizer has none."""
+    """Return the end-of-document token, -1 if the tokenizer has none."""
     eod = end_of_document(model.tokenizer)
     return -1 if eod is None else eod
 

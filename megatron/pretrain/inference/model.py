@@ -67,8 +67,9 @@ class ForwardModel:
         return None
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[s, b, hidden] to [s, b, tokens of the tokenizer], float32, of all tensor-parallel ranks. On the last rank of
-        the pipeline."""
+        """Gather logits [s, b, tokens of the tokenizer], float32, of all tensor-parallel ranks from hidden states [s,
+        b, hidden]. On the last rank of the pipeline.
+        """
         from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
         with torch.no_grad():
@@ -87,11 +88,11 @@ class ForwardModel:
 
 
 def open_model(config: Config, parallel: Any = None) -> ForwardModel:
-    """The model and tokenizer of --load, its layers over all ranks of this job. Collective.
+    """Load the model and tokenizer of --load, its layers over all ranks of this job. Collective.
 
-    parallel: process groups that are there already; None: they are made.
+    parallel: process groups that already exist; None: they are created.
 
-    Raises UserError where ranks are not those of one copy of the model.
+    Raises UserError if the ranks are not those of one copy of the model.
     """
     prepare()
     from megatron.pretrain.checkpoint.checkpointing import Checkpointer

@@ -49,7 +49,7 @@ class PositionLoss(NamedTuple):
 
 
 def context_of(model: ForwardModel, options: PerplexityOptions) -> int:
-    """Tokens of a document that count. Raises UserError for more than the model has positions."""
+    """Return the tokens of a document that count. Raises UserError for more than the model has positions."""
     context = options.context or model.config.model.seq_length or 0
     if model.longest is not None and context > model.longest:
         raise UserError(f"--context {context} is more than the {model.longest} positions that the model has learned.")
@@ -91,7 +91,7 @@ def losses(model: ForwardModel, tokens: Tensor, chunk: int) -> Iterable[Tensor]:
 def perplexity(
     model: ForwardModel, documents: Iterable[Any], options: PerplexityOptions
 ) -> tuple[list[PositionLoss], int]:
-    """(the buckets, documents read); losses are known on the last rank of the pipeline only. Collective.
+    """Return (the buckets, documents read); losses are known on the last rank of the pipeline only. Collective.
 
     documents: token ids of each; those of one token count for nothing.
     """
@@ -114,7 +114,7 @@ def perplexity(
 
 
 def table(buckets: Sequence[PositionLoss], documents: int) -> str:
-    """A line for each bucket, and one for all of them."""
+    """Return a line for each bucket, and one for all of them."""
     tokens = sum(bucket.tokens for bucket in buckets)
     mean = sum(bucket.tokens * bucket.loss for bucket in buckets if bucket.tokens) / max(tokens, 1)
     rows = [

@@ -26,14 +26,14 @@ class SamplingOptions:
 
 
 def pick(logits: Tensor, options: SamplingOptions, generator: torch.Generator | None = None) -> Tensor:
-    """The next token of each row, [rows] int64, of logits [rows, vocabulary]."""
+    """Return the next token of each row, [rows] int64, of logits [rows, vocabulary]."""
     if options.greedy:
         return logits.argmax(dim=-1)
     return torch.multinomial(kept(logits, options), 1, generator=generator).squeeze(-1)
 
 
 def kept(logits: Tensor, options: SamplingOptions) -> Tensor:
-    """Probabilities [rows, vocabulary] of the tokens that may be drawn; 0 for the others, not normalised."""
+    """Return the probabilities [rows, vocabulary] of the tokens that may be drawn; 0 for the others, not normalised."""
     probabilities = torch.softmax(logits.float() / options.temperature, dim=-1)
     ordered, tokens = probabilities.sort(dim=-1, descending=True, stable=True)
     if options.top_k:

@@ -10,7 +10,7 @@ from megatron.pretrain.config import ModelConfig
 
 
 def flops_per_sample(model: ModelConfig, padded_vocab_size: int) -> float:
-    """Operations of forward and backward of one sequence of a validated model.
+    """Return the floating-point operations of forward and backward of one sequence of a validated model.
 
     Counted as in Megatron-LM's log (and Korthikanti et al., 2022): matrix products only, a multiply and an add each;
     the backward is twice the forward; causal attention does half of the s x s products, and of those to a window the

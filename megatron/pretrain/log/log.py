@@ -69,8 +69,9 @@ def iteration_line(
     remaining: float | None = None,
     now: datetime | None = None,
 ) -> str:
-    """The line about one interval; `seconds` is for one iteration, the throughputs for one GPU, remaining: the seconds
-    that training still takes at this rate."""
+    """Return the line about one interval; `seconds` is for one iteration, the throughputs for one GPU, remaining: the
+    seconds that training still takes at this rate.
+    """
     stamp = (now or datetime.now()).strftime("%Y-%m-%d %H:%M:%S.%f")
     fields = [
         f" [{stamp}] iteration {iteration:8d}/{total_iterations:8d}",
@@ -118,12 +119,12 @@ def validation_line(where: str, loss: float) -> str:
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), capped as in Megatron-LM so that a diverged run does not overflow."""
+    """Return exp(loss), capped as in Megatron-LM so that a diverged run does not overflow."""
     return math.exp(min(20.0, loss))
 
 
 def parameters_line(tensor_rank: int, pipeline_rank: int, parameters: int) -> str:
-    """Parameters this rank holds."""
+    """Return the line on the parameters this rank holds."""
     rank = f"({tensor_rank}, {pipeline_rank})"
     return f" > number of parameters on (tensor, pipeline) model parallel rank {rank}: {parameters}"
 
@@ -169,7 +170,7 @@ def memory_line(rank: int, iteration: int, use: MemoryUse) -> str:
 
 
 def build_timers(config: Config) -> Timers:
-    """megatron-core's timers at --timing-log-level."""
+    """Return megatron-core's timers at --timing-log-level."""
     from megatron.core.timers import Timers as CoreTimers
 
     return CoreTimers(config.logging.timing_log_level, config.logging.timing_log_option)
@@ -192,7 +193,9 @@ class TrainingLog:
         clock: Callable[[], float] = time.perf_counter,
         emit: Callable[[str], None] = say,
     ) -> None:
-        """report_memory: whether this rank prints its memory line; one of each model-parallel position is enough."""
+        """Create the log. report_memory: whether this rank prints its memory line; one of each model-parallel position
+        is enough.
+        """
         self._config = config
         self._total = total_iterations
         self._writer = writer or MetricsWriter()
@@ -232,7 +235,9 @@ class TrainingLog:
             self._start = self._clock()
 
     def evaluation(self, where: str, loss: float, iteration: int, consumed_samples: int) -> None:
-        """The line and metrics of one evaluation; `where` is such as `iteration 100` or `iteration 100 on test set`."""
+        """Write the line and metrics of one evaluation; `where` is such as `iteration 100` or `iteration 100 on test
+        set`.
+        """
         if self._last_rank:
             self._emit(validation_line(where, loss))
         self._writer.scalars({"lm loss validation": loss}, iteration, consumed_samples)
@@ -304,7 +309,7 @@ class TrainingLog:
             )
 
     def _write_timers(self, iteration: int, iterations: int) -> None:
-        """Timings an iteration, over all ranks: a collective, so it depends on flags alone."""
+        """Write timings an iteration, over all ranks: a collective, so it depends on flags alone."""
         if self._timers is None or self._config.logging.timing_log_level == 0:
             return
         if self._config.logging.log_timers_to_tensorboard:

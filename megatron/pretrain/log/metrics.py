@@ -20,7 +20,7 @@ class MetricsWriter:
 
     @classmethod
     def from_config(cls, config: Config) -> MetricsWriter:
-        """The writers of the last rank; a writer of nothing on the others.
+        """Return the writers of the last rank; a writer of nothing on the others.
 
         Call it on every rank. Raises UserError on all of them when a package that the flags need is not installed.
         """

@@ -29,7 +29,7 @@ MOST_LINES = 20
 
 
 def format_arguments(config: Config) -> str:
-    """Megatron-LM's dump: a line `  name ....... value` for each value, dots to column 48, sorted by name."""
+    """Return Megatron-LM's dump: a line ` name ....... value` for each value, dots to column 48, sorted by name."""
     lines = [f"  {name} {'.' * (48 - len(name))} {value}" for name, value in config.flat().items()]
     head = f"{'-' * 24} arguments {'-' * 24}"
     tail = f"{'-' * 20} end of arguments {'-' * 21}"
@@ -63,7 +63,7 @@ def record_arguments(config: Config) -> None:
 
 
 def spread(count: int, device: torch.device) -> tuple[int, int]:
-    """The least and the most of a number that every rank has. Collective over all ranks."""
+    """Return the least and the greatest of a number that every rank has. Collective over all ranks."""
     ends = torch.tensor([-count, count], dtype=torch.int64, device=device)
     dist.all_reduce(ends, op=dist.ReduceOp.MAX)
     return -int(ends[0]), int(ends[1])
@@ -93,7 +93,7 @@ def summary(config: Config, pipeline: Any, num_microbatches: int, parameters: in
 
 
 def first_of(lines: Sequence[str]) -> list[str]:
-    """The lines, or as many as fit and the number of those left out."""
+    """Return the lines, or as many as fit and the number of those left out."""
     if len(lines) <= MOST_LINES:
         return list(lines)
     return [*lines[: MOST_LINES - 1], f"({len(lines) - MOST_LINES + 1} lines more, of `helixpipe simulate`)"]

@@ -65,7 +65,7 @@ class Chosen(NamedTuple):
 
 
 def stand_in(config: Config) -> Config:
-    """The configuration with a schedule that takes what flags are given, so that all else can be checked."""
+    """Return the configuration with a schedule that takes the given flags, so that all others can be checked."""
     if config.data.variable_seq_lengths:
         raise UserError(
             "--pipeline-schedule auto is for sequences that are all alike; for documents of all lengths give "

@@ -16,8 +16,10 @@ from megatron.pretrain.config import Config
 
 
 def training_costs(config: Config) -> ModelCosts | ProfileCosts:
-    """Seconds and bytes: measured, where --cost-profile gives them, else on the hardware that --hardware names. Only
-    the ratios of times matter to a schedule. Raises UserError for a file that cannot be read or is of another model."""
+    """Return costs in seconds and bytes: measured, if --cost-profile gives them, else on the hardware that --hardware
+    names. Only the ratios of times matter to a schedule. Raises UserError for a file that cannot be read or is of
+    another model.
+    """
     parallel, model, training = config.parallel, config.model, config.training
     if parallel.cost_profile is not None:
         return _measured(config, parallel.cost_profile)
@@ -89,7 +91,7 @@ def _measured(config: Config, path: str) -> ProfileCosts:
 
 
 def memory_limit(config: Config) -> float | None:
-    """Bytes a GPU may use: --memory-limit, else those of --hardware; None when neither is given."""
+    """Return the bytes that a GPU may use: --memory-limit, else those of --hardware; None if neither is given."""
     parallel = config.parallel
     if parallel.memory_limit is not None:
         return parallel.memory_limit * GIB
@@ -97,8 +99,9 @@ def memory_limit(config: Config) -> float | None:
 
 
 def host_limit(config: Config) -> float:
-    """Bytes of its host's memory that a GPU may use: its part of --host-memory, or of what --hardware has; infinite
-    when neither is given."""
+    """Return the bytes of its host's memory that a GPU may use: its share of --host-memory, or of what --hardware has;
+    infinite if neither is given.
+    """
     parallel = config.parallel
     if parallel.host_memory is None and parallel.hardware is None:
         return inf
@@ -125,7 +128,7 @@ def setup_of(config: Config, costs: ModelCosts | ProfileCosts) -> Setup:
 
 
 def model_shape(config: Config) -> ModelShape:
-    """The configured model, with the rows that its embedding will have."""
+    """Return the configured model, with the rows that its embedding will have."""
     model = config.model
     heads, hidden = model.num_attention_heads or 1, model.hidden_size or 1
     return ModelShape(

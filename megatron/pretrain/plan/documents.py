@@ -73,7 +73,7 @@ class StepPlan:
     shares: tuple[tuple[Workload, tuple[int, ...]], ...] = ()
 
     def of(self, dp_rank: int) -> StepPlan:
-        """The plan of that pipeline."""
+        """Return the plan of that pipeline."""
         if not self.shares:
             return self
         workload, numbers = self.shares[dp_rank]
@@ -90,7 +90,9 @@ class DocumentPlanner:
         return DocumentPlanner, (self.config,)  # without what it has found out so far
 
     def __call__(self, request: StepRequest) -> StepPlan:
-        """Raises UserError where nothing fits, ScheduleError where the schedule cannot run so many microbatches."""
+        """Plan a step. Raises UserError if nothing fits, ScheduleError if the schedule cannot run so many
+        microbatches.
+        """
         begin = time.perf_counter()
         given, pipelines = len(request.lengths), self.config.parallel.data_parallel_size
         # A step of fewer documents than pipelines, as --max-tokens may make, has one of padding for each of the others.
@@ -150,7 +152,7 @@ class DocumentPlanner:
         return training_costs(self.config)
 
     def _program(self, workload: Workload, quick: bool) -> Program:
-        """The schedule's. quick: one that is not searched for."""
+        """Return the schedule's program. quick: one that is not searched for."""
         options, name, alignment = self.config.schedule_options, self._name, self._packer.alignment
         if quick and self._schedule is not None:
             options = self._schedule.quick(options)

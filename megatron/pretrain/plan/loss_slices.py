@@ -15,7 +15,7 @@ from megatron.pretrain.plan.programs import full_batch, make_planner
 
 
 def settle(config: Config) -> tuple[Config, Plans[int]]:
-    """The configuration with `--loss-chunk-size` decided, and its plans.
+    """Return the configuration with `--loss-chunk-size` decided, and its plans.
 
     Where the flag is not given: what a --cost-profile was measured with; else slices, if it is known what a GPU may
     use, a step of the full batch needs more, and less with slices; or fits only because it offloads, and is faster with
@@ -56,7 +56,9 @@ def _with(config: Config, size: int, why: str) -> Config:
 
 
 def _figures(config: Config, plans: Plans[int]) -> tuple[float, float]:
-    """Bytes of the rank that needs most, seconds of a step of the full batch; infinite if no schedule fits."""
+    """Return the bytes of the rank that needs most and the seconds of a step of the full batch; infinite if no schedule
+    fits.
+    """
     try:
         simulation = plans.plan(full_batch(config)).simulation
     except ScheduleError:

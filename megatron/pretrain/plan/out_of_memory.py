@@ -41,7 +41,7 @@ def out_of_memory(config: Config, plans: Plans[int], said: str, short: str = "th
 
 
 def savers(config: Config, needs: float) -> list[tuple[str, float]]:
-    """The two flags that save most on paper: (flags, bytes of the rank that needs most)."""
+    """Return the two flags that save most memory by calculation: (flags, bytes of the rank that needs most)."""
     saved = []
     for flags, group, changes in _SAVERS:
         try:

@@ -80,7 +80,7 @@ class Pipeline:
         )
 
     def attach(self, model: PipelineModel, weights: StageWeights) -> None:
-        """The model to run, which must be made of `pieces`, and who keeps its weights."""
+        """Attach the model to run, which must be made of `pieces`, and the store of its weights."""
         self._executor = Executor(
             self._parallel.pp_rank,
             model,
@@ -113,9 +113,10 @@ class Pipeline:
         return any(piece.kind == "head" for piece in self.pieces)
 
     def counted(self, lowered: LoweredProgram) -> torch.Tensor:
-        """The microbatches of a step whose tokens this rank counts: it runs their head, that of their first chunk. Each
+        """Return the microbatches of a step whose tokens this rank counts: those whose first chunk's head it runs. Each
         is counted on one rank. An index (int64) on the device: a list would be copied there in each step, for which the
-        host waits."""
+        host waits.
+        """
         if self._counted is None or self._counted[0] is not lowered:
             program = lowered.program
             head = len(program.stages) - 1
@@ -165,7 +166,7 @@ class Pipeline:
         return total, times
 
     def recorded(self, record: Record, lowered: LoweredProgram) -> RecordedStep:
-        """A recorded training step beside its simulation, in seconds; collective over the pipeline.
+        """Return a recorded training step beside its simulation, in seconds; collective over the pipeline.
 
         The simulation uses the step's own median time of each kind of op in each stage, and its own rate of copying to
         the host and back, so it shows what the order of ops costs, not what ops cost; messages take no time in it.
@@ -179,7 +180,7 @@ class Pipeline:
         return simulate(self.plans.plan(num_microbatches).lowered, PieceTimes({"mlp": 1.0})).bubble_ratio
 
     def chunks(self, num_microbatches: int) -> list[str]:
-        """Lines about the chunks of a sequence and their simulated times, none where sequences are not cut."""
+        """Return lines about the chunks of a sequence and their simulated times, none if sequences are not cut."""
         plan = self.plans.plan(num_microbatches)
         if plan.program.num_chunks == 1 or self._config.data.variable_seq_lengths:
             return []
@@ -192,7 +193,7 @@ class Pipeline:
         return [line] if short is None else [line, short]
 
     def offloading(self, num_microbatches: int) -> list[str]:
-        """Lines about what leaves the device in a step, none where nothing does."""
+        """Return lines about what is offloaded in a step, none if nothing is."""
         text = copies_text(self.plans.plan(num_microbatches).simulation)
         costs = self._config.parallel.cost_profile or self._config.parallel.hardware or DEFAULT_HARDWARE
         first, _, rest = (text or "").partition("\n")
@@ -218,5 +219,5 @@ def _bind(device: torch.device) -> None:
 
 
 def _placement(program: Program) -> list[tuple[Piece, ...]]:
-    """The pieces of every rank."""
+    """Return the pieces of every rank."""
     return [program.pieces_of_rank(rank) for rank in range(program.num_ranks)]

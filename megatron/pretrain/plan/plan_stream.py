@@ -85,7 +85,7 @@ class PlanStream:
         self._asked.put(request)
 
     def take(self, request: StepRequest) -> Taken:
-        """The plan of an announced step. Raises what making it raised, on all ranks of the pipeline alike."""
+        """Wait for the plan of an announced step. Raises what planning it raised, on all ranks of the pipeline."""
         begin = time.monotonic()
         with self._change:
             self._needed[request] = begin

@@ -24,8 +24,9 @@ from schedules import build
 
 
 def make_planner(config: Config) -> Plans[int]:
-    """The plans of training steps, by their number of microbatches on each data-parallel rank; of steps of documents
-    one that stands for them all, of the longest documents there may be."""
+    """Return the plans of training steps, by their number of microbatches on each data-parallel rank; for steps of
+    documents one plan stands for them all, of the longest documents allowed.
+    """
     costs = training_costs(config)
     if config.data.variable_seq_lengths:
         return Plans(lambda _: DocumentPlanner(config).nominal(), costs)
@@ -33,8 +34,9 @@ def make_planner(config: Config) -> Plans[int]:
 
 
 def make_program(config: Config, num_microbatches: int, costs: ModelCosts | ProfileCosts | None = None) -> Program:
-    """The schedule's program for a training step. costs: the configured ones, if they are at hand. Raises
-    ScheduleError, ProgramError or UserError, in the words of the flags."""
+    """Return the schedule's program for a training step. costs: the configured ones, if already known. Raises
+    ScheduleError, ProgramError or UserError, in the words of the flags.
+    """
     name, costs = config.parallel.schedule, costs or training_costs(config)
     setup = setup_of(config, costs)
     limit = setup.memory_limit
@@ -42,7 +44,7 @@ def make_program(config: Config, num_microbatches: int, costs: ModelCosts | Prof
         raise UserError("--offload-activations auto needs --memory-limit or --hardware, which say what there is.")
 
     def cut(chunks: int) -> Program:
-        """The program with the sequence cut into so many chunks."""
+        """Return the program with the sequence cut into `chunks` chunks."""
         lengths = config.chunks.resolve(
             chunks,
             costs,
@@ -72,7 +74,7 @@ def make_program(config: Config, num_microbatches: int, costs: ModelCosts | Prof
 
 
 def full_batch(config: Config) -> int:
-    """Microbatches on each data-parallel rank of a step of the full batch."""
+    """Return the microbatches on each data-parallel rank of a step of the full batch."""
     samples = (config.training.micro_batch_size or 1) * config.parallel.data_parallel_size
     return (config.training.global_batch_size or 1) // samples
 
@@ -128,8 +130,9 @@ def _check_host(config: Config, plan: Plan) -> None:
 
 
 def predicted_step(config: Config, plans: Plans[int]) -> float | None:
-    """The seconds that a step of a full batch takes on paper; None where nothing is known of the GPUs, whose costs are
-    then those of a default that only the ratios of times matter of."""
+    """Return the simulated seconds of a step of a full batch; None if nothing is known of the GPUs, since the default
+    costs only give ratios of times.
+    """
     parallel = config.parallel
     if parallel.hardware is None and parallel.cost_profile is None:
         return None

@@ -39,7 +39,9 @@ def check_master(environ: Mapping[str, str] | None = None, *, wait: float = _WAI
 
 
 def address(environ: Mapping[str, str], *, wait: float) -> tuple[str, int]:
-    """MASTER_ADDR, which a name server knows within `wait` seconds, and MASTER_PORT. Raises MeetingError."""
+    """Return MASTER_ADDR, which a name server must resolve within `wait` seconds, and MASTER_PORT.
+    Raises MeetingError.
+    """
     host, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
     if host is None or port is None:
         missing, there = ("MASTER_ADDR", "WORLD_SIZE") if host is None else ("MASTER_PORT", "MASTER_ADDR")

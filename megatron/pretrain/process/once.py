@@ -61,8 +61,9 @@ def _speaks_for_its_host() -> bool:
 
 
 def _store(environ: Mapping[str, str], rank: int) -> Any:
-    """The store of the process group or, before there is one, the launcher's or one that rank 0 opens; None where
-    that is not to be had. Raises MeetingError where nobody can know where it is."""
+    """Return the store of the process group or, before there is one, the launcher's or one that rank 0 opens; None if
+    there is none. Raises MeetingError if its address cannot be known.
+    """
     import torch.distributed
 
     dist: Any = torch.distributed

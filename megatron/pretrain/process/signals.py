@@ -106,11 +106,11 @@ class StopCheck:
         return None
 
     def minutes(self) -> float:
-        """Minutes since the start."""
+        """Return the minutes since the start."""
         return (self._clock() - self._started) / 60.0
 
     def message(self, reason: StopReason, iteration: int) -> str:
-        """Megatron-LM's line about it."""
+        """Return Megatron-LM's line about a reason to stop."""
         if reason >= StopReason.SIGHUP:
             return f"exiting program after receiving {reason.name}."
         if reason is StopReason.DURATION:
@@ -119,7 +119,9 @@ class StopCheck:
 
 
 def all_ranks_max(device: Any, group: Any = None) -> Agree:
-    """An `Agree` over torch.distributed (`group`: default all ranks); the identity where it is not initialised."""
+    """Return an `Agree` over torch.distributed (`group`: default all ranks); the identity if that is
+    not initialised.
+    """
     import torch
 
     def agree(number: int) -> int:

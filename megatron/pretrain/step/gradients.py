@@ -139,7 +139,7 @@ def _batches(
 
 
 def _make_groups(several: Sequence[tuple[int, ...]], parallel: Parallel) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """The process groups of this rank's own pipeline among these sets of its ranks, in their order."""
+    """Create the process groups of this rank's own pipeline among these sets of its ranks, in their order."""
     if not several:  # on all ranks alike
         return {}
     # Every rank of the job makes every pipeline's groups, in one order, as new_group asks. Pipelines are alike.

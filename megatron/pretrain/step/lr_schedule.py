@@ -22,7 +22,7 @@ class ScheduleLengths:
 
 
 def schedule_lengths(config: Config, batches: BatchSchedule) -> ScheduleLengths:
-    """Lengths of warm-up and decay in samples. Iterations count the samples those iterations really have."""
+    """Return the lengths of warm-up and decay in samples. Iterations count the samples those iterations really have."""
     training = config.training
     by_iterations = training.train_iters is not None
 
@@ -50,7 +50,8 @@ def schedule_lengths(config: Config, batches: BatchSchedule) -> ScheduleLengths:
 
 
 def build_param_scheduler(optimizer: Any, config: Config, batches: BatchSchedule) -> OptimizerParamScheduler:
-    """megatron-core's scheduler. Call `step(increment=samples of the step)` after each step that was not skipped.
+    """Return megatron-core's scheduler. Call `step(increment=samples of the step)` after each step that was not
+    skipped.
 
     optimizer: megatron-core's, or anything with `param_groups`.
     """

@@ -40,7 +40,7 @@ class BatchSchedule:
 
     @classmethod
     def from_config(cls, config: Config) -> BatchSchedule:
-        """The batches of a validated configuration."""
+        """Return the batches of a validated configuration."""
         training, dp_size = config.training, config.parallel.data_parallel_size
         size, micro = training.global_batch_size, training.micro_batch_size
         if size is None or micro is None:
@@ -52,7 +52,7 @@ class BatchSchedule:
         return cls(size, micro * dp_size, False, *training.rampup_batch_size)
 
     def at(self, consumed_samples: int) -> StepBatch:
-        """The step that comes after `consumed_samples` samples."""
+        """Return the step that comes after `consumed_samples` samples."""
         samples = self.size
         if self.rampup_samples and consumed_samples <= self.rampup_samples:
             samples_each = self.rampup_samples / ((self.size - self.start) // self.increment)
@@ -62,7 +62,7 @@ class BatchSchedule:
         return StepBatch(samples // self.quantum, samples - samples % self.quantum)
 
     def final(self) -> StepBatch:
-        """The step after any rampup."""
+        """Return the step after any rampup."""
         return self.at(self.rampup_samples + 1)
 
     def step_sizes(self) -> list[int]:
@@ -75,7 +75,7 @@ class BatchSchedule:
         return sorted(sizes)
 
     def samples_after(self, iterations: int) -> int:
-        """Samples that the first `iterations` steps consume."""
+        """Return the samples that the first `iterations` steps consume."""
         samples, done = 0, 0
         while done < iterations and samples <= self.rampup_samples:
             samples += self.at(samples).samples
@@ -102,7 +102,7 @@ class RunLength(NamedTuple):
 
 
 def run_length(config: Config, batches: BatchSchedule) -> RunLength:
-    """Iterations and samples of the whole training, whichever of the two flags gave it.
+    """Return the iterations and samples of the whole training, whichever of the two flags gave it.
 
     Raises UserError when the samples are not enough for one step.
     """

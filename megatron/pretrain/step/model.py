@@ -44,9 +44,9 @@ def build_model(
     copies: Mapping[Piece, int] = MappingProxyType({}),
     stages: Sequence[Sequence[Piece]] = (),
 ) -> TrainingModel:
-    """The weights of `pieces` with their gradient buffers and optimizer. copies: those of the pieces that other
-    pipeline ranks hold as well (`Program.copies`). stages: the pieces, stage by stage; weights that data-parallel ranks
-    have parts of are gathered so.
+    """Build the weights of `pieces` with their gradient buffers and optimizer. copies: those of the pieces that other
+    pipeline ranks hold as well (`Program.copies`). stages: the pieces, stage by stage; weights sharded over
+    data-parallel ranks are gathered stage by stage.
 
     Collective over all ranks.
     """

@@ -16,7 +16,7 @@ __all__ = ["STEPS", "check_device", "validate"]
 
 
 def validate(config: Config) -> Config:
-    """The configuration with every derived value filled in. Raises UserError at the first thing that is wrong."""
+    """Return the configuration with every derived value filled in. Raises UserError at the first error."""
     for step in STEPS:
         config = step(config)
     return config

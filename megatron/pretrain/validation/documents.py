@@ -7,8 +7,9 @@ from megatron.pretrain.config import Config
 
 
 def document_batches(config: Config) -> Config:
-    """A microbatch is one row of documents, and a step is so many documents or tokens of them. What flags for batches
-    of equally long samples ask for beside that is refused. The loss is that of the step's tokens, all alike."""
+    """Check steps of documents, where a microbatch is one row and a step is a number of documents or tokens. Flags for
+    batches of equally long samples are refused. The loss is the mean over the step's tokens.
+    """
     training, data = config.training, config.data
     if not data.variable_seq_lengths:
         if data.max_tokens is not None:

@@ -24,13 +24,13 @@ def data_source(config: Config) -> Config:
 
 
 def tokenizer(config: Config) -> Config:
-    """Megatron-LM's pretrain_gpt.py defaults to GPT2BPETokenizer."""
+    """Set the default tokenizer, GPT2BPETokenizer as in Megatron-LM's pretrain_gpt.py."""
     data = config.data
     return config if data.tokenizer_type is not None else config.replace("data", tokenizer_type="GPT2BPETokenizer")
 
 
 def one_iteration(config: Config) -> Config:
-    """--load DIR/iter_0000004, a checkpoint's own folder, is --load DIR --ckpt-step 4."""
+    """Read --load DIR/iter_0000004, a checkpoint's own folder, as --load DIR --ckpt-step 4."""
     checkpoint = config.checkpoint
     path = PurePath(checkpoint.load or "")
     match = re.fullmatch(r"iter_(\d{7,})", path.name)

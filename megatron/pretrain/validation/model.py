@@ -9,7 +9,9 @@ from megatron.pretrain.validation.wording import alternatives, checked, nearest
 
 
 def position_embeddings(config: Config) -> Config:
-    """The older flags for rope and for none; a learned table must be given its size and hold a sequence."""
+    """Apply the older flags for rope and for no positions; check that a learned table has a size and
+    holds a sequence.
+    """
     model = config.model
     if model.use_rotary_position_embeddings:
         config = config.replace("model", position_embedding_type="rope")
@@ -28,7 +30,9 @@ def position_embeddings(config: Config) -> Config:
 
 
 def attention_heads(config: Config) -> Config:
-    """Channels of a head default to hidden / heads; heads are split over tensor-parallel ranks."""
+    """Set the channels of a head, by default hidden / heads, and check that tensor-parallel ranks can
+    divide the heads.
+    """
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     heads, hidden = checked(model.num_attention_heads), checked(model.hidden_size)
     if heads % tp:
@@ -88,7 +92,7 @@ def layer_patterns(config: Config) -> Config:
 
 
 def query_groups(config: Config) -> Config:
-    """Key/value heads divide the query heads and are split over tensor-parallel ranks."""
+    """Check that key/value heads divide the query heads and that tensor-parallel ranks can divide them."""
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     heads = checked(model.num_attention_heads)
     if not model.group_query_attention:
@@ -105,7 +109,9 @@ def query_groups(config: Config) -> Config:
 
 
 def ffn_hidden_size(config: Config) -> Config:
-    """4h, or as many parameters with a gated MLP: 2/3 of that, down to a multiple of 64 (Megatron-LM's rule)."""
+    """Set the default 4h, or as many parameters with a gated MLP: 2/3 of that, down to a multiple of 64 (Megatron-LM's
+    rule).
+    """
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     if model.swiglu and model.squared_relu:
         raise UserError("--swiglu and --squared-relu name two activations; give one.")

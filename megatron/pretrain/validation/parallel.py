@@ -62,7 +62,7 @@ def context_parallel(config: Config) -> Config:
 
 
 def virtual_stages(config: Config) -> Config:
-    """Stages a rank holds, from either of Megatron-LM's two flags."""
+    """Set the stages of a rank from either of Megatron-LM's two flags."""
     parallel, layers = config.parallel, checked(config.model.num_layers)
     pp, per_stage = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
     stages = parallel.num_virtual_stages_per_pipeline_rank
@@ -86,8 +86,9 @@ def virtual_stages(config: Config) -> Config:
 
 
 def pipeline_schedule(config: Config) -> Config:
-    """The default schedule, that none is for one rank, and that what is to be cut into chunks takes them. Its own rules
-    are checked when its program is built."""
+    """Fill in the default schedule, and check that one rank has none and that sequences are cut only for schedules that
+    take chunks. The schedule's own rules are checked when its program is built.
+    """
     parallel = config.parallel
     pp, stages = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
     name = parallel.pipeline_schedule
@@ -169,7 +170,7 @@ def sharding(config: Config) -> Config:
 
 
 def communicators(config: Config) -> Config:
-    """The file of NCCL's settings can be read, and says what it can say."""
+    """Check that the file of NCCL's settings can be read and is valid."""
     if config.parallel.nccl_communicator_config_path is not None:
         nccl_settings(config.parallel.nccl_communicator_config_path)
     return config

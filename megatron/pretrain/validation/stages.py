@@ -36,7 +36,9 @@ def stage_layers(config: Config) -> Config:
 
 
 def _of_ends(config: Config, first: int | None, last: int | None) -> tuple[int, ...]:
-    """The first and last rank's layers as given, the others' alike, each rank's shared evenly by its stages."""
+    """Return the layers of each stage: the first and last rank's as given, the others equal, each
+    shared by its stages.
+    """
     parallel, layers = config.parallel, checked(config.model.num_layers)
     ranks, stages = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
     others = ranks - (first is not None) - (last is not None)
@@ -100,7 +102,7 @@ def _of_layout(config: Config, layout: str) -> Config:
 
 
 def _written_out(layout: str) -> list[str]:
-    """The stages with every `*N` written out; commas are left out, and a bar at the end, as Megatron-LM has it."""
+    """Return the stages with every `*N` expanded, without commas and a bar at the end, as in Megatron-LM."""
     text = re.sub(r"[,\s]", "", layout)
     while (repeated := _TIMES.search(text)) is not None:
         if len(repeated[2]) > 9 or len(text) + len(repeated[1]) * int(repeated[2]) > _LONGEST:

@@ -10,7 +10,7 @@ from megatron.pretrain.validation.wording import checked, listing, nearest
 
 
 def batch_size(config: Config) -> Config:
-    """The global batch defaults to one microbatch a data-parallel rank and holds whole ones."""
+    """Set the global batch to one microbatch a data-parallel rank by default, and check that it holds whole ones."""
     if config.data.variable_seq_lengths:
         return documents_a_step(config)
     training, dp = config.training, config.parallel.data_parallel_size
@@ -35,7 +35,9 @@ def batch_size(config: Config) -> Config:
 
 
 def rampup(config: Config) -> Config:
-    """START INCREMENT SAMPLES: START plus whole increments is the global batch; each step holds whole microbatches."""
+    """Check START INCREMENT SAMPLES: START plus whole increments is the global batch; each step holds whole
+    microbatches.
+    """
     training = config.training
     if training.rampup_batch_size is None:
         return config
@@ -52,7 +54,7 @@ def rampup(config: Config) -> Config:
 
 
 def train_length(config: Config) -> Config:
-    """Iterations or samples, and the learning rate's flags in the same unit."""
+    """Check that iterations or samples are given, and the learning rate's flags in the same unit."""
     training = config.training
     if training.skip_train:
         return config
@@ -102,7 +104,7 @@ def warmup_and_decay(config: Config) -> Config:
 
 
 def weight_decay(config: Config) -> Config:
-    """A constant weight decay, or one that grows from a first to a last value."""
+    """Set a constant weight decay, or check one that grows from a first to a last value."""
     training = config.training
     start, end = training.start_weight_decay, training.end_weight_decay
     if training.weight_decay_incr_style == "constant":
@@ -122,7 +124,9 @@ def weight_decay(config: Config) -> Config:
 
 
 def precision(config: Config) -> Config:
-    """bf16 or fp16; gradients of bf16 are kept in float32 unless asked; NaNs are fp16's signal to its loss scale."""
+    """Check for bf16 or fp16; gradients of bf16 are kept in float32 unless asked; NaNs are fp16's signal to its loss
+    scale.
+    """
     if config.parallel.ddp_average_in_collective and config.training.calculate_per_token_loss:
         raise UserError("--ddp-average-in-collective cannot be combined with --calculate-per-token-loss; give one.")
     training = config.training
@@ -140,8 +144,9 @@ def precision(config: Config) -> Config:
 
 
 def optimizer_on_host(config: Config) -> Config:
-    """--optimizer-cpu-offload as megatron-core has it: of Adam's float32 weights and moments, where weights are in half
-    precision and the distributed optimizer, which then keeps none of these on the device, has them."""
+    """Check --optimizer-cpu-offload, which megatron-core has for Adam's float32 weights and moments if weights are in
+    half precision and kept by the distributed optimizer, which then keeps none of these on the device.
+    """
     training = config.training
     if not training.optimizer_cpu_offload:
         if training.use_precision_aware_optimizer:
@@ -166,7 +171,9 @@ def optimizer_on_host(config: Config) -> Config:
 
 
 def recomputation(config: Config) -> Config:
-    """--recompute-method and --recompute-num-layers say how, not whether: alone they do nothing, as in Megatron-LM."""
+    """Drop --recompute-method and --recompute-num-layers, with a warning, if alone: they say how, not whether, as in
+    Megatron-LM.
+    """
     options = config.recompute
     given = [name for name in ("recompute_method", "recompute_num_layers") if getattr(options, name) is not None]
     if options.granularity is not None or not given:

@@ -43,13 +43,13 @@ def ranges(config: Config) -> Config:
 
 
 def timeouts(config: Config, step: float | None) -> Config:
-    """torch's timeout and the watchdog's, once a step is planned. step: the seconds it takes on paper; None: not known.
+    """Set torch's timeout and the watchdog's, once a step is planned. step: its predicted seconds; None: not known.
 
-    torch's follows from the step where that is long: a rank may have to wait for one from end to end (the last in a
+    torch's follows from the step if that is long: a rank may have to wait for one from end to end (the last in a
     pipeline for the first gradients of a tied weight, for example), the first step is slower than the others, and
     hardware's figures are a guess. A message waits no longer than that, since the host issues it a few ops before the
-    device comes to it (`helixpipe.runtime.run_ahead`). The watchdog's is half of torch's by default; less than that in
-    any case, or it would never be heard of.
+    device comes to it (`helixpipe.runtime.run_ahead`). The watchdog's is half of torch's by default; it must be less,
+    or torch ends the job before the watchdog reports.
     """
     if config.parallel.distributed_timeout_minutes is None:
         minutes = max(_TIMEOUT_MINUTES, _STEPS_OF_TIMEOUT * (step or 0.0) / 60.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def nearest(value: int, unit: int) -> str:
-    """The two multiples of `unit` around `value`, without 0."""
+    """Return the two multiples of `unit` around `value`, without 0."""
     below = value // unit * unit
     return f"{below} and {below + unit}" if below else str(unit)
 
@@ -19,7 +19,7 @@ def alternatives(values: list[int]) -> str:
 
 
 def checked(value: int | None) -> int:
-    """A size that an earlier step has made sure of."""
+    """Return a size that an earlier validation step has filled in."""
     if value is None:
         raise ValueError("validation steps ran out of order")
     return value
