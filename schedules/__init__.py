@@ -190,6 +190,6 @@ _REGISTRY = (
 )
 
 CATALOGUE = Catalogue(_REGISTRY)
-"""Every schedule by its flag value."""
+"""The schedules by their flag values."""
 
 build, find, foreign_options = CATALOGUE.build, CATALOGUE.find, CATALOGUE.foreign_options

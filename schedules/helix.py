@@ -41,7 +41,7 @@ SHIPPED = MappingProxyType(
         "attention": frozenset({"norm", "qkv", "attn", "proj"}),
     }
 )
-"""What runs where a layer's attention does, for each value of `--helix-ship`."""
+"""The kinds of pieces that run with a layer's attention, for each value of `--helix-ship`."""
 
 
 @dataclass(frozen=True)

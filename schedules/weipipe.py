@@ -33,7 +33,7 @@ from helixpipe.program.program import Op, Program
 from helixpipe.program.stages import RingOptions, ring_stages
 
 DEFAULT_SLOTS = 3
-"""As many buffers as the paper has."""
+"""The number of buffers in the paper."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the check of the links found, in lines to read: the slow ones named."""
+"""Reports on the check of the links, in lines that name the slow ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one TCP connection between two hosts reaches: bytes a second and the time there and back.
+"""Measures what one TCP connection between two hosts reaches: bytes a second and the round-trip time.
 
     python tools/link_speed.py serve              on one host; ends after one measurement
     python tools/link_speed.py ADDRESS BYTES       on the other; prints {"bits_per_second": …, "round_trip": …}

@@ -47,7 +47,7 @@ else:
 
 ROOT = Path(__file__).resolve().parent.parent
 LEFT_OUT = (".*", "__pycache__", "build", "runs", "shared", "*.egg-info")
-"""What the copies of the tree go without."""
+"""Files that the copies of the tree leave out."""
 
 SHORTEST = 0.05
 """Seconds that a test is taken for at least: pytest itself needs some."""

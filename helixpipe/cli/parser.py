@@ -37,7 +37,7 @@ _PROBLEM: tuple[tuple[type, str], ...] = (
     (RecomputeOptions, "recomputation"),
     (OffloadOptions, "offloading"),
 )
-"""What `simulate`, `memory` and `draw` are told of the problem, and the heading it is under."""
+"""The options of the problem for `simulate`, `memory` and `draw`, and their headings."""
 
 
 _SIZE = ("ranks", "microbatches", "chunks", "virtual_stages")

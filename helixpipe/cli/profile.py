@@ -33,7 +33,7 @@ from helixpipe.simulate.simulator import Simulation
 MIB = 2**20
 _KINDS = ("F", "I", "W", "B")
 PROGRESS = re.compile(r"^measured (\d+) of (\d+)$", re.MULTILINE)
-"""What the first process prints before each part."""
+"""The line that the first process prints before each part."""
 
 
 def measure(options: ProfileOptions) -> Profile:

@@ -1,4 +1,4 @@
-"""From the flags of the `helixpipe` command to programs and their simulations."""
+"""Makes programs and their simulations from the flags of the `helixpipe` command."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class FlagParser(argparse.ArgumentParser):
         if common:
             add_help(self, common)
         self.ranges: dict[str, Range] = {}
-        """Of what is given for a field, by its name."""
+        """The ranges of fields' values, by field name."""
         self._given: Sequence[str] = ()
         self._negative_number_matcher = _NEGATIVE  # argparse's own takes -1e-8 for a flag
 

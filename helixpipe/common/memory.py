@@ -6,7 +6,7 @@ import errno
 import re
 
 _TORCH = ("DefaultCPUAllocator: can't allocate memory", "Cannot allocate memory (12)")
-"""In messages of torch: of its allocator, and of memory that processes share."""
+"""Parts of torch's messages: of its allocator, and of memory that processes share."""
 
 _ASKED = re.compile(r"tried to allocate (\d+) bytes|[Aa]llocate ([\d.]+ \w+)")
 

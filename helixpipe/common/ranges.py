@@ -12,19 +12,19 @@ MOST_LAYERS, MOST_RANKS, MOST_MICROBATCHES, MOST_CHUNKS = 100_000, 1_000_000, 10
 """Sizes beyond which it is a slip of the hand, and planning would not end."""
 
 MOST_TOKENS = 10**9
-"""Of a sequence, and of anything that is counted in tokens of one; also the most entries of a vocabulary."""
+"""The most tokens of a sequence, and of anything counted in them; also the most entries of a vocabulary."""
 
 MOST_WIDTH = 10**7
-"""Of hidden states, and the most heads or channels."""
+"""The largest size of hidden states, and the most heads or channels."""
 
 MOST_STEPS = 10**9
-"""Of a training run: 30 years of a step a second."""
+"""The most steps of a training run: 30 years of a step a second."""
 
 MOST_SAMPLES = 10**13
-"""Of a training run, and of anything that is counted in samples; no flag takes a greater whole number."""
+"""The most samples of a training run, and of anything counted in samples; no flag takes a greater whole number."""
 
 MOST_GIB = 10**6
-"""Of memory, a petabyte."""
+"""The most memory, a petabyte."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from helixpipe.program.program import Op
 from helixpipe.program.timeline import Timeline
 
 DIGIT, AROUND = 0.64, 0.25
-"""Of the font size: the width of a digit, and what is to be free beside all of them."""
+"""Shares of the font size: the width of a digit, and the free space beside a label."""
 
 SMALL, READABLE, LARGE = 5.0, 5.5, 10.0
 """Points: no number is smaller than the first or larger than the last, and a picture grows for the second."""

@@ -29,7 +29,9 @@ from helixpipe.simulate.streams import stream_waits
 from helixpipe.simulate.transfer_costs import handling_times
 
 Amounts = dict[str, float]
-"""How much of each rate a task takes, by the rate's name: `F attn`, `message`, `copy`, or `rest`, whose rate is 1."""
+"""The amount of each rate in a task's time, by the rate's name: `F attn`, `message`, `copy`, or `rest`, whose rate is
+1.
+"""
 
 
 def takes_no_time(kind: str) -> bool:

@@ -40,7 +40,7 @@ LANE_STYLES: Mapping[str, KindStyle] = MappingProxyType(
     {"out": TRANSFER_STYLES["offload"], "in": TRANSFER_STYLES["fetch"]}
 )
 LANE_COLOUR = "#f6f6f6"
-"""Where nothing is copied."""
+"""The colour of a lane where nothing is copied."""
 
 
 def lane_of(copy: TransferEvent) -> str:

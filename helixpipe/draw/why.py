@@ -11,7 +11,7 @@ from helixpipe.simulate.simulator import Simulation
 from helixpipe.simulate.step_parts import step_parts
 
 DIGITS = 3
-"""Of the largest part."""
+"""Significant digits of the largest part."""
 
 
 def why_longer(shown: Timeline | Simulation, other: Timeline | Simulation) -> str:

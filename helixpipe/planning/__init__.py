@@ -1,1 +1,3 @@
-"""What schedules are found with, in folders: memory, then the catalogue, order, reorder, documents and search."""
+"""The means by which schedules are found, in folders: memory, then the catalogue, order, reorder,
+documents and search.
+"""

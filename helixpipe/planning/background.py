@@ -26,7 +26,7 @@ from helixpipe.common.output import complain
 from helixpipe.planning.plan import Size
 
 NICENESS = 5
-"""Of the child: where there are no more cores than ranks, it plans while they wait for each other."""
+"""The niceness of the child: without more cores than ranks, it plans while the ranks wait for each other."""
 
 PATIENCE = 10.0
 """Seconds that a plan which is not there yet is waited for, before it is made here instead."""

@@ -29,7 +29,7 @@ COPY_BYTES_OF_GPUS = (1 << 26, 1 << 28)
 """Beside those: 16 MiB take a third of a millisecond over PCIe 5."""
 
 Points = Sequence[tuple[float, float]]
-"""Of (bytes, seconds)."""
+"""Measured points (bytes, seconds)."""
 
 
 class Direction:

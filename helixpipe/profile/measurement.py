@@ -50,12 +50,12 @@ SHORT, LONG = 1, 3
 """Layers of the two whole units that are timed."""
 
 MICROBATCHES = 4
-"""Of a row in one chunk; of others one."""
+"""The microbatches of a row in one chunk; other rows have one."""
 
 WARM_UP = 2
 
 SHORTER, PARTS = 4, 4
-"""Each further length is a fourth of the one before; rows of several chunks have four."""
+"""The ratio of each length to the next shorter one, and the chunks of rows of several chunks."""
 
 LEAST, LEAST_PART = 64, 16
 """Tokens of a sequence and of a chunk, and of a document, that are measured."""

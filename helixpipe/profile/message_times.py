@@ -66,7 +66,7 @@ class _Computing:
 
 
 LEAST_SHARE = 1e-2
-"""Of the largest time: errors of smaller ones count as of one so large."""
+"""The share of the largest time below which errors count as of one that large."""
 
 
 class _RoundTrip:

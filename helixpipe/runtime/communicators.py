@@ -24,8 +24,9 @@ import torch
 import torch.distributed as dist
 
 Settings = Mapping[str, int | str | bool]
-"""Of a process group: `is_high_priority_stream`, and fields of NCCL's ncclConfig_t such as `max_ctas`, the most thread
-blocks that a communicator uses."""
+"""The settings of a process group: `is_high_priority_stream`, and fields of NCCL's ncclConfig_t such as `max_ctas`, the
+most thread blocks that a communicator uses.
+"""
 
 MOST_BLOCKS = 8
 """Thread blocks of a communicator at most, where nothing else is asked for. Eight are meant to carry what an adapter

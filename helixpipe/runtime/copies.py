@@ -21,7 +21,7 @@ from torch import Tensor
 from helixpipe.runtime.arena import pageable
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
-"""What to copy: (to, from), of equal sizes."""
+"""The tensors to copy: (to, from), of equal sizes."""
 
 
 class Timed(NamedTuple):

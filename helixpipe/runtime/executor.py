@@ -43,7 +43,7 @@ class Executor:
     """
 
     step_run: type[StepRun] = StepRun
-    """What runs a step; a subclass may look on."""
+    """The class that runs a step; a subclass may observe it."""
 
     def __init__(
         self, rank: int, model: Model, transport: Transport, fp32_kv_gradients: bool = False,

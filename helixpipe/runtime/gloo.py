@@ -15,7 +15,7 @@ TENSORS_PER_MESSAGE = 8
 """More than any message has (four: q, k, v and the residual)."""
 
 HELD_BYTES = 4 << 20
-"""Of sent messages held until somebody waits for them: a few large ones, or all short ones of a step."""
+"""The most bytes of sent messages held until a rank waits for them: a few large ones, or all short ones of a step."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Which weights several pipeline ranks hold, on which ranks, and whose backwards add to their gradients."""
+"""The weights that several pipeline ranks hold, on which ranks, and whose backwards add to their gradients."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ _ATTRIBUTES = (
     "shared",
     "is_embedding_or_output_parameter",
 )
-"""By which megatron-core's optimizer knows what to count, and what rate of learning it has."""
+"""The attributes by which megatron-core's optimizer knows which weights to count, and their learning rates."""
 
 
 class ShardedModel(Protocol):

@@ -111,7 +111,7 @@ class Incoming(NamedTuple):
 
 
 Subject = PlannedOp | Incoming | Instruction
-"""What the handler of an instruction is given: of RUN and of most RECVs what is known of them, else itself."""
+"""The argument of an instruction's handler: for RUN and most RECVs what is known of them, else the instruction."""
 
 
 class PlanOnRank:

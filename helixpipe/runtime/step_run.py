@@ -34,7 +34,7 @@ from helixpipe.runtime.weights import StageWeights
 from helixpipe.watch.position import Position
 
 _run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
-"""As megatron-core calls it too: without the checks of torch.autograd.backward."""
+"""Called as megatron-core does: without the checks of torch.autograd.backward."""
 
 
 class ExecutionError(RuntimeError):

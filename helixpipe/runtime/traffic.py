@@ -1,7 +1,7 @@
-"""What moves the tensors of each kind of transfer in one step on one rank.
+"""Moves the tensors of each kind of transfer in one step on one rank.
 
-A message is posted, sent and taken in by the step that runs (`step_run`), which asks here what it carries and hands
-over what has come; a collective or a copy is started and waited for here. A new kind of transfer has its handler here
+A message is posted, sent and received by the step that runs (`step_run`), which asks here for its tensors and passes
+on those received; a collective or a copy is started and waited for here. A new kind of transfer has its handler here
 and its row in `program.transfer.TRANSFER_KINDS`.
 """
 

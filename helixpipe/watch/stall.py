@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 _SILENT = "silent: stopped, dead, cut off, or in a call that lets no other Python code run"
 
 Place = tuple[int, int]
-"""How far a rank is, to be compared between ranks: how many parts of the run it has begun (all ranks go through the
-same), and in the part that runs the pipeline the number of its instruction."""
+"""A rank's progress, to be compared between ranks: how many parts of the run it has begun (all ranks go through the
+same), and in the part that runs the pipeline the number of its instruction.
+"""
 
 
 class Hop(NamedTuple):

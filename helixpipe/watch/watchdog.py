@@ -27,10 +27,10 @@ from helixpipe.watch.position import Patience, Position, View, describe
 from helixpipe.watch.stall import State
 
 ANSWER_SECONDS = 5.0
-"""How long, at least, a round waits for the states of other ranks; who does not answer is silent."""
+"""The least time that a round waits for the states of other ranks; ranks that do not answer are silent."""
 
 STORE_SECONDS = 30.0
-"""After so long without an answer of the store a rank that has waited too long speaks for itself alone."""
+"""The time without an answer of the store after which a rank that has waited too long reports its own state alone."""
 
 _JOIN_SECONDS = 5.0
 _WORD, _STATE, _ENDED = "watchdog/word", "watchdog/state/", "watchdog/ended/"

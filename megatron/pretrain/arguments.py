@@ -93,7 +93,7 @@ EXTENDS = frozenset(
     if name.startswith(("rotary_", "rope_", "yarn_", "mscale", "use_rope"))
     or name in ("seq_length", "max_position_embeddings", "position_embedding_type")
 )
-"""Those among them that a run may change, by which it extends the context of what it loads."""
+"""The fields of `MODEL_SHAPE` that a run may change, to extend the context of the model it loads."""
 
 OTHER_MODELS = ("multi_latent_attention", "qk_l2_norm")
 """Values under which a checkpoint of Megatron-LM holds a model that cannot be built here."""

@@ -27,7 +27,7 @@ _LAUNCHERS = ("TORCHELASTIC_RUN_ID", LAUNCHER)
 """Variables that torchrun and `helixpipe train` set, which a rank does not outlive."""
 
 Work = Callable[[Config, Plans[int], float], None]
-"""What a job does with its configuration, its planner and the time it began."""
+"""The work of a job, called with its configuration, its planner and its start time."""
 
 
 def run(started: float, argv: Sequence[str] | None = None, work: Work | None = None) -> int:

@@ -1,4 +1,4 @@
-"""From a command line to a running `Trainer`: setup in the order things depend on each other."""
+"""Builds a `Trainer` from a command line, in the order in which the parts depend on each other."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from helixpipe.planning.documents.chunk_times import ChunkTimes
 from helixpipe.program.workload import Chunk, Slice
 
 Fill = Literal["level", "best-fit", "none"]
-"""How short documents are packed; see `packing.pack`."""
+"""The ways to pack short documents; see `packing.pack`."""
 
 
 @dataclass(frozen=True)

@@ -59,4 +59,4 @@ LENGTHS: Mapping[str, Histogram] = MappingProxyType(
         )
     }
 )
-"""Every histogram by its flag value."""
+"""The histograms by their flag values."""

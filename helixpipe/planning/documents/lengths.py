@@ -16,10 +16,10 @@ from helixpipe.common.ranges import MOST_MICROBATCHES
 from helixpipe.planning.documents.length_data import LENGTHS, Histogram
 
 DOCUMENTS = 512
-"""Of a step, where no flag says how many: InfiniPipe's."""
+"""The documents of a step if no flag says how many, as in InfiniPipe."""
 
 DRAWS = 1000
-"""For each document: where all of these are too long, the distribution has next to none that are not."""
+"""The draws for each document: if all are too long, the distribution has next to none that are not."""
 
 
 @dataclass(frozen=True)

@@ -22,20 +22,20 @@ from helixpipe.program.stages import Stage
 from helixpipe.simulate.simulator import simulate
 
 FORWARD_SHARE = 1 / 3
-"""Of a chunk's time, in the estimate of a step."""
+"""The forward's share of a chunk's time, in the estimate of a step."""
 
 MOST_SLICES = 32
-"""That are tried: each chunk's launch and latency, and the time to plan, are not worth more."""
+"""The most slices that are tried: more are not worth each chunk's launch and latency, and the time to plan."""
 
 ROOM = 1.25
 """Tokens of a chunk, over those of the longest slice, that short documents may fill where the memory allows: without
 a long context they take less time than a slice that has one, and with so much room about as much."""
 
 SPREAD_OF_TIME = 0.062
-"""Of chunks' times, within which tokens are made as even as they can be: what InfiniPipe publishes."""
+"""The spread of chunks' times within which tokens are made as even as possible, as InfiniPipe publishes it."""
 
 HALVINGS = 4
-"""Of the range between cuts of equal time and of equal length."""
+"""The number of times that the range between cuts of equal time and of equal length is halved."""
 
 SIMULATED = 3
 """Packings that are simulated, of those that are estimated to be fastest."""

@@ -1,1 +1,1 @@
-"""What is kept, recomputed or offloaded, so that a program fits the memory there is."""
+"""Choices of what is kept, recomputed or offloaded, so that a program fits the memory."""

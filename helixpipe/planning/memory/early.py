@@ -1,4 +1,4 @@
-"""When pieces are recomputed: R ops placed in idle time, within what memory allows."""
+"""Places R ops in idle time, within what memory allows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from helixpipe.simulate.streams import times_as_run
 from helixpipe.simulate.sweep import sweep
 
 SWEEPS = 8
-"""How often `place_early` looks for idle time again, at most; what it finds is nearly always there in two."""
+"""The most sweeps of `place_early` over idle time; two nearly always find all of it."""
 
 
 def recomputed(

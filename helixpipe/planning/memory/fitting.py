@@ -21,7 +21,7 @@ from helixpipe.program.program import Program
 from helixpipe.program.stages import Stage
 
 Limits = Sequence[float] | None
-"""What each rank may use in all, in the costs' unit."""
+"""The memory that each rank may use in all, in the costs' unit."""
 
 Find = Callable[[tuple[Stage, ...], Limits], Program]
 """The fastest program that a search finds of these stages, within limits as far as it can tell what is needed."""
@@ -33,10 +33,10 @@ TOLERANCE = 1e-9
 """Part of a limit that rounding may exceed."""
 
 EVERYWHERE = tuple(RecomputeOptions(granularity) for granularity in ("selective", "without-attention", "full"))
-"""What all stages may recompute."""
+"""The recomputation that is tried on all stages."""
 
 PART = 0.5
-"""Of the layers of each stage, which alone may recompute any of `CHOICES`."""
+"""The share of each stage's layers for which any of `CHOICES` may be recomputed."""
 
 
 @dataclass(frozen=True)

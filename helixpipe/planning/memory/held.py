@@ -1,4 +1,4 @@
-"""What a unit keeps between its ops."""
+"""The memory that a unit keeps between its ops."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Which activations leave the device: the flags, and what they make of a program.
+"""Offloading of activations: its flags, and their effect on a program.
 
-What a unit offloads is part of the program (`Activations.offload`), and so is how early it comes back (`ahead`). With a
-share every unit offloads as much; with `auto` it is found what to keep, to offload and to recompute
+What a unit offloads is part of the program (`Activations.offload`), and so is how early it is copied back (`ahead`).
+With a share every unit offloads as much; with `auto` a search decides what to keep, to offload and to recompute
 (`offload_choice.choose`).
 """
 
@@ -38,7 +38,7 @@ MODULES: Mapping[str, str] = MappingProxyType(
 """Values of `--offload-modules`, Megatron-LM's where it has them, and the role of the pieces that each means."""
 
 LATENESS = 1.25
-"""How much longer than predicted a copy in may take before its op has to wait."""
+"""The factor by which a copy to the device may exceed its predicted time before its op has to wait."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from helixpipe.program.program import Program, Unit
 from helixpipe.simulate.simulator import Simulation, simulate
 
 Level = tuple[Runs, float]
-"""What layers recompute, and of which share of a stage's layers, the first ones."""
+"""The runs that layers recompute, and the share of a stage's layers that do, the first ones."""
 
 LEVELS: tuple[Level, ...] = (((), 0.0), *((runs, share) for runs in CHOICES[1:] for share in (0.25, 0.5, 1.0)))
 

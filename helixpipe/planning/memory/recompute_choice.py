@@ -35,7 +35,7 @@ CHOICES: tuple[Runs, ...] = (
     WITHOUT_CORE_ATTENTION,
     (LAYER_PIECES,),
 )
-"""Nothing; the MLP; core attention (Korthikanti et al., 2022); all but core attention; the whole layer."""
+"""The choices: nothing; the MLP; core attention (Korthikanti et al., 2022); all but core attention; the whole layer."""
 
 TOLERANCE = 1e-9
 """Part of a limit that rounding may exceed."""

@@ -1,1 +1,3 @@
-"""What schedules find their orders with: chunks, divisions of the layers, list scheduling and other searches."""
+"""The means by which schedules find their orders: chunks, divisions of the layers, list scheduling
+and other searches.
+"""

@@ -31,7 +31,7 @@ from helixpipe.program.costs import Costs
 from helixpipe.program.program import Op, Program
 
 Layout = tuple[tuple[Runs, ...], ...]
-"""For each stage, for each of its layers, what it recomputes."""
+"""What each layer of each stage recomputes."""
 
 CANDIDATES, STARTS, FINALISTS = 8, 2, 3
 """Layouts that are simulated, of those how many are bettered step by step, and how many of all these are simulated with

@@ -169,7 +169,7 @@ class _Cuts:
         self.seq_length, self.chunks, self.alignment = seq_length, chunks, alignment
         self.known: dict[tuple[int, int], float] = {}
         self.lengths: dict[int, float] = {}
-        """Of each chunk, by its number from 1, as it was found last: where to look first."""
+        """The length found last of each chunk, by its number from 1: the first guess of the next search."""
 
     def time(self, start: int, end: int) -> float:
         """Return the time of the chunk between two cuts."""

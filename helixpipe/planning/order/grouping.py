@@ -1,4 +1,4 @@
-"""Which chains of chunks run together, and in which order: found by simulation, under a memory limit.
+"""Finds which chains of chunks run together, and in which order, by simulation under a memory limit.
 
 A group whose longest chain has N chunks keeps N - 1 chunks more than 1F1B on every rank. Chains sorted by their number
 of chunks and run in groups of similar length keep that many only as long as it takes, which leaves the other groups

@@ -58,7 +58,7 @@ class ListSchedule:
 
 
 ABANDONED = ListSchedule((), inf, inf, inf)
-"""Of rules that were given up, since they lead to a schedule that is too slow."""
+"""The result of rules that were given up, since they lead to a schedule that is too slow."""
 
 
 def greedy(given: Problem, rules: Rules, slowest: float = inf) -> ListSchedule | None:

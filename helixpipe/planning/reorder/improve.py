@@ -31,7 +31,7 @@ FIRST, SECOND = 0.3, 0.2
 finalists share the rest."""
 
 PER_PLACE, AT_A_PLACE = 1000, 300
-"""For so many orders the best program is tried once with something on another rank, and then with so many orders."""
+"""The number of orders after which something of the best program is moved to another rank, and of those tried then."""
 
 MOVED = ", some on other ranks"
 
@@ -86,7 +86,7 @@ class Improved:
 
 
 Say = Callable[[float, float], None]
-"""Is told what part of the search is done, and the best time so far."""
+"""A callback for the share of the search that is done, and the best time so far."""
 
 
 def improve(

@@ -24,7 +24,7 @@ CUTS = (2, 4)
 """Chunks that sequences are cut into, where they are whole."""
 
 Start = tuple[str, Callable[[], Program]]
-"""What it is, and how it is made."""
+"""The name of a starting program, and the function that makes it."""
 
 
 def relatives(program: Program, costs: Costs, limit: float) -> Iterator[Start]:

@@ -24,7 +24,7 @@ ROUND = 16
 """Candidates of a round."""
 
 SLACK = 0.05
-"""What an estimate may be wrong by: what is estimated to take longer by this part than the last of the best is left."""
+"""The error allowed to an estimate: candidates estimated slower than the last of the best by more are left out."""
 
 BUDGET = 110_000
 """Ops that a search for `FEW_GPUS` simulates, each weighed with its schedule's effort; more GPUs have more sizes and
@@ -34,8 +34,9 @@ FEW_GPUS = 64
 GROWTH = 0.65
 
 PLACED_OPS, OFFLOADED_OPS, OFFLOADED = 12_000, 1_500, 1
-"""Of programs for which recomputation is placed in idle time, and for which it is found what to offload, of so many of
-the best that recompute: both take longer than all else, the second as long as a whole search."""
+"""Limits for programs with recomputation placed in idle time (ops), for those with a search for offloading (ops), and
+for how many of the best that recompute have one: both take longer than all else, the second as long as a whole search.
+"""
 
 LIGHT = 0.3
 """Part of the memory that weights may take before it is tried from the start to divide them over data-parallel ranks;

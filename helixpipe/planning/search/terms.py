@@ -22,8 +22,9 @@ from helixpipe.program.transfer import TRANSFER_KINDS
 from helixpipe.simulate.simulator import simulate
 
 MOST_OPS = 8_000
-"""Of the program that is simulated without messages; where a step has more, it is one of fewer microbatches, and what
-messages cost is taken to grow with their number."""
+"""The most ops of the program that is simulated without messages; for a larger step a program of fewer microbatches is
+simulated, and the cost of messages is taken to grow with their number.
+"""
 
 ROUNDING = 1e-9
 """Part of a time that sums in another order may differ by."""
@@ -61,7 +62,7 @@ NAMES = {
     "gradients": "DP reduction",
     "optimizer": "optimizer",
 }
-"""What is printed for each term."""
+"""The printed name of each term."""
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,12 @@ from helixpipe.program.stages import even_stages
 from helixpipe.simulate.simulator import Simulation, simulate
 
 MOST_OPS = 40_000
-"""Of a program that is simulated; some seconds. What has more with few microbatches is left out."""
+"""The most ops of a program that is simulated; some seconds. Programs that have more with few microbatches are left
+out.
+"""
 
 WHOLE_OPS = 12_000
-"""Of a step that is simulated with all its microbatches; what has more is shown as few of them tell."""
+"""The most ops of a step that is simulated with all its microbatches; larger ones are extrapolated from few."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ _FOLDER = re.compile(r"iter_(\d{7,})")
 _REPLACED = re.compile(r"\.(iter_\d{7,})\.replaced")
 _TEMPORARY = re.compile(r"\.(iter_\d{7,})\.tmp-([0-9a-f]+)")
 _READ_BY_ALL = ("metadata.json", "common.pt", ".metadata")
-"""Of a checkpoint, what every rank reads."""
+"""The files of a checkpoint that every rank reads."""
 _BLOCK = 1 << 22
 
 

@@ -43,7 +43,7 @@ KEPT = "huggingface"
 SHARD = "__0_0.distcp"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 _POSITIONS = ("rotary_", "rope_", "use_rope_", "yarn_", "mscale", "position_embedding_type")
-"""How arguments about rotary embeddings begin."""
+"""Prefixes of arguments about rotary embeddings."""
 _COPIED = (".json", ".txt", ".model", ".jinja", ".md", ".tiktoken")
 _COPIED_NAMES = ("LICENSE", "NOTICE", "USE_POLICY")
 

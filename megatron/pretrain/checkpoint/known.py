@@ -72,8 +72,9 @@ _KNOWN: Mapping[str, frozenset[str]] = MappingProxyType(
 """Module -> what of it `.metadata` may name."""
 
 _OBJECTS: tuple[Any, ...] = (*SAFE_GLOBALS, (SAFE_GLOBALS[2], "numpy.core.multiarray._reconstruct"))
-"""What objects may be made of, beside tensors and plain values: megatron-core's own list, with the name that the
-function which rebuilds arrays has in files of numpy 1."""
+"""The types that objects may consist of, beside tensors and plain values: megatron-core's own list, with the name that
+the function which rebuilds arrays has in files of numpy 1.
+"""
 
 _REFUSED = re.compile(r"GLOBAL (\S+) (?:was not an allowed global|whose module)")
 _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")

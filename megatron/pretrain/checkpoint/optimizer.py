@@ -25,7 +25,7 @@ SHARDING = {
     "chained_optim_avoid_prefix": True,
     "singleton_local_shards": False,
 }
-"""How megatron-core is told to lay tensors out: independent of p, TP and DP, one stacked tensor for all layers."""
+"""How megatron-core lays out tensors: independent of p, TP and DP, with one stacked tensor for all layers."""
 
 _STATE = "optimizer.state."
 _CLASSES = ("cpu_optimizer_cls", "gpu_optimizer_cls")  # in the groups of an optimizer with state on the host
@@ -33,7 +33,9 @@ _KERNELS = ("bias_correction", "fused")  # there, too: settings of this program,
 _IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")  # tells groups apart in every release
 _TAG = "is_decoupled_lr"  # of these the one that no release uses for anything else
 RATES = ("max_lr", "min_lr", "start_wd", "end_wd", "optimizer")
-"""In a group, what this run's flags say. megatron-core 0.19 also tells groups apart by it, 0.16 takes the saved one."""
+"""The entries of a group that come from this run's flags. megatron-core 0.19 also tells groups apart by them, 0.16
+takes the saved ones.
+"""
 
 _COPIES = ("param", "fp32_param")  # the float32 copy's name with the distributed optimizer, and without
 

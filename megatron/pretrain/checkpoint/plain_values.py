@@ -20,7 +20,7 @@ from helixpipe.common.errors import CheckpointError, UserError
 from megatron.pretrain.checkpoint.folder import MalformedError
 
 COUNTS = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
-"""Of `args`: how far training had come."""
+"""The entries of `args` that count how far training had come."""
 
 
 def _whole(value: Any) -> bool:
@@ -44,7 +44,7 @@ _ENTRIES: Mapping[str, tuple[str, Callable[[Any], bool]]] = MappingProxyType(
 
 
 _BELOW = MappingProxyType({"betas": 1.0, "momentum": 1.0, "eps": math.inf, "weight_decay": math.inf})
-"""Of the values in an optimizer's groups: from 0 to below this."""
+"""Exclusive upper limits of the values in an optimizer's groups; the lower limit is 0."""
 
 
 def checked(common: Any) -> dict[str, Any]:

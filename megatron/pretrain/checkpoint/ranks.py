@@ -22,7 +22,7 @@ _VISIBLE_WITHIN = 10.0  # seconds a network file system may take to show a new f
 
 
 _Failure = tuple[bool, str]
-"""Of an error: whether it is a sentence for the user, and the sentence or the reason."""
+"""A failure: whether it is a sentence for the user, and the sentence or the reason."""
 
 _LONGEST_POLL = 1.0  # seconds between two looks into the store
 

@@ -16,7 +16,9 @@ IDENTITIES = {
     "tokenizer": ("tokenizer_identity", ("tokenizer_type", "tokenizer_model", "vocab_file", "vocab_size")),
     "data": ("data_identity", ("data_path", "train_data_path", "split", "mock_data")),
 }
-"""What a run must resume with unless told otherwise -> the argument that identifies it, those that name it."""
+"""Facts that must not change when a run resumes, unless allowed -> the argument that identifies
+each, the flags for it.
+"""
 
 
 def check_identities(

@@ -1,4 +1,4 @@
-"""Between megatron-core's sharded tensors, the model and what was saved: checking, random state."""
+"""Checks of megatron-core's sharded tensors against the model and what was saved, and the random state."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ _SETTINGS: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
         "net_name": (lambda value: str(value).lower() in ("ib", "socket"), "IB or Socket"),
     }
 )
-"""What megatron-core takes from the file, with what it may be."""
+"""The settings that megatron-core takes from the file, with a check and a description of their values."""
 
 
 def pipeline_settings(parallel: ParallelConfig) -> dict[str, int | str | bool]:

@@ -1,4 +1,4 @@
-"""From the configuration to megatron-core's own objects: the one module of this package that needs torch."""
+"""Builds megatron-core's own configuration objects: the only module of this package that needs torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the data says where documents end, for the flags that ask for it."""
+"""Checks that the data marks the ends of documents, for the flags that need them."""
 
 from __future__ import annotations
 

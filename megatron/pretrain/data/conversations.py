@@ -27,7 +27,7 @@ from megatron.pretrain.data.chat_template import ChatTemplate, Conversation
 
 ASSISTANT = "assistant"
 ROLES = ("system", "user", "assistant", "tool")
-"""Those that can be rendered without a template."""
+"""The roles that can be rendered without a template."""
 
 
 class TextSpan(NamedTuple):

@@ -58,13 +58,13 @@ class DataOptions:
     sft: bool = False
     """The paths name .jsonl files of conversations; only what the assistant says is in the loss."""
     sft_tokenizer_prompt_format: str = "default"
-    """How messages become text: by the tokenizer's chat template (default), or as they are (identity)."""
+    """The conversion of messages to text: by the tokenizer's chat template (default), or unchanged (identity)."""
     variable_seq_lengths: bool = False
     """Steps of whole documents (`documents.DocumentStream`) in place of samples of seq_length tokens."""
     max_tokens: int | None = None
     """Most tokens in the documents of a step; None: global_batch_size documents a step."""
     long_documents: LongDocuments = "truncate"
-    """What to do with documents of more than seq_length tokens."""
+    """The treatment of documents of more than seq_length tokens."""
     mmap_bin_files: bool = True
     """Map .bin files into memory instead of reading them."""
     num_dataset_builder_threads: int = 1
@@ -120,7 +120,7 @@ class SplitSource(NamedTuple):
 
     name: str
     blend: Blend | None
-    """None: the split has no files (or the data is mock data)."""
+    """The split's files; None if it has none (or the data is mock data)."""
     begin: float
     """The documents of each file that it has, as shares of them."""
     end: float

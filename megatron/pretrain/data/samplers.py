@@ -1,4 +1,4 @@
-"""Which samples a data-parallel rank reads, as a pure function of the samples consumed so far.
+"""The samples that a data-parallel rank reads, as a pure function of the samples consumed so far.
 
 All ranks walk one global stream of samples. A micro-step takes the next `micro_batch_size * dp_size` of it and rank r
 the r-th slice of that. So the samples of a global batch are the stream's next `global_batch_size`, whatever the number

@@ -1,6 +1,6 @@
-"""Which tokenizer the flags name, and how many tokens it has: known before it is built.
+"""The tokenizer that the flags name, and its number of tokens, known before it is built.
 
-A step is planned before anything starts, and the sizes of embedding and output layer are part of the plan. Of the
+A step is planned before anything starts, and the sizes of embedding and output layer are part of the plan. For
 tokenizers in files the size is read as megatron-core's classes find it.
 """
 

@@ -36,7 +36,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qwen3": Family("Qwen3ForCausalLM", qk_norm=True),
     }
 )
-"""By `model_type`."""
+"""The supported families by `model_type`."""
 
 PLAIN_ROPE: Mapping[str, Any] = MappingProxyType(
     {"rotary_seq_len_interpolation_factor": None, "use_rope_scaling": False, "position_embedding_type": "rope"}

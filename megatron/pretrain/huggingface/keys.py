@@ -93,7 +93,7 @@ ROPE: Mapping[str, Kind] = MappingProxyType(
         "truncate": _TRUTH,
     }
 )
-"""Those of its `rope_scaling` and `rope_parameters`."""
+"""The keys of `rope_scaling` and `rope_parameters`."""
 
 
 def check_keys(config: Mapping[str, Any], where: Path | str) -> None:

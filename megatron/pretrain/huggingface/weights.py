@@ -1,4 +1,4 @@
-"""Which weights of Hugging Face's make up one of megatron-core's, and how its rows lie.
+"""The weights of Hugging Face's that make up one of megatron-core's, and the order of its rows.
 
 A tensor of megatron-core is here the whole of it, as in a checkpoint: tensor-parallel ranks have runs of its rows (of a
 gated MLP's first layer, of each half). Rows of the QKV layer lie group by group: the queries that share a key, the key,

@@ -22,10 +22,10 @@ from megatron.pretrain.config import Config
 from megatron.pretrain.config.model import ModelConfig
 
 ARGUMENTS_FILE = "arguments.txt"
-"""In the folder of --save: the values of the last run that wrote there."""
+"""The file in the folder of --save with the values of the last run that wrote there."""
 
 MOST_LINES = 20
-"""Of a summary: with what a run says of kernels, arguments and checkpoint it stays below 25."""
+"""The most lines of a summary: with those on kernels, arguments and checkpoint a run prints fewer than 25."""
 
 
 def format_arguments(config: Config) -> str:

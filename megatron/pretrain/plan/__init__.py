@@ -1,1 +1,1 @@
-"""From flags to costs, program and pipeline."""
+"""Costs, program and pipeline from the flags."""

@@ -26,10 +26,10 @@ from schedules import CATALOGUE
 AUTO = "auto"
 
 OPS = 40_000
-"""That the search simulates: some seconds of one core."""
+"""The ops that the search simulates: some seconds of one core."""
 
 MARGIN = 1.1
-"""What may be used over what the chosen plan may need, where no flag but --hardware says what there is."""
+"""The usable memory over what the chosen plan may need, if no flag but --hardware gives the memory."""
 
 FOUND = (
     "chunk_lengths",

@@ -1,4 +1,4 @@
-"""Whether output layer and loss run over slices where no flag says so: if memory asks for it."""
+"""Chooses whether output layer and loss run over slices if no flag says so: if memory requires it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the flags to the schedule's plans. A bad schedule is refused before anything starts."""
+"""Makes the schedule's plans from the flags. An invalid schedule is refused before anything starts."""
 
 from __future__ import annotations
 

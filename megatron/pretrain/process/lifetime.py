@@ -1,4 +1,4 @@
-"""No process outlives the one it works for, however that one ends."""
+"""Ends child processes with the process they work for, however that one ends."""
 
 from __future__ import annotations
 

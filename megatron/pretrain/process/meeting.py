@@ -1,4 +1,4 @@
-"""Whether the ranks can meet: the address and port that the launcher gave, tried before torch waits for them."""
+"""Checks that the ranks can meet: tries the launcher's address and port before torch waits for them."""
 
 from __future__ import annotations
 

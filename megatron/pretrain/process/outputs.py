@@ -1,4 +1,4 @@
-"""Every place a run will write to, tried before it computes anything: what cannot be written must not cost a run."""
+"""Checks every place a run will write to before it computes anything: a failure to write must not cost a run."""
 
 from __future__ import annotations
 

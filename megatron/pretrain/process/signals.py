@@ -1,4 +1,4 @@
-"""When to stop before the end: a signal, --exit-duration-in-mins, --exit-interval, decided alike on all ranks."""
+"""Decides when to stop early: a signal, --exit-duration-in-mins, --exit-interval, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StopReason(enum.IntEnum):
 
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""What launchers and clusters, a person at the keyboard, and a closed terminal send."""
+"""The signals of launchers and clusters, of Ctrl-C, and of a closed terminal."""
 
 Agree = Callable[[int], int]
 """The greatest of all ranks' numbers, on every rank: a collective."""

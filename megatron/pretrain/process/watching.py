@@ -14,7 +14,7 @@ from megatron.pretrain.config import Config
 from megatron.pretrain.process.parallel import Parallel
 
 _SHARE_OF_TIMEOUT = 0.9
-"""What may take minutes is given so much of torch's own timeout, which would end whoever waits for it."""
+"""The share of torch's own timeout allowed to parts that may take minutes; torch's would end the waiting ranks."""
 
 
 @contextmanager
