@@ -73,7 +73,7 @@ def sppo(shape: Shape, options: SppoOptions) -> Program:
 
 
 def _stages(shape: Shape) -> tuple[Stage, ...]:
-    """A stage a rank, of equally many layers, and the head."""
+    """Return a stage for each rank, of equally many layers, and the head."""
     *first, last = even_stages(shape.layer_kinds, shape.ranks)
     layers, head = replace(last, pieces=last.pieces[:-1]), replace(last, pieces=last.pieces[-1:])
     return shape.recompute.stages((*first, layers, head))

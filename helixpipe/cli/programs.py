@@ -167,7 +167,7 @@ def _programs(
 
 
 def _of_file(name: str, program: Program, given: Setup, chunking: Chunking, namespace: argparse.Namespace) -> Program:
-    """A file's program with what the flags say of it."""
+    """Return a file's program with the changes that the flags ask for."""
     program = of_model(program, given.costs)
     if says_all(name):
         check_recomputes(name, program, given.recompute)

@@ -298,8 +298,9 @@ def _linear_calls(model: torch.nn.Module) -> dict[Any, Any]:
 
 
 def _program(row: MicrobatchShape, layers: Layers, split: bool) -> Program:
-    """The whole of a model of `layers` on one rank: microbatches of one chunk two at once in flight, F0 F1 B0 F2 B1 F3
-    B2 B3; of several all forwards and, in reverse, all backwards."""
+    """Return the program of a whole model of `layers` on one rank: microbatches of one chunk with two in flight, F0 F1
+    B0 F2 B1 F3 B2 B3; of several chunks all forwards and, in reverse, all backwards.
+    """
     backward, many = "IW" if split else "B", len(row.chunks)
     if many > 1:
         order = [Op("F", 0, 0, chunk) for chunk in range(many)]
@@ -372,7 +373,9 @@ def _layer(samples: Samples, kind: str, chunk: int) -> float:
 def scale_to_whole_units(
     samples: Samples, kind: str, layer: LayerKinds = LAYER_PIECES
 ) -> tuple[dict[str, float], float]:
-    """(seconds by piece, overhead of an op): pieces of a layer add up to what a further layer costs a whole unit."""
+    """Return (seconds by piece, overhead of an op): pieces of a layer add up to what a further layer costs a whole
+    unit.
+    """
     alone = {piece: statistics.median(samples[piece, kind]) for piece in ("embed", *layer, "head")}
     further, together = _layer(samples, kind, 0), sum(alone[piece] for piece in layer)
     scale = further / together if further > 0 and together > 0 else 1.0

@@ -85,7 +85,7 @@ class OffloadOptions:
             raise ScheduleError("--offload-modules needs --offload-activations auto or a share.")
 
     def runs(self, pieces: Iterable[Piece]) -> tuple[tuple[Piece, ...], ...]:
-        """The runs of a stage's pieces that may leave."""
+        """Return the runs of a stage's pieces that may be offloaded."""
         roles = {MODULES[module] for module in self.offload_modules} if self.offload_modules else set(PIECE_KINDS)
         return tuple(tuple(run) for may, run in groupby(pieces, key=lambda piece: piece.role in roles) if may)
 

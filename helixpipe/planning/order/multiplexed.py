@@ -61,8 +61,9 @@ def multiplexed(name: str, shape: Shape, left: bool, right: bool) -> Program:
 
 
 def _stages(shape: Shape) -> tuple[tuple[Stage, ...], list[range]]:
-    """The embedding, layers cut around attention, each rank's apart from the next one's, and the head. Also which of
-    these are of each rank's layers: the first rank's with the embedding, the last one's with the head."""
+    """Return the stages: the embedding, layers cut around attention, each rank's apart from the next one's, and the
+    head. Also the stages of each rank's layers: the first rank's with the embedding, the last one's with the head.
+    """
     embed, *_, head = model_pieces(shape.layer_kinds)
     stages, groups = [Stage((embed,))], []
     for rank, whole in enumerate(even_stages(shape.layer_kinds, shape.ranks)):
