@@ -122,7 +122,7 @@ def _recomputed(program: Program, costs: Costs | None, limit: float | None) -> t
 
 
 def _recomputing(stage: Stage, kinds: Sequence[Collection[str]]) -> Stage:
-    """The stage with runs of pieces recomputed; kinds: of each layer the roles of those that are."""
+    """Return the stage with runs of pieces recomputed; kinds: the roles of each layer's recomputed pieces."""
     runs = groupby(stage.pieces, key=lambda piece: piece.layer >= 0 and piece.role in kinds[piece.layer])
     return replace(stage, recompute=tuple(tuple(run) for again, run in runs if again))
 

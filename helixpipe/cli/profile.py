@@ -138,7 +138,7 @@ def _by_kind(rows: Sequence[tuple[str, Sequence[str]]]) -> str:
 
 
 def _layer_name(layer: LayerKinds) -> str:
-    """`a layer`, or `a layer of attn.window`, of its pieces those that are not a plain layer's."""
+    """Return `a layer`, or `a layer of attn.window` with the pieces that a plain layer does not have."""
     return " ".join(["a layer", *(["of", *own] if (own := [each for each in layer if each in VARIANTS]) else [])])
 
 

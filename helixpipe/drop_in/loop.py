@@ -180,7 +180,7 @@ class ForwardBackward:
         return self._plans.program((ranks, microbatches, chunks, None if layers is None else layer_kinds(layers)))
 
     def pieces(self, num_layers: Layers, num_microbatches: int, pp_group: dist.ProcessGroup | None = None) -> Pieces:
-        """What to build this pipeline rank's PipelineModel from: the pieces that the schedule places here.
+        """Return the pieces that the schedule places on this pipeline rank, from which its PipelineModel is built.
 
         num_layers: of the whole model; where some attend to a window or have no RoPE, `helixpipe.model.layers_of` of
         its configuration. num_microbatches: of any step, since a model can only run steps of sizes for

@@ -163,8 +163,9 @@ class Schedule:
 
 
 def of_model(program: Program, costs: Costs | None) -> Program:
-    """The program of a file on the model that costs are of; as it is where they are of none: times by hand are those of
-    any model. Raises ScheduleError for a program of another."""
+    """Return a file's program on the model of the costs; unchanged if they are of none, as times given by hand apply to
+    any model. Raises ScheduleError for a program of another model.
+    """
     if costs is None or costs.memory_unit != "bytes":
         return program
     with naming(program.source):

@@ -150,7 +150,7 @@ class Measurement:
     """Times on one rank, while the other ranks of `group` do the same, of layers of these kinds of pieces."""
 
     def __init__(self, task: Task, group: Any, layer: LayerKinds = LAYER_PIECES, part: tuple[int, int] = (0, 1)):
-        """part: this one's number among how many, for who is told how far the process is."""
+        """Set up a measurement. part: its number and the number of measurements, for reports of progress."""
         self._task, self._group, self._layer, self._part = task, group, layer, part
         wall = needs_wall_clock(task.threads, dist.get_world_size(group))
         self._clock = Clock(device(), time.perf_counter if wall else time.thread_time)
@@ -277,8 +277,9 @@ class Measurement:
 
 
 def measured_layers(task: Task, group: Any) -> tuple[Measurement, tuple[MeasuredChunk, ...]]:
-    """A measurement of the model's first layer, and the times of the pieces of all: layers that are unlike are measured
-    one after the other."""
+    """Return a measurement of the model's first layer, and the times of all layers' pieces: layers that differ are
+    measured one after the other.
+    """
     unlike = list(dict.fromkeys(task.model.kinds_of(task.model.layers)))
     first = Measurement(task, group, unlike[0], (0, len(unlike)))
     chunks = first.run()

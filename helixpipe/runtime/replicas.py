@@ -52,7 +52,7 @@ class NamesPieces(Protocol):
 
 
 def used_by(weight: str, model: NamesPieces) -> frozenset[Piece]:
-    """The pieces whose ops use a weight, by its name, and whose backwards add to its gradient."""
+    """Return the pieces whose ops use a weight, by its name, and whose backwards add to its gradient."""
     shared = model.share_embeddings_and_output_weights and weight.endswith("word_embeddings.weight")
     return _TIED if shared else frozenset({model.piece_of(weight)})
 

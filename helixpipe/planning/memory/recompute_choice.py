@@ -48,8 +48,9 @@ def make_stage(
     head: bool = False,
     kinds: Sequence[LayerKinds] = (LAYER_PIECES,),
 ) -> Stage:
-    """A stage of whole layers, numbered from `first`, that recompute what `layers` says of each. kinds: of their
-    pieces, again from the first where they are fewer."""
+    """Return a stage of whole layers, numbered from `first`, with the recomputation that `layers` gives for each.
+    kinds: of their pieces, repeated from the first if they are fewer.
+    """
     pieces = [Piece("embed")] * embed
     runs: list[tuple[Piece, ...]] = []
     for layer, (recomputed, own) in enumerate(zip(layers, cycle(kinds)), first):
@@ -164,11 +165,11 @@ class LayerChoices:
         )
 
     def _measures(self, runs: Runs, embed: bool = False, head: bool = False) -> Measures:
-        """Of a stage of one layer that recomputes `runs`."""
+        """Return the measures of stages of one layer that recomputes `runs`."""
         return Measures(self._costs, [make_stage([runs], 0, embed, head, (own,)) for own in self._mixed])
 
     def _layers(self, free: bool) -> list[LayerRecompute]:
-        """What is worth being recomputed of a layer: of choices alike, the first."""
+        """Return the choices of recomputation worth using for a layer: of equal ones, the first."""
         layers: list[LayerRecompute] = []
         for runs in CHOICES:
             alone = self._measures(runs)

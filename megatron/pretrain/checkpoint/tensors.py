@@ -91,7 +91,7 @@ def check_model(arguments: dict[str, Any], model: Any, folder: Path) -> None:
 
 
 def _check_layers(arguments: dict[str, Any], config: Any, folder: Path) -> None:
-    """Of what no tensor tells: windows of attention, and layers without RoPE. What was saved without them has none."""
+    """Check what no tensor shows: windows of attention, and layers without RoPE; a checkpoint without them has none."""
     texts: list[Any] = [
         None if (value := arguments.get(name)) is None else str(value)
         for name in ("window_size", "window_attn_skip_freq", "no_rope_freq")

@@ -118,7 +118,7 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def _windows_of(config: Mapping[str, Any], kind: str, where: Path | str) -> dict[str, Any]:
-    """Flags of windows: Mistral's is of all layers, Qwen's of those that `layer_types` names, or in older files of
+    """Return the flags of windows: Mistral's are of all layers, Qwen's of those in `layer_types`, or in older files of
     those from `max_window_layers` on. A sliding_window of w is a token's own and the w - 1 before it."""
     window, layers = config.get("sliding_window"), config["num_hidden_layers"]
     arguments: dict[str, Any] = {"window_size": None, "window_attn_skip_freq": None, "no_rope_freq": None}

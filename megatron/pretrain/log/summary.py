@@ -113,7 +113,7 @@ def model_line(config: Config, parameters: int) -> str:
 
 
 def _unlike_layers(model: ModelConfig) -> str:
-    """`, windows of 512 tokens in 3 layers, no RoPE in 1`."""
+    """Return `, windows of 512 tokens in 3 layers, no RoPE in 1`."""
     shape = shape_fields(model.window_size, model.window_attn_skip_freq, model.no_rope_freq)
     kinds = Counter(chain(*kinds_of_layers(model.num_layers or 0, shape["windowed"], shape["unrotated"])))
     windows = f", windows of {shape['window']} tokens in {count(kinds[WINDOW], 'layer')}" if kinds[WINDOW] else ""
