@@ -53,7 +53,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 class _Ranks:
-    """Processes that run side by side, and what they say of mistakes."""
+    """Processes that run side by side, and their messages about mistakes."""
 
     def __init__(self, command: list[str], environment: dict[str, str], count: int) -> None:
         self._told: list[str] = []

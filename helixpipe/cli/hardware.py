@@ -1,4 +1,4 @@
-"""Flags that say what a cluster has where it is not the named hardware."""
+"""Flags for what a cluster has other than the named hardware."""
 
 from __future__ import annotations
 

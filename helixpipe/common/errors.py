@@ -25,6 +25,6 @@ class CheckpointError(UserError):
 
 
 class LostSaveError(CheckpointError):
-    """Training went well to its end, but what came of it could not be saved."""
+    """Training completed, but its result could not be saved."""
 
     status = 1

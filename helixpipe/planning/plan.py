@@ -45,7 +45,7 @@ class Plan:
 
     @cached_property
     def evaluation(self) -> Plan:
-        """The plan of the forwards alone, which need no check: what is left of an order that ends does so, too."""
+        """The plan of the forwards alone. It needs no check: part of an order that ends ends too."""
         return Plan(lowered_valid(forward_only(self.program), self.costs), self.costs)
 
 
@@ -57,7 +57,7 @@ def make_plan(program: Program, costs: Costs) -> Plan:
 
 
 class Planner(Protocol[SizeIn]):
-    """Whoever has a plan for each step."""
+    """The interface of what has a plan for each step."""
 
     def plan(self, size: SizeIn) -> Plan:
         """Return the plan of a step of this size: its number of microbatches, or another key that tells steps apart."""

@@ -44,7 +44,7 @@ class Direction:
             self._stream.wait_stream(torch.cuda.current_stream(on))
 
     def copy(self, size: int) -> None:
-        """Copy so many bytes; they are there when it returns."""
+        """Copy `size` bytes; the copy is complete when it returns."""
         if self._stream is None:
             self.target[:size].copy_(self.source[:size])
             return

@@ -71,6 +71,6 @@ class BlockTransfers:
             self._any_store.clear()
 
     def drop(self, op: PlannedOp) -> None:
-        """Let go of the blocks that nobody needs after the op."""
+        """Free the blocks that no rank needs after the op."""
         for first in op.drops:
             self._store.drop(op.op.microbatch, self._plan.layers(op.op.stage), first)

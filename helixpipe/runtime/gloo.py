@@ -171,8 +171,9 @@ class GlooTransport:
             self._outbox.task_done()
 
     def _release(self, messages: list[_Sent]) -> None:
-        """Wait until each has left, the oldest first, and let go of its memory then. A failure is told to the main
-        thread, at its next send or at the end of the step."""
+        """Wait until each message is sent, the oldest first, and free its memory then. A failure is reported to the
+        main thread, at its next send or at the end of the step.
+        """
         messages.reverse()
         while messages:
             try:

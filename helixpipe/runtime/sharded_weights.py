@@ -139,8 +139,9 @@ class FlatWeights:
     # ------------------------------------------------------------------------------------------------------- weights
 
     def start_gathering(self, who: object) -> None:
-        """Start to bring the parts of all ranks together, if they are not here or on their way. who: needs them until
-        it lets go of them."""
+        """Start to gather the shards of all ranks, unless they are here or in progress. who: needs the weights until it
+        releases them.
+        """
         self._holders.add(who)
         if self._whole is None:
             self._whole = torch.empty(self.numel, dtype=self.shard.dtype, device=self.shard.device)
@@ -158,13 +159,13 @@ class FlatWeights:
         return self._whole
 
     def release(self, who: object) -> None:
-        """Let go of the whole weights, if nobody else needs them."""
+        """Release the whole weights; they are freed once none needs them."""
         self._holders.discard(who)
         if not self._holders:
             self.forget()
 
     def forget(self) -> None:
-        """Let go of them, whoever needs them."""
+        """Free the whole weights, whatever still needs them."""
         if self._gathering is not None:
             self._gathering.wait()
         self._whole = self._gathering = None
@@ -195,7 +196,7 @@ class FlatWeights:
         self._scattering.append((work, part, whole))
 
     def finish_scattering(self) -> None:
-        """Add this rank's part of the oldest that is under way to its sum, if one is."""
+        """Add this rank's part of the oldest scatter in progress to its sum, if there is one."""
         if self._scattering:
             work, part, _ = self._scattering.popleft()
             work.wait()

@@ -47,8 +47,9 @@ class Transport(Protocol):
         ...
 
     def pass_on(self, receipt: Receipt, target: int, number: int) -> None:
-        """Start sending as message `number` what a receipt of this transport brings, as soon as it is there; who asked
-        for it need not wait, and nobody may write to it afterwards."""
+        """Start sending as message `number` the tensors of a receipt of this transport, once they arrive; the caller
+        need not wait, and they must not be written to afterwards.
+        """
         ...
 
     def finish(self) -> None:

@@ -60,7 +60,7 @@ class StageWeights(Protocol):
         ...
 
     def finish_scattering(self, pieces: Sequence[Piece]) -> None:
-        """Wait for the oldest of those that are under way."""
+        """Wait for the oldest scatter in progress."""
         ...
 
     def leave_to_w(self, pieces: Sequence[Piece]) -> None:

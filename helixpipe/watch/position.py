@@ -91,7 +91,7 @@ class Left(NamedTuple):
 
 
 class Trail(Protocol):
-    """The interface of what leaves marks in the device's stream."""
+    """The marks left in the device's stream."""
 
     def unpassed(self) -> Sequence[Left]:
         """Return the marks that may not have been passed, oldest first. Callable from any thread; never blocks."""
@@ -160,8 +160,9 @@ class Position:
         return View(left.part, left.instruction, gpu=left.part is not part or left.instruction < index)
 
     def follow(self) -> None:
-        """Wait until the device has passed all marks that have been left by now. Blocks for as long as that takes;
-        raises what the device has to say if it fails."""
+        """Wait until the device has passed all marks left so far. Blocks for as long as that takes; raises the device's
+        error if it fails.
+        """
         newest = max((left.number for left in self._left()), default=0)
         while (left := self._first_unpassed()) is not None and left.number <= newest:
             left.mark.synchronize()  # if it has been left anew since, this takes longer, and no less is passed

@@ -292,7 +292,7 @@ class Trainer:
                 )
 
     def _settle(self, wait: bool) -> None:
-        """See what came of a checkpoint that is written beside training; wait: until it is there."""
+        """Handle the outcome of a checkpoint written beside training; wait: until it is complete."""
         with self._told_if_lost(self.checkpointer.writing):
             self.checkpointer.settle(wait)
 

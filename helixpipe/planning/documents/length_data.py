@@ -14,8 +14,9 @@ from types import MappingProxyType
 
 @dataclass(frozen=True)
 class Histogram:
-    """edges: of the bins, tokens. shares: of documents, percent. published: what is known, with its source.
-    interpolated: where the rest is from."""
+    """A histogram of document lengths. edges: of the bins, tokens. shares: of documents, percent. published: what is
+    known, with its source. interpolated: where the rest is from.
+    """
 
     name: str
     edges: tuple[int, ...]

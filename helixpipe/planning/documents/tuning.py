@@ -75,14 +75,18 @@ class PackingOptions:
 
 
 class ChunkCapacity(NamedTuple):
-    """slices: of the longest document. documents: where that is 1, how many such a chunk has room for."""
+    """The capacity of a chunk. slices: of the longest document. documents: if that is 1, how many of that length a
+    chunk has room for.
+    """
 
     slices: int
     documents: int = 1
 
 
 class TriedPacking(NamedTuple):
-    """estimate: of the step (`estimate`), inf where it does not fit. predicted: by simulation, where that was done."""
+    """A packing that was tried. estimate: of the step (`estimate`), inf if it does not fit. predicted: by simulation,
+    if simulated.
+    """
 
     choice: ChunkCapacity
     packing: Packing
@@ -116,7 +120,7 @@ def choices(lengths: Sequence[int], ranks: int, alignment: int = 1, least: int =
 
 
 def estimate(packing: Packing, ranks: int) -> float:
-    """Time of a step of 1F1B over these chunks on so many equal ranks, with messages that take no time."""
+    """Return the time of a step of 1F1B over these chunks on `ranks` equal ranks, with messages that take no time."""
     units = forward_units(packing.workload)
     time = {(row, chunk): packing.chunk_times[row][chunk] / ranks for row, chunk in units}
     forwards = [(True, unit) for unit in units]

@@ -47,8 +47,9 @@ class Covering:
 
 @dataclass(frozen=True)
 class Solution:
-    """values: whole numbers that cover every need. objective: of them. bound: what none can be below. exact: whether
-    they come from the exact search, and not from rounding."""
+    """The solution of an integer program. values: whole numbers that cover every need. objective: of them. bound: a
+    lower bound of the objective. exact: whether they come from the exact search, and not from rounding.
+    """
 
     values: np.ndarray
     objective: float

@@ -115,7 +115,7 @@ class LayoutSearch:
     # ------------------------------------------------------------------------------------------------ what may be best
 
     def even(self) -> list[Layout]:
-        """Even stages that recompute nothing or, where that does not fit, everything: what 1f1b would be given."""
+        """Return even stages that recompute nothing or, if that does not fit, everything: as 1f1b would have."""
         p, layers = self.shape.ranks, self.shape.layers
         if layers % p:
             return []

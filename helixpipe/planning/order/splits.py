@@ -13,7 +13,7 @@ Table = list[list[float]]
 
 
 class StageTimeTables(Protocol):
-    """times: of each stage. again: what of that is recomputation."""
+    """Tables of stages by their number of layers. times: of each stage. again: the part that is recomputation."""
 
     times: Table
     again: Table
@@ -21,7 +21,9 @@ class StageTimeTables(Protocol):
 
 @dataclass(frozen=True)
 class Split:
-    """layers: of each stage. slowest: longest time of a stage, a microbatch. again: time of all recomputation."""
+    """A division of the layers. layers: of each stage. slowest: longest time of a stage, a microbatch. again: time of
+    all recomputation.
+    """
 
     layers: tuple[int, ...]
     slowest: float

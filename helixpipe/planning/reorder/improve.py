@@ -71,7 +71,9 @@ class SimulatedProgram:
 
 @dataclass(frozen=True)
 class Improved:
-    """before: what was given. after: the best there was, which may be the same. tried: the best of each start."""
+    """The result of a search. before: the given program. after: the best one, which may be the same. tried: the best of
+    each start.
+    """
 
     before: SimulatedProgram
     after: SimulatedProgram

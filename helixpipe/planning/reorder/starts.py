@@ -1,4 +1,4 @@
-"""Programs that nobody wrote, to begin a search with: relatives of a given one.
+"""Programs derived from a given one, to begin a search with.
 
 Each is a valid program for the same model, workload and ranks, good or bad; whoever asks simulates them.
 """

@@ -116,7 +116,9 @@ class Bounds:
 
 
 class Measured:
-    """Asks costs about layers that are unlike and the ends, a microbatch as a whole; or a chunk of these extents."""
+    """Times of layers that differ and of the ends, from the costs: for a whole microbatch, or a chunk
+    of these extents.
+    """
 
     def __init__(self, costs: ModelCosts, saving: Saving, extents: Extents = ()):
         self.costs, self.saving, self.layers = costs, saving, costs.model.layers

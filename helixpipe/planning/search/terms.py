@@ -67,7 +67,7 @@ NAMES = {
 
 @dataclass(frozen=True)
 class _Unsent(ModelCosts):
-    """Messages between ranks take no time."""
+    """Costs with which messages between ranks take no time."""
 
     def transfer_time(self, load: Load) -> float:
         return 0.0 if TRANSFER_KINDS[load.kind].resource == "link" else super().transfer_time(load)
@@ -113,7 +113,7 @@ def compared(first: Terms, second: Terms) -> Difference:
 
 
 class AtSize(NamedTuple):
-    """The best plan for so many GPUs, of few trials; None where nothing fits."""
+    """The best plan for a number of GPUs, of few trials; None if nothing fits."""
 
     gpus: int
     candidate: Candidate | None

@@ -27,7 +27,7 @@ class TrialRequest(NamedTuple):
 
 
 class Crew(Protocol):
-    """Whoever makes trials."""
+    """The interface of what makes trials."""
 
     def run(self, jobs: Sequence[TrialRequest]) -> list[Any]:
         """Return the result of each job, in their order: a `Trial` or `Terms`."""

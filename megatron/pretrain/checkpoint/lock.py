@@ -81,8 +81,9 @@ class FolderLock:
         return self._path
 
     def acquire(self) -> None:
-        """Make the folder where it is missing and lock it. Takes up to a minute where the lock of a job on another host
-        was left. Raises CheckpointError when another job has it, OSError."""
+        """Make the folder if it is missing and lock it. Takes up to a minute if a job on another host has left its
+        lock. Raises CheckpointError if another job holds it, OSError.
+        """
         self._made = [each for each in (self._folder, *self._folder.parents) if not each.exists()]
         self._folder.mkdir(parents=True, exist_ok=True)
         while not self._make(self._path, self._me):

@@ -100,8 +100,9 @@ class SaveFolder:
             raise
 
     def publish(self, temporary: Path, files: Mapping[str, list[int]], iteration: int) -> None:
-        """Give a complete checkpoint its name and point the tracker at it; the one before goes where it is not to be
-        kept. On rank 0. Raises CheckpointError, NotWrittenError."""
+        """Rename a complete checkpoint and point the tracker at it; the previous one is removed unless it is to be
+        kept. On rank 0. Raises CheckpointError, NotWrittenError.
+        """
         with self._naming:
             if self._given_up:
                 raise NotWrittenError("the run has ended before all of it was written")

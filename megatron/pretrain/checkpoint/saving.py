@@ -98,7 +98,7 @@ class Saver:
             say(f"  scheduled an async checkpoint save at iteration {iteration:7d} to {directory}")
 
     def settle(self, wait: bool = True) -> None:
-        """See what came of the checkpoint that is being written beside training, if one is.
+        """Handle the outcome of the checkpoint that is being written beside training, if one is.
 
         wait: until it is complete; else nothing is done while it is not. Not collective. Raises CheckpointError, on all
         ranks alike, when it could not be written.

@@ -140,7 +140,7 @@ class CheckpointFiles:
         self._folder, self._shards, self._common = folder, shards, common
 
     def copy(self) -> None:
-        """Have a copy of the state, which may change from now on. Raises CheckpointError where there is no room."""
+        """Copy the state, which may change from now on. Raises CheckpointError if there is no room."""
         try:
             self._shards.copy()
             if torch.cuda.is_available():

@@ -14,8 +14,9 @@ from helixpipe.common.errors import DataError
 
 @contextmanager
 def numbers_only() -> Iterator[None]:
-    """Within, numpy loads no pickled objects, for which megatron-core asks, and which may run code of whoever can write
-    into the folder of indices. Raises DataError, which names the file."""
+    """Keep numpy from loading pickled objects in the context. megatron-core asks for them, and they could run code of
+    anyone who can write into the folder of indices. Raises DataError, which names the file.
+    """
     load = numpy.load
 
     @functools.wraps(load)

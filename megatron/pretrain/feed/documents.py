@@ -15,11 +15,11 @@ TRAIN = "train"
 
 
 class DocumentFeed:
-    """streams: of the documents of each split that has some (`train`, `valid`, `test`). read: makes the reader of a
-    stream's rows. plans: makes the stream of plans; it is told what to call with each that arrives. ahead: steps that
-    are planned before they are needed. steps: of training, where it ends. scheduled_samples: see `StepWork`; None: the
-    documents. flops: of a document of so many tokens, forward and backward. evaluations: how many validations there
-    have been, of eval_iters steps each.
+    """The feed of steps of documents. streams: of the documents of each split that has some (`train`, `valid`, `test`).
+    read: makes the reader of a stream's rows. plans: makes the stream of plans; it is told what to call with each that
+    arrives. ahead: steps that are planned before they are needed. steps: of training, where it ends. scheduled_samples:
+    see `StepWork`; None: the documents. flops: of a document of so many tokens, forward and backward. evaluations: how
+    many validations there have been, of eval_iters steps each.
     """
 
     def __init__(

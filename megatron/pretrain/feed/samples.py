@@ -16,8 +16,10 @@ from megatron.pretrain.step.microbatches import BatchSchedule, StepBatch
 
 @dataclass
 class SampleFeed:
-    """train_batches, valid_batches, test_batches: endless microbatches of each split; None where this rank reads no
-    data, or there is none for the split. seq_length: tokens of a sample, flops: of its forward and backward."""
+    """The feed of steps of samples. train_batches, valid_batches, test_batches: endless microbatches of each split;
+    None if this rank reads no data, or the split has none. seq_length: tokens of a sample, flops: of its forward and
+    backward.
+    """
 
     schedule: BatchSchedule
     plans: Plans[int]

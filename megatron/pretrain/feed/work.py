@@ -13,9 +13,10 @@ from megatron.pretrain.checkpoint.state import TrainingProgress
 
 @dataclass(frozen=True)
 class StepWork:
-    """microbatches: of this rank's pipeline. lowered: what runs them. samples: of the step, over all data-parallel
-    ranks; scheduled_samples: by which it moves the schedule of the learning rate. tokens, flops: of the step, over all
-    ranks. figures: what the log says of it beside, by name."""
+    """The work of a step. microbatches: of this rank's pipeline. lowered: the program that runs them. samples: of the
+    step, over all data-parallel ranks; scheduled_samples: by which it moves the schedule of the learning rate. tokens,
+    flops: of the step, over all ranks. figures: what the log says of it beside, by name.
+    """
 
     microbatches: Sequence[Microbatch]
     lowered: LoweredProgram

@@ -21,7 +21,7 @@ from megatron.pretrain.huggingface.keys import check_keys
 
 
 class Family(NamedTuple):
-    """architecture: the class that transformers gives it."""
+    """A family of models. architecture: its class in transformers."""
 
     architecture: str
     qkv_bias: bool = False

@@ -13,7 +13,7 @@ from helixpipe.program.json_fields import shown
 
 
 class Kind(NamedTuple):
-    """types: of JSON, as Python reads them. valid: in words. range: of a number."""
+    """The kind of a value. types: of JSON, as Python reads them. valid: in words. range: of a number."""
 
     types: tuple[type, ...]
     valid: str

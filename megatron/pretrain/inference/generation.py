@@ -1,4 +1,4 @@
-"""A model goes on with what it is given, token by token."""
+"""Text generation by a model, token by token."""
 
 from __future__ import annotations
 

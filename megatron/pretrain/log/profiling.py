@@ -40,7 +40,7 @@ class Profiler:
         self._stop()
 
     def after(self, iteration: int) -> None:
-        """Stop or start where it is due. iteration: how many are done."""
+        """Stop or start the profiler if due. iteration: the number of iterations done."""
         if iteration == self._logging.profile_step_end:
             self._stop()
         self._start_if_due(iteration)

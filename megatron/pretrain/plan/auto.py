@@ -58,7 +58,7 @@ KEPT = (
 
 
 class Chosen(NamedTuple):
-    """words: the flags that ask for what was found. why: a sentence or two."""
+    """The chosen flags. words: the flags as words. why: a sentence or two."""
 
     words: tuple[str, ...]
     why: str

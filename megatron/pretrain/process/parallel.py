@@ -1,4 +1,4 @@
-"""Process groups of a run, passed to whoever needs them."""
+"""Process groups of a run, passed as arguments."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class ReplicaSums:
         self._pending = pending
 
     def finish(self) -> None:
-        """Start what is left, and wait for all."""
+        """Start the remaining sums, and wait for all."""
         for batch in self._pending:
             self._start(batch)
         for each in self._started:
