@@ -40,8 +40,9 @@ class BatchOptions:
 
 @dataclass(frozen=True)
 class DocumentBatch:
-    """documents: of a step. lengths: of those of the pipeline that is predicted to take longest, which is simulated.
-    times: what each pipeline is predicted to take, relative to the mean."""
+    """A batch of documents. documents: of a step. lengths: of those of the pipeline that is predicted to take longest,
+    which is simulated. times: what each pipeline is predicted to take, relative to the mean.
+    """
 
     documents: DocumentLengths
     lengths: tuple[int, ...]

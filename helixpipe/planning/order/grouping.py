@@ -75,7 +75,9 @@ def _joined(runs: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 
 class _GroupingSearch:
-    """costs: of the shape, or of times by hand where it has none. limit: None where what is kept does not matter."""
+    """The search for chains. costs: of the shape, or of times by hand if it has none. limit: None if memory does not
+    matter.
+    """
 
     def __init__(self, make: Make, shape: Shape, recompute: bool):
         self.make, self.recompute = make, recompute

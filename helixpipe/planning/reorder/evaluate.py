@@ -22,8 +22,9 @@ MARGIN = 1 + 1e-9
 
 
 class Judge(Protocol):
-    """starts, ends, peaks: of the last order that `makespan` went through to its end; of each task, and the most that
-    each rank had."""
+    """The interface of an evaluator of orders. starts, ends: of each task in the last order that `makespan` evaluated
+    to its end. peaks: the most memory of each rank.
+    """
 
     def makespan(self, orders: Sequence[Sequence[int]], bound: float) -> float:
         """Return the makespan of tasks run as early as these orders, their dependencies and the links allow.

@@ -38,8 +38,10 @@ MOVED = ", some on other ranks"
 
 @dataclass(frozen=True)
 class Budget:
-    """evaluations: orders that are judged with ops where the starts have them, at most; some more with ops elsewhere.
-    seed: of the draws. orders_only: every op stays on its rank and every backward is whole or split as it was."""
+    """The limits of a search. evaluations: orders that are judged with ops where the starts have them, at most; some
+    more with ops elsewhere. seed: of the draws. orders_only: every op stays on its rank and every backward is whole or
+    split as it was.
+    """
 
     evaluations: int = 20_000
     seed: int = 0
@@ -109,7 +111,7 @@ def improve(
 
 
 class _OrderSearch:
-    """best: of each start. room: what each rank may have. done: orders that were judged."""
+    """The search for orders. best: of each start. room: the memory of each rank. done: orders that were evaluated."""
 
     def __init__(self, costs: Costs, budget: Budget, after: Callable[[Program], float], say: Say):
         self.costs, self.budget, self.after, self.say = costs, budget, after, say

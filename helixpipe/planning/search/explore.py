@@ -58,8 +58,9 @@ class TriedCandidate:
 
 @dataclass
 class CandidateCounts:
-    """candidates: that were made. by_time, by_memory: whose bounds left no use. refused: shapes that the schedule does
-    not take. tried: simulated. left: not tried, as the search had done what it may."""
+    """Counts of candidates. candidates: all of them. by_time, by_memory: ruled out by their bounds. refused: shapes
+    that the schedule does not take. tried: simulated. left: not tried, as the search had reached its limit.
+    """
 
     candidates: int = 0
     by_time: int = 0
@@ -71,8 +72,10 @@ class CandidateCounts:
 
 @dataclass
 class SearchResult:
-    """best: that fit, the fastest first, one of each group. every: trials of all that were simulated. interrupted: by
-    the user. least_bound: the least that any candidate without a trial needs by its bound, bytes."""
+    """The result of a search. best: that fit, the fastest first, one of each group. every: trials of all that were
+    simulated. interrupted: by the user. least_bound: the least that any candidate without a trial needs by its bound,
+    bytes.
+    """
 
     best: list[TriedCandidate] = field(default_factory=list)
     every: list[TriedCandidate] = field(default_factory=list)

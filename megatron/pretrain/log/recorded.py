@@ -17,7 +17,9 @@ from helixpipe.simulate.transfer_costs import hidden_share, leaving
 
 
 class RecordedStep(NamedTuple):
-    """hidden, simulated_hidden: the share of the copies' time for which no op waited; None when nothing is copied."""
+    """A recorded step and its simulation. hidden, simulated_hidden: the share of the copies' time for which no op
+    waited; None when nothing is copied.
+    """
 
     simulated: Timeline
     measured: Timeline

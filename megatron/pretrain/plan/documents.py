@@ -61,9 +61,10 @@ class PlanStatistics(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """lowered: of a training step, or of an evaluation. numbers: of each document of its workload, its number in the
-    step; higher ones are padding. deal: tells whether all pipelines mean the same dealing. shares: where all pipelines
-    run one order, the rows and the numbers of each."""
+    """The plan of a step of documents. lowered: of a training step, or of an evaluation. numbers: of each document of
+    its workload, its number in the step; higher ones are padding. deal: tells whether all pipelines mean the same
+    dealing. shares: where all pipelines run one order, the rows and the numbers of each.
+    """
 
     request: StepRequest
     lowered: LoweredProgram
