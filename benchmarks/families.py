@@ -154,7 +154,7 @@ class EmptyModel(torch.nn.Module):
 
     def __init__(self, pieces: Sequence[Piece], shape: Sequence[int]):
         super().__init__()
-        self._shape = torch.Size(shape)
+        self._shape, self._piece = torch.Size(shape), pieces[0]
         self._ones = torch.ones(self._shape)
         weight = torch.nn.Parameter(torch.full(self._shape, 0.5))
         name = "embedding" if pieces[0].kind == "embed" else "output_layer"
@@ -167,6 +167,10 @@ class EmptyModel(torch.nn.Module):
         (weight,) = self.parameters()
         output = weight * (self._ones if pieces[0].kind == "embed" else inputs[0])
         return (output.sum() if pieces[-1].kind == "head" else output,)
+
+    def piece_of(self, parameter: str) -> Piece:
+        """The weight's, whatever its name."""
+        return self._piece
 
     def logits(self, hidden: Tensor) -> Tensor:
         """What torch's schedule takes the loss of."""

@@ -52,8 +52,8 @@ class ModelShape:
     unrotated: tuple[int, ...] = ()
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> ModelShape:
-        """Of a file's object, whose lists are tuples here. Raises TypeError for fields that are missing or unknown."""
+    def from_json(cls, **content: Any) -> ModelShape:
+        """Return the shape of a file's fields, whose lists are tuples here. Raises TypeError for missing or unknown."""
         fields: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in content.items()
         }

@@ -117,7 +117,7 @@ class Profile:
             )
         try:
             profile = cls(
-                model=ModelShape.from_json(content["model"]),
+                model=ModelShape.from_json(**content["model"]),
                 layout=Layout(**content["layout"]),
                 chunks=tuple(MeasuredChunk(**chunk) for chunk in content["chunks"]),
                 messages=_message_times(**content["messages"]),

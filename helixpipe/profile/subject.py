@@ -37,7 +37,7 @@ class Task:
     @classmethod
     def load(cls, path: str) -> Task:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
-        return cls(**{**content, "model": ModelShape.from_json(content["model"])})
+        return cls(**{**content, "model": ModelShape.from_json(**content["model"])})
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

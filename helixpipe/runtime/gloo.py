@@ -122,14 +122,18 @@ class GlooTransport:
             try:
                 self._start(wait(), target, number)
             except BaseException as error:
-                self._failure = error
+                self._failure = self._failure or error
 
         thread = threading.Thread(target=start, name="gloo-starting", daemon=True)  # never keeps a rank alive
         thread.start()
         self._starting.append(thread)
 
     def _start(self, tensors: list[torch.Tensor], target: int, number: int) -> None:
-        works = [self.group.send([tensor], target, _tag(number, index)) for index, tensor in enumerate(tensors)]
+        try:
+            works = [self.group.send([tensor], target, _tag(number, index)) for index, tensor in enumerate(tensors)]
+        except RuntimeError as error:  # known already that the other rank has gone
+            self._failure = error
+            self._raise_failure()
         with self._holding:
             self._held.append(_Sent(tensors, works))
             self._held_bytes += sum(tensor.untyped_storage().nbytes() for tensor in tensors)

@@ -105,14 +105,14 @@ def test_flags_that_disagree_with_the_file(capsys: pytest.CaptureFixture[str], t
     ("content", "says"),
     [
         ("[1]", "is not a timeline file"),
-        ('{"title": "x", "ranks": 1, "unit": "s", "ops": [[0, "0F0.0.0", 0, 1]], "messages": []}', "not a timeline"),
-        ('{"title": "x", "ranks": 1, "unit": "s", "ops": [], "messages": []}', "has no ops"),
-        ('{"title": "x", "ranks": 1, "unit": "s", "ops": [[1, "0F0", 0, 1]], "messages": []}', "damaged"),
-        ('{"title": "x", "ranks": 1, "unit": "s", "ops": [[0, "0F0", 2, 1]], "messages": []}', "damaged"),
-        ('{"title": "x", "ranks": 1, "unit": "s", "ops": [[0, "0F0", 0, NaN]], "messages": []}', "damaged"),
+        ('{"title": "x", "ranks": 1, "unit": "s", "ops": [[0, "0F0.0.0", 0, 1]], "transfers": []}', "not a timeline"),
+        ('{"title": "x", "ranks": 1, "unit": "s", "ops": [], "transfers": []}', "has no ops"),
+        ('{"title": "x", "ranks": 1, "unit": "s", "ops": [[1, "0F0", 0, 1]], "transfers": []}', "damaged"),
+        ('{"title": "x", "ranks": 1, "unit": "s", "ops": [[0, "0F0", 2, 1]], "transfers": []}', "damaged"),
+        ('{"title": "x", "ranks": 1, "unit": "s", "ops": [[0, "0F0", 0, NaN]], "transfers": []}', "damaged"),
         (
-            '{"title": "x", "ranks": 1, "unit": "s", "ops": [[0, "0F0", 0, 1]], "messages": [], '
-            '"copies": [[1, false, "0F0", 0, 1]]}',
+            '{"title": "x", "ranks": 1, "unit": "s", "ops": [[0, "0F0", 0, 1]], '
+            '"transfers": [["offload", [1], "0F0", null, 0, 1]]}',
             "damaged: the copy of 0F0 on rank 1",
         ),
     ],
