@@ -29,6 +29,7 @@ from helixpipe.planning.search.flags import limit_in_gib, rounded_limit
 from helixpipe.planning.search.space import FixedChoices, Question
 from helixpipe.planning.search.terms import AtSize, Terms, smaller
 from helixpipe.planning.search.workers import Crew, Processes, SerialCrew, TrialRequest
+from helixpipe.planning.vocabulary.choice import VocabularyOptions
 
 LENGTH_UNIT = 512
 """Tokens that the longest document's length is rounded up to a multiple of: whatever ranks share it."""
@@ -219,6 +220,7 @@ def _question(options: PlanOptions, namespace: argparse.Namespace) -> Question:
         one.costs.adam_on_host,
         given,
         documents=() if documents is None else documents.lengths,
+        vocabulary=dataclass_from_namespace(VocabularyOptions, namespace),
     )
 
 

@@ -21,6 +21,7 @@ from helixpipe.planning.documents.tuning import PackingOptions
 from helixpipe.planning.memory.offload import OffloadOptions
 from helixpipe.planning.memory.recompute import RecomputeOptions
 from helixpipe.planning.order.chunk_options import ChunkOptions
+from helixpipe.planning.vocabulary.choice import VocabularyOptions
 from helixpipe.program.timeline import BUBBLE
 
 _PROGRAM = "SCHEDULE|FILE"
@@ -36,6 +37,7 @@ _PROBLEM: tuple[tuple[type, str], ...] = (
     (ModelOptions, "model and hardware"),
     (RecomputeOptions, "recomputation"),
     (OffloadOptions, "offloading"),
+    (VocabularyOptions, "vocabulary"),
 )
 """The options of the problem for `simulate`, `memory` and `draw`, and their headings."""
 
@@ -134,6 +136,7 @@ def _planning(subparsers: Any) -> FlagParser:
     add_dataclass_arguments(parser, PlanOptions, title="what to plan")
     add_dataclass_arguments(parser, LengthOptions, title="documents of all lengths")
     add_dataclass_arguments(parser, ModelOptions, title="model and hardware")
+    add_dataclass_arguments(parser, VocabularyOptions, title="vocabulary")
     return parser
 
 

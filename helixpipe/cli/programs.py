@@ -24,6 +24,7 @@ from helixpipe.planning.memory.recompute import RecomputeOptions, check_recomput
 from helixpipe.planning.memory.sharding import shared_out
 from helixpipe.planning.order.chunk_options import ChunkOptions
 from helixpipe.planning.setup import Setup
+from helixpipe.planning.vocabulary.choice import VocabularyOptions
 from helixpipe.program.costs import Costs
 from helixpipe.program.files import is_file, load_program, naming, says_all
 from helixpipe.program.program import Program, forward_only
@@ -85,6 +86,7 @@ def make_simulations(
         costs, limit = given, limit * GIB if limit is not None else None
     recompute = dataclass_from_namespace(RecomputeOptions, namespace)
     offload = dataclass_from_namespace(OffloadOptions, namespace)
+    vocabulary = dataclass_from_namespace(VocabularyOptions, namespace)
     if offload.auto and limit is None:
         raise UserError("--offload-activations auto needs a limit: --memory-limit, or --model with its hardware.")
     plan = given if isinstance(given, ModelOnCluster) else None
@@ -101,6 +103,7 @@ def make_simulations(
             offload=offload,
             host_limit=host_limit,
             sharded=1 if plan is None else plan.costs.sharded,
+            vocabulary=vocabulary,
         ),
         plan,
         namespace,

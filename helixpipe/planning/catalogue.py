@@ -15,6 +15,7 @@ from helixpipe.planning.memory.offload import OffloadOptions, check_offloads, of
 from helixpipe.planning.memory.offload_choice import MemoryLimits, choose
 from helixpipe.planning.memory.recompute import RecomputeOptions, check_recomputes
 from helixpipe.planning.memory.sharding import shared_out
+from helixpipe.planning.vocabulary.choice import VocabularyOptions, over_pipeline
 from helixpipe.program.costs import Costs
 from helixpipe.program.files import is_file, load_program, naming, says_all
 from helixpipe.program.program import Program, of_layers
@@ -32,7 +33,8 @@ class Shape:
     costs: what ops take, for schedules found from costs; None = unknown. recompute: what every stage recomputes.
     stage_layers: how many layers each stage has, where they are not all alike; None = equally many.
     memory_limit: what a rank may use, in the costs' unit of memory; None = unknown. offload: what waits in the host's
-    memory, of which a rank has host_limit. sharded: data-parallel ranks that have parts of the weights.
+    memory, of which a rank has host_limit. sharded: data-parallel ranks that have parts of the weights. vocabulary:
+    where the head is.
     """
 
     ranks: int
@@ -49,6 +51,7 @@ class Shape:
     ragged: Workload | None = None
     sharded: int = 1
     stage_layers: tuple[int, ...] | None = None
+    vocabulary: VocabularyOptions = field(default_factory=VocabularyOptions)
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -318,7 +321,18 @@ class Catalogue(Mapping[str, Schedule]):
             )
         options = schedule.options() if options is None else options
         check_ranges(options, ScheduleError)
-        program = schedule.build(shape, options)
+        program = self._over_pipeline(schedule, shape, options)
         if shape.stage_layers not in (None, layers_of(program.stages)):
             raise ScheduleError(f"schedule {name} divides the layers itself; leave the flags out that divide them.")
         return program
+
+    def _over_pipeline(self, schedule: Schedule, shape: Shape, options: Any) -> Program:
+        """Return the schedule's program with the head where the shape says."""
+
+        def built(costs: Costs | None) -> Program:
+            return schedule.build(shape if costs is None else replace(shape, costs=costs), options)
+
+        offloads = shape.offload.auto or schedule.offloads  # makes room later
+        limit = None if offloads else shape.memory_limit
+        mode = shape.vocabulary.pipeline_vocab_parallel
+        return over_pipeline(built, mode, shape.costs or unit_costs(), limit)

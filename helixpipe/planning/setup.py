@@ -8,6 +8,7 @@ from math import inf
 from helixpipe.planning.catalogue import Shape
 from helixpipe.planning.memory.offload import OffloadOptions
 from helixpipe.planning.memory.recompute import RecomputeOptions
+from helixpipe.planning.vocabulary.choice import VocabularyOptions
 from helixpipe.program.costs import Costs
 from helixpipe.program.workload import Workload
 
@@ -27,6 +28,7 @@ class Setup:
     host_limit: float = inf
     sharded: int = 1
     stage_layers: tuple[int, ...] | None = None
+    vocabulary: VocabularyOptions = field(default_factory=VocabularyOptions)
 
     def shape(
         self,

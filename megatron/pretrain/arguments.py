@@ -32,7 +32,7 @@ from megatron.pretrain.config.vocabulary import padded_vocabulary
 from megatron.pretrain.data.tokenizer_flags import TokenizerFlags
 from megatron.pretrain.plan import auto
 from megatron.pretrain.plan.loss_slices import settle
-from megatron.pretrain.plan.programs import check_program, predicted_step
+from megatron.pretrain.plan.programs import check_program, predicted_step, with_one_head
 from megatron.pretrain.validation import validate
 from megatron.pretrain.validation.inputs import one_iteration
 from megatron.pretrain.validation.values import timeouts
@@ -84,7 +84,7 @@ MODEL_SHAPE = (
 )
 """The model's values that --use-checkpoint-args takes from the checkpoint."""
 
-PLANNED = ("chunks", "packing", "recompute", "offload")
+PLANNED = ("chunks", "packing", "recompute", "offload", "vocabulary")
 """Groups of flags that say how a step is planned; --help has them before Megatron-LM's."""
 
 EXTENDS = frozenset(
@@ -129,7 +129,7 @@ def parse_and_plan(
     check.
     """
     config = parse_config(argv, environ=environ, load_checkpoint_args=load_checkpoint_args)
-    config, plans = settle(config)
+    config, plans = with_one_head(*settle(config))
     check_program(config, plans)
     return timeouts(config, predicted_step(config, plans)), plans
 
@@ -233,7 +233,7 @@ def build_parser() -> FlagParser:
     for name, (title, cls) in GROUPS.items():
         if name not in PLANNED:
             add_dataclass_arguments(parser, cls, title=title)
-    aliases = parser.add_argument_group("flags of HelixPipe's authors")
+    aliases = parser.add_argument_group("flags of papers' own code")
     of_schedules = [alias for schedule in CATALOGUE.values() for alias in schedule.aliases]
     for flag, words in (*of_schedules, *compat.ALIASES.items()):
         own, *values = words.split()

@@ -7,6 +7,7 @@ from helixpipe.planning.memory.recompute import RecomputeOptions
 from tests.runtime import cases
 from tests.runtime.case import Case
 from tests.runtime.mixed_cases import MIXED
+from tests.runtime.vocabulary_cases import SPREAD_HEADS
 
 WITHOUT_ATTENTION = RecomputeOptions("without-attention", recompute_early=False)
 FULL = RecomputeOptions("full", recompute_early=False)
@@ -37,4 +38,5 @@ GROUPS = cases.GROUPS | {
         Case("sppo", 2, 1, "llama", tp=2, sequence_parallel=True, lengths=(4, 4, 4), multiplex="both"),
     ],
     "mixed": MIXED,
+    "heads": SPREAD_HEADS,
 }

@@ -24,6 +24,7 @@ from helixpipe.model.options import layers_of
 from helixpipe.planning.memory.early import place_early
 from helixpipe.planning.memory.recompute import RecomputeOptions
 from helixpipe.planning.order.orders import one_forward_one_backward
+from helixpipe.planning.vocabulary.choice import VocabularyOptions
 from helixpipe.program.program import Op, Program, of_layers
 from helixpipe.program.stages import LayerKinds, Stage, even_stages, model_pieces
 from helixpipe.program.text import parse_rows
@@ -91,6 +92,8 @@ class Case:
     """Context-parallel ranks."""
     cp_comm_type: str = "a2a"
     """What they exchange."""
+    vocabulary: str = "ends"
+    """Where the head is."""
     dtype: torch.dtype = torch.float64
     """Of weights, hidden states and the reference."""
 
@@ -117,6 +120,7 @@ class Case:
             + ["blocks"] * self.blocks
             + [f"multiplex-{self.multiplex}"] * (self.multiplex != "off")
             + [f"cp{self.cp}-{self.cp_comm_type}"] * (self.cp > 1)
+            + [f"heads-{self.vocabulary}"] * (self.vocabulary != "ends")
             + [str(self.dtype).removeprefix("torch.")] * (self.dtype is not torch.float64)
         )
         return "-".join([self.schedule, self.style, f"p{self.pp}", f"tp{self.tp}", f"m{self.m}", *marks])
@@ -137,11 +141,13 @@ class Case:
     def _program(self) -> Program:
         """Kept in the case, so that it goes where the case is sent."""
         times = parse_piece_times("qkv=1,attn=3,mlp=2")
-        costs = PieceTimes(times) if self.memory_limit is not None else None
+        head = {"head": 4.0} if self.vocabulary != "ends" else {}
+        costs = PieceTimes({**times, **head}) if self.memory_limit is not None or head else None
         if self.style == "mixed":
             costs = MixedTimes(times)
         chunks, lengths = max(len(self.lengths), 1), self.lengths or None
         shape = Shape(self.pp, self.m, self.layers, chunks, self.v, lengths, costs, memory_limit=self.memory_limit)
+        shape = replace(shape, vocabulary=VocabularyOptions(cast(Any, self.vocabulary)))
         if self.schedule == "shared middle":
             return shared_middle(self.split)
         options: Any = self.weipipe

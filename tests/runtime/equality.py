@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from helixpipe.model.device import device, prepare
@@ -101,9 +102,10 @@ def run_case(case: Case, expected: dict[str, Tensor], losses: dict[int, float], 
     now = {name: weight.grad for name, weight in replicas(case, model).items() if name in told.gradients}
     changed = [name for name, gradient in told.gradients.items() if not torch.equal(gradient, now[name])]
     left = executor.keys_values.bytes_alive() + sum(left_in_tables(executor))
-    if not case.program().ranks[executor.rank]:
-        for parameter in model.replicated_parameters().values():  # run by the other ranks that hold it
-            assert parameter.grad is None
+    own, ran = {id(weight): name for name, weight in model.named_parameters()}, pieces_run(case, executor.rank)
+    for parameter in model.replicated_parameters().values():
+        if parameter.grad is None:  # run by other ranks that hold it
+            assert model.piece_of(own[id(parameter)]) not in ran
             parameter.grad = torch.zeros_like(parameter)
     error = worst(gather(model, gradients_of(model)), expected)
     keys_values = executor.keys_values.peak_bytes()
@@ -119,12 +121,18 @@ def run_case(case: Case, expected: dict[str, Tensor], losses: dict[int, float], 
     return {
         "gradient": error,
         "losses": len(found),
-        "loss": _loss_error(found, losses),
-        "evaluation": 0.0 if case.dropout else _loss_error(evaluated, losses),
+        "loss": _loss_error(case, found, losses),
+        "evaluation": 0.0 if case.dropout else _loss_error(case, evaluated, losses),
         "left": left,
         "changed": changed,
         "keys and values": keys_values,
     }
+
+
+def pieces_run(case: Case, rank: int) -> set[Piece]:
+    """The pieces that a rank has ops of."""
+    program = case.program()
+    return {piece for op in program.ranks[rank] for piece in program.stages[op.stage].pieces}
 
 
 def replicas(case: Case, model: PipelineModel) -> dict[str, Any]:
@@ -178,8 +186,13 @@ def by_microbatch(found: list[Any]) -> dict[int, float]:
     return dict(sorted(losses.items()))
 
 
-def _loss_error(found: list[Any], expected: dict[int, float]) -> float:
-    losses = losses_over_context(by_microbatch(found))
+def _loss_error(case: Case, found: list[Any], expected: dict[int, float]) -> float:
+    """Of whole microbatches, whose chunks' losses may be on several ranks of the pipeline."""
+    every = [losses_over_context(by_microbatch(found))]
+    if case.pp > 1:
+        (own,), every = every, [{} for _ in range(case.pp)]
+        dist.all_gather_object(every, own, group=parallel_state.get_pipeline_model_parallel_group())
+    losses = {index: sum(own.get(index, 0.0) for own in every) for index in expected}
     errors = (abs(value / expected[index] - 1) for index, value in losses.items())
     return max((number_or_infinity(error) for error in errors), default=0.0)
 

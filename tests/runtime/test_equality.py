@@ -12,7 +12,8 @@ import torch
 
 from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.planning.reorder.improve import Budget, improve
-from helixpipe.planning.reorder.starts import cut, split, spread_heads
+from helixpipe.planning.reorder.starts import cut, split
+from helixpipe.planning.vocabulary.spread import spread_heads
 from helixpipe.program.files import save_program
 from helixpipe.program.text import to_csv
 from schedules import Shape, build

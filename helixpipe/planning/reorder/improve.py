@@ -18,7 +18,8 @@ from helixpipe.planning.reorder.anneal import anneal
 from helixpipe.planning.reorder.evaluate import evaluator
 from helixpipe.planning.reorder.instance import instance_of
 from helixpipe.planning.reorder.places import moved
-from helixpipe.planning.reorder.starts import joined, relatives, spread_heads, spreadable
+from helixpipe.planning.reorder.starts import joined, relatives
+from helixpipe.planning.vocabulary.spread import spread_heads, spreadable
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Program
 from helixpipe.simulate.simulator import Simulation, simulate

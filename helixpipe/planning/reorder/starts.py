@@ -10,8 +10,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import groupby, pairwise
 
-from helixpipe.lowering.build import graph_of
-from helixpipe.lowering.lower import scheduled
 from helixpipe.planning.memory.fitting import Fitting, Limits
 from helixpipe.planning.order.problem import problem
 from helixpipe.planning.order.zero_bubble import search
@@ -90,42 +88,6 @@ def cut(program: Program, count: int) -> Program:
     activations = {unit._replace(chunk=c): own for unit, own in program.activations.items() for c in range(count)}
     workload = uniform(program.num_microbatches, count)
     return replace(program, ranks=tuple(ranks), workload=workload, activations=activations)
-
-
-def spread_heads(program: Program, costs: Costs) -> Program:
-    """Move the head to a stage of its own, replicated on every rank: microbatches take turns. Each head goes forward
-    and at once backward, at the place of its rank when the rest of the last stage would have begun its backward.
-    """
-    last = program.stages[-1]
-    rest, head = len(program.stages) - 1, len(program.stages)
-    recompute = tuple(run for run in last.recompute if last.pieces[-1] not in run)
-    stages = (
-        *program.stages[:-1],
-        replace(last, pieces=last.pieces[:-1], recompute=recompute),
-        Stage(last.pieces[-1:], "replicated"),
-    )
-    graph, starts = graph_of(program), scheduled(program, costs).start
-    orders: list[list[tuple[float, int, Op]]] = [[] for _ in program.ranks]  # with the time and, at one time, the turn
-    for task, op in enumerate(graph.ops):
-        orders[graph.ranks[task]].append((starts[task], 2 * task + 1, op))
-        if op.stage == rest and op.kind in "BI":
-            there = orders[op.microbatch % len(orders)]
-            there += [
-                (starts[task], 2 * task - 2 * graph.num_tasks + (kind == "B"), op._replace(kind=kind, stage=head))
-                for kind in "FB"
-            ]
-    ranks = tuple(tuple(op for _, _, op in sorted(order)) for order in orders)
-    return replace(program, stages=stages, ranks=ranks)
-
-
-def spreadable(program: Program) -> bool:
-    """Whether the head can be a stage of its own, replicated on every rank."""
-    return (
-        program.num_ranks > 1
-        and len(program.stages[-1].pieces) > 1
-        and not program.activations
-        and all(stage.placement == "resident" for stage in program.stages)
-    )
 
 
 def listed(program: Program, homes: Sequence[int], costs: Costs, limit: float) -> Program:

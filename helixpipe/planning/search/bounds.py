@@ -91,7 +91,8 @@ class Bounds:
         schedule = self.question.catalogue[setting.schedule]
         work = figures.least_work / p
         layers = (figures.forward + figures.backward + figures.again) / p
-        slowest = work if schedule.spread else max(work, layers + max(figures.ends))
+        spread = schedule.spread or self.question.vocabulary.over_pipeline
+        slowest = work if spread else max(work, layers + max(figures.ends))
         bubble = value(schedule.bubble, self._names(sizes, setting, figures)) or 0.0
         return m * slowest + max(bubble, 0.0) + figures.after / p
 

@@ -31,6 +31,7 @@ def sizes_flags(question: Question, sizes: ParallelSizes) -> list[str]:
         f"--pipeline-model-parallel-size {sizes.ranks}",
         *["--use-distributed-optimizer"] * sharing,
         *["--data-parallel-sharding-strategy optim_grads_params"] * sizes.parts,
+        *options_flags(question.vocabulary),
     ]
 
 

@@ -15,6 +15,7 @@ from helixpipe.planning.catalogue import Catalogue, Schedule
 from helixpipe.planning.memory.offload import OffloadOptions
 from helixpipe.planning.memory.recompute import RecomputeOptions
 from helixpipe.planning.order.chunk_lengths import CHUNK_COUNTS, short_chunks
+from helixpipe.planning.vocabulary.choice import VocabularyOptions
 from helixpipe.program.stages import even_stages
 from helixpipe.program.workload import Extent
 
@@ -108,7 +109,7 @@ class Question:
 
     offload: whether offloading of activations is tried if what fits recomputes. fp32_kv_gradients: as of `ModelCosts`.
     documents: tokens of each of a step's, if they are not all alike; sequences is then their number, and the model's
-    seq_length at least the longest.
+    seq_length at least the longest. vocabulary: where the head may be.
     """
 
     catalogue: Catalogue
@@ -125,6 +126,7 @@ class Question:
     offload: bool = True
     fp32_kv_gradients: bool = False
     documents: tuple[int, ...] = ()
+    vocabulary: VocabularyOptions = field(default_factory=VocabularyOptions)
 
     def costs(self, sizes: ParallelSizes, saving: Saving = Saving()) -> ModelCosts:
         """Return the costs. Raises UserError if the model cannot be divided so."""

@@ -80,6 +80,7 @@ class Trials:
             saving.offload_options,
             costs.host_memory,
             costs.sharded,
+            vocabulary=self.question.vocabulary,
         )
 
     def program(self, candidate: Candidate, microbatches: int | None = None) -> Program:

@@ -19,10 +19,13 @@ else:
     import tomli as tomllib
 
 ALIASES: Mapping[str, str] = MappingProxyType(
-    {"--checkpoint-without-attn": "--recompute-granularity without-attention"}
+    {
+        "--checkpoint-without-attn": "--recompute-granularity without-attention",
+        "--enable-vocab-parallel": "--pipeline-vocab-parallel auto",
+    }
 )
-"""Flags of papers' own code, besides those of the catalogue's entries -> the words that say the same here. This one is
-of HelixPipe's authors; those of Seq1F1B's are the flags' own names here."""
+"""Flags of papers' own code, besides those of the catalogue's entries -> the words that say the same here. They are of
+HelixPipe's authors and of those of Vocabulary Parallelism; those of Seq1F1B's are the flags' own names here."""
 
 
 class Reading(NamedTuple):

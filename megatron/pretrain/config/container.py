@@ -11,6 +11,7 @@ from helixpipe.planning.documents.tuning import PackingOptions
 from helixpipe.planning.memory.offload import OffloadOptions
 from helixpipe.planning.memory.recompute import RecomputeOptions
 from helixpipe.planning.order.chunk_options import ChunkOptions
+from helixpipe.planning.vocabulary.choice import VocabularyOptions
 from megatron.pretrain.config.checkpoint import CheckpointConfig
 from megatron.pretrain.config.data import DataConfig
 from megatron.pretrain.config.log import LoggingConfig
@@ -25,6 +26,7 @@ GROUPS: Mapping[str, tuple[str, type]] = {
     "packing": ("documents in chunks", PackingOptions),
     "recompute": ("recomputation", RecomputeOptions),
     "offload": ("offloading of activations", OffloadOptions),
+    "vocabulary": ("vocabulary over the pipeline", VocabularyOptions),
     "training": ("training", TrainingConfig),
     "data": ("data and tokenizer", DataConfig),
     "checkpoint": ("checkpoints", CheckpointConfig),
@@ -47,6 +49,7 @@ class Config:
     packing: PackingOptions = field(default_factory=PackingOptions)
     recompute: RecomputeOptions = field(default_factory=RecomputeOptions)
     offload: OffloadOptions = field(default_factory=OffloadOptions)
+    vocabulary: VocabularyOptions = field(default_factory=VocabularyOptions)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -152,6 +152,7 @@ def _question(config: Config, given: Mapping[str, str]) -> Question:
             config.recompute.granularity,
         ),
         fp32_kv_gradients=costs.fp32_kv_gradients,
+        vocabulary=config.vocabulary,
     )
 
 

@@ -124,6 +124,7 @@ def setup_of(config: Config, costs: ModelCosts | ProfileCosts) -> Setup:
         host_limit=host_limit(config),
         sharded=parallel.weight_parts,
         stage_layers=parallel.stage_layers,
+        vocabulary=config.vocabulary,
     )
 
 

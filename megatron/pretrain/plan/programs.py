@@ -13,6 +13,7 @@ from helixpipe.costs.profile_costs import ProfileCosts
 from helixpipe.lowering.validate import untrainable
 from helixpipe.planning.order.chunk_lengths import FEW_COUNTS, best_chunks, chunk_counts
 from helixpipe.planning.plan import Plan, Plans
+from helixpipe.planning.vocabulary.choice import head_place
 from helixpipe.program.files import naming
 from helixpipe.program.program import Program
 from helixpipe.program.workload import uniform
@@ -71,6 +72,17 @@ def make_program(config: Config, num_microbatches: int, costs: ModelCosts | Prof
         hardware = find_hardware(config.parallel.hardware)
         counts = chunk_counts(config.model.seq_length or 1, config.training.micro_batch_size or 1, hardware)
     return best_chunks(cut, costs, fits, counts)
+
+
+def with_one_head(config: Config, plans: Plans[int]) -> tuple[Config, Plans[int]]:
+    """Return the configuration with `--pipeline-vocab-parallel auto` decided, and its plans: what is best for a step of
+    the full batch is what every step of the run has, since it says where weights are.
+    """
+    if config.vocabulary.pipeline_vocab_parallel != "auto":
+        return config, plans
+    place = head_place(plans.program(full_batch(config)))
+    config = config.replace("vocabulary", pipeline_vocab_parallel=place)
+    return config, make_planner(config)
 
 
 def full_batch(config: Config) -> int:

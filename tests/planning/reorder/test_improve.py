@@ -19,7 +19,8 @@ from helixpipe.planning.reorder import improve as module
 from helixpipe.planning.reorder.anneal import anneal
 from helixpipe.planning.reorder.evaluate import Evaluator
 from helixpipe.planning.reorder.improve import Budget, Improved, improve
-from helixpipe.planning.reorder.starts import cut, joined, relatives, split, spread_heads
+from helixpipe.planning.reorder.starts import cut, joined, relatives, split
+from helixpipe.planning.vocabulary.spread import spread_heads
 from helixpipe.program.program import Op, Program, forward_only
 from helixpipe.program.stages import Piece
 from tests.planning.reorder.instances import COSTS, instance, simulated, small

@@ -1,0 +1,149 @@
+"""Where the head's work is done, `--pipeline-vocab-parallel`: on the last rank, or on every rank.
+
+With a vocabulary of 128k the head takes as long as several layers. On the last stage it holds up all ranks for every
+microbatch. Spread, every rank holds the head whole and runs it for the microbatches that fall to it in turn, which
+takes memory on every rank, two messages a microbatch, and more microbatches in flight, as gradients come back later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Literal
+
+from helixpipe.common.flags import option
+from helixpipe.lowering.lower import scheduled
+from helixpipe.planning.memory.early import makespan, peak_memory
+from helixpipe.planning.vocabulary.lanes import BACKWARDS, FORWARDS, HEADS, WEIGHTS, reordered
+from helixpipe.planning.vocabulary.spread import HEAD, spread_heads, spreadable
+from helixpipe.program.costs import Contents, Costs, Load, Work
+from helixpipe.program.program import Program
+from helixpipe.program.stages import LayerKinds, Piece
+
+AHEAD = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24)
+"""Units more in flight that are tried, for each stage of a rank."""
+
+PATIENCE = 3
+"""After so many of `AHEAD` that are no faster no more are tried."""
+
+PREFERENCES = ((HEADS, FORWARDS, BACKWARDS, WEIGHTS), (HEADS, BACKWARDS, FORWARDS, WEIGHTS))
+"""Preferences of a free rank that are tried."""
+
+
+@dataclass(frozen=True)
+class VocabularyOptions:
+    """The flag about the head's place."""
+
+    pipeline_vocab_parallel: Literal["ends", "spread", "auto"] = option(
+        "ends",
+        "The output layer and the loss: ends, on the last pipeline stage; spread, whole on every rank, each of which "
+        "runs it for some of the microbatches; auto, what is faster and fits. Schedules that spread the output layer "
+        "themselves stay as they are.",
+    )
+
+    @property
+    def over_pipeline(self) -> bool:
+        """Whether other ranks than the last may have a share of the head's work."""
+        return self.pipeline_vocab_parallel != "ends"
+
+
+@dataclass(frozen=True)
+class WithoutHead:
+    """Costs of a model whose head takes no time, and no memory but that of its weights on every rank: for the order of
+    all other pieces."""
+
+    costs: Costs
+
+    @property
+    def memory_unit(self) -> str:
+        return self.costs.memory_unit
+
+    def layer_kinds(self, layers: int) -> tuple[LayerKinds, ...]:
+        return self.costs.layer_kinds(layers)
+
+    def op_time(self, work: Work) -> float:
+        pieces = tuple(piece for piece in work.pieces if piece != HEAD)
+        return self.costs.op_time(work._replace(pieces=pieces)) if pieces else 0.0
+
+    def transfer_time(self, load: Load) -> float:
+        return self.costs.transfer_time(load)
+
+    def handling_time(self, load: Load, sends: bool) -> float:
+        return self.costs.handling_time(load, sends)
+
+    def size(self, contents: Contents) -> float:
+        segments = tuple(
+            each._replace(pieces=tuple(piece for piece in each.pieces if piece != HEAD)) for each in contents.segments
+        )
+        return self.costs.size(contents._replace(segments=tuple(each for each in segments if each.pieces)))
+
+    def static_memory(self, pieces: Sequence[Piece]) -> float:
+        return self.costs.static_memory(_with_head(pieces))
+
+    def static_host_memory(self, pieces: Sequence[Piece]) -> float:
+        return self.costs.static_host_memory(_with_head(pieces))
+
+
+def _with_head(pieces: Sequence[Piece]) -> list[Piece]:
+    return [*(piece for piece in pieces if piece != HEAD), HEAD]
+
+
+def over_pipeline(build: Callable[[Costs | None], Program], mode: str, costs: Costs, limit: float | None) -> Program:
+    """Return a schedule's program with its head where `mode` says.
+
+    build: the schedule's program found with these costs; None: with those of its shape. limit: the memory of a rank, in
+    the costs' unit; None: none. Within it, the fastest program of those tried; where none fits, the one that needs
+    least. auto: the schedule's own where that fits and no other is faster.
+    """
+    ends = build(None)
+    if mode == "ends" or not spreadable(ends):
+        return ends
+    found = list(_spread(build, costs, limit))
+    best = min(found, key=lambda program: _rating(program, costs, limit))
+    if mode == "auto":
+        best = min((ends, best), key=lambda program: _rating(program, costs, limit))
+    return best
+
+
+def head_place(program: Program) -> Literal["ends", "spread"]:
+    """Return the value of the flag that the program is an example of."""
+    return "spread" if program.stages[-1].placement == "replicated" else "ends"
+
+
+def _rating(program: Program, costs: Costs, limit: float | None) -> tuple[float, float]:
+    """Return how far the program exceeds the memory, and how long it takes."""
+    excess = 0.0 if limit is None else max(0.0, max(peak_memory(program, costs)) - limit * (1 + 1e-9))
+    return excess, float(f"{makespan(program, costs):.9g}")
+
+
+def _spread(build: Callable[[Costs | None], Program], costs: Costs, limit: float | None) -> Iterator[Program]:
+    """Yield programs with a head on every rank: one for each way to go about it, the fastest that fits."""
+    given = build(WithoutHead(costs))
+    halves = any(op.kind == "I" for ops in given.ranks for op in ops)
+    for split in (False, True)[: 1 + halves]:
+        program = spread_heads(given, costs, split)
+        yield program
+        for prefer in PREFERENCES:
+            yield from _ahead(program, costs, prefer, limit)
+
+
+def _ahead(program: Program, costs: Costs, prefer: Sequence[str], limit: float | None) -> Iterator[Program]:
+    """Yield the fastest order within the limit of those with more units in flight."""
+    head = len(program.stages) - 1
+    own = max(len({op.stage for op in ops} - {head}) for ops in program.ranks)
+    units = sum(map(len, program.workload.microbatches))
+    best, fastest, later = None, inf, 0
+    for ahead in AHEAD:
+        if ahead > units or later >= PATIENCE:
+            break
+        order = reordered(program, costs, head, prefer, ahead * own)
+        time = scheduled(order, costs).makespan
+        if time >= fastest * (1 - 1e-9):
+            later += 1
+            continue
+        if limit is not None and best is not None and max(peak_memory(order, costs)) > limit:
+            break
+        best, fastest, later = order, time, 0
+    if best is not None:
+        yield best

@@ -1,0 +1,84 @@
+"""A head of its own on every rank: microbatches take turns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from helixpipe.lowering.bound import BoundCosts
+from helixpipe.lowering.build import graph_of
+from helixpipe.lowering.lower import scheduled
+from helixpipe.program.costs import Costs
+from helixpipe.program.program import Op, Program, Unit
+from helixpipe.program.stages import Activations, Piece, Stage
+
+HEAD = Piece("head")
+
+
+def spreadable(program: Program) -> bool:
+    """Return whether the head can be a stage of its own, replicated on every rank: no weights travel, and it is not on
+    every rank already.
+    """
+    return (
+        program.num_ranks > 1
+        and not program.forward_only
+        and all(stage.owner is None for stage in program.stages)
+        and (len(program.stages[-1].pieces) > 1 or program.stages[-1].placement == "resident")
+    )
+
+
+def spread_heads(program: Program, costs: Costs, split: bool = False) -> Program:
+    """Move the head to a stage of its own, replicated on every rank, each of which gets as much of its work as any.
+
+    Each head goes forward and at once backward, at the place of its rank when the rest of the last stage would have
+    begun its backward. split: where the last stage's backward is split, so is the head's.
+    """
+    last = program.stages[-1]
+    alone = len(last.pieces) == 1
+    rest = len(program.stages) - 1
+    head = rest if alone else rest + 1
+    stages = (*program.stages[:rest], *(() if alone else (_headless(last),)), Stage((HEAD,), "replicated"))
+    graph, starts = graph_of(program), scheduled(program, costs).start
+    homes = _homes(replace(program, stages=stages), rest, costs)
+    orders: list[list[tuple[float, int, Op]]] = [[] for _ in program.ranks]  # with the time and, at one time, the turn
+    for task, op in enumerate(graph.ops):
+        if op.stage != rest or not alone:
+            orders[graph.ranks[task]].append((starts[task], 4 * task + 3, op))
+        if op.stage == rest and op.kind in "BI":
+            kinds = "FIW" if split and op.kind == "I" else "FB"
+            # Before all that starts at the same time, and in this order.
+            orders[homes[op.unit]] += [
+                (starts[task], 4 * (task - graph.num_tasks) + place, op._replace(kind=kind, stage=head))
+                for place, kind in enumerate(kinds)
+            ]
+    ranks = tuple(tuple(op for _, _, op in sorted(order)) for order in orders)
+    activations = {unit: own for unit, own in program.activations.items() if unit.stage != rest}
+    if not alone:
+        activations |= {unit: _without(own) for unit, own in program.activations.items() if unit.stage == rest}
+    return replace(program, stages=stages, ranks=ranks, activations=activations)
+
+
+def _homes(program: Program, rest: int, costs: Costs) -> Mapping[Unit, int]:
+    """Return the rank on which the head of each unit of stage `rest` runs: in turn the one that has the least work of
+    heads so far. program: its last stage is the head.
+    """
+    bound, work = BoundCosts(program, costs), [0.0] * program.num_ranks
+    given, homes = [0] * program.num_ranks, {}
+    for place in program.workload.units():
+        rank = min(range(program.num_ranks), key=lambda each: (work[each], given[each]))
+        work[rank] += bound.op_time(Op("F", len(program.stages) - 1, *place))
+        given[rank] += 1
+        homes[Unit(rest, *place)] = rank
+    return homes
+
+
+def _headless(stage: Stage) -> Stage:
+    own = _without(stage.activations)
+    return replace(stage, pieces=stage.pieces[:-1], recompute=own.recompute)
+
+
+def _without(own: Activations) -> Activations:
+    """Return what is done with the activations of all pieces but the head."""
+    recompute = tuple(run for run in own.recompute if HEAD not in run)
+    offload = tuple((run, share) for run, share in own.offload if HEAD not in run)
+    return replace(own, recompute=recompute, offload=offload)

@@ -1,0 +1,180 @@
+"""The head over the pipeline: programs with a share of its work on every rank, and their orders."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helixpipe.costs.by_hand import PieceTimes
+from helixpipe.costs.hardware import find_hardware
+from helixpipe.costs.model_costs import ModelCosts
+from helixpipe.costs.models import MODELS, Layout
+from helixpipe.lowering.validate import validate
+from helixpipe.planning.memory.early import busy, makespan, peak_memory
+from helixpipe.planning.vocabulary.choice import HEAD, VocabularyOptions, WithoutHead, head_place
+from helixpipe.planning.vocabulary.lanes import BACKWARDS, FORWARDS, HEADS, WEIGHTS, reordered
+from helixpipe.planning.vocabulary.spread import spread_heads, spreadable
+from helixpipe.program.costs import Work
+from helixpipe.program.program import Op, Program
+from helixpipe.program.stages import Piece
+from helixpipe.program.workload import Extent
+from schedules import CATALOGUE, Shape, build
+
+TIMES = {"qkv": 1.0, "attn": 2.0, "mlp": 3.0, "head": 4.0}
+MODES = ("ends", "spread", "auto")
+SCHEDULES = [name for name, each in CATALOGUE.items() if not each.spread and not each.one_rank]
+"""Those that leave the head on the last rank; chimera has it on two."""
+
+
+def with_heads(mode: str, shape: Shape, name: str = "1f1b") -> Program:
+    return build(name, replace(shape, vocabulary=VocabularyOptions(cast(Any, mode))))
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> tuple[str, Shape]:
+    """A schedule with as many microbatches as it takes, chunks where it has them, and any times."""
+    name = draw(st.sampled_from([*SCHEDULES, "chimera"]))
+    schedule, ranks = CATALOGUE[name], draw(st.sampled_from((2, 3, 4)))
+    ranks = 2 * (ranks // 2) if name == "chimera" else ranks
+    microbatches = draw(st.integers(1, 6))
+    microbatches *= ranks if name == "interleaved-1f1b" else 2 if name == "chimera" else 1
+    virtual = 2 if schedule.virtual_stages else None
+    chunks = draw(st.integers(1, 3)) if schedule.chunks else 1
+    times = {kind: draw(st.sampled_from((0.0, 0.5, 1.0, 3.0))) for kind in ("qkv", "attn", "mlp")}
+    times["head"] = draw(st.sampled_from((0.0, 1.0, 8.0, 40.0)))
+    costs = PieceTimes(times if any(times.values()) else TIMES, message=draw(st.sampled_from((0.0, 0.3, 5.0))))
+    return name, Shape(ranks, microbatches, 4 * ranks, chunks, virtual, costs=costs)
+
+
+@settings(max_examples=40)
+@given(shapes())
+def test_every_schedule_has_a_valid_program_with_heads_on_all_ranks(given: tuple[str, Shape]) -> None:
+    name, shape = given
+    assert shape.costs is not None
+    programs = {mode: with_heads(mode, shape, name) for mode in MODES}
+    spread, auto, ends = programs["spread"], programs["auto"], programs["ends"]
+    validate(spread)
+    assert spread.stages[-1].pieces == (HEAD,) and spread.stages[-1].placement == "replicated"
+    head = len(spread.stages) - 1
+    counts = [sum(op.kind == "F" and op.stage == head for op in ops) for ops in spread.ranks]
+    assert max(counts) - min(counts) <= (1 if shape.chunks == 1 else sum(counts))
+    assert makespan(auto, shape.costs) <= min(makespan(each, shape.costs) for each in programs.values()) * (1 + 1e-9)
+    assert sum(busy(spread, shape.costs)) <= sum(busy(ends, shape.costs)) * (1 + 1e-9)
+
+
+@settings(max_examples=40)
+@given(shapes(), st.integers(0, 4), st.permutations((HEADS, FORWARDS, BACKWARDS, WEIGHTS)))
+def test_lanes_keep_their_order(given: tuple[str, Shape], ahead: int, prefer: list[str]) -> None:
+    """And a forward has all backwards before it that it had, but for those it may be ahead of."""
+    name, shape = given
+    assert shape.costs is not None
+    before = spread_heads(build(name, shape), shape.costs)
+    head = len(before.stages) - 1
+    after = reordered(before, shape.costs, head, prefer, ahead)
+    validate(after)
+    for was, now in zip(before.ranks, after.ranks, strict=True):
+        for kinds in ("F", "BIR", "W"):
+            kept = [[op for op in ops if op.stage != head and op.kind in kinds] for ops in (was, now)]
+            assert kept[0] == kept[1]
+        assert [op for op in was if op.stage == head] == [op for op in now if op.stage == head]
+        for kinds in ("BIR", "W"):
+            had, has = backwards_before(was, head, kinds), backwards_before(now, head, kinds)
+            assert all(has[op] >= count - ahead for op, count in had.items())
+
+
+def backwards_before(ops: tuple[Op, ...], head: int, kinds: str) -> dict[Op, int]:
+    """Of each forward, how many ops of these kinds come before it."""
+    counts, done = {}, 0
+    for op in ops:
+        if op.stage == head:
+            continue
+        if op.kind == "F":
+            counts[op] = done
+        done += op.kind in kinds
+    return counts
+
+
+def test_more_in_flight_hides_the_way_to_the_head() -> None:
+    """With as many ahead as it takes a rank waits for the first and last microbatches alone."""
+    shape = Shape(4, 16, 4, costs=PieceTimes(TIMES))
+    assert shape.costs is not None
+    spread = spread_heads(build("1f1b", shape), shape.costs)
+    head = len(spread.stages) - 1
+    times = [
+        makespan(reordered(spread, shape.costs, head, (HEADS, FORWARDS, BACKWARDS, WEIGHTS), ahead), shape.costs)
+        for ahead in (0, 1, 2, 4)
+    ]
+    assert times == sorted(times, reverse=True) and times[-1] < 0.8 * times[0]
+
+
+def test_heads_are_shared_out_by_their_work() -> None:
+    """Of chunks that differ, too: a rank with a long one gets fewer."""
+    lengths = (8192, 4096)
+    costs = ModelCosts(MODELS["llama2-7b"], find_hardware("h100"), Layout(), sum(lengths))
+    spread = with_heads("spread", Shape(2, 4, 2, 2, chunk_lengths=lengths, costs=costs), "seq1f1b")
+    head = len(spread.stages) - 1
+    tokens = [sum(lengths[op.chunk] for op in ops if op.kind == "F" and op.stage == head) for ops in spread.ranks]
+    assert max(tokens) - min(tokens) <= min(lengths)
+
+
+@pytest.mark.parametrize("kind", ["F", "B", "I", "W"])
+def test_costs_without_the_head(kind: str) -> None:
+    costs = ModelCosts(MODELS["llama3-8b"], find_hardware("h100"), Layout(), 8192)
+    pieces, head = (Piece("mlp", 0),), (Piece("mlp", 0), HEAD)
+    extents = (Extent(8192, 0),)
+    assert WithoutHead(costs).op_time(Work(kind, head, extents, 8192.0)) == costs.op_time(
+        Work(kind, pieces, extents, 8192.0)
+    )
+    assert WithoutHead(costs).op_time(Work(kind, (HEAD,), extents, 8192.0)) == 0.0
+    assert WithoutHead(costs).static_memory(pieces) == costs.static_memory(head)
+
+
+def llama(limit: float | None = None) -> Shape:
+    """Llama 3 8B, whose head is worth nearly eight layers, on eight GPUs."""
+    costs = ModelCosts(MODELS["llama3-8b"], find_hardware("h100"), Layout(), 8192)
+    return Shape(8, 32, 32, costs=costs, memory_limit=limit)
+
+
+def test_a_vocabulary_of_128k_no_longer_idles_a_pipeline() -> None:
+    shape = llama()
+    assert shape.costs is not None
+    times = {mode: makespan(with_heads(mode, shape), shape.costs) for mode in MODES}
+    assert times["spread"] == times["auto"] < 0.72 * times["ends"]
+    zbv = makespan(with_heads("spread", shape, "zbv"), shape.costs)
+    assert zbv < 3.75
+
+
+@pytest.mark.parametrize("gib", [77, 86, 96])
+def test_auto_keeps_to_the_memory(gib: int) -> None:
+    """Copies of the head and microbatches in flight take memory: where there is none the head stays where it was."""
+    limit = gib * 2.0**30
+    shape = llama(limit)
+    assert shape.costs is not None
+    program = with_heads("auto", shape)
+    assert max(peak_memory(program, shape.costs)) <= limit
+    assert head_place(program) == ("ends" if gib == 77 else "spread")
+    roomier = with_heads("auto", llama(2 * limit))
+    assert makespan(roomier, shape.costs) <= makespan(program, shape.costs)
+
+
+def test_what_stays_as_it_is() -> None:
+    """One rank; a head on all ranks already; forwards alone; weights that travel."""
+    times = PieceTimes(TIMES)
+    assert not spreadable(with_heads("ends", Shape(1, 2, 2, costs=times), "none"))
+    for name in ("helix", "weipipe"):
+        shape = Shape(2, 4, 4, costs=times)
+        assert with_heads("spread", shape, name) == with_heads("ends", shape, name)
+    assert not spreadable(replace(build("1f1b", Shape(2, 2, 2)), forward_only=True))
+
+
+def test_a_last_stage_that_is_the_head_alone() -> None:
+    """Its rank has heads alone, as every other has beside its layers."""
+    shape = Shape(3, 4, 4, costs=PieceTimes(TIMES), stage_layers=(2, 2, 0))
+    spread = with_heads("spread", shape)
+    validate(spread)
+    assert len(spread.stages) == 3 and {op.stage for op in spread.ranks[2]} == {2}
+    assert {op.stage for op in spread.ranks[0]} == {0, 2}
