@@ -53,6 +53,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             "benchmarks.infinipipe", "InfiniPipe's published setups, simulated, into docs/infinipipe.md"
         ),
         "choosing": Benchmark("benchmarks.choosing", "the table of docs/choosing.md, simulated"),
+        "vocabulary": Benchmark("benchmarks.vocabulary", "a head on all ranks, simulated (docs/vocabulary.md)"),
         "search": Benchmark(
             "benchmarks.search", "what a search over orders gains, simulated (docs/schedule_search.md)"
         ),

@@ -23,6 +23,7 @@ from helixpipe.lowering.lower import lower
 from helixpipe.planning.memory.offload import OffloadOptions
 from helixpipe.planning.memory.recompute import RecomputeOptions
 from helixpipe.planning.setup import Setup
+from helixpipe.planning.vocabulary.choice import VocabularyOptions
 from helixpipe.program.program import Program
 from helixpipe.simulate.simulator import simulate
 from schedules import CATALOGUE
@@ -78,6 +79,7 @@ class Setting:
     virtual_stages: int | None = None
     chunk_lengths: tuple[int, ...] | None = None
     offload: str = "off"
+    vocabulary: Literal["ends", "spread", "auto"] = "ends"
 
     def program(self, plan: ModelOnCluster, limited: bool = True, **step: Any) -> Program:
         """limited: whether the schedule knows how much memory there is. step: more for `Setup.shape`. Raises
@@ -91,6 +93,7 @@ class Setting:
             plan.limit if limited else None,
             OffloadOptions(self.offload),
             plan.costs.host_memory,
+            vocabulary=VocabularyOptions(self.vocabulary),
         )
         size = {"microbatches": plan.microbatches, "chunks": self.chunks, "chunk_lengths": self.chunk_lengths, **step}
         return CATALOGUE.build(self.schedule, setup.shape(**size), self.options)

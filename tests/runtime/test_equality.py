@@ -56,12 +56,13 @@ SIZES = ("mlp_chunk", "loss_chunk", "memory_limit")
 def kinds(case: Case) -> Iterator[tuple[object, ...]]:
     """What `make test` has a case of at least: each schedule in each style and with fewer microbatches than ranks; each
     style with tensor parallelism and tied weights; copies and late messages beside chunks; context parallelism over
-    documents, with recomputation and without; layers that are unlike over a context and in blocks; and every other
-    setting."""
+    documents, with recomputation and without; heads on all ranks, tied and not, with fewer microbatches than ranks;
+    layers that are unlike over a context and in blocks; and every other setting."""
     yield case.schedule, case.style
     yield case.schedule, case.m < case.pp
     yield case.style, case.tp, case.tied
     yield "copies", case.offload is not None, bool(case.lengths), case.late
+    yield "heads", case.vocabulary, case.tied, case.m < case.pp
     yield "layers", case.style == "mixed", case.blocks, case.cp_comm_type if case.cp > 1 else ""
     yield "context", case.cp, case.documents is not None, case.recompute.granularity is None
     for each in fields(case):

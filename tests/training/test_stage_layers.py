@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from helixpipe.common.errors import UserError
+from helixpipe.planning.vocabulary.choice import head_place
 from helixpipe.program.stages import layers_of
 from megatron.pretrain.arguments import parse_and_plan, parse_args
 from tests.training.helpers import BASE
@@ -110,3 +111,13 @@ def test_groups_of_interleaved_microbatches() -> None:
             expected += [(stage, first + i) for stage in (3, 7) for i in range(group)]
             first += group
         assert forwards == expected
+
+
+@pytest.mark.parametrize(("vocabulary", "place"), [(500_000, "spread"), (100, "ends")])
+def test_one_place_of_the_head_for_all_steps(vocabulary: int, place: str) -> None:
+    """Which the step of the full batch decides, whatever other sizes would rather have."""
+    flags = f"--num-layers 4 --vocab-size {vocabulary} --tokenizer-type NullTokenizer"
+    asked = [*words(flags), "--rampup-batch-size", "4", "4", "40", "--enable-vocab-parallel"]
+    config, plans = parse_and_plan(asked, environ={"WORLD_SIZE": "4"})
+    assert config.vocabulary.pipeline_vocab_parallel == place
+    assert {head_place(plans.program(size)) for size in (4, 8, 16)} == {place}
