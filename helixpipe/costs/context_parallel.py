@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from math import lcm
 
-from helixpipe.costs.sizes import ChunkSizes, OpKernels
+from helixpipe.costs.sizes import ChunkSizes, Kernel, OpKernels
 
 
 def copies_of_groups(sizes: ChunkSizes) -> float:
@@ -53,8 +53,8 @@ def exchange(kernels: OpKernels, flops: float) -> None:
             kernels.add("all-to-all", 0.0, moved * (sizes.cp - 1) / sizes.cp)
     elif sizes.layout.rings:
         messages = sizes.cp - 1 if kernels.op == "F" else 2 * sizes.cp - 1
-        hidden = flops * (sizes.cp - 1) / sizes.cp
-        kernels.add("ring", 0.0, messages * block(sizes), behind=hidden)
+        rounds = Kernel("attention", flops * (sizes.cp - 1) / sizes.cp, 0.0)
+        kernels.add("ring", 0.0, messages * block(sizes), behind=(rounds,))
 
 
 def block(sizes: ChunkSizes) -> float:

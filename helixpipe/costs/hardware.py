@@ -96,6 +96,9 @@ class Hardware:
     ramp_tokens: float = 128
     """Rows whose time a matrix product loses while it fills the GPU and runs empty: n rows take as long as n + this
     many would at the full share. One tile of the usual kernels; it gives most of what those chunks lose."""
+    interference: float = 0.1
+    """Share of its own time by which a collective slows down the kernels it runs beside, of whose multiprocessors and
+    memory bandwidth it takes a part. An assumption, as the efficiencies are."""
     duplex: float = 0.7
     """What of two directions' bandwidth is left to both together when both are in use: of an A100's 2 x 25.5 GB/s, 24
     out of the device and 12.5 into it (NVIDIA/nvbandwidth, issue 11). Taken to be the same on other hosts."""

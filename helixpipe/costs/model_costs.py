@@ -2,8 +2,10 @@
 
 An op takes the sum of its kernels' times; a kernel takes the longer of its arithmetic and its memory traffic, each at
 the share of the peak that `Efficiency` assumes. Collectives over tensor-parallel and context-parallel ranks go over
-NVLink, over the network too where a node has fewer GPUs, and are not overlapped with anything but a ring's with the
-attention of its rounds; launching kernels costs nothing but `op_overhead`. A message takes a latency and its bytes over
+NVLink, over the network too where a node has fewer GPUs. What runs beside other kernels of its op (`Kernel.behind`: a
+ring beside the attention of its rounds, in the backward the collectives of a column-parallel layer beside its products)
+costs what it takes longer than they do, and no less than what it slows them down (`Hardware.interference`); all else
+has the op to itself. Launching kernels costs nothing but `op_overhead`. A message takes a latency and its bytes over
 NVLink within a node, or over this GPU's share of the node's network; a copy to the host takes one and its bytes over
 this GPU's share of the host link.
 
@@ -253,13 +255,11 @@ class ModelCosts(CountsBytes):
 
     def _kernel_time(self, kernel: Kernel) -> float:
         hardware, efficiency = self.hardware, self.hardware.efficiency
-        if kernel.kind == "network":
-            return hardware.latency + kernel.bytes / hardware.ring_bandwidth(self.layout.tensor_parallel)
-        if kernel.kind == "all-to-all":
-            return hardware.latency + self._all_to_all_time(kernel.bytes)
-        if kernel.kind == "ring":
-            covered = kernel.behind / (hardware.flops * self._attention_share)
-            return max(hardware.latency + kernel.bytes / self._context_ring_bandwidth() - covered, 0.0)
+        if kernel.kind in ("network", "all-to-all", "ring"):
+            alone = hardware.latency + self._sending_time(kernel)
+            if not kernel.behind:
+                return alone
+            return max(alone - sum(map(self._kernel_time, kernel.behind)), hardware.interference * alone)
         memory = kernel.bytes / (hardware.memory_bandwidth * efficiency.memory)
         if kernel.kind == "memory":
             return memory
@@ -267,6 +267,14 @@ class ModelCosts(CountsBytes):
             return max(memory, kernel.flops / (hardware.flops * self._attention_share))
         ramp = 1 + hardware.ramp_tokens / kernel.rows if kernel.rows else 1.0
         return max(memory, kernel.flops * ramp / (hardware.flops * efficiency.matmul))
+
+    def _sending_time(self, kernel: Kernel) -> float:
+        """Of the bytes of a collective over tensor-parallel or context-parallel ranks."""
+        if kernel.kind == "network":
+            return kernel.bytes / self.hardware.ring_bandwidth(self.layout.tensor_parallel)
+        if kernel.kind == "ring":
+            return kernel.bytes / self._context_ring_bandwidth()
+        return self._all_to_all_time(kernel.bytes)
 
     @cached_property
     def _attention_share(self) -> float:

@@ -129,7 +129,7 @@ class Embed(PieceKind):
             weights = (sizes.vocab + model.position_rows(sizes.tp)) * model.hidden
             kernels.move_elements(2 * hidden + 2 * weights)
             kernels.move(weights * 2 * GRADIENT_BYTES)
-        kernels.exchange(forward="scatter", backward="gather")
+        kernels.scatter_output()
 
     def workspace(self, sizes: ChunkSizes) -> float:
         return 2 * sizes.tokens * sizes.model.hidden * sizes.element
@@ -190,8 +190,9 @@ class Qkv(PieceKind):
 
     def work(self, kernels: OpKernels) -> None:
         sizes, model = kernels.sizes, kernels.sizes.model
-        kernels.exchange(forward="gather", backward="scatter", again=True)
-        kernels.multiply(self.linears(sizes))
+        (linear,) = self.linears(sizes)
+        kernels.gather_input(linear)
+        kernels.multiply((linear,))
         rotated = sizes.tokens * (sizes.query + sizes.kv)
         # Four products, two sums, one concatenation; eager in float32, with casts.
         passes = {"F": 24, "I": 28, "W": 0}[kernels.op] if sizes.layout.eager else 9
@@ -302,7 +303,7 @@ class Proj(PieceKind):
 
 def _leave(kernels: OpKernels) -> None:
     """After a row-parallel layer: its sum over ranks, bias and residual."""
-    kernels.exchange(forward="scatter", backward="gather")
+    kernels.scatter_output()
     if kernels.op == "F":
         kernels.move_elements((5 if kernels.sizes.model.bias else 3) * kernels.sizes.rows * kernels.sizes.model.hidden)
 
@@ -334,11 +335,11 @@ class Mlp(PieceKind):
         return 0.0 if sizes.layout.mlp_chunk else super().deferred(sizes)
 
     def work(self, kernels: OpKernels) -> None:
-        sizes, op, (_, second) = kernels.sizes, kernels.op, self.linears(kernels.sizes)
+        sizes, op, (first, second) = kernels.sizes, kernels.op, self.linears(kernels.sizes)
         if sizes.layout.mlp_chunk and op == "W":
             return
         kernels.normalize()
-        kernels.exchange(forward="gather", backward="scatter", again=True)
+        kernels.gather_input(first, beside=not sizes.layout.mlp_chunk)
         for tokens in sizes.layout.mlp_slices(sizes.length):
             tokens *= sizes.layout.micro_batch_size
             if sizes.layout.mlp_chunk and op == "I":
@@ -398,11 +399,12 @@ class Head(PieceKind):
         kernels.normalize()
         if sliced and op == "F" and not kernels.alone:
             return
-        kernels.exchange(forward="gather", backward="scatter", again=True)
+        (linear,) = self.linears(sizes)
+        kernels.gather_input(linear, beside=not sliced)
         for tokens in sizes.layout.loss_slices(sizes.length):
             tokens *= sizes.layout.micro_batch_size
             for part in "FIW" if sliced and op == "I" else op:
-                kernels.multiply(self.linears(sizes), tokens, part)
+                kernels.multiply((linear,), tokens, part)
                 kernels.move(tokens * sizes.vocab * self._loss_bytes(sizes, part))
 
     def _loss_bytes(self, sizes: ChunkSizes, op: str) -> float:
@@ -457,7 +459,7 @@ def work(model: ModelShape, layout: Layout, piece: str, op: str, chunk: Chunk, a
     backward follows an F."""
     sizes, found = ChunkSizes(model, layout, chunk), list[Kernel]()
     for part in {"B": "IW", "R": "F"}.get(op, op):
-        kernels = OpKernels(sizes, part, alone)
+        kernels = OpKernels(sizes, part, alone, joined=op == "B")
         KINDS[piece].work(kernels)
         found += kernels.list
     return found

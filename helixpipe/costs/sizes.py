@@ -52,31 +52,32 @@ class ChunkSizes:
 class Kernel(NamedTuple):
     """Work of one kind: `matmul`, `attention`, `memory`, or `network` between tensor-parallel ranks; between
     context-parallel ranks `all-to-all` or `ring`. bytes: of device memory read and written; for the last three, those
-    that one rank sends. behind: of a ring, the FLOPs of the attention that it may take as long as at no cost. rows: of
-    a product, the tokens it multiplies."""
+    that one rank sends. behind: of these, the kernels of the same op that run at the same time, whose own times are
+    counted where they are. rows: of a product, the tokens it multiplies."""
 
     kind: str
     flops: float
     bytes: float
-    behind: float = 0.0
+    behind: tuple[Kernel, ...] = ()
     rows: float = 0.0
 
 
 class OpKernels:
-    """Collects the kernels of an op, F, I or W, on a chunk. alone: whether no backward follows an F."""
+    """Collects the kernels of an op, F, I or W, on a chunk. alone: whether no backward follows an F. joined: whether
+    each layer's W follows its I at once, in a B."""
 
-    def __init__(self, sizes: ChunkSizes, op: str, alone: bool = False):
-        self.sizes, self.op, self.alone = sizes, op, alone
+    def __init__(self, sizes: ChunkSizes, op: str, alone: bool = False, joined: bool = False):
+        self.sizes, self.op, self.alone, self.joined = sizes, op, alone, joined
         self.list: list[Kernel] = []
 
     def in_window(self) -> OpKernels:
         """The same list for a chunk whose attention sees the model's window alone."""
-        made = OpKernels(self.sizes.in_window(), self.op, self.alone)
+        made = OpKernels(self.sizes.in_window(), self.op, self.alone, self.joined)
         made.list = self.list
         return made
 
-    def add(self, kind: str, flops: float, moved: float, behind: float = 0.0, rows: float = 0.0) -> None:
-        self.list.append(Kernel(kind, flops, moved, behind, rows))
+    def add(self, kind: str, flops: float, moved: float, behind: tuple[Kernel, ...] = ()) -> None:
+        self.list.append(Kernel(kind, flops, moved, behind))
 
     def move(self, count: float) -> None:
         """Read or write that many bytes of device memory."""
@@ -94,26 +95,41 @@ class OpKernels:
 
     def multiply(self, linears: Iterable[Linear], tokens: float | None = None, op: str | None = None) -> None:
         """Linear layers. tokens, op: all of the chunk and the one asked for, if not given."""
+        self.list += [self._product(linear, tokens, op or self.op) for linear in linears]
+
+    def _product(self, linear: Linear, tokens: float | None, op: str) -> Kernel:
+        """The matrix product of a linear layer. tokens: all of the chunk, if not given."""
         tokens = self.sizes.tokens if tokens is None else tokens
-        for inputs, outputs in linears:
-            weight_bytes = 2 * GRADIENT_BYTES if (op or self.op) == "W" else self.sizes.element
-            moved = tokens * (inputs + outputs) * self.sizes.element + inputs * outputs * weight_bytes
-            self.add("matmul", 2 * tokens * inputs * outputs, moved, rows=tokens)
+        inputs, outputs = linear
+        weight_bytes = 2 * GRADIENT_BYTES if op == "W" else self.sizes.element
+        moved = tokens * (inputs + outputs) * self.sizes.element + inputs * outputs * weight_bytes
+        return Kernel("matmul", 2 * tokens * inputs * outputs, moved, rows=tokens)
 
-    def exchange(self, forward: str, backward: str, again: bool = False) -> None:
-        """Collectives of a hidden state over the tensor-parallel ranks, at a linear layer or the embedding.
+    def gather_input(self, layer: Linear, beside: bool = True) -> None:
+        """Collectives of the hidden state that a column-parallel linear layer multiplies; those of its gradient in I.
 
-        With sequence parallelism parts are gathered or sums scattered; I gathers a column-parallel layer's input
-        `again`, for W, which has no collective of its own. Without, `scatter` is an all-reduce (twice the bytes) and
-        what would be gathered is there already.
+        I gathers the input again, for W, which has no collective of its own. beside: the layer is computed whole, and
+        its backward runs this collective beside the input gradient's product, and where W follows at once the sum of
+        input gradients beside the weight gradient's (`helixpipe/model/linear.py`, and megatron-core alike).
         """
+        if self.op == "F":
+            self._collective("gather")
+        elif self.op == "I":
+            self._collective("gather", (self._product(layer, None, "I"),) if beside else ())
+            self._collective("scatter", (self._product(layer, None, "W"),) if beside and self.joined else ())
+
+    def scatter_output(self) -> None:
+        """Collectives of the hidden state that a row-parallel linear layer, or the embedding, gives; those of its
+        gradient in I."""
+        if self.op != "W":
+            self._collective("scatter" if self.op == "F" else "gather")
+
+    def _collective(self, which: str, behind: tuple[Kernel, ...] = ()) -> None:
+        """Of a hidden state over the tensor-parallel ranks. With sequence parallelism parts are gathered or sums
+        scattered; without, `scatter` is an all-reduce (twice the bytes) and what would be gathered is there already."""
         sizes = self.sizes
-        if sizes.tp == 1 or self.op == "W":
-            return
         split = sizes.layout.sequence_parallel
+        if sizes.tp == 1 or (which == "gather" and not split):
+            return
         part = sizes.tokens * sizes.model.hidden * sizes.element * (sizes.tp - 1) / sizes.tp
-        for which in (forward,) if self.op == "F" else (backward, "gather" if again else ""):
-            if which == "scatter":
-                self.add("network", 0.0, part if split else 2 * part)
-            elif which == "gather" and split:
-                self.add("network", 0.0, part)
+        self.add("network", 0.0, part if split else 2 * part, behind)
