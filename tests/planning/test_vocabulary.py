@@ -15,8 +15,8 @@ from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import MODELS, Layout
 from helixpipe.lowering.validate import validate
 from helixpipe.planning.memory.early import busy, makespan, peak_memory
-from helixpipe.planning.vocabulary.choice import HEAD, VocabularyOptions, WithoutHead, head_place
-from helixpipe.planning.vocabulary.lanes import BACKWARDS, FORWARDS, HEADS, WEIGHTS, reordered
+from helixpipe.planning.vocabulary.choice import HEAD, PREFERENCES, VocabularyOptions, WithoutHead, head_place
+from helixpipe.planning.vocabulary.lanes import BACKWARDS, FORWARDS, HEAD_BACKWARDS, HEADS, WEIGHTS, reordered
 from helixpipe.planning.vocabulary.spread import spread_heads, spreadable
 from helixpipe.program.costs import Work
 from helixpipe.program.program import Op, Program
@@ -67,20 +67,20 @@ def test_every_schedule_has_a_valid_program_with_heads_on_all_ranks(given: tuple
 
 
 @settings(max_examples=40)
-@given(shapes(), st.integers(0, 4), st.permutations((HEADS, FORWARDS, BACKWARDS, WEIGHTS)))
+@given(shapes(), st.integers(0, 4), st.permutations((HEAD_BACKWARDS, HEADS, FORWARDS, BACKWARDS, WEIGHTS)))
 def test_lanes_keep_their_order(given: tuple[str, Shape], ahead: int, prefer: list[str]) -> None:
     """And a forward has all backwards before it that it had, but for those it may be ahead of."""
     name, shape = given
     assert shape.costs is not None
     before = spread_heads(build(name, shape), shape.costs)
     head = len(before.stages) - 1
-    after = reordered(before, shape.costs, head, prefer, ahead)
+    after = reordered(before, shape.costs, range(head, head + 1), prefer, ahead)
     validate(after)
     for was, now in zip(before.ranks, after.ranks, strict=True):
         for kinds in ("F", "BIR", "W"):
-            kept = [[op for op in ops if op.stage != head and op.kind in kinds] for ops in (was, now)]
-            assert kept[0] == kept[1]
-        assert [op for op in was if op.stage == head] == [op for op in now if op.stage == head]
+            for heads in (False, True):
+                kept = [[op for op in ops if (op.stage == head) == heads and op.kind in kinds] for ops in (was, now)]
+                assert kept[0] == kept[1]
         for kinds in ("BIR", "W"):
             had, has = backwards_before(was, head, kinds), backwards_before(now, head, kinds)
             assert all(has[op] >= count - ahead for op, count in had.items())
@@ -103,10 +103,9 @@ def test_more_in_flight_hides_the_way_to_the_head() -> None:
     shape = Shape(4, 16, 4, costs=PieceTimes(TIMES))
     assert shape.costs is not None
     spread = spread_heads(build("1f1b", shape), shape.costs)
-    head = len(spread.stages) - 1
+    heads = range(4, 5)
     times = [
-        makespan(reordered(spread, shape.costs, head, (HEADS, FORWARDS, BACKWARDS, WEIGHTS), ahead), shape.costs)
-        for ahead in (0, 1, 2, 4)
+        makespan(reordered(spread, shape.costs, heads, PREFERENCES[0], ahead), shape.costs) for ahead in (0, 1, 2, 4)
     ]
     assert times == sorted(times, reverse=True) and times[-1] < 0.8 * times[0]
 

@@ -15,7 +15,7 @@ from typing import Literal
 from helixpipe.common.flags import option
 from helixpipe.lowering.lower import scheduled
 from helixpipe.planning.memory.early import makespan, peak_memory
-from helixpipe.planning.vocabulary.lanes import BACKWARDS, FORWARDS, HEADS, WEIGHTS, reordered
+from helixpipe.planning.vocabulary.lanes import BACKWARDS, FORWARDS, HEAD_BACKWARDS, HEADS, WEIGHTS, reordered
 from helixpipe.planning.vocabulary.spread import HEAD, spread_heads, spreadable
 from helixpipe.program.costs import Contents, Costs, Load, Work
 from helixpipe.program.program import Program
@@ -27,8 +27,11 @@ AHEAD = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24)
 PATIENCE = 3
 """After so many of `AHEAD` that are no faster no more are tried."""
 
-PREFERENCES = ((HEADS, FORWARDS, BACKWARDS, WEIGHTS), (HEADS, BACKWARDS, FORWARDS, WEIGHTS))
-"""Preferences of a free rank that are tried."""
+PREFERENCES = (
+    (HEAD_BACKWARDS, HEADS, FORWARDS, BACKWARDS, WEIGHTS),
+    (HEAD_BACKWARDS, HEADS, BACKWARDS, FORWARDS, WEIGHTS),
+)
+"""The preferences of a free rank that are tried. What a head has made for its backward is large, so that goes first."""
 
 
 @dataclass(frozen=True)
@@ -130,14 +133,14 @@ def _spread(build: Callable[[Costs | None], Program], costs: Costs, limit: float
 
 def _ahead(program: Program, costs: Costs, prefer: Sequence[str], limit: float | None) -> Iterator[Program]:
     """Yield the fastest order within the limit of those with more units in flight."""
-    head = len(program.stages) - 1
-    own = max(len({op.stage for op in ops} - {head}) for ops in program.ranks)
+    heads = range(len(program.stages) - 1, len(program.stages))
+    own = max(len({op.stage for op in ops} - set(heads)) for ops in program.ranks)
     units = sum(map(len, program.workload.microbatches))
     best, fastest, later = None, inf, 0
     for ahead in AHEAD:
         if ahead > units or later >= PATIENCE:
             break
-        order = reordered(program, costs, head, prefer, ahead * own)
+        order = reordered(program, costs, heads, prefer, ahead * own)
         time = scheduled(order, costs).makespan
         if time >= fastest * (1 - 1e-9):
             later += 1

@@ -1,10 +1,10 @@
 """Orders in which forwards run further ahead of backwards than in a given one.
 
 Where a gradient comes back later than a schedule's order supposes, ranks wait at every turn. Here the ops of a rank are
-lanes: forwards, backwards, weight gradients, heads, each in the order given; which lane goes next is decided anew, by
-what has arrived and by a preference. A forward still waits for the backwards, and weight gradients, that came before it
-in the given order, but for the last few of them: as many more microbatches may be in flight. All these constraints hold
-in the given order as well, so no choice can deadlock.
+lanes: forwards, backwards, weight gradients, forwards of heads and their backwards, each in the order given; which lane
+goes next is decided anew, by what has arrived and by a preference. A forward still waits for the backwards, and weight
+gradients, that came before it in the given order, but for the last few of them: as many more microbatches may be in
+flight. All these constraints hold in the given order as well, so no choice can deadlock.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from helixpipe.lowering.graph import Graph
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Program
 
-HEADS, FORWARDS, BACKWARDS, WEIGHTS = "head", "forward", "backward", "weights"
+HEAD_BACKWARDS, HEADS, FORWARDS, BACKWARDS, WEIGHTS = "head's backward", "head", "forward", "backward", "weights"
 
 _LANE = {"F": FORWARDS, "B": BACKWARDS, "I": BACKWARDS, "R": BACKWARDS, "W": WEIGHTS}
 
@@ -33,7 +33,7 @@ class _Lanes:
     weight gradients must have been started before it. order: the tasks started so far.
     """
 
-    def __init__(self, graph: Graph, rank: int, head: int, prefer: Sequence[str], ahead: float):
+    def __init__(self, graph: Graph, rank: int, heads: range, prefer: Sequence[str], ahead: float):
         self.lanes: dict[str, list[int]] = {name: [] for name in prefer}
         self.done = dict.fromkeys(prefer, 0)
         self.needs: list[tuple[float, float]] = []
@@ -41,7 +41,9 @@ class _Lanes:
         self.busy = False
         for task in graph.rank_tasks[rank]:
             op = graph.ops[task]
-            lane = HEADS if op.stage == head else _LANE[op.kind]
+            lane = _LANE[op.kind]
+            if op.stage in heads:
+                lane = HEADS if op.kind == "F" else HEAD_BACKWARDS
             if lane == FORWARDS:
                 self.needs.append((len(self.lanes[BACKWARDS]) - ahead, len(self.lanes[WEIGHTS]) - ahead))
             self.lanes[lane].append(task)
@@ -62,16 +64,16 @@ class _Lanes:
         return None
 
 
-def reordered(program: Program, costs: Costs, head: int, prefer: Sequence[str], ahead: float = inf) -> Program:
+def reordered(program: Program, costs: Costs, heads: range, prefer: Sequence[str], ahead: float = inf) -> Program:
     """Return the program with the ops of every rank in the order in which they start if each rank that is free takes
     the first of the lanes, in the order of `prefer`, whose next op can start.
 
-    head: the stage whose ops are a lane of their own. ahead: how many backwards (and weight gradients) fewer than in
-    the given order may come before a forward; all forwards keep their order, and so do all backwards.
+    heads: the last stages, whose ops are in lanes of their own. ahead: how many backwards (and weight gradients) fewer
+    than in the given order may come before a forward; all forwards keep their order, and so do all backwards.
     """
     graph, bound = graph_of(program), BoundCosts(program, costs)
     durations = [*map(bound.op_time, graph.ops), *map(bound.transfer_time, graph.transfers)]
-    ranks = [_Lanes(graph, rank, head, prefer, ahead) for rank in range(program.num_ranks)]
+    ranks = [_Lanes(graph, rank, heads, prefer, ahead) for rank in range(program.num_ranks)]
     waiting, (resource, table) = list(graph.num_dependencies), graph.resources()
     queues, occupied = [deque[int]() for _ in table], [False] * len(table)
     completions: list[tuple[float, int, int]] = []  # (time, turn, task)
