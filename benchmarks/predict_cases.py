@@ -18,13 +18,15 @@ LEAST_ELEMENTS = 4096
 
 @dataclass(frozen=True)
 class Way:
-    """A schedule with its virtual stages and chunks of a sequence, and the share of activations that it offloads."""
+    """A schedule with its virtual stages and chunks of a sequence, the share of activations that it offloads,
+    and where its head is."""
 
     name: str
     schedule: str
     virtual_stages: int | None = None
     chunks: int = 1
     offload: str = "off"
+    vocabulary: str = "ends"
 
 
 @dataclass(frozen=True)

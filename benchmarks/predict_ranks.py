@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from helixpipe.costs.profile_costs import Profile, ProfileCosts
 from helixpipe.lowering.lower import lower
 from helixpipe.model.device import device
 from helixpipe.planning.memory.offload import OffloadOptions
+from helixpipe.planning.vocabulary.choice import VocabularyOptions
 from helixpipe.profile.subject import initialize_parallel_state
 from helixpipe.program.program import Program
 from helixpipe.program.timeline import Timeline
@@ -162,6 +163,7 @@ def program_of(name: str, case: Case, costs: ProfileCosts) -> Program:
         way.virtual_stages,
         costs=costs,
         offload=offload,
+        vocabulary=VocabularyOptions(cast(Any, way.vocabulary)),
     )
     return build(way.schedule, shape)
 
