@@ -22,7 +22,7 @@ from helixpipe.costs.saved import kept, offloaded, staying
 from helixpipe.costs.sizes import ChunkSizes
 from helixpipe.program.costs import Contents, Leaving, Load, Work
 from helixpipe.program.program import Program
-from helixpipe.program.stages import LAYER_PIECES, PIECE_KINDS, LayerKinds, Piece, Segment, layer_kinds
+from helixpipe.program.stages import HEAD_NORM, LAYER_PIECES, PIECE_KINDS, LayerKinds, Piece, Segment, layer_kinds
 from helixpipe.program.workload import Extent, Extents, Workload
 
 _TEXTBOOK = ChunkSizes(
@@ -103,8 +103,9 @@ class PieceTimes(_LayerMemory):
         share = sum(part.tokens for part in extents) / whole
         attention = attention_pairs(extents) / (whole * whole / 2)
         pieces = sum(
-            self._piece_time(piece.role, work.kind, attention if piece.role == "attn" else share)
+            self._piece_time(piece.role, work.kind, attention if piece.role == "attn" else share) / piece.shares
             for piece in work.pieces
+            if piece.kind != HEAD_NORM  # all of a head's time is that of its output layer
         )
         return pieces if work.kind == "R" else pieces + self.op_overhead
 

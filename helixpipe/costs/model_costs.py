@@ -93,21 +93,26 @@ class ModelCosts(CountsBytes):
 
     def op_time(self, work: Work) -> float:
         chunk = self.chunk(work.extents, work.whole)
-        kinds = Counter(piece.kind for piece in work.pieces)
-        kernels = sum(count * self.piece_time(kind, work.kind, chunk, work.alone) for kind, count in kinds.items())
+        kinds = Counter((piece.kind, piece.shares) for piece in work.pieces)
+        kernels = sum(
+            count * self.piece_time(kind, work.kind, chunk, work.alone, shares)
+            for (kind, shares), count in kinds.items()
+        )
         return kernels if work.kind == "R" else kernels + self.op_overhead
 
     def transfer_time(self, load: Load) -> float:
-        """Of a collective as a ring over the data-parallel and context-parallel GPUs, alone on their links; of a copy
-        the same both ways."""
-        resource, latency, nbytes = TRANSFER_KINDS[load.kind].resource, self.hardware.latency, self.size(load.contents)
+        """Of a collective as a ring over its GPUs, data-parallel and context-parallel ones or those of the pipeline,
+        alone on their links; of a copy the same both ways."""
+        row, latency, nbytes = TRANSFER_KINDS[load.kind], self.hardware.latency, self.size(load.contents)
+        resource = row.resource
         if resource == "link":
             source, target = load.ranks
             same_node = self._node(source) == self._node(target)
             return latency + nbytes / self.hardware.peer_bandwidth(self._senders, same_node)
         if resource == "collective":
-            passed = nbytes * (load.members - 1) / load.members
-            return latency * (load.members - 1) + passed / self._data_parallel_bandwidth
+            passed = nbytes * (1 if row.entire else (load.members - 1) / load.members)
+            bandwidth = self._data_parallel_bandwidth if row.group else self._pipeline_bandwidth(load.members)
+            return latency * (load.members - 1) + passed / bandwidth
         return latency + nbytes / self.hardware.host_bandwidth(both=True)
 
     def handling_time(self, load: Load, sends: bool) -> float:
@@ -145,16 +150,17 @@ class ModelCosts(CountsBytes):
 
     # ------------------------------------------------------------------------------------------------------------ time
 
-    def piece_time(self, piece: str, op: str, chunk: Chunk, alone: bool = False) -> float:
-        """Seconds of one piece for an op kind on one chunk. alone: whether no backward follows an F."""
-        key = (piece, op, chunk, alone)
+    def piece_time(self, piece: str, op: str, chunk: Chunk, alone: bool = False, shares: int = 1) -> float:
+        """Seconds of one piece for an op kind on one chunk. alone: whether no backward follows an F. shares:
+        `Piece.shares`."""
+        key = (piece, op, chunk, alone, shares)
         if key not in self._piece_times:
-            kernels = work(self.model, self.layout, piece, op, chunk, alone)
+            kernels = work(self.model, self.layout, piece, op, chunk, alone, shares)
             self._piece_times[key] = sum(self._kernel_time(kernel) for kernel in kernels)
         return self._piece_times[key]
 
     @cached_property
-    def _piece_times(self) -> dict[tuple[str, str, Chunk, bool], float]:
+    def _piece_times(self) -> dict[tuple[str, str, Chunk, bool, int], float]:
         return {}  # schedules that search ask again and again
 
     def after_time(self, program: Program) -> tuple[float, float]:
@@ -198,17 +204,23 @@ class ModelCosts(CountsBytes):
                 continue
             holders = len(program.holders(index))
             moved += 2 * self.bytes.parameters(stage.pieces) * GRADIENT_BYTES * (holders - 1) / holders
-        same_node = self._node(0) == self._node(program.num_ranks - 1)
-        return moved / self.hardware.peer_bandwidth(self._senders, same_node)
+        return moved / self._pipeline_bandwidth(program.num_ranks)
+
+    def _pipeline_bandwidth(self, ranks: int) -> float:
+        """Bytes a second of a ring over the ranks of a pipeline."""
+        return self.hardware.peer_bandwidth(self._senders, self._node(0) == self._node(ranks - 1))
 
     def step_flops(self, program: Program) -> float:
         """Of the mathematics, forward and backward (forward alone for evaluation), of all pipelines and their ranks."""
         workload, total = program.workload, 0.0
         whole = workload.mean_tokens
-        kinds = Counter(piece.kind for stage in program.stages for piece in stage.pieces)
+        kinds = Counter((piece.kind, piece.shares) for stage in program.stages for piece in stage.pieces)
         for extents, count in Counter(extents for chunks in workload.extents for extents in chunks).items():
             chunk = self.chunk(extents, whole)
-            once = sum(many * model_flops(self.model, self.layout, kind, chunk) for kind, many in kinds.items())
+            once = sum(
+                many * model_flops(self.model, self.layout, kind, chunk, shares)
+                for (kind, shares), many in kinds.items()
+            )
             total += count * once
         pipelines = self.data_parallel * self.layout.model_gpus
         return total * pipelines / (3 if program.forward_only else 1)

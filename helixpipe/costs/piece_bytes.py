@@ -8,7 +8,8 @@ from typing import ClassVar
 
 from helixpipe.costs.context_parallel import copies_of_groups
 from helixpipe.costs.models import Chunk, Layout, ModelShape, chunk_of
-from helixpipe.costs.piece_kinds import KINDS, Mlp, Tensors
+from helixpipe.costs.piece_kind import Tensors
+from helixpipe.costs.piece_kinds import KINDS, Mlp
 from helixpipe.costs.saved import kept, offloaded, staying
 from helixpipe.costs.sizes import ChunkSizes
 from helixpipe.program.costs import Contents, Leaving
@@ -28,8 +29,9 @@ class PieceBytes:
         self.tp = layout.tensor_parallel
         self.rows = model.padded_vocab(self.tp) // self.tp
 
-    def sizes(self, chunk: Chunk) -> ChunkSizes:
-        return ChunkSizes(self.model, self.layout, chunk)
+    def sizes(self, chunk: Chunk, shares: int = 1) -> ChunkSizes:
+        """shares: `Piece.shares`."""
+        return ChunkSizes(self.model, self.layout, chunk, shares)
 
     def stash(self, pieces: Sequence[Piece], chunk: Chunk) -> float:
         """Kept by one unit of a stage from F to B or I: what autograd saves, and the stage's inputs, but for a residual
@@ -68,12 +70,11 @@ class PieceBytes:
 
     def deferred_stash(self, pieces: Sequence[Piece], chunk: Chunk) -> float:
         """Kept from I to W."""
-        sizes = self.sizes(chunk)
-        return sum(KINDS[piece.kind].deferred(sizes) for piece in pieces)
+        return sum(KINDS[piece.kind].deferred(self.sizes(chunk, piece.shares)) for piece in pieces)
 
     def saved(self, pieces: Sequence[Piece], chunk: Chunk, graph: Sequence[Piece] = ()) -> LayerTensors:
         """What autograd saves in the forward of consecutive pieces. graph: all that have one graph with them."""
-        sizes, tensors = self.sizes(chunk), LayerTensors()
+        tensors = LayerTensors()
         inside: dict[int, list[str]] = {}
         for piece in graph or pieces:
             inside.setdefault(piece.layer, []).append(piece.kind)
@@ -83,7 +84,7 @@ class PieceBytes:
             key = piece.kind, *beside
             own = known.get(key)
             if own is None:
-                own = known[key] = KINDS[piece.kind].saved(sizes, beside)
+                own = known[key] = KINDS[piece.kind].saved(self.sizes(chunk, piece.shares), beside)
             for name, size in own.items():
                 tensors[name, piece.layer] = size
         return tensors
@@ -95,8 +96,12 @@ class PieceBytes:
 
     def workspace(self, pieces: Sequence[Piece], chunk: Chunk) -> float:
         """An estimate of what an op's largest kernel needs beside what is kept."""
-        sizes = self.sizes(chunk)
-        return max((KINDS[kind].workspace(sizes) for kind in {piece.kind for piece in pieces}), default=0.0)
+        kinds = {(piece.kind, piece.shares) for piece in pieces}
+        return max((KINDS[kind].workspace(self.sizes(chunk, shares)) for kind, shares in kinds), default=0.0)
+
+    def sums(self, pieces: Sequence[Piece], chunk: Chunk) -> float:
+        """Those that the parts of a head exchange, of all parts: three float32 numbers of each token and part."""
+        return sum(3 * 4 * self.sizes(chunk).tokens * piece.shares for piece in pieces)
 
     def mlp_slice(self, chunk: Chunk) -> Tensors:
         """What is kept during the backward of the largest slice of an MLP; nothing if it is not sliced."""
@@ -104,7 +109,10 @@ class PieceBytes:
 
     def parameters(self, pieces: Sequence[Piece]) -> int:
         """Weights of the pieces; a tied head beside the embedding has none of its own but its norm."""
-        total = sum(KINDS[piece.kind].weights(self.model, self.tp, self.rows) for piece in pieces)
+        total = 0
+        for piece in pieces:
+            own = piece.rows(self.rows)
+            total += KINDS[piece.kind].weights(self.model, self.tp, own.stop - own.start)
         shared = self.model.tied and {"embed", "head"} <= {piece.kind for piece in pieces}
         return total - (self.rows * self.model.hidden if shared else 0)
 
@@ -158,6 +166,8 @@ class CountsBytes:
         match kind:
             case "activation" | "gradient":
                 return self.bytes.message(pieces[0], chunk)
+            case "sums":
+                return self.bytes.sums(pieces, chunk)
             case "offloaded" if leaving is not None:
                 return self.bytes.offloaded(segments, chunk, leaving)
             case "saved":

@@ -32,7 +32,8 @@ What is saved follows what `helixpipe.model` makes autograd keep, tensor by tens
   computes the first linear layer again; from I to W nothing is kept, since I computes the weights' gradients too;
 - the head keeps float32 probabilities of the whole vocabulary, a mask and an index of every token; over slices its
   linear layer's input alone, since all but the norm is computed in the backward, in I with the weight's gradient (in F
-  where no backward follows);
+  where no backward follows); a part of one whose vocabulary is divided over ranks keeps its share of that, and over
+  slices a float32 maximum of every token, since it computes its logits in F as well;
 - residual sums and the embedding keep nothing (but a token's index, where tensor parallelism or learned positions make
   a new one). Dropout is taken to be 0. Weights, the batch, and RoPE's table of cosines are kept anyway, not counted.
 """
@@ -45,68 +46,11 @@ from types import MappingProxyType
 from typing import ClassVar
 
 from helixpipe.costs.context_parallel import exchange, keys_read, on_its_way, saved_of_own_heads
+from helixpipe.costs.head_kinds import Head, HeadNorm, HeadPart
 from helixpipe.costs.models import Chunk, Layout, ModelShape
+from helixpipe.costs.piece_kind import PieceKind, Tensors, saved_by_norm
 from helixpipe.costs.sizes import GRADIENT_BYTES, ChunkSizes, Kernel, Linear, OpKernels
-from helixpipe.program.stages import LAYER_PIECES, NO_ROPE, WINDOW, model_pieces, role_of
-
-Tensors = dict[str, float]
-"""Bytes of tensors by name. Pieces of one layer share tensors (the norm's output is the QKV layer's input): a name
-appears once however many keep it."""
-
-
-class PieceKind:
-    """A kind of piece.
-
-    inputs: what crosses the cut before it, by name, each with its shape (`ChunkSizes.bytes`); the last is the residual.
-    in_store: those of them that lie in the document's buffers where its sequence runs in chunks.
-    textbook: what it keeps from F to backward, in elements of b·s·h, with flash attention and no dropout (HelixPipe;
-    Korthikanti et al., 2022). module: its name in `--recompute-modules`. kept_for_attention: whether recomputation
-    `without-attention` keeps it. saved_outputs: what of its output it saves.
-    """
-
-    name: ClassVar[str]
-    inputs: ClassVar[Mapping[str, str]]
-    in_store: ClassVar[tuple[str, ...]] = ()
-    textbook: ClassVar[Mapping[str, int]] = MappingProxyType({})
-    module: ClassVar[str] = ""
-    kept_for_attention: ClassVar[bool] = False
-    saved_outputs: ClassVar[tuple[str, ...]] = ()
-
-    def linears(self, sizes: ChunkSizes) -> tuple[Linear, ...]:
-        return ()
-
-    def saved(self, sizes: ChunkSizes, inside: Collection[str]) -> Tensors:
-        """What autograd saves in the forward. inside: the kinds of its layer that have one graph with it."""
-        return {}
-
-    def deferred(self, sizes: ChunkSizes) -> float:
-        """Bytes from I to W: input and output gradient of every linear layer, whole sequences of both."""
-        return sum(sizes.tokens * (inputs + outputs) * sizes.element for inputs, outputs in self.linears(sizes))
-
-    def work(self, kernels: OpKernels) -> None:
-        """Add the kernels of `kernels.op`."""
-        raise NotImplementedError
-
-    def workspace(self, sizes: ChunkSizes) -> float:
-        """An estimate, in bytes, of what its largest kernel needs beside what is kept."""
-        raise NotImplementedError
-
-    def weights(self, model: ModelShape, tp: int, rows: int) -> int:
-        """Of a tensor-parallel rank with that many rows of the vocabulary. A tied head counts its copy."""
-        return 0
-
-
-def saved_by_norm(sizes: ChunkSizes, kind: PieceKind) -> Tensors:
-    """What a norm at the start of a piece saves."""
-    (own,) = kind.inputs
-    tensors = {own: sizes.bytes("hidden"), f"deviations for {kind.name}": sizes.rows * 4}
-    if sizes.model.norm == "LayerNorm":
-        tensors[f"means for {kind.name}"] = sizes.rows * 4
-    if sizes.model.norm == "RMSNorm" and not sizes.layout.fused_kernels:
-        tensors[f"normalized for {kind.name}"] = sizes.bytes("hidden")
-    if sizes.model.centered:
-        tensors[f"scale for {kind.name}"] = sizes.model.hidden * sizes.element
-    return tensors
+from helixpipe.program.stages import HEAD_NORM, HEAD_PART, LAYER_PIECES, NO_ROPE, WINDOW, model_pieces, role_of
 
 
 class Embed(PieceKind):
@@ -374,61 +318,10 @@ class Mlp(PieceKind):
         return model.norm_parameters + first + model.ffn * model.hidden // tp + model.bias * model.hidden
 
 
-class Head(PieceKind):
-    name, inputs, kept_for_attention = "head", {"last": "hidden"}, True
-
-    def linears(self, sizes: ChunkSizes) -> tuple[Linear, ...]:
-        return ((sizes.model.hidden, sizes.vocab),)
-
-    def saved(self, sizes: ChunkSizes, inside: Collection[str]) -> Tensors:
-        own = saved_by_norm(sizes, self) | {"head input": sizes.bytes("hidden")}
-        if sizes.layout.loss_chunk:
-            return own
-        targets = {"targets": sizes.tokens * 8, "mask of targets": sizes.tokens}
-        if sizes.layout.rings:  # two runs joined
-            targets["weights of targets"] = sizes.tokens * 4
-        return own | targets | {"probabilities": sizes.tokens * sizes.vocab * 4}
-
-    def deferred(self, sizes: ChunkSizes) -> float:
-        return 0.0 if sizes.layout.loss_chunk else super().deferred(sizes)
-
-    def work(self, kernels: OpKernels) -> None:
-        sizes, op, sliced = kernels.sizes, kernels.op, kernels.sizes.layout.loss_chunk > 0
-        if sliced and op == "W":
-            return
-        kernels.normalize()
-        if sliced and op == "F" and not kernels.alone:
-            return
-        (linear,) = self.linears(sizes)
-        kernels.gather_input(linear, beside=not sliced)
-        for tokens in sizes.layout.loss_slices(sizes.length):
-            tokens *= sizes.layout.micro_batch_size
-            for part in "FIW" if sliced and op == "I" else op:
-                kernels.multiply((linear,), tokens, part)
-                kernels.move(tokens * sizes.vocab * self._loss_bytes(sizes, part))
-
-    def _loss_bytes(self, sizes: ChunkSizes, op: str) -> float:
-        """Of device memory, for each logit."""
-        if op == "F":  # cast to float32; then maximum, difference, exponential, sum, quotient
-            return sizes.element + 4 + 4 + 8 + 8 + 4 + 8
-        return 8 + 4 + sizes.element if op == "I" else 0.0  # softmax times the loss's gradient, cast back
-
-    def workspace(self, sizes: ChunkSizes) -> float:
-        """The logits and their gradients; over slices those of one, or of one the gradients and the weight's before it
-        is added to its sum, and the gradient of the whole input."""
-        if not sizes.layout.loss_chunk:
-            return sizes.tokens * sizes.vocab * (4 + 2 * sizes.element)
-        whole, norm = sizes.tokens * sizes.model.hidden * sizes.element, 2 * sizes.bytes("hidden")
-        logits = max(sizes.layout.loss_slices(sizes.length)) * sizes.layout.micro_batch_size * sizes.vocab
-        cast = sizes.element if sizes.element != 4 else 0  # float32 logits become probabilities where they are
-        weight = sizes.vocab * sizes.model.hidden * sizes.element
-        return max(whole + max(logits * (4 + cast), logits * sizes.element + weight), norm)
-
-    def weights(self, model: ModelShape, tp: int, rows: int) -> int:
-        return model.norm_parameters + rows * model.hidden
-
-
-_ALL = (Embed(), Norm(), Qkv(), UnrotatedQkv(), Attention(), AttentionToWindow(), Proj(), Mlp(), Head())
+_ALL = (
+    *(Embed(), Norm(), Qkv(), UnrotatedQkv(), Attention(), AttentionToWindow(), Proj(), Mlp()),
+    *(Head(), HeadNorm(), HeadPart()),
+)
 
 KINDS: Mapping[str, PieceKind] = MappingProxyType({kind.name: kind for kind in _ALL})
 """Every kind by its name in a `Piece`."""
@@ -444,6 +337,8 @@ WITHOUT_CORE_ATTENTION = tuple(
 
 def inputs_after(kind: str) -> tuple[str, ...]:
     """Shapes of what crosses the cut after a piece that is not the last, in the order of the tensors."""
+    if kind == HEAD_NORM:
+        return tuple(KINDS[HEAD_PART].inputs.values())
     chain = [piece.kind for piece in model_pieces(1)]
     return tuple(KINDS[chain[chain.index(role_of(kind)) + 1]].inputs.values())
 
@@ -454,10 +349,12 @@ def num_parameters(model: ModelShape) -> int:
     return total - (model.vocab * model.hidden if model.tied else 0)
 
 
-def work(model: ModelShape, layout: Layout, piece: str, op: str, chunk: Chunk, alone: bool = False) -> list[Kernel]:
+def work(
+    model: ModelShape, layout: Layout, piece: str, op: str, chunk: Chunk, alone: bool = False, shares: int = 1
+) -> list[Kernel]:
     """The kernels of one piece for an op of kind F, I, W, B or R (as F) on one chunk of a microbatch. alone: whether no
-    backward follows an F."""
-    sizes, found = ChunkSizes(model, layout, chunk), list[Kernel]()
+    backward follows an F. shares: `Piece.shares`."""
+    sizes, found = ChunkSizes(model, layout, chunk, shares), list[Kernel]()
     for part in {"B": "IW", "R": "F"}.get(op, op):
         kernels = OpKernels(sizes, part, alone, joined=op == "B")
         KINDS[piece].work(kernels)
@@ -470,7 +367,7 @@ def flops(model: ModelShape, layout: Layout, piece: str, op: str, chunk: Chunk) 
     return sum(kernel.flops for kernel in work(model, layout, piece, op, chunk))
 
 
-def model_flops(model: ModelShape, layout: Layout, piece: str, chunk: Chunk) -> float:
+def model_flops(model: ModelShape, layout: Layout, piece: str, chunk: Chunk, shares: int = 1) -> float:
     """Those that the mathematics needs, forward and backward: what utilization (MFU) counts. Causal attention counts
     the half of the square that is computed; recomputation, flash attention's too, does not count."""
-    return 3 * sum(kernel.flops for kernel in work(model, layout, piece, "F", chunk, alone=True))
+    return 3 * sum(kernel.flops for kernel in work(model, layout, piece, "F", chunk, True, shares))

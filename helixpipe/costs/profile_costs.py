@@ -26,7 +26,7 @@ from helixpipe.costs.piece_bytes import CountsBytes, PieceBytes
 from helixpipe.costs.sizes import GRADIENT_BYTES
 from helixpipe.program.costs import Load, Work
 from helixpipe.program.program import OP_KINDS
-from helixpipe.program.stages import Piece
+from helixpipe.program.stages import HEAD_NORM, HEAD_PART, Piece
 from helixpipe.program.transfer import TRANSFER_KINDS
 
 VERSION = 2
@@ -182,10 +182,22 @@ class ProfileCosts(CountsBytes):
     def op_time(self, work: Work) -> float:
         chunk = self.chunk(work.extents, work.whole)
         times = self._measured.times(chunk)
-        pieces = sum(times.pieces[piece.kind][work.kind] for piece in work.pieces)
+        pieces = sum(self._piece_time(times, piece, work.kind) for piece in work.pieces)
         if work.alone and self.profile.layout.loss_chunk and any(piece.kind == "head" for piece in work.pieces):
             pieces += times.pieces["head"]["B"] / 3  # of its three products the one that a training step's F leaves out
         return pieces + times.overhead[work.kind] + self.exchange_time(work, chunk)
+
+    def _piece_time(self, times: MeasuredChunk, piece: Piece, op: str) -> float:
+        """Of a head that is divided, measured whole: its norm takes what a layer's does, a part its share of the rest.
+        Over slices the head computes all in its backward, of three products, and a part makes its logits in F too."""
+        if piece.kind not in (HEAD_NORM, HEAD_PART):
+            return times.pieces[piece.kind][op]
+        norm, head = times.pieces["norm"], times.pieces["head"]
+        if piece.kind == HEAD_NORM:
+            return norm[op]
+        if self.profile.layout.loss_chunk and op in "FR":
+            return max(head["B"] - norm["B"], 0.0) / 3 / piece.shares
+        return max(head[op] - norm[op], 0.0) / piece.shares
 
     def exchange_time(self, work: Work, chunk: Chunk) -> float:
         """What sending and receiving the op's messages takes of its rank's time."""
@@ -198,11 +210,12 @@ class ProfileCosts(CountsBytes):
     def transfer_time(self, load: Load) -> float:
         """Of a collective over links like those of the messages that were measured. Of a copy as measured; of a file
         that does not say, that of the hardware it was measured on. Raises UserError where that is not known either."""
-        resource, messages, nbytes = TRANSFER_KINDS[load.kind].resource, self.profile.messages, self.size(load.contents)
+        row, messages, nbytes = TRANSFER_KINDS[load.kind], self.profile.messages, self.size(load.contents)
+        resource = row.resource
         if resource == "link":
             return messages.latency + nbytes / messages.bandwidth
         if resource == "collective":
-            passed = nbytes * (load.members - 1) / load.members
+            passed = nbytes * (1 if row.entire else (load.members - 1) / load.members)
             return messages.latency * (load.members - 1) + passed / messages.bandwidth
         copies = self._copies
         return copies.latency + nbytes / (copies.inward if resource == "copy_in" else copies.out)[1]

@@ -20,10 +20,11 @@ class ChunkSizes:
 
     length: of each of its sequences, the tokens that this context-parallel rank has; tokens: those of all of them;
     rows: those of them that this rank holds outside attention and MLP. query, kv, mixed, ffn, vocab: channels on this
-    rank. first: halves of the MLP's first layer.
+    rank. first: halves of the MLP's first layer. shares: parts that the vocabulary is divided into over pipeline ranks.
     """
 
-    def __init__(self, model: ModelShape, layout: Layout, chunk: Chunk):
+    def __init__(self, model: ModelShape, layout: Layout, chunk: Chunk, shares: int = 1):
+        self.shares = shares
         self.model, self.layout, self.chunk = model, layout, chunk
         self.tp, self.cp, self.element = layout.tensor_parallel, layout.context_parallel, layout.element_bytes
         self.length = chunk.tokens / self.cp
@@ -32,11 +33,11 @@ class ChunkSizes:
         self.query, self.kv = model.query_hidden / self.tp, model.kv_hidden / self.tp
         self.mixed = self.query + 2 * self.kv
         self.ffn, self.first = model.ffn / self.tp, 2 if model.gated else 1
-        self.vocab = model.padded_vocab(self.tp) // self.tp
+        self.vocab = model.padded_vocab(self.tp) / self.tp / shares
 
     def in_window(self) -> ChunkSizes:
         """The same where attention sees the model's window alone."""
-        return ChunkSizes(self.model, self.layout, replace(self.chunk, window=self.model.window))
+        return ChunkSizes(self.model, self.layout, replace(self.chunk, window=self.model.window), self.shares)
 
     def bytes(self, shape: str) -> float:
         """Of a tensor of a shape that crosses cuts: `hidden`, `query`, `key` or `attention` (the heads joined)."""

@@ -40,6 +40,8 @@ def stage_work(
     before, after = (
         stages[cut].pieces[0] if 0 < cut < len(stages) and crosses(cut) else None for cut in (stage, stage + 1)
     )
+    if own.part is not None:
+        after = None  # the sums over its logits, a few bytes
     receives, sends = (before, after) if kind == "F" else (after, before)
     return Work(kind, own.pieces, extents, whole, receives, sends)
 

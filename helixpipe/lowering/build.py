@@ -14,6 +14,7 @@ from helixpipe.lowering.passes.keys_values import keys_values
 from helixpipe.lowering.passes.offload import offloaded
 from helixpipe.lowering.passes.replicas import replica_sums
 from helixpipe.lowering.passes.sharded import sharded_weights
+from helixpipe.lowering.passes.split_head import split_head
 from helixpipe.program.program import Program
 
 
@@ -22,7 +23,7 @@ class Pass(NamedTuple):
 
     gives: the kinds of transfers that it adds. needs: the kinds that must be there before. A pass needs what its own
     transfers wait for; and since transfers are numbered as they are added, which decides between those of one time,
-    collectives come after all messages and copies after both.
+    collectives of weights come after all messages and copies after both.
     """
 
     add: Callable[[Draft], None]
@@ -32,6 +33,7 @@ class Pass(NamedTuple):
 
 _ACTIVATIONS = frozenset({"activation", "gradient"})
 _KEYS_VALUES = frozenset({"keys_values", "kv_gradients"})
+_HEAD = frozenset({"head_input", "head_sums", "head_gradient"})
 _WEIGHTS = frozenset({"weights", "weight_gradients"})
 _REPLICA_SUMS = frozenset({"replica_sum"})
 _SHARDED = frozenset({"gather", "scatter"})
@@ -41,7 +43,10 @@ _MESSAGES = _ACTIVATIONS | _KEYS_VALUES | _WEIGHTS
 PASSES = (
     Pass(activations, _ACTIVATIONS, frozenset()),
     Pass(keys_values, _KEYS_VALUES, frozenset()),
-    Pass(borrowed_weights, _WEIGHTS, _ACTIVATIONS | _KEYS_VALUES),  # the turns must respect all that ops wait for
+    Pass(split_head, _HEAD, frozenset()),
+    Pass(
+        borrowed_weights, _WEIGHTS, _ACTIVATIONS | _KEYS_VALUES | _HEAD
+    ),  # the turns must respect all that ops wait for
     Pass(replica_sums, _REPLICA_SUMS, _MESSAGES),
     Pass(sharded_weights, _SHARDED, _MESSAGES | _REPLICA_SUMS),  # a stage's sum waits for its last scatters
     Pass(offloaded, _COPIES, _MESSAGES | _REPLICA_SUMS | _SHARDED),

@@ -127,7 +127,7 @@ class _Projection:
         self.streams: list[list[Instruction]] = [[] for _ in graph.rank_tasks]
         self.returned: list[list[_UnawaitedTransfer]] = [[] for _ in graph.rank_tasks]
         self.waits = _waits(graph)
-        self.awaited = {wait.task for waits in self.waits.values() for wait in waits}
+        self.awaited = {(wait.task, _rank(graph, task)) for task, waits in self.waits.items() for wait in waits}
         self.unused = Counter(transfer.number for transfer in graph.weights_of.values())
         self.unused.update(each.follows for each in graph.transfers if TRANSFER_KINDS[each.kind].passed_on)
 
@@ -151,12 +151,13 @@ class _Projection:
         self.streams[transfer.source].extend(self.waits.get(task, ()))
         for rank, action in zip(transfer.ranks, ends, strict=True):
             self.streams[rank].append(_instruction((action, None, transfer, task)))
-        if row.waited is Waited.ENDED or (row.waited is Waited.READER and task not in self.awaited):
+        if row.waited is Waited.ENDED or row.waited is Waited.READER:
             shipped = self.graph.program.stages[transfer.unit.stage].placement == "shipped"
             slack = self.return_slack if shipped and row.resource == "link" else 0
             wait = _instruction((_WAIT, None, transfer, task))
             for rank in transfer.ranks[1:] if row.resource == "link" else transfer.ranks:
-                self.returned[rank].append(_UnawaitedTransfer(self.times.end[task], slack, wait))
+                if (task, rank) not in self.awaited:
+                    self.returned[rank].append(_UnawaitedTransfer(self.times.end[task], slack, wait))
         if transfer.follows >= 0 and row.passed_on:
             self._use(self.graph.transfers[transfer.follows])
 
@@ -183,20 +184,26 @@ class _Projection:
 _ENDS = (_SEND, _RECV)
 
 
+def _rank(graph: Graph, task: int) -> int:
+    """The rank in whose stream a task waits for others."""
+    return graph.ranks[task] if task < graph.num_ops else graph.transfer(task).source
+
+
 def _waits(graph: Graph) -> dict[int, list[Instruction]]:
-    """For each task the transfers that are waited for right before it: those of which it is the first to read what
-    they bring. What is passed on is not waited for, and ops come in their rank's order before all transfers."""
+    """For each task the transfers that are waited for right before it: those of which it is the first of its rank to
+    read what they bring. What is passed on is not waited for, and ops come in their rank's order before all
+    transfers."""
     waits: dict[int, list[Instruction]] = {}
-    seen: set[int] = set()
+    seen: set[tuple[int, int]] = set()
     rows = [TRANSFER_KINDS[each.kind] for each in graph.transfers]
     for task, numbers in enumerate(graph.reads):
         for number in numbers:
             writer = graph.writer[number]
             place = writer - graph.num_ops
-            if place < 0 or rows[place].waited is not Waited.READER or writer in seen:
+            if place < 0 or rows[place].waited is not Waited.READER or (writer, _rank(graph, task)) in seen:
                 continue
             if task < graph.num_ops or not rows[task - graph.num_ops].passed_on:
-                seen.add(writer)
+                seen.add((writer, _rank(graph, task)))
                 wait = _instruction((_WAIT, None, graph.transfers[place], writer))
                 waits.setdefault(task, []).append(wait)
     return waits

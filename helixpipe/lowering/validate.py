@@ -11,7 +11,7 @@ from helixpipe.lowering.graph import Graph, op_dependencies
 from helixpipe.lowering.index import OpIndex
 from helixpipe.lowering.validate_workload import check_activations, check_workload
 from helixpipe.program.program import OP_KINDS, Op, Program, Unit
-from helixpipe.program.stages import OWNED, PLACEMENTS, Stage, model_pieces
+from helixpipe.program.stages import OWNED, PLACEMENTS, Stage, joined_head, model_pieces
 
 
 class CircleError(ProgramError):
@@ -91,7 +91,8 @@ def untrainable(program: Program) -> str | None:
 def _check_stages(program: Program) -> None:
     pieces = tuple(piece for stage in program.stages for piece in stage.pieces)
     expected = model_pieces(program.num_layers)
-    roles = tuple(piece._replace(kind=piece.role) for piece in pieces)
+    joined = joined_head(pieces)
+    roles = tuple(piece._replace(kind=piece.role) if piece.layer >= 0 else piece for piece in joined)
     if roles != expected:
         at = next(
             (i for i, (a, b) in enumerate(zip(roles, expected, strict=False)) if a != b),
@@ -103,6 +104,10 @@ def _check_stages(program: Program) -> None:
     for index, stage in enumerate(program.stages):
         if not stage.pieces:
             raise ProgramError(f"stage {index} has no pieces.")
+        if any(piece.part is not None for piece in stage.pieces) and (
+            stage.part is None or stage.placement != "resident"
+        ):
+            raise ProgramError(f"stage {index} has a part of the head, which must be a resident stage of its own.")
         if stage.placement not in PLACEMENTS:
             raise ProgramError(
                 f"stage {index} has unknown placement {stage.placement!r}; known are {', '.join(PLACEMENTS)}."
@@ -208,6 +213,20 @@ def _check_placement(program: Program, index: OpIndex) -> None:
                         [index.unit(number, *earlier), index.unit(number, *place)],
                         f"the keys and values of {_shared(program, earlier, place)} in stage {number} stay on one rank",
                     )
+
+    _check_parts_of_head(program, index)
+
+
+def _check_parts_of_head(program: Program, index: OpIndex) -> None:
+    """A part on every rank: all of them take part in what the parts exchange."""
+    parts = range(program.chain, len(program.stages))
+    homes = [index.ranks[index.tasks["F"][stage * index.per_stage]] for stage in parts if index.per_stage]
+    if homes and sorted(homes) != list(range(program.num_ranks)):
+        listed = ", ".join(map(str, homes))
+        raise ProgramError(
+            f"each of the {program.num_ranks} ranks must have one part of the head, but of its {len(parts)} parts the "
+            f"ranks are {listed}."
+        )
 
 
 def _shared(program: Program, earlier: tuple[int, int], place: tuple[int, int]) -> str:

@@ -6,7 +6,8 @@ import torch
 from megatron.core.transformer import TransformerConfig
 
 from helixpipe.costs.piece_kinds import inputs_after
-from helixpipe.program.stages import Piece
+from helixpipe.model.split_head import SUMS
+from helixpipe.program.stages import HEAD_PART, Piece
 
 
 def payload_shapes(
@@ -14,8 +15,8 @@ def payload_shapes(
 ) -> tuple[torch.Size, ...]:
     """Shapes, on one tensor-parallel rank, of the tensors that cross the cut after a piece, in their order.
 
-    After head it is the loss sum, a scalar. `length` is the chunk's number of tokens, which so many context-parallel
-    ranks share.
+    After head it is the loss sum, a scalar; after a part of it the sums that it makes of its logits. `length` is the
+    chunk's number of tokens, which so many context-parallel ranks share.
     """
     length //= context_parallel
     tp = config.tensor_model_parallel_size
@@ -25,6 +26,8 @@ def payload_shapes(
     heads = config.num_attention_heads // tp
     if after.kind == "head":
         return (torch.Size(()),)
+    if after.kind == HEAD_PART:
+        return (torch.Size((SUMS, length, micro_batch_size)),)
     shapes = {
         "hidden": torch.Size((rows, micro_batch_size, config.hidden_size)),
         "query": torch.Size((length, micro_batch_size, heads, channels)),

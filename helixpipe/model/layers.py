@@ -32,7 +32,7 @@ from helixpipe.model.chunked_mlp import make_mlp
 from helixpipe.model.documents import Documents, Spans
 from helixpipe.model.norms import make_norm
 from helixpipe.model.options import window_of
-from helixpipe.program.stages import NO_ROPE, WINDOW, Piece
+from helixpipe.program.stages import HEAD_NORM, HEAD_PART, NO_ROPE, WINDOW, Piece
 
 DrawWeights = Callable[[str], AbstractContextManager[None]]
 """Gives the context in which the weights of the named part are drawn (`randomness.initial_weights`)."""
@@ -57,12 +57,20 @@ _PIECES = {
 }
 """The role of the piece that a module's parameters belong to."""
 
+_PARTS_OF_HEAD = {"final_layernorm": HEAD_NORM, "output_layer": HEAD_PART}
+"""Where the head is divided, the kind of piece that a module of it is."""
+
 
 def plain_piece_of(parameter: str) -> Piece:
-    """The piece of a model's parameter, from its name, as if its layer were a plain one."""
+    """The piece of a model's parameter, from its name, as if its layer, or its head, were a plain one."""
     parts = parameter.split(".")
     role = next(_PIECES[part] for part in parts if part in _PIECES)
     return Piece(role, int(parts[2])) if parts[1] == "layers" else Piece(role)
+
+
+def part_of_head(parameter: str) -> Piece:
+    """The piece of a parameter of the head, from its name, as if the head were divided, without the part's number."""
+    return Piece(next((_PARTS_OF_HEAD[part] for part in parameter.split(".") if part in _PARTS_OF_HEAD), ""))
 
 
 class SelfAttention(MegatronModule):

@@ -14,7 +14,7 @@ from helixpipe.costs.context_parallel import nearest_sizes
 from helixpipe.costs.layer_patterns import Frequency, kinds_of_layers, unrotated_layers, windowed_layers
 from helixpipe.costs.models import A2A, P2P
 from helixpipe.model.rope_scaling import RopeScaling
-from helixpipe.program.stages import LayerKinds, Piece, model_pieces
+from helixpipe.program.stages import HEAD_NORM, HEAD_PART, LayerKinds, Piece, model_pieces
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -154,7 +154,7 @@ def check_pieces(config: TransformerConfig, pieces: Sequence[Piece]) -> None:
     """Raise UserError for pieces that are not of the model's kinds."""
     own = set(model_pieces(layers_of(config)))
     for piece in pieces:
-        if piece not in own:
+        if piece not in own and piece.kind not in (HEAD_NORM, HEAD_PART):
             raise UserError(
                 f"{piece} is not a piece of the model that --num-layers, --window-size, --window-attn-skip-freq and "
                 "--no-rope-freq describe; helixpipe.model.layers_of gives the kinds of its layers' pieces."

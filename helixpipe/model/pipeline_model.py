@@ -26,13 +26,14 @@ from helixpipe.model.backends import Kernels, Machine, choose
 from helixpipe.model.chunked_loss import ChunkedLoss
 from helixpipe.model.device import device
 from helixpipe.model.ends import Embedding, Targets, loss_sum
-from helixpipe.model.layers import Layer, plain_piece_of
+from helixpipe.model.layers import Layer, part_of_head, plain_piece_of
 from helixpipe.model.linear import WeightGradients, defer_weight_gradients
 from helixpipe.model.norms import make_norm
 from helixpipe.model.options import GPTOptions, Microbatch, UnitContext, check_pieces, check_supported
 from helixpipe.model.randomness import DropoutSeeds, initial_weights
 from helixpipe.model.slices import Slices
-from helixpipe.program.stages import Piece
+from helixpipe.model.split_head import SlicedSums, VocabularyRows, part_loss, part_of_weight, part_sums
+from helixpipe.program.stages import HEAD_NORM, HEAD_PART, Piece
 
 _WORD_EMBEDDING = "embedding.word_embeddings.weight"
 _OUTPUT_LAYER = "output_layer.weight"
@@ -109,6 +110,7 @@ class PipelineModel(MegatronModule):
         self.gpt = gpt
         self.pieces = tuple(pieces)
         self._own_pieces = {Piece(piece.role, piece.layer): piece for piece in pieces}
+        self._own_pieces |= {Piece(piece.kind): piece for piece in pieces if piece.kind in (HEAD_NORM, HEAD_PART)}
         self.copies = dict(copies)
         self.kernels = kernels if kernels is not None else choose(config, Machine.here(), context.size)
         self.pg_collection = pg_collection
@@ -128,8 +130,9 @@ class PipelineModel(MegatronModule):
         config, gpt, group = self.config, self.gpt, self.tp_group
         kinds_of_layer: dict[int, dict[str, str]] = {}
         for piece in pieces:
-            kinds_of_layer.setdefault(piece.layer, {})[piece.role] = piece.kind
-        ends = kinds_of_layer.pop(-1, {})
+            if piece.layer >= 0:
+                kinds_of_layer.setdefault(piece.layer, {})[piece.role] = piece.kind
+        ends = {piece.kind: piece for piece in pieces if piece.layer < 0}
         draw = partial(initial_weights, seed, tp_rank=group.rank())
         rotary = Rotary(config, gpt, self.kernels.rope) if gpt.rotates else None
         self._rotary = rotary
@@ -141,9 +144,11 @@ class PipelineModel(MegatronModule):
             kinds = kinds_of_layer[index]
             layer = Layer(config, index, kinds, rotary, group, draw, self.kernels, gpt.chunk_size, self.context)
             self.decoder.layers[str(index)] = _emptied(layer) if empty else layer
-        if "head" in ends:
-            tied = gpt.share_embeddings_and_output_weights
+        if "head" in ends or HEAD_NORM in ends:
             self.decoder.final_layernorm = make_norm(config, self.kernels.norm)
+        self.head_part = ends.get(HEAD_PART)
+        if "head" in ends or self.head_part is not None:
+            tied = gpt.share_embeddings_and_output_weights
             # A tied copy away from the embedding repeats the embedding's draw.
             with draw("embedding" if tied else "output_layer"):
                 self.output_layer = ColumnParallelLinear(
@@ -154,12 +159,20 @@ class PipelineModel(MegatronModule):
                     bias=False,
                     gather_output=False,
                     skip_bias_add=False,
-                    skip_weight_param_allocation=tied and "embed" in ends,
+                    skip_weight_param_allocation=tied and "embed" in ends and "head" in ends,
                     tp_group=group,
                 )
+            if self.head_part is not None:
+                self.output_layer.weight = part_of_weight(self.output_layer.weight, self._rows_of_head)
             if self.output_layer.weight is None:
                 # The embedding's gradient comes from autograd, which DDP adds only to what no kernel has added to.
                 self.output_layer.gradient_accumulation_fusion = False
+
+    @property
+    def _rows_of_head(self) -> slice:
+        """The rows of its tensor-parallel rank's share of the vocabulary that this rank's part of the head has."""
+        assert self.head_part is not None
+        return self.head_part.rows(self.gpt.vocab_size // self.tp_group.size())
 
     def run(
         self, pieces: Sequence[Piece], inputs: tuple[Tensor, ...], batch: Microbatch, context: UnitContext
@@ -185,8 +198,8 @@ class PipelineModel(MegatronModule):
         if piece.kind == "embed":
             self._seed_dropout(piece, context, self.config.hidden_dropout, split=self.config.sequence_parallel)
             return (self.embedding(*self.context.share(batch, context)),)
-        if piece.kind == "head":
-            return (self._loss_sum(state[0], Targets.read(*self.context.share(batch, context))),)
+        if piece.role == "head":
+            return (self._run_head(piece, state[0], batch, context),)
         layer = cast(Layer, self.decoder.layers[str(piece.layer)])
         if piece.role == "norm":
             return layer.norm(*state)
@@ -212,6 +225,29 @@ class PipelineModel(MegatronModule):
         """The last layer's hidden states to logits, [s, b, vocabulary / tp]; needs the head."""
         return self.output_layer(self.decoder.final_layernorm(hidden), weight=self._tied_weight)[0]
 
+    def _run_head(self, piece: Piece, hidden: Tensor, batch: Microbatch, context: UnitContext) -> Tensor:
+        """The loss sum; of a head that is divided, the normed hidden states or the sums of this rank's part."""
+        if piece.kind == HEAD_NORM:
+            normed: Tensor = self.decoder.final_layernorm(hidden)
+            return normed
+        targets = Targets.read(*self.context.share(batch, context))
+        return self._loss_sum(hidden, targets) if piece.kind == "head" else self._part_sums(hidden, targets.labels)
+
+    def _part_sums(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """[3, s, b], of the normed hidden states."""
+        head, own = self.output_layer, self._rows_of_head
+        first = self.gpt.vocab_size // self.tp_group.size() * self.tp_group.rank() + own.start
+        rows = VocabularyRows(first, self.tp_group)
+        if not self.gpt.loss_chunk_size:
+            return part_sums(head(hidden)[0], labels, rows)
+        slices = Slices(self.gpt.loss_chunk_size, head.sequence_parallel, self.tp_group)
+        return SlicedSums(slices, head.weight, rows, head.gradient_accumulation_fusion).sums(hidden, labels)
+
+    def part_loss(self, sums: Tensor, own: int, batch: Microbatch, context: UnitContext) -> tuple[Tensor, Tensor]:
+        """(a chunk's loss sum; the gradient of sums[own], [3, s, b], where that of the loss sum is 1). sums:
+        [parts, 3, s, b], of all parts of the head in any order."""
+        return part_loss(sums, own, Targets.read(*self.context.share(batch, context)))
+
     def _loss_sum(self, hidden: Tensor, targets: Targets) -> Tensor:
         """Of the last layer's hidden states; over slices, where they are asked for, NaN until its backward has run."""
         if not self.gpt.loss_chunk_size:
@@ -235,7 +271,8 @@ class PipelineModel(MegatronModule):
 
     def piece_of(self, parameter: str) -> Piece:
         """The piece of this model that a parameter belongs to, by its name."""
-        return self._own_pieces[plain_piece_of(parameter)]
+        divided = self._own_pieces.get(part_of_head(parameter))
+        return self._own_pieces[plain_piece_of(parameter)] if divided is None else divided
 
     def weights_of(self, pieces: Sequence[Piece]) -> list[torch.nn.Parameter]:
         """The weights of some of this model's pieces, in an order that is the same on every rank."""
@@ -282,7 +319,7 @@ class PipelineModel(MegatronModule):
                 weight.is_embedding_or_output_parameter = True
         if not self.share_embeddings_and_output_weights:
             return
-        if embedding is not None and hasattr(self, "output_layer"):
+        if embedding is not None and hasattr(self, "output_layer") and head is None:
             embedding.zero_out_wgrad = True  # used twice: a fused weight gradient must not leave garbage behind
         else:
             for weight in (embedding, head):

@@ -12,13 +12,13 @@ from typing import Any, NoReturn
 from helixpipe.common.errors import ProgramError
 from helixpipe.common.json_values import parse_json
 from helixpipe.program.file_limits import Parts, read_program_file
-from helixpipe.program.stages import LAYER_PIECES, PIECE_KINDS, VARIANTS, Piece, layer_pieces
+from helixpipe.program.stages import HEAD_PART, LAYER_PIECES, PIECE_KINDS, VARIANTS, Piece, layer_pieces
 from helixpipe.program.workload import Chunk, Slice
 
 _PIECES = re.compile(
     r"layers? +(?P<first>[0-9]{1,9})(?:-(?P<last>[0-9]{1,9}))?(?: +\((?P<kinds>[^()]*)\))?(?= |$)|(?P<one>[^ ]+)"
 )
-_PIECE = re.compile(r"([a-z]+(?:\.[a-z]+)?)(?:\[([0-9]{1,9})\])?")
+_PIECE = re.compile(r"([a-z]+(?:\.[a-z]+)?)(?:\[([0-9]{1,9})(?:/([0-9]{1,9}))?\])?")
 _SLICE = re.compile(r"([0-9]{1,9})\[([0-9]{1,12}):([0-9]{1,12})\]")
 
 MAX_LAYERS = 100_000
@@ -140,11 +140,15 @@ class Fields:
 
     def _piece(self, word: str) -> Piece:
         match = _PIECE.fullmatch(word)
-        if match is None or match[1] not in (*PIECE_KINDS, *VARIANTS) or int(match[2] or 0) >= MAX_LAYERS:
+        known = match is not None and match[1] in (*PIECE_KINDS, *VARIANTS) and int(match[2] or 0) < MAX_LAYERS
+        if match is None or not known or (match[1] == HEAD_PART) != (match[3] is not None):
             raise ProgramError(
                 f"{self.place}: {shown(word)} is no piece; write {', '.join((*PIECE_KINDS, *VARIANTS))}, those of a "
-                f"layer with its number, below {MAX_LAYERS}, as in attn[3], and whole layers as layer 3 or layers 0-3."
+                f"layer with its number, below {MAX_LAYERS}, as in attn[3], whole layers as layer 3 or layers 0-3, and "
+                f"the parts of a head as {HEAD_PART}[0/4] to {HEAD_PART}[3/4]."
             )
+        if match[3]:
+            return Piece(match[1], part=(int(match[2]), int(match[3])))
         return Piece(match[1], int(match[2])) if match[2] else Piece(match[1])
 
     def slices(self) -> Chunk:

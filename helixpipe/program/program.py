@@ -121,6 +121,12 @@ class Program(Derives):
         """Tokens of each chunk, where that is known and the same in every microbatch."""
         return None if self.workload.proportional else self.workload.lengths
 
+    @cached_property
+    def chain(self) -> int:
+        """The number of stages that follow one another: all but the parts of a divided head, which stand side by
+        side."""
+        return sum(stage.part is None for stage in self.stages)
+
     def units(self) -> Iterator[Unit]:
         """Every unit that the program must run, one at a time."""
         for stage in range(len(self.stages)):

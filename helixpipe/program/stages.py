@@ -25,7 +25,11 @@ role, by a point and what it is, as in `VARIANTS`."""
 NO_ROPE, WINDOW = "qkv.norope", "attn.window"
 """Queries and keys that are not rotated, where others are; attention to a window of tokens."""
 
-VARIANTS: tuple[str, ...] = (NO_ROPE, WINDOW)
+HEAD_NORM, HEAD_PART = "head.norm", "head.part"
+"""The two kinds that a head is made of where its vocabulary is divided over ranks (`split_head`): the final norm, and
+some rows of the output layer with their part of the loss."""
+
+VARIANTS: tuple[str, ...] = (NO_ROPE, WINDOW, HEAD_NORM, HEAD_PART)
 """The kinds of piece that are not the plain ones of their roles."""
 
 PLACEMENTS = ("resident", "shipped", "replicated", "ring")
@@ -36,10 +40,21 @@ OWNED = ("shipped", "ring")
 
 class Piece(NamedTuple):
     """The smallest part of the model that can sit on a rank alone. `layer` is the global layer index, -1 for embed and
-    head."""
+    head. `part`: of a `HEAD_PART`, its number and how many there are."""
 
     kind: str
     layer: int = -1
+    part: tuple[int, int] | None = None
+
+    @property
+    def shares(self) -> int:
+        """The number of pieces that divide the vocabulary among them."""
+        return 1 if self.part is None else self.part[1]
+
+    def rows(self, vocabulary: int) -> slice:
+        """The rows of a vocabulary of so many that it has; parts differ by one row at most."""
+        number, count = self.part or (0, 1)
+        return slice(vocabulary * number // count, vocabulary * (number + 1) // count)
 
     @property
     def role(self) -> str:
@@ -47,6 +62,8 @@ class Piece(NamedTuple):
         return role_of(self.kind)
 
     def __str__(self) -> str:
+        if self.part is not None:
+            return f"{self.kind}[{self.part[0]}/{self.part[1]}]"
         return self.kind if self.layer < 0 else f"{self.kind}[{self.layer}]"
 
 
@@ -123,6 +140,11 @@ class Stage:
     def has_attention(self) -> bool:
         return any(piece.role == "attn" for piece in self.pieces)
 
+    @property
+    def part(self) -> tuple[int, int] | None:
+        """Of a stage that is one part of a divided head, its number and how many there are; None for any other."""
+        return self.pieces[0].part if len(self.pieces) == 1 else None
+
 
 @dataclass(frozen=True)
 class RingOptions:
@@ -154,6 +176,18 @@ def segments(pieces: tuple[Piece, ...], activations: Activations) -> tuple[Segme
         start = at + len(run)
     keep(len(pieces))
     return tuple(parts)
+
+
+def split_head(count: int) -> tuple[Piece, ...]:
+    """The pieces of a head whose vocabulary is divided into `count` parts: the final norm, then the parts in order."""
+    return (Piece(HEAD_NORM), *(Piece(HEAD_PART, part=(number, count)) for number in range(count)))
+
+
+def joined_head(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+    """The same pieces with the plain head at the end where they end in one that is divided."""
+    shares = pieces[-1].shares if pieces else 0
+    divided = split_head(min(shares, len(pieces)))  # a file may say that there are millions
+    return (*pieces[: -len(divided)], Piece("head")) if tuple(pieces[-len(divided) :]) == divided else tuple(pieces)
 
 
 def role_of(kind: str) -> str:

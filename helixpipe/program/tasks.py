@@ -29,6 +29,7 @@ class Resource(NamedTuple):
 BUFFER_KINDS = (
     "activation",
     "gradient",
+    "sums",
     "saved",
     "recomputed",
     "deferred",
@@ -43,12 +44,13 @@ BUFFER_KINDS = (
     "workspace",
 )
 """activation: what crosses the cut before its unit's stage, on its way to the unit. gradient: the gradient of what
-crosses the cut after it. saved: what a unit's forward saves for its backward. recomputed: what recomputation adds to
-that. deferred: what waits between I and W. offloaded: the part of what is saved that leaves the device, there and, with
-`host`, in the host's memory. fetched: the same when it is back. keys_values, kv_gradients: of a row (`Workload.rows`)
-in the layers of a stage, or with a chunk of that alone (`Program.kv_blocks`). weights, weight_gradients: borrowed from
-another rank, and summed for it. gathered, made_gradients: whole, of a stage whose weights are in parts over
-data-parallel ranks. workspace: what an op needs while it runs."""
+crosses the cut after it. sums: of each part of a divided head, over its logits, and their gradients. saved: what a
+unit's forward saves for its backward. recomputed: what recomputation adds to that. deferred: what waits between I and
+W. offloaded: the part of what is saved that leaves the device, there and, with `host`, in the host's memory. fetched:
+the same when it is back. keys_values, kv_gradients: of a row (`Workload.rows`) in the layers of a stage, or with a
+chunk of that alone (`Program.kv_blocks`). weights, weight_gradients: borrowed from another rank, and summed for it.
+gathered, made_gradients: whole, of a stage whose weights are in parts over data-parallel ranks. workspace: what an op
+needs while it runs."""
 
 OF_WEIGHTS = frozenset({"weights", "weight_gradients", "gathered", "made_gradients"})
 """Those as large as a stage's weights or their gradients."""

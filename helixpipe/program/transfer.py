@@ -28,7 +28,8 @@ class TransferKind(NamedTuple):
     (`{stage}`). group: of a collective of ranks beside the pipeline the field of `Program` that counts them; empty
     where `Transfer.ranks` are its members. beside_ops: whether it may keep a rank's own processor from computing;
     for others that is part of their op's time. passed_on: whether a transfer that follows it sends what it brings as
-    that comes, without waiting for its end.
+    that comes, without waiting for its end. entire: of a collective, whether every member gets or gives all of what
+    moves, as in a broadcast, and not a part of it.
     """
 
     resource: str
@@ -40,6 +41,7 @@ class TransferKind(NamedTuple):
     group: str = ""
     beside_ops: bool = False
     passed_on: bool = False
+    entire: bool = False
 
 
 _ROWS: dict[str, TransferKind] = {
@@ -62,6 +64,18 @@ _ROWS: dict[str, TransferKind] = {
     "weight_gradients": TransferKind(
         "link", "weight_gradients", Waited.READER, "weight gradients", "#6fa596",
         "the weight gradients of stage {stage}", beside_ops=True,
+    ),
+    "head_input": TransferKind(
+        "collective", "activation", Waited.READER, "hidden states to all parts of the head", "#6f9fb0",
+        "the hidden states of {op}", entire=True,
+    ),
+    "head_sums": TransferKind(
+        "collective", "sums", Waited.READER, "sums of all parts of the head", "#b0a06f",
+        "the sums over the logits of {op}",
+    ),
+    "head_gradient": TransferKind(
+        "collective", "gradient", Waited.READER, "sum of the gradients of all parts of the head", "#b07f6f",
+        "the gradient of {op}", entire=True,
     ),
     "gather": TransferKind(
         "collective", "gathered", Waited.USERS, "gather of weights", "#b7c98b", "the weights of stage {stage}",
@@ -90,10 +104,12 @@ TRANSFER_KINDS: Mapping[str, TransferKind] = MappingProxyType(_ROWS)
 
 activation: what crosses the cut between two stages. gradient: its gradient, in the same shapes. keys_values: a chunk's
 block, from the op that made it to the first op of the target that reads it. kv_gradients: from the last backward of the
-source that read it to the op that needs the sum. weights, weight_gradients: of a shipped or ring stage, to the rank
-that runs ops with them, and the sum of these ops' gradients back. replica_sum: over the ranks that hold a replicated
-stage, of its weight gradients. gather, scatter: in one rank's data-parallel group, in which each has parts of the
-weights. offload, fetch: of a unit's saved tensors, to the host's memory and back."""
+source that read it to the op that needs the sum. head_input: what the last layers give, to the ranks of all parts of
+the head. head_sums: over each part's logits, to all of them. head_gradient: of all parts, summed where the last layers
+are. weights, weight_gradients: of a shipped or ring stage, to the rank that runs ops with them, and the sum of these
+ops' gradients back. replica_sum: over the ranks that hold a replicated stage, of its weight gradients. gather, scatter:
+in one rank's data-parallel group, in which each has parts of the weights. offload, fetch: of a unit's saved tensors, to
+the host's memory and back."""
 
 
 class Transfer(NamedTuple):

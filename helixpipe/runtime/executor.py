@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from typing import cast
 
 import torch
+import torch.distributed as dist
 
 from helixpipe.lowering.project import LoweredProgram
 from helixpipe.model.attention.kv_blocks import KeyValueBlocks
@@ -38,7 +39,8 @@ class Executor:
     and values over chunks in float32. position: where to publish which instruction comes next. weights: keeps those of
     this rank's pieces; None: they are whole in the model, and the caller sums gradients. run_ahead: keeps the host
     close to the device; None: made where that is a GPU. offloader: copies activations to the host and back; None: made
-    for the device when a plan needs it. `keys_values` is the store of the step that ran last, `last`
+    for the device when a plan needs it. group: the ranks of the pipeline, for collectives of all of them; None: one
+    rank, or programs that have none. `keys_values` is the store of the step that ran last, `last`
     the step itself.
     """
 
@@ -48,7 +50,7 @@ class Executor:
     def __init__(
         self, rank: int, model: Model, transport: Transport, fp32_kv_gradients: bool = False,
         position: Position | None = None, weights: StageWeights | None = None, run_ahead: RunAhead | None = None,
-        offloader: Offloader | None = None,
+        offloader: Offloader | None = None, group: dist.ProcessGroup | None = None,
     ):  # fmt: skip
         self.rank, self.model, self.transport = rank, model, transport
         self.weights = weights or WholeWeights()
@@ -58,6 +60,7 @@ class Executor:
             run_ahead = RunAhead(lambda: torch.cuda.Event(blocking=True))
         self.run_ahead = self.position.trail = run_ahead
         self.offloader = offloader
+        self.group = group
         self._fp32_kv_gradients = fp32_kv_gradients
         self._plans: dict[int, PlanOnRank] = {}
 

@@ -72,12 +72,12 @@ class PlannedOp(NamedTuple):
 
     pieces: of its stage. segments: its unit's. offset, length: the rows of its microbatch that are its chunk's.
     row_length: of the microbatch, None where all of it is in this chunk. takes, gives, saved: numbers of buffers (see
-    `Graph`). leaves: whether a message carries away what it gives. first, last: whether its stage is the model's first,
-    its last. borrowed: whether it runs with a copy of its stage's weights. completes: whether nothing adds to the
-    gradients of its stage's weights, which are here, after it. keeps, scatters: see `StageWeights.release`. offloading:
-    of an F, what of its unit leaves the device. drops: of blocks of keys and values, the first rows of those that
-    nobody needs after it. makes_blocks: the layer of the next stage's attention, if an F makes its block, or
-    sums of that one's gradients come from other ranks; else -1.
+    `Graph`). leaves: whether a message carries away what it gives. first: whether its stage is the model's first. last:
+    whether it gives the loss sum. borrowed: whether it runs with a copy of its stage's weights. completes: whether
+    nothing adds to the gradients of its stage's weights, which are here, after it. keeps, scatters: see
+    `StageWeights.release`. offloading: of an F, what of its unit leaves the device. drops: of blocks of keys and
+    values, the first rows of those that nobody needs after it. makes_blocks: the layer of the next stage's attention,
+    if an F makes its block, or sums of that one's gradients come from other ranks; else -1.
     """
 
     op: Op
@@ -170,7 +170,7 @@ class PlanOnRank:
             saved=graph.saved[task],
             leaves=graph.gives[task] in self.leaving,
             first=op.stage == 0,
-            last=op.stage == len(self.program.stages) - 1,
+            last=op.stage == self.program.chain - 1 == len(self.program.stages) - 1,
             borrowed=op.stage in self._borrowed,
             completes=op in self.last,
             keeps=self.program.sharded > 1 and "gathered" not in self._kinds(graph.frees[task]),
@@ -240,6 +240,10 @@ class PlanOnRank:
         if place not in self._shapes:
             self._shapes[place] = model.payload_shapes(*place)
         return self._shapes[place], model.payload_dtype
+
+    def place(self, unit: Unit, seq_length: int) -> tuple[int, int]:
+        """Return the first token of a unit's chunk in its microbatch, and how many tokens it has."""
+        return self.first_row(unit, seq_length), self._workload(seq_length).tokens(unit.microbatch)[unit.chunk]
 
     def layers(self, stage: int) -> list[int]:
         """Return the layers whose attention is in a stage."""

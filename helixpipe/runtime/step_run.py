@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from helixpipe.common.errors import UserError
@@ -23,6 +24,7 @@ from helixpipe.program.stages import Piece
 from helixpipe.program.transfer import TRANSFER_KINDS
 from helixpipe.runtime.block_transfers import BlockTransfers
 from helixpipe.runtime.borrowed_weights import BorrowedWeights
+from helixpipe.runtime.head_traffic import DividedHead, HeadTraffic
 from helixpipe.runtime.offload import KeepsConstants, Offloader, UnitSaving
 from helixpipe.runtime.recording import Clock, Recorder
 from helixpipe.runtime.run_ahead import RunAhead
@@ -52,6 +54,7 @@ class OnRank(Protocol):
     position: Position
     run_ahead: RunAhead | None
     offloader: Offloader | None
+    group: dist.ProcessGroup | None
     keys_values: KeyValueStore | KeyValueBlocks
 
 
@@ -83,6 +86,12 @@ class StepRun:
         }
         stages = plan.program.stages
         self._started = dict(weight_collectives(executor.weights, lambda stage: stages[stage].pieces))
+        self.head = None
+        if plan.program.chain < len(stages):
+            model = cast(DividedHead, executor.model)
+            assert executor.group is not None, "the parts of a head need the group of the pipeline's ranks"
+            self.head = HeadTraffic(executor.rank, executor.group, model, plan, step, self.buffers, self.losses.append)
+            self._started |= self.head.handlers()
         if plan.copies:
             assert executor.offloader is not None
             self._started |= copies(executor.offloader, self.graph, self.recorder)
@@ -116,6 +125,8 @@ class StepRun:
         """Forget a step after its opening, when all that was sent in it has come."""
         for receipt in self.receipts.values():
             receipt.wait()  # sent in the opening, for an op after it
+        if self.head is not None:
+            self.head.give_up()
         if self.executor.offloader is not None:
             self.executor.offloader.give_up()
         self.transport.finish()

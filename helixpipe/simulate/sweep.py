@@ -36,6 +36,7 @@ CATEGORY_OF = MappingProxyType(
     {
         "activation": MESSAGES,
         "gradient": MESSAGES,
+        "sums": MESSAGES,
         "saved": ACTIVATIONS,
         "recomputed": ACTIVATIONS,
         "deferred": ACTIVATIONS,
@@ -49,9 +50,9 @@ CATEGORY_OF = MappingProxyType(
         "made_gradients": GRADIENTS,
     }
 )
-GIVEN = frozenset({"activation", "gradient", "deferred"})
+GIVEN = frozenset({"activation", "gradient", "sums", "deferred"})
 """What an op makes and others take: there when it has ended."""
-TAKEN = frozenset({"gradient", "keys_values", "kv_gradients", "gathered"})
+TAKEN = frozenset({"gradient", "sums", "keys_values", "kv_gradients", "gathered"})
 """What is gone when the last op that takes it has ended."""
 
 
@@ -146,7 +147,8 @@ class Sweep:
             self.check()
         elif action is Action.START:
             for number in graph.writes[task]:
-                self.take(number)
+                if graph.buffers[number].rank == self.rank:  # each member of a group has its own
+                    self.take(number)
                 if number in self.alive:  # on the device
                     self.check()
         elif action is Action.FREE:

@@ -115,8 +115,8 @@ FACTORS = {"attn": 0.5, "message": 3.0}
 class Faster(ModelCosts):
     """Attention takes half as long, messages three times."""
 
-    def piece_time(self, piece: str, op: str, chunk: Chunk, alone: bool = False) -> float:
-        return super().piece_time(piece, op, chunk, alone) * (0.5 if piece == "attn" else 1.0)
+    def piece_time(self, piece: str, op: str, chunk: Chunk, alone: bool = False, shares: int = 1) -> float:
+        return super().piece_time(piece, op, chunk, alone, shares) * (0.5 if piece == "attn" else 1.0)
 
     def transfer_time(self, load: Load) -> float:
         return 3 * super().transfer_time(load)

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 
 from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.program.program import OP_KINDS, Op, Program, Unit
-from helixpipe.program.stages import OWNED, PIECE_KINDS, PLACEMENTS, Piece, RingOptions, Stage, model_pieces
+from helixpipe.program.stages import OWNED, PIECE_KINDS, PLACEMENTS, Piece, RingOptions, Stage, model_pieces, split_head
 from helixpipe.program.workload import Chunk, Slice, Workload, uniform
 
 DETERMINISTIC = settings(
@@ -24,11 +24,15 @@ DETERMINISTIC = settings(
 """Every run tries the same examples."""
 
 
-def random_program(rng: Random, placements: Sequence[str] = PLACEMENTS) -> Program:
+def random_program(rng: Random, placements: Sequence[str] = PLACEMENTS, divided: bool = False) -> Program:
     """A valid program: random cuts, placements (half of them resident, the rest these), splits and recomputation, in a
-    random order that respects the needs."""
+    random order that respects the needs. divided: the head is divided over the ranks."""
     num_ranks, workload = rng.randint(1, 4), random_workload(rng)
     pieces = model_pieces(rng.randint(1, 2))
+    parts: tuple[Piece, ...] = ()
+    if divided:
+        norm, *parts_in_order = split_head(num_ranks)
+        pieces, parts = (*pieces[:-1], norm), tuple(parts_in_order)
     num_stages = rng.randint(1, 6)
     cuts = [0, *sorted(rng.sample(range(1, len(pieces)), num_stages - 1)), len(pieces)]
     forward_only = rng.random() < 0.1
@@ -42,6 +46,9 @@ def random_program(rng: Random, placements: Sequence[str] = PLACEMENTS) -> Progr
     )
     ops: dict[Op, int] = {}
     homes: dict[tuple[int, ...], int] = {}
+    if divided:
+        homes = {(num_stages + number,): rank for number, rank in enumerate(rng.sample(range(num_ranks), num_ranks))}
+        stages += tuple(Stage((part,), recompute=random_runs((part,), recompute, rng)) for part in parts)
     for unit in every_unit(stages, workload):
         stage = stages[unit.stage]
         key: tuple[int, ...] = unit
@@ -148,9 +155,12 @@ def needs(program: Program, op: Op, present: set[Op]) -> set[Op]:
         return split if split in present else Op("B", stage, microbatch, chunk)
 
     attention = program.stages[stage].has_attention
+    parts = [number for number, each in enumerate(program.stages) if each.part is not None]
     needed = set()
     if kind == "F":
-        if stage > 0:
+        if stage in parts:
+            needed.add(Op("F", parts[0] - 1, microbatch, chunk))
+        elif stage > 0:
             needed.add(Op("F", stage - 1, microbatch, chunk))
         if attention:
             needed |= {Op("F", stage, *place) for place in earlier(program.workload, microbatch, chunk)}
@@ -161,7 +171,11 @@ def needs(program: Program, op: Op, present: set[Op]) -> set[Op]:
     else:
         recompute = Op("R", stage, microbatch, chunk)
         needed.add(recompute if recompute in present else Op("F", stage, microbatch, chunk))
-        if stage + 1 < len(program.stages):
+        if stage in parts:
+            needed |= {Op("F", part, microbatch, chunk) for part in parts}
+        elif stage + 1 in parts:
+            needed |= {backward(part, microbatch, chunk) for part in parts}
+        elif stage + 1 < len(program.stages):
             needed.add(backward(stage + 1, microbatch, chunk))
         if attention:
             later = [p for p in program.workload.units() if (microbatch, chunk) in earlier(program.workload, *p)]
@@ -193,6 +207,10 @@ def can_run(program: Program) -> bool:
             rules += [(op.stage, -1 - each) for each in linked(workload, op.microbatch, op.chunk)]
         if any(homes.setdefault(rule, rank) != rank for rule in rules):
             return False
+    parts = {number for number, stage in enumerate(program.stages) if stage.part is not None}
+    of_parts = {(op.stage, rank) for op, rank in where if op.stage in parts}
+    if parts and sorted(rank for _, rank in of_parts) != list(range(program.num_ranks)):
+        return False
     needed = {op: needs(program, op, count.keys()) for op in count}
     left, done, moved = [list(ops) for ops in program.ranks], set[Op](), True
     while moved:

@@ -215,10 +215,28 @@ class Machine:
         if collective.kind == "replica_sum":
             own = {op for op in self.lowered.program.ranks[rank] if op.stage == collective.unit.stage}
             assert own <= set(self.ran[rank]) and rank in collective.ranks
+        elif collective.kind.startswith("head"):
+            if action is Action.START:
+                assert {op for op in self.exchanged(collective) if op in self.lowered.program.ranks[rank]} <= set(
+                    self.ran[rank]
+                )
+            else:
+                assert collective not in self.waited[rank]
+                self.waited[rank].add(collective)
         else:
             self.sharing.take(rank, action, collective)
         if action is Action.START:
             self.posted[rank].append((action, collective))
+
+    def exchanged(self, collective: Transfer) -> set[Op]:
+        """The ops that make what the parts of a head exchange in a collective."""
+        chain, backwards = self.lowered.program.chain, [op for op in self.present if op.kind in "BI"]
+        place = collective.unit[1:]
+        if collective.kind == "head_input":
+            return {Op("F", chain - 1, *place)}
+        if collective.kind == "head_sums":
+            return {Op("F", part, *place) for part in range(chain, len(self.lowered.program.stages))}
+        return {op for op in backwards if op.stage >= chain and op.unit[1:] == place}
 
     def ended(self, transfer: Transfer) -> bool:
         return transfer in self.complete or transfer in self.copies.complete
@@ -232,6 +250,8 @@ class Machine:
         """The op is the program's next on this rank, and all it needs is there."""
         assert op == self.lowered.program.ranks[rank][len(self.ran[rank])]
         arrived = {m.producer for m in self.waited[rank] if m.consumer == op}
+        heads = [m for m in self.waited[rank] if m.kind.startswith("head") and m.unit[1:] == op.unit[1:]]
+        arrived |= {made for collective in heads for made in self.exchanged(collective)}
         assert needs(self.lowered.program, op, self.present) <= arrived.union(self.ran[rank])
         self.travel.run(rank, op)
         self.copies.run(op)

@@ -18,6 +18,7 @@ from helixpipe.lowering.lower import lower
 from helixpipe.lowering.project import Action, LoweredProgram
 from helixpipe.lowering.validate import validate
 from helixpipe.program.program import forward_only
+from helixpipe.program.transfer import Transfer
 from schedules import Shape, build
 from tests.lowering.offloads import offloading_program
 from tests.lowering.random_programs import DETERMINISTIC, can_run, mutate, random_costs, random_program
@@ -26,8 +27,9 @@ from tests.lowering.sharing import sharing_program
 from tests.selection import graded
 
 
+@pytest.mark.parametrize("divided", [False, True], ids=["", "divided head"])
 @pytest.mark.parametrize("examples", graded((600, 2000), (600,)))
-def test_random_programs(examples: int) -> None:
+def test_random_programs(examples: int, divided: bool) -> None:
     """The validator's verdict is brute force's, and all programs that it accepts end on the worst machines."""
     verdicts: Counter[bool] = Counter()
 
@@ -35,7 +37,7 @@ def test_random_programs(examples: int) -> None:
     @given(seed=st.integers(0, 2**32), mutations=st.sampled_from((0, 1, 1, 2)))
     def check(seed: int, mutations: int) -> None:
         rng = Random(seed)
-        program = random_program(rng)
+        program = random_program(rng, divided=divided)
         assert mutations or can_run(program)
         for _ in range(mutations):
             program = mutate(program, rng)
@@ -58,8 +60,10 @@ def test_random_programs(examples: int) -> None:
 
 
 def check_opening(lowered: LoweredProgram) -> None:
-    """No backward is in it, the first one comes next on its rank, and both ends of a message are in it or neither."""
+    """No backward is in it, the first one comes next on its rank, and all who take part in a transfer have it in theirs
+    or none has."""
     sent, received, next_kinds = set(), set(), set()
+    started: Counter[Transfer] = Counter()
     for stream, length in zip(lowered.streams, lowered.openings, strict=True):
         for action, op, message, _ in stream[:length]:
             if action is Action.RUN:
@@ -68,9 +72,12 @@ def check_opening(lowered: LoweredProgram) -> None:
                 sent.add(message)
             if action is Action.RECV:
                 received.add(message)
+            if action is Action.START and message is not None:
+                started[message] += 1
         runs = (op.kind for action, op, *_ in stream[length:] if action is Action.RUN and op is not None)
         next_kinds.add(next(runs, ""))
     assert sent == received
+    assert all(number == len(each.ranks) for each, number in started.items())
     assert next_kinds & {"B", "I"} or not any(op.kind in "BI" for ops in lowered.program.ranks for op in ops)
 
 

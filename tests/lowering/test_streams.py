@@ -28,7 +28,7 @@ from tests.lowering.sharing import sharing_program
 
 def full_program(seed: int) -> Program:
     """A random program, most of which have some of every kind of traffic."""
-    return sharing_program(offloading_program(random_program(Random(seed)), seed), seed)
+    return sharing_program(offloading_program(random_program(Random(seed), divided=seed % 3 == 0), seed), seed)
 
 
 def kinds(graph: Graph) -> set[str]:
@@ -49,7 +49,8 @@ ALLOWED = [passes for passes in permutations(PASSES) if allowed(passes)]
 
 def test_two_swapped_passes_are_refused() -> None:
     chimera = build("chimera", Shape(4, 4, 4))
-    sums_first = (PASSES[3], *PASSES[:3], *PASSES[4:])
+    sums = next(each for each in PASSES if "replica_sum" in each.gives)
+    sums_first = (sums, *(each for each in PASSES if each is not sums))
     with pytest.raises(ValueError, match="pass replica_sums needs activation, gradient, "):
         build_graph(chimera, passes=sums_first)
     assert 1 < len(ALLOWED) < 10

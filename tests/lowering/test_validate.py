@@ -12,7 +12,7 @@ import pytest
 from helixpipe.common.errors import ProgramError
 from helixpipe.lowering.validate import untrainable, validate
 from helixpipe.program.program import Op, Program, forward_only
-from helixpipe.program.stages import OWNED, Piece, RingOptions, Stage, even_stages, model_pieces
+from helixpipe.program.stages import OWNED, Piece, RingOptions, Stage, even_stages, model_pieces, split_head
 from helixpipe.program.text import format_rows, parse_rows
 from helixpipe.program.workload import uniform
 from schedules import Shape, build
@@ -253,3 +253,49 @@ def test_what_training_cannot_run() -> None:
     moving = ["0F0 1F0 1B0 0B0", "0F1 1F1 1B1 0B1"]
     for placement in ("ring", "replicated"):
         assert untrainable(program(moving, placed(placement))) is None
+
+
+PARTS = split_head(2)
+
+
+@pytest.mark.parametrize(
+    ("rows", "stages", "expected"),
+    [
+        (
+            ["0F0 1F0 2F0 1B0 2B0 0B0", ""],
+            [PARTS[:1], PARTS[1:2], PARTS[2:]],
+            "each of the 2 ranks must have one part of the head, but of its 2 parts the ranks are 0, 0.",
+        ),
+        (
+            ["0F0 1F0 1B0 0B0", "2F0 2B0", ""],
+            [PARTS[:1], PARTS[1:2], PARTS[2:]],
+            "each of the 3 ranks must have one part of the head, but of its 2 parts the ranks are 0, 1.",
+        ),
+        (
+            ["0F0 1F0 1B0 0B0"],
+            [PARTS[:2], PARTS[2:]],
+            "stage 0 has a part of the head, which must be a resident stage of its own.",
+        ),
+        (
+            ["0F0 1F0 1B0 0B0", "2F0 2B0"],
+            [PARTS[:1], PARTS[2:], PARTS[1:2]],
+            "the stages are not the model in order: piece 6 is head.norm where head was expected.",
+        ),
+        (
+            ["0F0 1F0 1B0 0B0"],
+            [PARTS[:1], (Piece("head.part", part=(0, 10**12)),)],
+            "the stages are not the model in order: piece 6 is head.norm where head was expected.",
+        ),
+        (
+            ["0F0 0B0"],
+            [PARTS[:1]],
+            "the stages are not the model in order: piece 6 is head.norm where head was expected.",
+        ),
+    ],
+)
+def test_faults_of_a_divided_head(rows: list[str], stages: list[tuple[Piece, ...]], expected: str) -> None:
+    first, *others = stages
+    made = (Stage((*model_pieces(1)[:-1], *first)), *(Stage(pieces) for pieces in others))
+    assert sentence(rows, made) == expected
+    parts = (*made[:1], *(replace(stage, placement="replicated") for stage in made[1:]))
+    assert "of the head" in sentence(rows, parts) or "model in order" in sentence(rows, parts)

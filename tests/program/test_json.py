@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helixpipe.common.errors import ProgramError, ScheduleError, UserError
-from helixpipe.costs.by_hand import PieceTimes
+from helixpipe.costs.by_hand import PieceTimes, unit_costs
 from helixpipe.costs.layer_patterns import kinds_of_layers
 from helixpipe.lowering.validate import validate
+from helixpipe.planning.vocabulary.split import split_heads
 from helixpipe.program.files import load_program, save_program
 from helixpipe.program.json_text import from_json, json_text, to_json
 from helixpipe.program.program import Program, Unit, of_layers
@@ -264,12 +265,26 @@ def test_a_program_of_another_model_is_refused() -> None:
     assert of_layers(program, MIXED) is program
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_divided_head_round_trips(tmp_path: Path, ranks: int) -> None:
+    program = split_heads(build("1f1b", Shape(ranks, 2, 6)), unit_costs())
+    save_program(program, tmp_path / "x.json")
+    assert f"head.part[1/{ranks}]" in (tmp_path / "x.json").read_text()
+    assert load_program(tmp_path / "x.json") == program
+    for word in ("head.part", "head.norm[0/2]", "head.part[1]", "attn[0/2]"):
+        (tmp_path / "y.json").write_text((tmp_path / "x.json").read_text().replace(f"head.part[1/{ranks}]", word))
+        with pytest.raises(ProgramError, match=r"is no piece; write .* as head\.part\[0/4\] to head\.part\[3/4\]"):
+            load_program(tmp_path / "y.json")
+
+
 @pytest.mark.parametrize("words", ["attn.hole[1]", "layer 1 (norm qkv attn.hole proj mlp)", "layer 1 (norm"])
 def test_a_kind_that_is_none_is_refused(tmp_path: Path, words: str) -> None:
     save_program(build("1f1b", Shape(2, 2, 2)), tmp_path / "x.json")
     text = (tmp_path / "x.json").read_text()
     (tmp_path / "x.json").write_text(text.replace("layer 1 head", f"{words} head"))
-    with pytest.raises(ProgramError, match=r"is no piece; write .*, head, qkv\.norope, attn\.window, those"):
+    with pytest.raises(
+        ProgramError, match=r"is no piece; write .*, head, qkv\.norope, attn\.window, head\.norm, .* those"
+    ):
         load_program(tmp_path / "x.json")
 
 

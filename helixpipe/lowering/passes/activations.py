@@ -1,7 +1,8 @@
 """Activations and gradients across cuts, and what a unit keeps between its own ops.
 
 F(s, m, c) gives what crosses the cut after stage s to F(s+1, m, c); B or I(s+1, m, c) gives its gradient back to
-B or I(s, m, c); F -> (R ->) B or I -> W pass on what the unit saved, recomputed and deferred.
+B or I(s, m, c); F -> (R ->) B or I -> W pass on what the unit saved, recomputed and deferred. What the parts of a
+divided head exchange comes with `split_head`.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from helixpipe.program.tasks import Buffer
 def activations(draft: Draft) -> None:
     """Add the buffers of every unit, and a message for each that crosses ranks."""
     program, graph = draft.program, draft.graph
-    last, per_stage = len(program.stages) - 1, draft.per_stage
+    last, per_stage = program.chain - 1, draft.per_stage
     forward, backward = draft.forward, draft.backward
     for task, (kind, stage, _, _) in enumerate(graph.ops):
         unit = draft.units[task]
         if kind == "F":
-            if stage > 0:
+            if 0 < stage <= last:
                 _cross(draft, "activation", forward[unit - per_stage], task)
         elif kind == "W":
             _defer(draft, backward[unit], task)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from helixpipe.lowering.bound import BoundCosts
@@ -38,24 +38,46 @@ def spread_heads(program: Program, costs: Costs, split: bool = False) -> Program
     rest = len(program.stages) - 1
     head = rest if alone else rest + 1
     stages = (*program.stages[:rest], *(() if alone else (_headless(last),)), Stage((HEAD,), "replicated"))
-    graph, starts = graph_of(program), scheduled(program, costs).start
     homes = _homes(replace(program, stages=stages), rest, costs)
-    orders: list[list[tuple[float, int, Op]]] = [[] for _ in program.ranks]  # with the time and, at one time, the turn
-    for task, op in enumerate(graph.ops):
-        if op.stage != rest or not alone:
-            orders[graph.ranks[task]].append((starts[task], 4 * task + 3, op))
-        if op.stage == rest and op.kind in "BI":
-            kinds = "FIW" if split and op.kind == "I" else "FB"
-            # Before all that starts at the same time, and in this order.
-            orders[homes[op.unit]] += [
-                (starts[task], 4 * (task - graph.num_tasks) + place, op._replace(kind=kind, stage=head))
-                for place, kind in enumerate(kinds)
-            ]
-    ranks = tuple(tuple(op for _, _, op in sorted(order)) for order in orders)
+
+    def heads(op: Op) -> list[tuple[int, tuple[Op, ...]]]:
+        return [(homes[op.unit], head_ops(op, head, split))]
+
+    ranks = with_heads(program, costs, rest, heads, drops_rest=alone)
     activations = {unit: own for unit, own in program.activations.items() if unit.stage != rest}
     if not alone:
-        activations |= {unit: _without(own) for unit, own in program.activations.items() if unit.stage == rest}
+        activations |= {unit: without_head(own) for unit, own in program.activations.items() if unit.stage == rest}
     return replace(program, stages=stages, ranks=ranks, activations=activations)
+
+
+def head_ops(op: Op, head: int, split: bool) -> tuple[Op, ...]:
+    """Return the ops of a head that goes forward and at once backward. op: the backward, B or I, that needs its
+    gradient. split: where that is split, so is the head's."""
+    return tuple(op._replace(kind=kind, stage=head) for kind in ("FIW" if split and op.kind == "I" else "FB"))
+
+
+def with_heads(
+    program: Program,
+    costs: Costs,
+    rest: int,
+    heads: Callable[[Op], Sequence[tuple[int, tuple[Op, ...]]]],
+    drops_rest: bool = False,
+) -> tuple[tuple[Op, ...], ...]:
+    """Return the order of every rank with the ops of heads in it.
+
+    rest: the last stage that has layers. heads: from a backward of it, when the given program would begin that, the
+    ranks that run ops of heads then, and these. drops_rest: the ops of `rest` itself go.
+    """
+    graph, starts = graph_of(program), scheduled(program, costs).start
+    orders: list[list[tuple[float, int, Op]]] = [[] for _ in program.ranks]  # with the time and, at one time, the turn
+    for task, op in enumerate(graph.ops):
+        if op.stage != rest or not drops_rest:
+            orders[graph.ranks[task]].append((starts[task], 4 * task + 3, op))
+        if op.stage == rest and op.kind in "BI":
+            for rank, ops in heads(op):  # before all that starts at the same time, and in this order
+                first = 4 * (task - graph.num_tasks)
+                orders[rank] += [(starts[task], first + place, each) for place, each in enumerate(ops)]
+    return tuple(tuple(op for _, _, op in sorted(order)) for order in orders)
 
 
 def _homes(program: Program, rest: int, costs: Costs) -> Mapping[Unit, int]:
@@ -73,11 +95,11 @@ def _homes(program: Program, rest: int, costs: Costs) -> Mapping[Unit, int]:
 
 
 def _headless(stage: Stage) -> Stage:
-    own = _without(stage.activations)
+    own = without_head(stage.activations)
     return replace(stage, pieces=stage.pieces[:-1], recompute=own.recompute)
 
 
-def _without(own: Activations) -> Activations:
+def without_head(own: Activations) -> Activations:
     """Return what is done with the activations of all pieces but the head."""
     recompute = tuple(run for run in own.recompute if HEAD not in run)
     offload = tuple((run, share) for run, share in own.offload if HEAD not in run)

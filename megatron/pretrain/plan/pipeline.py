@@ -89,6 +89,7 @@ class Pipeline:
             self._position,
             weights,
             offloader=self._offloader(),
+            group=self._parallel.pp_group,
         )
 
     def _offloader(self) -> Offloader | None:
@@ -101,7 +102,7 @@ class Pipeline:
     @property
     def reads_data(self) -> bool:
         """Whether this rank needs tokens or labels."""
-        return any(piece.kind in ("embed", "head") for piece in self.pieces)
+        return any(piece.role in ("embed", "head") for piece in self.pieces)
 
     @property
     def places_tokens(self) -> bool:
@@ -110,7 +111,7 @@ class Pipeline:
 
     @property
     def has_head(self) -> bool:
-        return any(piece.kind == "head" for piece in self.pieces)
+        return any(piece.role == "head" for piece in self.pieces)
 
     def counted(self, lowered: LoweredProgram) -> torch.Tensor:
         """Return the microbatches of a step whose tokens this rank counts: those whose first chunk's head it runs. Each

@@ -1,0 +1,121 @@
+"""The kinds of piece of the model's end: a head, and what it is made of where its vocabulary is divided over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from helixpipe.costs.models import ModelShape
+from helixpipe.costs.piece_kind import PieceKind, Tensors, saved_by_norm
+from helixpipe.costs.sizes import ChunkSizes, Linear, OpKernels
+from helixpipe.program.stages import HEAD_NORM, HEAD_PART
+
+
+class Head(PieceKind):
+    name, inputs, kept_for_attention = "head", {"last": "hidden"}, True
+
+    def linears(self, sizes: ChunkSizes) -> tuple[Linear, ...]:
+        return ((sizes.model.hidden, sizes.vocab),)
+
+    def saved(self, sizes: ChunkSizes, inside: Collection[str]) -> Tensors:
+        own = saved_by_norm(sizes, self) | {"head input": sizes.bytes("hidden")}
+        if sizes.layout.loss_chunk:
+            return own
+        targets = {"targets": sizes.tokens * 8, "mask of targets": sizes.tokens}
+        if sizes.layout.rings:  # two runs joined
+            targets["weights of targets"] = sizes.tokens * 4
+        return own | targets | {"probabilities": sizes.tokens * sizes.vocab * 4}
+
+    def deferred(self, sizes: ChunkSizes) -> float:
+        return 0.0 if sizes.layout.loss_chunk else super().deferred(sizes)
+
+    def work(self, kernels: OpKernels) -> None:
+        sizes, op, sliced = kernels.sizes, kernels.op, kernels.sizes.layout.loss_chunk > 0
+        if sliced and op == "W":
+            return
+        kernels.normalize()
+        if sliced and op == "F" and not kernels.alone:
+            return
+        self._output_layer(kernels)
+
+    def _output_layer(self, kernels: OpKernels) -> None:
+        """All but the norm."""
+        sizes, op, sliced = kernels.sizes, kernels.op, kernels.sizes.layout.loss_chunk > 0
+        (linear,) = self.linears(sizes)
+        kernels.gather_input(linear, beside=not sliced)
+        for tokens in sizes.layout.loss_slices(sizes.length):
+            tokens *= sizes.layout.micro_batch_size
+            for part in "FIW" if sliced and op == "I" else op:
+                kernels.multiply((linear,), tokens, part)
+                kernels.move(tokens * sizes.vocab * self._loss_bytes(sizes, part))
+
+    def _loss_bytes(self, sizes: ChunkSizes, op: str) -> float:
+        """Of device memory, for each logit."""
+        if op == "F":  # cast to float32; then maximum, difference, exponential, sum, quotient
+            return sizes.element + 4 + 4 + 8 + 8 + 4 + 8
+        return 8 + 4 + sizes.element if op == "I" else 0.0  # softmax times the loss's gradient, cast back
+
+    def workspace(self, sizes: ChunkSizes) -> float:
+        """The logits and their gradients; over slices those of one, or of one the gradients and the weight's before it
+        is added to its sum, and the gradient of the whole input."""
+        if not sizes.layout.loss_chunk:
+            return sizes.tokens * sizes.vocab * (4 + 2 * sizes.element)
+        return max(self._sliced_workspace(sizes), 2 * sizes.bytes("hidden"))
+
+    def _sliced_workspace(self, sizes: ChunkSizes) -> float:
+        """Of the output layer over slices."""
+        whole = sizes.tokens * sizes.model.hidden * sizes.element
+        logits = max(sizes.layout.loss_slices(sizes.length)) * sizes.layout.micro_batch_size * sizes.vocab
+        cast = sizes.element if sizes.element != 4 else 0  # float32 logits become probabilities where they are
+        weight = sizes.vocab * sizes.model.hidden * sizes.element
+        return whole + max(logits * (4 + cast), logits * sizes.element + weight)
+
+    def weights(self, model: ModelShape, tp: int, rows: int) -> int:
+        return model.norm_parameters + rows * model.hidden
+
+
+class HeadNorm(PieceKind):
+    """The final norm of a head whose vocabulary is divided over ranks."""
+
+    name, inputs, kept_for_attention = HEAD_NORM, {"last": "hidden"}, True
+
+    def saved(self, sizes: ChunkSizes, inside: Collection[str]) -> Tensors:
+        return saved_by_norm(sizes, self)
+
+    def work(self, kernels: OpKernels) -> None:
+        kernels.normalize()
+
+    def workspace(self, sizes: ChunkSizes) -> float:
+        return 2 * sizes.bytes("hidden")
+
+    def weights(self, model: ModelShape, tp: int, rows: int) -> int:
+        return model.norm_parameters
+
+
+class HeadPart(Head):
+    """One part of such a head; `ChunkSizes.vocab` are its own rows. Over slices it makes its logits in F, for their
+    sums, and again in I."""
+
+    name, inputs = HEAD_PART, {"head input": "hidden"}
+
+    def saved(self, sizes: ChunkSizes, inside: Collection[str]) -> Tensors:
+        own = {"head input": sizes.bytes("hidden")}
+        if sizes.layout.loss_chunk:
+            return own | {"labels": sizes.tokens * 8, "maxima": sizes.tokens * 4}
+        return own | {"targets": sizes.tokens * 8, "exponentials": sizes.tokens * sizes.vocab * 4}
+
+    def work(self, kernels: OpKernels) -> None:
+        if not kernels.sizes.layout.loss_chunk or kernels.op != "W":
+            self._output_layer(kernels)
+
+    def _loss_bytes(self, sizes: ChunkSizes, op: str) -> float:
+        """Of device memory, for each logit."""
+        if op == "F":  # cast to float32; then maximum, difference, exponential, sum
+            return sizes.element + 4 + 4 + 8 + 8 + 4
+        return 8 + 4 + sizes.element if op == "I" else 0.0  # exponentials times the gradient of their sum, cast back
+
+    def workspace(self, sizes: ChunkSizes) -> float:
+        """As the head's, without its norm."""
+        return super().workspace(sizes) if not sizes.layout.loss_chunk else self._sliced_workspace(sizes)
+
+    def weights(self, model: ModelShape, tp: int, rows: int) -> int:
+        return rows * model.hidden

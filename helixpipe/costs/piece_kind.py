@@ -1,0 +1,69 @@
+"""What a kind of piece is to the costs; the kinds there are, and the rules that they follow, are in `piece_kinds`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+from typing import ClassVar
+
+from helixpipe.costs.models import ModelShape
+from helixpipe.costs.sizes import ChunkSizes, Linear, OpKernels
+
+Tensors = dict[str, float]
+"""Bytes of tensors by name. Pieces of one layer share tensors (the norm's output is the QKV layer's input): a name
+appears once however many keep it."""
+
+
+class PieceKind:
+    """A kind of piece.
+
+    inputs: what crosses the cut before it, by name, each with its shape (`ChunkSizes.bytes`); the last is the residual.
+    in_store: those of them that lie in the document's buffers where its sequence runs in chunks.
+    textbook: what it keeps from F to backward, in elements of b·s·h, with flash attention and no dropout (HelixPipe;
+    Korthikanti et al., 2022). module: its name in `--recompute-modules`. kept_for_attention: whether recomputation
+    `without-attention` keeps it. saved_outputs: what of its output it saves.
+    """
+
+    name: ClassVar[str]
+    inputs: ClassVar[Mapping[str, str]]
+    in_store: ClassVar[tuple[str, ...]] = ()
+    textbook: ClassVar[Mapping[str, int]] = MappingProxyType({})
+    module: ClassVar[str] = ""
+    kept_for_attention: ClassVar[bool] = False
+    saved_outputs: ClassVar[tuple[str, ...]] = ()
+
+    def linears(self, sizes: ChunkSizes) -> tuple[Linear, ...]:
+        return ()
+
+    def saved(self, sizes: ChunkSizes, inside: Collection[str]) -> Tensors:
+        """What autograd saves in the forward. inside: the kinds of its layer that have one graph with it."""
+        return {}
+
+    def deferred(self, sizes: ChunkSizes) -> float:
+        """Bytes from I to W: input and output gradient of every linear layer, whole sequences of both."""
+        return sum(sizes.tokens * (inputs + outputs) * sizes.element for inputs, outputs in self.linears(sizes))
+
+    def work(self, kernels: OpKernels) -> None:
+        """Add the kernels of `kernels.op`."""
+        raise NotImplementedError
+
+    def workspace(self, sizes: ChunkSizes) -> float:
+        """An estimate, in bytes, of what its largest kernel needs beside what is kept."""
+        raise NotImplementedError
+
+    def weights(self, model: ModelShape, tp: int, rows: int) -> int:
+        """Of a tensor-parallel rank with that many rows of the vocabulary. A tied head counts its copy."""
+        return 0
+
+
+def saved_by_norm(sizes: ChunkSizes, kind: PieceKind) -> Tensors:
+    """What a norm at the start of a piece saves."""
+    (own,) = kind.inputs
+    tensors = {own: sizes.bytes("hidden"), f"deviations for {kind.name}": sizes.rows * 4}
+    if sizes.model.norm == "LayerNorm":
+        tensors[f"means for {kind.name}"] = sizes.rows * 4
+    if sizes.model.norm == "RMSNorm" and not sizes.layout.fused_kernels:
+        tensors[f"normalized for {kind.name}"] = sizes.bytes("hidden")
+    if sizes.model.centered:
+        tensors[f"scale for {kind.name}"] = sizes.model.hidden * sizes.element
+    return tensors
