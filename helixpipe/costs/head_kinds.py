@@ -29,7 +29,7 @@ class Head(PieceKind):
         return 0.0 if sizes.layout.loss_chunk else super().deferred(sizes)
 
     def work(self, kernels: OpKernels) -> None:
-        sizes, op, sliced = kernels.sizes, kernels.op, kernels.sizes.layout.loss_chunk > 0
+        op, sliced = kernels.op, kernels.sizes.layout.loss_chunk > 0
         if sliced and op == "W":
             return
         kernels.normalize()

@@ -17,6 +17,7 @@ from helixpipe.lowering.validate import validate
 from helixpipe.planning.memory.early import busy, makespan, peak_memory
 from helixpipe.planning.vocabulary.choice import HEAD, PREFERENCES, VocabularyOptions, WithoutHead, head_place
 from helixpipe.planning.vocabulary.lanes import BACKWARDS, FORWARDS, HEAD_BACKWARDS, HEADS, WEIGHTS, reordered
+from helixpipe.planning.vocabulary.split import split_heads, splittable
 from helixpipe.planning.vocabulary.spread import spread_heads, spreadable
 from helixpipe.program.costs import Work
 from helixpipe.program.program import Op, Program
@@ -25,7 +26,7 @@ from helixpipe.program.workload import Extent
 from schedules import CATALOGUE, Shape, build
 
 TIMES = {"qkv": 1.0, "attn": 2.0, "mlp": 3.0, "head": 4.0}
-MODES = ("ends", "spread", "auto")
+MODES = ("ends", "spread", "split", "auto")
 SCHEDULES = [name for name, each in CATALOGUE.items() if not each.spread and not each.one_rank]
 """Those that leave the head on the last rank; chimera has it on two."""
 
@@ -62,24 +63,35 @@ def test_every_schedule_has_a_valid_program_with_heads_on_all_ranks(given: tuple
     head = len(spread.stages) - 1
     counts = [sum(op.kind == "F" and op.stage == head for op in ops) for ops in spread.ranks]
     assert max(counts) - min(counts) <= (1 if shape.chunks == 1 else sum(counts))
+    if name != "chimera":  # whose head is on two ranks
+        divided = programs["split"]
+        validate(divided)
+        parts = [stage.part for stage in divided.stages[-shape.ranks :]]
+        assert parts == [(rank, shape.ranks) for rank in range(shape.ranks)]
+        assert sum(busy(divided, shape.costs)) <= sum(busy(ends, shape.costs)) * (1 + 1e-9)
     assert makespan(auto, shape.costs) <= min(makespan(each, shape.costs) for each in programs.values()) * (1 + 1e-9)
     assert sum(busy(spread, shape.costs)) <= sum(busy(ends, shape.costs)) * (1 + 1e-9)
 
 
 @settings(max_examples=40)
-@given(shapes(), st.integers(0, 4), st.permutations((HEAD_BACKWARDS, HEADS, FORWARDS, BACKWARDS, WEIGHTS)))
-def test_lanes_keep_their_order(given: tuple[str, Shape], ahead: int, prefer: list[str]) -> None:
+@given(
+    shapes(),
+    st.integers(0, 4),
+    st.permutations((HEAD_BACKWARDS, HEADS, FORWARDS, BACKWARDS, WEIGHTS)),
+    st.sampled_from((spread_heads, split_heads)),
+)
+def test_lanes_keep_their_order(given: tuple[str, Shape], ahead: int, prefer: list[str], place: Any) -> None:
     """And a forward has all backwards before it that it had, but for those it may be ahead of."""
     name, shape = given
     assert shape.costs is not None
-    before = spread_heads(build(name, shape), shape.costs)
-    head = len(before.stages) - 1
-    after = reordered(before, shape.costs, range(head, head + 1), prefer, ahead)
+    before = (spread_heads if name == "chimera" else place)(build(name, shape), shape.costs)
+    head = min(before.chain, len(before.stages) - 1)
+    after = reordered(before, shape.costs, range(head, len(before.stages)), prefer, ahead)
     validate(after)
     for was, now in zip(before.ranks, after.ranks, strict=True):
         for kinds in ("F", "BIR", "W"):
             for heads in (False, True):
-                kept = [[op for op in ops if (op.stage == head) == heads and op.kind in kinds] for ops in (was, now)]
+                kept = [[op for op in ops if (op.stage >= head) == heads and op.kind in kinds] for ops in (was, now)]
                 assert kept[0] == kept[1]
         for kinds in ("BIR", "W"):
             had, has = backwards_before(was, head, kinds), backwards_before(now, head, kinds)
@@ -90,7 +102,7 @@ def backwards_before(ops: tuple[Op, ...], head: int, kinds: str) -> dict[Op, int
     """Of each forward, how many ops of these kinds come before it."""
     counts, done = {}, 0
     for op in ops:
-        if op.stage == head:
+        if op.stage >= head:
             continue
         if op.kind == "F":
             counts[op] = done
@@ -142,20 +154,21 @@ def test_a_vocabulary_of_128k_no_longer_idles_a_pipeline() -> None:
     shape = llama()
     assert shape.costs is not None
     times = {mode: makespan(with_heads(mode, shape), shape.costs) for mode in MODES}
-    assert times["spread"] == times["auto"] < 0.72 * times["ends"]
-    zbv = makespan(with_heads("spread", shape, "zbv"), shape.costs)
+    assert times["auto"] == min(times["spread"], times["split"]) < 0.72 * times["ends"]
+    assert times["split"] < 0.72 * times["ends"]
+    zbv = makespan(with_heads("auto", shape, "zbv"), shape.costs)
     assert zbv < 3.75
 
 
-@pytest.mark.parametrize("gib", [77, 86, 96])
-def test_auto_keeps_to_the_memory(gib: int) -> None:
-    """Copies of the head and microbatches in flight take memory: where there is none the head stays where it was."""
+@pytest.mark.parametrize(("gib", "place"), [(63, "ends"), (77, "split")])
+def test_auto_keeps_to_the_memory(gib: int, place: str) -> None:
+    """Copies of the head and microbatches in flight take memory, parts of the head little."""
     limit = gib * 2.0**30
     shape = llama(limit)
     assert shape.costs is not None
     program = with_heads("auto", shape)
     assert max(peak_memory(program, shape.costs)) <= limit
-    assert head_place(program) == ("ends" if gib == 77 else "spread")
+    assert head_place(program) == place
     roomier = with_heads("auto", llama(2 * limit))
     assert makespan(roomier, shape.costs) <= makespan(program, shape.costs)
 
@@ -166,8 +179,10 @@ def test_what_stays_as_it_is() -> None:
     assert not spreadable(with_heads("ends", Shape(1, 2, 2, costs=times), "none"))
     for name in ("helix", "weipipe"):
         shape = Shape(2, 4, 4, costs=times)
-        assert with_heads("spread", shape, name) == with_heads("ends", shape, name)
-    assert not spreadable(replace(build("1f1b", Shape(2, 2, 2)), forward_only=True))
+        for mode in MODES:
+            assert with_heads(mode, shape, name) == with_heads("ends", shape, name)
+    for possible in (spreadable, splittable):
+        assert not possible(replace(build("1f1b", Shape(2, 2, 2)), forward_only=True))
 
 
 def test_a_last_stage_that_is_the_head_alone() -> None:

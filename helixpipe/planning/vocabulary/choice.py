@@ -3,6 +3,8 @@
 With a vocabulary of 128k the head takes as long as several layers. On the last stage it holds up all ranks for every
 microbatch. Spread, every rank holds the head whole and runs it for the microbatches that fall to it in turn, which
 takes memory on every rank, two messages a microbatch, and more microbatches in flight, as gradients come back later.
+Split, every rank has a part of the vocabulary and works on every microbatch, which takes no more memory for weights but
+three collectives a microbatch.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from helixpipe.common.flags import option
 from helixpipe.lowering.lower import scheduled
 from helixpipe.planning.memory.early import makespan, peak_memory
 from helixpipe.planning.vocabulary.lanes import BACKWARDS, FORWARDS, HEAD_BACKWARDS, HEADS, WEIGHTS, reordered
+from helixpipe.planning.vocabulary.split import split_heads, splittable
 from helixpipe.planning.vocabulary.spread import HEAD, spread_heads, spreadable
 from helixpipe.program.costs import Contents, Costs, Load, Work
 from helixpipe.program.program import Program
@@ -38,11 +41,11 @@ PREFERENCES = (
 class VocabularyOptions:
     """The flag about the head's place."""
 
-    pipeline_vocab_parallel: Literal["ends", "spread", "auto"] = option(
+    pipeline_vocab_parallel: Literal["ends", "spread", "split", "auto"] = option(
         "ends",
         "The output layer and the loss: ends, on the last pipeline stage; spread, whole on every rank, each of which "
-        "runs it for some of the microbatches; auto, what is faster and fits. Schedules that spread the output layer "
-        "themselves stay as they are.",
+        "runs it for some of the microbatches; split, a part of the vocabulary on every rank; auto, what is fastest "
+        "and fits. Schedules that spread the output layer themselves stay as they are.",
     )
 
     @property
@@ -100,17 +103,20 @@ def over_pipeline(build: Callable[[Costs | None], Program], mode: str, costs: Co
     least. auto: the schedule's own where that fits and no other is faster.
     """
     ends = build(None)
-    if mode == "ends" or not spreadable(ends):
-        return ends
-    found = list(_spread(build, costs, limit))
-    best = min(found, key=lambda program: _rating(program, costs, limit))
-    if mode == "auto":
-        best = min((ends, best), key=lambda program: _rating(program, costs, limit))
-    return best
+    found: list[Program] = []
+    if mode in ("spread", "auto") and spreadable(ends):
+        found += _on_all_ranks(spread_heads, build, costs, limit)
+    if mode in ("split", "auto") and splittable(ends):
+        found += _on_all_ranks(split_heads, build, costs, limit)
+    if not found or mode == "auto":
+        found.insert(0, ends)
+    return found[0] if len(found) == 1 else min(found, key=lambda program: _rating(program, costs, limit))
 
 
-def head_place(program: Program) -> Literal["ends", "spread"]:
+def head_place(program: Program) -> Literal["ends", "spread", "split"]:
     """Return the value of the flag that the program is an example of."""
+    if program.stages[-1].part is not None:
+        return "split"
     return "spread" if program.stages[-1].placement == "replicated" else "ends"
 
 
@@ -120,12 +126,19 @@ def _rating(program: Program, costs: Costs, limit: float | None) -> tuple[float,
     return excess, float(f"{makespan(program, costs):.9g}")
 
 
-def _spread(build: Callable[[Costs | None], Program], costs: Costs, limit: float | None) -> Iterator[Program]:
-    """Yield programs with a head on every rank: one for each way to go about it, the fastest that fits."""
+def _on_all_ranks(
+    place: Callable[[Program, Costs, bool], Program],
+    build: Callable[[Costs | None], Program],
+    costs: Costs,
+    limit: float | None,
+) -> Iterator[Program]:
+    """Yield programs with a head on every rank: one for each way to go about it, the fastest that fits. place: puts the
+    heads into a program.
+    """
     given = build(WithoutHead(costs))
     halves = any(op.kind == "I" for ops in given.ranks for op in ops)
     for split in (False, True)[: 1 + halves]:
-        program = spread_heads(given, costs, split)
+        program = place(given, costs, split)
         yield program
         for prefer in PREFERENCES:
             yield from _ahead(program, costs, prefer, limit)
@@ -133,7 +146,8 @@ def _spread(build: Callable[[Costs | None], Program], costs: Costs, limit: float
 
 def _ahead(program: Program, costs: Costs, prefer: Sequence[str], limit: float | None) -> Iterator[Program]:
     """Yield the fastest order within the limit of those with more units in flight."""
-    heads = range(len(program.stages) - 1, len(program.stages))
+    last = len(program.stages) - 1
+    heads = range(min(program.chain, last), last + 1)
     own = max(len({op.stage for op in ops} - set(heads)) for ops in program.ranks)
     units = sum(map(len, program.workload.microbatches))
     best, fastest, later = None, inf, 0

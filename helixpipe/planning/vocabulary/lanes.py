@@ -42,7 +42,7 @@ class _Lanes:
         for task in graph.rank_tasks[rank]:
             op = graph.ops[task]
             lane = _LANE[op.kind]
-            if op.stage in heads:
+            if op.stage in heads and (op.kind != "W" or len(heads) == 1):
                 lane = HEADS if op.kind == "F" else HEAD_BACKWARDS
             if lane == FORWARDS:
                 self.needs.append((len(self.lanes[BACKWARDS]) - ahead, len(self.lanes[WEIGHTS]) - ahead))
@@ -68,7 +68,8 @@ def reordered(program: Program, costs: Costs, heads: range, prefer: Sequence[str
     """Return the program with the ops of every rank in the order in which they start if each rank that is free takes
     the first of the lanes, in the order of `prefer`, whose next op can start.
 
-    heads: the last stages, whose ops are in lanes of their own. ahead: how many backwards (and weight gradients) fewer
+    heads: the last stages, whose ops are in lanes of their own; weight gradients of one that is whole, which keeps its
+    logits' gradients for them, directly follow its backwards. ahead: how many backwards (and weight gradients) fewer
     than in the given order may come before a forward; all forwards keep their order, and so do all backwards.
     """
     graph, bound = graph_of(program), BoundCosts(program, costs)
