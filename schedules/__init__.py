@@ -12,8 +12,9 @@ from schedules.infinipipe import InfinipipeOptions, infinipipe
 from schedules.one_f_one_b import InterleavedOptions, interleaved, one_f_one_b
 from schedules.seq1f1b import seq1f1b, seq1f1b_interleaved, seq1f1b_zero_bubble, terapipe
 from schedules.sppo import SppoOptions, sppo
+from schedules.v_shape import v_half, v_min, zbv
 from schedules.weipipe import WeipipeOptions, weipipe, weipipe_naive, wzb1, wzb2
-from schedules.zero_bubble import ZeroBubbleOptions, zb1p, zb2p, zb_interleaved, zbv
+from schedules.zero_bubble import ZeroBubbleOptions, zb1p, zb2p, zb_interleaved
 
 __all__ = ["CATALOGUE", "NoOptions", "Schedule", "Shape", "build", "find", "foreign_options"]
 
@@ -81,6 +82,26 @@ _REGISTRY = (
         memory="p",
         options=ZeroBubbleOptions,
         effort=20,
+        variants=_ORDER_ALONE,
+    ),
+    Schedule(
+        "v-half",
+        v_half,
+        "Qi et al., NeurIPS 2024 (V-Half)",
+        bubble="at most 3(p-1)F/2",
+        memory="p/2 + 1",
+        options=ZeroBubbleOptions,
+        effort=40,
+        variants=_ORDER_ALONE,
+    ),
+    Schedule(
+        "v-min",
+        v_min,
+        "Qi et al., NeurIPS 2024 (V-Min)",
+        bubble="at most 2(p-1)F",
+        memory="(p+4)/3",
+        options=ZeroBubbleOptions,
+        effort=40,
         variants=_ORDER_ALONE,
     ),
     Schedule(

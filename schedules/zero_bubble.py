@@ -1,13 +1,12 @@
 """Zero bubble schedules: the backward is split into I and W, and W fills the time a rank would idle.
 
-Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024; the V-shaped placement is their ZB-V. Their programs are for
+Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024; for stages in a V see `v_shape`. Their programs are for
 equal F, I and W; these are found from what F, I, W and messages take: the best of a few dozen greedy list schedules,
 1F1B's own order among them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from math import floor
@@ -17,7 +16,6 @@ from helixpipe.common.ranges import MOST_MICROBATCHES
 from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.planning.catalogue import Shape
 from helixpipe.planning.memory.fitting import Find, Fitting, Limits
-from helixpipe.planning.order.list_scheduling import Rules, greedy
 from helixpipe.planning.order.orders import one_forward_one_backward
 from helixpipe.planning.order.problem import Problem, problem
 from helixpipe.planning.order.zero_bubble import Order, search
@@ -27,20 +25,21 @@ from helixpipe.program.stages import Stage
 
 @dataclass(frozen=True)
 class ZeroBubbleOptions:
-    """Options of zb1p, zb2p, zbv, zb-interleaved, seq1f1b-zb; each field is a flag, of `helixpipe` and of training."""
+    """Options of all zero bubble schedules; each field is a flag, of `helixpipe` and of training."""
 
     zb_max_inflight: int | None = option(
         None,
-        "zb1p, zb2p, zbv, zb-interleaved, seq1f1b-zb: microbatches whose activations a rank may keep at once, until "
-        "their weight gradients are computed (default: p, 2p for zb2p, (p-1)/k + 1 for seq1f1b-zb, interleaved-1f1b's "
-        "for zb-interleaved).",
+        "zb1p, zb2p, zbv, v-half, v-min, zb-interleaved, seq1f1b-zb: microbatches whose activations a rank may keep at "
+        "once, until their weight gradients are computed (default: p, 2p for zb2p, p/2 + 1 for v-half, (p+4)/3 for "
+        "v-min, (p-1)/k + 1 for seq1f1b-zb, interleaved-1f1b's for zb-interleaved).",
         at_least=1,
         at_most=MOST_MICROBATCHES,
     )
     zb_recompute: bool = option(
         True,
-        "zb1p, zb2p, zbv, zb-interleaved, seq1f1b-zb: under a memory limit, unless --recompute-granularity says what, "
-        "layers are recomputed where that is faster than fewer microbatches in flight.",
+        "zb1p, zb2p, zbv, v-half, v-min, zb-interleaved, seq1f1b-zb: under a memory limit, unless "
+        "--recompute-granularity says what, layers are recomputed where that is faster than fewer microbatches in "
+        "flight.",
     )
 
 
@@ -59,31 +58,6 @@ def zb2p(shape: Shape, options: ZeroBubbleOptions) -> Program:
     (p-1)F in which the first microbatch travels to the last rank.
     """
     return one_stage_a_rank("zb2p", shape, options, 2 * shape.ranks)
-
-
-def zbv(shape: Shape, options: ZeroBubbleOptions) -> Program:
-    """Zero bubble with two stages a rank in a V: s and 2p-1-s on one rank; 1F1B's memory, on every rank alike (ZB-V).
-
-    When F, I and W are equal no rank idles between its first op and its last; what remains of a single step is
-    (p-1)F/2. A microbatch takes twice as many messages as in 1F1B; where those are so slow that 1F1B would be faster,
-    the stages lie in a line instead (2r and 2r+1 on rank r); but never where each step has microbatches of its own.
-    """
-    p, workload = shape.ranks, shape.workload
-    limit = inflight_limit(options, p)
-    costs = shape.costs or PieceTimes()
-    in_v, in_line = (*range(p), *reversed(range(p))), tuple(s // 2 for s in range(2 * p))
-
-    def find(stages: tuple[Stage, ...], limits: Limits) -> Program:
-        best = search(problem("zbv", stages, in_v, workload, limit, costs, limits), _v_orders)
-        if shape.ragged is not None:  # steps are unlike each other, and none may decide where weights are
-            return Program("zbv", stages, best.ranks, workload)
-        line = problem("zbv", stages, in_line, workload, limit, costs, limits)
-        straight = greedy(line, Rules(order=_one_f_one_b(line, limit), deferred=(0.0,) * p))
-        if straight is not None and straight.rating[0] < best.rating[0]:
-            best = min(straight, search(line, lambda given: [_one_f_one_b(given, limit)]), key=lambda one: one.rating)
-        return Program("zbv", stages, best.ranks, workload)
-
-    return fitted(find, shape.even_stages(2 * p), shape, options)
 
 
 def zb_interleaved(shape: Shape, options: ZeroBubbleOptions) -> Program:
@@ -117,7 +91,7 @@ def one_stage_a_rank(name: str, shape: Shape, options: ZeroBubbleOptions, defaul
 
     def find(stages: tuple[Stage, ...], limits: Limits) -> Program:
         given = problem(name, stages, tuple(range(p)), workload, limit, costs, limits)
-        best = search(given, lambda given: [_one_f_one_b(given, limit)])
+        best = search(given, lambda given: [one_f_one_b(given, limit)])
         return Program(name, stages, best.ranks, workload)
 
     return fitted(find, shape.even_stages(p), shape, options)
@@ -140,7 +114,7 @@ def inflight_limit(options: ZeroBubbleOptions, default: float) -> float:
 # ------------------------------------------------------------------------------------------------------- fixed orders
 
 
-def _one_f_one_b(given: Problem, limit: float) -> Order:
+def one_f_one_b(given: Problem, limit: float) -> Order:
     """Return 1F1B of a pipeline in a line, each rank's stages one after the other; warm-ups fit into the limit, in
     microbatches.
     """
@@ -153,40 +127,6 @@ def _one_f_one_b(given: Problem, limit: float) -> Order:
         warmup = min(len(own) - rank - 1 + chunks - 1, fitting - 1)
         ranks.append(tuple(chain.from_iterable(one_forward_one_backward(forwards, inputs, warmup))))
     return tuple(ranks)
-
-
-def _v_orders(given: Problem) -> list[Order]:
-    """Return F and I of ZB-V as published, for equal costs. a is the stage on the way down, b the one
-    on the way back.
-    """
-    m, own = len(given.workload), given.own
-    p = len(own)
-    ranks = []
-    for rank, (a, b) in enumerate(own):
-        left = {(kind, stage): iter([Op(kind, stage, i) for i in range(m)]) for kind in "FI" for stage in (a, b)}
-        order: list[Op] = []
-
-        def add(
-            count: int,
-            *steps: tuple[str, int],
-            left: dict[tuple[str, int], Iterator[Op]] = left,
-            order: list[Op] = order,
-        ) -> None:
-            for _ in range(count):
-                order.extend(op for step in steps if (op := next(left[step], None)) is not None)
-
-        # Step 1 (down): 2(p-r)-1 Fa
-        add(2 * (p - rank) - 1, ("F", a))
-        # Step 2 (the first come back): r Fb Fa
-        add(rank, ("F", b), ("F", a))
-        # Step 3 (the first gradients): (p-r) Fb Ib
-        add(p - rank, ("F", b), ("I", b))
-        # Step 4 (steady): Fa Ia Fb Ib until there are no more F
-        add(m - min(p, m), ("F", a), ("I", a), ("F", b), ("I", b))
-        # Step 5 (cool-down): the rest of I
-        add(m, ("I", a), ("I", b))
-        ranks.append(tuple(order))
-    return [tuple(ranks)]
 
 
 def _interleaved_orders(given: Problem) -> list[Order]:
@@ -216,11 +156,21 @@ def _interleaved_orders(given: Problem) -> list[Order]:
     return orders
 
 
+def fits(given: Problem, order: Order) -> bool:
+    """Return whether every rank's memory holds what a fixed order of F and I keeps."""
+    kept = (most + reserve for most, reserve in zip(_kept(given, order), given.reserve, strict=True))
+    return all(most <= limit * (1 + 1e-9) for most, limit in zip(kept, given.limit, strict=True))
+
+
 def _most_kept(given: Problem, order: Order) -> float:
     """Return the most that any rank keeps in a fixed order of F and I, in microbatches of all its stages."""
-    most = 0.0
-    for stages, ops in zip(given.own, order, strict=True):
-        kept = list(accumulate(given.held[op.stage][op.microbatch] * (1 if op.kind == "F" else -1) for op in ops))
-        whole = max(map(sum, zip(*(given.held[stage] for stage in stages), strict=True)))
-        most = max(most, max(kept) / whole if whole else 1.0)
-    return most
+    wholes = [max(map(sum, zip(*(given.held[stage] for stage in stages), strict=True))) for stages in given.own]
+    return max(kept / whole if whole else 1.0 for kept, whole in zip(_kept(given, order), wholes, strict=True))
+
+
+def _kept(given: Problem, order: Order) -> list[float]:
+    """Return the most that units keep on each rank in a fixed order of F and I."""
+    return [
+        max(accumulate(given.held[op.stage][given.place(*op[2:])] * (1 if op.kind == "F" else -1) for op in ops))
+        for ops in order
+    ]

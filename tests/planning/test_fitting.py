@@ -29,6 +29,8 @@ SEARCHED: dict[str, dict[str, Any]] = {
     "zb1p": {},
     "zb2p": {},
     "zbv": {},
+    "v-half": {},
+    "v-min": {},
     "zb-interleaved": {"virtual_stages": 2},
     "seq1f1b-zb": {"chunks": 3, "chunk_lengths": (6144, 5120, 5120)},
 }

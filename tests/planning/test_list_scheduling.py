@@ -8,6 +8,7 @@ from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.planning.order.list_scheduling import Rules, greedy
 from helixpipe.planning.order.problem import problem
 from helixpipe.program.costs import Contents
+from helixpipe.program.program import Op
 from helixpipe.program.stages import even_stages
 from helixpipe.program.workload import uniform
 
@@ -25,3 +26,22 @@ def test_forwards_leave_room_for_what_an_input_backward_adds(inflight: int) -> N
     assert given.limit == (inflight + 2,) * 4
     found = greedy(given, Rules((("I", 0), ("F", 0))))
     assert found is not None and found.memory == pytest.approx(1)
+
+
+def test_ops_of_a_fixed_order_that_can_start_pass_one_that_must_wait() -> None:
+    """Two stages on rank 0 with one on rank 1 between: F of the last comes back while F of a second unit could run."""
+    given = problem("test", even_stages(3, 3), (0, 1, 0), uniform(2), 2, PieceTimes({"mlp": 1.0}))
+    first = [Op(*each) for each in (("F", 0, 0), ("F", 2, 0), ("F", 0, 1), ("I", 2, 0))]
+    rest = [Op(*each) for each in (("F", 2, 1), ("I", 2, 1), ("I", 0, 0), ("I", 0, 1))]
+    second = tuple(Op(kind, 1, unit) for kind in "FI" for unit in range(2))
+    order = ((*first, *rest), second)
+    found = {ahead: greedy(given, Rules(order=order, ahead=ahead)) for ahead in (1, 2)}
+    orders = {ahead: None if each is None else " ".join(map(str, each.ranks[0][:4])) for ahead, each in found.items()}
+    assert orders == {1: "0F0 2F0 0F1 2I0", 2: "0F0 0F1 2F0 2I0"}
+
+
+def test_w_of_no_time_runs_where_a_rank_idles() -> None:
+    """Also where a rank has endless patience: it keeps nothing waiting."""
+    given = problem("test", even_stages(1, 1), (0,), uniform(2), 1, PieceTimes({"attn": 1.0}))
+    found = greedy(given, Rules((("I", 0), ("F", 0))))
+    assert found is not None and [str(op) for op in found.ranks[0]] == ["0F0", "0I0", "0W0", "0F1", "0I1", "0W1"]

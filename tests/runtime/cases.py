@@ -15,7 +15,7 @@ from tests.runtime.document_cases import documents
 from tests.runtime.offload_cases import offloading
 
 STYLES = ("gpt", "llama")
-ZERO_BUBBLE = ("zb1p", "zb2p", "zbv", "zb-interleaved")
+ZERO_BUBBLE = ("zb1p", "zb2p", "zbv", "v-half", "v-min", "zb-interleaved")
 
 
 def pipelines(pp: int) -> list[Case]:
@@ -273,7 +273,7 @@ KEEPING = {
         ),
         *(
             Case(schedule, 2, m, style, tp=2, tied=style == "gpt", sequence_parallel=True, layers=4)
-            for schedule, (style, m) in zip(ZERO_BUBBLE, (("gpt", 6), ("llama", 5)) * 2, strict=True)
+            for schedule, (style, m) in zip(ZERO_BUBBLE, (("gpt", 6), ("llama", 5)) * 3, strict=True)
         ),
     ],
     "adapipe": [

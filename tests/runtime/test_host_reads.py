@@ -18,6 +18,7 @@ WITHOUT_ATTENTION = RecomputeOptions("without-attention")
 CASES = [
     *(Case(name, 2, 4, "gpt", tied=True) for name in ("gpipe", "1f1b", "zb1p", "zb2p")),
     *(Case(name, 2, 4, "llama", v=v) for name, v in (("interleaved-1f1b", 2), ("zb-interleaved", None), ("zbv", None))),
+    *(Case(name, 2, 4, "llama") for name in ("v-half", "v-min")),
     *(Case(name, 2, 4, "gpt", tied=True) for name in ("chimera", "hanayo")),
     *(
         Case(name, 2, 3, "llama", lengths=(5, 4, 3))

@@ -248,7 +248,7 @@ def test_a_file_with_a_huge_number_is_refused_before_anything_is_built(tmp_path:
 
 def test_flags_of_other_schedules_are_named() -> None:
     given = {"helix_folds": "--num-fold", "zb_max_inflight": "--zb-max-inflight", "ranks": "-p"}
-    zero_bubble = "zb1p, zb2p, zbv, zb-interleaved, seq1f1b-zb"
+    zero_bubble = "zb1p, zb2p, zbv, v-half, v-min, zb-interleaved, seq1f1b-zb"
     assert foreign_options(given, [CATALOGUE["1f1b"]]) == [
         "--num-fold is an option of helix, not of 1f1b.",
         f"--zb-max-inflight is an option of {zero_bubble}, not of 1f1b.",

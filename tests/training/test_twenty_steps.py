@@ -82,6 +82,8 @@ LATE_RUNS = [
     for run in (
         Run("gpt", f"--pipeline-schedule zb2p {LATE}", pp=4),
         Run("llama", f"--pipeline-schedule zbv {LATE} {DISTRIBUTED}", pp=2),
+        Run("llama", f"--pipeline-schedule v-half --zb-max-inflight 1 {LATE}", pp=2),
+        Run("gpt", f"--pipeline-schedule v-min {LATE} {DISTRIBUTED}", pp=2),
         Run("llama", f"--pipeline-schedule wzb2 {LATE}", pp=4),
         Run("gpt", f"--pipeline-schedule helix --loss-chunk-size 5 {LATE}", pp=2),
         Run("llama", f"{PER_TOKEN} --pipeline-schedule seq1f1b --pipe-sp-splits 2 {LATE} {DISTRIBUTED}", pp=2),

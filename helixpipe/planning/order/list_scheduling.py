@@ -21,7 +21,8 @@ class Rules:
     """The preferences of a free rank.
 
     prefer: F and I of the rank's stages, first choice first, as (kind, place of the stage on its rank). order: instead,
-    the F and I of each rank in a fixed order; only W is placed by the rules below. in_turn: the preference rotates:
+    the F and I of each rank in a fixed order; only W is placed by the rules below. ahead: ops of the fixed order, the
+    next one included, of which a rank starts the first that can start. in_turn: the preference rotates:
     after an op the next in `prefer` comes first. make_room: if memory holds an F back, W comes before I. deferred: W
     runs before anything else once more than this many of the rank's wait; a number a rank. warmup: units a rank may
     hold between F and I when it starts an F of its first stage; a number a rank. patience: a rank rather idles than
@@ -30,6 +31,7 @@ class Rules:
 
     prefer: tuple[tuple[str, int], ...] = ()
     order: tuple[tuple[Op, ...], ...] = ()
+    ahead: int = 1
     in_turn: bool = False
     make_room: bool = True
     deferred: tuple[float, ...] | None = None
@@ -62,8 +64,8 @@ ABANDONED = ListSchedule((), inf, inf, inf)
 
 
 def greedy(given: Problem, rules: Rules, slowest: float = inf) -> ListSchedule | None:
-    """Return the schedule that the rules lead to; None when a fixed order does not fit into the memory; `ABANDONED` as
-    soon as some rank can no longer end by `slowest`.
+    """Return the schedule that the rules lead to; None when ops of a fixed order find no room in the memory;
+    `ABANDONED` as soon as some rank can no longer end by `slowest`.
 
     An F is started only where room remains for what is left of its microbatch in each later stage of the rank. So the
     oldest unfinished microbatch always finds room wherever it comes, and without a fixed order the schedule cannot get
@@ -105,10 +107,11 @@ _Choice = tuple[str, _StageState, int]
 class _Rank:
     """A rank in the making.
 
-    stages: its own. choices: F and I in the order of preference, or a fixed order. turn: where in it the next choice
-    begins. waiting: W to do, oldest first, as (stage, place of the unit). order: its ops so far. used: what it keeps;
-    peak: the most so far. alive: units between F and I. begun: when its first op starts; free: when its last one ends.
-    work: what its ops that have not started take. limit, reserve, deferred, warmup: as of `Problem` and `Rules`.
+    stages: its own. choices: F and I in the order of preference, or what is left of a fixed order, the last op first.
+    turn: where in the preferences the next choice begins. waiting: W to do, oldest first, as (stage, place of the
+    unit). order: its ops so far. used: what it keeps; peak: the most so far. alive: units between F and I. begun: when
+    its first op starts; free: when its last one ends. work: what its ops that have not started take. limit, reserve,
+    deferred, warmup: as of `Problem` and `Rules`.
     """
 
     __slots__ = (
@@ -142,7 +145,7 @@ class _Greedy:
         for rank, own in zip(self.ranks, given.own, strict=True):
             rank.stages = stages = [self.stages[number] for number in own]
             if rules.order:
-                rank.choices = [(op.kind, self.stages[op.stage], 1) for op in rules.order[rank.number]]
+                rank.choices = [(op.kind, self.stages[op.stage], 1) for op in reversed(rules.order[rank.number])]
                 continue
             rank.choices = [(kind, stages[place], place) for kind, place in rules.prefer]
             for place, stage in enumerate(stages):
@@ -205,7 +208,7 @@ class _Greedy:
                 len(rank.waiting) > rank.deferred
                 or crowded
                 or (held_back and (not kind or (kind == "I" and self.rules.make_room)))
-                or (not kind and now + weights - soon <= self.rules.patience * weights)
+                or (not kind and (not weights or now + weights - soon <= self.rules.patience * weights))
             ):
                 return "W", None
         return kind, chosen
@@ -214,7 +217,7 @@ class _Greedy:
         """Return the F and I that the rank may run next, first choice first."""
         choices, turn = rank.choices, rank.turn
         if self.rules.order:
-            return choices[turn : turn + 1]
+            return choices[: -self.rules.ahead - 1 : -1]
         return choices[turn:] + choices[:turn] if turn else choices
 
     def _room(self, stage: _StageState) -> float:
@@ -269,7 +272,8 @@ class _Greedy:
     def _started(self, kind: str, rank: _Rank, stage: _StageState, place: int) -> None:
         rank.order.append(stage.ops[kind][place])
         if self.rules.order:
-            rank.turn += 1
+            at = next(at for at in reversed(range(len(rank.choices))) if rank.choices[at][:2] == (kind, stage))
+            del rank.choices[at]
         elif self.rules.in_turn:
             prefer = self.rules.prefer
             rank.turn = (prefer.index((kind, rank.stages.index(stage))) + 1) % len(prefer)

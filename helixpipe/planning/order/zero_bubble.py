@@ -7,7 +7,7 @@ leave an estimate of the room for all else. What a program really needs the memo
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import permutations, product
 from math import inf
@@ -35,14 +35,16 @@ BUDGET = 1_000_000
 """Ops that are scheduled to compare rules: some seconds. Only pipelines of more than 16 ranks come to the end of it."""
 
 
-def search(given: Problem, orders: Orders) -> ListSchedule:
+def search(given: Problem, orders: Orders, ahead: Sequence[int] = ()) -> ListSchedule:
     """Return the best schedule by makespan, then time between a rank's first op and its last, then memory.
 
     Rules are compared on a few microbatches (the first that have three units a rank, but three at least), for what
     repeats need not be scheduled again and again; the best few, and each of `orders` with W right after I, and after
     one more I a rank, on all. The search ends early where nothing can be better.
+
+    ahead: how many of the next ops of a fixed order a rank chooses from (`Rules.ahead`), beside one, is tried.
     """
-    ranks = len(given.own)
+    ranks, orders = len(given.own), _found_once(orders)
     few = given.first(max(3, bisect_left(given.starts, 3 * ranks)))
     bounds = given.lower_bounds(), few.lower_bounds()
     rated: list[tuple[tuple[float, float, float], int, Maker]] = []
@@ -65,7 +67,7 @@ def search(given: Problem, orders: Orders) -> ListSchedule:
         rated.sort(key=lambda entry: entry[:2])
         return None
 
-    perfect = rate(_coarse(given, orders)) or rate(_refined(given, [make for _, _, make in rated[:FINALISTS]]))
+    perfect = rate(_coarse(given, orders, ahead)) or rate(_refined(given, [make for _, _, make in rated[:FINALISTS]]))
     if perfect is not None:
         return perfect
     finalists = [make(given) for _, _, make in rated[:FINALISTS]]
@@ -83,11 +85,13 @@ def _best(given: Problem, rules: Iterable[Rules]) -> ListSchedule:
     return best
 
 
-def _coarse(given: Problem, orders: Orders) -> Iterator[Maker]:
+def _coarse(given: Problem, orders: Orders, ahead: Sequence[int]) -> Iterator[Maker]:
     """Yield every order of preference and every fixed order, each with a few ways to place W."""
     for index in range(len(orders(given))):
         for deferred, patience in product((None, 1.0, 0.0), (inf, 0.5, 0.0)):
-            yield _ordered(orders, index, deferred, patience)
+            yield _ordered(orders, index, 1, deferred, patience)
+        for choice, patience in product(ahead, (inf, 0.5)):
+            yield _ordered(orders, index, choice, None, patience)
     kinds = _kinds(given)
     fills = list(product((True, False), (inf, 0.5)))
     for order in _preferences(kinds):
@@ -122,10 +126,23 @@ def _same(rules: Rules) -> Maker:
     return lambda given: rules
 
 
-def _ordered(orders: Orders, index: int, deferred: float | None, patience: float) -> Maker:
+def _found_once(orders: Orders) -> Orders:
+    """Return the same fixed orders, which are found once for as many microbatches."""
+    known: dict[int, list[Order]] = {}
+
+    def found(given: Problem) -> list[Order]:
+        count = len(given.workload)
+        if count not in known:
+            known[count] = orders(given)
+        return known[count]
+
+    return found
+
+
+def _ordered(orders: Orders, index: int, ahead: int, deferred: float | None, patience: float) -> Maker:
     def make(given: Problem) -> Rules:
         pending = None if deferred is None else (deferred,) * len(given.own)
-        return Rules(order=orders(given)[index], deferred=pending, patience=patience)
+        return Rules(order=orders(given)[index], ahead=ahead, deferred=pending, patience=patience)
 
     return make
 
