@@ -179,6 +179,10 @@ A2A, P2P = "a2a", "p2p"
 """What context-parallel ranks exchange for core attention, as `--cp-comm-type` has it: rows for heads (Ulysses), or
 keys and values round a ring."""
 
+OFF, HALVES = "off", "halves"
+"""How an op runs beside its tensor-parallel collectives, as `--overlap-tp-comm` has it: all of its tokens at once, or
+in two halves, one of which computes while the other's ranks communicate."""
+
 LOSS_SLICE = 4096
 """Tokens of a slice of head and loss, over all sequences of a microbatch, where no flag gives them: enough that reading
 the weight and adding to the sum of its gradients, once a slice, take little beside the products."""
@@ -193,7 +197,8 @@ class Layout:
     of the MLP, whose inner activations are recomputed in the backward, slice by slice; 0: the whole MLP at once.
     loss_chunk: tokens of a slice of head and loss, whose logits are made in the backward, slice by slice; 0: those of
     all tokens at once. context_parallel: ranks that share every chunk's rows outside core attention; cp_comm_type: what
-    they exchange for it, `a2a` (heads for rows) or `p2p` (keys and values round a ring).
+    they exchange for it, `a2a` (heads for rows) or `p2p` (keys and values round a ring). overlap_tp_comm: `halves`
+    where ops run over two halves of their tokens, to hide what tensor-parallel ranks communicate; else `off`.
 
     Of other engines: kv_passes: how often a chunk's backward goes over the keys and values of earlier chunks to add
     their gradients (ours reads the sum and what comes to it, and writes the sum); kv_copies: how many there are of keys
@@ -210,10 +215,16 @@ class Layout:
     loss_chunk: int = 0
     context_parallel: int = 1
     cp_comm_type: str = P2P
+    overlap_tp_comm: str = OFF
     kv_passes: int = 3
     kv_copies: int = 1
     eager: bool = False
     own_values: bool = False
+
+    @property
+    def halves(self) -> bool:
+        """Whether ops run over two halves of their tokens."""
+        return self.overlap_tp_comm == HALVES and self.tensor_parallel > 1
 
     @property
     def swaps(self) -> bool:
@@ -296,6 +307,27 @@ class Chunk:
         """Keys that its attention reads."""
         parts, most = self.slices or (Extent(self.tokens, self.earlier),), self.window - 1 if self.window else math.inf
         return sum(part.tokens + min(part.earlier, most) for part in parts)
+
+
+def halves_of(chunk: Chunk) -> tuple[Chunk, Chunk]:
+    """The first and the second half of a chunk's tokens; the second comes after the first."""
+    parts = chunk.slices or (Extent(chunk.tokens, chunk.earlier, chunk.stored),)
+    halves: tuple[list[Extent], list[Extent]] = ([], [])
+    left = chunk.tokens / 2
+    for part in parts:
+        first = min(part.tokens, left)
+        left -= first
+        if first > 0:
+            halves[0].append(part._replace(tokens=first))
+        if part.tokens > first:
+            halves[1].append(part._replace(tokens=part.tokens - first, earlier=part.earlier + first))
+    first_half, second_half = (_chunk(tuple(each), chunk) for each in halves)
+    return first_half, second_half
+
+
+def _chunk(slices: Extents, like: Chunk) -> Chunk:
+    tokens, earlier = sum(part.tokens for part in slices), sum(part.earlier for part in slices)
+    return Chunk(tokens, earlier, like.stored, slices if len(slices) > 1 else (), like.window)
 
 
 def chunk_of(extents: Extents, whole: float | None, seq_length: float) -> Chunk:

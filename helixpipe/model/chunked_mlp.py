@@ -44,7 +44,7 @@ class ChunkedMLP(MLP):
     ):
         super().__init__(config, submodules, ffn_hidden_size=config.ffn_hidden_size, tp_group=tp_group)
         self.slices = Slices(chunk_size, self.linear_fc1.sequence_parallel, tp_group)
-        self._first_half = _FirstHalf(self)
+        self._first_half = FirstHalf(self, _OnThisRank(self.linear_fc1))
 
     def forward(
         self, hidden_states: Tensor, per_token_scale: None = None, **unused: Any
@@ -56,8 +56,7 @@ class ChunkedMLP(MLP):
 
     def inner(self, tokens: Tensor) -> Tensor:
         """First linear layer and activation function, as megatron-core computes them: [n, b, h] to [n, b, ffn / tp]."""
-        output, _ = MLP.forward(cast(Any, self._first_half), tokens)
-        return cast(Tensor, output)
+        return self._first_half(tokens)
 
     def output_into(self, target: Tensor, tokens: Tensor) -> None:
         """This rank's share of a slice's output, without the bias."""
@@ -76,12 +75,17 @@ class ChunkedMLP(MLP):
         return tokens.grad
 
 
-class _FirstHalf:
-    """Stands for an MLP in megatron-core's `MLP.forward`: its first linear layer on this rank alone, no second one."""
+class FirstHalf:
+    """Stands for an MLP in megatron-core's `MLP.forward`: its first linear layer as `first_layer` computes it and its
+    activation function, no second layer."""
 
-    def __init__(self, mlp: ChunkedMLP):
+    def __init__(self, mlp: MLP, first_layer: torch.nn.Module):
         self.config, self.activation_func = mlp.config, mlp.activation_func
-        self.linear_fc1, self.linear_fc2 = _OnThisRank(mlp.linear_fc1), _NoLayer()
+        self.linear_fc1, self.linear_fc2 = first_layer, _NoLayer()
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        output, _ = MLP.forward(cast(Any, self), tokens)
+        return cast(Tensor, output)
 
 
 class _OnThisRank(torch.nn.Module):

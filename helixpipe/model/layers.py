@@ -21,7 +21,7 @@ from torch import Tensor
 
 from helixpipe.common.errors import UserError
 from helixpipe.model.attention.block_attention import BlockAttention, block_attention
-from helixpipe.model.attention.context_parallel import ALONE, ContextParallel, to_heads, to_rows
+from helixpipe.model.attention.context_parallel import ALONE, ContextParallel, rows_of, to_heads, to_rows
 from helixpipe.model.attention.core_attention import CoreAttention, Rotary
 from helixpipe.model.attention.kv_blocks import UnitBlocks
 from helixpipe.model.attention.kv_store import UnitKeyValues
@@ -120,9 +120,9 @@ class SelfAttention(MegatronModule):
         self._groups = groups // tp_group.size()
         self._split = [channels * (heads // groups), channels, channels]
 
-    def query_key_value(self, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[s, b, heads / tp, d] query, [s, b, groups / tp, d] key and value; the weight's rows lie group by group."""
-        mixed, _ = self.linear_qkv(normed)
+    def query_key_value(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What `linear_qkv` gives to [s, b, heads / tp, d] query, [s, b, groups / tp, d] key and value; the weight's
+        rows lie group by group."""
         query, key, value = mixed.unflatten(-1, (self._groups, -1)).split(self._split, dim=-1)
         query = query.reshape(*query.shape[:2], -1, self._split[1])
         if self.config.qk_layernorm:
@@ -176,11 +176,19 @@ class Layer(MegatronModule):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(norm output, residual) to (query, key, value, residual), rotated for tokens that begin at `offset`, each at
         its place in its document."""
-        query, key, value = self.self_attention.query_key_value(normed)
+        mixed, _ = self.self_attention.linear_qkv(normed)
+        return (*self.heads(mixed, offset, documents, range(mixed.size(0)), mixed.size(0)), residual)
+
+    def heads(
+        self, mixed: Tensor, offset: int, documents: Documents | None, rows: range, of: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What the QKV layer gives to query, key and value, rotated. rows: those of the `of` rows that this rank has of
+        the chunk."""
+        query, key, value = self.self_attention.query_key_value(mixed)
         if self._rotary is not None:
-            runs = self._context.runs(offset, query.size(0) * self._context.size)
+            runs = rows_of(self._context.runs(offset, of * self._context.size), rows)
             query, key = (self._rotary.rotate(tensor, runs, documents) for tensor in (query, key))
-        return query, key, value, residual
+        return query, key, value
 
     def attn(
         self,
@@ -210,14 +218,59 @@ class Layer(MegatronModule):
             return self._ring(query, key, value, offset, keys_values, documents), residual
         if context.group is not None and context.swaps:
             query, key, value = to_heads(context.group, query, key, value)
-        spans = None if documents is None else documents.spans(offset, query.size(0), self.core_attention.left)
-        if keys_values is not None:
+        end = offset + query.size(0)
+        if chunked:
             query = query.contiguous()
-            key, value = keys_values.join(self._index, key, value, self._since(offset, spans))
-        attention = self.core_attention(query, key, value, training, chunked=chunked, spans=spans)
+        key, value = self.all_keys(key, value, offset, keys_values, documents)
+        attention = self.attend(
+            query, key, value, training=training, offset=offset, end=end, chunked=chunked, documents=documents
+        )
         if context.group is not None and context.swaps:
             attention = to_rows(context.group, attention)
         return attention, residual
+
+    def attends_by_rows(self, keys_values: UnitKeyValues | UnitBlocks | None) -> bool:
+        """Whether queries of some rows of a chunk can attend apart from those of others, by `all_keys` and `attend`."""
+        return self._context.size == 1 and not isinstance(keys_values, UnitBlocks)
+
+    def all_keys(
+        self,
+        key: Tensor,
+        value: Tensor,
+        offset: int,
+        keys_values: UnitKeyValues | UnitBlocks | None,
+        documents: Documents | None,
+    ) -> tuple[Tensor, Tensor]:
+        """The keys and values of a chunk from `offset` on, after those of earlier chunks that it sees."""
+        if keys_values is None:
+            return key, value
+        assert not isinstance(keys_values, UnitBlocks)
+        since = self._since(offset, self._spans(offset, key.size(0), documents))
+        return keys_values.join(self._index, key, value, since)
+
+    def attend(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        training: bool,
+        offset: int,
+        end: int,
+        chunked: bool,
+        documents: Documents | None,
+    ) -> Tensor:
+        """Core attention of queries from token `offset` on; keys and values are `all_keys` of their chunk, which ends
+        at `end`."""
+        spans = self._spans(offset, query.size(0), documents)
+        begin, last = end - keys.size(0), offset + query.size(0)
+        since = begin if spans is None else spans.since
+        if since > begin or last < end:
+            keys, values = (tensor[since - begin : last - begin] for tensor in (keys, values))
+        return self.core_attention(query, keys, values, training, chunked=chunked, spans=spans)
+
+    def _spans(self, offset: int, length: int, documents: Documents | None) -> Spans | None:
+        return None if documents is None else documents.spans(offset, length, self.core_attention.left)
 
     def _ring(
         self,
@@ -233,8 +286,8 @@ class Layer(MegatronModule):
         if keys_values is not None:
             query = query.contiguous()
             # Chunks that end before the first token that one of this one sees are of use to no rank, and stay at home.
-            spans = None if documents is None else documents.spans(offset, length, core.left)
-            since = keys_values.chunk_of(self._index, self._since(offset, spans))
+            since = self._since(offset, self._spans(offset, length, documents))
+            since = keys_values.chunk_of(self._index, since)
             key, value = keys_values.join(self._index, key, value, since // self._context.size)
             chunks = tuple(start for start in keys_values.chunks(self._index) if start >= since)
         rounds = ring_rounds(self._context, chunks, offset + length, documents, core.left)
@@ -250,13 +303,13 @@ class Layer(MegatronModule):
 
     def proj(self, attention: Tensor, residual: Tensor, *, training: bool) -> tuple[Tensor]:
         """(attention output, residual) to one hidden state."""
-        return (self._add(self.self_attention.linear_proj(attention), residual, training),)
+        return (self.add(self.self_attention.linear_proj(attention), residual, training),)
 
     def ffn(self, hidden: Tensor, *, training: bool) -> tuple[Tensor]:
         """The `mlp` piece (norm, MLP, residual): hidden state to hidden state."""
-        return (self._add(self.mlp(self.pre_mlp_layernorm(hidden)), hidden, training),)
+        return (self.add(self.mlp(self.pre_mlp_layernorm(hidden)), hidden, training),)
 
-    def _add(self, output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, training: bool) -> Tensor:
+    def add(self, output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, training: bool) -> Tensor:
         """Bias, dropout and residual connection."""
         bias_dropout_add = get_bias_dropout_add(training, self.config.bias_dropout_fusion)
         return bias_dropout_add(output_and_bias, residual, self.config.hidden_dropout)

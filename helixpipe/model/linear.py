@@ -163,6 +163,18 @@ def _weight_gradient(inputs: Tensor, output_gradient: Tensor) -> Tensor:
     return output_gradient.flatten(0, -2).t().matmul(inputs.flatten(0, -2))
 
 
+def weight_part(ctx: Any, inputs: Tensor, output_gradient: Tensor) -> Tensor | None:
+    """A linear function's gradient of its weight, its second input, for autograd; None where it is not asked for, is
+    put off, or has been added by a fused kernel. ctx: with `weight`, `store` and `fused`."""
+    weight = ctx.weight
+    if not ctx.needs_input_grad[1] or ctx.store.put_off(weight, inputs, output_gradient, ctx.fused):
+        return None
+    if ctx.fused and _buffer(weight) is not None:
+        add_weight_gradient(weight, inputs, output_gradient, ctx.fused)
+        return None
+    return _weight_gradient(inputs, output_gradient)
+
+
 class _Linear(torch.autograd.Function):
     """input [s, b, in] (with sequence parallelism [s / tp, b, in]) times weight [out, in] transposed, plus bias."""
 
@@ -183,7 +195,7 @@ class _Linear(torch.autograd.Function):
         ctx.with_bias = bias is not None
         ctx.allreduce_dgrad, ctx.sequence_parallel, ctx.tp_group = allreduce_dgrad, sequence_parallel, tp_group
         ctx.store, ctx.fused = store, fused
-        output = torch.matmul(_gather(input, tp_group)[0] if sequence_parallel else input, weight.t())
+        output = torch.matmul(gather(input, tp_group)[0] if sequence_parallel else input, weight.t())
         return output + bias if bias is not None else output
 
     @staticmethod
@@ -193,7 +205,7 @@ class _Linear(torch.autograd.Function):
         weight, group = ctx.weight, ctx.tp_group
         inputs, gathering, summing = input, None, None
         if ctx.sequence_parallel and ctx.needs_input_grad[1]:
-            inputs, gathering = _gather(input, group, async_op=True)
+            inputs, gathering = gather(input, group, async_op=True)
         input_gradient = output_gradient.matmul(weight)
         if gathering is not None:
             gathering.wait()
@@ -202,19 +214,14 @@ class _Linear(torch.autograd.Function):
         elif ctx.sequence_parallel:
             shares, input_gradient = input_gradient, input.new_empty(input.shape)
             summing = dist.reduce_scatter_tensor(input_gradient, shares, group=group, async_op=True)
-        weight_gradient = None
-        if ctx.needs_input_grad[1] and not ctx.store.put_off(weight, inputs, output_gradient, ctx.fused):
-            if ctx.fused and _buffer(weight) is not None:
-                add_weight_gradient(weight, inputs, output_gradient, ctx.fused)
-            else:
-                weight_gradient = _weight_gradient(inputs, output_gradient)
+        weight_gradient = weight_part(ctx, inputs, output_gradient)
         bias_gradient = output_gradient.flatten(0, -2).sum(dim=0) if ctx.with_bias else None
         if summing is not None:
             summing.wait()
         return input_gradient, weight_gradient, bias_gradient, None, None, None, None, None
 
 
-def _gather(part: Tensor, group: dist.ProcessGroup | None, async_op: bool = False) -> tuple[Tensor, dist.Work | None]:
+def gather(part: Tensor, group: dist.ProcessGroup | None, async_op: bool = False) -> tuple[Tensor, dist.Work | None]:
     """The whole sequence from the tensor-parallel ranks' parts; with `async_op` once what is returned with it has been
     waited for."""
     assert group is not None

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from helixpipe.common.errors import UserError
 from helixpipe.costs.context_parallel import nearest_sizes
 from helixpipe.costs.layer_patterns import Frequency, kinds_of_layers, unrotated_layers, windowed_layers
-from helixpipe.costs.models import A2A, P2P
+from helixpipe.costs.models import A2A, HALVES, OFF, P2P
 from helixpipe.model.rope_scaling import RopeScaling
 from helixpipe.program.stages import HEAD_NORM, HEAD_PART, LayerKinds, Piece, model_pieces
 
@@ -49,6 +49,10 @@ class GPTOptions:
     of the whole chunk at once."""
     cp_comm_type: str = P2P
     """What context-parallel ranks exchange for core attention, where there are several: `a2a` or `p2p`."""
+
+    overlap_tp_comm: str = OFF
+    """`halves`: the tokens of every chunk run in two halves, one of which computes while tensor-parallel ranks
+    communicate what the other needs; `off`: all at once."""
 
     @property
     def rotates(self) -> bool:
@@ -190,6 +194,10 @@ def check_supported(
     tp = config.tensor_model_parallel_size
     if gpt.cp_comm_type not in (A2A, P2P):
         raise UserError(f"--cp-comm-type {gpt.cp_comm_type} is not supported; valid values are a2a and p2p.")
+    if gpt.overlap_tp_comm not in (OFF, HALVES):
+        raise UserError(
+            f"--overlap-tp-comm {gpt.overlap_tp_comm} is not a way to run; valid values are off and halves."
+        )
     if context_parallel > 1 and gpt.cp_comm_type == P2P and config.attention_dropout:
         raise UserError(
             f"--attention-dropout {config.attention_dropout:g} cannot be had with --cp-comm-type p2p; "

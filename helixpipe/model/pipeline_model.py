@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, sha
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 
+from helixpipe.costs.models import HALVES
 from helixpipe.model import boundaries
 from helixpipe.model.attention.context_parallel import ContextParallel
 from helixpipe.model.attention.core_attention import Rotary
@@ -26,6 +28,7 @@ from helixpipe.model.backends import Kernels, Machine, choose
 from helixpipe.model.chunked_loss import ChunkedLoss
 from helixpipe.model.device import device
 from helixpipe.model.ends import Embedding, Targets, loss_sum
+from helixpipe.model.halves import HalvedRun, Halving, in_gathered_order
 from helixpipe.model.layers import Layer, part_of_head, plain_piece_of
 from helixpipe.model.linear import WeightGradients, defer_weight_gradients
 from helixpipe.model.norms import make_norm
@@ -124,6 +127,8 @@ class PipelineModel(MegatronModule):
         # Learned positions are made by torch in float32 on the CPU; all else has its type and device already.
         self.to(device=device(), dtype=config.params_dtype)
         self._mark_ends()
+        if self._in_halves:
+            self.weight_gradients()  # before the first forward
 
     def _build(self, pieces: Sequence[Piece], seed: int, empty: bool) -> None:
         """Make the weights of the pieces, each part from its own seed."""
@@ -185,8 +190,17 @@ class PipelineModel(MegatronModule):
         has run. A residual may come back as the very tensor that was given.
         """
         state = inputs
-        for piece in pieces:
-            state = self._run_piece(piece, state, batch, context)
+        for of_layers, run in groupby(pieces, key=lambda piece: piece.role not in ("embed", "head")):
+            consecutive = tuple(run)
+            halving = self._halving(consecutive[0], state) if of_layers and self._in_halves else None
+            if halving is not None and halving.possible:
+                halved = HalvedRun(
+                    self.decoder.layers, batch, context, halving, self.weight_gradients(), self._seed_half
+                )
+                state = halved.run(consecutive, state)
+                continue
+            for piece in consecutive:
+                state = self._run_piece(piece, state, batch, context)
         return state
 
     forward = run
@@ -197,7 +211,7 @@ class PipelineModel(MegatronModule):
         training, documents = context.training, batch.documents
         if piece.kind == "embed":
             self._seed_dropout(piece, context, self.config.hidden_dropout, split=self.config.sequence_parallel)
-            return (self.embedding(*self.context.share(batch, context)),)
+            return (self.embedding(*self._own_tokens(batch, context)),)
         if piece.role == "head":
             return (self._run_head(piece, state[0], batch, context),)
         layer = cast(Layer, self.decoder.layers[str(piece.layer)])
@@ -217,20 +231,51 @@ class PipelineModel(MegatronModule):
         self._seed_dropout(piece, context, self.config.hidden_dropout, split=self.config.sequence_parallel)
         return layer.proj(*state, training=training) if piece.role == "proj" else layer.ffn(*state, training=training)
 
+    def _own_tokens(self, batch: Microbatch, context: UnitContext) -> tuple[Microbatch, UnitContext]:
+        """What of a chunk is this context-parallel rank's, in the order in which tensor-parallel ranks gather it."""
+        return in_gathered_order(*self.context.share(batch, context), self._ranks_in_halves)
+
+    @property
+    def _in_halves(self) -> bool:
+        return self.gpt.overlap_tp_comm == HALVES and self.tp_group.size() > 1
+
+    @property
+    def _ranks_in_halves(self) -> int:
+        """Tensor-parallel ranks that share the rows of each half; 1 where they do not, or there are no halves."""
+        return self.tp_group.size() if self._in_halves and self.config.sequence_parallel else 1
+
+    def _halving(self, first: Piece, state: tuple[Tensor, ...]) -> Halving:
+        """Of a chunk, from what crosses the cut before a piece of it."""
+        ranks = self._ranks_in_halves
+        return Halving(state[0].size(0) * (ranks if first.role in ("norm", "qkv", "mlp") else 1), ranks)
+
+    def _seed_half(self, piece: Piece, context: UnitContext, half: int) -> None:
+        on_rows = piece.role != "attn"
+        probability = self.config.hidden_dropout if on_rows else self.config.attention_dropout
+        if probability > 0.0 and context.training:
+            self._dropout.begin(piece, context, self.config.sequence_parallel or not on_rows, half)
+
     def _seed_dropout(self, piece: Piece, context: UnitContext, probability: float, split: bool) -> None:
         if probability > 0.0 and context.training:
             self._dropout.begin(piece, context, split)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The last layer's hidden states to logits, [s, b, vocabulary / tp]; needs the head."""
-        return self.output_layer(self.decoder.final_layernorm(hidden), weight=self._tied_weight)[0]
+        gathered = self._gathered_logits(hidden)
+        order = Halving(gathered.size(0), self._ranks_in_halves).gathered_order(gathered.device)
+        return gathered if order is None else gathered[order.argsort()]
+
+    def _gathered_logits(self, hidden: Tensor) -> Tensor:
+        """The logits in the order in which the ranks' rows are gathered."""
+        logits: Tensor = self.output_layer(self.decoder.final_layernorm(hidden), weight=self._tied_weight)[0]
+        return logits
 
     def _run_head(self, piece: Piece, hidden: Tensor, batch: Microbatch, context: UnitContext) -> Tensor:
         """The loss sum; of a head that is divided, the normed hidden states or the sums of this rank's part."""
         if piece.kind == HEAD_NORM:
             normed: Tensor = self.decoder.final_layernorm(hidden)
             return normed
-        targets = Targets.read(*self.context.share(batch, context))
+        targets = Targets.read(*self._own_tokens(batch, context))
         return self._loss_sum(hidden, targets) if piece.kind == "head" else self._part_sums(hidden, targets.labels)
 
     def _part_sums(self, hidden: Tensor, labels: Tensor) -> Tensor:
@@ -246,12 +291,12 @@ class PipelineModel(MegatronModule):
     def part_loss(self, sums: Tensor, own: int, batch: Microbatch, context: UnitContext) -> tuple[Tensor, Tensor]:
         """(a chunk's loss sum; the gradient of sums[own], [3, s, b], where that of the loss sum is 1). sums:
         [parts, 3, s, b], of all parts of the head in any order."""
-        return part_loss(sums, own, Targets.read(*self.context.share(batch, context)))
+        return part_loss(sums, own, Targets.read(*self._own_tokens(batch, context)))
 
     def _loss_sum(self, hidden: Tensor, targets: Targets) -> Tensor:
         """Of the last layer's hidden states; over slices, where they are asked for, NaN until its backward has run."""
         if not self.gpt.loss_chunk_size:
-            return loss_sum(self.logits(hidden), targets)
+            return loss_sum(self._gathered_logits(hidden), targets)
         head = self.output_layer
         slices = Slices(self.gpt.loss_chunk_size, head.sequence_parallel, self.tp_group)
         weight = head.weight if self._tied_weight is None else self._tied_weight

@@ -66,8 +66,9 @@ class DropoutSeeds:
         on_cpu = target.type == "cpu"
         self._generator = torch.default_generator if on_cpu else torch.cuda.default_generators[target.index]
 
-    def begin(self, piece: Piece, context: UnitContext, split: bool) -> None:
-        """Seed for `piece` of the unit; `split`: tensor-parallel ranks hold different parts of what is dropped."""
+    def begin(self, piece: Piece, context: UnitContext, split: bool, half: int | None = None) -> None:
+        """Seed for `piece` of the unit; `split`: tensor-parallel ranks hold different parts of what is dropped. half:
+        of the unit's tokens, where these run in halves."""
         self._generator.manual_seed(
             derive_seed(
                 self._seed,
@@ -78,5 +79,6 @@ class DropoutSeeds:
                 context.chunk,
                 self._tp_rank if split else -1,
                 *self._context,
+                *(() if half is None else ("half", half)),
             )
         )

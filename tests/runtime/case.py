@@ -74,6 +74,8 @@ class Case:
     """Tokens of a slice of the MLP; 0: whole."""
     loss_chunk: int = 0
     """Tokens of a slice of the head and the loss; 0: whole."""
+    halves: bool = False
+    """Tokens in two halves, to hide tensor-parallel collectives."""
     again: bool = False
     """The step's opening is run twice, as with weights that were not confirmed."""
     weipipe: WeipipeOptions | None = None
@@ -115,6 +117,7 @@ class Case:
             + _weipipe_marks(self.schedule, self.layers, self.weipipe or WeipipeOptions())
             + ["late"] * self.late
             + [f"offload{self.offload}"] * (self.offload is not None)
+            + ["halves"] * self.halves
             + ["again"] * self.again
             + [f"documents{self.documents}"] * (self.documents is not None)
             + ["blocks"] * self.blocks

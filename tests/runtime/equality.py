@@ -16,6 +16,7 @@ prepare()  # before megatron-core is imported, whose notices it silences
 
 from megatron.core import parallel_state
 
+from helixpipe.costs.models import HALVES, OFF
 from helixpipe.lowering.lower import lower
 from helixpipe.lowering.project import LoweredProgram
 from helixpipe.model import PipelineModel
@@ -230,7 +231,11 @@ def make_model(case: Case) -> PipelineModel:
     rank = parallel_state.get_pipeline_model_parallel_rank() if case.pp > 1 else 0
     options = make_options(case.style, case.tied)
     options = replace(
-        options, chunk_size=case.mlp_chunk, loss_chunk_size=case.loss_chunk, cp_comm_type=case.cp_comm_type
+        options,
+        chunk_size=case.mlp_chunk,
+        loss_chunk_size=case.loss_chunk,
+        cp_comm_type=case.cp_comm_type,
+        overlap_tp_comm=HALVES if case.halves else OFF,
     )
     program = case.program()
     return PipelineModel(config, options, program.pieces_of_rank(rank), seed=7, copies=program.copies(rank))

@@ -86,6 +86,15 @@ def select(tensor: Tensor, runs: tuple[range, ...], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
+def rows_of(runs: tuple[range, ...], rows: range) -> tuple[range, ...]:
+    """The tokens of some of the rows that have those of all runs, one after another."""
+    taken, before = list[range](), 0
+    for run in runs:
+        taken.append(run[max(rows.start - before, 0) : max(rows.stop - before, 0)])
+        before += len(run)
+    return tuple(run for run in taken if run)
+
+
 def to_heads(group: dist.ProcessGroup, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """[n / cp, b, heads, d] query and [n / cp, b, groups, d] key and value of this rank's rows to those of all n rows
     for this rank's heads: [n, b, heads / cp, d] and [n, b, g / cp, d], g the least multiple of groups that ranks can

@@ -111,13 +111,13 @@ class Rotary:
         return cosine[offset : offset + length], sine[offset : offset + length]
 
     def rotate(self, tensor: Tensor, runs: tuple[range, ...], documents: Documents | None = None) -> Tensor:
-        """Rotate [s, b, heads, d] that are these runs of a microbatch's tokens, equally long; by positions in documents
-        where there are several."""
+        """Rotate [s, b, heads, d] that are these runs of a microbatch's tokens; by positions in documents where there
+        are several."""
         if documents is not None:
             tables = self.table(0, documents.longest, tensor.dtype)
             rotated: Tensor = _RotatedAt.apply(tensor, select(documents.positions(), runs, 0), tables, self._neighbours)
             return rotated
-        parts = tensor.split(len(runs[0])) if len(runs) > 1 else (tensor,)
+        parts = tensor.split([len(run) for run in runs]) if len(runs) > 1 else (tensor,)
         turned = [self.rotate_from(part, run.start) for part, run in zip(parts, runs, strict=True)]
         return turned[0] if len(turned) == 1 else torch.cat(turned)
 

@@ -1,0 +1,23 @@
+"""Runs two halves of a piece of work in turns: what orders ops over two halves of their tokens, and their costs."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from itertools import chain, cycle
+from typing import TypeVar
+
+Result = TypeVar("Result")
+
+
+def alternate(first: Generator[None, None, Result], second: Generator[None, None, Result]) -> tuple[Result, Result]:
+    """Run both to their ends, the second one step behind the first; returns what they return."""
+    halves, results = (first, second), dict[int, Result]()
+    for which in chain((0,), cycle((0, 1))):
+        if which not in results:
+            try:
+                next(halves[which])
+            except StopIteration as end:
+                results[which] = end.value
+        elif len(results) == 2:
+            break
+    return results[0], results[1]

@@ -1,0 +1,294 @@
+"""Pieces over two halves of a chunk's tokens, so that one half computes while the other's ranks communicate.
+
+Each half goes through the pieces in steps, which end where a collective of it has been started (`half_linear.py`). The
+second half is one step behind the first, and so the steps alternate: what one half has sent travels during the other's
+next step. Autograd runs the backward in the reverse of that order, where the same holds. There is one stream of kernels
+and one of collectives, as without halves, and nothing depends on time.
+
+A half is a run of tokens; the second one's queries see the keys of the first. With sequence parallelism a rank's rows
+outside attention and MLP are its part of the first half's and, below them, its part of the second's. So the tokens lie
+in another order than where ranks share the whole chunk: embedding and head, which take no half, are given tokens and
+targets in that order (`gathered_order`), and for all else between two attentions no order matters.
+
+Attention is cut likewise where one rank has all keys; of a chunk of a sequence once those of both halves are stored.
+What cannot be cut (a ring, rows swapped for heads, keys and values in blocks, an MLP over slices) is done for both
+halves at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from torch import Tensor
+
+from helixpipe.common.alternate import alternate
+from helixpipe.model.chunked_mlp import ChunkedMLP, FirstHalf
+from helixpipe.model.half_linear import Begun, begin_column, begin_row, column, end_row
+from helixpipe.model.layers import Layer
+from helixpipe.model.linear import WeightGradients
+from helixpipe.model.options import Microbatch, UnitContext
+from helixpipe.program.stages import Piece
+
+State = tuple[Tensor, ...]
+Steps = Generator[None, None, State]
+
+AtOnce = Callable[[State], tuple[State, State]]
+"""From what both halves bring, joined, to what each of them takes."""
+
+BeforeDropout = Callable[[Piece, UnitContext, int], None]
+"""Seeds the draw of a piece's dropout in a half."""
+
+
+@dataclass(frozen=True)
+class Halving:
+    """Where the tokens of a chunk are cut. tokens: those of this context-parallel rank. ranks: tensor-parallel ones
+    that share rows outside attention and MLP; 1 without sequence parallelism."""
+
+    tokens: int
+    ranks: int
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Of each half on each rank."""
+        rows = self.tokens // self.ranks
+        return rows - rows // 2, rows // 2
+
+    def half(self, which: int) -> range:
+        """The tokens of a half."""
+        first = self.rows[0] * self.ranks
+        return range(self.tokens)[first:] if which else range(first)
+
+    @property
+    def possible(self) -> bool:
+        return self.rows[1] > 0
+
+    def gathered_order(self, device: torch.device) -> Tensor | None:
+        """The tokens in the order in which ranks' rows follow one another; None where it is their own."""
+        if self.ranks == 1 or not self.possible:
+            return None
+        every = torch.arange(self.tokens, device=device)
+        parts = [every[half.start : half.stop].view(self.ranks, -1) for half in map(self.half, (0, 1))]
+        return torch.cat(parts, dim=1).flatten()
+
+
+def in_gathered_order(batch: Microbatch, context: UnitContext, ranks: int) -> tuple[Microbatch, UnitContext]:
+    """A chunk with its tokens and their positions in the order of ranks' rows, as a microbatch of its own, and the unit
+    on that."""
+    tokens = batch.tokens[:, context.tokens]
+    order = Halving(tokens.size(1), ranks).gathered_order(tokens.device)
+    if order is None:
+        return batch, context
+    positions = batch.position_ids
+    if positions is not None:
+        positions = positions[:, context.tokens]
+    elif batch.documents is not None:
+        positions = batch.documents.positions()[context.tokens].t()
+    else:
+        positions = torch.arange(context.offset, context.offset + tokens.size(1), device=tokens.device)[None]
+    labels, mask = batch.labels[:, context.tokens], batch.loss_mask[:, context.tokens]
+    moved = Microbatch(tokens[:, order], labels[:, order], mask[:, order], positions[:, order])
+    return moved, context._replace(offset=0, length=None)
+
+
+@dataclass
+class _Meeting:
+    """What both halves bring to a piece that is done for both, and what each takes from it."""
+
+    brought: list[State] = field(default_factory=list)
+    taken: tuple[State, State] | None = None
+
+
+class HalvedRun:
+    """One run of consecutive pieces of layers on a chunk, over its halves."""
+
+    def __init__(
+        self,
+        layers: torch.nn.ModuleDict,
+        batch: Microbatch,
+        context: UnitContext,
+        halving: Halving,
+        store: WeightGradients,
+        before_dropout: BeforeDropout,
+    ):
+        self._layers, self._batch, self._context, self._halving = layers, batch, context, halving
+        self._store, self._before_dropout = store, before_dropout
+        self._meetings: dict[tuple[Piece, str], _Meeting] = {}
+        self._first_keys: dict[Piece, tuple[Tensor, Tensor]] = {}
+        self._wholes: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def run(self, pieces: Sequence[Piece], inputs: State) -> State:
+        """From what crosses the cut before the pieces to what crosses the one after them, of the whole chunk."""
+        passing = pieces[0].role in ("qkv", "attn") and all(piece.role != "proj" for piece in pieces)
+        halves = [self._split(tensor) for tensor in (inputs[:-1] if passing else inputs)]
+        if passing:  # the residual, which may have no memory any more
+            halves.append((inputs[-1:], inputs[-1:]))
+        first, second = (tuple(tensor for pair in halves for tensor in pair[which]) for which in (0, 1))
+        results = alternate(self._through(pieces, first, 0), self._through(pieces, second, 1))
+        return tuple(self._join(*pair) for pair in zip(*results, strict=True))
+
+    # ------------------------------------------------------------------------------------------------------- the steps
+
+    def _through(self, pieces: Sequence[Piece], state: State, which: int) -> Steps:
+        for piece in pieces:
+            layer = cast(Layer, self._layers[str(piece.layer)])
+            if piece.role == "norm":
+                state = layer.norm(*state)
+            elif piece.role == "qkv":
+                begun = begin_column(layer.self_attention.linear_qkv, state[0])
+                yield
+                state = self._qkv(layer, begun, state[1], which)
+            elif piece.role == "attn":
+                state = yield from self._attn(piece, layer, state, which)
+            elif piece.role == "proj":
+                summing = begin_row(layer.self_attention.linear_proj, state[0], self._store)
+                yield
+                state = (self._add(piece, layer, end_row(layer.self_attention.linear_proj, summing), state[1], which),)
+            else:
+                state = yield from self._mlp(piece, layer, state[0], which)
+        return state
+
+    def _qkv(self, layer: Layer, begun: Begun, residual: Tensor, which: int) -> State:
+        mixed, _ = column(layer.self_attention.linear_qkv, begun, self._store)
+        context, halving = self._context, self._halving
+        query, key, value = layer.heads(
+            mixed, context.offset, self._batch.documents, halving.half(which), halving.tokens
+        )
+        return query.contiguous(), key, value, residual
+
+    def _mlp(self, piece: Piece, layer: Layer, hidden: Tensor, which: int) -> Steps:
+        if isinstance(layer.mlp, ChunkedMLP):
+            return (yield from self._together(piece, "", (hidden,), which, self._whole_mlp(piece, layer)))
+        begun = begin_column(layer.mlp.linear_fc1, layer.pre_mlp_layernorm(hidden))
+        yield
+        inner = FirstHalf(layer.mlp, _OfHalf(layer.mlp.linear_fc1, begun, self._store))(begun.rows)
+        yield
+        summing = begin_row(layer.mlp.linear_fc2, inner, self._store)
+        yield
+        return (self._add(piece, layer, end_row(layer.mlp.linear_fc2, summing), hidden, which),)
+
+    def _attn(self, piece: Piece, layer: Layer, state: State, which: int) -> Steps:
+        query, key, value, residual = state
+        if not layer.attends_by_rows(self._context.keys_values):
+            at_once = self._whole_attention(piece, layer)
+            (attention,) = yield from self._together(piece, "", (query, key, value), which, at_once)
+            return attention, residual
+        context, half = self._context, self._halving.half(which)
+        if context.keys_values is None:
+            key, value = self._keys_so_far(piece, key, value, which)
+        else:
+            at_once = self._all_keys(layer)
+            key, value = yield from self._together(piece, "keys", (key, value), which, at_once)
+        self._seed(piece, which)
+        attention = layer.attend(
+            query,
+            key,
+            value,
+            training=context.training,
+            offset=context.offset + half.start,
+            end=context.offset + (half.stop if context.keys_values is None else self._halving.tokens),
+            chunked=context.keys_values is not None,
+            documents=self._batch.documents,
+        )
+        yield
+        return attention, residual
+
+    def _keys_so_far(self, piece: Piece, key: Tensor, value: Tensor, which: int) -> tuple[Tensor, Tensor]:
+        """Those of the first half, or of both; the first half does not wait for the second one's."""
+        if which == 0:
+            self._first_keys[piece] = key, value
+            return key, value
+        first_key, first_value = self._first_keys.pop(piece)
+        return self._join(first_key, key), self._join(first_value, value)
+
+    def _together(self, piece: Piece, what: str, brought: State, which: int, work: AtOnce) -> Steps:
+        """Give what `work` makes for this half from what both have brought, joined; the first half does it."""
+        meeting = self._meetings.setdefault((piece, what), _Meeting())
+        meeting.brought.append(brought)
+        yield  # in this step of the first half the second one gets here
+        yield
+        if which == 0:
+            meeting.taken = work(tuple(self._join(*pair) for pair in zip(*meeting.brought, strict=True)))
+            meeting.brought.clear()
+            return meeting.taken[0]
+        del self._meetings[piece, what]
+        assert meeting.taken is not None
+        return meeting.taken[1]
+
+    # ------------------------------------------------------------------------------------------- pieces of both halves
+
+    def _all_keys(self, layer: Layer) -> AtOnce:
+        def work(brought: State) -> tuple[State, State]:
+            (key, value), context = brought, self._context
+            every = layer.all_keys(key, value, context.offset, context.keys_values, self._batch.documents)
+            return every, every
+
+        return work
+
+    def _whole_attention(self, piece: Piece, layer: Layer) -> AtOnce:
+        def work(brought: State) -> tuple[State, State]:
+            self._seed(piece, 0)
+            context, (query, key, value) = self._context, brought
+            attention, _ = layer.attn(
+                query,
+                key,
+                value,
+                query,  # in place of the residual, which stays in halves
+                training=context.training,
+                offset=context.offset,
+                keys_values=context.keys_values,
+                documents=self._batch.documents,
+            )
+            return self._split(attention)
+
+        return work
+
+    def _whole_mlp(self, piece: Piece, layer: Layer) -> AtOnce:
+        def work(brought: State) -> tuple[State, State]:
+            self._seed(piece, 0)
+            return self._split(layer.ffn(*brought, training=self._context.training)[0])
+
+        return work
+
+    # -------------------------------------------------------------------------------------------------------- details
+
+    def _add(
+        self, piece: Piece, layer: Layer, output: tuple[Tensor, Tensor | None], residual: Tensor, which: int
+    ) -> Tensor:
+        self._seed(piece, which)
+        return layer.add(output, residual, self._context.training)
+
+    def _seed(self, piece: Piece, which: int) -> None:
+        self._before_dropout(piece, self._context, which)
+
+    def _split(self, whole: Tensor) -> tuple[State, State]:
+        """A tensor of all tokens, or of this rank's rows of them."""
+        rows = list(self._halving.rows)
+        if whole.size(0) == self._halving.tokens:
+            rows = [each * self._halving.ranks for each in rows]
+        first, second = whole.split(rows)
+        self._wholes.append((first, second, whole))
+        return (first,), (second,)
+
+    def _join(self, first: Tensor, second: Tensor) -> Tensor:
+        """One tensor again: the very one, if it has only passed by."""
+        if first is second:
+            return first
+        for *halves, whole in self._wholes:
+            if halves[0] is first and halves[1] is second:
+                return whole
+        return torch.cat((first, second))
+
+
+class _OfHalf(torch.nn.Module):
+    """Stands for an MLP's first linear layer, on a half."""
+
+    def __init__(self, layer: ColumnParallelLinear, begun: Begun, store: WeightGradients):
+        super().__init__()
+        self._given = layer, begun, store  # in a tuple, so that its parameters are not those of a second module
+
+    def __call__(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+        return column(*self._given)
