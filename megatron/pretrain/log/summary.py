@@ -82,7 +82,7 @@ def summary(config: Config, pipeline: Any, num_microbatches: int, parameters: in
     else:
         each = (
             f"{num_microbatches} microbatches a step, {stage_count(program.stages)}; simulated bubble "
-            f"{pipeline.bubble(num_microbatches):.1%} (equal layers, backward twice forward, no message time)"
+            f"{pipeline.bubble(num_microbatches)}"
         )
     lines += [f"pipeline schedule {program.schedule}: {program.num_ranks} ranks, {each}", *stage_lines(program.stages)]
     slices = config.model.loss_chunk_size

@@ -176,9 +176,15 @@ class Pipeline:
         dist.all_gather_object(records, record, group=self._parallel.pp_group)
         return recorded_step(lowered, records)
 
-    def bubble(self, num_microbatches: int) -> float:
-        """Simulated share of idle time with equal layers, backward twice forward, and no message time."""
-        return simulate(self.plans.plan(num_microbatches).lowered, PieceTimes({"mlp": 1.0})).bubble_ratio
+    def bubble(self, num_microbatches: int) -> str:
+        """Return the simulated share of idle time and what it assumes: of an order that is found for the output layer's
+        time the run's own costs, else layers alone."""
+        plan = self.plans.plan(num_microbatches)
+        if not self._config.vocabulary.over_pipeline:
+            ratio = simulate(plan.lowered, PieceTimes({"mlp": 1.0})).bubble_ratio
+            return f"{ratio:.1%} (equal layers, backward twice forward, no message time)"
+        costs = self._config.parallel.cost_profile or self._config.parallel.hardware or DEFAULT_HARDWARE
+        return f"{plan.simulation.bubble_ratio:.1%} (by the costs of {costs})"
 
     def chunks(self, num_microbatches: int) -> list[str]:
         """Return lines about the chunks of a sequence and their simulated times, none if sequences are not cut."""
