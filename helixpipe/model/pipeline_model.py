@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from types import MappingProxyType
@@ -89,7 +90,8 @@ class PipelineModel(MegatronModule):
     kernels: what it runs on; None: those for this machine.
 
     Parameter names are GPTModel's with global layer indices. A tied head away from the embedding has its own copy of
-    the weight, `output_layer.weight`, which starts out equal; `replicated_parameters` names such copies.
+    the weight, `output_layer.weight`, which starts out equal; `replicated_parameters` names such copies. A part of a
+    head that is divided always has a copy of its own rows there.
     Raises UserError for a model that cannot be cut into these pieces.
     """
 
@@ -178,6 +180,11 @@ class PipelineModel(MegatronModule):
         """The rows of its tensor-parallel rank's share of the vocabulary that this rank's part of the head has."""
         assert self.head_part is not None
         return self.head_part.rows(self.gpt.vocab_size // self.tp_group.size())
+
+    @property
+    def _first_row(self) -> int:
+        """The first of them in the whole vocabulary."""
+        return self.gpt.vocab_size // self.tp_group.size() * self.tp_group.rank() + self._rows_of_head.start
 
     def run(
         self, pieces: Sequence[Piece], inputs: tuple[Tensor, ...], batch: Microbatch, context: UnitContext
@@ -280,9 +287,7 @@ class PipelineModel(MegatronModule):
 
     def _part_sums(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """[3, s, b], of the normed hidden states."""
-        head, own = self.output_layer, self._rows_of_head
-        first = self.gpt.vocab_size // self.tp_group.size() * self.tp_group.rank() + own.start
-        rows = VocabularyRows(first, self.tp_group)
+        head, rows = self.output_layer, VocabularyRows(self._first_row, self.tp_group)
         if not self.gpt.loss_chunk_size:
             return part_sums(head(hidden)[0], labels, rows)
         slices = Slices(self.gpt.loss_chunk_size, head.sequence_parallel, self.tp_group)
@@ -383,17 +388,24 @@ class PipelineModel(MegatronModule):
         """Parameters of which other pipeline ranks hold copies, by a key equal on all of these ranks.
 
         Their gradients must be summed over these ranks before the optimizer's step: those of `copies`, and the tied
-        embedding.
+        embedding; of one tied to a head that is divided see `tied_rows`.
         """
         replicated = {name: parameter for name, parameter, _ in self._copied_parameters()}
         embedding, head = self._end_weights()
-        if self.share_embeddings_and_output_weights:
+        if self.share_embeddings_and_output_weights and self.head_part is None:
             whole = embedding is not None and hasattr(self, "output_layer") and Piece("head") not in self.copies
             replicated.pop(_OUTPUT_LAYER, None)
             weight = embedding if head is None else head
             if weight is not None and not whole:
                 replicated[_WORD_EMBEDDING] = weight
         return replicated
+
+    def tied_rows(self, part: Piece) -> list[tuple[torch.nn.Parameter, slice]]:
+        """The weights of this rank, with their rows, that are those of a part of a head tied to the embedding: of the
+        embedding, and the part's own. All start out equal, and their gradients must be summed."""
+        embedding, head = self._end_weights()
+        found = [] if embedding is None else [(embedding, part.rows(self.gpt.vocab_size // self.tp_group.size()))]
+        return [*found, (head, slice(None))] if part == self.head_part else found
 
     def _copied_parameters(self) -> Iterator[tuple[str, Any, int]]:
         """Name and number of the copy of the parameters of `copies`."""
@@ -412,7 +424,9 @@ class PipelineModel(MegatronModule):
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         state.pop(f"{prefix}output_layer._extra_state", None)  # GPTModel leaves this empty object out
         _, head = self._end_weights()
-        if head is not None and self.share_embeddings_and_output_weights:
+        if self.head_part is not None:
+            self._shard_parts(state, prefix)
+        elif head is not None and self.share_embeddings_and_output_weights:
             dp_cp_group = metadata["dp_cp_group"]
             state[prefix + _OUTPUT_LAYER] = make_tp_sharded_tensor_for_checkpoint(
                 tensor=head,
@@ -429,6 +443,25 @@ class PipelineModel(MegatronModule):
             if number > 0:
                 entry.replica_id = (number, *entry.replica_id[1:])
         return state
+
+    def _shard_parts(self, state: ShardedStateDict, prefix: str) -> None:
+        """Let the entry of the output layer be this rank's rows of the whole weight: of the embedding's, where they are
+        tied, whose rank writes all of it. Parts need not be equal, so that rows have offsets and no number of parts;
+        all entries of one weight alike."""
+        name = prefix + _OUTPUT_LAYER
+        weight, tied = self.output_layer.weight, self.share_embeddings_and_output_weights
+        assert self.head_part is not None and self.head_part.part is not None
+        state[name] = replace(
+            state[name],
+            key=prefix + _WORD_EMBEDDING if tied else name,
+            global_shape=(self.gpt.vocab_size, weight.size(1)),
+            global_offset=(self._first_row, 0),
+            axis_fragmentations=None,
+            replica_id=(1 + self.head_part.part[0], *state[name].replica_id[1:]) if tied else state[name].replica_id,
+            allow_shape_mismatch=True,  # vocabulary padding, as for the embedding
+        )
+        if tied and prefix + _WORD_EMBEDDING in state:
+            state[prefix + _WORD_EMBEDDING] = replace(state[prefix + _WORD_EMBEDDING], axis_fragmentations=None)
 
 
 def _emptied(module: torch.nn.Module) -> torch.nn.Module:

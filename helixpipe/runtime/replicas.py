@@ -19,6 +19,8 @@ class ReplicatedModel(Protocol):
 
     def replicated_parameters(self) -> dict[str, torch.nn.Parameter]: ...
 
+    def tied_rows(self, part: Piece) -> Sequence[tuple[torch.nn.Parameter, slice]]: ...
+
     def piece_of(self, parameter: str) -> Piece: ...
 
 
@@ -41,6 +43,16 @@ Held = Sequence[Collection[Piece]]
 def holders(held: Held, pieces: Collection[Piece]) -> tuple[int, ...]:
     """Return the pipeline ranks with one of these pieces."""
     return tuple(rank for rank, own in enumerate(held) if not set(pieces).isdisjoint(own))
+
+
+def parts_of_head(held: Held) -> list[Piece]:
+    """Return the parts of a head that is divided, in their order; none of any other."""
+    return sorted({piece for own in held for piece in own if piece.part is not None})
+
+
+def tied_ranks(held: Held, part: Piece) -> tuple[int, ...]:
+    """Return the pipeline ranks that hold the rows of a part of a head tied to the embedding: there or here."""
+    return holders(held, {Piece("embed"), part})
 
 
 class NamesPieces(Protocol):
@@ -74,4 +86,6 @@ def replica_groups(held: Held, tied: bool) -> list[tuple[int, ...]]:
     pieces = {piece for own in held for piece in own if piece.role != "attn"}  # which has no weights
     shared = [frozenset({piece}) for piece in pieces] + ([_TIED] if tied else [])
     groups = {holders(held, each) for each in shared}
+    if tied:
+        groups |= {tied_ranks(held, part) for part in parts_of_head(held)}
     return sorted(ranks for ranks in groups if len(ranks) > 1)

@@ -38,6 +38,11 @@ OFFLOADED, HALF_OFFLOADED = replace(ZERO_BF16, offload=1.0), replace(ZERO_BF16, 
 UNTIED, UNTIED_ZERO = Layout(pp=2, tied=False), Layout(distributed_optimizer=True, tied=False)
 SPREAD, SPREAD_UNTIED = Layout(pp=2, spread_head=True), Layout(pp=2, spread_head=True, tied=False)
 SPREAD_ZERO, SPREAD_BF16 = replace(SPREAD, distributed_optimizer=True), replace(SPREAD, bf16=True)
+ODD = Layout(vocabulary=33)
+SPLIT, SPLIT_UNTIED = (Layout(pp=2, split_head=True, vocabulary=33, tied=tied) for tied in (True, False))
+ODD_PP, ODD_UNTIED = replace(ODD, pp=2), replace(ODD, distributed_optimizer=True, tied=False)
+SPLIT_EVEN, SPLIT_BF16 = replace(SPLIT, vocabulary=32), replace(SPLIT_UNTIED, bf16=True)
+SPLIT_ZERO = replace(SPLIT_EVEN, distributed_optimizer=True)
 LEARNED = Layout(positions="learned_absolute")
 LEARNED_TP, LEARNED_ZERO = replace(LEARNED, tp=2), replace(LEARNED, distributed_optimizer=True)
 WEIPIPE, WZB2 = Layout(pp=2, schedule="weipipe"), Layout(pp=2, schedule="wzb2")
@@ -61,6 +66,13 @@ RESUMED: dict[str, tuple[Layout, dict[str, Layout]]] = {
     ),
     "positions": (LEARNED, {"same": LEARNED, "tp2": LEARNED_TP}),
     "positions tp2": (LEARNED_TP, {"same": LEARNED_TP, "tp1": LEARNED, "zero": LEARNED_ZERO}),
+    "split head": (SPLIT, {"same": SPLIT, "pp2": ODD_PP, "dp2": ODD}),
+    "even split head": (SPLIT_EVEN, {"zero": SPLIT_ZERO, "tp2": TP}),
+    "odd pp2": (ODD_PP, {"split head": SPLIT}),
+    "untied split head": (SPLIT_UNTIED, {"same": SPLIT_UNTIED, "zero": ODD_UNTIED}),
+    "untied odd zero": (ODD_UNTIED, {"split head": SPLIT_UNTIED}),
+    "bf16 split head": (SPLIT_BF16, {"same": SPLIT_BF16, "sharded": replace(SPLIT_BF16, sharded=True)}),
+    "split head zero": (SPLIT_ZERO, {"same": SPLIT_ZERO, "pp2": PP}),
     "untied zero": (UNTIED_ZERO, {"same": UNTIED_ZERO, "pp2": UNTIED, "spread head": SPREAD_UNTIED}),
     "untied spread head": (SPREAD_UNTIED, {"same": SPREAD_UNTIED, "pp2": UNTIED}),
 }

@@ -17,7 +17,9 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 
+from helixpipe.costs.by_hand import unit_costs
 from helixpipe.model import GPTOptions, PipelineModel
+from helixpipe.planning.vocabulary.split import split_heads
 from helixpipe.program.program import Program
 from helixpipe.program.stages import Piece, Stage, model_pieces
 from helixpipe.program.text import parse_rows
@@ -50,6 +52,9 @@ class Layout:
     lr_decay_steps: int = 100
     schedule: str = "1f1b"
     """Places the layers; `REPLICATED_LAYERS`, or one of the catalogue."""
+    split_head: bool = False
+    """The head divided over the pipeline."""
+    vocabulary: int = 32
     spread_head: bool = False
     """A copy of the head on every pipeline rank."""
     sharded: bool = False
@@ -67,7 +72,8 @@ class Layout:
         """What says which rank holds which weights."""
         if self.schedule == REPLICATED_LAYERS:
             return replicated_layers(self.num_layers)
-        return build(self.schedule, Shape(self.pp, 2 * self.pp, self.num_layers))
+        program = build(self.schedule, Shape(self.pp, 2 * self.pp, self.num_layers))
+        return split_heads(program, unit_costs()) if self.split_head else program
 
 
 def replicated_layers(num_layers: int) -> Program:
@@ -111,7 +117,9 @@ class Run:
             normalization="RMSNorm",
             cuda_graph_scope=[],
         )
-        gpt = GPTOptions(32, 8, layout.positions, share_embeddings_and_output_weights=layout.tied, cp_comm_type="a2a")
+        gpt = GPTOptions(
+            layout.vocabulary, 8, layout.positions, share_embeddings_and_output_weights=layout.tied, cp_comm_type="a2a"
+        )
         program = layout.program()
         rank = parallel_state.get_pipeline_model_parallel_rank()
         pieces, copies, head = program.pieces_of_rank(rank), program.copies(rank), Piece("head")

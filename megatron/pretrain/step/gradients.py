@@ -20,8 +20,10 @@ from helixpipe.runtime.replicas import (
     ReplicatedModel,
     ReplicatedWeight,
     holders,
+    parts_of_head,
     replica_groups,
     replicated_weights,
+    tied_ranks,
 )
 from megatron.pretrain.process.parallel import Parallel
 
@@ -36,6 +38,7 @@ class ReplicaSums:
     def __init__(self, model: ReplicatedModel, held: Held, parallel: Parallel, partial: Collection[int]):
         groups = _make_groups(replica_groups(held, model.share_embeddings_and_output_weights), parallel)
         weights = replicated_weights(model, held)
+        self._tied = TiedRows(model, held, groups) if model.share_embeddings_and_output_weights else None
         # A weight of two stages, embedding and head, is summed on all its ranks with the later one, or at the end.
         apart = {
             id(each.parameter) for each in weights for piece in each.pieces if holders(held, {piece}) != each.ranks
@@ -70,10 +73,37 @@ class ReplicaSums:
             self._start(batch)
         for each in self._started:
             each.finish()
+        if self._tied is not None:
+            self._tied.sum()
         self._begin()
 
     def _start(self, batch: _GradientBucket) -> None:
         self._started.append(Sum([weight.parameter for weight in batch.weights], batch.group))
+
+
+class TiedRows:
+    """The gradients of the rows that the embedding shares with the parts of a head which is divided: each part's are
+    summed over the ranks that hold it or the embedding, and on one that holds both. groups: by their pipeline ranks."""
+
+    def __init__(self, model: ReplicatedModel, held: Held, groups: Mapping[tuple[int, ...], dist.ProcessGroup]):
+        own = ((model.tied_rows(part), groups.get(tied_ranks(held, part))) for part in parts_of_head(held))
+        self._parts = [(weights, group) for weights, group in own if weights]
+
+    def sum(self) -> None:
+        """Sum them, and wait for the sums."""
+        works, sums = [], []
+        for weights, group in self._parts:
+            total, *others = (weight.main_grad[rows] for weight, rows in weights)  # type: ignore[attr-defined]
+            for other in others:
+                total.add_(other)
+            sums.append((total, others))
+            if group is not None:
+                works.append(dist.all_reduce(total, group=group, async_op=True))
+        for work in works:
+            work.wait()
+        for total, others in sums:
+            for other in others:
+                other.copy_(total)
 
 
 class Sum:
