@@ -28,7 +28,9 @@ PER_TOKEN = "--calculate-per-token-loss"
 DISTRIBUTED = "--use-distributed-optimizer"
 ON_HOST = f"{DISTRIBUTED} --optimizer-cpu-offload"
 SHARDED = "--data-parallel-sharding-strategy optim_grads_params"
+SPLIT = "--pipeline-vocab-parallel split"
 WHOLE = [
+    Run("gpt", f"--pipeline-schedule 1f1b {SPLIT} {COUNTED}", pp=4),
     Run("llama", f"--pipeline-schedule sppo --pipe-sp-splits 3 --sppo-multiplex both {DISTRIBUTED}", pp=2, batch=2),
     Run("gpt", f"--pipeline-schedule 1f1b {COUNTED}", pp=4),
     Run(
@@ -45,6 +47,17 @@ WHOLE = [
     Run("llama", f"{SHARDED} {PER_TOKEN} --pipeline-schedule seq1f1b --pipe-sp-splits 3 --chunk-alignment 1", pp=2),
 ]
 BRIEF = [
+    Run(
+        "gpt",
+        f"--pipeline-schedule interleaved-1f1b --num-layers-per-virtual-pipeline-stage 1 {SPLIT} {DISTRIBUTED} {COUNTED}",
+        pp=2,
+    ),
+    Run("llama", f"{SPLIT} --pipeline-schedule zbv --sequence-parallel {COUNTED}", tp=2, pp=2, batch=4),
+    Run("gpt", f"{SPLIT} --pipeline-schedule zb1p --loss-chunk-size 5 {COUNTED}", tp=2, pp=2, batch=4),
+    Run("llama", f"{SHARDED} {SPLIT} --pipeline-schedule 1f1b {COUNTED}", pp=2),
+    Run("llama", f"{SPLIT} --pipeline-schedule seq1f1b --pipe-sp-splits 2 {DISTRIBUTED} {COUNTED}", pp=2, cp=2),
+    Run("llama", f"--bf16 {SPLIT} --pipeline-schedule 1f1b --recompute-granularity full {DISTRIBUTED} {COUNTED}", pp=2),
+    Run("llama", f"{PER_TOKEN} {SPLIT} --pipeline-schedule gpipe {COUNTED}", pp=4),
     Run("llama", "--pipeline-schedule gpipe --pipeline-model-parallel-layout E|tt|tt|L", pp=4),
     Run("llama", f"--pipeline-schedule 1f1b {COUNTED}", tp=2, pp=2, batch=4),
     Run("llama", "--sequence-parallel", tp=2, batch=4),
@@ -81,6 +94,7 @@ LATE_RUNS = [
     replace(run, steps=8, clip=0.85 if run.style == "gpt" else 1.02)
     for run in (
         Run("gpt", f"--pipeline-schedule zb2p {LATE}", pp=4),
+        Run("gpt", f"{SPLIT} --pipeline-schedule zb2p --loss-chunk-size 7 {LATE}", pp=4),
         Run("llama", f"--pipeline-schedule zbv {LATE} {DISTRIBUTED}", pp=2),
         Run("llama", f"--pipeline-schedule v-half --zb-max-inflight 1 {LATE}", pp=2),
         Run("gpt", f"--pipeline-schedule v-min {LATE} {DISTRIBUTED}", pp=2),
