@@ -21,7 +21,7 @@ class Head(PieceKind):
         if sizes.layout.loss_chunk:
             return own
         targets = {"targets": sizes.tokens * 8, "mask of targets": sizes.tokens}
-        if sizes.layout.rings:  # two runs joined
+        if sizes.layout.rings or sizes.layout.reorders_rows:  # runs joined
             targets["weights of targets"] = sizes.tokens * 4
         return own | targets | {"probabilities": sizes.tokens * sizes.vocab * 4}
 

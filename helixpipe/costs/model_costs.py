@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from helixpipe.common.errors import UserError
 from helixpipe.costs.context_parallel import nearest_sizes
+from helixpipe.costs.halves import HalvedTimes, consecutive
 from helixpipe.costs.hardware import Hardware, attention_share
 from helixpipe.costs.models import Chunk, Layout, ModelShape, shared_unit
 from helixpipe.costs.piece_bytes import CountsBytes, PieceBytes
@@ -92,13 +93,17 @@ class ModelCosts(CountsBytes):
     # ------------------------------------------------------------------------------------------- what `Costs` asks for
 
     def op_time(self, work: Work) -> float:
-        chunk = self.chunk(work.extents, work.whole)
-        kinds = Counter((piece.kind, piece.shares) for piece in work.pieces)
+        chunk, pieces, halved = self.chunk(work.extents, work.whole), work.pieces, 0.0
+        if self.layout.halves:
+            pieces = tuple(piece for piece in pieces if piece.layer < 0)
+            runs = consecutive([piece for piece in work.pieces if piece.layer >= 0])
+            halved = sum(self._halved_times(chunk).time(run, work.kind) for run in runs)
+        kinds = Counter((piece.kind, piece.shares) for piece in pieces)
         kernels = sum(
             count * self.piece_time(kind, work.kind, chunk, work.alone, shares)
             for (kind, shares), count in kinds.items()
         )
-        return kernels if work.kind == "R" else kernels + self.op_overhead
+        return kernels + halved + (0.0 if work.kind == "R" else self.op_overhead)
 
     def transfer_time(self, load: Load) -> float:
         """Of a collective as a ring over its GPUs, data-parallel and context-parallel ones or those of the pipeline,
@@ -151,8 +156,8 @@ class ModelCosts(CountsBytes):
     # ------------------------------------------------------------------------------------------------------------ time
 
     def piece_time(self, piece: str, op: str, chunk: Chunk, alone: bool = False, shares: int = 1) -> float:
-        """Seconds of one piece for an op kind on one chunk. alone: whether no backward follows an F. shares:
-        `Piece.shares`."""
+        """Seconds of one piece for an op kind on one chunk, not in halves. alone: whether no backward follows an F.
+        shares: `Piece.shares`."""
         key = (piece, op, chunk, alone, shares)
         if key not in self._piece_times:
             kernels = work(self.model, self.layout, piece, op, chunk, alone, shares)
@@ -162,6 +167,18 @@ class ModelCosts(CountsBytes):
     @cached_property
     def _piece_times(self) -> dict[tuple[str, str, Chunk, bool, int], float]:
         return {}  # schedules that search ask again and again
+
+    def _halved_times(self, chunk: Chunk) -> HalvedTimes:
+        """Of layers over halves of a chunk."""
+        if chunk not in self._known_halves:
+            interference = self.hardware.interference
+            times = HalvedTimes(self.model, self.layout, chunk, self._kernel_time, interference)
+            self._known_halves[chunk] = times
+        return self._known_halves[chunk]
+
+    @cached_property
+    def _known_halves(self) -> dict[Chunk, HalvedTimes]:
+        return {}
 
     def after_time(self, program: Program) -> tuple[float, float]:
         """Seconds after the last backward: the sum of gradients over copies of replicated stages, data-parallel

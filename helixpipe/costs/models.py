@@ -227,6 +227,16 @@ class Layout:
         return self.overlap_tp_comm == HALVES and self.tensor_parallel > 1
 
     @property
+    def reorders_rows(self) -> bool:
+        """Whether embedding and head have tokens in another order than the sequence's."""
+        return self.halves and self.sequence_parallel
+
+    @property
+    def joins_keys(self) -> bool:
+        """Whether keys and values are tensors of their own, not parts of the QKV layer's output, which then goes."""
+        return self.own_values or self.halves
+
+    @property
     def swaps(self) -> bool:
         """Whether context-parallel ranks swap rows for heads."""
         return self.context_parallel > 1 and self.cp_comm_type == A2A

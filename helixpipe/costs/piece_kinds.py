@@ -41,7 +41,7 @@ What is saved follows what `helixpipe.model` makes autograd keep, tensor by tens
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from itertools import groupby
+from itertools import groupby, pairwise
 from types import MappingProxyType
 from typing import ClassVar
 
@@ -171,7 +171,7 @@ class Attention(PieceKind):
         model, stored = sizes.model, sizes.chunk.stored
         if sizes.layout.swaps:
             return saved_of_own_heads(sizes)
-        if stored or "qkv" not in map(role_of, inside) or sizes.layout.own_values:
+        if stored or "qkv" not in map(role_of, inside) or sizes.layout.joins_keys:
             names = ("q",) if stored else ("q", "k", "v")
             return tensors | {name: sizes.bytes(self.inputs[name]) for name in names}
         tensors["qkv"] = sizes.tokens * sizes.mixed * sizes.element  # as the QKV layer leaves them
@@ -183,15 +183,24 @@ class Attention(PieceKind):
         return tensors
 
     def work(self, kernels: OpKernels) -> None:
+        if kernels.halved and kernels.sizes.chunk.stored:  # keys of both halves are stored before either attends
+            kernels.end_step()
+            kernels.end_step()
+        if kernels.op != "W":
+            self._attend(kernels)
+        if kernels.halved:
+            kernels.end_step()
+
+    def _attend(self, kernels: OpKernels) -> None:
         sizes, chunk, op = kernels.sizes, kernels.sizes.chunk, kernels.op
-        if op == "W":
-            return
         flops = (4 if op == "F" else 10) * chunk.pairs * sizes.layout.micro_batch_size * sizes.query / sizes.cp
         queries, keys = sizes.tokens * sizes.query, keys_read(sizes)
         # F reads q, k, v and writes the output; I reads those four and a gradient and writes three.
         kernels.add("attention", flops, (2 if op == "F" else 4) * (queries + keys) * sizes.element)
         if chunk.stored:
             self._store(kernels)
+        elif kernels.halved:  # those of both halves are copied side by side, and gradients of the first half's summed
+            kernels.move_elements((2 if op == "F" else 3) * 2 * sizes.tokens * sizes.kv)
         exchange(kernels, flops)
 
     def _store(self, kernels: OpKernels) -> None:
@@ -291,6 +300,8 @@ class Mlp(PieceKind):
                 self._first_half(kernels, tokens, "W")
                 kernels.multiply((second,), tokens, "W")
             self._first_half(kernels, tokens, op)
+            if kernels.halved:
+                kernels.end_step()
             kernels.multiply((second,), tokens)
         _leave(kernels)
 
@@ -360,6 +371,15 @@ def work(
         KINDS[piece].work(kernels)
         found += kernels.list
     return found
+
+
+def steps(model: ModelShape, layout: Layout, piece: str, op: str, half: Chunk) -> tuple[list[list[Kernel]], list[str]]:
+    """The kernels of one piece for an op of kind F, I or W on half of a chunk, step by step, and what ends each step
+    but the last."""
+    kernels = OpKernels(ChunkSizes(model, layout, half), op, halved=True)
+    KINDS[piece].work(kernels)
+    places = [0, *(place for place, _ in kernels.ends), len(kernels.list)]
+    return [kernels.list[start:stop] for start, stop in pairwise(places)], [what for _, what in kernels.ends]
 
 
 def flops(model: ModelShape, layout: Layout, piece: str, op: str, chunk: Chunk) -> float:

@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 from helixpipe.costs.models import Chunk, Layout, ModelShape
 
+COLUMN, ROW = "column", "row"
+"""Where a half's step ends for a collective: before a column-parallel layer, after a row-parallel one."""
+
 GRADIENT_BYTES = 4
 """A weight's gradient is summed in float32."""
 
@@ -65,16 +68,21 @@ class Kernel(NamedTuple):
 
 class OpKernels:
     """Collects the kernels of an op, F, I or W, on a chunk. alone: whether no backward follows an F. joined: whether
-    each layer's W follows its I at once, in a B."""
+    each layer's W follows its I at once, in a B. halved: whether the chunk is half of what an op works on
+    (`costs/halves.py`); where its collectives are, steps end instead, in whatever op.
 
-    def __init__(self, sizes: ChunkSizes, op: str, alone: bool = False, joined: bool = False):
-        self.sizes, self.op, self.alone, self.joined = sizes, op, alone, joined
+    ends: of each step but the last, how many kernels were there before its end, and what ends it.
+    """
+
+    def __init__(self, sizes: ChunkSizes, op: str, alone: bool = False, joined: bool = False, halved: bool = False):
+        self.sizes, self.op, self.alone, self.joined, self.halved = sizes, op, alone, joined, halved
         self.list: list[Kernel] = []
+        self.ends: list[tuple[int, str]] = []
 
     def in_window(self) -> OpKernels:
         """The same list for a chunk whose attention sees the model's window alone."""
-        made = OpKernels(self.sizes.in_window(), self.op, self.alone, self.joined)
-        made.list = self.list
+        made = OpKernels(self.sizes.in_window(), self.op, self.alone, self.joined, self.halved)
+        made.list, made.ends = self.list, self.ends
         return made
 
     def add(self, kind: str, flops: float, moved: float, behind: tuple[Kernel, ...] = ()) -> None:
@@ -113,7 +121,9 @@ class OpKernels:
         its backward runs this collective beside the input gradient's product, and where W follows at once the sum of
         input gradients beside the weight gradient's (`helixpipe/model/linear.py`, and megatron-core alike).
         """
-        if self.op == "F":
+        if self.halved:
+            self.end_step(COLUMN)
+        elif self.op == "F":
             self._collective("gather")
         elif self.op == "I":
             self._collective("gather", (self._product(layer, None, "I"),) if beside else ())
@@ -122,15 +132,28 @@ class OpKernels:
     def scatter_output(self) -> None:
         """Collectives of the hidden state that a row-parallel linear layer, or the embedding, gives; those of its
         gradient in I."""
-        if self.op != "W":
+        if self.halved:
+            self.end_step(ROW)
+        elif self.op != "W":
             self._collective("scatter" if self.op == "F" else "gather")
+
+    def end_step(self, what: str = "") -> None:
+        """End a step of a half: at a collective before a column-parallel layer or after a row-parallel one, or at none
+        (the other half's next step comes first)."""
+        self.ends.append((len(self.list), what))
 
     def _collective(self, which: str, behind: tuple[Kernel, ...] = ()) -> None:
         """Of a hidden state over the tensor-parallel ranks. With sequence parallelism parts are gathered or sums
         scattered; without, `scatter` is an all-reduce (twice the bytes) and what would be gathered is there already."""
-        sizes = self.sizes
-        split = sizes.layout.sequence_parallel
-        if sizes.tp == 1 or (which == "gather" and not split):
-            return
-        part = sizes.tokens * sizes.model.hidden * sizes.element * (sizes.tp - 1) / sizes.tp
-        self.add("network", 0.0, part if split else 2 * part, behind)
+        moved = exchanged(self.sizes, which)
+        if moved:
+            self.add("network", 0.0, moved, behind)
+
+
+def exchanged(sizes: ChunkSizes, which: str) -> float:
+    """Bytes that a rank sends in a collective of the hidden state of a chunk, `gather` or `scatter`."""
+    split = sizes.layout.sequence_parallel
+    if which == "gather" and not split:
+        return 0.0
+    part = sizes.tokens * sizes.model.hidden * sizes.element * (sizes.tp - 1) / sizes.tp
+    return part if split else 2 * part

@@ -26,6 +26,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import Tensor
 
 from helixpipe.common.alternate import alternate
+from helixpipe.model.attention.kv_store import Join, Stored
 from helixpipe.model.chunked_mlp import ChunkedMLP, FirstHalf
 from helixpipe.model.half_linear import Begun, begin_column, begin_row, column, end_row
 from helixpipe.model.layers import Layer
@@ -117,7 +118,7 @@ class HalvedRun:
         self._layers, self._batch, self._context, self._halving = layers, batch, context, halving
         self._store, self._before_dropout = store, before_dropout
         self._meetings: dict[tuple[Piece, str], _Meeting] = {}
-        self._first_keys: dict[Piece, tuple[Tensor, Tensor]] = {}
+        self._first_keys: dict[Piece, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
         self._wholes: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def run(self, pieces: Sequence[Piece], inputs: State) -> State:
@@ -197,12 +198,22 @@ class HalvedRun:
         return attention, residual
 
     def _keys_so_far(self, piece: Piece, key: Tensor, value: Tensor, which: int) -> tuple[Tensor, Tensor]:
-        """Those of the first half, or of both; the first half does not wait for the second one's."""
+        """Those of the first half, or of both; the first half does not wait for the second one's. Both lie in tensors
+        of all tokens, so that no row is kept twice."""
+        given = self._whole_of(key, which), self._whole_of(value, which)
+        if given[0] is not None and given[1] is not None:
+            return (given[0], given[1]) if which else (key, value)
         if which == 0:
-            self._first_keys[piece] = key, value
-            return key, value
-        first_key, first_value = self._first_keys.pop(piece)
-        return self._join(first_key, key), self._join(first_value, value)
+            keys, values = (each.new_empty((self._halving.tokens, *each.shape[1:])) for each in (key, value))
+            end = key.size(0)
+            stored: tuple[Tensor, Tensor] = Stored.apply(key, value, *_copied((keys[:end], values[:end]), (key, value)))
+            self._first_keys[piece] = *stored, keys, values
+            return stored
+        first_key, first_value, keys, values = self._first_keys.pop(piece)
+        start = first_key.size(0)
+        _copied((keys[start:], values[start:]), (key, value))
+        joined: tuple[Tensor, Tensor] = Join.apply(first_key, first_value, key, value, keys, values)
+        return joined
 
     def _together(self, piece: Piece, what: str, brought: State, which: int, work: AtOnce) -> Steps:
         """Give what `work` makes for this half from what both have brought, joined; the first half does it."""
@@ -269,7 +280,8 @@ class HalvedRun:
         rows = list(self._halving.rows)
         if whole.size(0) == self._halving.tokens:
             rows = [each * self._halving.ranks for each in rows]
-        first, second = whole.split(rows)
+        # Without a graph torch takes views of what requires a gradient to have one.
+        first, second = (whole if torch.is_grad_enabled() else whole.detach()).split(rows)
         self._wholes.append((first, second, whole))
         return (first,), (second,)
 
@@ -277,10 +289,18 @@ class HalvedRun:
         """One tensor again: the very one, if it has only passed by."""
         if first is second:
             return first
-        for *halves, whole in self._wholes:
-            if halves[0] is first and halves[1] is second:
-                return whole
-        return torch.cat((first, second))
+        whole = self._whole_of(first, 0)
+        return whole if whole is not None and self._whole_of(second, 1) is whole else torch.cat((first, second))
+
+    def _whole_of(self, half: Tensor, which: int) -> Tensor | None:
+        """What a half was split from."""
+        return next((whole for *halves, whole in self._wholes if halves[which] is half), None)
+
+
+def _copied(rows: tuple[Tensor, Tensor], tensors: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    for target, tensor in zip(rows, tensors, strict=True):
+        target.copy_(tensor.detach())
+    return rows
 
 
 class _OfHalf(torch.nn.Module):

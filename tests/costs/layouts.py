@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator
 
-from helixpipe.costs.models import Layout, ModelShape
+from helixpipe.costs.models import HALVES, Layout, ModelShape
 from tests.model.common import set_parallel
 
 TOKENS, BATCH, VOCABULARY, LAYERS = 24, 2, 512, 2
@@ -35,6 +35,15 @@ CASES = {
 }
 """Model, tensor-parallel size, sequence parallelism, tokens of a slice of MLP and loss (0: whole)."""
 
+HALVES_CASES = {
+    "gpt-tp2-halves": ("gpt", False, 0),
+    "gpt-gqa-tp2-halves": ("gpt-gqa", False, 9),
+    "llama-tp2-sp-halves": ("llama", True, 0),
+    "qwen3-tp2-sp-halves": ("qwen3", True, 9),
+    "gpt-tp2-sp-halves": ("gpt", True, 0),
+}
+"""Model, sequence parallelism of two ranks whose tokens run in halves, tokens of a slice of MLP and loss (0: whole)."""
+
 CONTEXT_CASES = {
     "gpt-cp2-p2p": ("gpt", "p2p", 5),
     "llama-cp2-p2p": ("llama", "p2p", 0),
@@ -52,6 +61,12 @@ def layouts(cases: Container[str]) -> Iterator[tuple[str, ModelShape, Layout]]:
         set_parallel(tp=tp)
         layout = Layout(tp, split, BATCH, element_bytes=4, fused_kernels=False, mlp_chunk=chunk, loss_chunk=chunk)
         yield case, SHAPES[name], layout
+    for case, (name, split, chunk) in HALVES_CASES.items():
+        if case not in cases:
+            continue
+        set_parallel(tp=2)
+        layout = Layout(2, split, BATCH, 4, False, chunk, chunk, overlap_tp_comm=HALVES)
+        yield case, SHAPES[name], layout
     for case, (name, how, chunk) in CONTEXT_CASES.items():
         if case not in cases:
             continue
@@ -62,5 +77,8 @@ def layouts(cases: Container[str]) -> Iterator[tuple[str, ModelShape, Layout]]:
 
 def squares(layout: Layout) -> float:
     """What torch counts of a causal square of scores, the whole of it, over ours, exactly half. In a ring only the
-    squares on the diagonal are causal: two of a rank's, of 2cp in a row of them."""
+    squares on the diagonal are causal: two of a rank's, of 2cp in a row of them. Of halves, one of the two quarters
+    on the diagonal is counted as such, and the other with all of the third."""
+    if layout.halves:
+        return 1.5
     return 1 + 1 / (2 * layout.context_parallel) if layout.rings else 2

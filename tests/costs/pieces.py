@@ -91,6 +91,7 @@ def make(shape: ModelShape, layout: Layout, pieces: Sequence[Piece] = CHAIN) -> 
         chunk_size=layout.mlp_chunk,
         loss_chunk_size=layout.loss_chunk,
         cp_comm_type=layout.cp_comm_type,
+        overlap_tp_comm=layout.overlap_tp_comm,
     )
     return PipelineModel(config, options, pieces)
 

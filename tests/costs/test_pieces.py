@@ -10,9 +10,9 @@ from tests.costs import layouts, leaving
 from tests.distributed import run_ranks
 from tests.selection import graded, selected
 
-CASES = [*layouts.CASES, *layouts.CONTEXT_CASES]
+CASES = [*layouts.CASES, *layouts.HALVES_CASES, *layouts.CONTEXT_CASES]
 CORE = {*leaving.CASES, "gpt-gqa-tp2", "llama-tp1-slices", "qwen3-tp2-sp", "gpt-centered-tp2"}
-CORE |= {"gpt-cp2-p2p", "llama-cp2-a2a"}
+CORE |= {"gpt-cp2-p2p", "llama-cp2-a2a", "gpt-gqa-tp2-halves", "llama-tp2-sp-halves"}
 """Each model, and each way to cut one."""
 
 
@@ -42,4 +42,4 @@ def check(counts: list[dict[str, Any]], case: str, what: str) -> None:
         wrong = [f"{name}: torch {theirs}, ours {ours:g}" for name, theirs, ours in rows if theirs != ours]
         assert not wrong, f"rank {rank}: " + "; ".join(wrong[:12])
         counted += bool(rows)
-    assert counted == (1 if case not in layouts.CONTEXT_CASES and layouts.CASES[case][1] == 1 else len(counts))
+    assert counted == (1 if case in layouts.CASES and layouts.CASES[case][1] == 1 else len(counts))

@@ -147,7 +147,7 @@ class UnitKeyValues(NamedTuple):
                 tensor.data = buffer[self.offset : end].data
         if not torch.is_grad_enabled() or not (key.requires_grad or value.requires_grad):
             return keys[since:end].data, values[since:end].data
-        own = _Stored.apply(key, value, keys[self.offset : end], values[self.offset : end])
+        own = Stored.apply(key, value, keys[self.offset : end], values[self.offset : end])
         sequence.own[self.offset] = own
         if self.offset == since:
             return own
@@ -156,7 +156,7 @@ class UnitKeyValues(NamedTuple):
             prefix = buffer[since : self.offset].data.requires_grad_()
             prefix.register_post_accumulate_grad_hook(partial(sequence.add_gradient, which, since))
             prefixes.append(prefix)
-        joined: tuple[Tensor, Tensor] = _Join.apply(*prefixes, *own, keys[since:end], values[since:end])
+        joined: tuple[Tensor, Tensor] = Join.apply(*prefixes, *own, keys[since:end], values[since:end])
         return joined
 
     def chunks(self, layer: int) -> tuple[int, ...]:
@@ -212,8 +212,8 @@ class UnitKeyValues(NamedTuple):
                 self.store.free(self.microbatch, layer)
 
 
-class _Stored(torch.autograd.Function):
-    """A chunk's own key and value as they lie in the buffers, so that nothing needs the tensors they were copied from.
+class Stored(torch.autograd.Function):
+    """Key and value as they lie in buffers of more rows, so that nothing needs the tensors they were copied from.
 
     Both at once: a function of Python's costs the host as much as several kernels.
     """
@@ -227,8 +227,8 @@ class _Stored(torch.autograd.Function):
         return gradients[0], gradients[1], None, None
 
 
-class _Join(torch.autograd.Function):
-    """The rows before a chunk and its own, one after the other, as they lie in the buffers already."""
+class Join(torch.autograd.Function):
+    """Rows of keys and values and those that follow them, as they lie in the buffers already."""
 
     @staticmethod
     def forward(

@@ -129,13 +129,11 @@ class Measured:
     @property
     def figures(self) -> Figures:
         layers, ends = self.layers, [Piece("embed"), Piece("head")]
-        unlike = [(layer_pieces((own,)), many) for own, many in Counter(self.layer_kinds).items()]
-        times = {kind: sum(many * self._time(kind, layer) for layer, many in unlike) for kind in "FBIW"}
-        again, attention = 0.0, 0.0
-        for layer, many in unlike:
-            runs = self.saving.recompute_options.runs(layer)
-            again += many * self._time("R", tuple(piece for run in runs for piece in run)) if runs else 0.0
-            attention += many * self._time("F", tuple(piece for piece in layer if piece.role == "attn"))
+        chain = layer_pieces(self.layer_kinds)
+        times = {kind: self._time(kind, chain) for kind in "FBIW"}
+        runs = self.saving.recompute_options.runs(chain)
+        again = self._time("R", tuple(piece for run in runs for piece in run)) if runs else 0.0
+        attention = self._time("F", tuple(piece for piece in chain if piece.role == "attn"))
         at_ends = [
             self._time("F", (piece,))
             + min(self._time("B", (piece,)), self._time("I", (piece,)) + self._time("W", (piece,)))
