@@ -49,7 +49,8 @@ WHOLE = [
 BRIEF = [
     Run(
         "gpt",
-        f"--pipeline-schedule interleaved-1f1b --num-layers-per-virtual-pipeline-stage 1 {SPLIT} {DISTRIBUTED} {COUNTED}",
+        "--pipeline-schedule interleaved-1f1b --num-layers-per-virtual-pipeline-stage 1 "
+        f"{SPLIT} {DISTRIBUTED} {COUNTED}",
         pp=2,
     ),
     Run("llama", f"{SPLIT} --pipeline-schedule zbv --sequence-parallel {COUNTED}", tp=2, pp=2, batch=4),

@@ -10,7 +10,6 @@ Estimates add the bubble and the memory that the catalogue's formulas say.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
