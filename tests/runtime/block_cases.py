@@ -8,7 +8,7 @@ from tests.runtime import cases
 from tests.runtime.case import Case
 from tests.runtime.halves_cases import HALVES
 from tests.runtime.mixed_cases import MIXED
-from tests.runtime.vocabulary_cases import SPREAD_HEADS
+from tests.runtime.vocabulary_cases import SPLIT_HEADS, SPREAD_HEADS
 
 WITHOUT_ATTENTION = RecomputeOptions("without-attention", recompute_early=False)
 FULL = RecomputeOptions("full", recompute_early=False)
@@ -39,6 +39,6 @@ GROUPS = cases.GROUPS | {
         Case("sppo", 2, 1, "llama", tp=2, sequence_parallel=True, lengths=(4, 4, 4), multiplex="both"),
     ],
     "mixed": MIXED,
-    "heads": SPREAD_HEADS,
+    "heads": [*SPREAD_HEADS, *SPLIT_HEADS],
     "halves": HALVES,
 }

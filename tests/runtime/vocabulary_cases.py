@@ -1,7 +1,9 @@
-"""The cases of test_equality.py with the head on every rank: every schedule that does not spread it itself, tied and
-untied, with all that a head can be beside."""
+"""The cases of test_equality.py with the head on every rank, whole or a part of it: every schedule that does not spread
+it itself, tied and untied, with all that a head can be beside."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from helixpipe.planning.memory.recompute import RecomputeOptions
 from tests.runtime.case import Case
@@ -31,3 +33,10 @@ SPREAD_HEADS = [
     Case("1f1b", 2, 4, "llama", cp=2, cp_comm_type="p2p", vocabulary="spread"),
     Case("none", 1, 2, "gpt", tied=True, vocabulary="spread"),
 ]
+
+SPLIT_HEADS = [
+    replace(case, vocabulary="split", tied=case.tied != (number % 2 == 0))
+    for number, case in enumerate(SPREAD_HEADS)
+    if case.schedule != "chimera"  # which has the head on two ranks
+]
+"""Where one is tied the other is not, half of the time."""
