@@ -150,12 +150,14 @@ class Program(Derives):
         return tuple(tuple(piece.kind for piece in own) for _, own in layers)
 
     def holders(self, stage: int) -> tuple[int, ...]:
-        """The ranks that hold a stage's weights: its owner, or those that run units of it. A replicated embedding or
-        head is held by every rank: which ranks have microbatches of their own must not decide what they hold."""
+        """The ranks that hold a stage's weights: its owner, or those that run units of it. An embedding or head that
+        is replicated beside layers that are not is held by every rank: which ranks have microbatches of their own must
+        not decide what they hold."""
         own = self.stages[stage]
         if own.owner is not None:
             return (own.owner,)
-        if own.placement == "replicated" and all(piece.layer < 0 for piece in own.pieces):
+        others = any(each.placement != "replicated" for each in self.stages)
+        if own.placement == "replicated" and others and all(piece.layer < 0 for piece in own.pieces):
             return tuple(range(self.num_ranks))
         return tuple(rank for rank, run in enumerate(self._stages_run) if stage in run)
 

@@ -129,8 +129,8 @@ def test_training_plans_the_same() -> None:
     length = "--seq-length 8192 --max-position-embeddings 8192"
     batch = "--micro-batch-size 1 --global-batch-size 8"
     flags = f"{sizes} {length} {batch} --pipeline-model-parallel-size 4 --hardware a100-80"
-    asked = config(f"{flags} --pipeline-schedule zbv --memory-limit 18", world=4)
+    asked = config(f"{flags} --pipeline-schedule zbv --memory-limit 16", world=4)
     program = make_program(asked, 8)
     assert recomputes(program)
-    asked = config(f"{flags} --pipeline-schedule zbv --memory-limit 18 --no-zb-recompute", world=4)
+    asked = config(f"{flags} --pipeline-schedule zbv --memory-limit 16 --no-zb-recompute", world=4)
     assert not recomputes(make_program(asked, 8))

@@ -113,7 +113,7 @@ def test_groups_of_interleaved_microbatches() -> None:
         assert forwards == expected
 
 
-@pytest.mark.parametrize(("vocabulary", "place"), [(500_000, "spread"), (100, "ends")])
+@pytest.mark.parametrize(("vocabulary", "place"), [(500_000, "split"), (100, "ends")])
 def test_one_place_of_the_head_for_all_steps(vocabulary: int, place: str) -> None:
     """Which the step of the full batch decides, whatever other sizes would rather have."""
     flags = f"--num-layers 4 --vocab-size {vocabulary} --tokenizer-type NullTokenizer"

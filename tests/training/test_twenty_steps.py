@@ -30,9 +30,9 @@ ON_HOST = f"{DISTRIBUTED} --optimizer-cpu-offload"
 SHARDED = "--data-parallel-sharding-strategy optim_grads_params"
 SPLIT = "--pipeline-vocab-parallel split"
 WHOLE = [
-    Run("gpt", f"--pipeline-schedule 1f1b {SPLIT} {COUNTED}", pp=4),
     Run("llama", f"--pipeline-schedule sppo --pipe-sp-splits 3 --sppo-multiplex both {DISTRIBUTED}", pp=2, batch=2),
     Run("gpt", f"--pipeline-schedule 1f1b {COUNTED}", pp=4),
+    Run("gpt", f"--pipeline-schedule 1f1b {SPLIT} {COUNTED}", pp=4),
     Run(
         "gpt",
         "--pipeline-schedule interleaved-1f1b --num-virtual-stages-per-pipeline-rank 2 "
@@ -47,18 +47,6 @@ WHOLE = [
     Run("llama", f"{SHARDED} {PER_TOKEN} --pipeline-schedule seq1f1b --pipe-sp-splits 3 --chunk-alignment 1", pp=2),
 ]
 BRIEF = [
-    Run(
-        "gpt",
-        "--pipeline-schedule interleaved-1f1b --num-layers-per-virtual-pipeline-stage 1 "
-        f"{SPLIT} {DISTRIBUTED} {COUNTED}",
-        pp=2,
-    ),
-    Run("llama", f"{SPLIT} --pipeline-schedule zbv --sequence-parallel {COUNTED}", tp=2, pp=2, batch=4),
-    Run("gpt", f"{SPLIT} --pipeline-schedule zb1p --loss-chunk-size 5 {COUNTED}", tp=2, pp=2, batch=4),
-    Run("llama", f"{SHARDED} {SPLIT} --pipeline-schedule 1f1b {COUNTED}", pp=2),
-    Run("llama", f"{SPLIT} --pipeline-schedule seq1f1b --pipe-sp-splits 2 {DISTRIBUTED} {COUNTED}", pp=2, cp=2),
-    Run("llama", f"--bf16 {SPLIT} --pipeline-schedule 1f1b --recompute-granularity full {DISTRIBUTED} {COUNTED}", pp=2),
-    Run("llama", f"{PER_TOKEN} {SPLIT} --pipeline-schedule gpipe {COUNTED}", pp=4),
     Run("llama", "--pipeline-schedule gpipe --pipeline-model-parallel-layout E|tt|tt|L", pp=4),
     Run("llama", f"--pipeline-schedule 1f1b {COUNTED}", tp=2, pp=2, batch=4),
     Run("llama", "--sequence-parallel", tp=2, batch=4),
@@ -87,6 +75,18 @@ BRIEF = [
     Run("gpt", f"{SHARDED} --cp-comm-type a2a", cp=2),
     Run("gpt", f"{SHARDED} --pipeline-schedule helix {COUNTED}", pp=2),
     Run("llama", f"{SHARDED} --bf16 --pipeline-schedule helix --helix-ship none {COUNTED}", pp=2),
+    Run(
+        "gpt",
+        "--pipeline-schedule interleaved-1f1b --num-layers-per-virtual-pipeline-stage 1 "
+        f"{SPLIT} {DISTRIBUTED} {COUNTED}",
+        pp=2,
+    ),
+    Run("llama", f"{SPLIT} --pipeline-schedule zbv --sequence-parallel {COUNTED}", tp=2, pp=2, batch=4),
+    Run("gpt", f"{SPLIT} --pipeline-schedule zb1p --loss-chunk-size 7 {COUNTED}", tp=2, pp=2, batch=4),
+    Run("llama", f"{SHARDED} {SPLIT} --pipeline-schedule 1f1b {COUNTED}", pp=2),
+    Run("llama", f"{SPLIT} --pipeline-schedule seq1f1b --pipe-sp-splits 2 {DISTRIBUTED} {COUNTED}", pp=2, cp=2),
+    Run("llama", f"--bf16 {SPLIT} --pipeline-schedule 1f1b --recompute-granularity full {DISTRIBUTED} {COUNTED}", pp=2),
+    Run("llama", f"{PER_TOKEN} {SPLIT} --pipeline-schedule gpipe {COUNTED}", pp=4),
 ]
 FIRST = [replace(run, steps=3) for run in [*WHOLE, *BRIEF]]
 RUNS = [*FIRST, *WHOLE]

@@ -154,11 +154,11 @@ class _Cut:
         return tuple(end - begin for begin, end in zip([0, *ends[:-1]], ends, strict=True))
 
     def _time(self, start: int, tokens: int) -> float:
-        """Return the time of `tokens` tokens after `start` in all layers."""
+        """Return the time of `tokens` tokens after `start` in all layers, forward and backward."""
         costs = self.shape.costs
         if costs is None or not tokens:
             return float(tokens)
         stage = even_stages(self.shape.layer_kinds, 1)[0]
         layers = (Stage(stage.pieces[1:-1]),)
-        work = stage_work("F", layers, 0, (Extent(tokens, start, True),), self.whole)
-        return costs.op_time(work)
+        extents = (Extent(tokens, start, True),)
+        return sum(costs.op_time(stage_work(kind, layers, 0, extents, self.whole)) for kind in "FB")
