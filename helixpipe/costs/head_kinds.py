@@ -100,7 +100,8 @@ class HeadPart(Head):
     def saved(self, sizes: ChunkSizes, inside: Collection[str]) -> Tensors:
         own = {"head input": sizes.bytes("hidden")}
         if sizes.layout.loss_chunk:
-            return own | {"labels": sizes.tokens * 8, "maxima": sizes.tokens * 4}
+            joined = {"labels": sizes.tokens * 8} if sizes.layout.rings else {}  # of two runs
+            return own | joined | {"maxima": sizes.tokens * 4}
         return own | {"targets": sizes.tokens * 8, "exponentials": sizes.tokens * sizes.vocab * 4}
 
     def work(self, kernels: OpKernels) -> None:

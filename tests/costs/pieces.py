@@ -139,35 +139,39 @@ def _needed(
 
 def _flops(shape: ModelShape, layout: Layout) -> list[tuple[str, float, float]]:
     model = make(shape, layout)
-    store = model.weight_gradients()
-    own = PieceBytes(shape, layout)
-    found = []
-    for piece in CHAIN:
-        inputs = inputs_of(model, piece)
-        counts = {}
-        with counted() as counter:
-            outputs = model.run((piece,), inputs, batch(), CONTEXT)
-        counts["F"] = counter.get_total_flops()
-        gradients = tuple(torch.ones_like(tensor) for tensor in outputs)
-        unit = Unit(0, 0)
-        with counted() as counter, store.keep(unit):
-            torch.autograd.backward(outputs, gradients)
-        counts["I"] = counter.get_total_flops()
-        kept = [each for put_off in store._waiting[unit] for each in put_off[1:]]
-        waiting = [each for each in kept if isinstance(each, torch.Tensor)]
-        found.append((f"deferred {piece}", _storage_bytes(waiting), own.deferred_stash((piece,), Chunk(TOKENS))))
-        del kept, waiting
-        with counted() as counter:
-            store.compute(unit)
-        counts["W"] = counter.get_total_flops()
-        for op, count in counts.items():
-            ours = sum(kernel.flops for kernel in work(shape, layout, piece.kind, op, Chunk(TOKENS)))
-            found.append((f"flops {op} {piece}", count, ours * (squares(layout) if piece.kind == "attn" else 1)))
-        with counted() as counter, torch.no_grad():
-            model.run((piece,), inputs, batch(), CONTEXT)
-        ours = sum(kernel.flops for kernel in work(shape, layout, piece.kind, "F", Chunk(TOKENS), alone=True))
-        ours *= squares(layout) if piece.kind == "attn" else 1
-        found.append((f"flops alone {piece}", counter.get_total_flops(), ours))
+    return [row for piece in CHAIN for row in flops_of_piece(model, shape, layout, piece, inputs_of(model, piece))]
+
+
+def flops_of_piece(
+    model: PipelineModel, shape: ModelShape, layout: Layout, piece: Piece, inputs: tuple[torch.Tensor, ...]
+) -> list[tuple[str, float, float]]:
+    """Those of F, I and W, and of an F alone; and what waits for W."""
+    store, found, counts = model.weight_gradients(), [], {}
+    with counted() as counter:
+        outputs = model.run((piece,), inputs, batch(), CONTEXT)
+    counts["F"] = counter.get_total_flops()
+    gradients = tuple(torch.ones_like(tensor) for tensor in outputs)
+    unit = Unit(0, 0)
+    with counted() as counter, store.keep(unit):
+        torch.autograd.backward(outputs, gradients)
+    counts["I"] = counter.get_total_flops()
+    kept = [each for put_off in store._waiting[unit] for each in put_off[1:]]
+    waiting = [each for each in kept if isinstance(each, torch.Tensor)]
+    deferred = PieceBytes(shape, layout).deferred_stash((piece,), Chunk(TOKENS))
+    found.append((f"deferred {piece}", _storage_bytes(waiting), deferred))
+    del kept, waiting
+    with counted() as counter:
+        store.compute(unit)
+    counts["W"] = counter.get_total_flops()
+    for op, count in counts.items():
+        kernels = work(shape, layout, piece.kind, op, Chunk(TOKENS), shares=piece.shares)
+        ours = sum(kernel.flops for kernel in kernels) * (squares(layout) if piece.kind == "attn" else 1)
+        found.append((f"flops {op} {piece}", count, ours))
+    with counted() as counter, torch.no_grad():
+        model.run((piece,), inputs, batch(), CONTEXT)
+    kernels = work(shape, layout, piece.kind, "F", Chunk(TOKENS), True, piece.shares)
+    ours = sum(kernel.flops for kernel in kernels) * (squares(layout) if piece.kind == "attn" else 1)
+    found.append((f"flops alone {piece}", counter.get_total_flops(), ours))
     return found
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.costs import layouts, leaving
+from tests.costs import divided, layouts, leaving
 from tests.distributed import run_ranks
 from tests.selection import graded, selected
 
@@ -33,6 +33,17 @@ def test_counts_equal_torch(counts: list[dict[str, Any]], case: str, what: str) 
 def test_what_leaves_equals_what_is_counted(counts: list[dict[str, Any]], case: str) -> None:
     """Bytes that the executor offloads of each unit; storages that move, each once."""
     check(counts, case, "leaving")
+
+
+@pytest.fixture(scope="module")
+def of_parts() -> list[dict[str, Any]]:
+    return run_ranks(divided.compare, 2, [*divided.CASES, *divided.CASES_OVER_CONTEXT])
+
+
+@pytest.mark.parametrize("what", ["flops", "saved", "deferred", "message", "sums", "parameters"])
+@pytest.mark.parametrize("case", [*divided.CASES, *divided.CASES_OVER_CONTEXT])
+def test_counts_of_a_divided_head_equal_torch(of_parts: list[dict[str, Any]], case: str, what: str) -> None:
+    check(of_parts, case, what)
 
 
 def check(counts: list[dict[str, Any]], case: str, what: str) -> None:
