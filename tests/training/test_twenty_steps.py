@@ -32,7 +32,6 @@ SPLIT = "--pipeline-vocab-parallel split"
 WHOLE = [
     Run("llama", f"--pipeline-schedule sppo --pipe-sp-splits 3 --sppo-multiplex both {DISTRIBUTED}", pp=2, batch=2),
     Run("gpt", f"--pipeline-schedule 1f1b {COUNTED}", pp=4),
-    Run("gpt", f"--pipeline-schedule 1f1b {SPLIT} {COUNTED}", pp=4),
     Run(
         "gpt",
         "--pipeline-schedule interleaved-1f1b --num-virtual-stages-per-pipeline-rank 2 "
@@ -45,6 +44,7 @@ WHOLE = [
     Run("gpt", f"--pipeline-schedule weipipe {DISTRIBUTED} {COUNTED}", pp=2),
     Run("gpt", f"{SHARDED} {COUNTED}"),
     Run("llama", f"{SHARDED} {PER_TOKEN} --pipeline-schedule seq1f1b --pipe-sp-splits 3 --chunk-alignment 1", pp=2),
+    Run("gpt", f"--pipeline-schedule 1f1b {SPLIT} {COUNTED}", pp=4),
 ]
 BRIEF = [
     Run("llama", "--pipeline-schedule gpipe --pipeline-model-parallel-layout E|tt|tt|L", pp=4),
@@ -82,7 +82,7 @@ BRIEF = [
         pp=2,
     ),
     Run("llama", f"{SPLIT} --pipeline-schedule zbv --sequence-parallel {COUNTED}", tp=2, pp=2, batch=4),
-    Run("gpt", f"{SPLIT} --pipeline-schedule zb1p --loss-chunk-size 7 {COUNTED}", tp=2, pp=2, batch=4),
+    Run("gpt", f"{SPLIT} --pipeline-schedule zb1p --loss-chunk-size 9 {COUNTED}", tp=2, pp=2, batch=4),
     Run("llama", f"{SHARDED} {SPLIT} --pipeline-schedule 1f1b {COUNTED}", pp=2),
     Run("llama", f"{SPLIT} --pipeline-schedule seq1f1b --pipe-sp-splits 2 {DISTRIBUTED} {COUNTED}", pp=2, cp=2),
     Run("llama", f"--bf16 {SPLIT} --pipeline-schedule 1f1b --recompute-granularity full {DISTRIBUTED} {COUNTED}", pp=2),
@@ -95,7 +95,6 @@ LATE_RUNS = [
     replace(run, steps=8, clip=0.85 if run.style == "gpt" else 1.02)
     for run in (
         Run("gpt", f"--pipeline-schedule zb2p {LATE}", pp=4),
-        Run("gpt", f"{SPLIT} --pipeline-schedule zb2p --loss-chunk-size 7 {LATE}", pp=4),
         Run("llama", f"--pipeline-schedule zbv {LATE} {DISTRIBUTED}", pp=2),
         Run("llama", f"--pipeline-schedule v-half --zb-max-inflight 1 {LATE}", pp=2),
         Run("gpt", f"--pipeline-schedule v-min {LATE} {DISTRIBUTED}", pp=2),
@@ -105,6 +104,7 @@ LATE_RUNS = [
         Run("llama", f"--pipeline-schedule zb1p --sequence-parallel --loss-chunk-size 6 {LATE}", tp=2, pp=2),
         Run("llama", f"--bf16 --pipeline-schedule zb1p {LATE} {DISTRIBUTED}", pp=2),
         Run("llama", f"--pipeline-schedule zbv {LATE} {SHARDED}", pp=2),
+        Run("gpt", f"{SPLIT} --pipeline-schedule zb2p --loss-chunk-size 9 {LATE}", pp=4),
     )
 ]
 """With gradients of which some are clipped, after others that are not."""
