@@ -15,7 +15,7 @@ from helixpipe.common.ranges import MOST_GIB, MOST_RANKS, MOST_TOKENS
 from helixpipe.costs.efficiency import hardware_as_measured
 from helixpipe.costs.hardware import DEFAULT_HARDWARE, GIB, HARDWARE, RESERVED_MEMORY, find_hardware
 from helixpipe.costs.model_costs import ModelCosts
-from helixpipe.costs.models import MODELS, P2P, Layout
+from helixpipe.costs.models import MODELS, OFF, P2P, Layout, check_overlap
 from helixpipe.planning.documents.lengths import DocumentLengths
 
 MAX_GPUS = MOST_RANKS
@@ -66,6 +66,12 @@ class ModelOptions(ShapeFlags, HardwareFlags):
     )
     sequence_parallel: bool = option(
         True, "Leave sequence parallelism out beside tensor parallelism.", flags=("--disable-sequence-parallel",)
+    )
+    overlap_tp_comm: Literal["off", "halves", "pairs", "auto"] = option(
+        OFF,
+        "Hide tensor-parallel collectives beyond what every backward hides: halves runs ops over two halves of their "
+        "tokens, one of which computes while the other's ranks communicate; auto does where that is faster; pairs is "
+        "not there yet.",
     )
     chunk_size: int | None = option(
         None,
@@ -183,6 +189,7 @@ def make_plan(
                 )
         return None
     check_ranges(options)
+    check_overlap(options.overlap_tp_comm)
     model = described(options.model, options, "simulate", layers=layers, seq_length=options.seq_length)
     shares = {
         "matmul": options.matmul_efficiency,
@@ -224,6 +231,7 @@ def make_plan(
             loss_chunk=options.loss_chunk_size or 0,
             context_parallel=cp,
             cp_comm_type=options.cp_comm_type or P2P,
+            overlap_tp_comm=options.overlap_tp_comm,
         ),
         model.seq_length,
         data_parallel,

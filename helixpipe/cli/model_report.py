@@ -193,9 +193,17 @@ def _verdict(step: StepReport) -> str:
     return f"does NOT fit: {' and '.join(missing)} too much"
 
 
+_HIDDEN = {
+    False: "each backward hides those of layers split by columns, and nothing else",
+    True: "each op hides most behind the other half of its tokens",
+}
+"""Whether ops run over halves of their tokens -> what of their collectives is hidden."""
+
+
 def _setup(step: StepReport) -> str:
     plan, costs = step.plan, step.plan.costs
     split = ", sequence parallel" if costs.layout.sequence_parallel else ""
+    split += ", tokens in halves" if costs.layout.halves else ""
     if costs.layout.context_parallel > 1:
         split += f", context parallel {costs.layout.context_parallel} ({costs.layout.cp_comm_type})"
     sizes = {"MLP": costs.layout.mlp_chunk, "loss": costs.layout.loss_chunk}
@@ -226,8 +234,9 @@ def _assumptions(step: StepReport) -> str:
         f"{source}Assumed: {100 * share.matmul:.0f} % of peak in matrix products, {100 * share.attention:.0f} % in "
         f"attention, {100 * share.memory:.0f} % of memory bandwidth,\n"
         f"{100 * share.network:.0f} % of NVLink and network; bfloat16, gradients and optimizer in float32, flash "
-        "attention, no dropout; tensor-parallel\n"
-        "collectives and the reduction of gradients overlap nothing; messages overlap computing.\n"
+        "attention, no dropout; of tensor-parallel\n"
+        f"collectives {_HIDDEN[step.plan.costs.layout.halves]};\n"
+        "the reduction of gradients overlaps nothing, messages overlap computing.\n"
         "--matmul-efficiency, --attention-efficiency, --memory-efficiency and --network-efficiency change the shares;\n"
         "--efficiency-from takes them from a file of `helixpipe profile`."
     )

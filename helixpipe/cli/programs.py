@@ -54,7 +54,8 @@ def plan_of(names: Sequence[str], namespace: argparse.Namespace) -> ModelOnClust
     plan = make_plan(options, size.ranks, size.microbatches, size.layers, one_rank, limit)
     if plan is None:
         return None
-    costs = dataclasses.replace(plan.costs, op_overhead=namespace.op_overhead)
+    chunks = dataclass_from_namespace(ChunkOptions, namespace).count(size.chunks) or 1
+    costs = dataclasses.replace(plan.costs, op_overhead=namespace.op_overhead).with_overlap_chosen(chunks)
     return dataclasses.replace(plan, costs=costs, documents=documents)
 
 

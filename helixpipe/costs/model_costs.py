@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ from helixpipe.common.errors import UserError
 from helixpipe.costs.context_parallel import nearest_sizes
 from helixpipe.costs.halves import HalvedTimes, consecutive
 from helixpipe.costs.hardware import Hardware, attention_share
-from helixpipe.costs.models import Chunk, Layout, ModelShape, shared_unit
+from helixpipe.costs.models import AUTO, HALVES, OFF, Chunk, Layout, ModelShape, shared_unit
 from helixpipe.costs.piece_bytes import CountsBytes, PieceBytes
 from helixpipe.costs.piece_kinds import model_flops, work
 from helixpipe.costs.sizes import GRADIENT_BYTES, Kernel
@@ -33,6 +33,7 @@ from helixpipe.program.costs import Load, Work
 from helixpipe.program.program import Program
 from helixpipe.program.stages import Piece
 from helixpipe.program.transfer import TRANSFER_KINDS
+from helixpipe.program.workload import Extent
 
 MASTER_AND_MOMENTS = 12
 """Bytes of Adam's state a weight: float32 copy, first and second moment."""
@@ -89,6 +90,22 @@ class ModelCosts(CountsBytes):
 
     def _sequence(self) -> tuple[int, bool]:
         return self.seq_length, self.fp32_kv_gradients
+
+    def with_overlap_chosen(self, chunks: int = 1) -> ModelCosts:
+        """These costs with an `auto` of the layout's `overlap_tp_comm` settled: by which layers take less time, forward
+        and backward, with sequences in so many chunks. The same for all ops of a run, whatever their chunks' lengths.
+        """
+        if self.layout.overlap_tp_comm != AUTO:
+            return self
+        length = self.seq_length / chunks
+        extents = (Extent(length, (self.seq_length - length) / 2, chunks > 1),)
+        layers = tuple(piece for piece in self.model.pieces if piece.layer >= 0)
+
+        def seconds(costs: ModelCosts) -> float:
+            return sum(costs.op_time(Work(kind, layers, extents, float(self.seq_length))) for kind in "FB")
+
+        ways = [replace(self, layout=replace(self.layout, overlap_tp_comm=way)) for way in (OFF, HALVES)]
+        return min(ways, key=seconds)
 
     # ------------------------------------------------------------------------------------------- what `Costs` asks for
 

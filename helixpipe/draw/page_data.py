@@ -251,7 +251,10 @@ class _Rates:
         for role in _roles(work):
             pieces = tuple(piece for piece in work.pieces if piece.role == role)
             amounts[f"{work.kind} {role}"] = costs.op_time(alone._replace(pieces=pieces)) - nothing
-        return amounts | {"rest": costs.op_time(work) - sum(amounts.values())}
+        took, apart = costs.op_time(work), sum(amounts.values())
+        if apart > took * (1 + 1e-9):  # pieces hide part of one another's collectives
+            return {name: amount * took / apart for name, amount in amounts.items()}
+        return amounts | {"rest": took - apart}
 
 
 def _roles(work: Work) -> Iterable[str]:

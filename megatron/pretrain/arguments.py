@@ -31,6 +31,7 @@ from megatron.pretrain.config.parallel import PIPELINE
 from megatron.pretrain.config.vocabulary import padded_vocabulary
 from megatron.pretrain.data.tokenizer_flags import TokenizerFlags
 from megatron.pretrain.plan import auto
+from megatron.pretrain.plan.costs import with_overlap_chosen
 from megatron.pretrain.plan.loss_slices import settle
 from megatron.pretrain.plan.programs import check_program, predicted_step, with_one_head
 from megatron.pretrain.validation import validate
@@ -156,6 +157,7 @@ def parse_config(
         words = " ".join(chosen_flags.words)
         config = config.replace("parallel", auto_schedule=words, auto_schedule_why=chosen_flags.why)
     config = _with_vocabulary(validate(_of_checkpoint(config, load, parser.given(arguments))), load)
+    config = with_overlap_chosen(config)
     schedule = config.parallel.pipeline_schedule or ""
     chosen = [] if is_file(schedule) else [find(schedule)]
     for each in chosen:

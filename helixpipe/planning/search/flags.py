@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from helixpipe.costs.hardware import GIB
+from helixpipe.costs.models import HALVES
 from helixpipe.planning.catalogue import Schedule
 from helixpipe.planning.search.space import ParallelSizes, Question, Setting
 
@@ -28,6 +29,7 @@ def sizes_flags(question: Question, sizes: ParallelSizes) -> list[str]:
         f"--tensor-model-parallel-size {sizes.tensor}",
         *["--sequence-parallel"] * sequence,
         *[f"--context-parallel-size {sizes.context} --cp-comm-type {sizes.cp_comm_type}"] * (sizes.context > 1),
+        *[f"--overlap-tp-comm {HALVES}"] * question.costs(sizes).layout.halves,
         f"--pipeline-model-parallel-size {sizes.ranks}",
         *["--use-distributed-optimizer"] * sharing,
         *["--data-parallel-sharding-strategy optim_grads_params"] * sizes.parts,

@@ -149,7 +149,7 @@ class Question:
             self.fp32_kv_gradients,
             adam_on_host=self.adam_on_host,
             shards_weights=sizes.parts,
-        )
+        ).with_overlap_chosen()
 
     def microbatches(self, sizes: ParallelSizes) -> int:
         return self.sequences // (sizes.data * self.layout.micro_batch_size)

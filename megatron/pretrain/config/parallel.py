@@ -11,7 +11,7 @@ from helixpipe.common.errors import UserError
 from helixpipe.common.flags import option, setting
 from helixpipe.common.ranges import MOST_LAYERS, MOST_RANKS
 from helixpipe.costs.hardware import HARDWARE
-from helixpipe.costs.models import P2P, context_parts, shared_unit
+from helixpipe.costs.models import OFF, P2P, context_parts, shared_unit
 
 PIPELINE = "pipeline schedule"
 """Heading of the flags, of any group, that Megatron-LM does not have and whoever chooses a schedule looks for."""
@@ -75,6 +75,13 @@ class ParallelConfig:
         "What context-parallel ranks exchange for core attention: p2p (keys and values round a ring) or a2a (rows for "
         "heads, as Ulysses does), the same for all layers.",
         nargs="+",
+    )
+    overlap_tp_comm: Literal["off", "halves", "pairs", "auto"] = option(
+        OFF,
+        "Hide tensor-parallel communication beyond what every backward hides: halves runs ops over two halves of their "
+        "tokens, one of which computes while the other's ranks communicate; auto does where --hardware's cost model "
+        "finds that faster (Megatron-LM's --tp-comm-overlap means auto); pairs is not there yet.",
+        heading=PIPELINE,
     )
     num_layers_per_virtual_pipeline_stage: int | None = option(
         None, "Layers of one stage when a rank holds several stages (interleaved-1f1b).", at_least=1

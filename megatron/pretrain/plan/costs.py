@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import inf
+from typing import Any
 
 from helixpipe.common.errors import UserError
 from helixpipe.costs.hardware import DEFAULT_HARDWARE, GIB, RESERVED_MEMORY, find_hardware
 from helixpipe.costs.layer_patterns import shape_fields
 from helixpipe.costs.model_costs import ModelCosts
-from helixpipe.costs.models import Layout, ModelShape
+from helixpipe.costs.models import AUTO, OFF, Layout, ModelShape, check_overlap
 from helixpipe.costs.profile_costs import Profile, ProfileCosts
 from helixpipe.planning.setup import Setup
 from megatron.pretrain.config import Config
@@ -37,6 +38,7 @@ def training_costs(config: Config) -> ModelCosts | ProfileCosts:
             loss_chunk=model.loss_chunk_size or 0,
             context_parallel=parallel.context_parallel_size,
             cp_comm_type=parallel.cp_comm_type[0],
+            overlap_tp_comm=parallel.overlap_tp_comm,
         ),
         model.seq_length or 1,
         parallel.data_parallel_size,
@@ -45,6 +47,19 @@ def training_costs(config: Config) -> ModelCosts | ProfileCosts:
         adam_on_host=training.optimizer_offload_fraction if training.optimizer_cpu_offload else 0.0,
         shards_weights=parallel.shards_weights,
     )
+
+
+def with_overlap_chosen(config: Config) -> Config:
+    """Return the configuration with an --overlap-tp-comm of auto settled: by the costs of --hardware or its default,
+    off with measured costs, which have no tensor parallelism. Raises UserError for a value that cannot be had.
+    """
+    way: Any = config.parallel.overlap_tp_comm
+    check_overlap(way)
+    if way == AUTO:
+        costs = None if config.parallel.cost_profile is not None else training_costs(config)
+        chunks = config.chunks.count() or 1
+        way = costs.with_overlap_chosen(chunks).layout.overlap_tp_comm if isinstance(costs, ModelCosts) else OFF
+    return config.replace("parallel", overlap_tp_comm=way)
 
 
 def _measured(config: Config, path: str) -> ProfileCosts:

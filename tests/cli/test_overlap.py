@@ -1,0 +1,70 @@
+"""`--overlap-tp-comm` of simulate, memory and plan."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from schedules.command import main
+
+MODEL = "--model llama3-8b --tensor-parallel 8 -p 2 -m 4 -L 8 --seq-length"
+
+
+def printed(capsys: pytest.CaptureFixture[str], arguments: str) -> Any:
+    assert main([*arguments.split(), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("chunks", ["", " -k 2"])
+def test_auto_is_the_faster_one(capsys: pytest.CaptureFixture[str], chunks: str) -> None:
+    schedule = "seq1f1b" if chunks else "1f1b"
+    for length, faster in ((16384, "halves"), (512, "off")):
+        found = {
+            way: printed(capsys, f"simulate {schedule} {MODEL} {length}{chunks} --overlap-tp-comm {way}")["makespan"]
+            for way in ("off", "halves", "auto")
+        }
+        assert found["auto"] == found[faster] == min(found.values())
+        assert found["halves"] != found["off"]
+
+
+def test_without_the_flag_nothing_runs_in_halves(capsys: pytest.CaptureFixture[str]) -> None:
+    plain = printed(capsys, f"simulate 1f1b {MODEL} 8192")
+    assert plain == printed(capsys, f"simulate 1f1b {MODEL} 8192 --overlap-tp-comm off")
+
+
+def test_memory_is_that_of_halves(capsys: pytest.CaptureFixture[str]) -> None:
+    """Keys and values are tensors of their own, of which the QKV layer's output was one: with RoPE it goes."""
+    whole = printed(capsys, f"memory 1f1b {MODEL} 8192")["memory"][0]["total"]
+    halves = printed(capsys, f"memory 1f1b {MODEL} 8192 --overlap-tp-comm halves")["memory"][0]["total"]
+    assert 0.9 * whole < halves < whole
+
+
+def test_the_report_says_what_is_hidden(capsys: pytest.CaptureFixture[str]) -> None:
+    for way, setup, hidden in (
+        (
+            "off",
+            "sequence parallel, pipeline",
+            "each backward hides those of layers split by columns, and nothing else",
+        ),
+        ("halves", "sequence parallel, tokens in halves, pipeline", "hides most behind the other half of its tokens"),
+    ):
+        assert main(f"simulate 1f1b {MODEL} 8192 --overlap-tp-comm {way}".split()) == 0
+        text = capsys.readouterr().out
+        assert setup in text and hidden in text
+
+
+def test_pairs_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(f"simulate 1f1b {MODEL} 8192 --overlap-tp-comm pairs".split()) == 2
+    assert (
+        "--overlap-tp-comm pairs cannot be had yet; valid values are off, halves and auto." in capsys.readouterr().err
+    )
+
+
+def test_plan_gives_the_flag_where_it_helps(capsys: pytest.CaptureFixture[str]) -> None:
+    question = "plan --model llama3-8b --seq-length 8192 --gpus 8 --global-batch-size 8 --tensor-parallel 4"
+    question += " --schedule 1f1b --overlap-tp-comm"
+    for way, given in (("auto", True), ("off", False)):
+        assert main(f"{question} {way}".split()) == 0
+        assert ("--overlap-tp-comm halves" in capsys.readouterr().out) == given
