@@ -15,6 +15,7 @@ from helixpipe.common.errors import ScheduleError, UserError
 from helixpipe.common.flags import dataclass_from_namespace
 from helixpipe.costs.by_hand import PieceTimes, parse_piece_times
 from helixpipe.costs.hardware import GIB
+from helixpipe.costs.models import AUTO
 from helixpipe.costs.profile_costs import ProfileCosts
 from helixpipe.lowering.lower import lower
 from helixpipe.planning.catalogue import Catalogue, Schedule, Shape, of_model
@@ -54,8 +55,9 @@ def plan_of(names: Sequence[str], namespace: argparse.Namespace) -> ModelOnClust
     plan = make_plan(options, size.ranks, size.microbatches, size.layers, one_rank, limit)
     if plan is None:
         return None
-    chunks = dataclass_from_namespace(ChunkOptions, namespace).count(size.chunks) or 1
-    costs = dataclasses.replace(plan.costs, op_overhead=namespace.op_overhead).with_overlap_chosen(chunks)
+    costs = dataclasses.replace(plan.costs, op_overhead=namespace.op_overhead)
+    if costs.layout.overlap_tp_comm == AUTO:
+        costs = costs.with_overlap_chosen(dataclass_from_namespace(ChunkOptions, namespace).count(size.chunks) or 1)
     return dataclasses.replace(plan, costs=costs, documents=documents)
 
 

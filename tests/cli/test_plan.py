@@ -29,7 +29,8 @@ def test_the_commands_train_what_was_planned(capsys: pytest.CaptureFixture[str])
     printed = run_json(
         capsys,
         "plan --model llama3-8b --hardware h100 --gpus 8 --seq-length 8192 --global-batch-size 8 --jobs 1 --top 4 "
-        "--schedule helix,zb1p,seq1f1b-interleaved,none --optimizer-cpu-offload --host-memory 1000 --memory-limit 40",
+        "--schedule helix,zb1p,seq1f1b-interleaved,none --tensor-parallel 2 --optimizer-cpu-offload --host-memory 1000 "
+        "--memory-limit 40",
     )
     times = [plan["step_time"] for plan in printed["plans"]]
     assert times == sorted(times) and len(times) == 4
