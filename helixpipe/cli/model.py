@@ -189,7 +189,6 @@ def make_plan(
                 )
         return None
     check_ranges(options)
-    check_overlap(options.overlap_tp_comm)
     model = described(options.model, options, "simulate", layers=layers, seq_length=options.seq_length)
     shares = {
         "matmul": options.matmul_efficiency,
@@ -223,16 +222,7 @@ def make_plan(
     costs = ModelCosts(
         model,
         hardware,
-        Layout(
-            tp,
-            options.sequence_parallel and tp > 1,
-            micro,
-            mlp_chunk=options.chunk_size or 0,
-            loss_chunk=options.loss_chunk_size or 0,
-            context_parallel=cp,
-            cp_comm_type=options.cp_comm_type or P2P,
-            overlap_tp_comm=options.overlap_tp_comm,
-        ),
+        _layout(options),
         model.seq_length,
         data_parallel,
         options.distributed_optimizer and options.data_parallel_sharding_strategy != "no_shard",
@@ -249,6 +239,22 @@ def make_plan(
             )
         reserved = hardware.memory - memory_limit * GIB
     return ModelOnCluster(costs, ranks, count, model.layers, nodes, reserved, options.efficiency_from)
+
+
+def _layout(options: ModelOptions) -> Layout:
+    """Return how the model is cut. Raises UserError for a way to hide collectives that cannot be had."""
+    check_overlap(options.overlap_tp_comm)
+    tp = options.tensor_parallel or 1
+    return Layout(
+        tp,
+        options.sequence_parallel and tp > 1,
+        options.micro_batch_size or 1,
+        mlp_chunk=options.chunk_size or 0,
+        loss_chunk=options.loss_chunk_size or 0,
+        context_parallel=options.context_parallel or 1,
+        cp_comm_type=options.cp_comm_type or P2P,
+        overlap_tp_comm=options.overlap_tp_comm,
+    )
 
 
 def _adam_on_host(options: ModelOptions) -> float:
