@@ -3,15 +3,18 @@
     make bench-choosing ARGS="[--rows 1 7] [--jobs 8] [--output docs/choosing.md]"
 
 For each row of benchmarks/data/choosing.toml every schedule of the catalogue is simulated with several numbers of
-chunks, virtual stages and folds, each with the least recomputation that fits into the memory and nothing offloaded;
-what does not fit is left out. `--output` replaces what stands between the page's two marks. All figures come from the
+chunks, virtual stages and folds, each with the least recomputation that fits into the memory and nothing offloaded, the
+best of them with the head where it is best as well; what does not fit is left out. Tensor-parallel communication is
+hidden where that is faster. The bound is what GPUs would do that never wait, recompute nothing and run whole
+microbatches. `--output` replaces what stands between the page's two marks. All figures come from the
 cost model (docs/costs.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from benchmarks import data
@@ -26,6 +29,7 @@ from helixpipe.planning.catalogue import Schedule
 from helixpipe.planning.memory.recompute import RecomputeOptions
 from helixpipe.planning.order.chunk_lengths import chunk_counts
 from helixpipe.planning.order.chunk_options import ChunkOptions
+from helixpipe.planning.vocabulary.choice import head_place
 from helixpipe.program.program import Program
 from schedules import CATALOGUE
 from schedules.helix import HelixOptions
@@ -33,6 +37,9 @@ from schedules.zero_bubble import ZeroBubbleOptions
 
 CHUNKS = (2, 4, 8)
 """Numbers of chunks that are tried, where the chunks are long enough for the GPU."""
+
+HIDDEN: Mapping[str, Any] = MappingProxyType({"overlap_tp_comm": "auto"})
+"""Flags of every setup."""
 
 SLICE = 16384
 """Tokens of a slice of the MLP (`--chunk-size`), tried on sequences of twice as many and more."""
@@ -64,6 +71,7 @@ def flags_of(setting: Setting) -> str:
         (f"--helix-folds {getattr(setting.options, 'helix_folds', 0)}", setting.options is not None),
         (f"--recompute-granularity {granularity}", setting.recompute.granularity is not None),
         (f"--chunk-size {setting.chunk_size}", setting.chunk_size > 0),
+        (f"--pipeline-vocab-parallel {setting.vocabulary}", setting.vocabulary != "ends"),
     ]
     return " ".join([f"`{setting.schedule}`", *(f"`{flag}`" for flag, given in flags if given)])
 
@@ -102,9 +110,12 @@ def program_of(setting: Setting, plan: ModelOnCluster) -> Program:
 
 def simulated_row(setting: Setting, row: Row) -> Result | None:
     """Simulate a step; None where the schedule refuses the shape or the step does not fit into the memory."""
-    plan = row.plan(chunk_size=setting.chunk_size)
+    plan = row.plan(chunk_size=setting.chunk_size, **HIDDEN)
     try:
-        result = result_of(setting, simulated(plan, program_of(setting, plan)))
+        program = program_of(setting, plan)
+        if setting.vocabulary == "auto":
+            setting = replace(setting, vocabulary=head_place(program))
+        result = result_of(setting, simulated(plan, program))
     except UserError:
         return None
     return result if result.fits else None
@@ -130,12 +141,18 @@ def best(job: tuple[str, Row]) -> Result | None:
             if found is not None and schedule.options is not ZeroBubbleOptions:
                 break
         fastest = max((each for each in (fastest, found) if each), key=lambda result: result.tokens, default=None)
-    return fastest
+    if fastest is None or schedule.spread:
+        return fastest
+    other = simulated_row(replace(fastest.setting, vocabulary="auto"), row)
+    return other if other is not None and other.tokens > fastest.tokens else fastest
 
 
 # --------------------------------------------------------------------------------------------------------------- table
 
-HEADS = ("", "tokens", "model, GPUs", "network, memory", "t x p, m", "fastest", "tokens/s/GPU", "GiB", "next", "`1f1b`")
+HEADS = (
+    *("", "tokens", "model, GPUs", "network, memory", "t x p, m", "fastest", "tokens/s/GPU", "of the bound", "GiB"),
+    *("next", "`1f1b`"),
+)
 
 
 def line(number: int, row: Row, results: Sequence[Result]) -> list[str]:
@@ -152,10 +169,19 @@ def line(number: int, row: Row, results: Sequence[Result]) -> list[str]:
         f"{row.tensor_parallel} x {8 * row.nodes // row.tensor_parallel}, {row.microbatches}",
         flags_of(first.setting) if first else "none fits",
         f"{first.tokens:.0f}" if first else "",
+        f"{first.tokens / bound(row):.1%}" if first else "",
         f"{first.peak / GIB:.0f}" if first else "",
         f"`{other.setting.schedule}` {other.tokens:.0f}" if other else "",
         f"{base.tokens:.0f}" if base else "does not fit",
     ]
+
+
+def bound(row: Row) -> float:
+    """Tokens a second and GPU of GPUs that never wait for each other and do nothing twice."""
+    plan = row.plan(**HIDDEN)
+    step = simulated(plan, Setting("1f1b").program(plan, limited=False))
+    busy = sum(step.simulation.busy) / plan.ranks
+    return step.tokens_per_gpu * step.step_time / (busy + step.step_time - step.simulation.makespan)
 
 
 def choice(results: Sequence[Result]) -> Result | None:
@@ -183,5 +209,5 @@ def run(options: Options) -> Outcome:
     for number in options.rows:
         results = [result for _ in names() if (result := next(found)) is not None]
         rows.append(line(number, ROWS[number - 1], results))
-    lines = markdown(HEADS, rows, "rrllllrrlr")
+    lines = markdown(HEADS, rows, "rrllllrrrlr")
     return Outcome("\n".join(lines), {"choosing": lines})
