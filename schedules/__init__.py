@@ -44,8 +44,11 @@ _REGISTRY = (
         options=InterleavedOptions,
         virtual_stages=True,
         default=True,
+        units=True,
     ),
-    Schedule("chimera", chimera, "Li and Hoefler, SC'21", bubble="(p-2)max(F,B)", memory="at most p", spread=True),
+    Schedule(
+        "chimera", chimera, "Li and Hoefler, SC'21", bubble="(p-2)max(F,B)", memory="at most p", units=True, spread=True
+    ),
     Schedule(
         "hanayo",
         hanayo,
@@ -53,6 +56,7 @@ _REGISTRY = (
         bubble="2(p-1)max(F,B)/v",
         memory="min(p, m)",
         virtual_stages=True,
+        units=True,
     ),
     Schedule(
         "zb1p",
@@ -63,6 +67,7 @@ _REGISTRY = (
         options=ZeroBubbleOptions,
         effort=9,
         variants=_ORDER_ALONE,
+        units=True,
     ),
     Schedule(
         "zb2p",
@@ -73,6 +78,7 @@ _REGISTRY = (
         options=ZeroBubbleOptions,
         effort=9,
         variants=_ORDER_ALONE,
+        units=True,
     ),
     Schedule(
         "zbv",
@@ -83,6 +89,7 @@ _REGISTRY = (
         options=ZeroBubbleOptions,
         effort=20,
         variants=_ORDER_ALONE,
+        units=True,
     ),
     Schedule(
         "v-half",
@@ -93,6 +100,7 @@ _REGISTRY = (
         options=ZeroBubbleOptions,
         effort=40,
         variants=_ORDER_ALONE,
+        units=True,
     ),
     Schedule(
         "v-min",
@@ -103,6 +111,7 @@ _REGISTRY = (
         options=ZeroBubbleOptions,
         effort=40,
         variants=_ORDER_ALONE,
+        units=True,
     ),
     Schedule(
         "zb-interleaved",
@@ -114,6 +123,7 @@ _REGISTRY = (
         effort=20,
         variants=_ORDER_ALONE,
         virtual_stages=True,
+        units=True,
     ),
     Schedule("terapipe", terapipe, "Li et al., ICML 2021", bubble="(p-1)(F+B)/k", memory="m", chunks=True),
     Schedule(

@@ -30,9 +30,9 @@ def chimera(shape: Shape, options: NoOptions) -> Program:
     stages = tuple(replace(stage, placement="replicated") for stage in shape.even_stages(p))
     ranks = []
     for rank in range(p):
-        # Down: F and B of stage r, of m/2 microbatches in every other slot
-        down = [(2 * turn, rank, 2 * turn) for turn in range(m // 2)]
-        # Up: the same of stage p-1-r, in the slots between
-        up = [(2 * turn, p - 1 - rank, 2 * turn + 1) for turn in range(m // 2)]
-        ranks.append(wave_order(p, down + up))
+        # Down: F and B of stage r, of the even microbatches in every other slot
+        down = [rank], range(0, m, 2)
+        # Up: the same of stage p-1-r, of the odd ones in the slots between
+        up = [p - 1 - rank], range(1, m, 2)
+        ranks.append(wave_order(p, shape.workload, [down, up], lambda unit: 2 * unit))
     return Program("chimera", stages, tuple(ranks), shape.workload)

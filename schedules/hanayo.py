@@ -24,11 +24,14 @@ def hanayo(shape: Shape, options: NoOptions) -> Program:
             f"hanayo needs an even --num-virtual-stages-per-pipeline-rank (-v), two for each wave, not {v}; "
             f"the nearest valid values are {near_multiples(v, 2)}."
         )
-    # A group's p microbatches take every other slot; the next group follows when each of its v stages a rank has had p
-    turns = [p * v * (microbatch // p) + 2 * (microbatch % p) for microbatch in range(m)]
+
+    def turn(unit: int) -> int:
+        """A group's p units take every other slot; the next group follows when each of its v stages a rank has had p"""
+        return p * v * (unit // p) + 2 * (unit % p)
+
     ranks = []
     for rank in range(p):
         # Each wave comes by twice: on its way up the ranks and on its way back
         own = [2 * p * wave + place for wave in range(v // 2) for place in (rank, 2 * p - 1 - rank)]
-        ranks.append(wave_order(p * v, [(turns[i], stage, i) for stage in own for i in range(m)]))
+        ranks.append(wave_order(p * v, shape.workload, [(own, range(m))], turn))
     return Program("hanayo", shape.even_stages(p * v), tuple(ranks), shape.workload)

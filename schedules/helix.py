@@ -87,7 +87,7 @@ def helix(shape: Shape, options: HelixOptions) -> Program:
     for relieved in (False, True) if spread and folds > 1 else (False,):
         placed = _forwards(shape, folds, spread, relieved)
         ranks = tuple(_with_backwards(forwards, head=len(stages) - 1) for forwards in placed)
-        programs.append(Program("helix", stages, ranks, shape.workload))
+        programs.append(shape.in_chunks(Program("helix", stages, ranks, shape.workload)))
     if shape.recompute.granularity is None and options.helix_recompute:
         programs = [replace(each, stages=_recomputed(each, shape.costs, shape.memory_limit)) for each in programs]
     return (

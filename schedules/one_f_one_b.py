@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from helixpipe.common.errors import ScheduleError
 from helixpipe.common.flags import option
 from helixpipe.common.ranges import MOST_MICROBATCHES
 from helixpipe.planning.catalogue import NoOptions, Shape
-from helixpipe.planning.order.orders import require_multiple
+from helixpipe.planning.order.orders import groups_of_units, interleaved_one_f_one_b, require_multiple
 from helixpipe.program.program import Op, Program
 
 
@@ -55,38 +56,23 @@ def interleaved(shape: Shape, options: InterleavedOptions) -> Program:
     """Interleaved 1F1B: v stages a rank, stage s on rank s mod p (Narayanan et al., SC 2021).
 
     Bubble (p-1)(F+B)/v; a rank runs the microbatches in groups of g = p, each group through its v stages in turn. With
-    larger groups messages have more time, and what is left over, p or more, is a group of its own (Megatron-LM).
+    larger groups messages have more time, and what is left over, p or more, is a group of its own (Megatron-LM). Of
+    chunks a group has as few whole microbatches as have p of them or more, see `seq1f1b_interleaved`.
     """
     p, m, g = shape.ranks, shape.microbatches, options.microbatch_group_size_per_virtual_pipeline_stage
     v = shape.virtual_stages if shape.virtual_stages is not None else 2
-    if g is None:
+    counts = [len(chunks) for chunks in shape.workload.microbatches]
+    if g is None and shape.most_chunks == 1:
         require_multiple("interleaved-1f1b", m, p, "the pipeline size")
-        g = p
-    elif g < p or 0 < m % g < p:
+    least = -(-p // min(counts))
+    if g is not None and (g < least or 0 < m % g < least):
+        size = f"the pipeline size {p}" if least == p else f"{least}, for the pipeline size {p} in chunks,"
         raise ScheduleError(
-            f"--microbatch-group-size-per-virtual-pipeline-stage {g} must be at least the pipeline size {p}, and leave "
-            f"none or as many of the {m} microbatches over."
+            f"--microbatch-group-size-per-virtual-pipeline-stage {g} must be at least {size}, and leave none or as "
+            f"many of the {m} microbatches over."
         )
-
-    def unit(index: int, rank: int, forward: bool) -> tuple[int, int]:
-        """Stage and microbatch of the index-th forward or backward of a rank."""
-        group, within = divmod(index, g * v)
-        chunk, microbatch = divmod(within, min(g, m - group * g))
-        if not forward:
-            chunk = v - 1 - chunk
-        return chunk * p + rank, group * g + microbatch
-
-    ranks = []
-    for rank in range(p):
-        total = m * v
-        warmup = min(2 * (p - rank - 1) + (v - 1) * g, total)
-        order: list[Op] = []
-        # Step 1 (warm-up): 2(p-r-1) + (v-1)g F
-        order += [Op("F", *unit(i, rank, forward=True)) for i in range(warmup)]
-        # Step 2 (steady): F B
-        for i in range(total - warmup):
-            order += [Op("F", *unit(warmup + i, rank, forward=True)), Op("B", *unit(i, rank, forward=False))]
-        # Step 3 (cool-down): the rest of B
-        order += [Op("B", *unit(i, rank, forward=False)) for i in range(total - warmup, total)]
-        ranks.append(tuple(order))
-    return Program("interleaved-1f1b", shape.even_stages(p * v), tuple(ranks), shape.workload)
+    ends = [*accumulate(counts, initial=0)]
+    cuts = [] if g is None else [*ends[::g], *ends[-1:] * (m % g > 0)]
+    groups = groups_of_units(counts, p) if g is None else [slice(*cut) for cut in pairwise(cuts)]
+    ranks = interleaved_one_f_one_b(shape.workload, p, v, groups)
+    return Program("interleaved-1f1b", shape.even_stages(p * v), ranks, shape.workload)

@@ -9,14 +9,19 @@ descending. With k = 1 these are `1f1b`, `interleaved-1f1b`, `zb1p` and `gpipe`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.planning.catalogue import NoOptions, Shape
 from helixpipe.planning.memory.held import held_by
-from helixpipe.planning.order.orders import backward_units, forward_units, one_forward_one_backward
+from helixpipe.planning.order.orders import (
+    backward_units,
+    forward_units,
+    groups_of_units,
+    interleaved_one_f_one_b,
+    one_forward_one_backward,
+)
 from helixpipe.program.program import Op, Program, Unit
 from helixpipe.program.workload import Workload
 from schedules.zero_bubble import ZeroBubbleOptions, one_stage_a_rank
@@ -43,23 +48,9 @@ def seq1f1b_interleaved(shape: Shape, options: NoOptions) -> Program:
     """
     p, workload = shape.ranks, shape.workload
     v = shape.virtual_stages if shape.virtual_stages is not None else 2
-    groups = _groups([len(chunks) for chunks in workload.microbatches], p)
-    forward, backward = forward_units(workload), backward_units(workload)
-    ranks = []
-    for rank in range(p):
-        places = range(v)
-        forwards = [Op("F", place * p + rank, *unit) for group in groups for place in places for unit in forward[group]]
-        backwards = [
-            Op("B", place * p + rank, *unit)
-            for group in groups
-            for place in reversed(places)
-            for unit in backward[group]
-        ]
-        # Steps 1 to 3: (v-1) groups, 2(p-r-1) and k-1 F; F B; the rest of B
-        largest = max(group.stop - group.start for group in groups)
-        warmup = (v - 1) * largest + 2 * (p - rank - 1) + workload.most_chunks - 1
-        ranks.append(tuple(one_forward_one_backward(forwards, backwards, warmup)))
-    return Program("seq1f1b-interleaved", shape.even_stages(p * v), tuple(ranks), workload)
+    groups = groups_of_units([len(chunks) for chunks in workload.microbatches], p)
+    ranks = interleaved_one_f_one_b(workload, p, v, groups)
+    return Program("seq1f1b-interleaved", shape.even_stages(p * v), ranks, workload)
 
 
 def seq1f1b_zero_bubble(shape: Shape, options: ZeroBubbleOptions) -> Program:
@@ -96,24 +87,6 @@ def _one_f_one_b(workload: Workload, ranks: int, rank: int) -> tuple[Op, ...]:
     # Steps 1 to 3: p-r-1 and k-1 F; F B; the rest of B
     warmup = ranks - rank - 1 + workload.most_chunks - 1
     return tuple(one_forward_one_backward(forwards, backwards, warmup))
-
-
-def _groups(chunks: Sequence[int], least: int) -> list[slice]:
-    """Return each group of microbatches as a slice of the units; chunks: of each microbatch. There are as many groups
-    of `least` units or more as possible. Microbatches left over are spread over the last groups if all microbatches
-    have equally many chunks, else added to the last one.
-    """
-    ends = [0, *accumulate(chunks)]
-    cuts = [0]
-    for end in ends:
-        if end >= cuts[-1] + least:
-            cuts.append(end)
-    count = max(1, len(cuts) - 1)
-    if len(set(chunks)) == 1:
-        size, more = divmod(len(chunks), count)
-        cuts = [ends[at] for at in accumulate((size + (group >= count - more) for group in range(count)), initial=0)]
-    cuts = [*cuts[:count], ends[-1]]
-    return [slice(*cut) for cut in pairwise(cuts)]
 
 
 def _kept(shape: Shape, rank: int) -> float:

@@ -10,6 +10,7 @@ published orders among those that are tried.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 
 from helixpipe.costs.by_hand import PieceTimes
@@ -17,10 +18,10 @@ from helixpipe.planning.catalogue import Shape
 from helixpipe.planning.memory.fitting import Limits
 from helixpipe.planning.order.list_scheduling import ListSchedule, Rules, greedy
 from helixpipe.planning.order.problem import Problem, problem
-from helixpipe.planning.order.zero_bubble import Order, search
+from helixpipe.planning.order.zero_bubble import Order, Orders, search
 from helixpipe.program.program import Op, Program
 from helixpipe.program.stages import Stage
-from schedules.zero_bubble import ZeroBubbleOptions, fits, fitted, inflight_limit, one_f_one_b
+from schedules.zero_bubble import ZeroBubbleOptions, fits, fitted, in_flight, inflight_limit, one_f_one_b
 
 PERIOD = 6
 """Slots from one unit to the next on a rank: F, I and W of its two stages."""
@@ -40,7 +41,7 @@ def zbv(shape: Shape, options: ZeroBubbleOptions) -> Program:
     the stages lie in a line instead (2r and 2r+1 on rank r); but never where each step has microbatches of its own.
     """
     p, workload = shape.ranks, shape.workload
-    limit = inflight_limit(options, p)
+    limit = inflight_limit(options, in_flight(shape, p))
     costs = shape.costs or PieceTimes()
     in_line = tuple(s // 2 for s in range(2 * p))
 
@@ -51,7 +52,7 @@ def zbv(shape: Shape, options: ZeroBubbleOptions) -> Program:
         line = problem("zbv", stages, in_line, workload, limit, costs, limits)
         straight = greedy(line, Rules(order=one_f_one_b(line, limit), deferred=(0.0,) * p))
         if straight is not None and straight.rating[0] < best.rating[0]:
-            best = min(straight, search(line, lambda given: [one_f_one_b(given, limit)]), key=lambda one: one.rating)
+            best = min(straight, search(line, [lambda given: one_f_one_b(given, limit)]), key=lambda one: one.rating)
         return Program("zbv", stages, best.ranks, workload)
 
     return fitted(find, shape.even_stages(2 * p), shape, options)
@@ -69,7 +70,7 @@ def v_min(shape: Shape, options: ZeroBubbleOptions) -> Program:
 
 def _limited(name: str, shape: Shape, options: ZeroBubbleOptions, default: float) -> Program:
     """Return the best program found in a V. default: microbatches that a rank may keep unless the options say."""
-    limit = inflight_limit(options, min(default, shape.ranks))
+    limit = inflight_limit(options, in_flight(shape, min(default, shape.ranks)))
 
     def find(stages: tuple[Stage, ...], limits: Limits) -> Program:
         return Program(name, stages, _in_a_v(name, stages, shape, limit, limits).ranks, shape.workload)
@@ -79,20 +80,19 @@ def _limited(name: str, shape: Shape, options: ZeroBubbleOptions, default: float
 
 def _in_a_v(name: str, stages: tuple[Stage, ...], shape: Shape, limit: float, limits: Limits) -> ListSchedule:
     homes = (*range(shape.ranks), *reversed(range(shape.ranks)))
-    costs = shape.costs or PieceTimes()
-    return search(problem(name, stages, homes, shape.workload, limit, costs, limits), _v_orders, AHEAD)
+    given = problem(name, stages, homes, shape.workload, limit, shape.costs or PieceTimes(), limits)
+    return search(given, _v_orders(given), AHEAD)
 
 
 # ------------------------------------------------------------------------------------------------------- fixed orders
 
 
-def _v_orders(given: Problem) -> list[Order]:
-    """Return F and I of ZB-V as published where the memory holds them, else of the building blocks that it holds."""
-    whole = _zb_v(given)
-    if fits(given, whole):
-        return [whole]
-    blocks = dict.fromkeys(_repeated(given, block) for block in _blocks(len(given.own)))
-    return [order for order in blocks if fits(given, order)]
+def _v_orders(given: Problem) -> Orders:
+    """Return ZB-V as published where the memory holds what it keeps, else the building blocks that it holds."""
+    if fits(given, _zb_v(given)):
+        return [_zb_v]
+    blocks = {_repeated(given, block): block for block in _blocks(len(given.own))}
+    return [partial(_repeated, block=block) for order, block in blocks.items() if fits(given, order)]
 
 
 def _zb_v(given: Problem) -> Order:

@@ -187,7 +187,7 @@ def _program(
         eager=options.weipipe_eager,
         gradient_bytes=4 if options.weipipe_grad_dtype == "fp32" else 2,
     )
-    program = Program(name, stages, ranks, shape.workload, ring=ring)
+    program = shape.in_chunks(Program(name, stages, ranks, shape.workload, ring=ring))
     if slots is not None or shape.costs is None or shape.memory_limit is None:
         return program
     return _fastest_that_fits(program, shape.costs, shape.memory_limit)

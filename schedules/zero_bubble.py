@@ -8,8 +8,9 @@ equal F, I and W; these are found from what F, I, W and messages take: the best 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate, chain
-from math import floor
+from functools import partial
+from itertools import accumulate, chain, pairwise
+from math import ceil, floor
 
 from helixpipe.common.flags import option
 from helixpipe.common.ranges import MOST_MICROBATCHES
@@ -48,7 +49,7 @@ def zb1p(shape: Shape, options: ZeroBubbleOptions) -> Program:
 
     Bubble (p-1)(F+I-W) when F, I and W are equal; never more than 1F1B's.
     """
-    return one_stage_a_rank("zb1p", shape, options, shape.ranks)
+    return one_stage_a_rank("zb1p", shape, options, in_flight(shape, shape.ranks))
 
 
 def zb2p(shape: Shape, options: ZeroBubbleOptions) -> Program:
@@ -57,7 +58,7 @@ def zb2p(shape: Shape, options: ZeroBubbleOptions) -> Program:
     When F, I and W are equal no rank idles between its first op and its last; what remains of a single step is the
     (p-1)F in which the first microbatch travels to the last rank.
     """
-    return one_stage_a_rank("zb2p", shape, options, 2 * shape.ranks)
+    return one_stage_a_rank("zb2p", shape, options, in_flight(shape, 2 * shape.ranks))
 
 
 def zb_interleaved(shape: Shape, options: ZeroBubbleOptions) -> Program:
@@ -72,11 +73,16 @@ def zb_interleaved(shape: Shape, options: ZeroBubbleOptions) -> Program:
     costs = shape.costs or PieceTimes()
     homes = tuple(s % p for s in range(p * v))
     given = problem("zb-interleaved", stages, homes, workload, 1, costs)
-    limit = inflight_limit(options, 0) or _most_kept(given, _interleaved_orders(given)[-1])
+    limit = inflight_limit(options, 0) or _most_kept(given, _interleaved_order(given, 2))
 
     def find(stages: tuple[Stage, ...], limits: Limits) -> Program:
         given = problem("zb-interleaved", stages, homes, workload, limit, costs, limits)
-        return Program("zb-interleaved", stages, search(given, _interleaved_orders).ranks, workload)
+        return Program(
+            "zb-interleaved",
+            stages,
+            search(given, [partial(_interleaved_order, each=each) for each in (1, 2)]).ranks,
+            workload,
+        )
 
     return fitted(find, stages, shape, options)
 
@@ -91,7 +97,7 @@ def one_stage_a_rank(name: str, shape: Shape, options: ZeroBubbleOptions, defaul
 
     def find(stages: tuple[Stage, ...], limits: Limits) -> Program:
         given = problem(name, stages, tuple(range(p)), workload, limit, costs, limits)
-        best = search(given, lambda given: [one_f_one_b(given, limit)])
+        best = search(given, [lambda given: one_f_one_b(given, limit)])
         return Program(name, stages, best.ranks, workload)
 
     return fitted(find, shape.even_stages(p), shape, options)
@@ -109,6 +115,18 @@ def fitted(find: Find, stages: tuple[Stage, ...], shape: Shape, options: ZeroBub
 def inflight_limit(options: ZeroBubbleOptions, default: float) -> float:
     """Return the number of microbatches a rank may keep."""
     return default if options.zb_max_inflight is None else options.zb_max_inflight
+
+
+def in_flight(shape: Shape, whole: float) -> float:
+    """Return the microbatches that a rank may keep where it may keep `whole` uncut ones: of k chunks each, as many
+    chunks, and k - 1 for the first gradient, which comes after all of its microbatch's F. Longer ones count for more.
+    """
+    workload = shape.workload
+    units = ceil(whole * (1 - 1e-9)) + workload.most_chunks - 1
+    lengths = [workload.tokens(number) for number in range(len(workload))]
+    tokens = list(chain.from_iterable(lengths))
+    most = max(sum(tokens[start : start + units]) for start in range(max(1, len(tokens) - units + 1)))
+    return max(1.0, most / max(map(sum, lengths))) if workload.most_chunks > 1 else whole
 
 
 # ------------------------------------------------------------------------------------------------------- fixed orders
@@ -129,31 +147,32 @@ def one_f_one_b(given: Problem, limit: float) -> Order:
     return tuple(ranks)
 
 
-def _interleaved_orders(given: Problem) -> list[Order]:
-    """Return F and I of interleaved 1F1B with shorter warm-ups, as a gradient comes back sooner without W; and
-    unchanged.
+def _interleaved_order(given: Problem, each: int) -> Order:
+    """Return F and I of interleaved 1F1B. each: F of its warm-up for each rank downstream: 2 as published, or 1, as a
+    gradient comes back sooner without W.
 
-    Microbatches go in groups of p through the stages of a rank; the last group may be smaller.
+    Microbatches go through the stages of a rank in groups of p; of chunks, of the fewest microbatches that have p. The
+    last group may be smaller.
     """
-    m, own = len(given.workload), given.own
+    workload, own = given.workload, given.own
     p, v = len(own), len(own[0])
-    groups = [range(start, min(start + p, m)) for start in range(0, m, p)]
-    orders = []
-    for each in (1, 2):
-        ranks = []
-        for rank, stages in enumerate(own):
-            forward = [Op("F", stage, i) for group in groups for stage in stages for i in group]
-            inputs = [Op("I", stage, i) for group in groups for stage in reversed(stages) for i in group]
-            warmup = min(each * (p - rank - 1) + (v - 1) * p, m * v)
-            # Step 1 (warm-up): (p-r-1) + (v-1)p F, or 2(p-r-1) + (v-1)p
-            order = forward[:warmup]
-            # Step 2 (steady): F I
-            order += [op for pair in zip(forward[warmup:], inputs, strict=False) for op in pair]
-            # Step 3 (cool-down): the rest of I
-            order += inputs[m * v - warmup :]
-            ranks.append(tuple(order))
-        orders.append(tuple(ranks))
-    return orders
+    size = -(-p // min(map(len, workload.microbatches)))
+    cuts = [*given.starts[:-1:size], given.starts[-1]]
+    groups = [slice(*cut) for cut in pairwise(cuts)]
+    largest = max(p, *(group.stop - group.start for group in groups))
+    ranks = []
+    for rank, stages in enumerate(own):
+        forwards, backwards = (
+            [Op(kind, stage, *unit) for group in groups for stage in order for unit in units[group]]
+            for kind, order, units in (
+                ("F", stages, given.forward_units),
+                ("I", stages[::-1], given.backward_units),
+            )
+        )
+        # Steps 1 to 3: p-r-1 or 2(p-r-1), (v-1)p and k-1 F; F I; the rest of I
+        warmup = each * (p - rank - 1) + (v - 1) * largest + workload.most_chunks - 1
+        ranks.append(tuple(one_forward_one_backward(forwards, backwards, warmup)))
+    return tuple(ranks)
 
 
 def fits(given: Problem, order: Order) -> bool:
@@ -164,7 +183,8 @@ def fits(given: Problem, order: Order) -> bool:
 
 def _most_kept(given: Problem, order: Order) -> float:
     """Return the most that any rank keeps in a fixed order of F and I, in microbatches of all its stages."""
-    wholes = [max(map(sum, zip(*(given.held[stage] for stage in stages), strict=True))) for stages in given.own]
+    units = [slice(*ends) for ends in pairwise(given.starts)]
+    wholes = [max(sum(sum(given.held[stage][own]) for stage in stages) for own in units) for stages in given.own]
     return max(kept / whole if whole else 1.0 for kept, whole in zip(_kept(given, order), wholes, strict=True))
 
 

@@ -31,6 +31,7 @@ def run(namespace: argparse.Namespace) -> None:
         "F, B = I + W: time of a rank for one microbatch forward, backward (gradients of inputs, of weights);\n"
         "A: attention's part of F.\n"
         "memory: activations that rank r keeps, in microbatches x the rank's layers.\n"
+        "All take -k: sequences cut into chunks.\n"
         "p ranks, m microbatches, L layers, v virtual stages, k chunks, g = p/k rounded up;\n"
         "t: time of a message with a rank's weights."
     )
@@ -38,4 +39,4 @@ def run(namespace: argparse.Namespace) -> None:
 
 def _option_names(schedule: Schedule) -> list[str]:
     names = ["--" + field.name.replace("_", "-") for field in dataclasses.fields(schedule.options)]
-    return ["-v"] * schedule.virtual_stages + ["-k"] * schedule.chunks + names
+    return ["-v"] * schedule.virtual_stages + names

@@ -144,8 +144,7 @@ def _programs(
     # Beside schedules of the catalogue, chunks and virtual stages are for those.
     own = dataclasses.replace(size, chunks=None, virtual_stages=None) if schedules else size
     files = {name: program_of_file(name, own, None) for name in names if is_file(name)}
-    if chunking.options.auto or all(program.num_chunks == 1 for program in files.values()):
-        namespace.catalogue.check_chunks(cutting, names)
+    namespace.catalogue.check_chunks(cutting, names)
     if foreign := namespace.catalogue.foreign_options(namespace.given, list(schedules.values())):
         raise ScheduleError(foreign[0])
     if files:
@@ -211,8 +210,7 @@ def _scheduled(schedule: Schedule, shape: Shape, chunking: Chunking, namespace: 
     def make(chunks: int, lengths: Lengths) -> Program:
         return catalogue.build(schedule.name, dataclasses.replace(shape, chunks=chunks, chunk_lengths=lengths), options)
 
-    auto = chunking.options.auto and schedule.chunks
-    return chunking.program(make, None if auto else shape.chunks, shape.layers)
+    return chunking.program(make, None if chunking.options.auto else shape.chunks, shape.layers)
 
 
 def _shape(schedule: Schedule, size: ShapeOptions, given: Setup, interleaving: bool) -> Shape:
@@ -223,7 +221,7 @@ def _shape(schedule: Schedule, size: ShapeOptions, given: Setup, interleaving: b
     """
     ranks = size.ranks if size.ranks is not None else 1 if schedule.one_rank else 4
     microbatches = size.microbatches if size.microbatches is not None else 2 * max(ranks, 1)
-    chunks = size.chunks if size.chunks is not None and (schedule.chunks or size.chunks < 1) else 1
+    chunks = size.chunks if size.chunks is not None else 1
     virtual = size.virtual_stages if schedule.virtual_stages or not interleaving else None
     layers = size.layers if size.layers is not None else max(ranks, 1) * max(virtual or 2, 2)
     if ranks * microbatches * chunks * (virtual or 1) > MAX_UNITS:

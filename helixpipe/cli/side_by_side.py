@@ -144,7 +144,7 @@ def _sizes(lists: Mapping[str, Sequence[int | None]], schedule: Schedule | None)
     """Yield (microbatches, chunks, virtual stages) to try: all combinations of those that the schedule has."""
     known = {
         "microbatches": True,
-        "chunks": schedule is not None and schedule.chunks,
+        "chunks": schedule is not None,
         "virtual_stages": schedule is not None and bool(schedule.virtual_stages),
     }
     return product(*(each if known[name] else [None] for name, each in lists.items()))
@@ -188,12 +188,10 @@ def _row(
 
 
 def _not_for(chunks: int | None, schedule: Schedule | None, options: ChunkOptions) -> dict[str, None]:
-    """Return the flags about chunks that a schedule does not use: they are for the others. chunks: of --chunks."""
-    if schedule is None:
+    """Return the flags about chunks that a row of whole sequences does not use. chunks: of --chunks."""
+    if schedule is None or options.cutting_flag(chunks):
         return {}
-    if not schedule.chunks:
-        return {field.name: None for field in fields(ChunkOptions)}
-    return {} if options.cutting_flag(chunks) else {"pipe_sp_strategy": None, "chunk_alignment": None}
+    return {"pipe_sp_strategy": None, "chunk_alignment": None}
 
 
 def _longest_chunk(simulation: Simulation) -> float | None:

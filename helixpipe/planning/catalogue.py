@@ -16,6 +16,7 @@ from helixpipe.planning.memory.offload_choice import MemoryLimits, choose
 from helixpipe.planning.memory.recompute import RecomputeOptions, check_recomputes
 from helixpipe.planning.memory.sharding import shared_out
 from helixpipe.planning.vocabulary.choice import VocabularyOptions, over_pipeline
+from helixpipe.program.chunked import in_chunks
 from helixpipe.program.costs import Costs
 from helixpipe.program.files import is_file, load_program, naming, says_all
 from helixpipe.program.program import Program, of_layers
@@ -34,7 +35,7 @@ class Shape:
     stage_layers: how many layers each stage has, where they are not all alike; None = equally many.
     memory_limit: what a rank may use, in the costs' unit of memory; None = unknown. offload: what waits in the host's
     memory, of which a rank has host_limit. sharded: data-parallel ranks that have parts of the weights. vocabulary:
-    where the head is.
+    where the head is. cut: of a shape of whole microbatches (`whole`), how they are cut after all.
     """
 
     ranks: int
@@ -52,6 +53,7 @@ class Shape:
     sharded: int = 1
     stage_layers: tuple[int, ...] | None = None
     vocabulary: VocabularyOptions = field(default_factory=VocabularyOptions)
+    cut: Workload | None = None
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -99,6 +101,18 @@ class Shape:
         """The largest number of chunks in any microbatch."""
         return self.ragged.most_chunks if self.ragged else self.chunks
 
+    @property
+    def whole(self) -> Shape:
+        """The shape for schedules that order whole microbatches, whose programs `in_chunks` cuts."""
+        if self.most_chunks == 1:
+            return self
+        ragged = None if self.ragged is None else self.ragged.whole
+        return replace(self, chunks=1, chunk_lengths=None, ragged=ragged, cut=self.workload)
+
+    def in_chunks(self, program: Program) -> Program:
+        """Return a program of whole microbatches with these cut as the shape says, unless they are already."""
+        return program if self.cut is None or program.workload == self.cut else in_chunks(program, self.cut)
+
     def even_stages(self, count: int) -> tuple[Stage, ...]:
         """Return `count` stages of equally many layers, or of those that `stage_layers` gives, with what they
         recompute; see `program.even_stages`.
@@ -133,8 +147,10 @@ class Schedule:
     """One line of the catalogue.
 
     build: a pure function of the shape and the schedule's own options. options: a dataclass; its fields become flags.
-    one_rank: runs on a single pipeline rank only. virtual_stages, chunks: whether it takes those of the shape. ragged:
-    whether microbatches may differ in length and, where it takes chunks, in their number. offloads: whether it offloads
+    one_rank: runs on a single pipeline rank only. virtual_stages: whether it takes those of the shape. chunks: whether
+    it is made for sequences cut into chunks. units: whether its order is one of units, whole microbatches or chunks, as
+    that of all `chunks` is; else every op of its microbatches is run chunk by chunk (`in_chunks`). ragged: whether
+    microbatches may differ in length and in their number of chunks. offloads: whether it offloads
     activations unless flags say otherwise. effort: about how much longer its program takes to make, lower and simulate
     than one whose order is only stated. spread: whether all ranks have about the same share of embedding and head.
     variants: options that a search should try. default: whether it is run if flags name no schedule; of those it is the
@@ -154,6 +170,7 @@ class Schedule:
     one_rank: bool = False
     virtual_stages: bool = False
     chunks: bool = False
+    units: bool = False
     offloads: bool = False
     ragged: bool = True
     effort: int = 1
@@ -227,19 +244,12 @@ class Catalogue(Mapping[str, Schedule]):
         return sentences
 
     def check_chunks(self, flag: str | None, names: Sequence[str]) -> None:
-        """Raise ScheduleError for a flag that cuts sequences where nothing that is asked for takes chunks.
+        """Raise ScheduleError for a flag that finds a number of chunks where only files are asked for, which have one
+        of their own. Flags may repeat it.
 
-        flag: as typed (`ChunkOptions.cutting_flag`); None: none is given. names: of schedules and files. A file has a
-        number of chunks of its own, which a flag may repeat but not find.
+        flag: as typed (`ChunkOptions.cutting_flag`); None: none is given. names: of schedules and files.
         """
-        schedules = [name for name in names if not is_file(name)]
-        if flag is None or any(self.find(name).chunks for name in schedules):
-            return
-        if schedules:
-            takers = ", ".join(schedule.name for schedule in self.values() if schedule.chunks)
-            uncut = f"schedule{'s' * (len(schedules) > 1)} {', '.join(schedules)}"
-            raise ScheduleError(f"{flag} cuts sequences into chunks, which {uncut} cannot run; {takers} can.")
-        if flag.endswith(" auto"):
+        if flag is not None and flag.endswith(" auto") and all(map(is_file, names)):
             raise ScheduleError(f"{flag} finds a number of chunks, but {', '.join(names)} has its own; leave it out.")
 
     def build(self, name: str, shape: Shape, options: Any = None) -> Program:
@@ -311,10 +321,6 @@ class Catalogue(Mapping[str, Schedule]):
             raise ScheduleError(
                 f"schedule {name} has one stage a rank; virtual stages ({shape.virtual_stages}) need another."
             )
-        if shape.most_chunks != 1 and not schedule.chunks:
-            raise ScheduleError(
-                f"schedule {name} does not cut the sequence; chunks ({shape.most_chunks}) need another."
-            )
         if shape.ragged is not None and not schedule.ragged:
             raise ScheduleError(
                 f"schedule {name} is found for equal microbatches; microbatches that differ need another."
@@ -329,8 +335,10 @@ class Catalogue(Mapping[str, Schedule]):
     def _over_pipeline(self, schedule: Schedule, shape: Shape, options: Any) -> Program:
         """Return the schedule's program with the head where the shape says."""
 
+        own = shape if schedule.units or schedule.chunks else shape.whole
+
         def built(costs: Costs | None) -> Program:
-            return schedule.build(shape if costs is None else replace(shape, costs=costs), options)
+            return own.in_chunks(schedule.build(own if costs is None else replace(own, costs=costs), options))
 
         offloads = shape.offload.auto or schedule.offloads  # makes room later
         limit = None if offloads else shape.memory_limit

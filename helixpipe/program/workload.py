@@ -145,6 +145,11 @@ class Workload:
             sizes[places[0][0]] = shared[key]
         return sizes
 
+    @cached_property
+    def whole(self) -> Workload:
+        """The same microbatches, each in one chunk."""
+        return Workload(tuple((_joined(chunks),) for chunks in self.microbatches), self.proportional)
+
     def documents(self, microbatch: int) -> tuple[tuple[int, int], ...] | None:
         """(document, length) of a microbatch's documents in the order of its row; None where one does not lie there
         whole and in one piece."""
@@ -237,6 +242,17 @@ def _cut(document: int, lengths: tuple[int, ...]) -> tuple[Chunk, ...]:
         chunks.append((Slice(document, start, length),))
         start += length
     return tuple(chunks)
+
+
+def _joined(chunks: tuple[Chunk, ...]) -> Chunk:
+    """The slices of a microbatch, those of one document that follow each other as one."""
+    joined: list[Slice] = []
+    for part in (part for chunk in chunks for part in chunk):
+        if joined and joined[-1].document == part.document and joined[-1].start + joined[-1].length == part.start:
+            joined[-1] = joined[-1]._replace(length=joined[-1].length + part.length)
+        else:
+            joined.append(part)
+    return tuple(joined)
 
 
 def _divided(tokens: int, shares: tuple[int, ...]) -> tuple[int, ...]:

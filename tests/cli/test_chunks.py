@@ -10,10 +10,6 @@ from schedules import Shape, build
 from schedules import command as cli
 from tests.cli.commands import run, run_json
 
-UNCUT = (
-    "cuts sequences into chunks, which {} cannot run; terapipe, seq1f1b, seq1f1b-interleaved, seq1f1b-zb, infinipipe, "
-    "sppo can."
-)
 MODEL = "--model seq1f1b-2.7b --hardware a100-80 -p 8 -m 8"
 
 
@@ -94,14 +90,12 @@ def test_the_best_number_of_chunks(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_json(capsys, f"memory seq1f1b {MODEL} --seq-length 65536 --pipe-sp-splits auto")["fits"] is True
 
 
-def test_schedules_with_and_without_chunks_beside_each_other(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_schedules_of_whole_sequences_run_chunk_by_chunk(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     output = tmp_path / "both.png"
     for flags in ("-k 3", "--chunk-lengths 4,3,2", "--pipe-sp-splits auto"):
-        result = run_json(capsys, f"draw 1f1b seq1f1b -p 2 -m 2 {flags} -o {output}")
-        one, cut = result["simulations"]
-        assert one["chunks"] == 1 < cut["chunks"]
+        result = run_json(capsys, f"draw 1f1b zbv seq1f1b -p 2 -m 2 -L 4 {flags} -o {output}")
+        assert all(each["chunks"] > 1 for each in result["simulations"])
+        assert len({each["chunks"] for each in result["simulations"]}) == 1 or flags.endswith("auto")
     assert output.stat().st_size > 1000
 
 
@@ -111,13 +105,11 @@ def test_a_file_takes_lengths_from_the_flags(capsys: pytest.CaptureFixture[str],
     original = run_json(capsys, f"simulate seq1f1b -p 2 -m 4 {size}")
     run(capsys, f"simulate seq1f1b -p 2 -m 4 -k 3 --save-program {path}")
     assert {**run_json(capsys, f"simulate {path} {size}"), "schedule": "seq1f1b"} == original
-    # beside a schedule that runs whole sequences, they are the file's
     beside = run_json(capsys, f"draw 1f1b {path} {size} -o {tmp_path / 'both.json'}")["simulations"]
-    assert [each["chunks"] for each in beside] == [1, 3]
+    assert [each["chunks"] for each in beside] == [3, 3]
     for command, said in (
         (f"simulate {path} --chunk-lengths 5,3", "--chunks 2 does not fit"),
         (f"simulate {path} --pipe-sp-splits auto", f"finds a number of chunks, but {path} has its own; leave it out."),
-        (f"draw 1f1b {path} --pipe-sp-splits auto", UNCUT.format("schedule 1f1b")),
     ):
         assert cli.main(command.split()) == 2
         assert said in capsys.readouterr().err
@@ -126,19 +118,13 @@ def test_a_file_takes_lengths_from_the_flags(capsys: pytest.CaptureFixture[str],
 def test_lengths_that_nothing_takes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     whole, output = tmp_path / "whole.csv", tmp_path / "x.json"
     run(capsys, f"simulate 1f1b -p 2 -m 4 --save-program {whole}")
-    for names, uncut in ((f"1f1b {whole}", "schedule 1f1b"), ("1f1b gpipe", "schedules 1f1b, gpipe")):
-        assert cli.main(f"draw {names} -k 3 -o {output}".split()) == 2
-        assert f"--chunks 3 {UNCUT.format(uncut)}" in capsys.readouterr().err
-    assert run_json(capsys, "simulate 1f1b -p 2 -m 4 -k 1")["chunks"] == 1
+    assert cli.main(f"draw {whole} -k 3 -o {output}".split()) == 2
+    assert f"--chunks 3 does not fit {whole}, whose chunks are 1." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("1f1b -k 2", f"--chunks 2 {UNCUT.format('schedule 1f1b')}"),
-        ("1f1b --pipe-sp-splits 3", f"--pipe-sp-splits 3 {UNCUT.format('schedule 1f1b')}"),
-        ("1f1b --chunk-lengths 2,2", f"--chunk-lengths 2,2 {UNCUT.format('schedule 1f1b')}"),
-        ("1f1b --pipe-sp-splits auto", f"--pipe-sp-splits auto {UNCUT.format('schedule 1f1b')}"),
         ("1f1b -k 0", "-k 0 must be at least 1."),
         ("seq1f1b --pipe-sp-strategy average", "--pipe-sp-strategy needs --pipe-sp-splits of 2 or more, or auto."),
         ("seq1f1b -k 3 --pipe-sp-splits 2", "the flags disagree: --chunks 3 chunks and --pipe-sp-splits 2 chunks."),

@@ -89,9 +89,9 @@ def test_refusals(capsys: pytest.CaptureFixture[str], flags: str, said: str) -> 
     assert re.search(said, error), error
 
 
-def test_a_schedule_without_chunks_and_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert cli.main(["simulate", "1f1b", "--lengths", "github", "--documents", "20", "--infinipipe-chunks", "4"]) == 2
-    assert "1f1b" in capsys.readouterr().err
+def test_a_schedule_of_whole_microbatches_and_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    size = "--lengths github --documents 20 --infinipipe-chunks 4"
+    assert all(run_json(capsys, f"simulate {name} {size}")["chunks"] > 1 for name in ("1f1b", "zbv", "weipipe"))
     program = tmp_path / "p.json"
     run(capsys, f"simulate gpipe -p 2 -m 2 --save-program {program}")
     assert cli.main(f"simulate {program} --lengths github".split()) == 2

@@ -38,7 +38,6 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("simulate 1f1b -L 7", "4 and 8"),
         ("simulate interleaved-1f1b -m 5", "4 and 8"),
         ("simulate 1f1b -v 2", "virtual stages (2)"),
-        ("simulate 1f1b -k 2", "--chunks 2 cuts sequences"),
         ("simulate none -p 2", "not 2"),
         ("simulate 1f1b --piece-times attention=1", "'attention=1' is not NAME=TIME"),
         ("simulate 1f1b --piece-times attn=fast", "'fast' is not a number"),

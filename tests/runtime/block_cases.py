@@ -6,6 +6,7 @@ from __future__ import annotations
 from helixpipe.planning.memory.recompute import RecomputeOptions
 from tests.runtime import cases
 from tests.runtime.case import Case
+from tests.runtime.cut_cases import CUT
 from tests.runtime.halves_cases import HALVES
 from tests.runtime.mixed_cases import MIXED
 from tests.runtime.vocabulary_cases import SPLIT_HEADS, SPREAD_HEADS
@@ -41,4 +42,5 @@ GROUPS = cases.GROUPS | {
     "mixed": MIXED,
     "heads": [*SPREAD_HEADS, *SPLIT_HEADS],
     "halves": HALVES,
+    "cut": CUT,
 }

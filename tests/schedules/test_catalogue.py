@@ -116,7 +116,6 @@ WRONG = [
         "--num-layers 12 cannot be divided evenly over 8 pipeline stages; the nearest valid values are 8 and 16.",
     ),
     ("1f1b", Shape(2, 2, 4, virtual_stages=2), "schedule 1f1b has one stage a rank; virtual stages (2) need another."),
-    ("gpipe", Shape(2, 2, 4, chunks=3), "schedule gpipe does not cut the sequence; chunks (3) need another."),
     (
         "none",
         Shape(2, 2, 4),

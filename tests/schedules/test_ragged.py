@@ -21,8 +21,7 @@ from schedules import CATALOGUE, Shape, build
 from tests.lowering.ragged import equal_chains, random_chains
 from tests.lowering.rendezvous import Machine
 
-CHUNKED = [name for name, schedule in CATALOGUE.items() if schedule.chunks]
-WHOLE = [name for name, schedule in CATALOGUE.items() if schedule.ragged and not schedule.chunks]
+RAGGED = [name for name, schedule in CATALOGUE.items() if schedule.ragged]
 COSTS = PieceTimes({"qkv": 1.0, "attn": 0.5, "mlp": 2.0}, message=0.1)
 
 
@@ -48,26 +47,22 @@ def chain_waits(program: Program) -> bool:
     return not any(op.kind == "W" for ops in program.ranks for op in ops)
 
 
-@pytest.mark.parametrize("name", CHUNKED)
+@pytest.mark.parametrize("name", RAGGED)
 def test_chains_of_unlike_numbers_of_chunks(name: str, tmp_path: Path) -> None:
+    """Whole microbatches of unlike lengths among them."""
     rng = Random(name)
-    for p, m, most in ((1, 3, 3), (2, 5, 4), (3, 1, 6), (4, 9, 3)):
+    built = 0
+    for p, m, most in ((1, 4, 3), (2, 5, 4), (2, 8, 1), (2, 8, 4), (3, 1, 6), (4, 9, 3)):
         workload = random_chains(rng, m, most)
-        program = build(name, Shape(p, m, 2 * p, ragged=workload))
+        try:
+            program = build(name, Shape(p, m, 4 * p, ragged=workload))
+        except ScheduleError:
+            assert CATALOGUE[name].one_rank or name in ("chimera", "helix", "interleaved-1f1b")
+            continue
+        built += 1
         assert program.workload == workload
         check(program, tmp_path, rng)
-
-
-@pytest.mark.parametrize("name", WHOLE)
-def test_microbatches_of_unlike_lengths(name: str, tmp_path: Path) -> None:
-    rng = Random(name)
-    p = 1 if CATALOGUE[name].one_rank else 2
-    workload = random_chains(rng, 8, 1)
-    check(build(name, Shape(p, 8, 4 * p, ragged=workload)), tmp_path, rng)
-    with pytest.raises(
-        ScheduleError, match=rf"^schedule {name} does not cut the sequence; chunks \(3\) need another\.$"
-    ):
-        build(name, Shape(p, 2, 4 * p, ragged=equal_chains((3, 1))))
+    assert built >= (1 if CATALOGUE[name].one_rank else 2)
 
 
 def test_those_found_for_equal_microbatches_refuse_others() -> None:
@@ -88,10 +83,11 @@ def test_a_workload_says_itself_how_it_is_cut() -> None:
             replace(Shape(2, 2, 4), **{"ragged": workload, **changed})
 
 
-@pytest.mark.parametrize("name", CHUNKED)
+@pytest.mark.parametrize("name", RAGGED)
 def test_a_uniform_workload_is_what_its_numbers_say(name: str) -> None:
+    p = 1 if CATALOGUE[name].one_rank else 2
     for lengths in ((5, 4), (3, 3)):
-        shape = Shape(2, 4, 4, chunks=2, chunk_lengths=lengths)
+        shape = Shape(p, 4, 4, chunks=2, chunk_lengths=lengths)
         assert build(name, replace(shape, chunk_lengths=None, ragged=uniform(4, 2, lengths))) == build(name, shape)
 
 

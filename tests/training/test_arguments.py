@@ -256,15 +256,6 @@ WRONG = [
         "--recompute-method needs --recompute-granularity full.",
     ),
     ("--num-experts=8", 1, "--num-experts 8 is refused: mixture-of-experts models are not supported."),
-    *(
-        (
-            flags,
-            1,
-            f"{flags} cuts sequences into chunks, which schedule none cannot run; terapipe, seq1f1b, "
-            "seq1f1b-interleaved, seq1f1b-zb, infinipipe, sppo can.",
-        )
-        for flags in ("--pipe-sp-splits 4", "--pipe-sp-splits auto", "--chunk-lengths 16,16")
-    ),
     (
         "--pipeline-schedule seq1f1b --pipe-sp-splits x",
         1,
@@ -278,6 +269,20 @@ def test_wrong_flags_give_one_sentence(flags: str, world: int, message: str) -> 
     with pytest.raises(UserError) as caught:
         config(flags, world=world)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("flags", "world", "name"),
+    [
+        ("--pipe-sp-splits 4", 1, "none"),
+        ("--pipe-sp-splits 4 --pipeline-model-parallel-size 2", 2, "seq1f1b"),
+        ("--chunk-lengths 16,16 --pipeline-model-parallel-size 2", 2, "seq1f1b"),
+        ("--pipeline-model-parallel-size 2", 2, "1f1b"),
+        ("--pipe-sp-splits 2 --pipeline-schedule zbv --pipeline-model-parallel-size 2", 2, "zbv"),
+    ],
+)
+def test_chunks_choose_the_schedule_that_is_made_for_them(flags: str, world: int, name: str) -> None:
+    assert config(flags, world=world).parallel.schedule == name
 
 
 def test_an_unknown_schedule_names_the_nearest() -> None:

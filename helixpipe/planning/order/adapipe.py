@@ -106,7 +106,7 @@ class LayoutSearch:
         for rank, layers in enumerate(layout):
             stages.append(make_stage(layers, first, rank == 0, rank == p - 1, kinds[first:] or kinds))
             first += len(layers)
-        return Program(self.name, tuple(stages), self._order, self.shape.workload)
+        return self.shape.in_chunks(Program(self.name, tuple(stages), self._order, self.shape.workload))
 
     def fits(self, program: Program) -> bool:
         bound = self.limit + TOLERANCE * abs(self.limit)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, pairwise
 from typing import TypeVar
 
 from helixpipe.common.errors import ScheduleError
@@ -53,18 +54,64 @@ def one_forward_one_backward(forwards: Sequence[T], backwards: Sequence[T], warm
     return [*order, *backwards[len(forwards) - warmup :]]
 
 
-def wave_order(num_stages: int, units: Iterable[tuple[int, int, int]]) -> tuple[Op, ...]:
-    """Return the F and B of a rank's units, given as (turn, stage, microbatch), in the order of slots that have room
-    for an F and then a B.
-
-    turn: the slot in which the microbatch is in the last stage. In every stage before it F is as many slots earlier,
-    and B as many later, as stages lie between: forwards and backwards run through the ranks as waves. What an op needs
-    has an earlier slot, or the same one where F and B of the last stage meet, so no choice of turns can deadlock.
+def interleaved_one_f_one_b(workload: Workload, p: int, v: int, groups: Sequence[slice]) -> tuple[tuple[Op, ...], ...]:
+    """Return 1F1B of v stages on each of p ranks, stage s on rank s mod p: units run in groups, each group through the
+    v stages of a rank in turn. groups: slices of the units, of whole microbatches each.
     """
+    forward, backward = forward_units(workload), backward_units(workload)
+    largest = max(group.stop - group.start for group in groups)
+    ranks = []
+    for rank in range(p):
+        own = [place * p + rank for place in range(v)]
+        forwards = [Op("F", stage, *unit) for group in groups for stage in own for unit in forward[group]]
+        backwards = [Op("B", stage, *unit) for group in groups for stage in reversed(own) for unit in backward[group]]
+        # Steps 1 to 3: (v-1) groups, 2(p-r-1) and k-1 F; F B; the rest of B
+        warmup = (v - 1) * largest + 2 * (p - rank - 1) + workload.most_chunks - 1
+        ranks.append(tuple(one_forward_one_backward(forwards, backwards, warmup)))
+    return tuple(ranks)
+
+
+def groups_of_units(chunks: Sequence[int], least: int) -> list[slice]:
+    """Return each group of microbatches as a slice of the units; chunks: of each microbatch. There are as many groups
+    of `least` units or more as possible. Microbatches left over are spread over the last groups if all microbatches
+    have equally many chunks, else added to the last one.
+    """
+    ends = [0, *accumulate(chunks)]
+    cuts = [0]
+    for end in ends:
+        if end >= cuts[-1] + least:
+            cuts.append(end)
+    count = max(1, len(cuts) - 1)
+    if len(set(chunks)) == 1:
+        size, more = divmod(len(chunks), count)
+        cuts = [ends[at] for at in accumulate((size + (group >= count - more) for group in range(count)), initial=0)]
+    cuts = [*cuts[:count], ends[-1]]
+    return [slice(*cut) for cut in pairwise(cuts)]
+
+
+def wave_order(
+    num_stages: int,
+    workload: Workload,
+    waves: Iterable[tuple[Iterable[int], Iterable[int]]],
+    turn_of: Callable[[int], int],
+) -> tuple[Op, ...]:
+    """Return the F and B of a rank's units in the order of slots that have room for an F and then a B.
+
+    waves: for each, stages of the rank and the microbatches that run through them. turn_of: the slot in which a wave's
+    unit of this number is in the last stage; ascending. In every stage before it F is as many slots earlier, and B as
+    many later, as stages lie between: forwards and backwards run through the ranks as waves. Backwards take the slots
+    in their own order, chunks last first, as many turns later as the first waits for: k-1. What an op needs has an
+    earlier slot, or the same one where F and B of the last stage meet, so no choice of turns can deadlock.
+    """
+    forwards, backwards, later = forward_units(workload), backward_units(workload), workload.most_chunks - 1
     slots: list[tuple[int, int, Op]] = []
-    for turn, stage, microbatch in units:
-        distance = num_stages - 1 - stage
-        slots += [(turn - distance, 0, Op("F", stage, microbatch)), (turn + distance, 1, Op("B", stage, microbatch))]
+    for stages, own in waves:
+        microbatches = set(own)
+        down, up = ([unit for unit in units if unit[0] in microbatches] for units in (forwards, backwards))
+        for stage in stages:
+            away = num_stages - 1 - stage
+            slots += [(turn_of(at) - away, 0, Op("F", stage, *unit)) for at, unit in enumerate(down)]
+            slots += [(turn_of(at + later) + away, 1, Op("B", stage, *unit)) for at, unit in enumerate(up)]
     return tuple(op for _, _, op in sorted(slots))
 
 

@@ -19,8 +19,8 @@ from helixpipe.program.program import Op
 Order = tuple[tuple[Op, ...], ...]
 """F and I of every rank in a fixed order."""
 
-Orders = Callable[[Problem], list[Order]]
-"""Fixed orders that are worth a try."""
+Orders = Sequence[Callable[[Problem], Order]]
+"""Fixed orders that are worth a try, of whatever first microbatches."""
 
 Maker = Callable[[Problem], Rules]
 """Rules for a problem; a fixed order depends on the number of microbatches."""
@@ -44,7 +44,7 @@ def search(given: Problem, orders: Orders, ahead: Sequence[int] = ()) -> ListSch
 
     ahead: how many of the next ops of a fixed order a rank chooses from (`Rules.ahead`), beside one, is tried.
     """
-    ranks, orders = len(given.own), _found_once(orders)
+    ranks, orders = len(given.own), [_found_once(order) for order in orders]
     few = given.first(max(3, bisect_left(given.starts, 3 * ranks)))
     bounds = given.lower_bounds(), few.lower_bounds()
     rated: list[tuple[tuple[float, float, float], int, Maker]] = []
@@ -72,7 +72,7 @@ def search(given: Problem, orders: Orders, ahead: Sequence[int] = ()) -> ListSch
         return perfect
     finalists = [make(given) for _, _, make in rated[:FINALISTS]]
     kept = (0.0,) * ranks, tuple(map(float, range(ranks)))
-    fixed = [Rules(order=order, deferred=deferred) for order in orders(given) for deferred in kept]
+    fixed = [Rules(order=order(given), deferred=deferred) for order in orders for deferred in kept]
     return _best(given, [*finalists, *fixed, Rules(_kinds(given))])  # the last always finds a schedule
 
 
@@ -87,20 +87,20 @@ def _best(given: Problem, rules: Iterable[Rules]) -> ListSchedule:
 
 def _coarse(given: Problem, orders: Orders, ahead: Sequence[int]) -> Iterator[Maker]:
     """Yield every order of preference and every fixed order, each with a few ways to place W."""
-    for index in range(len(orders(given))):
+    for order in orders:
         for deferred, patience in product((None, 1.0, 0.0), (inf, 0.5, 0.0)):
-            yield _ordered(orders, index, 1, deferred, patience)
+            yield _ordered(order, 1, deferred, patience)
         for choice, patience in product(ahead, (inf, 0.5)):
-            yield _ordered(orders, index, choice, None, patience)
+            yield _ordered(order, choice, None, patience)
     kinds = _kinds(given)
     fills = list(product((True, False), (inf, 0.5)))
-    for order in _preferences(kinds):
+    for prefer in _preferences(kinds):
         for make_room, patience in fills:
-            yield _same(Rules(order, make_room=make_room, patience=patience))
-    for order in _preferences(kinds):
+            yield _same(Rules(prefer, make_room=make_room, patience=patience))
+    for prefer in _preferences(kinds):
         for make_room, patience in fills:
-            if order[0] == kinds[0]:  # a turn may begin anywhere
-                yield _same(Rules(order, in_turn=True, make_room=make_room, patience=patience))
+            if prefer[0] == kinds[0]:  # a turn may begin anywhere
+                yield _same(Rules(prefer, in_turn=True, make_room=make_room, patience=patience))
 
 
 def _kinds(given: Problem) -> tuple[tuple[str, int], ...]:
@@ -126,23 +126,23 @@ def _same(rules: Rules) -> Maker:
     return lambda given: rules
 
 
-def _found_once(orders: Orders) -> Orders:
-    """Return the same fixed orders, which are found once for as many microbatches."""
-    known: dict[int, list[Order]] = {}
+def _found_once(order: Callable[[Problem], Order]) -> Callable[[Problem], Order]:
+    """Return the same function, which makes an order once for as many microbatches."""
+    known: dict[int, Order] = {}
 
-    def found(given: Problem) -> list[Order]:
+    def found(given: Problem) -> Order:
         count = len(given.workload)
         if count not in known:
-            known[count] = orders(given)
+            known[count] = order(given)
         return known[count]
 
     return found
 
 
-def _ordered(orders: Orders, index: int, ahead: int, deferred: float | None, patience: float) -> Maker:
+def _ordered(order: Callable[[Problem], Order], ahead: int, deferred: float | None, patience: float) -> Maker:
     def make(given: Problem) -> Rules:
         pending = None if deferred is None else (deferred,) * len(given.own)
-        return Rules(order=orders(given)[index], ahead=ahead, deferred=pending, patience=patience)
+        return Rules(order=order(given), ahead=ahead, deferred=pending, patience=patience)
 
     return make
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import groupby, pairwise
+from itertools import pairwise
 
 from helixpipe.planning.memory.fitting import Fitting, Limits
 from helixpipe.planning.order.problem import problem
 from helixpipe.planning.order.zero_bubble import search
+from helixpipe.program.chunked import in_chunks
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Op, Program
 from helixpipe.program.stages import Piece, Stage, uneven_stages
@@ -68,26 +69,8 @@ def joined(program: Program) -> Program:
 
 
 def cut(program: Program, count: int) -> Program:
-    """Cut each microbatch of a program of whole ones into `count` equal chunks, each op at its place: forwards of the
-    chunks in order, backwards in reverse. If a backward follows its F at once, in a stage without attention, chunk by
-    chunk.
-    """
-    first_on, last_on = range(count), range(count - 1, -1, -1)
-    ranks = []
-    for ops in program.ranks:
-        order: list[Op] = []
-        for unit, own in groupby(ops, key=lambda op: op.unit):
-            run = list(own)
-            forwards = [op for op in run if op.kind == "F"]
-            backwards = [op for op in run if op.kind != "F"]
-            if program.stages[unit.stage].has_attention or not backwards:
-                order += [op._replace(chunk=chunk) for op in forwards for chunk in first_on]
-                forwards = []
-            order += [op._replace(chunk=chunk) for chunk in last_on for op in (*forwards, *backwards)]
-        ranks.append(tuple(order))
-    activations = {unit._replace(chunk=c): own for unit, own in program.activations.items() for c in range(count)}
-    workload = uniform(program.num_microbatches, count)
-    return replace(program, ranks=tuple(ranks), workload=workload, activations=activations)
+    """Cut each microbatch of a program of whole ones into `count` equal chunks."""
+    return in_chunks(program, uniform(program.num_microbatches, count))
 
 
 def listed(program: Program, homes: Sequence[int], costs: Costs, limit: float) -> Program:
@@ -104,7 +87,7 @@ def listed(program: Program, homes: Sequence[int], costs: Costs, limit: float) -
 
     def find(stages: tuple[Stage, ...], limits: Limits) -> Program:
         given = problem(program.schedule, stages, tuple(homes), program.workload, len(program.workload), costs, limits)
-        return replace(program, stages=stages, ranks=search(given, lambda given: []).ranks)
+        return replace(program, stages=stages, ranks=search(given, ()).ranks)
 
     return Fitting(find, stages, program.num_ranks, costs, limit).ordered()
 

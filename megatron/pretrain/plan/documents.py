@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from helixpipe.common.errors import ScheduleError, UserError
+from helixpipe.common.errors import UserError
 from helixpipe.costs.hardware import find_hardware
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.profile_costs import ProfileCosts
@@ -172,14 +172,9 @@ class DocumentPlanner:
     @cached_property
     def _packer(self) -> StepPacker:
         config, parallel = self.config, self.config.parallel
-        name, schedule = self._name, self._schedule
-        chunks = schedule is None or schedule.chunks
+        schedule = self._schedule
         adapts = schedule is not None and schedule.adapts(config.schedule_options)
-        if not chunks and config.packing.chunks not in (None, 1):
-            raise ScheduleError(
-                f"schedule {name} does not cut sequences, so documents have one chunk each: --infinipipe-chunks must "
-                "be 1 or left out."
-            )
+        cut = schedule is None or schedule.chunks or config.packing.chunks is not None
         alignment = config.chunks.chunk_alignment or parallel.unit
         if alignment % parallel.unit:
             raise UserError(
@@ -188,7 +183,7 @@ class DocumentPlanner:
             )
         return StepPacker(
             shape=self._shape,
-            options=config.packing if chunks else replace(config.packing, infinipipe_chunks="1"),
+            options=config.packing if cut else replace(config.packing, infinipipe_chunks="1"),
             adapts=adapts and config.recompute.granularity is None,
             alignment=alignment,
             least=1 if parallel.hardware is None else find_hardware(parallel.hardware).short_chunk,

@@ -86,14 +86,15 @@ def virtual_stages(config: Config) -> Config:
 
 
 def pipeline_schedule(config: Config) -> Config:
-    """Fill in the default schedule, and check that one rank has none and that sequences are cut only for schedules that
-    take chunks. The schedule's own rules are checked when its program is built.
+    """Fill in the default schedule, and check that one rank has none, and that flags find no chunks for a file. The
+    schedule's own rules are checked when its program is built.
     """
     parallel = config.parallel
     pp, stages = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
     name = parallel.pipeline_schedule
     if name is None:
-        name = CATALOGUE.default(one_rank=pp == 1, virtual_stages=pp > 1 and stages not in (None, 1))
+        cut = pp > 1 and config.chunks.cutting_flag() is not None and not config.data.variable_seq_lengths
+        name = CATALOGUE.default(pp == 1, virtual_stages=pp > 1 and stages not in (None, 1), chunks=cut)
     if name in CATALOGUE and CATALOGUE[name].one_rank and pp > 1:
         raise UserError(
             f"--pipeline-schedule {name} is for one pipeline rank, not --pipeline-model-parallel-size {pp}."
