@@ -92,7 +92,7 @@ def chrome_trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
             args = {"kind": KIND_STYLES[event.op.kind].name, **_unit(event.op)}
             events.append(_complete(event, pid, event.rank, str(event.op), event.op.kind, scale, args))
         events += _copies(timeline, pid, scale)
-        events += _sharing(timeline, pid, scale)
+        events += _collectives(timeline, pid, scale)
         for message in timeline.messages:
             producer, consumer = (by_op.get(op) if op else None for op in (message.producer, message.consumer))
             if producer is None or consumer is None or producer is consumer:  # weights come from no op
@@ -130,16 +130,16 @@ def _copies(timeline: Timeline, pid: int, scale: float) -> list[dict[str, Any]]:
     return events
 
 
-def _sharing(timeline: Timeline, pid: int, scale: float) -> list[dict[str, Any]]:
-    """Return a lane for each rank with sharded weights, with gathers and scatters, numbered after all others."""
+def _collectives(timeline: Timeline, pid: int, scale: float) -> list[dict[str, Any]]:
+    """Return a lane for each rank that is the first of a collective's, with these, numbered after all others."""
     events: list[dict[str, Any]] = []
     first = timeline.num_ranks * (1 + len(LANES))
-    for rank in sorted({event.source for event in timeline.sharing}):
-        events += _thread(pid, first + rank, _sort_index(rank) + len(LANES), f"rank {rank} data-parallel")
-    for event in timeline.sharing:
+    for rank in sorted({event.source for event in timeline.collectives}):
+        events += _thread(pid, first + rank, _sort_index(rank) + len(LANES), f"rank {rank} collectives")
+    for event in timeline.collectives:
         args = {_side(event): str(event.op), **_unit(event.op)}
         name = f"{event.kind} {event.op}"
-        events.append(_complete(event, pid, first + event.source, name, "sharing", scale, args))
+        events.append(_complete(event, pid, first + event.source, name, "collective", scale, args))
     return events
 
 

@@ -94,8 +94,8 @@ def knobs(simulations: Sequence[Simulation]) -> list[dict[str, Any]]:
     rates = [_knob(piece, f"{piece} ×", 1.0) for piece in PIECE_KINDS]
     rates.append(_knob("message", "messages ×", 1.0))
     rates += [_knob("copy", "copies to the host and back ×", 1.0)] * any(each.copies for each in simulations)
-    shares = any(each.timeline.sharing for each in simulations)
-    return rates + [_knob("sharing", "gathers and scatters ×", 1.0)] * shares
+    shares = any(each.timeline.collectives for each in simulations)
+    return rates + [_knob("sharing", "collectives ×", 1.0)] * shares
 
 
 def _knob(name: str, label: str, value: float) -> dict[str, Any]:
@@ -270,7 +270,7 @@ def _measured(timeline: Timeline) -> dict[str, Any]:
     number = {event.op: task for task, event in enumerate(ops)}
     messages, sharing, copies = (
         [event for event in events if all(op in number for op in (event.producer, event.consumer) if op is not None)]
-        for events in (timeline.messages, timeline.sharing, timeline.copies)
+        for events in (timeline.messages, timeline.collectives, timeline.copies)
     )
     times = [(event.start, event.end) for events in (ops, messages, sharing, copies) for event in events]
     return {
@@ -281,7 +281,7 @@ def _measured(timeline: Timeline) -> dict[str, Any]:
             if m.producer is not None and m.consumer is not None
         ],
         "collectives": [
-            [COLLECTIVE_KINDS.index(event.kind), event.source, number[event.op], [event.source]] for event in sharing
+            [COLLECTIVE_KINDS.index(event.kind), event.source, number[event.op], list(event.ranks)] for event in sharing
         ],
         "copies": [[event.source, int(event.resource == "copy_in"), number[event.op]] for event in copies],
         "start": [_short(start) for start, _ in times],

@@ -98,9 +98,14 @@ class Timeline:
         return [event for event in self.transfers if event.resource in ("copy_out", "copy_in")]
 
     @cached_property
+    def collectives(self) -> list[TransferEvent]:
+        """Those of groups of ranks."""
+        return [event for event in self.transfers if event.resource == "collective"]
+
+    @cached_property
     def sharing(self) -> list[TransferEvent]:
         """Those of data-parallel ranks."""
-        return [event for event in self.transfers if event.resource == "collective"]
+        return [event for event in self.collectives if TRANSFER_KINDS[event.kind].group]
 
     @property
     def makespan(self) -> float:

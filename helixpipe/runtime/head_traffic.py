@@ -43,7 +43,7 @@ class HeadTraffic:
     ):  # fmt: skip
         self._rank, self._model, self._plan, self._step = rank, model, plan, step
         self._group, self._buffers, self._report = group, buffers, report
-        self._started: dict[int, tuple[Any, Tensor]] = {}
+        self._started: dict[int, tuple[Any, Tensor, tuple[Tensor, ...]]] = {}
 
     def handlers(self) -> Mapping[str, StartedHandler]:
         """Return the handler of each kind of collective."""
@@ -69,7 +69,9 @@ class HeadTraffic:
             _, length = self._plan.place(transfer.unit, self._step.seq_length)
             (shape,) = self._model.payload_shapes(before, self._step.micro_batch_size, length)
             hidden = torch.empty(shape, dtype=self._model.payload_dtype, device=device())
-        self._begin(transfer, hidden, lambda group, ranks: dist.broadcast(hidden, ranks[root], group, async_op=True))
+        self._begin(
+            transfer, hidden, lambda group, ranks: dist.broadcast(hidden, ranks[root], group=group, async_op=True)
+        )
 
     def _finish_input(self, transfer: Transfer) -> None:
         self._bring(transfer, self._ended(transfer.number))
@@ -77,8 +79,8 @@ class HeadTraffic:
     def _start_sums(self, transfer: Transfer) -> None:
         own = self._take(transfer).contiguous()
         every = own.new_empty((self._plan.program.num_ranks, *own.shape))
-        rows = every.flatten(0, 1)  # gloo joins along the first dimension
-        self._begin(transfer, every, lambda group, _: dist.all_gather_into_tensor(rows, own, group, async_op=True))
+        parts = list(every.unbind())  # gloo gathers those of a GPU into a list of tensors only
+        self._begin(transfer, every, lambda group, _: dist.all_gather(parts, own, group=group, async_op=True), own)
 
     def _finish_sums(self, transfer: Transfer) -> None:
         """Report the chunk's loss, and make the gradient of this rank's own sums."""
@@ -105,13 +107,14 @@ class HeadTraffic:
 
     # ------------------------------------------------------------------------------------------------------- details
 
-    def _begin(self, transfer: Transfer, tensor: Tensor, start: _Start) -> None:
-        """Start a collective that fills or takes a tensor."""
-        self._started[transfer.number] = start(self._group, dist.get_process_group_ranks(self._group)), tensor
+    def _begin(self, transfer: Transfer, tensor: Tensor, start: _Start, *taken: Tensor) -> None:
+        """Start a collective that fills or takes a tensor. taken: others that it reads, kept until its end."""
+        work = start(self._group, dist.get_process_group_ranks(self._group))
+        self._started[transfer.number] = work, tensor, taken
 
     def _ended(self, number: int) -> Tensor:
         """Wait for a collective, and return its tensor."""
-        work, tensor = self._started.pop(number)
+        work, tensor, _ = self._started.pop(number)
         work.wait()
         return tensor
 

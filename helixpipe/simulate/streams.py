@@ -20,15 +20,19 @@ Waits = dict[int, list[int]]
 
 
 def transfer_orders(lowered: LoweredProgram) -> dict[Resource, list[int]]:
-    """The messages of each link, the copies of each copy engine, and what each rank does with those that have parts of
-    its weights, in order."""
+    """The messages of each link, the copies of each copy engine, and the collectives of each group, in order; without
+    groups that are in none that anything in a step waits for."""
     first, (resource, table) = lowered.graph.num_ops, lowered.graph.resources()
     orders: list[list[int]] = [[] for _ in table]
     for task in lowered.order:
         if task >= first:
             orders[resource[task]].append(task)
     ordered = {each: orders[number] for number, each in enumerate(table) if each.kind != "compute"}
-    return {each: tasks for each, tasks in ordered.items() if each.kind != "collective" or len(each.ranks) == 1}
+    waited = {
+        each: [task for task in tasks if TRANSFER_KINDS[lowered.graph.transfer(task).kind].waited is not Waited.STEP]
+        for each, tasks in ordered.items()
+    }
+    return {each: tasks for each, tasks in ordered.items() if waited[each]}
 
 
 def stream_waits(lowered: LoweredProgram) -> Waits:

@@ -16,7 +16,7 @@ from helixpipe.lowering.order import TaskTimes
 from helixpipe.lowering.project import Action, LoweredProgram
 from helixpipe.program.program import Op
 from helixpipe.program.tasks import Buffer
-from helixpipe.program.transfer import TRANSFER_KINDS, Waited
+from helixpipe.program.transfer import TRANSFER_KINDS
 from helixpipe.simulate.streams import Waits
 
 _HANDLED, _STARTED = frozenset({Action.SEND, Action.WAIT}), frozenset({Action.START})
@@ -65,7 +65,7 @@ def held_up_by_copies(graph: Graph, times: TaskTimes, waits: Waits) -> list[floa
 
 def held_up_by_sharing(graph: Graph, times: TaskTimes, waits: Waits) -> list[float]:
     """Return for each rank how long its ops wait for gathers and scatters alone, and these last after its last op."""
-    shared = [graph.task(each) for each in graph.collectives if TRANSFER_KINDS[each.kind].waited is not Waited.STEP]
+    shared = [graph.task(each) for each in graph.collectives if TRANSFER_KINDS[each.kind].group]
     held_up = _held_up(graph, times, waits, shared)
     over = [times.end[tasks[-1]] if tasks else 0.0 for tasks in graph.rank_tasks]
     last = list(over)

@@ -210,6 +210,12 @@ def _in_program(lowered: LoweredProgram, pp_rank: int, index: int, peers: Peers,
     if transfer.resource != "link":
         doing = "starts" if action is Action.START else "waits until the end of"
         label = TRANSFER_KINDS[transfer.kind].label
+        if action is Action.WAIT and transfer.resource == "collective":
+            others += tuple(
+                AwaitedRank(peers.pipeline[rank], (number, _find(lowered, Action.START, transfer, rank) + 1))
+                for rank in transfer.ranks
+                if rank != pp_rank
+            )
         return f"{doing} the {label}: {cargo} {count}", "", (), others
     if action is Action.SEND:
         return f"sends {cargo} to rank {peers.pipeline[transfer.target]} {count}", "", (), (
@@ -256,7 +262,9 @@ def _receivers(lowered: LoweredProgram, pp_rank: int, peers: Peers, number: int)
     )
 
 
-def _find(lowered: LoweredProgram, action: Action, message: Transfer) -> int:
-    """Return the number of an instruction in the stream of the message's source (SEND) or target."""
-    stream = lowered.streams[message.source if action is Action.SEND else message.target]
+def _find(lowered: LoweredProgram, action: Action, message: Transfer, rank: int | None = None) -> int:
+    """Return the number of an instruction in the stream of a rank, or of the message's source (SEND) or target."""
+    if rank is None:
+        rank = message.source if action is Action.SEND else message.target
+    stream = lowered.streams[rank]
     return next(i for i, each in enumerate(stream) if each.action is action and each.transfer == message)

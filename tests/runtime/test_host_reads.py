@@ -33,6 +33,8 @@ CASES = [
     *(Case(name, 2, 6, "llama") for name in ("weipipe-naive", "weipipe", "wzb1", "wzb2")),
     Case("1f1b", 2, 4, "llama", dropout=0.2, recompute=RecomputeOptions("full", recompute_early=False)),
     Case("1f1b", 2, 4, "gpt", mlp_chunk=5, loss_chunk=5),
+    Case("1f1b", 2, 4, "gpt", tied=True, vocabulary="split"),
+    Case("seq1f1b", 2, 3, "llama", lengths=(5, 4, 3), vocabulary="split", loss_chunk=5),
     Case("none", 1, 2, "gpt", tp=2, tied=True, sequence_parallel=True),
 ]
 

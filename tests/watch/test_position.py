@@ -8,10 +8,12 @@ from contextlib import suppress
 import pytest
 import torch
 
+from helixpipe.costs.by_hand import unit_costs
 from helixpipe.lowering.lower import lower
 from helixpipe.lowering.project import Action, LoweredProgram
 from helixpipe.planning.catalogue import Shape
 from helixpipe.planning.memory.offload import OffloadOptions
+from helixpipe.planning.vocabulary.split import split_heads
 from helixpipe.runtime.run_ahead import RunAhead
 from helixpipe.watch.position import Left, Patience, Peers, Position, describe
 from schedules import build
@@ -206,9 +208,24 @@ def test_a_sender_waits_until_the_receive_is_posted() -> None:
     assert places == [(0, receives[0] + 1), (0, receives[-1] + 1)]
 
 
+def test_whoever_waits_for_a_collective_waits_for_all_its_ranks() -> None:
+    """Of a divided head: rank 1 waits until the others have started what rank 2 gives first."""
+    lowered = lower(split_heads(build("1f1b", Shape(3, 3, 3)), unit_costs()))
+    wait = next(index for index, each in enumerate(lowered.streams[1]) if str(each).startswith("WAIT head_input"))
+    transfer = lowered.streams[1][wait].transfer
+    position = Position()
+    position.begin(lowered, 1)
+    position.at(wait)
+    state = describe(position.look(), Peers(11, (10, 11, 12), (11,)), 31, 30)
+    starts = [next(i for i, each in enumerate(stream) if each.transfer == transfer) for stream in lowered.streams]
+    assert [(need.rank, need.place[1]) for need in state.needs] == [(10, starts[0] + 1), (12, starts[2] + 1)]
+    assert state.waits and state.doing.startswith("waits until the end of the hidden states to all parts of the head: ")
+
+
 def test_every_instruction_can_be_described() -> None:
-    for schedule in ("1f1b", "seq1f1b", "helix", "weipipe", "wzb1"):
-        lowered: LoweredProgram = lower(build(schedule, Shape(4, 8, 8)))
+    programs = [build(schedule, Shape(4, 8, 8)) for schedule in ("1f1b", "seq1f1b", "helix", "weipipe", "wzb1")]
+    for program in (*programs, split_heads(programs[0], unit_costs())):
+        lowered: LoweredProgram = lower(program)
         for pp_rank, stream in enumerate(lowered.streams):
             position = Position()
             position.begin(lowered, pp_rank)

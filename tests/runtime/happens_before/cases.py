@@ -46,6 +46,9 @@ OTHERS = [
     Case("wzb2", 4, 3, "gpt", layers=5, weipipe=WeipipeOptions(weipipe_slots=1, weipipe_grad_dtype="bf16")),
     # keys and values in blocks, some of other ranks
     Case("sppo", 2, 1, "llama", lengths=(4, 4, 4), multiplex="both"),
+    # a head that is divided over the ranks
+    Case("1f1b", 4, 3, "llama", vocabulary="split"),
+    Case("zbv", 2, 3, "gpt", tied=True, vocabulary="split", loss_chunk=5),
     # memory that is let go of and filled again
     Case("interleaved-1f1b", 4, 4, "gpt", v=1, recompute=WITHOUT_ATTENTION, split=True),
 ]

@@ -10,7 +10,7 @@ Bytes travel through `Network`, of copies, so that the memory a kernel uses may 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 from unittest import mock
@@ -31,12 +31,19 @@ class Network(Protocol):
 
     def all_reduce(self, tensor: torch.Tensor, group: Any) -> Any: ...
 
+    def broadcast(self, tensor: torch.Tensor, source: int, group: Any) -> Any: ...
+
+    def reduce(self, tensor: torch.Tensor, target: int, group: Any) -> Any: ...
+
+    def all_gather(self, tensors: list[torch.Tensor], tensor: torch.Tensor, group: Any) -> Any: ...
+
 
 class OverGloo:
     """A `Network` between real ranks."""
 
     def __init__(self) -> None:
         self._isend, self._irecv, self._all_reduce = dist.isend, dist.irecv, dist.all_reduce
+        self._broadcast, self._reduce, self._all_gather = dist.broadcast, dist.reduce, dist.all_gather
 
     def isend(self, tensor: torch.Tensor, group: Any, peer: int) -> Any:
         return self._isend(tensor, group=group, group_dst=peer)
@@ -46,6 +53,15 @@ class OverGloo:
 
     def all_reduce(self, tensor: torch.Tensor, group: Any) -> Any:
         return self._all_reduce(tensor, group=group, async_op=True)
+
+    def broadcast(self, tensor: torch.Tensor, source: int, group: Any) -> Any:
+        return self._broadcast(tensor, source, group=group, async_op=True)
+
+    def reduce(self, tensor: torch.Tensor, target: int, group: Any) -> Any:
+        return self._reduce(tensor, target, group=group, async_op=True)
+
+    def all_gather(self, tensors: list[torch.Tensor], tensor: torch.Tensor, group: Any) -> Any:
+        return self._all_gather(tensors, tensor, group=group, async_op=True)
 
 
 class Nowhere:
@@ -58,6 +74,15 @@ class Nowhere:
         return self
 
     def all_reduce(self, tensor: torch.Tensor, group: Any) -> Any:
+        return self
+
+    def broadcast(self, tensor: torch.Tensor, source: int, group: Any) -> Any:
+        return self
+
+    def reduce(self, tensor: torch.Tensor, target: int, group: Any) -> Any:
+        return self
+
+    def all_gather(self, tensors: list[torch.Tensor], tensor: torch.Tensor, group: Any) -> Any:
         return self
 
     def wait(self) -> None: ...
@@ -81,16 +106,19 @@ class Place:
 
 
 class Work:
-    """Of one message or collective. end: what is known once it has ended."""
+    """Of one message or collective. end: what is known once it has ended. into: where it writes, with the copies that
+    it really writes to. kept: copies that it really reads."""
 
-    def __init__(self, simulation: Simulation, end: Clock, real: Any, copy: torch.Tensor, into: Place | None):
+    def __init__(
+        self, simulation: Simulation, end: Clock, real: Any, into: Sequence[tuple[Place, torch.Tensor]], kept: Any
+    ):
         self._simulation, self._end = simulation, end
-        self._real, self._copy, self._into = real, copy, into
+        self._real, self._into, self._kept = real, into, kept
 
     def wait(self, timeout: Any = None) -> bool:
         """The current stream waits."""
         world = self._simulation.world
-        if self._into is not None:
+        if self._into:
             self.arrive()
         world.stream.hear(world.thread)
         world.stream.learn(self._end)
@@ -108,9 +136,9 @@ class Work:
         if self._real is not None:
             self._real.wait()
             self._real = None
-            if self._into is not None:
-                with torch._C._DisableTorchDispatch():
-                    self._into.fill(self._copy)
+            with torch._C._DisableTorchDispatch():
+                for place, copy in self._into:
+                    place.fill(copy)
 
 
 class Communicators:
@@ -148,7 +176,7 @@ class Communicators:
         end = self._issue(stream, tensor, False, f"the send to {group_dst}")
         with torch._C._DisableTorchDispatch():
             copy = tensor.detach().clone()
-            return self._start(end, self._network.isend(copy, group, group_dst), copy, None)
+            return self._start(end, self._network.isend(copy, group, group_dst), (), copy)
 
     def irecv(self, tensor: torch.Tensor, group: Any, group_src: int) -> Work:
         stream, world = self._stream(group, frozenset((group.rank(), group_src))), self._simulation.world
@@ -157,8 +185,8 @@ class Communicators:
         if not stream.knows(world.compute.number, world.compute.time):
             world.report(f"{what} in {stream.name} does not wait for its place: it may start before what precedes it")
         with torch._C._DisableTorchDispatch():
-            copy, into = torch.empty_like(tensor), Place(tensor)
-            return self._start(end, self._network.irecv(copy, group, group_src), copy, into)
+            copy = torch.empty_like(tensor)
+            return self._start(end, self._network.irecv(copy, group, group_src), [(Place(tensor), copy)])
 
     def all_reduce(
         self, tensor: torch.Tensor, op: Any = None, group: Any = None, async_op: bool = False
@@ -166,14 +194,45 @@ class Communicators:
         end = self._issue(self._stream(group, frozenset()), tensor, True, "the all-reduce")
         with torch._C._DisableTorchDispatch():
             copy = tensor.detach().clone()
-            work = self._start(end, self._network.all_reduce(copy, group), copy, Place(tensor))
+            work = self._start(end, self._network.all_reduce(copy, group), [(Place(tensor), copy)])
         if not async_op:
             work.wait()
             return None
         return work
 
-    def _start(self, end: Clock, real: Any, copy: torch.Tensor, into: Place | None) -> Work:
-        self._works.append(Work(self._simulation, end, real, copy, into))
+    def broadcast(self, tensor: torch.Tensor, src: int, group: Any, async_op: bool) -> Work:
+        """async_op: as all that uses this gives it."""
+        write = dist.get_rank() != src
+        end = self._issue(self._stream(group, frozenset()), tensor, write, "the broadcast")
+        with torch._C._DisableTorchDispatch():
+            copy = tensor.detach().clone()
+            into = [(Place(tensor), copy)] * write
+            return self._start(end, self._network.broadcast(copy, src, group), into, copy)
+
+    def reduce(self, tensor: torch.Tensor, dst: int, group: Any, async_op: bool) -> Work:
+        """async_op: as all that uses this gives it."""
+        write = dist.get_rank() == dst
+        end = self._issue(self._stream(group, frozenset()), tensor, write, "the reduction")
+        with torch._C._DisableTorchDispatch():
+            copy = tensor.detach().clone()
+            into = [(Place(tensor), copy)] * write
+            return self._start(end, self._network.reduce(copy, dst, group), into, copy)
+
+    def all_gather(self, tensors: list[torch.Tensor], tensor: torch.Tensor, group: Any, async_op: bool) -> Work:
+        """async_op: as all that uses this gives it."""
+        stream = self._stream(group, frozenset())
+        self._issue(stream, tensor, False, "the all-gather")
+        for each in tensors:
+            end = self._issue(stream, each, True, "the all-gather")
+        with torch._C._DisableTorchDispatch():
+            copy, copies = tensor.detach().clone(), [torch.empty_like(each) for each in tensors]
+            into = list(zip(map(Place, tensors), copies, strict=True))
+            return self._start(end, self._network.all_gather(copies, copy, group), into, copy)
+
+    def _start(
+        self, end: Clock, real: Any, into: Sequence[tuple[Place, torch.Tensor]], kept: torch.Tensor | None = None
+    ) -> Work:
+        self._works.append(Work(self._simulation, end, real, into, kept))
         return self._works[-1]
 
     def drain(self) -> None:
@@ -192,7 +251,8 @@ class Communicators:
 
             return run
 
-        functions = {"isend": self.isend, "irecv": self.irecv, "all_reduce": self.all_reduce}
+        functions: dict[str, Any] = {"isend": self.isend, "irecv": self.irecv, "all_reduce": self.all_reduce}
+        functions |= {"broadcast": self.broadcast, "reduce": self.reduce, "all_gather": self.all_gather}
         with ExitStack() as stack:
             for name, function in (*functions.items(), ("send", waiting(self.isend)), ("recv", waiting(self.irecv))):
                 stack.enter_context(mock.patch.object(dist, name, function))

@@ -109,7 +109,8 @@ def _run_case(
     sent: list[bool] = []
     offloader = None if case.offload is None else watched_offloader(simulation, CUDA)
     rank, transport = parallel_state.get_pipeline_model_parallel_rank(), _Counting(own, sent)
-    executor = Executor(rank, model, transport, offloader=offloader)
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    executor = Executor(rank, model, transport, offloader=offloader, group=pipeline)
     plan, step = lowered(case), make_step(case)
     executor.run(plan, step)
     executor.run(plan, replace(step, confirm=lambda: False) if case.schedule in PUT_RIGHT else step)  # takes its memory
