@@ -55,6 +55,7 @@ format: install  ## let ruff sort imports and format the code
 bench: bench-engines
 
 bench-choosing: ARGS ?= --output docs/choosing.md
+bench-tp-overlap: ARGS ?= --output docs/tp_overlap.md
 bench-search: ARGS ?= --output docs/schedule_search.md
 
 bench-%: install

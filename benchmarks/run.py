@@ -54,6 +54,9 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
         ),
         "choosing": Benchmark("benchmarks.choosing", "the table of docs/choosing.md, simulated"),
         "vocabulary": Benchmark("benchmarks.vocabulary", "a head on all ranks, simulated (docs/vocabulary.md)"),
+        "tp-overlap": Benchmark(
+            "benchmarks.tp_overlap", "what hiding tensor-parallel collectives gains, simulated (docs/tp_overlap.md)"
+        ),
         "search": Benchmark(
             "benchmarks.search", "what a search over orders gains, simulated (docs/schedule_search.md)"
         ),

@@ -142,6 +142,7 @@ MODELS: Mapping[str, ModelShape] = MappingProxyType(
             _llama("llama2-70b", 80, 64, 8192, 4 * _K, groups=8, ffn=28672, vocab=32000),
             _llama("llama3-8b", 32, 32, 4096, 8 * _K, groups=8, ffn=14336, vocab=128256),
             _llama("llama3-70b", 80, 64, 8192, 8 * _K, groups=8, ffn=28672, vocab=128256),
+            _llama("llama3-70b", 80, 64, 8192, 8 * _K, groups=8, ffn=28672, vocab=128256),
             # HelixPipe's setups: layers, heads, hidden; 32k to 128k tokens
             _gpt("helix-1.3b", 24, 16, 2048, 128 * _K),
             _gpt("helix-3b", 16, 32, 4096, 128 * _K),

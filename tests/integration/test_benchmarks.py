@@ -123,6 +123,13 @@ def test_bytes_over_a_link_are_those_of_the_formulas() -> None:
     assert network.crossing([0.5, 1, 2], [0.25, 0.5, 2]) == "1.41" and network.crossing([1, 2], [2, 3]) == "-"
 
 
+def test_tp_overlap_prints_what_stands_on_its_page(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["tp-overlap", "--rows", "1", "--jobs", "1"]) == 0
+    head, _, *rows = capsys.readouterr().out.splitlines()
+    page = (ROOT / "docs/tp_overlap.md").read_text(encoding="utf-8").splitlines()
+    assert len(rows) == 3 and {head, *rows} <= set(page)
+
+
 def test_choosing_prints_what_stands_on_its_page(capsys: pytest.CaptureFixture[str]) -> None:
     """One row, the fastest to make; `make bench-choosing` writes all of them."""
     assert run.main(["choosing", "--rows", "3", "--jobs", "1"]) == 0

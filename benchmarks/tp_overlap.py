@@ -1,0 +1,86 @@
+"""What halves of the tokens gain over the overlap that every backward has, simulated: docs/tp_overlap.md's table.
+
+    make bench-tp-overlap ARGS="[--rows 1 3] [--jobs 2] [--output docs/tp_overlap.md]"
+
+For each row of benchmarks/data/tp_overlap.toml steps of `1f1b`, of `seq1f1b` with four chunks and of `helix` are
+simulated with `--overlap-tp-comm off` and `halves`, and with NVLink infinitely fast, nothing recomputed but what helix
+does. `--output` replaces what stands between the page's two marks. All figures come from the cost model
+(docs/costs.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from benchmarks import data
+from benchmarks.report import Outcome, Page, markdown
+from benchmarks.simulated import Jobs, Scenario, Setting, in_processes, simulated
+from helixpipe.common.collector import collector_paused
+from helixpipe.common.flags import option
+from helixpipe.costs.hardware import GIB
+from helixpipe.costs.models import HALVES
+
+ROWS = data.rows("tp_overlap.toml", "row", Scenario)
+SETTINGS = (Setting("1f1b"), Setting("seq1f1b", chunks=4), Setting("helix"))
+HEADS = ("model, GPUs", "tokens, m", "schedule", "off, s", "halves, s", "gain", "all hidden", "GiB, off", "GiB, halves")
+
+
+@dataclass(frozen=True)
+class Options(Jobs, Page):
+    rows: tuple[int, ...] = option(
+        tuple(range(1, len(ROWS) + 1)), "Which rows (default: all).", metavar="N", at_least=1, at_most=len(ROWS)
+    )
+
+
+class Step(NamedTuple):
+    """Of one setting of a row. off, halves, free: seconds of the pipeline with each value of the flag, and were NVLink
+    infinitely fast. gib: of the fullest GPU, off and in halves."""
+
+    row: Scenario
+    setting: Setting
+    off: float
+    halves: float
+    free: float
+    gib: tuple[float, float]
+
+    @property
+    def gain(self) -> float:
+        return self.off / self.halves
+
+
+@collector_paused()
+def measure(job: tuple[Scenario, Setting]) -> Step:
+    row, setting = job
+    off, halves = row.plan(), row.plan(overlap_tp_comm=HALVES)
+    fast = replace(off.costs, hardware=replace(off.costs.hardware, nvlink=float("inf")))
+    steps = [simulated(plan, setting.program(plan, limited=False)) for plan in (off, halves, replace(off, costs=fast))]
+    seconds = [step.simulation.makespan for step in steps]
+    return Step(row, setting, seconds[0], seconds[1], seconds[2], (steps[0].peak / GIB, steps[1].peak / GIB))
+
+
+def line(step: Step) -> list[str]:
+    """The cells of a line of the table."""
+    row, setting = step.row, step.setting
+    chunks = f", {setting.chunks} chunks" if setting.chunks > 1 else ""
+    return [
+        f"{row.model}, {8 * row.nodes} {row.hardware}",
+        f"{row.tokens}k, {row.microbatches}",
+        f"`{setting.schedule}`{chunks}",
+        f"{step.off:.3f}",
+        f"{step.halves:.3f}",
+        f"{step.gain:.3f}",
+        f"{step.off / step.free:.2f}",
+        *(f"{each:.1f}" for each in step.gib),
+    ]
+
+
+def table(steps: Sequence[Step]) -> list[str]:
+    return markdown(HEADS, [line(step) for step in steps], "lllrrrrrr")
+
+
+def run(options: Options) -> Outcome:
+    jobs = [(ROWS[number - 1], setting) for number in options.rows for setting in SETTINGS]
+    found = table(in_processes(measure, jobs, options))
+    return Outcome("\n".join(found), tables={"tp-overlap": found})
