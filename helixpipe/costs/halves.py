@@ -11,7 +11,7 @@ Not counted: launching twice as many kernels, as launching any.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -24,13 +24,14 @@ from helixpipe.program.stages import LAYER_PIECES, Piece, role_of
 Seconds = Callable[[Kernel], float]
 
 
-def consecutive(pieces: Sequence[Piece]) -> list[tuple[str, ...]]:
-    """The kinds of each run of pieces that follow one another in the model."""
+def consecutive(pieces: Sequence[Piece], starts: Collection[Piece] = ()) -> list[tuple[str, ...]]:
+    """The kinds of each run of pieces that follow one another in the model. starts: pieces that begin a run in any
+    case."""
     runs: list[list[str]] = []
     before: int | None = None
     for piece in pieces:
         place = piece.layer * len(LAYER_PIECES) + LAYER_PIECES.index(piece.role)
-        if before is None or place != before + 1:
+        if before is None or place != before + 1 or piece in starts:
             runs.append([])
         runs[-1].append(piece.kind)
         before = place

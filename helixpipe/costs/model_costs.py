@@ -113,7 +113,7 @@ class ModelCosts(CountsBytes):
         chunk, pieces, halved = self.chunk(work.extents, work.whole), work.pieces, 0.0
         if self.layout.halves:
             pieces = tuple(piece for piece in pieces if piece.layer < 0)
-            runs = consecutive([piece for piece in work.pieces if piece.layer >= 0])
+            runs = consecutive([piece for piece in work.pieces if piece.layer >= 0], frozenset(work.starts))
             halved = sum(self._halved_times(chunk).time(run, work.kind) for run in runs)
         kinds = Counter((piece.kind, piece.shares) for piece in pieces)
         kernels = sum(

@@ -33,17 +33,18 @@ def stage_work(
     ranks; the cut before a stage has its number. recomputed: runs that R makes again, those of the stage if not given.
     """
     own = stages[stage]
+    runs = tuple(map(tuple, own.recompute if recomputed is None else recomputed))
     if kind in "WR":
-        runs = own.recompute if recomputed is None else recomputed
         pieces = own.pieces if kind == "W" else tuple(piece for run in runs for piece in run)
-        return Work(kind, pieces, extents, whole)
+        return Work(kind, pieces, extents, whole, starts=() if kind == "W" else tuple(run[0] for run in runs))
     before, after = (
         stages[cut].pieces[0] if 0 < cut < len(stages) and crosses(cut) else None for cut in (stage, stage + 1)
     )
     if own.part is not None:
         after = None  # the sums over its logits, a few bytes
     receives, sends = (before, after) if kind == "F" else (after, before)
-    return Work(kind, own.pieces, extents, whole, receives, sends)
+    starts = tuple(each.pieces[0] for each in segments(own.pieces, Activations(runs))) if runs else ()
+    return Work(kind, own.pieces, extents, whole, receives, sends, starts=starts)
 
 
 Timers = tuple[Callable[[Op], float], Callable[[Transfer], float]]

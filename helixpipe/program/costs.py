@@ -20,7 +20,7 @@ class Work(NamedTuple):
     step; None where the extents are parts of a microbatch, of a program that does not say how long a sequence is.
     receives, sends: the first piece after the cut at which the op takes what another rank sent, and after that at which
     it gives what another rank needs; None where there is no such cut. alone: whether no backward follows an F, as in an
-    evaluation.
+    evaluation. starts: first pieces of the segments, which run one after another, each in a graph of its own.
     """
 
     kind: str
@@ -30,6 +30,7 @@ class Work(NamedTuple):
     receives: Piece | None = None
     sends: Piece | None = None
     alone: bool = False
+    starts: tuple[Piece, ...] = ()
 
 
 class Leaving(NamedTuple):

@@ -14,8 +14,10 @@ from helixpipe.costs.hardware import HARDWARE
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import HALVES, MODELS, OFF, Chunk, Layout, halves_of
 from helixpipe.costs.piece_kinds import work
+from helixpipe.lowering.bound import stage_work
+from helixpipe.planning.memory.recompute import RecomputeOptions
 from helixpipe.program.costs import Work
-from helixpipe.program.stages import Piece, model_pieces
+from helixpipe.program.stages import Piece, Stage, model_pieces
 from helixpipe.program.workload import Extent
 
 LLAMA = MODELS["llama3-8b"]
@@ -55,6 +57,20 @@ def test_pieces_that_follow_one_another_are_one_run() -> None:
     without = [piece for piece in chain if piece.role != "attn"]
     assert consecutive(without) == [("norm", "qkv"), ("proj", "mlp", "norm", "qkv"), ("proj", "mlp")]
     assert consecutive([]) == []
+    assert consecutive(chain[:5], {Piece("norm", 0), Piece("attn", 0)}) == [("norm", "qkv"), ("attn", "proj", "mlp")]
+
+
+@pytest.mark.parametrize("kind", ["F", "B", "R"])
+def test_recomputed_segments_run_one_after_another(kind: str) -> None:
+    """Each begins and ends with a collective that nothing runs beside."""
+    halved, extents = costs(), (Extent(TOKENS, 0.0),)
+    stage = RecomputeOptions("full").stages((Stage(LAYERS),))
+    work = stage_work(kind, stage, 0, extents, float(TOKENS))
+    assert work.pieces == LAYERS and len(work.starts) == 8
+    each = seconds(halved, kind, LAYERS[:5])
+    assert halved.op_time(work) == pytest.approx(8 * each) and 8 * each > 1.05 * seconds(halved, kind)
+    plain = stage_work(kind, (Stage(LAYERS),), 0, extents, float(TOKENS))
+    assert plain.starts == ()
 
 
 @pytest.mark.parametrize("op", ["F", "I", "B", "W", "R"])
