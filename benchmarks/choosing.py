@@ -38,6 +38,9 @@ from schedules.zero_bubble import ZeroBubbleOptions
 CHUNKS = (2, 4, 8)
 """Numbers of chunks that are tried, where the chunks are long enough for the GPU."""
 
+MOST_CHUNKS = 4
+"""Of schedules that are not made for chunks, whose search takes long."""
+
 HIDDEN: Mapping[str, Any] = MappingProxyType({"overlap_tp_comm": "auto"})
 """Flags of every setup."""
 
@@ -81,15 +84,14 @@ def variants(schedule: Schedule, row: Row) -> Iterator[Setting]:
     whole = Setting(schedule.name)
     if schedule.options is HelixOptions:
         yield from (replace(whole, options=HelixOptions(helix_folds=folds)) for folds in (1, 2))
-    elif schedule.chunks:
-        for count in chunk_counts(row.tokens * 1024, 1, row.plan().costs.hardware):
-            if count in CHUNKS:
-                yield replace(whole, chunks=count, virtual_stages=2 if schedule.virtual_stages else None)
-    elif schedule.virtual_stages:
-        stages = (2,) if schedule.options is ZeroBubbleOptions else (2, 4)  # whose search takes long
-        yield from (replace(whole, virtual_stages=count) for count in stages)
-    else:
-        yield whole
+        return
+    counts = [count for count in chunk_counts(row.tokens * 1024, 1, row.plan().costs.hardware) if count in CHUNKS]
+    stages: tuple[int | None, ...] = (2, 4) if schedule.virtual_stages else (None,)
+    if schedule.virtual_stages and (schedule.chunks or schedule.options is ZeroBubbleOptions):
+        stages = (2,)  # whose search takes long, or whose chunks do what more stages would
+    if not schedule.chunks:
+        counts = [1, *(count for count in counts if schedule.units and count <= MOST_CHUNKS)]
+    yield from (replace(whole, chunks=count, virtual_stages=each) for count in counts for each in stages)
 
 
 def savings(setting: Setting, row: Row) -> Iterator[Setting]:
