@@ -25,7 +25,7 @@ from helixpipe.planning.memory.recompute import RecomputeOptions, check_recomput
 from helixpipe.planning.memory.sharding import shared_out
 from helixpipe.planning.order.chunk_options import ChunkOptions
 from helixpipe.planning.setup import Setup
-from helixpipe.planning.vocabulary.choice import VocabularyOptions
+from helixpipe.planning.vocabulary.choice import VocabularyOptions, check_heads
 from helixpipe.program.costs import Costs
 from helixpipe.program.files import is_file, load_program, naming, says_all
 from helixpipe.program.program import Program, forward_only
@@ -174,6 +174,7 @@ def _programs(
 def _of_file(name: str, program: Program, given: Setup, chunking: Chunking, namespace: argparse.Namespace) -> Program:
     """Return a file's program with the changes that the flags ask for."""
     program = of_model(program, given.costs)
+    check_heads(name, program, given.vocabulary)
     if says_all(name):
         check_recomputes(name, program, given.recompute)
         check_offloads(name, program, given.offload)

@@ -15,7 +15,7 @@ from helixpipe.planning.memory.offload import OffloadOptions, check_offloads, of
 from helixpipe.planning.memory.offload_choice import MemoryLimits, choose
 from helixpipe.planning.memory.recompute import RecomputeOptions, check_recomputes
 from helixpipe.planning.memory.sharding import shared_out
-from helixpipe.planning.vocabulary.choice import VocabularyOptions, over_pipeline
+from helixpipe.planning.vocabulary.choice import VocabularyOptions, check_heads, over_pipeline
 from helixpipe.program.chunked import in_chunks
 from helixpipe.program.costs import Costs
 from helixpipe.program.files import is_file, load_program, naming, says_all
@@ -297,6 +297,7 @@ class Catalogue(Mapping[str, Schedule]):
         if program.num_layers != shape.layers:
             raise ScheduleError(f"{name} has {program.num_layers} layers, but the run has {shape.layers}.")
         program = of_model(program, shape.costs)
+        check_heads(name, program, shape.vocabulary)
         if shape.virtual_stages is not None or shape.stage_layers is not None:
             raise ScheduleError(
                 f"{name} says itself which stages a rank has; leave virtual stages and divisions of the layers out."

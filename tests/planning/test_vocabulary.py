@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helixpipe.common.errors import ScheduleError
 from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.costs.hardware import find_hardware
 from helixpipe.costs.model_costs import ModelCosts
@@ -20,6 +22,7 @@ from helixpipe.planning.vocabulary.lanes import BACKWARDS, FORWARDS, HEAD_BACKWA
 from helixpipe.planning.vocabulary.split import split_heads, splittable
 from helixpipe.planning.vocabulary.spread import spread_heads, spreadable
 from helixpipe.program.costs import Work
+from helixpipe.program.files import save_program
 from helixpipe.program.program import Op, Program
 from helixpipe.program.stages import Piece
 from helixpipe.program.workload import Extent
@@ -193,3 +196,17 @@ def test_a_last_stage_that_is_the_head_alone() -> None:
     validate(spread)
     assert len(spread.stages) == 3 and {op.stage for op in spread.ranks[2]} == {2}
     assert {op.stage for op in spread.ranks[0]} == {0, 2}
+
+
+def test_a_file_says_itself_where_the_head_is(tmp_path: Path) -> None:
+    shape = Shape(2, 2, 2, costs=PieceTimes(TIMES))
+    for own in ("ends", "spread", "split"):
+        path = tmp_path / f"{own}.json"
+        program = with_heads(own, shape)
+        save_program(program, path)
+        for asked in MODES:
+            if asked in ("ends", "auto", own):
+                assert with_heads(asked, shape, str(path)).ranks == program.ranks
+            else:
+                with pytest.raises(ScheduleError, match=f"leave --pipeline-vocab-parallel {asked} out .* is {own}"):
+                    with_heads(asked, shape, str(path))

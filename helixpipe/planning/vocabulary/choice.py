@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
+from helixpipe.common.errors import ScheduleError
 from helixpipe.common.flags import option
 from helixpipe.lowering.lower import scheduled
 from helixpipe.planning.memory.early import makespan, peak_memory
@@ -118,6 +119,16 @@ def head_place(program: Program) -> Literal["ends", "spread", "split"]:
     if program.stages[-1].part is not None:
         return "split"
     return "spread" if program.stages[-1].placement == "replicated" else "ends"
+
+
+def check_heads(name: str, program: Program, options: VocabularyOptions) -> None:
+    """Raise ScheduleError where the flag says another place of the head than a file does."""
+    asked, own = options.pipeline_vocab_parallel, head_place(program)
+    if asked not in ("ends", "auto", own):
+        raise ScheduleError(
+            f"{name} says itself where the output layer is; leave --pipeline-vocab-parallel {asked} out (the file's "
+            f"place is {own})."
+        )
 
 
 def _rating(program: Program, costs: Costs, limit: float | None) -> tuple[float, float]:
