@@ -57,6 +57,11 @@ def check_program(program: Program, num_ranks: int, num_microbatches: int) -> No
             "before: only a helixpipe.model.PipelineModel has that, not a GPTModel of one's own."
         )
     for number, stage in enumerate(program.stages):
+        if stage.part is not None:
+            raise ScheduleError(
+                f"schedule {name} divides the output layer over the pipeline: only a helixpipe.model.PipelineModel has "
+                "a part of it, not a GPTModel of one's own."
+            )
         if stage.placement != "resident":
             raise ScheduleError(
                 f"schedule {name} has {stage.placement} stages, but the weights of a model of one's own stay in place."

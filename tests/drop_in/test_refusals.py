@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from helixpipe.common.errors import UserError
+from helixpipe.costs.by_hand import unit_costs
 from helixpipe.drop_in.checks import check_chunks, check_config, check_deferral, check_program
+from helixpipe.planning.vocabulary.split import split_heads
 from helixpipe.program.files import save_program
 from helixpipe.program.program import Op, Program, Unit, forward_only
 from helixpipe.program.stages import Activations, Piece, Stage, model_pieces
@@ -107,6 +109,10 @@ def shipped() -> Program:
         (cut_inside_a_layer(), r"cuts the model inside a layer, after attn\[2\]"),
         (recomputed(), "stage 0 of schedule 1f1b is recomputed by the schedule"),
         (shipped(), "has shipped stages"),
+        (
+            split_heads(program("1f1b"), unit_costs()),
+            "schedule 1f1b divides the output layer over the pipeline: only a",
+        ),
         (forward_only(program("1f1b")), "it is an evaluation program"),
         (build("1f1b", Shape(4, 4, 4)), "a program for 4 ranks and 4 microbatches, but the run has 2 and 4"),
         (build("1f1b", Shape(2, 3, 4)), "a program for 2 ranks and 3 microbatches, but the run has 2 and 4"),

@@ -9,6 +9,7 @@ import pytest
 from helixpipe.common.errors import UserError
 from schedules import command
 from tests.training.helpers import config
+from tests.training.steps import Run
 
 INPUTS = [
     tuple(part.strip() for part in line.split(" | ", 1))
@@ -32,6 +33,20 @@ def test_one_sentence(
     assert says in sentence and "\n" not in sentence, sentence
     assert sentence.endswith((".", "?")) and "Traceback" not in sentence
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_divided_head_that_is_tied_has_whole_weights() -> None:
+    """Untied it may have weights in parts."""
+    words = (
+        "--data-parallel-sharding-strategy optim_grads_params --pipeline-schedule 1f1b --pipeline-vocab-parallel split"
+    )
+    with pytest.raises(UserError) as caught:
+        Run("gpt", words, pp=2).config(0, 4)
+    assert str(caught.value) == (
+        "--pipeline-vocab-parallel split cannot be had with --data-parallel-sharding-strategy optim_grads_params where "
+        "the output layer is tied to the embedding; give spread, or --untie-embeddings-and-output-weights."
+    )
+    assert Run("llama", words, pp=2).config(0, 4).parallel.shards_weights
 
 
 def test_there_are_many() -> None:

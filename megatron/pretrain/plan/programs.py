@@ -99,6 +99,8 @@ def check_program(config: Config, plans: Plans[int]) -> None:
             raise ProgramError(reason)
         if program.kv_blocks:
             _check_blocks(config)
+        if program.chain < len(program.stages):
+            _check_divided_head(config)
         if not config.data.variable_seq_lengths:
             workload = program.workload.of_sequences(config.model.seq_length or 1)
             _check_lengths(config, {length for number in range(len(workload)) for length in workload.tokens(number)})
@@ -114,6 +116,17 @@ def _check_blocks(config: Config) -> None:
     ):
         if value != valid:
             raise UserError(f"{flag} cannot be had with {other} {value:g}; give {valid}, or leave {flag} out.")
+
+
+def _check_divided_head(config: Config) -> None:
+    """Raise UserError where gradients of the embedding's rows and of the parts of a head cannot be summed:
+    data-parallel ranks cut the two at other elements."""
+    if config.parallel.shards_weights and not config.model.untie_embeddings_and_output_weights:
+        raise UserError(
+            "--pipeline-vocab-parallel split cannot be had with --data-parallel-sharding-strategy "
+            f"{config.parallel.data_parallel_sharding_strategy} where the output layer is tied to the embedding; give "
+            "spread, or --untie-embeddings-and-output-weights."
+        )
 
 
 def _check_lengths(config: Config, lengths: Collection[float]) -> None:

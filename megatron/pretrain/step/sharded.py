@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from helixpipe.common.errors import UserError
 from helixpipe.model import PipelineModel
 from helixpipe.program.stages import Piece
 from helixpipe.runtime.replicas import holders
@@ -53,11 +52,7 @@ class _ReplicatedShards:
         self._held = {key: part for key, part in held if part is not None}
 
     def tied_rows(self, part: Piece) -> list[tuple[torch.nn.Parameter, slice]]:
-        """Raise UserError: data-parallel ranks cut the embedding and a part of the head at other elements."""
-        raise UserError(
-            "--data-parallel-sharding-strategy optim_grads_params cannot be had where the output layer is divided over "
-            "the pipeline and tied to the embedding; add --untie-embeddings-and-output-weights, or give no_shard."
-        )
+        raise AssertionError("data-parallel ranks cut the embedding and a part of the head at other elements")
 
     def replicated_parameters(self) -> dict[str, torch.nn.Parameter]:
         return self._held
