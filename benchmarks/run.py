@@ -57,6 +57,9 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
         "tp-overlap": Benchmark(
             "benchmarks.tp_overlap", "what hiding tensor-parallel collectives gains, simulated (docs/tp_overlap.md)"
         ),
+        "tp-overlap-steps": Benchmark(
+            "netlab.tp_overlap", "tensor-parallel ranks over a slow link (root): halves of the tokens, measured"
+        ),
         "search": Benchmark(
             "benchmarks.search", "what a search over orders gains, simulated (docs/schedule_search.md)"
         ),

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import infinipipe, run, saves, sppo_setups, steps
 from benchmarks.ranks import result_in, write_call
 from benchmarks.report import written_into
-from netlab import network
+from netlab import network, tp_overlap
 from netlab.network_costs import Case, Link
 from tests.integration.forked import run_forked
 from tests.integration.launching import Launch
@@ -128,6 +128,20 @@ def test_tp_overlap_prints_what_stands_on_its_page(capsys: pytest.CaptureFixture
     head, _, *rows = capsys.readouterr().out.splitlines()
     page = (ROOT / "docs/tp_overlap.md").read_text(encoding="utf-8").splitlines()
     assert len(rows) == 3 and {head, *rows} <= set(page)
+
+
+def test_halves_are_measured_on_ranks_and_predicted_from_what_they_compute(tmp_path: Path) -> None:
+    found = on_two_ranks(tmp_path, "netlab.tp_overlap_ranks:measure", 1, 32, 4, 16, 2)
+    assert found["gradient_difference"] < 1e-5
+    assert {name: len(times) for name, times in found["seconds"].items()} == {
+        "off": 2, "off alone": 2, "halves": 2, "halves alone": 2,
+    }  # fmt: skip
+    link = [[2**21, 0.25 + 1e-3], [2**20, 0.125 + 1e-3], [4, 1e-3]]  # 8 MB a second, 1 ms
+    assert tp_overlap.bandwidth(link) == pytest.approx((1e-3, 2**23))
+    idle = tp_overlap.predicted_seconds(1024, 1e9, link)
+    assert idle["off"] == pytest.approx(1e9) == pytest.approx(idle["halves"])
+    balanced = tp_overlap.predicted_seconds(1024, 4.0, link)
+    assert 4.0 < balanced["halves"] < balanced["off"] < 4.0 + 16 * 0.251
 
 
 def test_choosing_prints_what_stands_on_its_page(capsys: pytest.CaptureFixture[str]) -> None:
