@@ -4,7 +4,8 @@
 
 Two hosts of tools/netlab.py run forward and backward of the same layers with `--overlap-tp-comm off` and `halves` in
 turn, over the link and with collectives that move nothing; figures are the least of the rounds, to which what else the
-machine does only adds. Predicted is what the cost model
+machine does only adds. Matrix products are waited for instead of computed, unless --gigaflops 0 is given: a core that
+computes has no time to move tensors, as a GPU has. Predicted is what the cost model
 (docs/costs.md) makes of them: its only times of kernels are in proportion to FLOPs, at the speed of `off` with
 collectives that move nothing, and its network is the link as all-reduces on it were measured.
 """
@@ -35,23 +36,26 @@ LAYERS, HIDDEN, HEADS = 4, 512, 8
 class Options(Figures):
     rates: tuple[str, ...] = option(("800mbit", "400mbit", "200mbit"), "Of the link.")
     tokens: int = option(1024, "Of a sequence.", at_least=2)
+    gigaflops: float = option(
+        40.0, "GFLOP/s at which products are waited for, so that two cores do for all; 0: computed.", at_least=0
+    )
     rounds: int = option(7, "Steps of each kind that count.", at_least=1)
 
 
 def run(options: Options) -> Outcome:
     found = {}
     for rate in options.rates:
-        found[rate] = measure(rate, options.tokens, options.rounds)
+        found[rate] = measure(rate, options.tokens, options.rounds, options.gigaflops * 1e9)
         progress(f"{rate}: {found[rate]}")
     lines = [line(rate, options.tokens, each) for rate, each in found.items()]
     heads = ("link", "Mbit/s", "off, s", "halves, s", "gain", "computing alone, s", "gradients differ")
     return Outcome("\n".join(markdown(heads, lines, "lrrrrrr")), figures=found)
 
 
-def measure(rate: str, tokens: int, rounds: int) -> dict[str, Any]:
+def measure(rate: str, tokens: int, rounds: int, flops: float) -> dict[str, Any]:
     """What the ranks return. Raises UserError where they fail."""
     with tempfile.TemporaryDirectory() as folder, Lab(2, parse_rate(rate)) as lab:
-        call = write_call(folder, "netlab.tp_overlap_ranks:measure", LAYERS, HIDDEN, HEADS, tokens, rounds)
+        call = write_call(folder, "netlab.tp_overlap_ranks:measure", LAYERS, HIDDEN, HEADS, tokens, rounds, flops)
         job = Job(lab, call, environment={"PYTHONPATH": str(ROOT)})
         if any(job.wait()):
             raise UserError(f"the ranks failed at {rate}:\n{job.text(0)[-3000:]}\n{job.text(1)[-3000:]}")

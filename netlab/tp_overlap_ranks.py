@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.rounds import in_turn
 from helixpipe.costs.models import HALVES, OFF
@@ -21,9 +22,10 @@ from helixpipe.model import GPTOptions, Microbatch, PipelineModel, UnitContext
 from helixpipe.program.stages import model_pieces
 
 
-def measure(layers: int, hidden: int, heads: int, tokens: int, rounds: int) -> dict[str, Any]:
+def measure(layers: int, hidden: int, heads: int, tokens: int, rounds: int, flops: float) -> dict[str, Any]:
     """Seconds of forward and backward, by `off` and `halves`, over the link and with collectives that move nothing;
-    and of an all-reduce by its bytes. gradient_difference: of halves from off, relative to the largest gradient."""
+    and of an all-reduce by its bytes. gradient_difference: of halves from off, relative to the largest gradient. flops:
+    a second, at which matrix products are waited for instead of computed; 0: they are computed."""
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(2, 1, create_gloo_process_groups=False)
     model_parallel_cuda_manual_seed(1)
@@ -34,10 +36,8 @@ def measure(layers: int, hidden: int, heads: int, tokens: int, rounds: int) -> d
 
     def timed(name: str) -> float:
         way, _, where = name.partition(" ")
-        if where:
-            with moving_nothing():
-                return seconds_of(steps[way].run)
-        return seconds_of(steps[way].run)
+        with moving_nothing() if where else nullcontext(), Waiting(flops) if flops else nullcontext():
+            return seconds_of(steps[way].run)
 
     names = [way + where for way in (OFF, HALVES) for where in ("", " alone")]
     sizes = [4 * tokens * hidden, 2 * tokens * hidden, 4]
@@ -82,6 +82,21 @@ class Step:
         self.run()
         found = [parameter.grad for parameter in self.model.parameters()]
         return [gradient.clone() for gradient in found if gradient is not None]
+
+
+class Waiting(TorchDispatchMode):
+    """Waits for matrix products instead of computing them, which leaves the cores to what moves tensors."""
+
+    def __init__(self, flops: float):
+        super().__init__()
+        self._flops = flops
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.mm.default:
+            return func(*args, **(kwargs or {}))
+        first, second = args
+        time.sleep(2 * first.numel() * second.size(1) / self._flops)
+        return first.new_zeros(first.size(0), second.size(1))
 
 
 class _Done:

@@ -131,7 +131,7 @@ def test_tp_overlap_prints_what_stands_on_its_page(capsys: pytest.CaptureFixture
 
 
 def test_halves_are_measured_on_ranks_and_predicted_from_what_they_compute(tmp_path: Path) -> None:
-    found = on_two_ranks(tmp_path, "netlab.tp_overlap_ranks:measure", 1, 32, 4, 16, 2)
+    found = on_two_ranks(tmp_path, "netlab.tp_overlap_ranks:measure", 1, 32, 4, 16, 2, 1e9)
     assert found["gradient_difference"] < 1e-5
     assert {name: len(times) for name, times in found["seconds"].items()} == {
         "off": 2, "off alone": 2, "halves": 2, "halves alone": 2,
