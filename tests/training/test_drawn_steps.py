@@ -47,7 +47,7 @@ def run_of(schedule: Schedule, layout: str, style: str = "llama") -> Run:
     flags = f"{PLAIN} --pipeline-schedule {schedule.name}"
     flags += " --num-virtual-stages-per-pipeline-rank 2" * schedule.virtual_stages
     flags += " --infinipipe-packing none" * layout.startswith("alone")
-    flags += " --infinipipe-chunks 3" * (layout.startswith("cut") and schedule.chunks)
+    flags += " --infinipipe-chunks 3" * layout.startswith("cut")
     return Run(style, flags, pp=1 if schedule.one_rank else 2, cp=1 + layout.endswith("context"), batch=4)
 
 
