@@ -141,7 +141,7 @@ class OurEngine(Engine):
         copies = program.copies(problem.rank)
         model = problem.model(program.pieces_of_rank(problem.rank), copies)
         transport = GlooTransport(problem.group, torch.device("cpu"))
-        self.executor = Executor(problem.rank, model, transport)
+        self.executor = Executor(problem.rank, model, transport, group=problem.group)
         self.lowered = lower(program)
         self._data = Step(
             iteration=0,

@@ -34,7 +34,7 @@ class ProfiledSteps:
         ranks = dist.get_world_size()
         task = Task(profile.model, profile.seq_length, micro, profile.dtype, processes=ranks, threads=1, repeats=1)
         model, self._ddp = build_model(task, profile.model.layers, program.pieces_of_rank(rank))
-        self.executor = Executor(rank, model, transport, **options)
+        self.executor = Executor(rank, model, transport, group=dist.group.WORLD, **options)
         self.step = make_step(profile, micro, program.num_microbatches)
 
     def run(
