@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from helixpipe.costs.models import HALVES
+from helixpipe.costs.models import HALVES, OFF
 from helixpipe.model import PipelineModel
 from helixpipe.program.stages import Piece
 from tests.model.common import CHAIN, CONTEXT, gradients_of, make_batch, make_config, make_options, set_parallel, worst
@@ -121,6 +121,18 @@ def watched(rank: int, world_size: int, split: bool) -> dict[tuple[str, bool], A
             found[style, sequence_parallel] = step(model, INNER, [])
         finite = all(torch.isfinite(p.grad).all() for p in model.decoder.layers.parameters() if p.grad is not None)
         found[style, sequence_parallel] += (finite,)
+    return found
+
+
+def logits_of(rank: int, world_size: int) -> list[float]:
+    """The largest difference of halves' logits, in the order of the tokens, from those of whole chunks."""
+    set_parallel(tp=2)
+    found = []
+    for sequence_parallel in (True, False):
+        models = [model_in_halves("llama", sequence_parallel, overlap) for overlap in (HALVES, OFF)]
+        with torch.no_grad():
+            logits = [model.logits(*model.run(CHAIN[:-1], (), make_batch(), CONTEXT)) for model in models]
+        found.append(float((logits[0] - logits[1]).abs().max()))
     return found
 
 

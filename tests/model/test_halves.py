@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from helixpipe.model.attention.context_parallel import ContextParallel, rows_of
 from helixpipe.model.halves import Halving
 from tests.distributed import run_ranks
-from tests.model.halves import watched, with_dropout
+from tests.model.halves import logits_of, watched, with_dropout
 
 CPU = torch.device("cpu")
 
@@ -72,6 +72,10 @@ def test_collectives_run_while_the_other_half_computes(split: bool) -> None:
             assert idle(forward) == ([0, 15] if sequence_parallel else [7])
             last = [23 if sequence_parallel else 7] if split else []
             assert idle(backward) == ([0] if sequence_parallel else []) + last
+
+
+def test_logits_are_in_the_order_of_the_tokens() -> None:
+    assert all(error < 1e-12 for results in run_ranks(logits_of, 2, timeout=120.0) for error in results)
 
 
 def test_dropout_does_not_depend_on_which_pieces_run_together() -> None:

@@ -47,6 +47,15 @@ WHOLE = [
     Run("gpt", f"--pipeline-schedule 1f1b {SPLIT} {COUNTED}", pp=4),
 ]
 BRIEF = [
+    Run("llama", f"--overlap-tp-comm halves --sequence-parallel {DISTRIBUTED} {COUNTED}", tp=2, pp=2, batch=4),
+    Run("gpt", f"--overlap-tp-comm halves {SHARDED}", tp=2, batch=4),
+    Run(
+        "llama",
+        f"--overlap-tp-comm halves --sequence-parallel --pipeline-schedule 1f1b {SPLIT} {COUNTED}",
+        tp=2,
+        pp=2,
+        batch=4,
+    ),
     Run("llama", "--pipeline-schedule gpipe --pipeline-model-parallel-layout E|tt|tt|L", pp=4),
     Run("llama", f"--pipeline-schedule 1f1b {COUNTED}", tp=2, pp=2, batch=4),
     Run("llama", "--sequence-parallel", tp=2, batch=4),
