@@ -343,5 +343,4 @@ class Catalogue(Mapping[str, Schedule]):
 
         offloads = shape.offload.auto or schedule.offloads  # makes room later
         limit = None if offloads else shape.memory_limit
-        mode = shape.vocabulary.pipeline_vocab_parallel
-        return over_pipeline(built, mode, shape.costs or unit_costs(), limit)
+        return over_pipeline(built, shape.vocabulary, shape.costs or unit_costs(), limit)

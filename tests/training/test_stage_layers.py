@@ -113,6 +113,15 @@ def test_groups_of_interleaved_microbatches() -> None:
         assert forwards == expected
 
 
+def test_auto_leaves_out_what_would_be_refused() -> None:
+    """A tied head is not split where data-parallel ranks have parts of the weights."""
+    flags = "--num-layers 4 --vocab-size 500000 --tokenizer-type NullTokenizer --pipeline-vocab-parallel auto"
+    parts = "--data-parallel-sharding-strategy optim_grads_params"
+    for more, place in ((parts, "spread"), (f"{parts} --untie-embeddings-and-output-weights", "split")):
+        config, _ = parse_and_plan(words(f"{flags} {more}"), environ={"WORLD_SIZE": "8"})
+        assert config.vocabulary.pipeline_vocab_parallel == place
+
+
 @pytest.mark.parametrize(("vocabulary", "place"), [(500_000, "split"), (100, "ends")])
 def test_one_place_of_the_head_for_all_steps(vocabulary: int, place: str) -> None:
     """Which the step of the full batch decides, whatever other sizes would rather have."""

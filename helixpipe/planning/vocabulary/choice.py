@@ -15,7 +15,7 @@ from math import inf
 from typing import Literal
 
 from helixpipe.common.errors import ScheduleError
-from helixpipe.common.flags import option
+from helixpipe.common.flags import option, setting
 from helixpipe.lowering.lower import scheduled
 from helixpipe.planning.memory.early import makespan, peak_memory
 from helixpipe.planning.vocabulary.lanes import BACKWARDS, FORWARDS, HEAD_BACKWARDS, HEADS, WEIGHTS, reordered
@@ -48,6 +48,8 @@ class VocabularyOptions:
         "runs it for some of the microbatches; split, a part of the vocabulary on every rank; auto, what is fastest "
         "and fits. Schedules that spread the output layer themselves stay as they are.",
     )
+
+    vocab_parallel_splits: bool = setting(True, "Whether auto may choose split.")
 
     @property
     def over_pipeline(self) -> bool:
@@ -96,18 +98,20 @@ def _with_head(pieces: Sequence[Piece]) -> list[Piece]:
     return [*(piece for piece in pieces if piece != HEAD), HEAD]
 
 
-def over_pipeline(build: Callable[[Costs | None], Program], mode: str, costs: Costs, limit: float | None) -> Program:
-    """Return a schedule's program with its head where `mode` says.
+def over_pipeline(
+    build: Callable[[Costs | None], Program], options: VocabularyOptions, costs: Costs, limit: float | None
+) -> Program:
+    """Return a schedule's program with its head where the options say.
 
     build: the schedule's program found with these costs; None: with those of its shape. limit: the memory of a rank, in
     the costs' unit; None: none. Within it, the fastest program of those tried; where none fits, the one that needs
     least. auto: the schedule's own where that fits and no other is faster.
     """
-    ends = build(None)
+    ends, mode = build(None), options.pipeline_vocab_parallel
     found: list[Program] = []
     if mode in ("spread", "auto") and spreadable(ends):
         found += _on_all_ranks(spread_heads, build, costs, limit)
-    if mode in ("split", "auto") and splittable(ends):
+    if (mode == "split" or (mode == "auto" and options.vocab_parallel_splits)) and splittable(ends):
         found += _on_all_ranks(split_heads, build, costs, limit)
     if not found or mode == "auto":
         found.insert(0, ends)

@@ -139,8 +139,14 @@ def setup_of(config: Config, costs: ModelCosts | ProfileCosts) -> Setup:
         host_limit=host_limit(config),
         sharded=parallel.weight_parts,
         stage_layers=parallel.stage_layers,
-        vocabulary=config.vocabulary,
+        vocabulary=replace(config.vocabulary, vocab_parallel_splits=divisible_head(config)),
     )
+
+
+def divisible_head(config: Config) -> bool:
+    """Return whether the head can be split over the pipeline: not where it is tied to the embedding and data-parallel
+    ranks have parts of both, which they would cut at other elements."""
+    return config.model.untie_embeddings_and_output_weights or not config.parallel.shards_weights
 
 
 def model_shape(config: Config) -> ModelShape:

@@ -19,7 +19,7 @@ from helixpipe.program.program import Program
 from helixpipe.program.workload import uniform
 from helixpipe.simulate.simulator import Simulation
 from megatron.pretrain.config import Config
-from megatron.pretrain.plan.costs import host_limit, setup_of, training_costs
+from megatron.pretrain.plan.costs import divisible_head, host_limit, setup_of, training_costs
 from megatron.pretrain.plan.documents import DocumentPlanner
 from schedules import build
 
@@ -121,7 +121,7 @@ def _check_blocks(config: Config) -> None:
 def _check_divided_head(config: Config) -> None:
     """Raise UserError where gradients of the embedding's rows and of the parts of a head cannot be summed:
     data-parallel ranks cut the two at other elements."""
-    if config.parallel.shards_weights and not config.model.untie_embeddings_and_output_weights:
+    if not divisible_head(config):
         raise UserError(
             "--pipeline-vocab-parallel split cannot be had with --data-parallel-sharding-strategy "
             f"{config.parallel.data_parallel_sharding_strategy} where the output layer is tied to the embedding; give "
