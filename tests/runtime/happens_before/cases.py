@@ -20,6 +20,8 @@ SCHEDULES = [
     Case("zb1p", 4, 3, "llama"),
     Case("zb2p", 4, 4, "gpt"),
     Case("zbv", 4, 3, "gpt", layers=8),
+    Case("v-half", 2, 4, "llama"),
+    Case("v-min", 4, 3, "gpt", layers=8),
     Case("zb-interleaved", 4, 3, "gpt", layers=8),
     Case("terapipe", 4, 2, "gpt", lengths=(7, 5)),
     Case("seq1f1b", 4, 2, "llama", lengths=(7, 5)),
