@@ -210,3 +210,13 @@ def test_a_file_says_itself_where_the_head_is(tmp_path: Path) -> None:
             else:
                 with pytest.raises(ScheduleError, match=f"leave --pipeline-vocab-parallel {asked} out .* is {own}"):
                     with_heads(asked, shape, str(path))
+
+
+def test_auto_counts_the_sum_of_the_heads_gradients() -> None:
+    """With copies of the head a step ends later by it, so that parts may be better though their ops take longer."""
+    costs = ModelCosts(MODELS["llama3-8b"], find_hardware("h100"), Layout(4, True), 8192)
+    shape = Shape(8, 16, 32, costs=costs)
+    programs = {mode: with_heads(mode, shape) for mode in MODES}
+    steps = {mode: makespan(each, costs) + sum(costs.after_time(each)) for mode, each in programs.items()}
+    assert steps["auto"] == min(steps.values())
+    assert makespan(programs["spread"], costs) < makespan(programs[head_place(programs["auto"])], costs)

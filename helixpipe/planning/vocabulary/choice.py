@@ -16,6 +16,7 @@ from typing import Literal
 
 from helixpipe.common.errors import ScheduleError
 from helixpipe.common.flags import option, setting
+from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.lowering.lower import scheduled
 from helixpipe.planning.memory.early import makespan, peak_memory
 from helixpipe.planning.vocabulary.lanes import BACKWARDS, FORWARDS, HEAD_BACKWARDS, HEADS, WEIGHTS, reordered
@@ -136,9 +137,12 @@ def check_heads(name: str, program: Program, options: VocabularyOptions) -> None
 
 
 def _rating(program: Program, costs: Costs, limit: float | None) -> tuple[float, float]:
-    """Return how far the program exceeds the memory, and how long it takes."""
+    """Return how far the program exceeds the memory, and how long a step takes, with the sums of gradients over copies
+    of the head where the costs know them.
+    """
     excess = 0.0 if limit is None else max(0.0, max(peak_memory(program, costs)) - limit * (1 + 1e-9))
-    return excess, float(f"{makespan(program, costs):.9g}")
+    after = sum(costs.after_time(program)) if isinstance(costs, ModelCosts) else 0.0
+    return excess, float(f"{makespan(program, costs) + after:.9g}")
 
 
 def _on_all_ranks(
