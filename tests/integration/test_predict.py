@@ -89,7 +89,7 @@ def test_steps_in_which_others_computed_do_not_count() -> None:
 def test_every_way_is_a_program_of_its_case() -> None:
     """With as many chunks and as much offloaded as it says, at little cost here."""
     costs = ProfileCosts(make_profile())
-    assert {way for name in DEFAULT for way in CASES[name].ways} == set(WAYS)
+    assert {way for case in CASES.values() for way in case.ways} == set(WAYS)
     assert {way.schedule for way in WAYS.values()} <= set(CATALOGUE)
     for name, case in CASES.items():
         assert not {"--num-layers", "--seq-length"} - set(case.flags()), name
