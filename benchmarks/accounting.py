@@ -68,7 +68,7 @@ class SavedBytes:
 
 
 class _Saved:
-    """What autograd holds in place of a tensor; it dies with the graph's node."""
+    """Held by autograd in place of a tensor; dies with the graph's node."""
 
     def __init__(self, tensor: torch.Tensor, account: SavedBytes, key: int):
         self.tensor = tensor

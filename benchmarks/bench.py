@@ -124,7 +124,9 @@ def ratio_table(speeds: Iterable[Mapping[str, Any]]) -> str:
 
 
 def our_table(engines: Mapping[str, Any]) -> str:
-    """What was predicted of our engines beside what was measured; what is kept also over what the first keeps."""
+    """Return what was predicted of our engines beside what was measured; what is kept also over what the first
+    keeps.
+    """
     ours = {name: row for name, row in engines.items() if row["ours"]}
     first = next(iter(ours))
     rows = []

@@ -1,4 +1,4 @@
-"""Which schedule for which sequence, network and memory, simulated: docs/choosing.md's table.
+"""Chooses a schedule for each sequence, network and memory, simulated: docs/choosing.md's table.
 
     make bench-choosing ARGS="[--rows 1 7] [--jobs 8] [--output docs/choosing.md]"
 

@@ -166,7 +166,7 @@ class OurEngine(Engine):
         return self.lowered.program
 
     def op_times(self, steps: int = 3) -> OpTimes:
-        """What the ops take here, in seconds: medians over microbatches and recorded steps."""
+        """Return what the ops take here, in seconds: medians over microbatches and recorded steps."""
         self.step()  # the first step is slower
         times: dict[tuple[str, int, int], list[float]] = {}
         messages = []

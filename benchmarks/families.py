@@ -1,4 +1,4 @@
-"""What the rows of bench.py compare: engines on one problem, and which of them is set beside which."""
+"""Defines what the rows of bench.py compare: engines on one problem, and which of them is set beside which."""
 
 from __future__ import annotations
 
@@ -122,9 +122,9 @@ def equal(problem: Problem, chunks: int) -> Program:
 
 
 def fitted(problem: Problem) -> PieceTimes:
-    """What n tokens after c earlier ones take here, forward and backward of the whole model: u n + v n (c + n/2) + w,
-    fitted to times recorded with equal lengths. w is the same for every chunk, so lengths do not depend on it. Only
-    the proportion of the two times is meant."""
+    """Return what n tokens after c earlier ones take here, forward and backward of the whole model: u n + v n (c + n/2)
+    + w, fitted to times recorded with equal lengths. w is the same for every chunk, so lengths do not depend on it.
+    Only the proportion of the two times is meant."""
     rows, seconds = [], []
     for k in CHUNK_COUNTS:
         program = equal(problem, k)
@@ -173,7 +173,7 @@ class EmptyModel(torch.nn.Module):
         return self._piece
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """What torch's schedule takes the loss of."""
+        """Return what torch's schedule takes the loss of."""
         return hidden
 
     def payload_shapes(self, after: Piece, micro_batch_size: int, length: int) -> tuple[torch.Size, ...]:

@@ -42,7 +42,7 @@ class Step:
 
 
 def steps_on(device: str) -> list[Step]:
-    """Those of the file, with its [words]."""
+    """Return the steps of the file, with its [words]."""
     words = data.read(FOLDER / FILE)["words"]
     steps = data.rows(FILE, device, Step)
     return [replace(step, command=Template(step.command).safe_substitute(words)) for step in steps]

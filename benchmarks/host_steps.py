@@ -1,4 +1,4 @@
-"""What each process of host_time.py runs: steps of one rank whose model computes next to nothing.
+"""Runs in each process of host_time.py: steps of one rank whose model computes next to nothing.
 
 python host_steps.py CASE     (with the checkout that is measured in PYTHONPATH, whose `benchmarks` this does not need)
 """
@@ -140,7 +140,7 @@ class NullModel:
 
 
 def floor(count: int = 2000) -> Times:
-    """What one tensor's F, B and receive take without an executor."""
+    """Return what one tensor's F, B and receive take without an executor."""
 
     backward: Any = torch.autograd.Variable._execution_engine.run_backward
     where = device()

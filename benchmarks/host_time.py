@@ -1,4 +1,4 @@
-"""What the executor itself takes of the host for each instruction, in microseconds.
+"""Measures what the executor itself takes of the host for each instruction, in microseconds.
 
     make bench-host ARGS="[--steps 150] [--cases 1f1b] [--beside DIR] [--json out.json]"
 

@@ -187,7 +187,7 @@ def planning_table() -> list[str]:
 
 
 def ragged(workload: Workload) -> dict[str, Any]:
-    """What a step of these documents is, for `Setting.program`."""
+    """Return what a step of these documents is, for `Setting.program`."""
     return {"microbatches": len(workload), "ragged": workload}
 
 

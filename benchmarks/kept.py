@@ -25,7 +25,9 @@ class _Counted(linear._Deferred):
 
 
 class _OnDevice:
-    """What is saved by units that offload, as long as it is on the device; autograd's own hooks do not see it."""
+    """Counts what is saved by units that offload, as long as it is on the device; autograd's own hooks do not see
+    it.
+    """
 
     def __init__(self, account: SavedBytes):
         self._account, self.peak = account, 0

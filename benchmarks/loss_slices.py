@@ -1,4 +1,5 @@
-"""What head and loss over slices take, beside whole logits: forward and backward of the head alone, on this CPU.
+"""Measures what head and loss over slices take, beside whole logits: forward and backward of the head alone, on this
+CPU.
 
     make bench-loss-slices ARGS="[--tokens 4096] [--hidden 512] [--vocabulary 16384] [--slices 512 2048] [--pairs 9]"
 

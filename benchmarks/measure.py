@@ -1,4 +1,4 @@
-"""What each of the two ranks of bench.py runs: every engine's step in turn, timed; its gradients; its memory."""
+"""Runs on each of the two ranks of bench.py: every engine's step in turn, timed; its gradients; its memory."""
 
 from __future__ import annotations
 

@@ -56,8 +56,8 @@ class MultiplexedTimes(NamedTuple):
 
 
 def teams(ranks: int, chunks: int, left: bool, right: bool) -> dict[tuple[int, int], Team]:
-    """Who runs a stage's chunk, by (stage, chunk): its owner, or a team. left, right: with teams for the first, for the
-    last chunks; where both would have it, the first."""
+    """Return who runs a stage's chunk, by (stage, chunk): its owner, or a team. left, right: with teams for the first,
+    for the last chunks; where both would have it, the first."""
     places = product(range(ranks), range(chunks))
     return {(stage, chunk): team(ranks, chunks, stage, chunk, left, right) for stage, chunk in places}
 
@@ -170,7 +170,7 @@ class _SimulatedStep:
                 self.need(("F", stage, chunks[0]), self.pass_on(chain, self.costs.weights(stage, False), 0.0))
 
     def lend(self, end: float, kind: str, stage: int, chunk: int) -> None:
-        """What an op makes that helpers need, or what helpers have made that the owner needs."""
+        """Lend what an op makes that helpers need, or what helpers have made that the owner needs."""
         right = self.helped(stage, True)
         if right and kind == "F" and chunk < right[0]:
             chain = self.chain(stage, right[0])

@@ -1,4 +1,4 @@
-"""What predict.py runs: the models and ways of benchmarks/data/predict.toml."""
+"""Reads what predict.py runs: the models and ways of benchmarks/data/predict.toml."""
 
 from __future__ import annotations
 

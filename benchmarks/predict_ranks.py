@@ -1,4 +1,4 @@
-"""What each rank of predict.py runs: every way of a case in turn, predicted and measured."""
+"""Runs on each rank of predict.py: every way of a case in turn, predicted and measured."""
 
 from __future__ import annotations
 
@@ -93,9 +93,9 @@ def processors_used() -> float:
 
 
 class Pace:
-    """What a rank computes alone, of whole sequences through the whole model, while the others do: how long it takes,
-    over what the profile says, is the machine's pace. That changes, by 10 % within minutes where others use it too. On
-    the CPU processor time, as in the profile."""
+    """The pace of the machine, by what a rank computes alone, of whole sequences through the whole model, while the
+    others do: how long it takes, over what the profile says, is the machine's pace. That changes, by 10 % within
+    minutes where others use it too. On the CPU processor time, as in the profile."""
 
     def __init__(self, case: Case, costs: ProfileCosts):
         microbatches = max(case.microbatches // case.ranks, 1)

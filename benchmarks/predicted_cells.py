@@ -99,7 +99,7 @@ def arguments(cell: Cell) -> list[str]:
 
 
 def _told(cell: Cell) -> Mapping[str, Any]:
-    """What the cell's paper leaves out and its scripts say, where the cell's flags do not."""
+    """Return what the cell's paper leaves out and its scripts say, where the cell's flags do not."""
     told = dict(_FLAGS["schedule"].get(cell.schedule, {}))
     if str(cell.flags.get("tensor-model-parallel-size") or 1) != "1":
         told |= _FLAGS["tensor-parallel"]

@@ -21,8 +21,8 @@ RUNTIMES = ("ours", "megatron")
 
 @dataclass(frozen=True)
 class Published:
-    """What a paper says; None and 0: not said. memory_gib: of the fullest GPU. over_best: throughput over that of the
-    fastest other schedule of the same row. oom: whether it ran out of memory."""
+    """Figures as a paper says them; None and 0: not said. memory_gib: of the fullest GPU. over_best: throughput over
+    that of the fastest other schedule of the same row. oom: whether it ran out of memory."""
 
     tokens_per_second_per_gpu: float | None = None
     memory_gib: float | None = None

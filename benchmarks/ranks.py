@@ -36,7 +36,7 @@ def run_module(module: str, *arguments: str, environment: Mapping[str, str] | No
 
 
 def on_ranks(function: str, *arguments: Any, ranks: int = 2, environment: Mapping[str, str] | None = None) -> Any:
-    """What the function, `module:name`, returned on rank 0. Arguments and result are what JSON can carry."""
+    """Return what the function, `module:name`, returned on rank 0. Arguments and result are what JSON can carry."""
     with tempfile.TemporaryDirectory() as folder:
         program = write_call(folder, function, *arguments)
         torchrun = ("--standalone", "--nproc-per-node", str(ranks))

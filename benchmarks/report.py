@@ -1,4 +1,4 @@
-"""What a benchmark has found, and where it is written: standard output, a file of figures, a page's tables."""
+"""Writes what a benchmark has found: standard output, a file of figures, a page's tables."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ def write_figures(path: str | Path, figures: Any) -> None:
 
 
 def read_figures(path: str | Path | None) -> dict[str, Any]:
-    """What an earlier run has written; nothing where there is no file. Raises UserError for one that it cannot be."""
+    """Return what an earlier run has written; nothing where there is no file. Raises UserError for one that it cannot
+    be."""
     if path is None or not Path(path).exists():
         return {}
     try:

@@ -39,7 +39,7 @@ class Options(Page, Jobs):
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of a cell: a prediction, or a sentence why there is none."""
+    """The outcome of a cell: a prediction, or a sentence why there is none."""
 
     predicted: Predicted | None
     reason: str = ""
@@ -76,8 +76,8 @@ def mean_ratio(ratios: Sequence[float]) -> float:
 
 
 def speed_of(cells: Sequence[Cell], run: Run) -> float:
-    """What GPUs reach of what is assumed: the mean of the speeds with which each cell to calibrate on would be right; 1
-    where there are none."""
+    """Return what GPUs reach of what is assumed: the mean of the speeds with which each cell to calibrate on would be
+    right; 1 where there are none."""
     chosen = [cell for cell in cells if cell.calibrate and cell.published.tokens_per_second_per_gpu]
     return mean_ratio([speed for speed in run(own_speed, chosen) if speed is not None])
 

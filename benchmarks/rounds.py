@@ -21,7 +21,7 @@ def turns(names: Iterable[Name], rounds: int) -> Iterator[tuple[int, Name]]:
 def in_turn(
     names: Iterable[Name], rounds: int, measure: Callable[[Name], Value], warm_up: int = 0
 ) -> dict[Name, list[Value]]:
-    """What `measure` returns for each name in each round; those of the first `warm_up` rounds do not count."""
+    """Return what `measure` returns for each name in each round; those of the first `warm_up` rounds do not count."""
     names = list(names)
     found: dict[Name, list[Value]] = {name: [] for name in names}
     for number, name in turns(names, warm_up + rounds):

@@ -1,4 +1,4 @@
-"""What a search over orders gains over the catalogue, simulated: docs/schedule_search.md's tables.
+"""Measures what a search over orders gains over the catalogue, simulated: docs/schedule_search.md's tables.
 
     make bench-search ARGS="[--rows 1 7] [--few 4 2] [--evaluations 20000] [--output docs/schedule_search.md]"
     make bench-search ARGS="--speed"
@@ -39,7 +39,7 @@ HEADS = (
 
 
 def named_best(number: int) -> Setting:
-    """What the table of docs/choosing.md names as the best of a row."""
+    """Return what the table of docs/choosing.md names as the best of a row."""
     table = CHOOSING.read_text(encoding="utf-8")
     cells = next(line for line in table.splitlines() if line.startswith(f"| {number} |")).split(" | ")
     name, *flags = re.findall("`([^`]+)`", cells[5])

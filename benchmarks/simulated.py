@@ -1,4 +1,4 @@
-"""What the simulated benchmarks share: a model on a cluster, a schedule with its flags, a step of it, the best of some.
+"""Shared by the simulated benchmarks: a model on a cluster, a schedule with its flags, a step of it, the best of some.
 
 All figures come from the cost model (docs/costs.md).
 """
@@ -50,7 +50,7 @@ class Scenario:
     network_adapters: int | None = None
 
     def plan(self, **flags: Any) -> ModelOnCluster:
-        """What they come to, with more flags."""
+        """Return the model on its cluster that the flags come to, with more flags."""
         own = {name: value for name, value in vars(self).items() if name in _FLAGS}
         options = ModelOptions(**own, seq_length=self.tokens * 1024, **flags)
         plan = make_plan(options, None, self.microbatches, None)
@@ -140,8 +140,8 @@ def fastest(results: Iterable[Result | None]) -> Result | None:
 
 
 def assumed(name: str, network_efficiency: float | None = None, network: float | None = None) -> str:
-    """What the figures of this hardware rest on. network_efficiency: the share of the network that is reached, network:
-    bytes a second of a node, each where it is not the hardware's own."""
+    """Return what the figures of this hardware rest on. network_efficiency: the share of the network that is reached,
+    network: bytes a second of a node, each where it is not the hardware's own."""
     hardware = find_hardware(name)
     share, usable = hardware.efficiency, (hardware.memory - RESERVED_MEMORY) / GIB
     return (

@@ -1,4 +1,4 @@
-"""What halves of the tokens gain over the overlap that every backward has, simulated: docs/tp_overlap.md's table.
+"""Shows what halves of the tokens gain over the overlap that every backward has, simulated: docs/tp_overlap.md's table.
 
     make bench-tp-overlap ARGS="[--rows 1 3] [--jobs 2] [--output docs/tp_overlap.md]"
 

@@ -1,4 +1,4 @@
-"""What the place of the head is worth under each schedule, simulated: the tables of docs/vocabulary.md.
+"""Shows what the place of the head is worth under each schedule, simulated: the tables of docs/vocabulary.md.
 
     make bench-vocabulary ARGS="[--jobs 8] [--output docs/vocabulary.md]"
 

@@ -22,7 +22,7 @@ PARTS = {"embed": torch.nn.Embedding, "mlp": torch.nn.Linear, "head": torch.nn.L
 
 
 class Toy(torch.nn.Module):
-    """What the executor asks of a model: to run consecutive pieces, and the shapes of what crosses a cut."""
+    """A model as the executor asks for: it can run consecutive pieces, and the shapes of what crosses a cut."""
 
     def __init__(self, pieces):
         super().__init__()

@@ -127,7 +127,7 @@ def table(rows: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def tables(rows: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
-    """Those of the page: `pairs`, at the least rank count; `more`, of more ranks; `adapters`."""
+    """Return the tables of the page: `pairs`, at the least rank count; `more`, of more ranks; `adapters`."""
     pairs = [row for row in rows if row["network"] == "pairs"]
     least = min((row["ranks"] for row in pairs), default=0)
     return {

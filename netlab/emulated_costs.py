@@ -1,4 +1,4 @@
-"""What emulate.py's ops and messages take: a narrow model, times by hand, a link as measured."""
+"""Computes what emulate.py's ops and messages take: a narrow model, times by hand, a link as measured."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Size:
 
     @property
     def model(self) -> ModelCosts:
-        """Its bytes; the hardware is not looked at."""
+        """Return the costs with the model's bytes; the hardware is not looked at."""
         shape = ModelShape(
             name="emulated", layers=self.layers, hidden=self.hidden, heads=4, groups=1, ffn=4 * self.hidden,
             gated=False, vocab=128, tied=False, norm="RMSNorm", positions="rope", bias=False, seq_length=self.tokens,

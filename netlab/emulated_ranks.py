@@ -1,4 +1,4 @@
-"""What emulate.py's ranks run: processes of one machine, each on a host of its own or several on one."""
+"""Runs on emulate.py's ranks: processes of one machine, each on a host of its own or several on one."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class LabError(UserError):
 
 @dataclass(frozen=True)
 class Speed:
-    """What was measured between two hosts: payload bits a second one way, and seconds there and back."""
+    """Speeds measured between two hosts: payload bits a second one way, and seconds there and back."""
 
     bits_per_second: float
     round_trip: float

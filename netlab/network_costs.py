@@ -1,4 +1,4 @@
-"""What network.py's engines send in a step and how long a step takes, predicted."""
+"""Predicts what network.py's engines send in a step, and how long a step takes."""
 
 from __future__ import annotations
 
@@ -124,8 +124,8 @@ def sent_bytes(case: Case, engine: str) -> float:
 
 
 def summed_bytes(case: Case, program: Program) -> float:
-    """What a rank sends of the gradients of replicated stages, which are summed once a step: out and in again, all but
-    its own slice."""
+    """Return what a rank sends of the gradients of replicated stages, which are summed once a step: out and in again,
+    all but its own slice."""
     copies = model_costs(case).bytes.parameters(tuple(program.copies(0))) * ELEMENT_BYTES
     return 2 * (RANKS - 1) / RANKS * copies
 

@@ -1,4 +1,4 @@
-"""What each of network.py's ranks runs: every engine's step in turn, timed, with the bytes it sent."""
+"""Runs on each of network.py's ranks: every engine's step in turn, timed, with the bytes it sent."""
 
 from __future__ import annotations
 

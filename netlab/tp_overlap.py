@@ -53,7 +53,7 @@ def run(options: Options) -> Outcome:
 
 
 def measure(rate: str, tokens: int, rounds: int, flops: float) -> dict[str, Any]:
-    """What the ranks return. Raises UserError where they fail."""
+    """Return what the ranks return. Raises UserError where they fail."""
     with tempfile.TemporaryDirectory() as folder, Lab(2, parse_rate(rate)) as lab:
         call = write_call(folder, "netlab.tp_overlap_ranks:measure", LAYERS, HIDDEN, HEADS, tokens, rounds, flops)
         job = Job(lab, call, environment={"PYTHONPATH": str(ROOT)})

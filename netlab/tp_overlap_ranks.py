@@ -1,4 +1,4 @@
-"""What each of tp_overlap.py's two ranks runs: layers over tensor-parallel ranks, whole and in halves, in turn."""
+"""Runs on each of tp_overlap.py's two ranks: layers over tensor-parallel ranks, whole and in halves, in turn."""
 
 from __future__ import annotations
 

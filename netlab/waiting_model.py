@@ -30,8 +30,8 @@ _PASSES_RESIDUAL = ("norm", "qkv", "attn")
 
 
 class WaitingModel:
-    """What the executor asks of a model, for any pieces, which are made when they are first asked for. shell: whether
-    its weights come from elsewhere. micro_batch_size: of all steps."""
+    """A model as the executor asks for, of any pieces, which are made when they are first asked for. shell: whether its
+    weights come from elsewhere. micro_batch_size: of all steps."""
 
     payload_dtype = torch.float32
 

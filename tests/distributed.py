@@ -73,7 +73,7 @@ def run_ranks(
 
 
 def gather_tensors(own: Mapping[Name, torch.Tensor], group: Any = None) -> list[dict[Name, torch.Tensor]]:
-    """What each rank of the group has, by rank, on every one of them.
+    """Return what each rank of the group has, by rank, on every one of them.
 
     All of one type travel as one tensor: to pickle and load one takes about a millisecond, however small it is.
     """
@@ -99,7 +99,7 @@ def _unpacked(order: list[Name], packed: list[tuple[list[tuple[Name, torch.Size]
 
 
 def preloaded() -> Any:
-    """What starts processes that have imported torch and megatron-core (without CUDA), and done nothing else."""
+    """Return what starts processes that have imported torch and megatron-core (without CUDA), and done nothing else."""
     context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
     context.set_forkserver_preload(["tests.preloaded"])
     return context

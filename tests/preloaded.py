@@ -1,4 +1,4 @@
-"""What every rank of `run_ranks` needs, imported once: the ranks are forked from a process that has imported this."""
+"""Imports once what every rank of `run_ranks` needs: the ranks are forked from a process that has imported this."""
 
 from __future__ import annotations
 

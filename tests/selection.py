@@ -1,5 +1,5 @@
-"""What pytest was asked to run, for fixtures that launch many cases at once: `-k chimera` launches no others; and what
-of a grid of cases `make test` leaves to `make test-all`."""
+"""Tells what pytest was asked to run, for fixtures that launch many cases at once: `-k chimera` launches no others; and
+what of a grid of cases `make test` leaves to `make test-all`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 
 def selected(request: pytest.FixtureRequest, parameter: str, every: Sequence[Any]) -> list[Any]:
-    """Those of `every` that selected tests with the requested fixture have as the value of a parameter; all of them
-    where such a test has no such parameter, so looks at all."""
+    """Return those of `every` that selected tests with the requested fixture have as the value of a parameter; all of
+    them where such a test has no such parameter, so looks at all."""
     wanted: set[Any] = set()
     for item in request.session.items:
         if isinstance(item, pytest.Function) and request.fixturename in item.fixturenames:

@@ -67,7 +67,7 @@ def test_every_command_works_as_pasted(
 
 
 def _written(words: list[str], before: set[str]) -> set[str]:
-    """What a program of tools/ writes; it is given what is there."""
+    """Return what a program of tools/ writes; it is given what is there."""
     program, *rest = words
     assert (ROOT / program).is_file()
     if program == "tools/stdlib_corpus.py":

@@ -1,4 +1,4 @@
-"""What a small model's losses are under several schedules, to compare installations.
+"""Prints a small model's losses under several schedules, to compare installations.
 
     python tools/losses.py --output losses.json      # here
     python tools/losses.py --equal losses.json       # there: exit status 1 at the first difference

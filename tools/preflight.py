@@ -1,4 +1,4 @@
-"""What a run will take, and whether its network is well, before it starts.
+"""Tells what a run will take, and whether its network is well, before it starts.
 
     torchrun --nproc-per-node 8 tools/preflight.py …                             # on every node
     WORLD_SIZE=64 LOCAL_WORLD_SIZE=8 python tools/preflight.py --preflight-predict-only …   # anywhere, without torch

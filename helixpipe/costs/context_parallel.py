@@ -32,7 +32,9 @@ def keys_read(sizes: ChunkSizes) -> float:
 
 
 def saved_of_own_heads(sizes: ChunkSizes) -> dict[str, float]:
-    """What attention keeps of a rank's own heads: no tensor of another piece, since rows were swapped for heads."""
+    """Return what attention keeps of a rank's own heads: no tensor of another piece, since rows were swapped for
+    heads.
+    """
     tensors = {
         "attention of own heads": sizes.bytes("query"),
         "log-sum": sizes.tokens * sizes.model.heads / sizes.tp * 4,

@@ -145,7 +145,7 @@ _KERNEL_CHANNELS = (32, 64, 96, 128, 192, 256)
 
 
 def attention_share(channels: int) -> float:
-    """What attention with heads of so many channels reaches, of what it reaches with 128; at most 1."""
+    """Return what attention with heads of so many channels reaches, of what it reaches with 128; at most 1."""
     padded = next((size for size in _KERNEL_CHANNELS if size >= channels), channels)
     softmax = (1 + SOFTMAX_CHANNELS / 128) / (1 + SOFTMAX_CHANNELS / padded)
     return min(channels / padded * softmax, 1.0)

@@ -1,4 +1,6 @@
-"""Which layers attend to a window, and which leave RoPE out: from Megatron-LM's flags to the kinds of their pieces."""
+"""Says which layers attend to a window and which leave RoPE out: from Megatron-LM's flags to the kinds of their
+pieces.
+"""
 
 from __future__ import annotations
 

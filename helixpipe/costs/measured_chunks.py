@@ -52,7 +52,7 @@ class MeasuredChunks:
         self._known: dict[Chunk, MeasuredChunk] = {}
 
     def times(self, chunk: Chunk) -> MeasuredChunk:
-        """Those measured, where they were."""
+        """Return the measured times, where they were measured."""
         if chunk not in self._known:
             self._known[chunk] = self._measured(chunk) or self._found(chunk)
         return self._known[chunk]
@@ -81,7 +81,7 @@ class MeasuredChunks:
 
     @cached_property
     def _lengths(self) -> list[MeasuredChunk]:
-        """Those of one document with nothing before it, by length, or the first where there is none."""
+        """Return the chunks of one document with nothing before it, by length, or the first where there is none."""
         found = {each.tokens: each for each in reversed(self.chunks) if not each.earlier and each.documents == 1}
         return [found[tokens] for tokens in sorted(found)] or [self.chunks[0]]
 
@@ -138,7 +138,7 @@ def _robust(sizes: Sequence[Sequence[float]], times: Sequence[float]) -> list[fl
 
 
 def _sizes(chunk: Chunk) -> tuple[float, ...]:
-    """What core attention's time is made of; the last are queries times the keys they see."""
+    """Return what core attention's time is made of; the last are queries times the keys they see."""
     return 1.0, float(max(len(chunk.slices), 1)), chunk.tokens, chunk.seen, chunk.pairs
 
 

@@ -92,8 +92,9 @@ class ModelCosts(CountsBytes):
         return self.seq_length, self.fp32_kv_gradients
 
     def with_overlap_chosen(self, chunks: int = 1) -> ModelCosts:
-        """These costs with an `auto` of the layout's `overlap_tp_comm` settled: by which layers take less time, forward
-        and backward, with sequences in so many chunks. The same for all ops of a run, whatever their chunks' lengths.
+        """Return these costs with an `auto` of the layout's `overlap_tp_comm` settled: by which layers take less time,
+        forward and backward, with sequences in so many chunks. The same for all ops of a run, whatever their chunks'
+        lengths.
         """
         if self.layout.overlap_tp_comm != AUTO:
             return self

@@ -73,7 +73,7 @@ class PieceBytes:
         return sum(KINDS[piece.kind].deferred(self.sizes(chunk, piece.shares)) for piece in pieces)
 
     def saved(self, pieces: Sequence[Piece], chunk: Chunk, graph: Sequence[Piece] = ()) -> LayerTensors:
-        """What autograd saves in the forward of consecutive pieces. graph: all that have one graph with them."""
+        """Return what autograd saves in the forward of consecutive pieces. graph: all that have one graph with them."""
         tensors = LayerTensors()
         inside: dict[int, list[str]] = {}
         for piece in graph or pieces:
@@ -100,11 +100,12 @@ class PieceBytes:
         return max((KINDS[kind].workspace(self.sizes(chunk, shares)) for kind, shares in kinds), default=0.0)
 
     def sums(self, pieces: Sequence[Piece], chunk: Chunk) -> float:
-        """Those that the parts of a head exchange, of all parts: three float32 numbers of each token and part."""
+        """Return the bytes that the parts of a head exchange, of all parts: three float32 numbers of each token and
+        part."""
         return sum(3 * 4 * self.sizes(chunk).tokens * piece.shares for piece in pieces)
 
     def mlp_slice(self, chunk: Chunk) -> Tensors:
-        """What is kept during the backward of the largest slice of an MLP; nothing if it is not sliced."""
+        """Return what is kept during the backward of the largest slice of an MLP; nothing if it is not sliced."""
         return Mlp().slice(self.sizes(chunk))
 
     def parameters(self, pieces: Sequence[Piece]) -> int:

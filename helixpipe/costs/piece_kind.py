@@ -1,4 +1,5 @@
-"""What a kind of piece is to the costs; the kinds there are, and the rules that they follow, are in `piece_kinds`."""
+"""Defines what a kind of piece is to the costs; the kinds there are, and the rules that they follow, are in
+`piece_kinds`."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ class PieceKind:
         return ()
 
     def saved(self, sizes: ChunkSizes, inside: Collection[str]) -> Tensors:
-        """What autograd saves in the forward. inside: the kinds of its layer that have one graph with it."""
+        """Return what autograd saves in the forward. inside: the kinds of its layer that have one graph with it."""
         return {}
 
     def deferred(self, sizes: ChunkSizes) -> float:
@@ -57,7 +58,7 @@ class PieceKind:
 
 
 def saved_by_norm(sizes: ChunkSizes, kind: PieceKind) -> Tensors:
-    """What a norm at the start of a piece saves."""
+    """Return what a norm at the start of a piece saves."""
     (own,) = kind.inputs
     tensors = {own: sizes.bytes("hidden"), f"deviations for {kind.name}": sizes.rows * 4}
     if sizes.model.norm == "LayerNorm":

@@ -89,7 +89,7 @@ def _copies_queries(sizes: ChunkSizes) -> bool:
 
 
 def _head_norms(sizes: ChunkSizes) -> Tensors:
-    """What the norms of each head's query and key save."""
+    """Return what the norms of each head's query and key save."""
     tensors = {"qkv": sizes.tokens * sizes.mixed * sizes.element}
     if _copies_queries(sizes):
         tensors["q before its norm"] = sizes.bytes("query")
@@ -220,7 +220,7 @@ class Attention(PieceKind):
 
 
 class AttentionToWindow(Attention):
-    """It keeps what attention to all tokens keeps, and computes and reads less."""
+    """Attention to a window, which keeps what attention to all tokens keeps, and computes and reads less."""
 
     name = WINDOW
 
@@ -273,7 +273,7 @@ class Mlp(PieceKind):
         return saved_by_norm(sizes, self) | {"mlp input": sizes.bytes("hidden")} | whole
 
     def inner(self, sizes: ChunkSizes, tokens: float) -> Tensors:
-        """What so many tokens of each sequence keep between the linear layers."""
+        """Return what so many tokens of each sequence keep between the linear layers."""
         inner = tokens * sizes.layout.micro_batch_size * sizes.ffn * sizes.element
         tensors = {"mlp product": inner, "mlp inner": (2 if sizes.model.gated else 1) * inner}
         if sizes.model.gated and not sizes.layout.fused_kernels:
@@ -281,7 +281,7 @@ class Mlp(PieceKind):
         return tensors
 
     def slice(self, sizes: ChunkSizes) -> Tensors:
-        """What is kept during the backward of the largest slice; nothing if it is not sliced."""
+        """Return what is kept during the backward of the largest slice; nothing if it is not sliced."""
         return self.inner(sizes, max(sizes.layout.mlp_slices(sizes.length)) if sizes.layout.mlp_chunk else 0.0)
 
     def deferred(self, sizes: ChunkSizes) -> float:
@@ -388,6 +388,6 @@ def flops(model: ModelShape, layout: Layout, piece: str, op: str, chunk: Chunk) 
 
 
 def model_flops(model: ModelShape, layout: Layout, piece: str, chunk: Chunk, shares: int = 1) -> float:
-    """Those that the mathematics needs, forward and backward: what utilization (MFU) counts. Causal attention counts
-    the half of the square that is computed; recomputation, flash attention's too, does not count."""
+    """Return the FLOPs that the mathematics needs, forward and backward: what utilization (MFU) counts. Causal
+    attention counts the half of the square that is computed; recomputation, flash attention's too, does not count."""
     return 3 * sum(kernel.flops for kernel in work(model, layout, piece, "F", chunk, True, shares))

@@ -63,8 +63,8 @@ class CopyTimes:
 
 @dataclass(frozen=True)
 class WeightTimes:
-    """What a rank takes for weights that travel, beside sending and receiving them: for packing those of a stage and
-    adding sums of gradients that have come to its own, as (once, of each byte)."""
+    """The time that weights that travel take of a rank, beside sending and receiving them: for packing those of a stage
+    and adding sums of gradients that have come to its own, as (once, of each byte)."""
 
     pack: tuple[float, float] = (0.0, 0.0)
     add: tuple[float, float] = (0.0, 0.0)
@@ -72,7 +72,7 @@ class WeightTimes:
 
 @dataclass(frozen=True)
 class Profile:
-    """What `helixpipe profile` measured, and of what.
+    """Times that `helixpipe profile` measured, and of what.
 
     machine, assumed: for people; what was measured on and under which conditions. torch: its version. copies: None in
     files of before they were measured; what these lack otherwise is taken to be nothing.
@@ -96,7 +96,7 @@ class Profile:
             temporary.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
 
     def to_json(self) -> dict[str, Any]:
-        """What the file holds."""
+        """Return what the file holds."""
         return {"format": _FORMAT, "version": VERSION, **dataclasses.asdict(self)}
 
     @classmethod
@@ -200,7 +200,7 @@ class ProfileCosts(CountsBytes):
         return max(head[op] - norm[op], 0.0) / piece.shares
 
     def exchange_time(self, work: Work, chunk: Chunk) -> float:
-        """What sending and receiving the op's messages takes of its rank's time."""
+        """Return what sending and receiving the op's messages takes of its rank's time."""
         messages = self.profile.messages
         ends = ((work.receives, messages.receive), (work.sends, messages.send))
         return sum(

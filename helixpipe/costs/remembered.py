@@ -9,7 +9,7 @@ from helixpipe.program.stages import LayerKinds, Piece
 
 
 class RememberedCosts:
-    """What `costs` say, kept by what was asked."""
+    """The answers of `costs`, kept by what was asked."""
 
     def __init__(self, costs: Costs):
         self._costs = costs

@@ -18,7 +18,7 @@ def kept(
     inputs: Sequence[Mapping[Name, float]],
     kind: str,
 ) -> float:
-    """What a unit keeps once its op of that kind has run, from the sizes of named tensors; one that several keep
+    """Return what a unit keeps once its op of that kind has run, from the sizes of named tensors; one that several keep
     counts once.
 
     whole, inputs: for each segment all it keeps, and its inputs alone. F: of what is recomputed the inputs, of what
@@ -48,7 +48,7 @@ def offloaded(
     leaving: Leaving,
     stays: Container[Name],
 ) -> float:
-    """What of that leaves the device after F. saved: by a piece that has one graph with others. inputs: of each
+    """Return what of that leaves the device after F. saved: by a piece that has one graph with others. inputs: of each
     segment, as for `kept`. stays: what does not leave, whatever is to. A tensor belongs to the first piece that saves
     it; the inputs of a segment to its first piece."""
     owners: dict[Name, tuple[Piece, float]] = {}

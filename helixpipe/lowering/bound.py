@@ -127,7 +127,7 @@ class BoundCosts:
         return time
 
     def load(self, kind: str, ranks: tuple[int, ...], unit: Unit) -> Load:
-        """What a transfer of that kind moves, which belongs to that unit."""
+        """Return what a transfer of that kind moves, which belongs to that unit."""
         row = TRANSFER_KINDS[kind]
         contents = self.contents(Buffer(row.moves, ranks[0], *unit))
         assert contents is not None, f"{kind} of {unit} moves nothing"
@@ -148,7 +148,7 @@ class BoundCosts:
         return size
 
     def _likeness(self, kind: str, stage: int, microbatch: int, chunk: int) -> _Likeness:
-        """What the size of a buffer depends on: of equal ones one is asked for."""
+        """Return what the size of a buffer depends on: of equal ones one is asked for."""
         if kind in OF_WEIGHTS:
             return kind, stage, 0, 0, False
         if chunk < 0:  # keys and values of a row
@@ -165,7 +165,7 @@ class BoundCosts:
         return work._replace(alone=True) if self.program.forward_only else work
 
     def contents(self, buffer: Buffer) -> Contents | None:
-        """What a buffer holds; None for nothing: keys and values of a row that is not cut."""
+        """Return what a buffer holds; None for nothing: keys and values of a row that is not cut."""
         kind, _, stage, microbatch, chunk, _ = buffer
         own, unit = self.program.stages[stage], (stage, microbatch, chunk)
         if kind in OF_WEIGHTS:

@@ -76,7 +76,7 @@ class Graph:
 
     @cached_property
     def messages(self) -> list[Transfer]:
-        """Those from one rank to another."""
+        """Return the transfers from one rank to another."""
         return [each for each in self.transfers if each.resource == "link"]
 
     @cached_property
@@ -85,7 +85,7 @@ class Graph:
 
     @cached_property
     def copies(self) -> list[Transfer]:
-        """Those between a device and its host."""
+        """Return the transfers between a device and its host."""
         return [each for each in self.transfers if each.resource in ("copy_out", "copy_in")]
 
     def resources(self) -> tuple[list[int], list[Resource]]:

@@ -48,7 +48,7 @@ def _starts(graph: Graph) -> list[dict[int, Action]]:
 def _faults(
     graph: Graph, stream: Sequence[Instruction], expected: dict[int, Action], position: Sequence[int]
 ) -> Iterator[str]:
-    """What is wrong with one rank's stream."""
+    """Yield what is wrong with one rank's stream."""
     there: set[int] = set()
     coming: set[int] = set()
     last = -1

@@ -1,4 +1,4 @@
-"""Which kernels a model runs on: a pure function of its configuration and of what the machine has.
+"""Chooses the kernels that a model runs on: a pure function of its configuration and of what the machine has.
 
 `choose` decides, once and alike on every rank; the model takes its decisions from the result, and `Kernels.line` says
 at start-up what they are. Nothing here calls a kernel (`attention/kernels.py` and `norms.py` do), so what a GPU would
@@ -54,7 +54,7 @@ LIBRARIES: Mapping[str, _Library] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Machine:
-    """What the choice depends on besides the model.
+    """All that the choice depends on besides the model.
 
     device: `cuda` or `cpu`. capability: the GPU's compute capability. libraries: version of each of `LIBRARIES` that is
     installed, empty where unknown. torch_flash: whether this torch has its flash kernel. cudnn: as torch numbers
@@ -69,7 +69,7 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
-        """This process's device; no library is imported."""
+        """Return this process's device; no library is imported."""
         if device().type == "cpu":
             return cls()
         versions = {name: _installed(library) for name, library in LIBRARIES.items()}
@@ -98,7 +98,7 @@ def _installed(library: _Library) -> str | None:
 
 @dataclass(frozen=True)
 class Kernels:
-    """What a model runs on.
+    """The kernels that a model runs on.
 
     attention: of whole sequences; chunk_attention: of sequences that run chunk by chunk; each with why it is not what
     one might expect, or nothing. norm: `torch`, `apex` or `transformer-engine`; rope: the first or the last of these.
@@ -243,7 +243,7 @@ def _attention(config: TransformerConfig, machine: Machine, context_parallel: in
 
 
 def _flash_limits(config: TransformerConfig, machine: Machine) -> str:
-    """What all flash kernels ask for."""
+    """Return what all flash kernels ask for."""
     channels = config.kv_channels or 0
     if config.params_dtype not in (torch.float16, torch.bfloat16):
         return f"needs half precision, not {_name(config.params_dtype)}"
@@ -281,8 +281,8 @@ def _flash_attn_3(config: TransformerConfig, machine: Machine, chunk: bool) -> s
 
 
 def _engine(config: TransformerConfig, machine: Machine, chunk: bool) -> str:
-    """It draws dropout from megatron-core's random state, which depends on the order of work, and copies all keys to
-    another layout, which for chunks would be kept once a chunk."""
+    """Say why Transformer Engine cannot be: it draws dropout from megatron-core's random state, which depends on the
+    order of work, and copies all keys to another layout, which for chunks would be kept once a chunk."""
     if limits := _flash_limits(config, machine):
         return limits
     if config.attention_dropout:

@@ -59,7 +59,7 @@ class ChunkedMLP(MLP):
         return self._first_half(tokens)
 
     def output_into(self, target: Tensor, tokens: Tensor) -> None:
-        """This rank's share of a slice's output, without the bias."""
+        """Compute this rank's share of a slice's output, without the bias."""
         inner = self.inner(tokens)
         torch.mm(inner.flatten(0, 1), self.linear_fc2.weight.t(), out=target.flatten(0, 1))
 

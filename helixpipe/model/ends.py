@@ -46,7 +46,7 @@ class PositionEmbedding(torch.nn.Embedding):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """This rank's rows of the table, or a copy of it."""
+        """Return this rank's rows of the table, or a copy of it."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),

@@ -69,7 +69,7 @@ def begin_column(layer: ColumnParallelLinear, rows: Tensor) -> Begun:
 
 
 def column(layer: ColumnParallelLinear, begun: Begun, store: WeightGradients) -> tuple[Tensor, Tensor | None]:
-    """What the layer's own forward returns: (output [n, b, out / tp], the bias if the caller adds it)."""
+    """Return what the layer's own forward returns: (output [n, b, out / tp], the bias if the caller adds it)."""
     bias = None if layer.skip_bias_add else layer.bias
     fused = layer.gradient_accumulation_fusion
     output: Tensor = _Column.apply(begun.rows, layer.weight, bias, begun.collective, store, fused)
@@ -83,7 +83,7 @@ def begin_row(layer: RowParallelLinear, inputs: Tensor, store: WeightGradients) 
 
 
 def end_row(layer: RowParallelLinear, begun: Begun) -> tuple[Tensor, Tensor | None]:
-    """What the layer's own forward returns: (output [r, b, h], the bias, which the caller adds)."""
+    """Return what the layer's own forward returns: (output [r, b, h], the bias, which the caller adds)."""
     return _EndRow.apply(begun.rows, begun.collective), layer.bias
 
 

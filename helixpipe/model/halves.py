@@ -97,7 +97,7 @@ def in_gathered_order(batch: Microbatch, context: UnitContext, ranks: int) -> tu
 
 @dataclass
 class _Meeting:
-    """What both halves bring to a piece that is done for both, and what each takes from it."""
+    """The place where both halves bring their share to a piece that is done for both, and take theirs from it."""
 
     brought: list[State] = field(default_factory=list)
     taken: tuple[State, State] | None = None
@@ -198,8 +198,8 @@ class HalvedRun:
         return attention, residual
 
     def _keys_so_far(self, piece: Piece, key: Tensor, value: Tensor, which: int) -> tuple[Tensor, Tensor]:
-        """Those of the first half, or of both; the first half does not wait for the second one's. Both lie in tensors
-        of all tokens, so that no row is kept twice."""
+        """Return the keys and values of the first half, or of both; the first half does not wait for the second one's.
+        Both lie in tensors of all tokens, so that no row is kept twice."""
         given = self._whole_of(key, which), self._whole_of(value, which)
         if given[0] is not None and given[1] is not None:
             return (given[0], given[1]) if which else (key, value)
@@ -293,7 +293,7 @@ class HalvedRun:
         return whole if whole is not None and self._whole_of(second, 1) is whole else torch.cat((first, second))
 
     def _whole_of(self, half: Tensor, which: int) -> Tensor | None:
-        """What a half was split from."""
+        """Return what a half was split from."""
         return next((whole for *halves, whole in self._wholes if halves[which] is half), None)
 
 

@@ -121,8 +121,8 @@ class SelfAttention(MegatronModule):
         self._split = [channels * (heads // groups), channels, channels]
 
     def query_key_value(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What `linear_qkv` gives to [s, b, heads / tp, d] query, [s, b, groups / tp, d] key and value; the weight's
-        rows lie group by group."""
+        """Return what `linear_qkv` gives to [s, b, heads / tp, d] query, [s, b, groups / tp, d] key and value; the
+        weight's rows lie group by group."""
         query, key, value = mixed.unflatten(-1, (self._groups, -1)).split(self._split, dim=-1)
         query = query.reshape(*query.shape[:2], -1, self._split[1])
         if self.config.qk_layernorm:
@@ -182,8 +182,8 @@ class Layer(MegatronModule):
     def heads(
         self, mixed: Tensor, offset: int, documents: Documents | None, rows: range, of: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What the QKV layer gives to query, key and value, rotated. rows: those of the `of` rows that this rank has of
-        the chunk."""
+        """Return what the QKV layer gives to query, key and value, rotated. rows: those of the `of` rows that this rank
+        has of the chunk."""
         query, key, value = self.self_attention.query_key_value(mixed)
         if self._rotary is not None:
             runs = rows_of(self._context.runs(offset, of * self._context.size), rows)
@@ -317,7 +317,7 @@ class Layer(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """This rank's part of the layer in a checkpoint, under megatron-core's checkpoint names."""
+        """Return this rank's part of the layer in a checkpoint, under megatron-core's checkpoint names."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         apply_prefix_mapping(state, {prefix + name: prefix + saved for name, saved in CHECKPOINT_NAMES.items()})
         return state

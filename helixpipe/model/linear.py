@@ -74,7 +74,7 @@ class WeightGradients:
         return len(self._waiting)
 
     def tensors(self) -> Iterator[Tensor]:
-        """What is kept for them: inputs and output gradients of linear layers."""
+        """Yield what is kept for them: inputs and output gradients of linear layers."""
         for waiting in self._waiting.values():
             for deferred in waiting:
                 yield from (each for each in deferred[1:] if isinstance(each, Tensor))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GPTOptions:
-    """What TransformerConfig leaves to megatron-core's GPTModel, with its names; and how MLP and loss run."""
+    """Settings that TransformerConfig leaves to megatron-core's GPTModel, with its names; and how MLP and loss run."""
 
     vocab_size: int
     """Rows of the embedding, already padded to a multiple of the tensor-parallel size."""
@@ -84,7 +84,7 @@ class Microbatch:
 
 
 class UnitContext(NamedTuple):
-    """Which unit the model runs: what its random state and its place in the sequence depend on."""
+    """The unit that the model runs: what its random state and its place in the sequence depend on."""
 
     step: int
     """Training iteration."""

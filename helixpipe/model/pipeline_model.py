@@ -239,7 +239,8 @@ class PipelineModel(MegatronModule):
         return layer.proj(*state, training=training) if piece.role == "proj" else layer.ffn(*state, training=training)
 
     def _own_tokens(self, batch: Microbatch, context: UnitContext) -> tuple[Microbatch, UnitContext]:
-        """What of a chunk is this context-parallel rank's, in the order in which tensor-parallel ranks gather it."""
+        """Return what of a chunk is this context-parallel rank's, in the order in which tensor-parallel ranks gather
+        it."""
         return in_gathered_order(*self.context.share(batch, context), self._ranks_in_halves)
 
     @property
@@ -419,7 +420,8 @@ class PipelineModel(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """What this rank holds of the checkpoint, under the keys, shapes and offsets of megatron-core's GPTModel."""
+        """Return what this rank holds of the checkpoint, under the keys, shapes and offsets of megatron-core's
+        GPTModel."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         state.pop(f"{prefix}output_layer._extra_state", None)  # GPTModel leaves this empty object out

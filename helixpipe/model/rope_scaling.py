@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """What changes the frequencies.
+    """Changes of RoPE's frequencies.
 
     kind: `none`; `llama3`: slow frequencies are divided by `factor`, fast ones are left, and those between are blended
     (Grattafiori et al., 2024); `yarn`: the same with another ramp, and queries and keys are made longer (Peng et al.,
@@ -39,7 +39,7 @@ class RopeScaling:
 
     @property
     def length(self) -> float:
-        """What rotated channels are multiplied by."""
+        """Return what rotated channels are multiplied by."""
         if self.kind != "yarn" or self.factor <= 1:
             return 1.0
         growth = 0.1 * math.log(self.factor)

@@ -67,7 +67,7 @@ class Contents(NamedTuple):
 
 
 class Load(NamedTuple):
-    """What a transfer moves, by which a cost model knows its time.
+    """The data that a transfer moves, by which a cost model knows its time.
 
     kind: a key of `transfer.TRANSFER_KINDS`. ranks: of a link the two pipeline ranks that it goes between. contents: of
     the buffer that moves; of a collective the whole of which each member has, or gets, a part. members: of a

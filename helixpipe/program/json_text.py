@@ -235,7 +235,7 @@ def _stages(listed: Fields) -> tuple[Stage, ...]:
 
 
 def _runs(entry: Fields) -> tuple[tuple[Piece, ...], ...]:
-    """What an entry says is recomputed."""
+    """Return what an entry says is recomputed."""
     return tuple(run.pieces() for run in entry["recompute"].each()) if "recompute" in entry else ()
 
 

@@ -23,7 +23,7 @@ OP_KINDS = ("F", "B", "I", "W", "R")
 
 
 class Unit(NamedTuple):
-    """What an op works on: one chunk of one microbatch in one stage."""
+    """The data that an op works on: one chunk of one microbatch in one stage."""
 
     stage: int
     microbatch: int

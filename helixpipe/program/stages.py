@@ -58,7 +58,8 @@ class Piece(NamedTuple):
 
     @property
     def role(self) -> str:
-        """Its place in a layer, and what crosses the cuts beside it: the same for all kinds that stand there."""
+        """Return the piece's place in a layer, and what crosses the cuts beside it: the same for all kinds that stand
+        there."""
         return role_of(self.kind)
 
     def __str__(self) -> str:

@@ -94,17 +94,17 @@ class Timeline:
 
     @cached_property
     def copies(self) -> list[TransferEvent]:
-        """Those between a device and its host."""
+        """Return the transfers between a device and its host."""
         return [event for event in self.transfers if event.resource in ("copy_out", "copy_in")]
 
     @cached_property
     def collectives(self) -> list[TransferEvent]:
-        """Those of groups of ranks."""
+        """Return the transfers of groups of ranks."""
         return [event for event in self.transfers if event.resource == "collective"]
 
     @cached_property
     def sharing(self) -> list[TransferEvent]:
-        """Those of data-parallel ranks."""
+        """Return the transfers of data-parallel ranks."""
         return [event for event in self.collectives if TRANSFER_KINDS[event.kind].group]
 
     @property

@@ -20,7 +20,7 @@ class Waited(Enum):
 
 
 class TransferKind(NamedTuple):
-    """What is known of a kind of transfer.
+    """All that is known of a kind of transfer.
 
     resource: what it runs on (see `tasks.Resource`): a `link`, a `collective`, `copy_out` or `copy_in`. moves: the kind
     of buffer whose bytes travel (one of `tasks.BUFFER_KINDS`). waited: where its end is waited for. label, colour: in

@@ -1,4 +1,5 @@
-"""What the parts of a divided head exchange in a step: collectives over the ranks of the pipeline (`model.split_head`).
+"""Exchanges what the parts of a divided head need of each other in a step: collectives over the ranks of the pipeline
+(`model.split_head`).
 
 Each is started and waited for where the rank's stream says, in the one order that all ranks share. The sums of all
 parts give the loss, which the rank of the last part reports, and to each rank the gradient of its own sums, which its

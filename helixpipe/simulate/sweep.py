@@ -139,7 +139,9 @@ class Sweep:
         self.check()
 
     def transfer(self, action: Action, transfer: Transfer, task: int) -> None:
-        """What a transfer brings is there from its START, or RECV; what it takes away until its WAIT, or SEND."""
+        """Add a transfer: what it brings is there from its START, or RECV; what it takes away until its WAIT, or
+        SEND.
+        """
         graph, link = self.graph, transfer.resource == "link"
         if action is Action.RECV:
             for number in graph.writes[task]:

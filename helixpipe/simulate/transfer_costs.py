@@ -1,4 +1,4 @@
-"""What transfers take of the ranks: the time of ops that wait for them, and compute time beside that of ops.
+"""Computes what transfers take of the ranks: the time of ops that wait for them, and compute time beside that of ops.
 
 On a GPU a transfer takes no compute time. On a CPU weights are packed, sent, received and added up by the cores that
 compute, and what leaves for the host is copied by them. That is charged to the op that comes next on the rank, or to

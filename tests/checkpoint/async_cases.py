@@ -1,4 +1,4 @@
-"""What the ranks of test_async_save.py run."""
+"""Runs on the ranks of test_async_save.py."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def unlike_at_once(run: Run, directory: Path) -> str:
 
 
 def in_turn(directory: Path) -> list[str]:
-    """What happens on this rank when a second checkpoint is due while the first is held up."""
+    """Return what happens on this rank when a second checkpoint is due while the first is held up."""
     log: list[str] = []
     wait, begin, publish = Background.wait, SaveFolder.begin, SaveFolder.publish
     run = Run(cases.PP).train(1)
@@ -297,8 +297,8 @@ def resumed(directory: Path) -> dict[str, Any]:
 
 
 class Moments:
-    """What a kill at any moment would leave: copies of a folder, made before every change that this process makes in
-    it, and with the file that it wrote last cut in half."""
+    """Keeps what a kill at any moment would leave: copies of a folder, made before every change that this process makes
+    in it, and with the file that it wrote last cut in half."""
 
     _CHANGES = ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree")
 

@@ -69,7 +69,7 @@ class Layout:
     """`flags` or `checkpoint`: whose learning rates hold where they differ; empty: that is a mistake."""
 
     def program(self) -> Program:
-        """What says which rank holds which weights."""
+        """Return what says which rank holds which weights."""
         if self.schedule == REPLICATED_LAYERS:
             return replicated_layers(self.num_layers)
         program = build(self.schedule, Shape(self.pp, 2 * self.pp, self.num_layers))

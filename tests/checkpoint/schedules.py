@@ -1,4 +1,4 @@
-"""What the ranks of test_schedules.py run."""
+"""Runs on the ranks of test_schedules.py."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ CORE = ("none", "1f1b", "interleaved-1f1b", "chimera", "zbv", "helix", "weipipe"
 
 @pytest.fixture(scope="module")
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    """What is wrong under each schedule that is selected, by rank."""
+    """Return what is wrong under each schedule that is selected, by rank."""
     return run_ranks(
         round_trips, 2, str(tmp_path_factory.mktemp("checkpoints")), selected(request, "name", list(NAMES))
     )

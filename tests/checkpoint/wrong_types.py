@@ -1,4 +1,4 @@
-"""What the rank of test_wrong_types.py runs."""
+"""Runs on the rank of test_wrong_types.py."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def replacing(layout: Layout, directory: Path) -> tuple[int, int]:
 
 
 def named(rank: int, world_size: int, folder: str) -> dict[str, str]:
-    """What is said of some of them."""
+    """Return what is said of some of them."""
     directory = Path(folder)
     Run(cases.DP).train(1).save(directory)
     newest = directory / "iter_0000001"

@@ -11,7 +11,7 @@ from schedules import command as cli
 
 
 def run(capsys: pytest.CaptureFixture[str], command: str) -> str:
-    """What a command that must succeed prints."""
+    """Return what a command that must succeed prints."""
     assert cli.main(command.split()) == 0
     output = capsys.readouterr()
     assert output.err == ""

@@ -74,7 +74,7 @@ def test_every_box_has_its_microbatch_and_every_rank_its_bubble() -> None:
 
 
 def labels(figure: Any) -> list[tuple[str, int, float]]:
-    """What is drawn in boxes as outlines, all that are alike at once: text, row and time."""
+    """Return what is drawn in boxes as outlines, all that are alike at once: text, row and time."""
     return [
         (each.get_gid().removeprefix("label "), round(float(y)), float(x))
         for each in figure.axes[0].collections

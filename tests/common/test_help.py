@@ -29,7 +29,7 @@ def shown(capsys: pytest.CaptureFixture[str], name: str, *words: str) -> str:
 
 
 def flags_in(text: str) -> set[str]:
-    """Those that begin a line, with their other spellings."""
+    """Return the flags that begin a line, with their other spellings."""
     lines = re.findall(r"^  (-.*?)(?:  .*)?$", text, re.MULTILINE)
     return {flag for line in lines for flag in re.findall(r"(?<![\w-])--?[\w-]+", line)}
 

@@ -23,7 +23,7 @@ class Terminal(io.StringIO):
 
 
 def shown(stream: io.StringIO, seconds: float) -> str:
-    """What is written of ten parts that each take so long."""
+    """Return what is written of ten parts that each take so long."""
     now = [0.0]
     progress = ProgressLine("measuring", stream, lambda: now[0])
     for done in range(11):

@@ -27,7 +27,7 @@ def copy_time(costs: Costs, size: float, inward: bool) -> float:
 
 
 def copying_time(costs: Costs, size: float, inward: bool) -> float:
-    """What it takes of its rank's own time."""
+    """Return what it takes of its rank's own time."""
     return _of_size(costs, size).handling_time(_copy(inward), not inward)
 
 

@@ -76,8 +76,8 @@ def layouts(cases: Container[str]) -> Iterator[tuple[str, ModelShape, Layout]]:
 
 
 def squares(layout: Layout) -> float:
-    """What torch counts of a causal square of scores, the whole of it, over ours, exactly half. In a ring only the
-    squares on the diagonal are causal: two of a rank's, of 2cp in a row of them. Of halves, one of the two quarters
+    """Return what torch counts of a causal square of scores, the whole of it, over ours, exactly half. In a ring only
+    the squares on the diagonal are causal: two of a rank's, of 2cp in a row of them. Of halves, one of the two quarters
     on the diagonal is counted as such, and the other with all of the third."""
     if layout.halves:
         return 1.5

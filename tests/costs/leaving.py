@@ -49,7 +49,7 @@ CASES = ("gpt-tp1", "llama-tp2-sp", "gpt-tp2-sp-slices")
 
 
 def compare(rank: int, world_size: int, cases: Sequence[str]) -> dict[str, list[Row]]:
-    """What `pieces.compare` finds, and what leaves in some of the cases."""
+    """Return what `pieces.compare` finds, and what leaves in some of the cases."""
     results = pieces.compare(rank, world_size, cases)
     for turn, case in enumerate(each for each in CASES if each in cases):
         name, tp, split, mlp_chunk = layouts.CASES[case]

@@ -145,7 +145,7 @@ def _flops(shape: ModelShape, layout: Layout) -> list[tuple[str, float, float]]:
 def flops_of_piece(
     model: PipelineModel, shape: ModelShape, layout: Layout, piece: Piece, inputs: tuple[torch.Tensor, ...]
 ) -> list[tuple[str, float, float]]:
-    """Those of F, I and W, and of an F alone; and what waits for W."""
+    """Return the FLOPs of F, I and W, and of an F alone; and what waits for W."""
     store, found, counts = model.weight_gradients(), [], {}
     with counted() as counter:
         outputs = model.run((piece,), inputs, batch(), CONTEXT)
@@ -230,7 +230,7 @@ RECOMPUTATIONS = (
 
 
 def _recomputed(shape: ModelShape, layout: Layout) -> list[tuple[str, float, float]]:
-    """What the executor holds of one unit after F, and at most while its backward recomputes."""
+    """Return what the executor holds of one unit after F, and at most while its backward recomputes."""
     model = make(shape, layout)
     own, found = PieceBytes(shape, layout), []
     rows = ((Op("F", 0, 0), Op("B", 0, 0)),)
@@ -251,7 +251,7 @@ def _recomputed(shape: ModelShape, layout: Layout) -> list[tuple[str, float, flo
 
 
 def _helix(shape: ModelShape, layout: Layout) -> list[tuple[str, float, float]]:
-    """What the executor holds of all stages of one microbatch after their F, for each cut of helix's layers."""
+    """Return what the executor holds of all stages of one microbatch after their F, for each cut of helix's layers."""
     model, own, data, found = make(shape, layout), PieceBytes(shape, layout), batch(), []
     model.run(CHAIN, (), data, CONTEXT)
     rotary = getattr(model.decoder.layers["0"], "_rotary", None)
@@ -270,7 +270,7 @@ def _helix(shape: ModelShape, layout: Layout) -> list[tuple[str, float, float]]:
 
 
 def _saved_of_chunks(shape: ModelShape, layout: Layout) -> list[tuple[str, float, float]]:
-    """What chunks keep beside the store, and the store."""
+    """Return what chunks keep beside the store, and the store."""
     model = make(shape, layout)
     own = PieceBytes(shape, layout)
     found = []

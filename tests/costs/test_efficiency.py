@@ -29,7 +29,7 @@ SIMULATE = "simulate 1f1b --model llama2-7b --seq-length 8192 -p 8 -m 8 --json"
 
 
 def make_profile(shares: Efficiency = SHARES, model: ModelShape = MODEL, **changes: Any) -> Profile:
-    """What a machine would measure that reaches exactly these shares."""
+    """Return what a machine would measure that reaches exactly these shares."""
     costs = ModelCosts(model, replace(H100, efficiency=shares), Layout(), TOKENS)
     pieces = {piece: {kind: costs.piece_time(piece, kind, Chunk(TOKENS)) for kind in OP_KINDS} for piece in model.kinds}
     content: dict[str, Any] = {

@@ -40,7 +40,7 @@ MUCH_MEMORY = {
 
 
 class Tokenizer:
-    """What a tokenizer of a folder has of interest here."""
+    """A tokenizer with what one of a folder has of interest here."""
 
     vocab_size, eod, unique_identifiers = 256, 0, "bytes"
 

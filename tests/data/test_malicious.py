@@ -131,7 +131,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What transformers, replaced, is asked for."""
+    """Return what transformers, replaced, is asked for."""
     asked: list[dict[str, Any]] = []
     fake = ModuleType("transformers")
 

@@ -57,7 +57,7 @@ class Opened:
         return str(self.browser.evaluate("document.activeElement.id || document.activeElement.tagName"))
 
     def picture(self) -> np.ndarray:
-        """What is in sight: rows, columns, and red, green and blue from 0 to 255."""
+        """Return what is in sight: rows, columns, and red, green and blue from 0 to 255."""
         shown = imread(io.BytesIO(self.browser.screenshot()), format="png")
         return np.asarray(np.round(shown[:, :, :3] * 255), dtype=int)
 

@@ -61,7 +61,7 @@ class Page(HTMLParser):
 
 
 def node(expression: str, value: Any) -> Any:
-    """What an expression of `input` gives, with the page's programs that need no browser. Needs node."""
+    """Return what an expression of `input` gives, with the page's programs that need no browser. Needs node."""
     read = 'const input = JSON.parse(require("fs").readFileSync(0, "utf8"));'
     program = f"{scripts(['words.js', 'simulate.js'])}\n{read}\nconsole.log(JSON.stringify({expression}));"
     run = subprocess.run(["node", "-e", program], input=json.dumps(value), capture_output=True, text=True, check=False)

@@ -38,7 +38,7 @@ RUN = """input.map(({data, knobs, values}) => {
 
 
 def in_the_page(cases: Sequence[tuple[Simulation, dict[str, float] | None]]) -> list[dict[str, Any]]:
-    """What the page makes of simulations with the values of knobs; None leaves the times as they are."""
+    """Return what the page makes of simulations with the values of knobs; None leaves the times as they are."""
     value = [
         {"data": panel_data(each), "knobs": knobs([each]), "values": values and values_of(each, values)}
         for each, values in cases

@@ -78,8 +78,8 @@ class Case:
 
     @property
     def same_chunks(self) -> bool:
-        """Its interleaved schedule knows no V, needs m to be a multiple of p, and over two ranks mixes its messages up
-        (Megatron-LM refuses these two ranks)."""
+        """Say whether megatron-core has the same: its interleaved schedule knows no V, needs m to be a multiple of p,
+        and over two ranks mixes its messages up (Megatron-LM refuses these two ranks)."""
         return self.v == 1 or (not self.in_a_v and self.pp > 2 and self.m % self.pp == 0)
 
 

@@ -253,7 +253,7 @@ def other_groups(name: str) -> ProcessGroupCollection:
 
 
 def refusals(rank: int, world_size: int) -> list[str]:
-    """What each mistake is told."""
+    """Return what each mistake is told."""
     start(1, world_size)
     case = Case("seq1f1b", (2,))
     function = get_forward_backward_func("seq1f1b", chunks=2)

@@ -99,7 +99,7 @@ def make_theirs(name: str, folder: Path) -> dict[str, Any]:
 
 
 def logits_of(folder: Path) -> torch.Tensor:
-    """What transformers makes of a folder: [s, b, v]."""
+    """Return what transformers makes of a folder: [s, b, v]."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa").double().eval()

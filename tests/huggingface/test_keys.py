@@ -43,7 +43,7 @@ def refused(key: str, value: Any, within: str | None = None) -> str:
 
 
 def wrong(kind: Kind) -> list[Any]:
-    """What a key of that kind may not say."""
+    """Return what a key of that kind may not say."""
     own = {bool, str, dict, list}.intersection(kind.types)
     return [each for each in [*NEVER, *NO_NUMBERS] if type(each) not in own]
 

@@ -68,7 +68,7 @@ class Result:
         return {iteration: float(loss) for iteration, (loss, _) in self.losses().items()}
 
     def sentence(self) -> str:
-        """What it said of a mistake: once, without a traceback from our ranks, with a failing status."""
+        """Return what it said of a mistake: once, without a traceback from our ranks, with a failing status."""
         said = re.findall(r"^helixpipe: (.*)$", self.output, re.MULTILINE)
         assert self.status != 0 and len(said) == 1, self.output
         ours, _, _ = self.output.partition("torch/distributed/run.py")  # torchrun's own words come after

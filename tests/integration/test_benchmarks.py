@@ -23,7 +23,7 @@ TINY_FLAGS = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidd
 
 
 def on_two_ranks(folder: Path, function: str, *arguments: Any) -> Any:
-    """What the benchmark's function returned on rank 0, on ranks that are forked."""
+    """Return what the benchmark's function returned on rank 0, on ranks that are forked."""
     script, *words = write_call(folder, function, *arguments)
     run_forked(Launch(function.partition(":")[0], " ".join(words), script=script)).done()
     return result_in(folder)

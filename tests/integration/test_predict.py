@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import predict, run
-from benchmarks.predict_cases import CASES, DEFAULT, WAYS
+from benchmarks.predict_cases import CASES, WAYS
 from benchmarks.predict_ranks import compared, delays, program_of
 from helixpipe.costs.profile_costs import ProfileCosts
 from helixpipe.lowering.lower import lower

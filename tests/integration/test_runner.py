@@ -93,7 +93,7 @@ def test_a_table_and_a_page() -> None:
 
 @dataclass(frozen=True)
 class Row:
-    """What the files below have."""
+    """A row of the files below."""
 
     name: str
     ranks: int

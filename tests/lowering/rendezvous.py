@@ -17,7 +17,8 @@ IN, BACK = (Action.START, "fetch"), (Action.WAIT, "fetch")
 
 
 class Travel:
-    """What travels with messages of weights and their gradients, kept as an executor would, by instructions alone."""
+    """Moves what travels with messages of weights and their gradients, kept as an executor would, by instructions
+    alone."""
 
     def __init__(self, lowered: LoweredProgram) -> None:
         self.graph, self.stages, self.ring = lowered.graph, lowered.program.stages, lowered.program.ring
@@ -83,8 +84,8 @@ class Travel:
 
 
 class Copies:
-    """Which instructions of each unit that offloads were run, and which copies have ended. A copy in is asked for when
-    the one out was; it is made when that has ended."""
+    """Records which instructions of each unit that offloads were run, and which copies have ended. A copy in is asked
+    for when the one out was; it is made when that has ended."""
 
     def __init__(self, lowered: LoweredProgram) -> None:
         self.graph, self.complete = lowered.graph, set[Transfer]()

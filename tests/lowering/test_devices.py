@@ -21,7 +21,7 @@ from tests.lowering.sharing import sharing_program
 
 
 def any_device(lowered: LoweredProgram, rng: Random) -> Iterable[Hardware]:
-    """What the streams must end on: with one queue, whatever fits alone; with more, where no stream needs the
+    """Return what the streams must end on: with one queue, whatever fits alone; with more, where no stream needs the
     multiprocessors of another. A host may be an op ahead, or as far as there are ops."""
     ctas, ahead = rng.choice((1, 4, 32)), rng.choice((1, 2, None))
     yield Hardware(1, ctas, ctas, ahead)

@@ -1,4 +1,4 @@
-"""What the ranks of test_equality.py run: our model against plain megatron-core, on the same weights and data."""
+"""Runs on the ranks of test_equality.py: our model against plain megatron-core, on the same weights and data."""
 
 from __future__ import annotations
 

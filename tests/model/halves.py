@@ -1,4 +1,4 @@
-"""What the ranks of test_halves.py run."""
+"""Runs on the ranks of test_halves.py."""
 
 from __future__ import annotations
 

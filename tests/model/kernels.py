@@ -1,4 +1,4 @@
-"""What the rank of test_attention_kernels.py runs: models on fakes of every library against models on torch alone."""
+"""Runs on the rank of test_attention_kernels.py: models on fakes of every library against models on torch alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of test_chunked_loss.py run: losses over slices against losses of whole logits."""
+"""Runs on the ranks of test_chunked_loss.py: losses over slices against losses of whole logits."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def split_backward(style: str, rows: int, whole: Found, changes: dict[str, Any])
 
 
 def collectives(rows: int, changes: dict[str, Any]) -> list[list[str]]:
-    """What tensor-parallel ranks exchange in the forward and in the backward, over three slices."""
+    """Return what tensor-parallel ranks exchange in the forward and in the backward, over three slices."""
     model = make_head("gpt", 5, **changes)
     hidden = hidden_states(model, rows)
     with counted() as forward:
@@ -147,7 +147,7 @@ def half_precision(size: int) -> float:
 
 
 def peaks(style: str, dtype: torch.dtype, size: int) -> tuple[str, float, float, float]:
-    """What a step of the head alone has in memory at most, beside its input, weights and their gradients: (what,
+    """Return what a step of the head alone has in memory at most, beside its input, weights and their gradients: (what,
     measured, predicted, measured without slices)."""
     tokens, batch, hidden, vocabulary = 512, 2, 64, 1024
     norm, positions = ("LayerNorm", "learned_absolute") if style == "gpt" else ("RMSNorm", "rope")

@@ -1,4 +1,4 @@
-"""What the ranks of test_positions.py run: learned positions that tensor-parallel ranks share."""
+"""Runs on the ranks of test_positions.py: learned positions that tensor-parallel ranks share."""
 
 from __future__ import annotations
 

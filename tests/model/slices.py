@@ -1,4 +1,4 @@
-"""What the ranks of test_chunked_mlp.py run: models whose MLP runs over slices against models whose MLP is whole."""
+"""Runs on the ranks of test_chunked_mlp.py: models whose MLP runs over slices against models whose MLP is whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of test_split_head.py run: the parts of a model's head one after another against its whole head."""
+"""Runs on the ranks of test_split_head.py: the parts of a model's head one after another against its whole head."""
 
 from __future__ import annotations
 

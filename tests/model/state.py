@@ -1,4 +1,4 @@
-"""What the ranks of test_state.py run: dropout, checkpoints, megatron-core's DDP and optimizers around our model."""
+"""Runs on the ranks of test_state.py: dropout, checkpoints, megatron-core's DDP and optimizers around our model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of test_variants.py run: norms of heads and centered norms, wider heads, and each kind of RoPE."""
+"""Runs on the ranks of test_variants.py: norms of heads and centered norms, wider heads, and each kind of RoPE."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def options(name: str) -> GPTOptions:
 
 
 def make(name: str, tp: int = 1, **also: Any) -> PipelineModel:
-    """Its norms' weights differ from where they begin, by fixed amounts."""
+    """Make a model whose norms' weights differ from where they begin, by fixed amounts."""
     style, changes, _ = VARIANTS[name]
     model = PipelineModel(make_config(style, tp, **{**changes, **also}), options(name), CHAIN, seed=7)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What `helixpipe simulate` and `helixpipe memory` print, kept in figures.json for the commands of cases.txt.
+"""Keeps what `helixpipe simulate` and `helixpipe memory` print in figures.json for the commands of cases.txt.
 
     python -m tests.pins.record          # record commands that are new in cases.txt, forget those no longer there
     python -m tests.pins.record --all    # record every command again: only where a figure was wrong, and is explained
@@ -40,7 +40,8 @@ def commands() -> list[list[str]]:
 
 
 def printed(command: list[str]) -> Any:
-    """What the command prints as JSON. Names of files are taken in this folder. Raises AssertionError if it fails."""
+    """Return what the command prints as JSON. Names of files are taken in this folder. Raises AssertionError if it
+    fails."""
     arguments = [str(HERE / word) if word.endswith((".csv", ".json")) else word for word in command]
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

@@ -15,7 +15,7 @@ SMALL = replace(MODELS["weipipe-1024"], layers=8, seq_length=16384)
 def question(
     gpus: int = 4, limit: float = 70.0, schedules: str = "", sequences: int = 8, **changed: object
 ) -> Question:
-    """What is asked of a few GPUs, four to a node."""
+    """Return what is asked of a few GPUs, four to a node."""
     given = Question(
         CATALOGUE,
         tuple(schedules.split() or CATALOGUE),

@@ -41,7 +41,7 @@ def program_of(name: str, workload: Workload) -> Program:
 
 
 def sharing(lowered: LoweredProgram, rank: int) -> list[tuple[str, int]]:
-    """What the data-parallel ranks of a pipeline rank do together, in order."""
+    """Return what the data-parallel ranks of a pipeline rank do together, in order."""
     return [
         (each.transfer.kind, each.transfer.unit.stage)
         for each in lowered.streams[rank]

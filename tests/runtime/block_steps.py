@@ -46,7 +46,7 @@ class StoreMeter(Meter):
 
 
 class MeteredExecutor(Executor):
-    """Whose store has the meter look whenever it grows."""
+    """An executor whose store has the meter look whenever it grows."""
 
     meter: StoreMeter
 

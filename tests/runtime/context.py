@@ -1,4 +1,4 @@
-"""What the ranks of test_equality.py sum over context-parallel ranks: each has the loss and gradients of its rows."""
+"""Sums for test_equality.py over context-parallel ranks: each has the loss and gradients of its rows."""
 
 from __future__ import annotations
 

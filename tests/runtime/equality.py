@@ -1,4 +1,4 @@
-"""What the ranks of test_equality.py run: every schedule on real ranks against plain megatron-core in one process."""
+"""Runs on the ranks of test_equality.py: every schedule on real ranks against plain megatron-core in one process."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def make_executor(case: Case, transport: Transport | None = None) -> tuple[Any, 
 
 
 def lowered(case: Case) -> LoweredProgram:
-    """What its executor runs."""
+    """Return what its executor runs."""
     return lower(case.program())
 
 

@@ -28,10 +28,10 @@ TIMEOUT = timedelta(minutes=17)
 
 @dataclass
 class Played:
-    """What one rank has done. groups: (ranks, timeout, description) of each process group it made; destroyed: how many
-    it destroyed. met: (channel, group) of each exchange by which communicators are made. sent, received: in the order
-    of each channel (source, target), the messages' numbers, and the group and tensors of each. left: buffers and
-    receipts that nobody has taken."""
+    """The record of what one rank has done. groups: (ranks, timeout, description) of each process group it made;
+    destroyed: how many it destroyed. met: (channel, group) of each exchange by which communicators are made. sent,
+    received: in the order of each channel (source, target), the messages' numbers, and the group and tensors of each.
+    left: buffers and receipts that nobody has taken."""
 
     groups: list[tuple[tuple[int, ...], timedelta, str]] = field(default_factory=list)
     destroyed: int = 0

@@ -1,4 +1,4 @@
-"""What the ranks of test_host_reads.py run: steps in which nothing may wait for a number of a tensor."""
+"""Runs on the ranks of test_host_reads.py: steps in which nothing may wait for a number of a tensor."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _no_waits() -> Iterator[None]:
 
 
 def reads(rank: int, world_size: int) -> list[str]:
-    """What the guard says of some that are not allowed, and of some that are."""
+    """Return what the guard says of some that are not allowed, and of some that are."""
     tensor, own = torch.arange(4.0), torch.arange(2)
     said = []
     attempts: tuple[Callable[[], Any], ...] = (

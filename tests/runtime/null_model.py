@@ -15,7 +15,7 @@ from helixpipe.runtime.executor import Step
 
 
 class NullModel:
-    """What the executor asks of a model, for any pieces. shell: whether its weights come from elsewhere."""
+    """A model as the executor asks for, of any pieces. shell: whether its weights come from elsewhere."""
 
     payload_dtype = torch.float32
 

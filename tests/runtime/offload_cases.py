@@ -24,8 +24,8 @@ def offloading(groups: Mapping[str, list[Case]]) -> list[Case]:
 
 
 def _kind(case: Case) -> tuple[object, ...]:
-    """What a case may be the only one of: its schedule and what helix ships, or how it recomputes; with whole sequences
-    or chunks, tensor-parallel or not."""
+    """Return what a case may be the only one of: its schedule and what helix ships, or how it recomputes; with whole
+    sequences or chunks, tensor-parallel or not."""
     schedule = f"{case.schedule} {case.ship}" if not case.recompute.granularity else ""
     chunks = bool(case.lengths)
     return schedule, case.recompute, chunks, chunks and case.tp > 1, chunks and case.mlp_chunk > 0

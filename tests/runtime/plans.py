@@ -1,4 +1,4 @@
-"""What the ranks of test_plans.py run: several plans, one after the other, on one executor."""
+"""Runs on the ranks of test_plans.py: several plans, one after the other, on one executor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of test_weights.py run: steps with weights in shards over data-parallel ranks, beside whole ones."""
+"""Runs on the ranks of test_weights.py: steps with weights in shards over data-parallel ranks, beside whole ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of test_split_heads.py run: programs whose head is divided, against the whole model in float64."""
+"""Runs on the ranks of test_split_heads.py: programs whose head is divided, against the whole model in float64."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def compared(divided: Divided, group: Any, expected: dict[str, Tensor], losses: 
 
 
 def gradients(model: PipelineModel, group: Any, tp: int) -> dict[str, Tensor]:
-    """Those of the whole model: rows of the output layer one after another."""
+    """Return the gradients of the whole model: rows of the output layer one after another."""
     own = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
     if tp > 1:
         own = whole(model, own, partial_sums=True)

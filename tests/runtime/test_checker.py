@@ -19,7 +19,7 @@ GROUP: Any = SimpleNamespace(send=lambda *_: Nowhere(), recv=lambda *_: Nowhere(
 
 
 def simulate(program: Callable[..., None], *args: Any) -> list[str]:
-    """What is wrong with a program."""
+    """Return what is wrong with a program."""
     simulation = Simulation()
     communicators = Communicators(simulation, Nowhere())
     with threads.replaced(simulation.world, simulation.kernels), communicators.replaced(), simulation.replaced():

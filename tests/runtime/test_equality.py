@@ -54,8 +54,8 @@ SIZES = ("mlp_chunk", "loss_chunk", "memory_limit")
 
 
 def kinds(case: Case) -> Iterator[tuple[object, ...]]:
-    """What `make test` has a case of at least: each schedule in each style, with fewer microbatches than ranks and
-    with sequences cut; each style with tensor parallelism and tied weights; copies and late messages beside chunks;
+    """Yield what `make test` has a case of at least: each schedule in each style, with fewer microbatches than ranks
+    and with sequences cut; each style with tensor parallelism and tied weights; copies and late messages beside chunks;
     context parallelism over documents, with recomputation and without; heads on all ranks, tied and not, with fewer
     microbatches than ranks; layers that are unlike over a context and in blocks; and every other setting."""
     yield case.schedule, case.style

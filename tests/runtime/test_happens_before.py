@@ -20,8 +20,8 @@ CASES = [*SCHEDULES, *OTHERS, *OFFLOADING]
 
 
 def kinds(case: Case) -> set[object]:
-    """What `make test` has a case of at least: every schedule, weights that are sent, cuts inside a layer, blocks,
-    divided heads, and copies beside whole sequences, chunks and weights that travel."""
+    """Return what `make test` has a case of at least: every schedule, weights that are sent, cuts inside a layer,
+    blocks, divided heads, and copies beside whole sequences, chunks and weights that travel."""
     copies = case.offload is not None and (bool(case.lengths), case.folds > 0, case.schedule.startswith(("we", "wz")))
     return {case.schedule, case.ship, case.cut_after, case.multiplex, case.vocabulary, copies}
 

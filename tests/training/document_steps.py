@@ -1,4 +1,4 @@
-"""What the ranks of test_document_steps.py run: steps over whole documents, each under a plan of its own."""
+"""Runs on the ranks of test_document_steps.py: steps over whole documents, each under a plan of its own."""
 
 from __future__ import annotations
 

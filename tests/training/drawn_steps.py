@@ -1,4 +1,4 @@
-"""What the ranks of test_drawn_steps.py run: steps over documents of given lengths, beside plain megatron-core."""
+"""Runs on the ranks of test_drawn_steps.py: steps over documents of given lengths, beside plain megatron-core."""
 
 from __future__ import annotations
 

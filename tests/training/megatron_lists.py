@@ -36,7 +36,9 @@ class ArgumentList:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What parsing gives. refusal: the sentence, or None. ignored: flags without effect. warnings: the other ones."""
+    """The outcome of parsing. refusal: the sentence, or None. ignored: flags without effect. warnings: the other
+    ones.
+    """
 
     refusal: str | None
     ignored: tuple[str, ...] = ()

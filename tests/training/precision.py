@@ -1,4 +1,4 @@
-"""What the ranks of test_precision.py run: float16 with an overflow, and weight gradients added by a fused kernel."""
+"""Runs on the ranks of test_precision.py: float16 with an overflow, and weight gradients added by a fused kernel."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ITERATIONS, SPOILED = 12, 5
 
 @dataclass
 class Steps:
-    """What a training log is told. weights_moved: whether this rank's weights changed in each step."""
+    """The steps as a training log is told of them. weights_moved: whether this rank's weights changed in each step."""
 
     results: list[StepResult] = field(default_factory=list)
     weights_moved: list[bool] = field(default_factory=list)

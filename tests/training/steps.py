@@ -1,4 +1,4 @@
-"""What the ranks of test_twenty_steps.py run: optimizer steps beside those of plain megatron-core."""
+"""Runs on the ranks of test_twenty_steps.py: optimizer steps beside those of plain megatron-core."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def batch(index: int) -> Microbatch:
 
 
 def of_runs(runs: Sequence[Run], each: Callable[[Run], Value]) -> list[Value]:
-    """What `each` finds of every run, in their order; process groups are made once for each size."""
+    """Return what `each` finds of every run, in their order; process groups are made once for each size."""
     results: dict[int, Value] = {}
     for sizes in sorted({(run.tp, run.pp, run.cp) for run in runs}):
         set_parallel(*sizes)
@@ -167,7 +167,7 @@ def figures_of(config: Config, steps: int = STEPS) -> Figures:
 
 
 def words_of_failures(rank: int, world_size: int, runs: list[Run]) -> list[str]:
-    """What the user is told of each run, which fails within a few steps."""
+    """Return what the user is told of each run, which fails within a few steps."""
     found = []
     for run in runs:
         set_parallel(tp=run.tp, pp=run.pp)
@@ -222,7 +222,7 @@ def make_trainer(config: Config) -> Trainer:
 
 
 def stream(parallel: Parallel) -> Iterator[Microbatch]:
-    """This data-parallel rank's microbatches: every dp_size-th of the global stream."""
+    """Yield this data-parallel rank's microbatches: every dp_size-th of the global stream."""
     index = parallel.dp_rank
     while True:
         yield batch(index)

@@ -139,8 +139,8 @@ def numerics(run: Run) -> str:
 
 
 def kinds(run: Run) -> Iterator[object]:
-    """What `make test` has a run of at least: each schedule and every other flag, whole weights and weights in parts
-    on tensor- and context-parallel ranks, and each way to count with each style."""
+    """Yield what `make test` has a run of at least: each schedule and every other flag, whole weights and weights in
+    parts on tensor- and context-parallel ranks, and each way to count with each style."""
     flags = [f"--{flag}" for flag in run.flags.removeprefix("--").split(" --")]
     yield from (flag for flag in flags if flag not in (COUNTED, *COUNTED.split()))
     yield run.tp, run.cp, SHARDED in flags

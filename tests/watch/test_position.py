@@ -106,7 +106,7 @@ def run(position: Position, upto: int, gpu: Gpu | None = None) -> None:
 
 
 def followed(position: Position) -> tuple[str, int, bool]:
-    """What is seen once the thread that follows the GPU has got as far as that."""
+    """Return what is seen once the thread that follows the GPU has got as far as that."""
     with suppress(Hangs):
         position.follow()
     return seen(position)

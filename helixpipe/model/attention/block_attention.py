@@ -30,7 +30,7 @@ from helixpipe.model.documents import Documents
 
 
 class BlockAttention(NamedTuple):
-    """What a unit's attention depends on in one layer."""
+    """All that a unit's attention depends on in one layer."""
 
     unit: UnitBlocks
     layer: int
@@ -40,7 +40,7 @@ class BlockAttention(NamedTuple):
     """Tokens before its own that a token sees; None: all of its document."""
 
     def work(self, first: int, length: int) -> tuple[Tile, ...]:
-        """What of the chunk's attention reads the block of so many rows from `first` on."""
+        """Return what of the chunk's attention reads the block of so many rows from `first` on."""
         unit, starts = self.unit, document_starts(self.documents)
         own = range(unit.offset, unit.offset + unit.length)
         return tiles(Rows((own,)), Rows((range(first, first + length),)), first == unit.offset, starts, self.left)

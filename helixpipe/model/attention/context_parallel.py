@@ -60,7 +60,9 @@ class ContextParallel:
         return tuple(range(offset + part * each, offset + (part + 1) * each) for part in parts)
 
     def share(self, batch: Microbatch, context: UnitContext) -> tuple[Microbatch, UnitContext]:
-        """This rank's rows of a chunk, with their positions, as a microbatch of their own, and the unit on that."""
+        """Return this rank's rows of a chunk, with their positions, as a microbatch of their own, and the unit on
+        that.
+        """
         if self.size == 1:
             return batch, context
         offset, length = context.offset, context.length or batch.tokens.size(1) - context.offset
@@ -81,7 +83,7 @@ ALONE = ContextParallel()
 
 
 def select(tensor: Tensor, runs: tuple[range, ...], dim: int) -> Tensor:
-    """Those rows of a tensor that has the whole sequence's along a dimension."""
+    """Return those rows of a tensor that has the whole sequence's along a dimension."""
     parts = [tensor.narrow(dim, run.start, len(run)) for run in runs]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 

@@ -31,8 +31,8 @@ class Block(NamedTuple):
 
 
 class KeyValueBlocks(ByteCount):
-    """Those of one pipeline rank. fp32_gradients: sum gradients in float32 where keys and values are of half
-    precision."""
+    """The keys and values of one pipeline rank, in blocks. fp32_gradients: sum gradients in float32 where keys and
+    values are of half precision."""
 
     def __init__(self, fp32_gradients: bool = False):
         super().__init__()
@@ -156,7 +156,7 @@ class UnitBlocks(NamedTuple):
         return block
 
     def blocks(self, layer: int) -> list[Block]:
-        """Those of all rows before the chunk, then its own."""
+        """Return the blocks of all rows before the chunk, then its own."""
         own = self.store.get(self.microbatch, layer, self.offset)
         return [*self.store.before(self.microbatch, layer, self.offset), Block(self.offset, *own)]
 
@@ -165,7 +165,7 @@ class UnitBlocks(NamedTuple):
         return (), ()
 
     def finish(self, layers: Sequence[int]) -> None:
-        """What goes after a backward the graph says."""
+        """Free what the graph says goes after a backward."""
 
     def release(self) -> None:
         """The same of a forward in evaluation."""

@@ -180,7 +180,7 @@ def hidden_scores(rows: int, columns: int, ahead: int | None, reach: int | None,
 
 
 def _mask(query: Tensor, key: Tensor, causal: bool, reach: int | None) -> Tensor | None:
-    """What is added to scores; None where the kernel knows itself what is hidden."""
+    """Return what is added to scores; None where the kernel knows itself what is hidden."""
     if reach is None:
         return None
     hidden = hidden_scores(query.size(2), key.size(2), 0 if causal else None, reach, query.device)

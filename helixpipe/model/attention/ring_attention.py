@@ -35,8 +35,8 @@ from helixpipe.model.documents import Documents
 def ring_rounds(
     context: ContextParallel, chunks: Sequence[int], end: int, documents: Documents | None, left: int | None = None
 ) -> tuple[tuple[Tile, ...], ...]:
-    """What each round of a chunk has to do. chunks: first tokens of all chunks so far, the last of which ends at `end`;
-    keys of which a rank's lie in that order. left: tokens before its own that a token sees; None: all."""
+    """Return what each round of a chunk has to do. chunks: first tokens of all chunks so far, the last of which ends at
+    `end`; keys of which a rank's lie in that order. left: tokens before its own that a token sees; None: all."""
     starts = document_starts(documents)
 
     def rows(rank: int) -> Rows:
@@ -49,7 +49,7 @@ def ring_rounds(
 
 
 class Ring(NamedTuple):
-    """What a unit's ring attention depends on. rounds: the tiles of each round, the first with this rank's keys."""
+    """All that a unit's ring attention depends on. rounds: the tiles of each round, the first with this rank's keys."""
 
     parallel: ContextParallel
     rounds: tuple[tuple[Tile, ...], ...]
@@ -83,7 +83,7 @@ class _Passing:
         self._works = dist.batch_isend_irecv(ops)
 
     def wait(self) -> list[Tensor]:
-        """What has come."""
+        """Wait for what comes, and return it."""
         for work in self._works:
             work.wait()
         return [tensor.to(self._device) for tensor in self._received]

@@ -48,7 +48,7 @@ class Tile(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What a rank has of a sequence: runs of tokens, ascending, row by row."""
+    """A rank's share of a sequence: runs of tokens, ascending, row by row."""
 
     runs: tuple[range, ...]
 
@@ -68,7 +68,7 @@ def tiles(
     documents: Sequence[Sequence[int]] | None = None,
     left: int | None = None,
 ) -> tuple[Tile, ...]:
-    """What of causal attention a rank does with the keys of one rank.
+    """Return what of causal attention a rank does with the keys of one rank.
 
     queries: rows of the chunk; keys: those of all chunks so far. same_rank: the keys are this rank's own. documents:
     for every sample where its documents begin, ascending from 0; None: one document a sample. left: tokens before its

@@ -80,7 +80,7 @@ def rotary_embeddings(config: Config) -> Config:
 
 
 def layer_patterns(config: Config) -> Config:
-    """Which layers attend to a window and which have no RoPE; the flags are kept as they were typed."""
+    """Check which layers attend to a window and which have no RoPE; the flags are kept as they were typed."""
     model = config.model
     found = shape_fields(model.window_size, model.window_attn_skip_freq, model.no_rope_freq, checked(model.num_layers))
     if found["unrotated"] and model.position_embedding_type not in ("rope", "yarn"):

@@ -71,7 +71,7 @@ def test_other_orders_as_the_simulator_sees_them(program: Any) -> None:
 
 
 def _answers(judge: Judge, given: Instance) -> list[object]:
-    """What it says of some orders and bounds, one after the other."""
+    """Return what it says of some orders and bounds, one after the other."""
     told: list[object] = []
     for rotation in range(3):
         orders = [order[rotation:] + order[:rotation] for order in given.orders]

@@ -1,4 +1,5 @@
-"""Who knows what of whom: vector clocks of streams, communicators and threads of the host, and what was found wrong.
+"""Tells who knows what of whom: vector clocks of streams, communicators and threads of the host, and what was found
+wrong.
 
 Everything that does one thing after another is an actor. A step of an actor is known to another once that has waited
 for it, for an event recorded after it, or for somebody who knows it. Two accesses to the same memory are ordered if the

@@ -18,7 +18,7 @@ from tests.runtime.happens_before.memory import Memories
 
 
 class Simulation:
-    """What the replacements share."""
+    """The state that the replacements share."""
 
     def __init__(self, seed: int = 0):
         self.world = World(seed)

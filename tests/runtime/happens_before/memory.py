@@ -1,4 +1,4 @@
-"""Who has used which memory, and what it was before: torch's caching allocator and its pinned memory.
+"""Records who has used which memory, and what it was before: torch's caching allocator and its pinned memory.
 
 A block belongs to the stream it was allocated in, its home. When its tensors are gone it is given out again at once, to
 an allocation of the same stream, whatever other streams still do with it; unless `record_stream` was called: then once
@@ -57,7 +57,7 @@ class Memories:
         self._told: set[tuple[int, Access]] = set()
 
     def of(self, storage: torch.UntypedStorage) -> Memory:
-        """What is known of a storage; it is new, and of the current stream, if nothing is."""
+        """Return what is known of a storage; it is new, and of the current stream, if nothing is."""
         found = self._known.get(storage._cdata)
         return self.allocated(storage) if found is None else found[0]
 

@@ -23,7 +23,7 @@ from tests.runtime.happens_before.cuda import Simulation
 
 
 class Network(Protocol):
-    """What carries the bytes; each returns something to wait for."""
+    """Carries the bytes; each returns something to wait for."""
 
     def isend(self, tensor: torch.Tensor, group: Any, peer: int) -> Any: ...
 

@@ -1,4 +1,4 @@
-"""What the ranks of test_happens_before.py run: two steps or more of every case, on a simulated device."""
+"""Runs on the ranks of test_happens_before.py: two steps or more of every case, on a simulated device."""
 
 from __future__ import annotations
 
