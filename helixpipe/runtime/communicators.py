@@ -58,10 +58,12 @@ def nccl_options(settings: Settings, blocks: int, timeout: timedelta) -> Any:
 def fitting_blocks(channels: Sequence[tuple[int, int]], processors: int) -> int:
     """Thread blocks of a communicator at most, so that those of all channels of a rank are resident at once with an SM
     left. Where streams have hardware queues of their own each may have a message that waits there, and the op that
-    they wait for, on some rank, must still be able to start. processors: SMs of a device."""
+    they wait for, on some rank, must still be able to start. A power of two, since NCCL rounds its limit up to one
+    (ncclTopoComputeP2pChannels). processors: SMs of a device."""
     ends = Counter(rank for channel in channels for rank in channel)
     busiest = max(ends.values(), default=1)
-    return max(1, (processors - 1) // busiest)
+    resident = max(1, (processors - 1) // busiest)
+    return 1 << (resident.bit_length() - 1)
 
 
 def direction_groups(

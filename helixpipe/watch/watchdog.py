@@ -32,6 +32,9 @@ ANSWER_SECONDS = 5.0
 STORE_SECONDS = 30.0
 """The time without an answer of the store after which a rank that has waited too long reports its own state alone."""
 
+STORE_REQUESTS = 500.0
+"""The most requests a second of all ranks together while nothing happens: beyond 500 ranks each asks less often."""
+
 _JOIN_SECONDS = 5.0
 _WORD, _STATE, _ENDED = "watchdog/word", "watchdog/state/", "watchdog/ended/"
 _NO_ROUND, _END = "0 0", "end"
@@ -47,7 +50,8 @@ class Watchdog:
 
     store: a torch.distributed store that all ranks share. limits: for each `Patience`, the seconds that a rank may stay
     at one place (`math.inf`: no limit). leave: ends the process with a status, at once, from any thread. complain:
-    takes the report.
+    takes the report. use_device: makes this rank's device the current one of the thread that follows it, which would
+    otherwise open a context on the first GPU of the host.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class Watchdog:
         limits: Mapping[Patience, float],
         leave: Callable[[int], object] = os._exit,
         complain: Callable[[str], object] = _complain,
+        use_device: Callable[[], object] = lambda: None,
     ):
         self._position = position
         self._rank = position.peers.rank
@@ -67,8 +72,11 @@ class Watchdog:
         self._limits = limits
         self._leave = leave
         self._complain = complain
+        self._use_device = use_device
         self._poll = min(1.0, limits[Patience.STEP] / 10)
-        self._pause = max(2 * self._poll, limits[Patience.STEP] / 20)  # between two rounds
+        # The store is one process: all ranks together ask it no more than `STORE_REQUESTS` times a second.
+        self._store_poll = max(self._poll, world_size / STORE_REQUESTS)
+        self._pause = max(2 * self._store_poll, limits[Patience.STEP] / 20)  # between two rounds
         self._patience = max(ANSWER_SECONDS, self._pause)
         self._seen: tuple[View, float] = position.look(), 0.0
         self._heard = time.monotonic()
@@ -108,12 +116,13 @@ class Watchdog:
             view, (last, waited) = self._position.look(), self._seen
             self._seen = view, waited + min(now - before, 2 * self._poll) if view.place == last.place else 0.0
             before = now
-            if now - self._heard > STORE_SECONDS and self._waits_too_long():
+            if now - self._heard > STORE_SECONDS + self._store_poll and self._waits_too_long():
                 self._complain(f"[Rank {self._rank}] stalled, and the job's store does not answer: {self._state()}.")
                 self._leave(1)
                 return
 
     def _follow(self) -> None:
+        self._use_device()
         while not self._closing.wait(self._poll):
             try:
                 self._position.follow()
@@ -134,7 +143,7 @@ class Watchdog:
         try:
             self._store.compare_set(_WORD, "", _NO_ROUND)
             answered, earliest, word = _NO_ROUND, 0.0, _NO_ROUND  # the last round, and when to open another
-            while word != _END and not self._closing.wait(self._poll):
+            while word != _END and not self._closing.wait(self._store_poll):
                 word = self._read(_WORD)
                 if word == answered and time.monotonic() >= earliest and self._waits_too_long():
                     answered = word = self._open_round(word)
@@ -169,7 +178,7 @@ class Watchdog:
         if self._store.compare_set(_WORD, word, _END).decode() != _END:
             return word
         self._complain(f"[Rank {self._rank}] {stall.report(states, self._world_size, ended)}")
-        self._closing.wait(2 * self._poll)  # this process may hold the store, in which the others have to look
+        self._closing.wait(2 * self._store_poll)  # this process may hold the store, in which the others have to look
         return _END
 
     def _collect(self, word: str) -> tuple[dict[int, State], dict[int, str]]:

@@ -193,3 +193,34 @@ def test_a_run_that_ends_leaves_no_thread() -> None:
     with job.run():
         job.positions[0].enter("reduce")
     assert threading.active_count() == before and job.left == {}
+
+
+def test_the_store_is_asked_less_often_by_more_ranks() -> None:
+    """All ranks together ask no more than `STORE_REQUESTS` times a second, and a round waits for such answers."""
+    seconds = 60.0
+    few, many = (
+        Watchdog(Position(Peers(0, name="rank 0")), HashStore(), size, {**LIMITS, Patience.STEP: 10 * seconds})
+        for size in (8, 16384)
+    )
+    assert few._store_poll == few._poll == 1.0
+    assert 16384 / many._store_poll <= watchdog.STORE_REQUESTS and many._poll == 1.0
+    assert many._patience >= 2 * many._store_poll
+
+
+def test_the_thread_that_follows_a_device_uses_this_ranks() -> None:
+    """Before it looks at a mark: it would open a context on the first GPU of the host otherwise."""
+    calls: list[tuple[str, str]] = []
+    seen = threading.Event()
+
+    class Followed(Position):
+        def follow(self) -> None:
+            calls.append(("follow", threading.current_thread().name))
+            seen.set()
+
+    dog = Watchdog(
+        Followed(Peers(0, name="rank 0")), HashStore(), 1, LIMITS,
+        use_device=lambda: calls.append(("use", threading.current_thread().name)),
+    )  # fmt: skip
+    with dog:
+        assert seen.wait(DEADLINE)
+    assert calls[:2] == [("use", "watchdog-device"), ("follow", "watchdog-device")]

@@ -34,7 +34,7 @@ from megatron.pretrain.data.cache import made_once
 from megatron.pretrain.data.document_splits import build_orders, padded
 from megatron.pretrain.data.indexed_files import IndexedFile, check_vocabulary, read_indexed_file
 from megatron.pretrain.data.options import DEFAULT_SPLIT, Blend, DataOptions, SplitSource, split_sources
-from megatron.pretrain.data.together import on_rank_0, together, waiting_group
+from megatron.pretrain.data.together import AllRanks
 
 logger = logging.getLogger(__name__)
 
@@ -71,10 +71,10 @@ def build_datasets(
         return Datasets(
             *(padded(order, count, options.seq_length, eod) for order, count in zip(orders, samples, strict=True))
         )
-    with waiting_group() as group:
-        source = on_rank_0(group, lambda: _prepare(options, tokenizer, samples))
-        nothing = Datasets(None, None, None)
-        return together(group, lambda: _load(options, tokenizer, source) if needed_here else nothing)
+    ranks = AllRanks.of_job()
+    source = ranks.on_first(lambda: _prepare(options, tokenizer, samples))
+    nothing = Datasets(None, None, None)
+    return ranks.together(lambda: _load(options, tokenizer, source) if needed_here else nothing)
 
 
 # ------------------------------------------------------------------------------------------------ what is to be built

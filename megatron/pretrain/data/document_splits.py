@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy
 import torch
-import torch.distributed as dist
 from torch.utils.data import Dataset
 
 from helixpipe.common.errors import DataError
@@ -24,7 +23,7 @@ from megatron.pretrain.data.documents import DocumentStream, read_document
 from megatron.pretrain.data.indexed_files import check_vocabulary, read_indexed_file
 from megatron.pretrain.data.options import DataOptions, SplitSource, split_sources
 from megatron.pretrain.data.rows import row
-from megatron.pretrain.data.together import on_rank_0, together, waiting_group
+from megatron.pretrain.data.together import AllRanks
 
 logger = logging.getLogger(__name__)
 
@@ -51,13 +50,13 @@ def build_orders(options: DataOptions, tokenizer: Any) -> Orders:
     """
     sources = split_sources(options)
     paths = list(dict.fromkeys(path for source in sources if source.blend for path in source.blend[0]))
-    with waiting_group() as group:
-        folders = on_rank_0(group, lambda: _prepare(options, tokenizer, paths))
-        orders = together(group, lambda: _orders(options, tokenizer, sources, folders))
-        if group is None or dist.get_rank(group) == 0:
-            for line in orders.counts:
-                say(f" > {line}")
-        return orders
+    ranks = AllRanks.of_job()
+    folders = ranks.on_first(lambda: _prepare(options, tokenizer, paths))
+    orders = ranks.together(lambda: _orders(options, tokenizer, sources, folders))
+    if ranks.is_first:
+        for line in orders.counts:
+            say(f" > {line}")
+    return orders
 
 
 def build_stream(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
+import torch
 import torch.distributed as dist
 
+from helixpipe.model.device import device
 from helixpipe.watch.position import Patience, Peers, Position
 from helixpipe.watch.watchdog import Watchdog
 from megatron.pretrain.config import Config
@@ -31,8 +34,14 @@ def watched(config: Config, parallel: Parallel) -> Iterator[Position]:
         Patience.LONG: max(seconds, _SHARE_OF_TIMEOUT * torchs),
         Patience.ENDLESS: math.inf,
     }
-    with Watchdog(position, dist.distributed_c10d._get_default_store(), parallel.world_size, limits):
+    store = dist.distributed_c10d._get_default_store()
+    with Watchdog(position, store, parallel.world_size, limits, use_device=_device_of_this_thread()):
         yield position
+
+
+def _device_of_this_thread() -> Callable[[], object]:
+    """Return what makes the calling thread's GPU another thread's, too: each thread has its own, at first 0."""
+    return partial(torch.cuda.set_device, torch.cuda.current_device()) if device().type == "cuda" else lambda: None
 
 
 def _peers(parallel: Parallel) -> Peers:
