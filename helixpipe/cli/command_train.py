@@ -57,6 +57,7 @@ class _Ranks:
 
     def __init__(self, command: list[str], environment: dict[str, str], count: int) -> None:
         self._told: list[str] = []
+        self._signalled = False  # by this process
         self._processes: list[subprocess.Popen[bytes]] = []
         self._previous = {number: signal.signal(number, self._forward) for number in _FORWARDED}
         for rank in range(count):
@@ -70,17 +71,17 @@ class _Ranks:
 
     def wait(self) -> int:
         """Wait until all have ended; the others are killed some time after the first has failed."""
+        failed: int | None = None
         try:
-            status = 0
             deadline = float("inf")
-            while any(each.poll() is None for each in self._processes):
-                failed = [each.returncode for each in self._processes if each.returncode not in (None, 0)]
-                if failed and not status:
-                    status, deadline = failed[0], time.monotonic() + _LEFT
-                if time.monotonic() > deadline:
-                    break
-                time.sleep(0.05)
-            status = status or next((each.returncode for each in self._processes if each.returncode), 0)
+            running = True
+            while running and time.monotonic() <= deadline:
+                running = any(each.poll() is None for each in self._processes)
+                if failed is None:
+                    failed = next((rank for rank, each in enumerate(self._processes) if each.returncode), None)
+                    deadline = deadline if failed is None else time.monotonic() + _LEFT
+                time.sleep(0.05 * running)
+            status = 0 if failed is None else self._processes[failed].returncode
         finally:
             for each in self._processes:
                 with suppress(ProcessLookupError):
@@ -90,6 +91,8 @@ class _Ranks:
                 signal.signal(number, handler)
         for reader in self._readers:
             reader.join(2.0)
+        if status < 0 and not self._signalled:
+            self._told.append(_killed(failed or 0, -status))
         for line in dict.fromkeys(self._told):
             complain(line)
         return status if status >= 0 else 128 - status
@@ -106,10 +109,17 @@ class _Ranks:
                     complain(line)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
+        self._signalled = True
         for each in self._processes:
             if each.poll() is None:
                 with suppress(ProcessLookupError):
                     os.kill(each.pid, number)
+
+
+def _killed(rank: int, number: int) -> str:
+    """Return a sentence on a rank that a signal from elsewhere has ended, which cannot say anything itself."""
+    why = "; if nobody sent it, the host may have run out of memory, which its system log tells"
+    return f"{_PREFIX}rank {rank} was ended by signal {number}, {signal.strsignal(number)}{why * (number == 9)}."
 
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

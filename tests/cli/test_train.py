@@ -19,6 +19,8 @@ if "wrong" in sys.argv:
     sys.stderr.write("helixpipe: --lr 0 is wrong.\\n"); sys.stderr.flush()
     time.sleep(0.2 * int(os.environ["RANK"]))
     sys.stderr.write("something else\\n"); sys.exit(2)
+if "killed" in sys.argv and os.environ["RANK"] == "1":
+    os.kill(os.getpid(), getattr(signal, sys.argv[1]))
 if "waits" in sys.argv:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
     open(f"ready-{os.environ['RANK']}", "w").close()
@@ -72,6 +74,18 @@ def test_the_sentence_of_a_mistake_comes_last_and_once(folder: Path, capfd: pyte
     lines = capfd.readouterr().err.splitlines()
     assert lines[-1] == "helixpipe: --lr 0 is wrong." and lines.count(lines[-1]) == 1
     assert lines.count("something else") == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("SIGKILL", "Killed; if nobody sent it,"), ("SIGSEGV", "Segmentation fault.")]
+)
+def test_a_rank_that_a_signal_ends_is_named(
+    folder: Path, name: str, why: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    number = getattr(signal, name)
+    assert command.main(["train", "-p", "2", name, "killed"]) == 128 + number
+    *_, last = capfd.readouterr().err.splitlines()
+    assert last.startswith(f"helixpipe: rank 1 was ended by signal {number:d}, ") and why in last
 
 
 def test_signals_reach_every_rank(folder: Path) -> None:
