@@ -3,7 +3,7 @@
 `prepare()` is called once, before anything of `megatron.core` is imported (importing `helixpipe.model` calls it). It
 imports the parts of megatron-core used here with the notices about missing optional packages (Transformer Engine, apex)
 silenced, during these imports only, so later warnings are seen. On a machine with CUDA it only raises a limit of
-torch's compiler besides (`_compile_every_variant`).
+torch's compiler besides (`_compile_every_variant`), and computes the norm of gradients in few kernels (`_norm_in_few_kernels`).
 
 Start-up without CUDA takes a third of the time because megatron-core's functions are not handed to `torch.compile`
 (`_uncompiled`), and everywhere because Python's garbage collector does not search half a million objects that are all
@@ -109,6 +109,7 @@ def prepare() -> None:
             importlib.import_module(name)
     without_advice()
     _ignore(_NOISE)
+    _norm_in_few_kernels()
     if torch.cuda.is_available():
         _compile_every_variant()
     current_device: Any = torch.cuda.current_device
@@ -163,6 +164,24 @@ def _compile_every_variant() -> None:
     """
     config: Any = importlib.import_module("torch._dynamo").config
     config.recompile_limit = max(config.recompile_limit, VARIANTS)
+
+
+def _norm_in_few_kernels() -> None:
+    """Replace megatron-core's own norm of gradients, used without Transformer Engine and apex: it reads a number from the
+    device for each gradient.
+    """
+    clipping: Any = importlib.import_module("megatron.core.optimizer.clip_grads")
+    utils: Any = importlib.import_module("megatron.core.utils")
+    if clipping.l2_norm_impl is utils.local_multi_tensor_l2_norm:
+        clipping.l2_norm_impl = _norm
+
+
+def _norm(
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list[list[torch.Tensor]], *others: Any
+) -> tuple[torch.Tensor, None]:
+    """Return the norm of all tensors of the first list as a tensor of one element; as apex's multi_tensor_l2norm."""
+    norms = torch._foreach_norm(tensor_lists[0])
+    return torch.linalg.vector_norm(torch.stack(norms)).view(1).float(), None
 
 
 def _as_it_is(model: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:

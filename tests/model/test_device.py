@@ -11,10 +11,13 @@ import pytest
 import torch
 
 from helixpipe.model import device
+from tests.distributed import run_ranks
 
 device.prepare()
 
+from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 SCRIPT = """
 import gc, sys, torch
@@ -96,3 +99,33 @@ def test_an_optimizer_with_state_on_the_host(fraction: float, moved: int, overla
     for weight, copy, before in zip(weights, copies, start, strict=True):
         assert torch.equal(weight, copy.bfloat16()) and not torch.equal(weight, before)
         assert torch.equal(optimizer.state[weight]["master_param"], copy)
+
+
+class Reads(TorchDispatchMode):
+    """Counts numbers that the host reads of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def one_rank(rank: int, world_size: int) -> tuple[list[int], list[float], list[float]]:
+    reads, norms, expected = [], [], []
+    for count in (0, 1, 40):
+        gradients = [torch.randn(3, 1 + index) for index in range(count)]
+        with Reads() as counted, device.redirect():
+            norms.append(get_grad_norm_fp32(gradients))
+        reads.append(counted.count)
+        expected.append(float(torch.cat([torch.zeros(1), *map(torch.flatten, gradients)]).norm()))
+    return reads, norms, expected
+
+
+def test_the_norm_of_gradients_is_read_once() -> None:
+    """On a GPU each number that the host reads waits for all kernels before it."""
+    ((reads, norms, expected),) = run_ranks(one_rank, 1)
+    assert reads == [1, 1, 1]
+    assert norms == pytest.approx(expected, rel=1e-6)
