@@ -2,8 +2,9 @@
 
 `prepare()` is called once, before anything of `megatron.core` is imported (importing `helixpipe.model` calls it). It
 imports the parts of megatron-core used here with the notices about missing optional packages (Transformer Engine, apex)
-silenced, during these imports only, so later warnings are seen. On a machine with CUDA it only raises a limit of
-torch's compiler besides (`_compile_every_variant`), and computes the norm of gradients in few kernels (`_norm_in_few_kernels`).
+silenced, during these imports only, so later warnings are seen. Everywhere it has the
+norm of gradients computed in few kernels (`_norm_in_few_kernels`); with CUDA it raises a limit of torch's compiler
+besides (`_compile_every_variant`), and that is all.
 
 Start-up without CUDA takes a third of the time because megatron-core's functions are not handed to `torch.compile`
 (`_uncompiled`), and everywhere because Python's garbage collector does not search half a million objects that are all
@@ -167,8 +168,8 @@ def _compile_every_variant() -> None:
 
 
 def _norm_in_few_kernels() -> None:
-    """Replace megatron-core's own norm of gradients, used without Transformer Engine and apex: it reads a number from the
-    device for each gradient.
+    """Replace megatron-core's own norm of gradients, used without Transformer Engine and apex: it reads a number of
+    the device for each gradient.
     """
     clipping: Any = importlib.import_module("megatron.core.optimizer.clip_grads")
     utils: Any = importlib.import_module("megatron.core.utils")
