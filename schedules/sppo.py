@@ -17,7 +17,7 @@ from helixpipe.planning.catalogue import Shape
 from helixpipe.planning.order.multiplexed import multiplexed
 from helixpipe.planning.order.orders import backward_units, forward_units
 from helixpipe.program.program import Op, Program
-from helixpipe.program.stages import Stage, even_stages
+from helixpipe.program.stages import Stage
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def sppo(shape: Shape, options: SppoOptions) -> Program:
 
 
 def _stages(shape: Shape) -> tuple[Stage, ...]:
-    """Return a stage for each rank, of equally many layers, and the head."""
-    *first, last = even_stages(shape.layer_kinds, shape.ranks)
+    """Return a stage for each rank and the head."""
+    *first, last = shape.even_stages(shape.ranks)
     layers, head = replace(last, pieces=last.pieces[:-1]), replace(last, pieces=last.pieces[-1:])
     return shape.recompute.stages((*first, layers, head))

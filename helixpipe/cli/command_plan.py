@@ -18,7 +18,7 @@ from helixpipe.cli.plan_report import SearchReport, pareto_front
 from helixpipe.common.errors import ScheduleError, UserError
 from helixpipe.common.flags import dataclass_from_namespace, option
 from helixpipe.common.progress import ProgressLine
-from helixpipe.common.ranges import MOST_GIB, MOST_MICROBATCHES
+from helixpipe.common.ranges import MOST_GIB, MOST_LAYERS, MOST_MICROBATCHES
 from helixpipe.costs.hardware import GIB
 from helixpipe.draw.pareto import check_picture, draw_pareto
 from helixpipe.planning.catalogue import Catalogue
@@ -46,6 +46,9 @@ class PlanOptions:
         None, "Search these schedules alone, names from `helixpipe list` (default: all there are).", metavar="NAME,..."
     )
     gpus: int | None = option(None, "GPUs of all nodes together; or give --nodes.", at_least=1, at_most=MAX_GPUS)
+    num_layers: int | None = option(
+        None, "Layers (default: the model's).", flags=("--num-layers", "--layers"), at_least=1, at_most=MOST_LAYERS
+    )
     pipeline_parallel: int | None = option(None, "Pipeline ranks (default: the best).", at_least=1, at_most=MAX_GPUS)
     memory_limit: float | None = option(
         None,
@@ -82,6 +85,12 @@ class PlanOptions:
         "Also print the plans that no other beats in time and memory, and draw all into this file.",
         metavar="FILE.png",
     )
+    time_limit: float | None = option(
+        None,
+        "Seconds that the search may take; it then gives the best so far (default: as many as its trials need).",
+        metavar="SECONDS",
+        more_than=0,
+    )
     jobs: int | None = option(None, "Processes that simulate (default: one a core).", at_least=1, at_most=1024)
 
 
@@ -92,7 +101,13 @@ def run(namespace: argparse.Namespace) -> None:
         check_picture("--pareto", options.pareto)  # before the search
     with closing(_crew(question, options)) as crew:
         progress = ProgressLine("searching plans", unit=" %")
-        search = Search(question, crew, options.top, say=lambda done, best: progress.at(*_so_far(done, best)))
+        search = Search(
+            question,
+            crew,
+            options.top,
+            say=lambda done, best: progress.at(*_so_far(done, best)),
+            seconds=options.time_limit,
+        )
         outcome = search.run()
         progress.end()
         if not outcome.best:
@@ -155,8 +170,8 @@ def _question(options: PlanOptions, namespace: argparse.Namespace) -> Question:
     """Return the question that the flags ask. Raises UserError for flags that are missing or invalid."""
     model = dataclass_from_namespace(ModelOptions, namespace)
     model, documents = _with_documents(model, dataclass_from_namespace(LengthOptions, namespace))
-    if model.model is None:
-        raise UserError("plan needs --model.")
+    if not model.named:
+        raise UserError("plan needs --model, or the sizes of one (--hidden-size …).")
     if (options.gpus is None) == (model.nodes is None):
         raise UserError(
             "plan needs --gpus or --nodes, and not both." if options.gpus else "plan needs --gpus or --nodes."
@@ -172,7 +187,7 @@ def _question(options: PlanOptions, namespace: argparse.Namespace) -> Question:
         adapters = model.network_adapters or 1
         model = dataclasses.replace(model, network_bandwidth=options.network, network_adapters=adapters)
     plain = dataclasses.replace(model, global_batch_size=None, nodes=None, tensor_parallel=None, context_parallel=None)
-    one = make_plan(plain, 1, 1, None, memory_limit=options.memory_limit)
+    one = make_plan(plain, 1, 1, options.num_layers, memory_limit=options.memory_limit)
     assert one is not None
     hardware = one.costs.hardware
     gpus = options.gpus or (model.nodes or 1) * hardware.gpus_per_node

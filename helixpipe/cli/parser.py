@@ -16,6 +16,7 @@ from helixpipe.cli.profile_options import ProfileOptions
 from helixpipe.cli.side_by_side import SizeOptions
 from helixpipe.common.flags import FlagParser, add_dataclass_arguments
 from helixpipe.planning.catalogue import Catalogue
+from helixpipe.planning.division import DivisionOptions
 from helixpipe.planning.documents.lengths import LengthOptions
 from helixpipe.planning.documents.tuning import PackingOptions
 from helixpipe.planning.memory.offload import OffloadOptions
@@ -29,6 +30,7 @@ _PROGRAM = "SCHEDULE|FILE"
 _BUBBLE = f"{BUBBLE[0].upper()}{BUBBLE[1:]}."
 
 _PROBLEM: tuple[tuple[type, str], ...] = (
+    (DivisionOptions, "layers of pipeline stages"),
     (ChunkOptions, "chunks"),
     (LengthOptions, "documents of all lengths"),
     (BatchOptions, "documents of all lengths"),
@@ -127,6 +129,7 @@ def _planning(subparsers: Any) -> FlagParser:
             "commands",
             "explain",
             "pareto",
+            "time_limit",
             "json",
         ),
         help="how to run a model on so many GPUs, and the commands that do",

@@ -72,6 +72,7 @@ class SearchReport:
             if not self.outcome.interrupted
             else "Interrupted; the best so far, from few microbatches:",
             table(HEADERS, [self._row(number, each) for number, each in enumerate(best, start=1)]),
+            *self._gains(),
         ]
         if explain:
             lines += ["", *self._explanation()]
@@ -122,6 +123,15 @@ class SearchReport:
         terms = self.terms[index]
         name, seconds = next(iter(terms.losses.items()))
         return f"{name} {100 * seconds / terms.step:.1f} %"
+
+    def _gains(self) -> list[str]:
+        """Return the speed of the first over that of the best of each of Megatron-LM's own schedules."""
+        first = self.outcome.best[0].trial.step
+        ratios = [
+            f"{each.trial.step / first:.2f} x of the best {name} (TP CP PP DP {_sizes(each)})"
+            for name, each in self.outcome.plain.items()
+        ]
+        return ["", f"The first has the speed of {', '.join(ratios)}."] if ratios else []
 
     def _explanation(self) -> list[str]:
         counts = self.outcome.counts
@@ -190,6 +200,7 @@ class SearchReport:
             "memory_limit": round(question.limit),
             "interrupted": outcome.interrupted,
             "counts": vars(outcome.counts),
+            "plain_step_times": {name: each.trial.step for name, each in outcome.plain.items()},
             "plans": [self._json(number, each) for number, each in enumerate(outcome.best)],
             **({"pareto": [self._json(len(self.terms), each) for each in front]} if front else {}),
             **(
@@ -213,6 +224,7 @@ class SearchReport:
             "options": options_flags(setting.options),
             "chunks": setting.chunks,
             "virtual_stages": setting.virtual_stages,
+            "stage_layers": self._bounds.division(sizes, setting),
             "recompute": setting.saving.recompute,
             "chunk_size": setting.saving.mlp,
             "loss_chunk_size": setting.saving.loss,
@@ -257,9 +269,8 @@ def _sizes_of(each: AtSize) -> str:
 
 def _setting(setting: Setting) -> str:
     """Return `seq1f1b-interleaved k=4 v=2`, and options that are not the defaults."""
-    told = [f"k={setting.chunks}"] * (setting.chunks > 1) + [f"v={setting.virtual_stages}"] * bool(
-        setting.virtual_stages
-    )
+    told = [f"k={setting.chunks}"] * (setting.chunks > 1)
+    told += [f"v={setting.virtual_stages}"] * bool(setting.virtual_stages) + ["uneven"] * setting.balanced
     options = [flag.removeprefix("--") for flag in options_flags(setting.options) if not flag.startswith("--no-")]
     return " ".join([setting.schedule, *told, *options])
 

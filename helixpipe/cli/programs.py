@@ -19,6 +19,7 @@ from helixpipe.costs.models import AUTO
 from helixpipe.costs.profile_costs import ProfileCosts
 from helixpipe.lowering.lower import lower
 from helixpipe.planning.catalogue import Catalogue, Schedule, Shape, of_model
+from helixpipe.planning.division import DivisionOptions
 from helixpipe.planning.memory.early import recomputed
 from helixpipe.planning.memory.offload import OffloadOptions, check_offloads
 from helixpipe.planning.memory.recompute import RecomputeOptions, check_recomputes
@@ -161,7 +162,7 @@ def _programs(
     programs = []
     for name in names:
         if name in schedules:
-            shape = dataclasses.replace(shapes[name], layers=layers)
+            shape = _divided(dataclasses.replace(shapes[name], layers=layers), schedules[name], size, namespace)
             program = _scheduled(schedules[name], shape, chunking, namespace)
         else:
             program = files[name] if says_all(name) else program_of_file(name, own, layers)
@@ -231,6 +232,17 @@ def _shape(schedule: Schedule, size: ShapeOptions, given: Setup, interleaving: b
             f"simulate; the product may be {MAX_UNITS} at most."
         )
     return given.of(ranks, layers, virtual).shape(microbatches, chunks)
+
+
+def _divided(shape: Shape, schedule: Schedule, size: ShapeOptions, namespace: argparse.Namespace) -> Shape:
+    """Return the shape with the layers that flags give its stages. Raises UserError for flags that do not fit it."""
+    flags = dataclass_from_namespace(DivisionOptions, namespace)
+    if not flags.given:
+        return shape
+    if size.layers is None:
+        raise UserError("flags that divide the layers over stages need --layers, or a model that has them.")
+    counts = flags.stage_layers(size.layers, shape.ranks, schedule.stages_of(shape.virtual_stages))
+    return dataclasses.replace(shape, stage_layers=counts)
 
 
 def program_of_file(path: str, size: ShapeOptions, layers: int | None) -> Program:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from helixpipe.costs.hardware import GIB, find_hardware
 from helixpipe.costs.layer_patterns import pattern_flags
 from helixpipe.costs.models import ModelShape
+from helixpipe.planning.search.documents import bounds_of
 from helixpipe.planning.search.flags import documents_flags, limit_in_gib, setting_flags, sizes_flags
 from helixpipe.planning.search.space import Candidate, Question
 
@@ -52,6 +53,7 @@ def torchrun_command(question: Question, candidate: Candidate) -> str:
     nodes = question.gpus // hardware.gpus_per_node
     several = " --node-rank $NODE_RANK --master-addr $MASTER_ADDR" if nodes > 1 else ""
     schedule = question.catalogue[candidate.setting.schedule]
+    division = bounds_of(question).division(candidate.sizes, candidate.setting)
     on_host = question.adam_on_host
     limits = [
         *[f"--optimizer-cpu-offload --optimizer-offload-fraction {on_host:g}"] * bool(on_host),
@@ -71,7 +73,7 @@ def torchrun_command(question: Question, candidate: Candidate) -> str:
         f"torchrun --nproc-per-node {hardware.gpus_per_node} --nnodes {nodes}{several} pretrain_gpt.py",
         " ".join(model_flags(question.model)),
         " ".join(sizes_flags(question, candidate.sizes)),
-        " ".join([*setting_flags(schedule, candidate.setting), *limits]),
+        " ".join([*setting_flags(schedule, candidate.setting, division), *limits]),
         " ".join(training),
     ]
     return " \\\n    ".join(lines)

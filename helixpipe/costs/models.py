@@ -131,6 +131,12 @@ def _llama(
     )
 
 
+def _qwen3(name: str, layers: int, heads: int, hidden: int, ffn: int, tied: bool = False) -> ModelShape:
+    """Qwen3's dense form: Llama's, with 8 query groups, heads of 128 channels, and norms of queries and keys."""
+    shape = _llama(name, layers, heads, hidden, 32 * _K, groups=8, ffn=ffn, vocab=151936)
+    return replace(shape, head_channels=0 if hidden == 128 * heads else 128, qk_norm=True, tied=tied)
+
+
 _K = 1024
 MODELS: Mapping[str, ModelShape] = MappingProxyType(
     {
@@ -142,7 +148,15 @@ MODELS: Mapping[str, ModelShape] = MappingProxyType(
             _llama("llama2-70b", 80, 64, 8192, 4 * _K, groups=8, ffn=28672, vocab=32000),
             _llama("llama3-8b", 32, 32, 4096, 8 * _K, groups=8, ffn=14336, vocab=128256),
             _llama("llama3-70b", 80, 64, 8192, 8 * _K, groups=8, ffn=28672, vocab=128256),
-            _llama("llama3-70b", 80, 64, 8192, 8 * _K, groups=8, ffn=28672, vocab=128256),
+            _llama("llama3-405b", 126, 128, 16384, 8 * _K, groups=8, ffn=53248, vocab=128256),
+            # Brown et al., 2020, and Narayanan et al., SC'21 (table 1), whose trillion-parameter GPT is the largest
+            _gpt("gpt-175b", 96, 96, 12288, 2 * _K),
+            _gpt("1t", 128, 160, 25600, 2 * _K),
+            # Qwen3 technical report (2025) and the models' config.json; sequences of the last stage of pre-training
+            _qwen3("qwen3-4b", 36, 32, 2560, ffn=9728, tied=True),
+            _qwen3("qwen3-8b", 36, 32, 4096, ffn=12288),
+            _qwen3("qwen3-14b", 40, 40, 5120, ffn=17408),
+            _qwen3("qwen3-32b", 64, 64, 5120, ffn=25600),
             # HelixPipe's setups: layers, heads, hidden; 32k to 128k tokens
             _gpt("helix-1.3b", 24, 16, 2048, 128 * _K),
             _gpt("helix-3b", 16, 32, 4096, 128 * _K),

@@ -23,6 +23,9 @@ from helixpipe.program.program import Program, of_layers
 from helixpipe.program.stages import LayerKinds, Stage, even_stages, layer_kinds, layers_of, uneven_stages
 from helixpipe.program.workload import Workload, uniform
 
+DEFAULT_VIRTUAL = 2
+"""Stages a rank of schedules that interleave, where nothing says how many."""
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -147,7 +150,10 @@ class Schedule:
     """One line of the catalogue.
 
     build: a pure function of the shape and the schedule's own options. options: a dataclass; its fields become flags.
-    one_rank: runs on a single pipeline rank only. virtual_stages: whether it takes those of the shape. chunks: whether
+    one_rank: runs on a single pipeline rank only. virtual_stages: whether it takes those of the shape. stages: that a
+    rank has where it takes no other number. zigzag: whether the stages go down the ranks and up again, and not from the
+    last rank back to the first. own_stages: whether it divides the layers itself. splits: whether backwards may
+    run as their two halves, I and W. chunks: whether
     it is made for sequences cut into chunks. units: whether its order is one of units, whole microbatches or chunks, as
     that of all `chunks` is; else every op of its microbatches is run chunk by chunk (`in_chunks`). ragged: whether
     microbatches may differ in length and in their number of chunks. offloads: whether it offloads
@@ -169,6 +175,10 @@ class Schedule:
     options: type[Any] = field(default=NoOptions)
     one_rank: bool = False
     virtual_stages: bool = False
+    stages: int = 1
+    zigzag: bool = False
+    own_stages: bool = False
+    splits: bool = False
     chunks: bool = False
     units: bool = False
     offloads: bool = False
@@ -180,6 +190,22 @@ class Schedule:
     adapts: Callable[[Any], bool] = never
     quick: Callable[[Any], Any] = unchanged
     aliases: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def plain(self) -> bool:
+        """Whether flags that name no schedule and cut no sequence run it, on several ranks: 1F1B and its interleaved
+        form, as in Megatron-LM."""
+        return self.default and not self.one_rank and not self.chunks
+
+    def stages_of(self, virtual_stages: int | None) -> int:
+        """Return the stages of a rank. virtual_stages: those of the shape."""
+        return (virtual_stages or DEFAULT_VIRTUAL) if self.virtual_stages else self.stages
+
+    def places(self, ranks: int, virtual_stages: int | None) -> tuple[int, ...]:
+        """Return the rank that runs each stage, where every stage is on one rank."""
+        rounds = range(self.stages_of(virtual_stages))
+        down, up = range(ranks), range(ranks - 1, -1, -1)
+        return tuple(rank for turn in rounds for rank in (up if self.zigzag and turn % 2 else down))
 
 
 def of_model(program: Program, costs: Costs | None) -> Program:
@@ -318,9 +344,10 @@ class Catalogue(Mapping[str, Schedule]):
 
     def _of_schedule(self, name: str, shape: Shape, options: Any) -> Program:
         schedule = self.find(name)
-        if shape.virtual_stages not in (None, 1) and not schedule.virtual_stages:
+        if shape.virtual_stages not in (None, 1, schedule.stages) and not schedule.virtual_stages:
             raise ScheduleError(
-                f"schedule {name} has one stage a rank; virtual stages ({shape.virtual_stages}) need another."
+                f"schedule {name} has {'one stage' if schedule.stages == 1 else f'{schedule.stages} stages'} a rank; "
+                f"virtual stages ({shape.virtual_stages}) need another."
             )
         if shape.ragged is not None and not schedule.ragged:
             raise ScheduleError(
@@ -329,7 +356,10 @@ class Catalogue(Mapping[str, Schedule]):
         options = schedule.options() if options is None else options
         check_ranges(options, ScheduleError)
         program = self._over_pipeline(schedule, shape, options)
-        if shape.stage_layers not in (None, layers_of(program.stages)):
+        counts = layers_of(program.stages)
+        if shape.stage_layers is not None and any(counts[len(shape.stage_layers) :]):  # the head may be a stage more
+            counts = ()
+        if shape.stage_layers not in (None, counts[: len(shape.stage_layers or ())]):
             raise ScheduleError(f"schedule {name} divides the layers itself; leave the flags out that divide them.")
         return program
 

@@ -69,7 +69,7 @@ def test_a_screen_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
     short, long = (run(capsys, f"{SMALL} --top 5{flag}") for flag in ("", " --commands"))
     commands = [part for part in long.split("\n\n") if ". torchrun" in part]
     assert len(commands) > 2
-    assert short == "\n\n".join([*long.split("\n\n")[:3], "--commands prints those of the others, too.\n"])
+    assert short == "\n\n".join([*long.split("\n\n")[:4], "--commands prints those of the others, too.\n"])
     assert len(short.splitlines()) <= 24 and short.count("torchrun") == 1
 
 
@@ -116,7 +116,7 @@ def test_the_margin_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ("--gpus 8", "plan needs --model."),
+        ("--gpus 8", "plan needs --model, or the sizes of one (--hidden-size …)."),
         ("--model llama2-7b", "plan needs --gpus or --nodes."),
         ("--model llama2-7b --gpus 8 --nodes 1", "plan needs --gpus or --nodes, and not both."),
         ("--model llama2-7b --gpus 12", "--gpus 12 must be a multiple of the 8 GPUs of a node."),
@@ -225,7 +225,7 @@ def test_a_memory_that_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     """By how much, and what would fit."""
     flags = [*SMALL.split(), "--schedule", "1f1b", "--pipeline-parallel", "2", "--memory-limit"]
     for limit, words in (
-        ("5", "--gpus 2 are too few for --seq-length 8192: the least"),
+        ("5.2", "--gpus 2 are too few for --seq-length 8192: the least"),
         ("1", "does not fit into 2 GPUs"),
     ):
         assert main([*flags, limit]) == USER_ERROR

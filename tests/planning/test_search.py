@@ -55,6 +55,7 @@ def test_the_bounds_hold_with_offloading_and_slow_collectives() -> None:
     cases = (
         (asked, ParallelSizes(1, 1, 2, 1), {"chunks": 16, "saving": Saving(offload=True, mlp=1024, loss=1024)}),
         (slow, ParallelSizes(1, 1, 2, 4), {}),
+        (replace(slow, schedules=("chimera",)), ParallelSizes(1, 1, 2, 4), {}),
     )
     for given, sizes, changed in cases:
         setting = replace(next(given.first_settings(sizes)), **changed)
@@ -62,6 +63,7 @@ def test_the_bounds_hold_with_offloading_and_slow_collectives() -> None:
         assert not found.refused
         assert bounds.time(sizes, setting) <= found.step * (1 + 1e-9)
         assert bounds.memory(sizes, setting.saving) <= found.peak
+        assert bounds.memory(sizes, setting.saving, setting) <= found.peak
 
 
 def test_bounds_of_documents_hold() -> None:
@@ -170,6 +172,32 @@ def test_a_search_with_little_to_simulate_ends_soon() -> None:
     short, long = search(asked, top=6, ops=1000), search(asked, top=6)
     assert short.counts.tried < long.counts.tried and short.counts.left > 0
     assert short.best and long.best[0].trial.step <= short.best[0].trial.step
+
+
+def test_every_schedule_is_looked_at() -> None:
+    """However little the search may simulate; and no candidate of the first round is tried twice."""
+    asked = question(schedules="1f1b gpipe seq1f1b wzb1 wzb2 weipipe helix adapipe sppo zb1p none", sequences=4)
+    outcome = search(asked, ops=10)
+    tried = [each.candidate for each in outcome.every]
+    assert {each.setting.schedule for each in tried} == set(asked.schedules)
+
+
+def test_a_time_limit_ends_the_search() -> None:
+    asked = question(schedules=PLAIN)
+    short = Search(asked, SerialCrew(asked), 3, seconds=1e-6).run()
+    assert not short.interrupted and short.counts.tried == 0 and not short.best
+    long = Search(asked, SerialCrew(asked), 3, seconds=1e6).run()
+    assert long.best == search(asked, top=3).best
+
+
+def test_what_megatron_has_is_found_too() -> None:
+    """The best of 1F1B and of its interleaved form is among what is tried, though something else is printed."""
+    asked = question(schedules=PLAIN)
+    outcome = search(asked, top=1)
+    for name in ("1f1b", "interleaved-1f1b"):
+        alone = search(replace(asked, schedules=(name,)), top=1).best[0].trial.step
+        assert outcome.plain[name].candidate.setting.schedule == name
+        assert outcome.best[0].trial.step <= outcome.plain[name].trial.step <= 1.02 * alone
 
 
 def test_interrupted_it_gives_what_it_has() -> None:

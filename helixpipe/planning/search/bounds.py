@@ -1,99 +1,112 @@
 """Lower bounds on a step's time and memory, whatever the order of its ops, and estimates that say what to try first.
 
-Bounds hold for every program of the catalogue (tested for all of them). Time: all ops, what is recomputed among them,
-evenly over the ranks, then the reduction of gradients and the optimizer for an even share of the weights. Memory: an
-even share of weights, gradients and optimizer, and of what one microbatch keeps, which is all there when the first of
-its backwards begins. Cutting a sequence makes no op shorter than its share of the whole.
+Bounds hold for every program of the catalogue (tested for all of them). Where each stage is on one rank, known from the
+schedule, a step takes at least, for every rank: what comes before its first op (forwards of the stages before its
+first, and their messages); then all its ops, or all but those of weights' gradients and after them the backwards of the
+stages before its first; and where weights are in parts, the gathers and scatters of its stages, which run one at a
+time. Nor is it shorter than the messages of one link. Where it is not known, all ops evenly over the ranks. After
+either come the reduction of gradients and the optimizer. Memory: the weights, gradients and optimizer of the fullest
+rank, and what one microbatch keeps there, which is all there when the first of its backwards begins. Cutting a sequence
+makes no op shorter than its share of the whole.
 
 Estimates add the bubble and the memory that the catalogue's formulas say.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, pairwise
 from math import ceil
 
-from helixpipe.costs.model_costs import ModelCosts
-from helixpipe.lowering.bound import BoundCosts
+from helixpipe.planning.catalogue import Schedule
+from helixpipe.planning.search.figures import Figures, FigureTable, Measured
 from helixpipe.planning.search.formulas import value
 from helixpipe.planning.search.space import ParallelSizes, Question, Saving, Setting
-from helixpipe.program.costs import Work
-from helixpipe.program.program import Op, Program
-from helixpipe.program.stages import Piece, Stage, even_stages, layer_pieces
-from helixpipe.program.tasks import Buffer
-from helixpipe.program.workload import Extent, Extents, uniform
 
 TURN = 0.1
 """Part of a rank's forward and backward of a microbatch that is taken to be WeiPipe's t in estimates."""
 
 
-@dataclass(frozen=True)
-class Figures:
-    """Figures of a model divided by `ParallelSizes`, with a `Saving`. forward, backward, inputs, weights, again:
-    seconds of F, B, I, W and R of all layers on a microbatch; attention: of core attention's F. ends: F and B of
-    embedding and head; after: of gradients and optimizer for all weights. static: bytes of all weights with their
-    gradients and optimizer state; kept: of what a microbatch keeps in all layers and at the ends.
-    """
-
-    forward: float
-    backward: float
-    inputs: float
-    weights: float
-    again: float
-    attention: float
-    ends: tuple[float, float]
-    after: float
-    static: float
-    kept: float
-    kept_layers: float
-
-    @property
-    def least_work(self) -> float:
-        """Seconds of all ops on a microbatch, whichever form the backward has."""
-        split = min(self.backward, self.inputs + self.weights)
-        return self.forward + split + self.again + sum(self.ends)
-
-
-class Bounds:
-    """Lower bounds for one question; figures are computed once for each sizes and saving."""
-
-    def __init__(self, question: Question):
-        self.question = question
-        self._figures: dict[tuple[ParallelSizes, str | None, int, int], Figures] = {}
-
-    def figures(self, sizes: ParallelSizes, saving: Saving) -> Figures:
-        key = sizes, saving.recompute, saving.mlp, saving.loss
-        if key not in self._figures:
-            self._figures[key] = Measured(self.question.costs(sizes, saving), saving).figures
-        return self._figures[key]
+class Bounds(FigureTable):
+    """Lower bounds for one question."""
 
     def flops(self, sizes: ParallelSizes) -> float:
         """Return the FLOPs of a step's mathematics, over all GPUs."""
         costs = self.question.costs(sizes)
         return self.question.microbatches(sizes) * costs.step_flops(Measured(costs, Saving()).whole)
 
+    def __init__(self, question: Question):
+        super().__init__(question)
+        self._known: dict[tuple[ParallelSizes, Setting], list[_PlacedPipeline] | None] = {}
+
+    def share(self, sizes: ParallelSizes) -> float:
+        """Return how often a pipeline does the work that the figures have."""
+        return self.question.microbatches(sizes)
+
     def time(self, sizes: ParallelSizes, setting: Setting) -> float:
         """Return the seconds that no step can beat."""
         saving = setting.saving
         figures = self.figures(sizes, Saving(None, saving.mlp, saving.loss) if saving.offload else saving)
-        return (self.question.microbatches(sizes) * figures.least_work + figures.after) / sizes.ranks
+        m, chunks = self.question.microbatches(sizes), setting.chunks
+        if (pipelines := self._pipelines(sizes, setting, figures)) is not None:
+            return min(each.time(m, chunks) for each in pipelines)
+        shared = 0.0
+        schedule = self.question.catalogue[setting.schedule]
+        if not (schedule.spread and schedule.own_stages):  # these ship weights instead
+            shared = m * chunks * self._shared_at_least(figures, setting, sizes.ranks)
+        return max((m * figures.least_work + figures.after) / sizes.ranks, shared / sizes.ranks)
 
-    def memory(self, sizes: ParallelSizes, saving: Saving) -> float:
-        """Return the bytes that the fullest GPU needs at least."""
+    def _shared_at_least(self, figures: Figures, setting: Setting, ranks: int) -> float:
+        """Return the seconds of gathers and scatters of a unit of all stages, less those that neighbours share."""
+        layers = self.question.model.layers
+        stages = ranks * self.question.catalogue[setting.schedule].stages_of(setting.virtual_stages)
+        gathers = figures.gathers[0] + layers * figures.gathers[1] + figures.gathers[2]
+        scatters = figures.scatters[0] + layers * figures.scatters[1] + figures.scatters[2]
+        return max(2 * (gathers - stages * max(figures.gathers)), 0.0) + scatters
+
+    def _pipelines(self, sizes: ParallelSizes, setting: Setting, figures: Figures) -> list[_PlacedPipeline] | None:
+        """Return where the stages may be; None if the schedule does not say."""
+        schedule = self.question.catalogue[setting.schedule]
+        if sizes.ranks == 1 or schedule.own_stages or schedule.spread or self.question.vocabulary.over_pipeline:
+            return None
+        key = sizes, replace(setting, options=None, chunks=1)
+        if key not in self._known:
+            self._known[key] = self._placed(sizes, setting, figures, schedule)
+        return self._known[key]
+
+    def _placed(
+        self, sizes: ParallelSizes, setting: Setting, figures: Figures, schedule: Schedule
+    ) -> list[_PlacedPipeline]:
+        stages = sizes.ranks * schedule.stages_of(setting.virtual_stages)
+        layers = self.question.model.layers
+        division = self.division(sizes, setting) or (layers // stages,) * stages
+        places = [schedule.places(sizes.ranks, setting.virtual_stages)]
+        if schedule.zigzag and schedule.stages == 2:  # zbv may lay them in a line
+            places.append(tuple(stage // 2 for stage in range(stages)))
+        return [_PlacedPipeline(figures, division, each, layers, schedule.splits) for each in places]
+
+    def memory(self, sizes: ParallelSizes, saving: Saving, setting: Setting | None = None) -> float:
+        """Return the bytes that the fullest GPU needs at least; with a setting, where its stages are."""
         figures = self.figures(sizes, saving)
-        return (figures.static + (0.0 if saving.offload else figures.kept)) / sizes.ranks
+        kept = 0.0 if saving.offload else figures.kept
+        if setting is not None and (pipelines := self._pipelines(sizes, setting, figures)) is not None:
+            return min(each.memory(not saving.offload) for each in pipelines)
+        return (figures.static + kept) / sizes.ranks
 
     def estimate(self, sizes: ParallelSizes, setting: Setting) -> float:
         """Return the approximate seconds of a step."""
         figures, m, p = self.figures(sizes, setting.saving), self.question.microbatches(sizes), sizes.ranks
         schedule = self.question.catalogue[setting.schedule]
+        bubble = max(value(schedule.bubble, self._names(sizes, setting, figures)) or 0.0, 0.0)
+        if (pipelines := self._pipelines(sizes, setting, figures)) is not None:
+            busiest = pipelines[0].busiest(m, setting.chunks) + bubble + pipelines[0].after
+            return max(busiest, *(each.time(m, setting.chunks) for each in pipelines))
         work = figures.least_work / p
-        layers = (figures.forward + figures.backward + figures.again) / p
-        spread = schedule.spread or self.question.vocabulary.over_pipeline
-        slowest = work if spread else max(work, layers + max(figures.ends))
-        bubble = value(schedule.bubble, self._names(sizes, setting, figures)) or 0.0
-        return m * slowest + max(bubble, 0.0) + figures.after / p
+        spread = schedule.spread or self.question.vocabulary.over_pipeline or schedule.own_stages
+        slowest = work if spread else max(work, figures.least_layers / p + max(figures.ends))
+        return max(m * slowest + bubble + figures.after / p, self.time(sizes, setting))
 
     def estimated_memory(self, sizes: ParallelSizes, setting: Setting) -> float:
         """Return the approximate bytes of the fullest GPU."""
@@ -115,51 +128,126 @@ class Bounds:
         }  # fmt: skip
 
 
-class Measured:
-    """Times of layers that differ and of the ends, from the costs: for a whole microbatch, or a chunk
-    of these extents.
-    """
+@dataclass(frozen=True)
+class _PlacedPipeline:
+    """Stages of so many layers (division), each on a rank (places), of a model of so many layers. splits: whether a
+    backward may run as I and W."""
 
-    def __init__(self, costs: ModelCosts, saving: Saving, extents: Extents = ()):
-        self.costs, self.saving, self.layers = costs, saving, costs.model.layers
-        self.layer_kinds = costs.layer_kinds(self.layers)
-        self.extents = extents or (Extent(costs.seq_length, 0),)
+    figures: Figures
+    division: tuple[int, ...]
+    places: tuple[int, ...]
+    layers: int
+    splits: bool
 
-    @property
-    def figures(self) -> Figures:
-        layers, ends = self.layers, [Piece("embed"), Piece("head")]
-        chain = layer_pieces(self.layer_kinds)
-        times = {kind: self._time(kind, chain) for kind in "FBIW"}
-        runs = self.saving.recompute_options.runs(chain)
-        again = self._time("R", tuple(piece for run in runs for piece in run)) if runs else 0.0
-        attention = self._time("F", tuple(piece for piece in chain if piece.role == "attn"))
-        at_ends = [
-            self._time("F", (piece,))
-            + min(self._time("B", (piece,)), self._time("I", (piece,)) + self._time("W", (piece,)))
-            for piece in ends
-        ]
-        # Layers keep the same each, but the first and the last beside the ends: two layers more than one say what.
-        one, two = (self._kept(self._one_rank(even_stages(self.layer_kinds[:count], 1))) for count in (1, 2))
-        kept_layers = layers * (two - one if layers > 1 else one)
-        kept = one + (layers - 1) * (two - one)
-        return Figures(
-            times["F"], times["B"], times["I"], times["W"], again, attention,
-            (at_ends[0], at_ends[1]), sum(self.costs.after_time(self.whole)),
-            self.costs.static_memory(self.whole.stages[0].pieces), kept, kept_layers,
-        )  # fmt: skip
+    def time(self, microbatches: int, chunks: int) -> float:
+        """Return the seconds that no order of the ops can beat."""
+        longest = 0.0
+        for rank, first in enumerate(self.first):
+            before, behind = self._chains(first, chunks)
+            work = microbatches * self.work[rank]
+            later = microbatches * self.weights[rank] if self.splits else 0.0
+            shared = microbatches * chunks * self.shared[rank]
+            longest = max(longest, before + max(work, work - later + behind), shared)
+        return max(longest, microbatches * self.link) + self.after
+
+    def busiest(self, microbatches: int, chunks: int) -> float:
+        """Return the seconds of the rank that has most to do, without what it waits for."""
+        ranks = zip(self.work, self.shared, strict=True)
+        return microbatches * max(self.link, *(max(work, chunks * shared) for work, shared in ranks))
+
+    def memory(self, keeps: bool) -> float:
+        """Return the bytes that the fullest rank needs at least. keeps: whether it keeps a microbatch's activations."""
+        figures, (first, last) = self.figures, (self.places[0], self.places[-1])
+        of_layer = (figures.static - sum(figures.static_ends)) / self.layers
+        of_layer += keeps * figures.kept_layers / self.layers
+        needs = [count * of_layer for count in self.held]
+        needs[first] += figures.static_ends[0]
+        needs[last] += figures.static_ends[1]
+        return max(needs)
 
     @cached_property
-    def whole(self) -> Program:
-        """A microbatch on one rank."""
-        return self._one_rank(even_stages(self.layer_kinds, 1))
+    def held(self) -> list[int]:
+        """The layers of each rank."""
+        counts = [0] * (max(self.places) + 1)
+        for rank, count in zip(self.places, self.division, strict=True):
+            counts[rank] += count
+        return counts
 
-    def _time(self, kind: str, pieces: tuple[Piece, ...]) -> float:
-        return self.costs.op_time(Work(kind, pieces, self.extents, self.costs.seq_length))
+    @cached_property
+    def first(self) -> list[int]:
+        """The first stage of each rank."""
+        return [self.places.index(rank) for rank in range(len(self.held))]
 
-    def _one_rank(self, stages: tuple[Stage, ...]) -> Program:
-        stages = self.saving.recompute_options.stages(stages)
-        workload = uniform(1, 1, None)
-        return Program("", stages, ((Op("F", 0, 0), Op("B", 0, 0)),), workload, sharded=self.costs.sharded)
+    @cached_property
+    def work(self) -> list[float]:
+        """Seconds of each rank's ops on a microbatch."""
+        each = self.figures.least_layers / self.layers
+        return self._with_ends([count * each for count in self.held], *self.figures.ends)
 
-    def _kept(self, program: Program) -> float:
-        return BoundCosts(program, self.costs).size(Buffer("saved", 0, 0, 0, 0))
+    @cached_property
+    def weights(self) -> list[float]:
+        """Seconds of W in that, which nothing of the step waits for."""
+        each = self.figures.weights / self.layers
+        return self._with_ends([count * each for count in self.held], *self.figures.ends_weights)
+
+    @cached_property
+    def shared(self) -> list[float]:
+        """Seconds of gathers and scatters of each rank for a chunk, but for those that one op may leave to the next."""
+        figures = self.figures
+        totals = [0.0] * len(self.held)
+        last = len(self.places) - 1
+        for stage, (rank, count) in enumerate(zip(self.places, self.division, strict=True)):
+            gathers = [figures.gathers[1]] * (count > 0)
+            gathers += [figures.gathers[0]] * (stage == 0) + [figures.gathers[2]] * (stage == last)
+            total = count * figures.gathers[1] + sum(gathers[count > 0 :])
+            scatters = count * figures.scatters[1] + figures.scatters[0] * (stage == 0)
+            scatters += figures.scatters[2] * (stage == last)
+            totals[rank] += 2 * (total - max(gathers, default=0.0)) + scatters
+        return totals
+
+    @cached_property
+    def after(self) -> float:
+        """Seconds of the reduction and the optimizer, which go with the weights of the rank that has most."""
+        figures, (first, last) = self.figures, (self.places[0], self.places[-1])
+        of_layer = (figures.static - sum(figures.static_ends)) / self.layers
+        held = [count * of_layer for count in self.held]
+        held[first] += figures.static_ends[0]
+        held[last] += figures.static_ends[1]
+        return figures.after * max(max(held) / figures.static, 1 / len(held))
+
+    def _with_ends(self, of_rank: list[float], embedding: float, head: float) -> list[float]:
+        of_rank[self.places[0]] += embedding
+        of_rank[self.places[-1]] += head
+        return of_rank
+
+    def _chains(self, stage: int, chunks: int) -> tuple[float, float]:
+        """Return the seconds before the first op of a stage, and after its last backward, of a sequence's first chunk:
+        it is no shorter than the others, and what it attends to is a square of its part."""
+        figures, before = self.figures, self._layers_before[stage] / self.layers
+        part, square = 1 / chunks, 1 / chunks**2
+        forward = (figures.forward - figures.attention) * part + figures.attention * square
+        whole = figures.inputs if self.splits else figures.backward
+        backward = (whole - figures.attention_inputs) * part + figures.attention_inputs * square
+        messages = self._messages_before[stage] * part
+        return before * forward + messages, before * backward + messages
+
+    @cached_property
+    def _layers_before(self) -> list[int]:
+        return list(accumulate(self.division, initial=0))
+
+    @cached_property
+    def _messages_before(self) -> list[float]:
+        """Seconds of the messages on the way to each stage."""
+        return list(accumulate((self._message(*cut) for cut in pairwise(self.places)), initial=0.0))
+
+    def _message(self, source: int, target: int) -> float:
+        """Return the seconds of a microbatch's activation, or its gradient, between neighbouring ranks."""
+        if source == target:
+            return 0.0
+        return self.figures.messages[target if target == source - 1 else source]
+
+    @cached_property
+    def link(self) -> float:
+        """Seconds of a microbatch's messages on the busiest link, in its busier direction."""
+        cuts = Counter(pairwise(self.places))
+        return max((cuts[a, b] + cuts[b, a]) * self._message(a, b) for a, b in cuts)

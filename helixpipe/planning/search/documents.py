@@ -10,7 +10,8 @@ from dataclasses import replace
 
 from helixpipe.planning.documents.document_steps import StepPacker, dealt, row_program
 from helixpipe.planning.documents.tuning import PackingOptions
-from helixpipe.planning.search.bounds import Bounds, Figures, Measured
+from helixpipe.planning.search.bounds import Bounds
+from helixpipe.planning.search.figures import Figures, Measured
 from helixpipe.planning.search.space import Candidate, ParallelSizes, Question, Saving, Setting
 from helixpipe.planning.search.trial import Trial, Trials
 from helixpipe.program.program import Program
@@ -66,19 +67,19 @@ class DocumentBounds(Bounds):
     """Time: as if all documents were one chunk, in which weights are read once, evenly over all pipelines and ranks.
     Memory: of weights, gradients and optimizer alone."""
 
-    def figures(self, sizes: ParallelSizes, saving: Saving) -> Figures:
-        key = sizes, saving.recompute, saving.mlp, saving.loss
-        if key not in self._figures:
-            extents = tuple(Extent(length, 0) for length in self.question.documents)
-            measured = Measured(self.question.costs(sizes, saving), saving, extents).figures
-            self._figures[key] = replace(measured, kept=0.0, kept_layers=0.0)
-        return self._figures[key]
+    def _measured(self, sizes: ParallelSizes, saving: Saving) -> Figures:
+        extents = tuple(Extent(length, 0) for length in self.question.documents)
+        measured = Measured(self.question.costs(sizes, saving), saving, extents=extents).figures
+        return replace(measured, kept=0.0, kept_layers=0.0)
 
     def flops(self, sizes: ParallelSizes) -> float:
         rows = tuple(((Slice(number, 0, length),),) for number, length in enumerate(self.question.documents))
         costs = self.question.costs(sizes)
         whole = Measured(costs, Saving()).whole
         return costs.step_flops(replace(whole, workload=Workload(rows))) / sizes.data
+
+    def share(self, sizes: ParallelSizes) -> float:
+        return 1 / sizes.data
 
     def time(self, sizes: ParallelSizes, setting: Setting) -> float:
         figures = self.figures(sizes, setting.saving)
@@ -90,6 +91,9 @@ class DocumentBounds(Bounds):
 
     def estimated_memory(self, sizes: ParallelSizes, setting: Setting) -> float:
         return self.memory(sizes, setting.saving)
+
+    def memory(self, sizes: ParallelSizes, saving: Saving, setting: Setting | None = None) -> float:
+        return super().memory(sizes, saving)
 
 
 def trials_of(question: Question) -> Trials:

@@ -1,18 +1,21 @@
 """Best first: what promises most is tried, and what stands beside what was good.
 
 A search goes in rounds, of which each is decided by what all earlier ones have found, so that its answer is the same
-however many processes make the trials. First of every schedule what is estimated best is tried; then, over all, what is
-estimated best, an estimate being corrected by what its schedule's last trial came to. From a trial that is of use lead
-steps to its neighbours: more or fewer chunks or stages, other options, more or less saved of memory. What cannot be
-among the best by the bounds (`bounds`) is never tried. The search ends when nothing is left that may be of use, or when
-it has simulated as much as it may.
+however many processes make the trials, unless it has a time limit. First of every schedule what is estimated best is
+tried; then, over all, what is estimated best, an estimate being corrected by the least that its schedule's trials came
+to. Divisions of the GPUs join a few at a time, those first that have least work a rank. From a trial that is of use
+lead steps to its neighbours: more or fewer chunks or stages, layers divided otherwise, other options, more or less
+saved of memory. What cannot be among the best by the bounds (`bounds`) is never tried. The search ends when nothing is
+left that may be of use, or when it has simulated as much, or taken as long, as it may.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
+from time import monotonic
 from typing import NamedTuple
 
 from helixpipe.planning.search.documents import bounds_of
@@ -45,6 +48,21 @@ of what is good it is tried in any case."""
 LENGTHS_OPS = 100
 """Ops that take about as long as finding where one chunk of many ends."""
 
+LAST_PART = 0.25
+"""Part of a time limit that is left for simulating what was found as a whole."""
+
+SIZES = 32
+"""Divisions of the GPUs that join the search before each of its rounds, while they promise to be of use."""
+
+FAMILY_SHARE = 0.05
+"""Part of the budget that the first trial of a schedule may cost, where any of its candidates costs less."""
+
+PLAIN_ROUNDS, PLAIN_ROUND = 4, 6
+"""Rounds, of so many candidates, in which the best of each schedule that Megatron-LM has is sought after the search."""
+
+LOOKS = 3
+"""Candidates of a schedule that are looked at, whatever they promise, while shapes are refused."""
+
 GRANULARITIES = (None, "without-attention", "full")
 
 
@@ -73,12 +91,13 @@ class CandidateCounts:
 @dataclass
 class SearchResult:
     """The result of a search. best: that fit, the fastest first, one of each group. every: trials of all that were
-    simulated. interrupted: by the user. least_bound: the least that any candidate without a trial needs by its bound,
-    bytes.
+    simulated. plain: the best of each schedule that is `plain`. interrupted: by the user. least_bound: the least that
+    any candidate without a trial needs by its bound, bytes.
     """
 
     best: list[TriedCandidate] = field(default_factory=list)
     every: list[TriedCandidate] = field(default_factory=list)
+    plain: dict[str, TriedCandidate] = field(default_factory=dict)
     counts: CandidateCounts = field(default_factory=CandidateCounts)
     interrupted: bool = False
     least_bound: float = inf
@@ -103,7 +122,8 @@ def budget(gpus: int) -> int:
 
 
 class Search:
-    """One search. say: called after each round with the share done, 0 to 1, and the best candidate."""
+    """One search. ops: that it may simulate; seconds: that it may take, None: as long as that takes. say: called after
+    each round with the share done, 0 to 1, and the best candidate."""
 
     def __init__(
         self,
@@ -112,27 +132,30 @@ class Search:
         top: int = 10,
         ops: int | None = None,
         say: Callable[[float, TriedCandidate | None], None] = lambda done, best: None,
+        seconds: float | None = None,
     ):
         self.question, self.crew, self.top, self.say = question, crew, top, say
         self.bounds = bounds_of(question)
         self.budget = ops or budget(question.gpus)
         self.outcome = SearchResult()
+        self._begun, self._seconds = monotonic(), seconds
+        self._sizes: list[tuple[float, ParallelSizes]] = []
         self._waiting: dict[Candidate, _Promise] = {}
         self._seen: set[Candidate] = set()
-        self._ratio: dict[str, float] = {}
+        self._ratio: dict[tuple[str, bool], float] = {}
         self._groups: dict[tuple[ParallelSizes, str], TriedCandidate] = {}
+        self._looks = Counter[str]()
         self._spent = 0.0
 
     def run(self) -> SearchResult:
         """Everything. An interrupt ends it with what was found so far."""
         try:
-            self._seed()
-            first = True
-            while chosen := self._choose(first):
-                first = False
+            self._sizes = self._promising_sizes()
+            while self._time_left() and (chosen := self._choose()):
                 self._learn(chosen, self.crew.run([TrialRequest(each, self._slowest) for each in chosen]))
-                self.say(min(self._spent / self.budget, 0.9), next(iter(self._ranked()), None))
+                self.say(min(self._done, 0.9), next(iter(self._ranked()), None))
             self.outcome.counts.left = len(self._waiting)
+            self._find_plain()
             self.outcome.best = self._confirmed()
         except KeyboardInterrupt:
             self.outcome.interrupted = True
@@ -140,16 +163,56 @@ class Search:
             self.outcome.best = self._ranked()[: self.top]
         return self.outcome
 
+    # --------------------------------------------------------------------------------------------------- how much more
+
+    @property
+    def _elapsed(self) -> float:
+        return monotonic() - self._begun
+
+    def _time_left(self, kept: float = LAST_PART) -> bool:
+        """Whether there is time for a further round. kept: part of the time that is for what comes after."""
+        return self._seconds is None or self._elapsed < (1 - kept) * self._seconds
+
+    @property
+    def _done(self) -> float:
+        """The part of the search that is done, at least."""
+        return max(self._spent / self.budget, 0.0 if self._seconds is None else self._elapsed / self._seconds)
+
+    def _affordable(self) -> float:
+        """Return the weighted ops that a round may come to."""
+        left = self.budget - self._spent
+        if self._seconds is None or not self._spent:
+            return left
+        seconds = (1 - LAST_PART) * self._seconds - self._elapsed
+        return min(left, seconds * self._spent / self._elapsed)
+
     # ---------------------------------------------------------------------------------------------------- what to try
 
-    def _seed(self) -> None:
-        """Add the setting estimated best for every division of the GPUs and every schedule."""
-        for sizes in self.question.sizes():
-            if sizes.parts and self.question.given.parts is None:
-                whole = self.bounds.figures(replace(sizes, parts=False), Saving()).static
-                if whole / sizes.ranks < LIGHT * self.question.limit:
+    def _promising_sizes(self) -> list[tuple[float, ParallelSizes]]:
+        """Return the divisions of the GPUs that may fit, each with the least seconds of its step, the least last."""
+        sizes = []
+        for each in self.question.sizes():
+            if each.parts and self.question.given.parts is None:
+                whole = self.bounds.figures(replace(each, parts=False), Saving()).static
+                if whole / each.ranks < LIGHT * self.question.limit:
                     continue
-            for setting in self.question.first_settings(sizes):
+            saving = self.question.savings(each, 1)
+            if (least := self.bounds.memory(each, saving[-1])) > self.question.limit:
+                self.outcome.counts.candidates += 1
+                self.outcome.counts.by_memory += 1
+                self.outcome.least_bound = min(self.outcome.least_bound, least)
+                continue
+            work = self.bounds.figures(each, saving[0]).least_work * self.bounds.share(each)
+            sizes.append((work / each.ranks, each))
+        return sorted(sizes, reverse=True)
+
+    def _seed(self, slowest: float, *names: str) -> None:
+        """Add the first setting of every schedule, or each of the names, for some more divisions of the GPUs."""
+        for _ in range(SIZES):
+            if not self._sizes or self._sizes[-1][0] >= slowest:
+                return
+            _, sizes = self._sizes.pop()
+            for setting in self.question.first_settings(sizes, *names):
                 self._add(sizes, self._saved(sizes, setting))
 
     def _saved(self, sizes: ParallelSizes, setting: Setting) -> Setting:
@@ -164,47 +227,73 @@ class Search:
         return min(ways, key=lambda way: way[0])[1]
 
     def _add(self, sizes: ParallelSizes, setting: Setting) -> None:
-        candidate = Candidate(sizes, setting)
+        candidate = Candidate(sizes, self.bounds.settled(sizes, setting))
         if candidate in self._seen:
             return
         self._seen.add(candidate)
         self.outcome.counts.candidates += 1
-        if (least := self.bounds.memory(sizes, setting.saving)) > self.question.limit:
+        if (least := self.bounds.memory(sizes, setting.saving, setting)) > self.question.limit:
             self.outcome.counts.by_memory += 1
             self.outcome.least_bound = min(self.outcome.least_bound, least)
+            self._add_evenly(candidate)
             return
         estimate = self.bounds.estimate(sizes, setting)
         self._waiting[candidate] = _Promise(estimate, self.bounds.time(sizes, setting), self._cost(candidate))
 
-    def _choose(self, first: bool) -> list[Candidate]:
+    def _add_evenly(self, candidate: Candidate) -> None:
+        """Add the candidate with equally many layers in each stage, where a balanced division needs too much memory."""
+        sizes, setting = candidate.sizes, candidate.setting
+        schedule = self.question.catalogue[setting.schedule]
+        if setting.balanced and False in self.question.divisions(schedule, sizes, setting.virtual_stages):
+            self._add(sizes, self._saved(sizes, setting.evenly))
+
+    def _choose(self) -> list[Candidate]:
         """Return the candidates of the next round; none at the end."""
         slowest = self._slowest
+        self._seed(slowest)
         hopeless = [each for each, promise in self._waiting.items() if promise.bound >= slowest]
-        self.outcome.counts.by_time += len(hopeless)
-        for candidate in hopeless:
-            del self._waiting[candidate]
+        for candidate in hopeless:  # but those among which the best of the plain schedules is sought later
+            if not self.question.catalogue[candidate.setting.schedule].plain:
+                self.outcome.counts.by_time += 1
+                del self._waiting[candidate]
         # What takes long to simulate has to promise more.
         order = sorted(
             self._waiting, key=lambda each: self._expected(each) * (1 + self._waiting[each].cost / self.budget)
         )
-        if first:
-            order = list({each.setting.schedule: each for each in reversed(order)}.values())
-        chosen: list[Candidate] = []
-        cost = 0.0
-        for candidate in order:
-            own = self._waiting[candidate].cost
-            if self._expected(candidate) * (1 - SLACK) >= slowest or self._spent + cost + own > self.budget:
-                continue
-            chosen.append(candidate)
-            cost += own
-            if len(chosen) >= ROUND and not first:
-                break
+        chosen = self._one_of_each(order) or self._affordable_ones(order, slowest)
         for candidate in chosen:
             del self._waiting[candidate]
         return chosen
 
+    def _one_of_each(self, order: Sequence[Candidate]) -> list[Candidate]:
+        """Return of every schedule without a trial the first that costs little, or else what costs least."""
+        little = FAMILY_SHARE * self.budget
+        chosen: dict[str, Candidate] = {}
+        for candidate in order:
+            if self._looks[candidate.setting.schedule] >= LOOKS:
+                continue
+            known = chosen.setdefault(candidate.setting.schedule, candidate)
+            cost, known_cost = self._waiting[candidate].cost, self._waiting[known].cost
+            if known_cost > little and cost < known_cost:
+                chosen[candidate.setting.schedule] = candidate
+        return list(chosen.values())
+
+    def _affordable_ones(self, order: Sequence[Candidate], slowest: float) -> list[Candidate]:
+        chosen: list[Candidate] = []
+        cost, affordable = 0.0, self._affordable()
+        for candidate in order:
+            own = self._waiting[candidate].cost
+            least = max(self._expected(candidate) * (1 - SLACK), self._waiting[candidate].bound)
+            if least >= slowest or cost + own > affordable:
+                continue
+            chosen.append(candidate)
+            cost += own
+            if len(chosen) >= ROUND:
+                break
+        return chosen
+
     def _expected(self, candidate: Candidate) -> float:
-        return self._waiting[candidate].estimate * self._ratio.get(candidate.setting.schedule, 1.0)
+        return self._waiting[candidate].estimate * self._ratio.get(_kind(candidate), 1.0)
 
     def _ops(self, candidate: Candidate) -> int:
         setting, p = candidate.setting, candidate.sizes.ranks
@@ -239,6 +328,7 @@ class Search:
         for candidate, trial in zip(chosen, trials, strict=True):
             sizes, setting = candidate.sizes, candidate.setting
             cut = LENGTHS_OPS * setting.chunks if setting.chunks > 1 else 0
+            self._looks[setting.schedule] += 1 if trial.refused else LOOKS
             self._spent += trial.ops * self.question.catalogue[setting.schedule].effort + cut
             if trial.refused:
                 self.outcome.counts.refused += 1
@@ -251,11 +341,13 @@ class Search:
             self.outcome.every.append(tried)
             ratio = trial.step / self.bounds.estimate(sizes, setting)
             if not trial.bound:
-                self._ratio[setting.schedule] = ratio
+                self._ratio[_kind(candidate)] = min(ratio, self._ratio.get(_kind(candidate), inf))
             if self.fits(trial) and not trial.bound:
                 known = self._groups.get(candidate.group)
                 if known is None or trial.step < known.trial.step:
                     self._groups[candidate.group] = tried
+            if trial.peak > self.question.limit:
+                self._add_evenly(candidate)
             for neighbour in self._beside(tried):
                 self._add(sizes, neighbour)
             if self._is_good(tried) and self.question.may_divide_weights(sizes):
@@ -282,6 +374,30 @@ class Search:
         return fits and known is not None and trial.step <= known.trial.step * (1 + SLACK)
 
     # -------------------------------------------------------------------------------------------------------- the end
+
+    def _find_plain(self) -> None:
+        """Go on with each of Megatron-LM's schedules until none of its candidates promises to be its best."""
+        names = [name for name in self.question.schedules if self.question.catalogue[name].plain]
+        for name in names:
+            for _ in range(PLAIN_ROUNDS):
+                best = self._best_of(name)
+                fastest = inf if best is None else best.trial.step
+                self._seed(fastest, *names)
+                own = [each for each in self._waiting if each.setting.schedule == name]
+                own = [each for each in own if self._expected(each) < fastest and self._waiting[each].bound < fastest]
+                chosen = sorted(own, key=self._expected)[:PLAIN_ROUND]
+                if not chosen or not self._time_left():
+                    break
+                for candidate in chosen:
+                    del self._waiting[candidate]
+                self._learn(chosen, self.crew.run([TrialRequest(each, fastest) for each in chosen]))
+            best = self._best_of(name)
+            if best is not None:
+                self.outcome.plain[name] = best
+
+    def _best_of(self, schedule: str) -> TriedCandidate | None:
+        own = (each for (_, name), each in self._groups.items() if name == schedule)
+        return min(own, key=lambda each: each.trial.step, default=None)
 
     def _confirmed(self) -> list[TriedCandidate]:
         """Return the best, simulated as a whole, with recomputation in idle time and with offloading if that helps."""
@@ -311,6 +427,11 @@ class Search:
         if offloading and ops <= OFFLOADED_OPS:
             saving = Saving(None, setting.saving.mlp, setting.saving.loss, offload=True, early=True)
             yield replace(candidate, setting=replace(setting, saving=saving))
+
+
+def _kind(candidate: Candidate) -> tuple[str, bool]:
+    """Return what candidates have in common whose estimates are wrong alike."""
+    return candidate.setting.schedule, candidate.sizes.parts
 
 
 def _steps(one: Saving, other: Saving) -> int:

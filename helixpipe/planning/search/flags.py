@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
 from helixpipe.costs.hardware import GIB
 from helixpipe.costs.models import HALVES
 from helixpipe.planning.catalogue import Schedule
+from helixpipe.planning.division import layout_of
 from helixpipe.planning.search.space import ParallelSizes, Question, Setting
 
 
@@ -37,13 +39,15 @@ def sizes_flags(question: Question, sizes: ParallelSizes) -> list[str]:
     ]
 
 
-def setting_flags(schedule: Schedule, setting: Setting) -> list[str]:
-    """Return the flags of the schedule and all that was chosen for it."""
+def setting_flags(schedule: Schedule, setting: Setting, division: Sequence[int] | None = None) -> list[str]:
+    """Return the flags of the schedule and all that was chosen for it. division: the layers of each stage, where they
+    are not equally many."""
     saving, stages = setting.saving, setting.virtual_stages
     return [
         f"--pipeline-schedule {setting.schedule}",
         *options_flags(setting.options),
         *[f"--num-virtual-stages-per-pipeline-rank {stages}"] * (stages is not None),
+        *[f"--pipeline-model-parallel-layout '{layout_of(division or (0,))}'"] * (division is not None),
         *[f"--pipe-sp-splits {setting.chunks}"] * (setting.chunks > 1),
         *[f"--recompute-granularity {saving.recompute}"] * (saving.recompute is not None),
         *["--no-recompute-early"] * (saving.recompute is not None and not saving.early),

@@ -62,13 +62,19 @@ class Saving:
 
 @dataclass(frozen=True)
 class Setting:
-    """A schedule of the catalogue with all that can be chosen for it."""
+    """A schedule of the catalogue with all that can be chosen for it. balanced: whether layers are divided so that all
+    ranks have about as much to do, embedding and head included; else stages have equally many."""
 
     schedule: str
     options: Any
     chunks: int = 1
     virtual_stages: int | None = None
     saving: Saving = Saving()
+    balanced: bool = False
+
+    @property
+    def evenly(self) -> Setting:
+        return replace(self, balanced=False) if self.balanced else self
 
 
 @dataclass(frozen=True)
@@ -165,7 +171,7 @@ class Question:
             for context in _divisors(self.gpus // tensor, given.context):
                 for ranks in _divisors(self.gpus // (tensor * context), given.ranks):
                     data = self.gpus // (tensor * context * ranks)
-                    if ranks > self.model.layers or not self._shares_batch(data):
+                    if ranks > self.model.layers + 2 or not self._shares_batch(data):
                         continue
                     sizes = self._with_comm(ParallelSizes(tensor, context, ranks, data))
                     if sizes is None:
@@ -201,17 +207,35 @@ class Question:
 
     # ------------------------------------------------------------------------------------------------------- settings
 
-    def first_settings(self, sizes: ParallelSizes) -> Iterator[Setting]:
-        """Yield one setting of every schedule, from which `neighbours` leads to all others."""
-        for name in self.schedules:
+    def first_settings(self, sizes: ParallelSizes, *names: str) -> Iterator[Setting]:
+        """Yield one setting of every schedule, or each of the names, from which `neighbours` leads to all others."""
+        for starts in self.starts(sizes, *names):
+            yield min(starts, key=lambda each: (abs(each.chunks - 4), each.chunks, -(each.virtual_stages or 1)))
+
+    def starts(self, sizes: ParallelSizes, *names: str) -> Iterator[list[Setting]]:
+        """Yield for every schedule, or each of the names, settings of all its numbers of chunks and stages, with
+        nothing saved but what is given."""
+        saving = Saving(self.given.recompute, self.given.mlp or 0, self.given.loss or 0)
+        for name in names or self.schedules:
             schedule = self.catalogue[name]
             if schedule.one_rank != (sizes.ranks == 1) or (self.documents and not self._packs(schedule)):
                 continue
-            virtual, counts = self.virtual_stages(schedule, sizes), self.chunk_counts(schedule, sizes)
-            if virtual and counts:
-                first = min(range(len(counts)), key=lambda index: abs(counts[index] - 4))
-                saving = Saving(self.given.recompute, self.given.mlp or 0, self.given.loss or 0)
-                yield Setting(name, self.variants(schedule)[0], counts[first], virtual[0], saving)
+            options, counts = self.variants(schedule)[0], self.chunk_counts(schedule, sizes)
+            settings = [
+                Setting(name, options, chunks, virtual, saving, balanced)
+                for virtual in self.virtual_stages(schedule, sizes)
+                for balanced in self.divisions(schedule, sizes, virtual)[:1]
+                for chunks in counts
+            ]
+            if settings:
+                yield settings
+
+    def divisions(self, schedule: Schedule, sizes: ParallelSizes, virtual: int | None) -> list[bool]:
+        """Return whether layers are divided by what ranks have to do, evenly, or either."""
+        stages = sizes.ranks * schedule.stages_of(virtual)
+        if schedule.own_stages or self.documents or sizes.ranks == 1:
+            return [False] * (schedule.own_stages or self.model.layers % stages == 0)
+        return [True] * (stages <= self.model.layers + 2) + [False] * (self.model.layers % stages == 0)
 
     @staticmethod
     def _packs(schedule: Schedule) -> bool:
@@ -222,15 +246,13 @@ class Question:
 
     def every_setting(self, sizes: ParallelSizes) -> Iterator[Setting]:
         """Yield all settings, apart from offloading and early recomputation."""
-        for setting in self.first_settings(sizes):
-            schedule = self.catalogue[setting.schedule]
-            for options in self.variants(schedule):
-                for virtual in self.virtual_stages(schedule, sizes):
-                    for chunks in self.chunk_counts(schedule, sizes):
-                        for saving in self.savings(sizes, chunks):
-                            yield replace(
-                                setting, options=options, chunks=chunks, virtual_stages=virtual, saving=saving
-                            )
+        for starts in self.starts(sizes):
+            schedule = self.catalogue[starts[0].schedule]
+            for start in starts:
+                for options in self.variants(schedule):
+                    for balanced in self.divisions(schedule, sizes, start.virtual_stages):
+                        for saving in self.savings(sizes, start.chunks):
+                            yield replace(start, options=options, balanced=balanced, saving=saving)
 
     def neighbours(self, sizes: ParallelSizes, setting: Setting) -> Iterator[Setting]:
         """Yield settings one step from a setting: more or fewer chunks or stages, other options."""
@@ -243,8 +265,9 @@ class Question:
         stages = self.virtual_stages(schedule, sizes)
         place = stages.index(setting.virtual_stages)
         for virtual in stages[max(place - 1, 0) : place + 2]:
-            if virtual != setting.virtual_stages:
-                yield replace(setting, virtual_stages=virtual)
+            for balanced in self.divisions(schedule, sizes, virtual):
+                if (virtual, balanced) != (setting.virtual_stages, setting.balanced):
+                    yield replace(setting, virtual_stages=virtual, balanced=balanced)
         for options in self.variants(schedule):
             if options != setting.options:
                 yield replace(setting, options=options)
@@ -259,10 +282,8 @@ class Question:
         given = self.given.virtual_stages
         if not schedule.virtual_stages:
             return [None] if given in (None, 1) else []
-        layers, rest = divmod(self.model.layers, sizes.ranks)
-        if rest:
-            return []
-        return [v for v in range(2, min(layers, MOST_VIRTUAL) + 1) if layers % v == 0 and (given is None or v == given)]
+        most = min((self.model.layers + 2) // sizes.ranks, MOST_VIRTUAL)
+        return [v for v in range(2, most + 1) if given in (None, v) and self.divisions(schedule, sizes, v)]
 
     def chunk_counts(self, schedule: Schedule, sizes: ParallelSizes) -> list[int]:
         """Return the numbers of chunks that are tried, ascending."""

@@ -83,7 +83,8 @@ def terms_of(trials: Trials, candidate: Candidate) -> Terms:
     unlinked = replace(question.hardware, nvlink=inf, network=inf, latency=0.0)
     alone = bounds_of(replace(question, hardware=unlinked)).figures(sizes, kept).least_work * share / p
     number = m
-    while number > 2 * p and number % 2 == 0 and trials.ops(candidate, number) > MOST_OPS:
+    # Interleaved schedules take multiples of the ranks.
+    while number > 2 * p and number % (2 * p) == 0 and trials.ops(candidate, number) > MOST_OPS:
         number //= 2
     costs = trials.costs(sizes, saving)
     simulation = trials.simulation(candidate, number)

@@ -15,6 +15,7 @@ from helixpipe.common.errors import ScheduleError, UserError
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.lowering.lower import lower
 from helixpipe.planning.order.chunk_lengths import balanced_lengths, default_alignment
+from helixpipe.planning.search.figures import FigureTable
 from helixpipe.planning.search.space import Candidate, ParallelSizes, Question, Saving
 from helixpipe.planning.setup import Setup
 from helixpipe.program.program import Program
@@ -57,6 +58,7 @@ class Trials:
 
     def __init__(self, question: Question):
         self.question = question
+        self.measures = FigureTable(question)
         self._costs: dict[tuple[ParallelSizes, int, int], ModelCosts] = {}
         self._lengths: dict[tuple[ParallelSizes, int], tuple[int, ...] | None] = {}
 
@@ -80,6 +82,7 @@ class Trials:
             saving.offload_options,
             costs.host_memory,
             costs.sharded,
+            self.measures.division(candidate.sizes, setting),
             vocabulary=self.question.vocabulary,
         )
 

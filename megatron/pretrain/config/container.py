@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from helixpipe.planning.division import DivisionOptions
 from helixpipe.planning.documents.tuning import PackingOptions
 from helixpipe.planning.memory.offload import OffloadOptions
 from helixpipe.planning.memory.recompute import RecomputeOptions
@@ -24,6 +25,7 @@ GROUPS: Mapping[str, tuple[str, type]] = {
     "parallel": ("parallelism", ParallelConfig),
     "chunks": ("sequence chunks", ChunkOptions),
     "packing": ("documents in chunks", PackingOptions),
+    "division": ("layers of pipeline stages", DivisionOptions),
     "recompute": ("recomputation", RecomputeOptions),
     "offload": ("offloading of activations", OffloadOptions),
     "vocabulary": ("vocabulary over the pipeline", VocabularyOptions),
@@ -47,6 +49,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     chunks: ChunkOptions = field(default_factory=ChunkOptions)
     packing: PackingOptions = field(default_factory=PackingOptions)
+    division: DivisionOptions = field(default_factory=DivisionOptions)
     recompute: RecomputeOptions = field(default_factory=RecomputeOptions)
     offload: OffloadOptions = field(default_factory=OffloadOptions)
     vocabulary: VocabularyOptions = field(default_factory=VocabularyOptions)

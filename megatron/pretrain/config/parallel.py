@@ -9,7 +9,7 @@ from typing import Literal
 
 from helixpipe.common.errors import UserError
 from helixpipe.common.flags import option, setting
-from helixpipe.common.ranges import MOST_LAYERS, MOST_RANKS
+from helixpipe.common.ranges import MOST_RANKS
 from helixpipe.costs.hardware import HARDWARE
 from helixpipe.costs.models import OFF, P2P, context_parts, shared_unit
 
@@ -90,30 +90,6 @@ class ParallelConfig:
         None,
         "Stages each pipeline rank holds (interleaved-1f1b); instead of --num-layers-per-virtual-pipeline-stage.",
         at_least=1,
-    )
-    decoder_first_pipeline_num_layers: int | None = option(
-        None,
-        "Layers of the first pipeline rank; the others share the rest evenly.",
-        at_least=1,
-        at_most=MOST_LAYERS,
-    )
-    decoder_last_pipeline_num_layers: int | None = option(
-        None,
-        "Layers of the last pipeline rank; the others share the rest evenly.",
-        at_least=1,
-        at_most=MOST_LAYERS,
-    )
-    account_for_embedding_in_pipeline_split: bool = option(
-        False, "Count the embedding as a layer when layers are divided over stages."
-    )
-    account_for_loss_in_pipeline_split: bool = option(
-        False, "Count output layer and loss as a layer when layers are divided over stages."
-    )
-    pipeline_model_parallel_layout: str | None = option(
-        None,
-        "The stages, in the order of the model, as Megatron-LM writes them: E (embedding), t (a layer) and L (loss), a "
-        "bar between stages, and *N for N times: Et*3|(tt|)*6L, say.",
-        metavar="LAYOUT",
     )
     plan_ahead: int = option(
         2,

@@ -6,6 +6,7 @@ a list of flags, as if they had been given, and a checkpoint keeps them (`auto_s
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from helixpipe.common.errors import UserError
 from helixpipe.costs.hardware import GIB
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.planning.search.explore import Search, TriedCandidate
+from helixpipe.planning.search.figures import FigureTable
 from helixpipe.planning.search.flags import limit_in_gib, rounded_limit, setting_flags
 from helixpipe.planning.search.space import FixedChoices, Question
 from helixpipe.planning.search.terms import compared, terms_of
@@ -93,10 +95,12 @@ def search(config: Config, given: Mapping[str, str]) -> Chosen:
     if not outcome.best:
         raise UserError(_nothing(question, outcome.least))
     best = outcome.best[0]
-    flags = setting_flags(CATALOGUE[best.candidate.setting.schedule], best.candidate.setting)
+    setting = best.candidate.setting
+    division = FigureTable(question).division(best.candidate.sizes, setting)
+    flags = setting_flags(CATALOGUE[setting.schedule], setting, division)
     if config.parallel.memory_limit is None:
         flags.append(f"--memory-limit {limit_in_gib(question.limit)}")
-    return Chosen(tuple(" ".join(flags).split()), _why(question, outcome.best))
+    return Chosen(tuple(shlex.split(" ".join(flags))), _why(question, outcome.best))
 
 
 def kept(config: Config, saved: Mapping[str, Any] | None) -> Chosen | None:

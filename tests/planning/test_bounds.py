@@ -1,0 +1,97 @@
+"""Bounds of the search for plans: no plan is faster or smaller, and most are hardly slower."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from statistics import median
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helixpipe.costs.models import MODELS
+from helixpipe.planning.search.bounds import Bounds
+from helixpipe.planning.search.space import Candidate, ParallelSizes, Question, Saving
+from helixpipe.planning.search.trial import Trials
+from schedules import CATALOGUE
+from tests.planning.search_questions import SMALL, question
+
+LONG_SEARCHES = ("v-half", "v-min", "adapipe", "helix")
+"""Schedules whose programs take long to make; the test of every schedule has them."""
+
+BIG_HEAD = replace(MODELS["weipipe-1024"], layers=11, seq_length=8192, vocab=128256, tied=False)
+
+
+@cache
+def _asked(sequences: int, network: float, big_head: bool) -> Question:
+    asked = question(schedules=" ".join(name for name in CATALOGUE if name not in LONG_SEARCHES), gpus=8)
+    return replace(
+        asked,
+        sequences=sequences,
+        hardware=replace(asked.hardware, network=network),
+        model=BIG_HEAD if big_head else SMALL,
+    )
+
+
+@cache
+def _candidates(sequences: int, network: float, big_head: bool) -> tuple[Candidate, ...]:
+    """Every division of the GPUs and every schedule, with all numbers of stages and chunks, before what is saved."""
+    asked = _asked(sequences, network, big_head)
+    return tuple(
+        Candidate(sizes, start)
+        for sizes in asked.sizes()
+        for starts in asked.starts(sizes)
+        for start in starts
+        if start.chunks <= 8
+    )
+
+
+SAVINGS = (Saving(), Saving("without-attention"), Saving("full"), Saving(loss=4096), Saving("full", loss=4096))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.sampled_from((8, 16, 24)), st.sampled_from((1e9, 2e11)), st.booleans(), st.integers(0), st.sampled_from(SAVINGS),
+    st.booleans(),
+)  # fmt: skip
+def test_no_plan_is_faster_or_smaller(
+    sequences: int, network: float, big_head: bool, which: int, saving: Saving, evenly: bool
+) -> None:
+    """Random plans on fast and slow networks, with heads that are nothing beside the layers and heads that are not."""
+    asked = _asked(sequences, network, big_head)
+    candidates = _candidates(sequences, network, big_head)
+    sizes, setting = candidates[which % len(candidates)].sizes, candidates[which % len(candidates)].setting
+    if evenly and False in asked.divisions(CATALOGUE[setting.schedule], sizes, setting.virtual_stages):
+        setting = setting.evenly
+    setting = replace(setting, saving=saving)
+    found = Trials(asked).whole(Candidate(sizes, setting))
+    bounds = Bounds(asked)
+    assert found.refused or bounds.time(sizes, setting) <= found.step * (1 + 1e-9)
+    assert found.refused or bounds.memory(sizes, saving, setting) <= found.peak
+    assert found.refused or bounds.memory(sizes, saving) <= found.peak
+
+
+@pytest.mark.parametrize(("name", "most"), [("1f1b", 1.02), ("gpipe", 1.02), ("interleaved-1f1b", 1.15)])
+@pytest.mark.parametrize("balanced", [False, True])
+def test_a_pipeline_takes_hardly_longer_than_its_bound(name: str, most: float, balanced: bool) -> None:
+    """Warm-up and cool-down are in it, and a head as heavy as layers."""
+    asked = replace(_asked(16, 2e11, True), model=replace(BIG_HEAD, layers=16))
+    sizes = ParallelSizes(1, 1, 4, 2)
+    setting = replace(next(iter(asked.starts(sizes, name)))[0], balanced=balanced)
+    found = Trials(asked).whole(Candidate(sizes, setting))
+    assert found.step <= most * Bounds(asked).time(sizes, setting)
+
+
+def test_most_plans_take_hardly_longer_than_their_bounds() -> None:
+    """Half of the plans, those with gathers and scatters of weights among them, take at most 15 % longer."""
+    ratios: dict[bool, list[float]] = {False: [], True: []}
+    for network in (1e10, 2e11):
+        asked = _asked(16, network, False)
+        bounds, trials = Bounds(asked), Trials(asked)
+        for sizes, setting in [(each.sizes, each.setting) for each in _candidates(16, network, False)[::23]]:
+            found = trials.whole(Candidate(sizes, setting))
+            if not found.refused:
+                ratios[sizes.parts].append(found.step / bounds.time(sizes, setting))
+    assert median(ratios[False]) < 1.15 and median(ratios[True]) < 1.15
+    assert min(len(each) for each in ratios.values()) > 10
