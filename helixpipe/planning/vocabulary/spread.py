@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, pairwise
 
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.build import graph_of
+from helixpipe.lowering.graph import Graph
 from helixpipe.lowering.lower import scheduled
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Op, Program, Unit
@@ -69,15 +71,38 @@ def with_heads(
     ranks that run ops of heads then, and these. drops_rest: the ops of `rest` itself go.
     """
     graph, starts = graph_of(program), scheduled(program, costs).start
-    orders: list[list[tuple[float, int, Op]]] = [[] for _ in program.ranks]  # with the time and, at one time, the turn
+    waits = _waits(graph)
+    orders: list[list[tuple[float, int, int, Op]]] = [[] for _ in program.ranks]  # with the time, and its turn then
     for task, op in enumerate(graph.ops):
         if op.stage != rest or not drops_rest:
-            orders[graph.ranks[task]].append((starts[task], 4 * task + 3, op))
+            orders[graph.ranks[task]].append((starts[task], task, 0, op))
         if op.stage == rest and op.kind in "BI":
-            for rank, ops in heads(op):  # before all that starts at the same time, and in this order
-                first = 4 * (task - graph.num_tasks)
-                orders[rank] += [(starts[task], first + place, each) for place, each in enumerate(ops)]
-    return tuple(tuple(op for _, _, op in sorted(order)) for order in orders)
+            at_once = _at_once(waits, starts, task)
+            for rank, ops in heads(op):  # before all else that starts at the same time, and in this order
+                after = max(at_once.intersection(graph.rank_tasks[rank]), default=-1)
+                orders[rank] += [(starts[task], after, 4 * task + place, each) for place, each in enumerate(ops, 1)]
+    return tuple(tuple(op for *_, op in sorted(order)) for order in orders)
+
+
+def _waits(graph: Graph) -> list[list[int]]:
+    """Return for each task those it waits for, the op before it on its rank among them."""
+    waits: list[list[int]] = [[] for _ in range(graph.num_tasks)]
+    for before, tasks in enumerate(graph.successors):
+        for task in tasks:
+            waits[task].append(before)
+    for before, task in chain.from_iterable(pairwise(tasks) for tasks in graph.rank_tasks):
+        waits[task].append(before)
+    return waits
+
+
+def _at_once(waits: Sequence[Sequence[int]], starts: Sequence[float], task: int) -> set[int]:
+    """Return the tasks that start when this one does though it waits for them: they take no time."""
+    found, left = set[int](), [task]
+    while left:
+        more = {each for each in waits[left.pop()] if starts[each] == starts[task]} - found
+        found |= more
+        left += more
+    return found
 
 
 def _homes(program: Program, rest: int, costs: Costs) -> Mapping[Unit, int]:
