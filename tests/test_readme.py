@@ -43,7 +43,8 @@ def test_every_command_works_as_pasted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One after another in an empty folder: what one needs another has written. Measuring, writing data and training
-    are not done; their flags are parsed, and their files are there afterwards. A search for plans is a short one."""
+    are not done; their flags are parsed, and their files are there afterwards. A search for plans is a short one, and
+    of all schedules three are compared."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(command_plan, "Search", partial(Search, ops=1000))
     monkeypatch.setattr(cli_profile, "_measure", lambda *task: Profile.load(MEASURED))
@@ -60,6 +61,7 @@ def test_every_command_works_as_pasted(
             _train(rest[1:], written)
         else:
             assert program == "helixpipe", words
+            rest[1:1] = ["1f1b", "seq1f1b", "zb1p"] * (rest[0] == "compare")
             assert command.main(rest) == 0, (words, capsys.readouterr().err)
     assert {"interleaved.png", "my_schedule.csv", "mine.json", "profile.json"} <= {
         path.name for path in tmp_path.iterdir()

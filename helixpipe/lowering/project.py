@@ -191,8 +191,8 @@ def _rank(graph: Graph, task: int) -> int:
 
 def _waits(graph: Graph) -> dict[int, list[Instruction]]:
     """For each task the transfers that are waited for right before it: those of which it is the first of its rank to
-    read what they bring. What is passed on is not waited for, and ops come in their rank's order before all
-    transfers."""
+    read what they bring. Ops come in their rank's order before all transfers, so what passes weights on, which an op
+    of its rank needs too, does not wait for them."""
     waits: dict[int, list[Instruction]] = {}
     seen: set[tuple[int, int]] = set()
     rows = [TRANSFER_KINDS[each.kind] for each in graph.transfers]
@@ -202,8 +202,6 @@ def _waits(graph: Graph) -> dict[int, list[Instruction]]:
             place = writer - graph.num_ops
             if place < 0 or rows[place].waited is not Waited.READER or (writer, _rank(graph, task)) in seen:
                 continue
-            if task < graph.num_ops or not rows[task - graph.num_ops].passed_on:
-                seen.add((writer, _rank(graph, task)))
-                wait = _instruction((_WAIT, None, graph.transfers[place], writer))
-                waits.setdefault(task, []).append(wait)
+            seen.add((writer, _rank(graph, task)))
+            waits.setdefault(task, []).append(_instruction((_WAIT, None, graph.transfers[place], writer)))
     return waits

@@ -28,6 +28,7 @@ from megatron.pretrain.data.samplers import MicrobatchSampler
 from megatron.pretrain.data.tokenizer import build_tokenizer
 from megatron.pretrain.feed.samples import SampleFeed
 from tests.data.conftest import story
+from tests.selection import graded
 
 MakePair = Callable[..., str]
 SEQ = 32
@@ -223,7 +224,7 @@ BREAKS: dict[str, tuple[Callable[[Path, Path], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", BREAKS)
+@pytest.mark.parametrize("name", graded(list(BREAKS), ("magic", "header", "length", "short bin", "vocabulary")))
 def test_broken_files_are_told_in_one_sentence(name: str, make_pair: MakePair) -> None:
     prefix = make_pair("a", STORIES)
     breaking, words = BREAKS[name]

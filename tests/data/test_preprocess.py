@@ -37,7 +37,7 @@ def run(tmp_path: Path, source: Path | str, *flags: str, tokenizer: list[str] = 
     ("flags", "end"),
     [
         (("--workers", "1", "--append-eod"), b"\0"),
-        (("--workers", "2", "--partitions", "7", "--append-eod"), b"\0"),
+        pytest.param(("--workers", "2", "--partitions", "7", "--append-eod"), b"\0", marks=pytest.mark.thorough),
         (("--workers", "2", "--partitions", "5"), b""),
     ],
 )

@@ -141,9 +141,9 @@ def test_an_imported_model_that_was_moved_has_its_tokenizer(files: Files, tmp_pa
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("", "has no token; give a file with two tokens or more."),
+        pytest.param("", "has no token; give a file with two tokens or more.", marks=pytest.mark.thorough),
         (" \n\n \n", "has no token; give a file with two tokens or more."),
-        ("a", "has one token alone; give a file with two tokens or more."),
+        pytest.param("a", "has one token alone; give a file with two tokens or more.", marks=pytest.mark.thorough),
     ],
 )
 def test_nothing_to_predict_in_a_text(files: Files, content: str, says: str, tmp_path: Path) -> None:
@@ -156,8 +156,8 @@ def test_nothing_to_predict_in_a_text(files: Files, content: str, says: str, tmp
 @pytest.mark.parametrize(
     ("documents", "says"),
     [
-        ([[], []], "few.bin holds no tokens"),
-        ([[1], []], "no document has more than one token alone"),
+        pytest.param([[], []], "few.bin holds no tokens", marks=pytest.mark.thorough),
+        pytest.param([[1], []], "no document has more than one token alone", marks=pytest.mark.thorough),
         ([[2, 11]], "holds token 11, outside the tokenizer's vocabulary of 10"),
     ],
 )

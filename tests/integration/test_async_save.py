@@ -12,7 +12,6 @@ import pytest
 from tests.integration.forked import Forked, run_forked
 from tests.integration.launching import MOCK, Launch, Result
 from tests.integration.tensors import assert_same_tensors
-from tests.selection import graded
 
 P2 = "--pipeline-model-parallel-size 2"
 HOW = {
@@ -29,7 +28,8 @@ def saved(result: Result) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize("how", graded(list(HOW), ("parts of weights",)))
+@pytest.mark.thorough
+@pytest.mark.parametrize("how", list(HOW))
 def test_it_changes_no_loss_and_no_bit_of_what_is_saved(how: str, tmp_path: Path) -> None:
     flags = f"{MOCK} {HOW[how]} --train-iters 8 --save-interval 2"
     at_once = run_forked(Launch("at once", f"{flags} --save {tmp_path}/once")).done()

@@ -40,6 +40,7 @@ def test_every_row_on_a_tiny_model(tmp_path: Path, rows: tuple[str, ...]) -> Non
         assert max(each["gradient_difference"] for each in result[row]["engines"].values()) < 1e-5
 
 
+@pytest.mark.thorough
 def test_steps_with_and_without_a_flush(tmp_path: Path) -> None:
     rows = on_two_ranks(tmp_path, "benchmarks.steps:measure", 2, ["wzb2"], TINY_FLAGS)
     assert [row["name"] for row in rows] == ["wzb2", "wzb2, every step clipped"]
@@ -47,6 +48,7 @@ def test_steps_with_and_without_a_flush(tmp_path: Path) -> None:
     assert all(len(row["ratios"]) == 2 and f"| {row['name']} |" in table for row in rows)
 
 
+@pytest.mark.thorough
 def test_saves_at_once_and_beside_training(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     folder.mkdir()
@@ -144,6 +146,7 @@ def test_halves_are_measured_on_ranks_and_predicted_from_what_they_compute(tmp_p
     assert 4.0 < balanced["halves"] < balanced["off"] < 4.0 + 16 * 0.251
 
 
+@pytest.mark.thorough
 def test_choosing_prints_what_stands_on_its_page(capsys: pytest.CaptureFixture[str]) -> None:
     """One row, the fastest to make; `make bench-choosing` writes all of them."""
     assert run.main(["choosing", "--rows", "3", "--jobs", "1"]) == 0

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.launching import MODEL, ROOT
+from tests.selection import graded
 
 PACKAGES = (
     *("torch", "numpy", "scipy", "yaml", "matplotlib", "rich", "tensorboard", "transformers", "pybind11", "triton"),
@@ -25,6 +26,8 @@ BIN = Path(sys.executable).parent
 SMALL = f"{MODEL} --tokenizer-type ByteLevelTokenizer --train-iters 1 --global-batch-size 2"
 SHAPE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --vocab-size 100"
 DOCUMENTS = "--variable-seq-lengths --pipeline-schedule infinipipe --data-path documents_text_document"
+
+PLAN = "plan --model llama2-7b --hardware h100 --gpus 2 --seq-length 512 --global-batch-size 4 --jobs 2"
 
 Run = Callable[[str], str]
 
@@ -60,17 +63,20 @@ def trapped(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.mark.parametrize(
     "command",
-    [
-        "list",
-        "simulate 1f1b -p 2 -m 4",
-        "compare 1f1b gpipe -p 2 -m 4",
-        "draw 1f1b -p 2 -m 4 -o picture.png",
-        "draw 1f1b -p 2 -m 4 -o page.html",
-        "improve 1f1b -p 2 -m 2 --evaluations 20",
-        "memory 1f1b -p 2 -m 2 --model llama2-7b --hardware h100",
-        "plan --model llama2-7b --hardware h100 --gpus 2 --seq-length 512 --global-batch-size 4 --jobs 2",
-        pytest.param(f"profile {SHAPE} --repeats 1 --output profile.json", marks=pytest.mark.thorough),
-    ],
+    graded(
+        [
+            "list",
+            "simulate 1f1b -p 2 -m 4",
+            "compare 1f1b gpipe -p 2 -m 4",
+            "draw 1f1b -p 2 -m 4 -o picture.png",
+            "draw 1f1b -p 2 -m 4 -o page.html",
+            "improve 1f1b -p 2 -m 2 --evaluations 20",
+            "memory 1f1b -p 2 -m 2 --model llama2-7b --hardware h100",
+            PLAN,
+            f"profile {SHAPE} --repeats 1 --output profile.json",
+        ],
+        ["draw 1f1b -p 2 -m 4 -o picture.png", PLAN],
+    ),
 )
 def test_a_command_of_helixpipe(trapped: Run, command: str) -> None:
     assert trapped(f"helixpipe {command}")
@@ -81,6 +87,7 @@ def test_a_program_that_is_written_and_checked(trapped: Run) -> None:
     assert trapped("helixpipe check program.json")
 
 
+@pytest.mark.thorough
 def test_training_and_what_it_starts(trapped: Run) -> None:
     """Ranks, the planner's process, those that load data, and the tools that open what was trained."""
     trained = trapped(f"helixpipe train -p 2 {SMALL} {DOCUMENTS} --num-workers 1 --save saved")

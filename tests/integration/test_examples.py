@@ -60,7 +60,12 @@ def test_scripts_are_bash(script: Path) -> None:
 
 @pytest.mark.parametrize(
     ("turn", "schedule", "hardware"),
-    [(turn, *pair) for turn, pair in enumerate(product(("1f1b", "helix"), ("h20", "a800")))],
+    [
+        (0, "1f1b", "h20"),
+        pytest.param(1, "1f1b", "a800", marks=pytest.mark.thorough),
+        pytest.param(2, "helix", "h20", marks=pytest.mark.thorough),
+        (3, "helix", "a800"),
+    ],
 )
 def test_every_published_setup(turn: int, schedule: str, hardware: str, fakes: Path) -> None:
     """Model, batch and hardware are the published ones, and the program can run. What takes long to find is left out.

@@ -6,6 +6,8 @@ import os
 import re
 import signal
 
+import pytest
+
 from helixpipe.lowering.lower import lower
 from helixpipe.planning.catalogue import Shape
 from schedules import build
@@ -45,6 +47,7 @@ def test_a_lost_message_is_named_and_the_job_ends() -> None:
     assert rest[1].startswith("  message lost between rank 2 and rank 1: rank 2 has sent the gradient of 2B5, ")
 
 
+@pytest.mark.thorough
 def test_a_stopped_rank_is_silent() -> None:
     """The others end by themselves; such a rank is ended by torchrun."""
     flags = f"{MOCK} --train-iters 100000 --stall-timeout-seconds 8 --pipeline-model-parallel-size 2"
@@ -59,6 +62,7 @@ def test_a_stopped_rank_is_silent() -> None:
     assert lines[3:5] == ["First cause:", f"{lines[2]}."]
 
 
+@pytest.mark.thorough
 def test_a_rank_that_is_slow_is_no_stall() -> None:
     """In each step rank 0 waits for longer than the limit, for a rank that gets on; then both evaluate."""
     flags = f"{MOCK} --global-batch-size 5 --train-iters 2 --eval-iters 1 --eval-interval 2 --pipeline-schedule gpipe"

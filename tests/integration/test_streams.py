@@ -64,15 +64,16 @@ def run(command: str, folder: Path, stdout: int | None, buffered: bool = True, r
 
 SLOW = ("tools/generate.py --help", "tools/evaluate.py --help")
 """Programs that import torch, as that which trains does."""
+QUICK = [command for command in TABLE if command not in SLOW]
 
 
-@pytest.mark.parametrize("command", graded(list(TABLE), lambda command: command not in SLOW))
+@pytest.mark.parametrize("command", graded(TABLE, QUICK[::2]))
 def test_a_reader_that_has_seen_enough_hears_nothing(command: str, tmp_path: Path) -> None:
     with unread() as output:
         assert run(command, tmp_path, output) == (141, "")
 
 
-@pytest.mark.parametrize("command", graded(list(TABLE), lambda command: command not in SLOW))
+@pytest.mark.parametrize("command", graded(TABLE, [QUICK[0], *QUICK[1::2]]))
 def test_a_full_disk_is_one_sentence(command: str, tmp_path: Path) -> None:
     name = command.split()[0].removeprefix("tools/")
     with full() as output:
@@ -96,7 +97,9 @@ def test_no_output_at_all(command: str, tmp_path: Path) -> None:
     assert run(command, tmp_path, None, redirected=">&-") == (0, "")
 
 
-@pytest.mark.parametrize("redirected", ["2>/dev/full", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(
+    "redirected", graded(["2>/dev/full", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"], ["2>/dev/full", "2>&-"])
+)
 @pytest.mark.parametrize("command", ["helixpipe bogus", "helixpipe train --ranks 0", "pretrain_gpt.py --bogus"])
 def test_a_mistake_that_cannot_be_told_is_one_by_its_status(command: str, redirected: str, tmp_path: Path) -> None:
     assert run(command, tmp_path, None, redirected=redirected) == (2, "")

@@ -181,7 +181,7 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened(
         assert result.loss_values() == pytest.approx({i: float(loss) for i, (loss, _) in expected.items()}, rel=1e-5)
 
 
-@pytest.mark.parametrize("launch", graded(OTHERWISE, (OTHERWISE[0], *OTHERWISE[2:4])), ids=lambda launch: launch.name)
+@pytest.mark.parametrize("launch", graded(OTHERWISE, (OTHERWISE[0], OTHERWISE[3])), ids=lambda launch: launch.name)
 def test_a_run_may_resume_in_another_way(launch: Launch, interleaved: Result, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.csv").write_text(CSV)
     saved = tmp_path / "saved"

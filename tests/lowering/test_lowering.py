@@ -28,7 +28,7 @@ from tests.selection import graded
 
 
 @pytest.mark.parametrize("divided", [False, True], ids=["", "divided head"])
-@pytest.mark.parametrize("examples", graded((600, 2000), (600,)))
+@pytest.mark.parametrize("examples", graded((300, 2000), (300,)))
 def test_random_programs(examples: int, divided: bool) -> None:
     """The validator's verdict is brute force's, and all programs that it accepts end on the worst machines."""
     verdicts: Counter[bool] = Counter()

@@ -27,45 +27,60 @@ def kinds(case: Case) -> set[object]:
 
 
 CORE = frozenset(first_of_each(CASES, kinds)) | set(OFFLOADING[:3])
-TRANSPORTS = ("nccl", "gloo")
+OVER_GLOO = frozenset(
+    [*(case for case in SCHEDULES if case.schedule in ("1f1b", "weipipe")), OTHERS[0], *OFFLOADING[:3]]
+)
+"""The core's cases over gloo: its messages, weights that travel, several tensors a message, copies."""
 
-Results = dict[tuple[str, Case], list[Found]]
+Results = dict[Case, list[Found]]
 
 
 @pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest) -> Results:
-    """By rank, of each transport and case. One launch for all: starting ranks costs more than running the cases."""
-    cases, transports = selected(request, "case", CASES), selected(request, "transport", TRANSPORTS)
-    by_rank = run_ranks(run_checked, 4, transports, built(cases), timeout=900.0)
-    return {
-        (transport, case): [each[i][j] for each in by_rank]
-        for i, transport in enumerate(transports)
-        for j, case in enumerate(cases)
-    }
+def over_nccl(request: pytest.FixtureRequest) -> Results:
+    return results_over("nccl", request)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.fixture(scope="module")
+def over_gloo(request: pytest.FixtureRequest) -> Results:
+    return results_over("gloo", request)
+
+
+def results_over(transport: str, request: pytest.FixtureRequest) -> Results:
+    """By rank, of each case. One launch for all: starting ranks costs more than running the cases."""
+    cases = selected(request, "case", CASES)
+    by_rank = run_ranks(run_checked, 4, transport, built(cases), timeout=900.0)
+    return {case: [results[number] for results in by_rank] for number, case in enumerate(cases)}
+
+
+def check(results: list[Found]) -> None:
+    for rank, result in enumerate(results):
+        assert not result.findings, f"on rank {rank}: " + "\n".join(result.findings)
+        assert result.kernels > 50 and result.freed > 50 and result.sent > 0, "a rank that ran nothing proves nothing"
+
+
 @pytest.mark.parametrize("case", graded(CASES, CORE), ids=str)
-def test_all_that_is_done_with_memory_is_ordered(transport: str, case: Case, results: Results) -> None:
-    for rank, found in enumerate(results[transport, case]):
-        assert not found.findings, f"on rank {rank}: " + "\n".join(found.findings)
-        assert found.kernels > 50 and found.freed > 50 and found.sent > 0, "a rank that ran nothing proves nothing"
+def test_all_that_is_done_with_memory_is_ordered_over_nccl(case: Case, over_nccl: Results) -> None:
+    check(over_nccl[case])
 
 
-@pytest.mark.parametrize("case", graded(OFFLOADING, CORE), ids=str)
-def test_copies_run_beside_them(case: Case, results: Results) -> None:
+@pytest.mark.parametrize("case", graded(CASES, OVER_GLOO), ids=str)
+def test_all_that_is_done_with_memory_is_ordered_over_gloo(case: Case, over_gloo: Results) -> None:
+    check(over_gloo[case])
+
+
+@pytest.mark.parametrize("case", graded(OFFLOADING, OVER_GLOO), ids=str)
+def test_copies_run_beside_them(case: Case, over_nccl: Results, over_gloo: Results) -> None:
     """Or nothing was proved of them: activations left, to memory of the host that was used again."""
-    for transport in TRANSPORTS:
-        found = results[transport, case][: case.pp]
-        assert sum(each.moved > 0 for each in found) >= case.pp - 1  # one may run nothing
-        assert any(each.again > 0 for each in found)
+    for results in (over_nccl, over_gloo):
+        own = results[case][: case.pp]
+        assert sum(result.moved > 0 for result in own) >= case.pp - 1  # one may run nothing
+        assert any(result.again > 0 for result in own)
 
 
-@pytest.mark.parametrize("case", graded(CASES, CORE), ids=str)
-def test_both_transports_bring_the_same(case: Case, results: Results) -> None:
+@pytest.mark.parametrize("case", graded(CASES, OVER_GLOO), ids=str)
+def test_both_transports_bring_the_same(case: Case, over_nccl: Results, over_gloo: Results) -> None:
     """Their gradients are those of test_equality.py then, whose messages are gloo's."""
-    over_nccl, over_gloo = (results[transport, case] for transport in TRANSPORTS)
-    for one, other in zip(over_nccl, over_gloo, strict=True):
+    for one, other in zip(over_nccl[case], over_gloo[case], strict=True):
         assert one.gradients == pytest.approx(other.gradients, rel=1e-6) and one.gradients > 0
         assert one.strided == other.strided
 

@@ -12,6 +12,7 @@ from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.lowering.lower import lower
 from helixpipe.simulate.simulator import Simulation, simulate
 from schedules import Shape, build
+from tests.selection import graded
 
 RATIOS = (0.5, 1.0, 2.0, 3.0)
 WAVES = (1, 2, 3)
@@ -39,7 +40,7 @@ def test_the_order_of_one_wave() -> None:
     ]
 
 
-@pytest.mark.parametrize("p", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize("p", graded([1, 2, 3, 4, 6, 8], (1, 2, 3)))
 def test_bubble_and_memory(p: int) -> None:
     for waves, ratio in product(WAVES, RATIOS):
         v = 2 * waves
@@ -60,7 +61,7 @@ def test_one_wave_takes_any_number_from_p_without_more_bubble(ratio: float) -> N
             assert run("hanayo", p, m, 1, ratio).bubble_time == pytest.approx(2 * (p - 1) * max(1, ratio))
 
 
-@pytest.mark.parametrize("waves", WAVES)
+@pytest.mark.parametrize("waves", graded(WAVES, (1, 2)))
 def test_never_slower_than_1f1b(waves: int) -> None:
     for p in (1, 2, 3, 4, 5):
         for m, ratio in product(range(1, 2 * p + 2), RATIOS):

@@ -22,14 +22,14 @@ from tests.training.steps import Run
 LONGEST = 24
 PLAIN = (
     f"--seq-length {LONGEST} --max-position-embeddings {LONGEST} --variable-seq-lengths --clip-grad 0 --lr 1e-30 "
-    "--weight-decay 0 --eval-iters 1 --train-iters 4"
+    "--weight-decay 0 --eval-iters 1"
 )
 
 TAKERS = [schedule for schedule in CATALOGUE.values() if schedule.ragged]
 
 ALL_KINDS = (3, 1, LONGEST, 1, 7, 2, 2, 2, 5)
-KINDS = (((1, 1, 1, 1, 1), (LONGEST,), (9,), ALL_KINDS), ((6, 6, 6), (1,), (LONGEST,), ALL_KINDS))
-"""All of one token, one as long as can be, one alone and short; all alike, one token."""
+KINDS = (((1, 1, 1, 1, 1), ALL_KINDS), ((6, 6, 6), (1,)))
+"""All of one token, all kinds; all alike, one token."""
 
 LAYOUTS = ("packed over two pipelines", "alone over two pipelines", "packed over context", "cut over two pipelines")
 """How documents are packed, and what the four ranks are beside two pipeline ranks."""
@@ -42,13 +42,13 @@ lengths = st.one_of(
 ).map(tuple)
 
 
-def run_of(schedule: Schedule, layout: str, style: str = "llama") -> Run:
+def run_of(schedule: Schedule, layout: str, style: str = "llama", steps: int = 4) -> Run:
     """Of a schedule on four ranks."""
     flags = f"{PLAIN} --pipeline-schedule {schedule.name}"
     flags += " --num-virtual-stages-per-pipeline-rank 2" * schedule.virtual_stages
     flags += " --infinipipe-packing none" * layout.startswith("alone")
     flags += " --infinipipe-chunks 3" * layout.startswith("cut")
-    return Run(style, flags, pp=1 if schedule.one_rank else 2, cp=1 + layout.endswith("context"), batch=4)
+    return Run(style, flags, 1, 1 if schedule.one_rank else 2, 4, 1 + layout.endswith("context"), steps)
 
 
 @pytest.mark.parametrize("half", range(2))
@@ -71,7 +71,7 @@ def test_every_schedule_trains_on_them_as_one_process_does(steps: Steps, layouts
 def check_training(steps: Steps, layouts: list[str], takers: list[Schedule]) -> None:
     """Every weight's gradient, of two pipelines or context-parallel ranks, and the losses, in an evaluation too."""
     runs = [
-        run_of(schedule, layout, style)
+        run_of(schedule, layout, style, len(steps))
         for schedule, layout, style in zip(takers, layouts, ("llama", "gpt", "mixed") * len(TAKERS), strict=False)
     ]
     by_rank = run_ranks(found_by_runs, 4, runs, PLAIN, steps, timeout=1200.0)
@@ -82,10 +82,9 @@ def check_training(steps: Steps, layouts: list[str], takers: list[Schedule]) -> 
             assert found.loss < 1e-6 and found.evaluation < 1e-6, said
 
 
-@settings(max_examples=2)
+@settings(max_examples=1)
 @given(lengths, st.sampled_from(LAYOUTS))
 @example((1,), LAYOUTS[0])
-@example((2, 1, 2, 1, 2), LAYOUTS[2])
 @example((1, 1, 1, 1, 1), LAYOUTS[2])
 @example((LONGEST, LONGEST), LAYOUTS[3])
 def test_every_schedule_has_a_plan_for_them(documents: tuple[int, ...], layout: str) -> None:

@@ -71,20 +71,19 @@ def simulated(seed: int) -> Iterator[tuple[Simulation, Communicators]]:
         yield simulation, communicators
 
 
-def run_checked(rank: int, world_size: int, transports: list[str], cases: list[Case]) -> list[list[Found]]:
-    """For each transport ("nccl" or "gloo") all cases. Both are made anew for each number of pipeline ranks."""
-    found: dict[tuple[str, Case], Found] = {}
+def run_checked(rank: int, world_size: int, transport: str, cases: list[Case]) -> list[Found]:
+    """What is found in each case over a transport, "nccl" or "gloo", made anew for each number of pipeline ranks."""
+    found: dict[Case, Found] = {}
     for pp in sorted({case.pp for case in cases}):
         set_parallel(tp=1, pp=pp)
         models = {case: make_model(case) for case in cases if case.pp == pp}
-        for transport in transports:
-            with simulated(rank) as (simulation, communicators):
-                group = gloo.Group(simulation, parallel_state.get_pipeline_model_parallel_group())
-                own = _make(transport, group)
-                for case, model in models.items():
-                    found[transport, case] = _run_case(case, model, own, simulation, (communicators, group))
-                own.close()
-    return [[found[transport, case] for case in cases] for transport in transports]
+        with simulated(rank) as (simulation, communicators):
+            group = gloo.Group(simulation, parallel_state.get_pipeline_model_parallel_group())
+            own = _make(transport, group)
+            for case, model in models.items():
+                found[case] = _run_case(case, model, own, simulation, (communicators, group))
+            own.close()
+    return [found[case] for case in cases]
 
 
 def _make(transport: str, group: gloo.Group) -> Any:
