@@ -55,6 +55,14 @@ def test_parts_add_up_to_the_step(name: str, ranks: int, microbatches: int, mess
         assert parts.get("waiting for messages", 0.0) == pytest.approx(0.0, abs=1e-9)
 
 
+def test_a_step_ends_with_its_last_transfer() -> None:
+    """Or later, with what is not among the events."""
+    op = Op("F", 0, 0)
+    step = Timeline("", 2, [OpEvent(0, op, 0, 1)], [TransferEvent("activation", (0, 1), op, None, 1, 3)])
+    assert (step.makespan, step.bubble) == (3, pytest.approx(5 / 6))
+    assert replace(step, until=4.0).makespan == 4
+
+
 def test_work_is_told_by_what_it_is_for() -> None:
     """2 stages a rank of 6 in each pass of 12, forward and twice that backward: 8 microbatches on each of 4 ranks."""
     for name in ("1f1b", "zb1p"):
