@@ -65,6 +65,9 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
         ),
         "queues": Benchmark("benchmarks.queues", "simulated steps on GPUs with one hardware queue"),
         "plans": Benchmark("benchmarks.plans", "the worked example of docs/planning.md, written anew"),
+        "plan-search": Benchmark(
+            "benchmarks.plan_search", "the search of `plan` beside trying everything, simulated (docs/planning.md)"
+        ),
         "reproduce": Benchmark(
             "benchmarks.reproduce", "published figures beside predicted ones (docs/reproduction.md)"
         ),

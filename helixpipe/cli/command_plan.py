@@ -26,6 +26,7 @@ from helixpipe.planning.documents.filling import aligned
 from helixpipe.planning.documents.lengths import DocumentLengths, LengthOptions, documents_of
 from helixpipe.planning.search.explore import Search, SearchResult, TriedCandidate, budget
 from helixpipe.planning.search.flags import limit_in_gib, rounded_limit
+from helixpipe.planning.search.goodput import GoodputOptions
 from helixpipe.planning.search.space import FixedChoices, Question
 from helixpipe.planning.search.terms import AtSize, Terms, smaller
 from helixpipe.planning.search.workers import Crew, Processes, SerialCrew, TrialRequest
@@ -114,7 +115,8 @@ def run(namespace: argparse.Namespace) -> None:
             raise UserError(nothing_fits(question, outcome))
         terms = _terms(crew, outcome)
     scan = _scan(question, options) if options.explain and not outcome.interrupted else []
-    plans = SearchReport(question, outcome, terms, scan)
+    failures = dataclass_from_namespace(GoodputOptions, namespace)
+    plans = SearchReport(question, outcome, terms, scan, failures)
     front = pareto_front(outcome) if options.pareto else []
     if options.pareto:
         draw_pareto([(each.trial.step, each.trial.peak / GIB) for each in plans.drawn],

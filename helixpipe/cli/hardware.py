@@ -39,6 +39,19 @@ class HardwareFlags:
         at_least=1,
         at_most=MOST_RANKS,
     )
+    oversubscription: float | None = option(
+        None,
+        "How many times more the nodes of a pod can send than the spine takes from it (default: 1, a full network).",
+        metavar="X",
+        at_least=1,
+        at_most=1000,
+    )
+    pod_nodes: int | None = option(
+        None,
+        "Nodes of a pod, below the spine; --oversubscription is about what leaves it (default: 32).",
+        at_least=1,
+        at_most=MOST_RANKS,
+    )
     pcie_bandwidth: float | None = _bandwidth("GB/s", "between a GPU and its host")
     network_latency: float | None = option(
         None,
@@ -66,6 +79,8 @@ def as_flags_say(hardware: Hardware, flags: HardwareFlags) -> Hardware:
         "nvlink": (flags.nvlink_bandwidth, GIGA),
         "network": (flags.network_bandwidth, GIGA / 8),
         "adapters": (flags.network_adapters, 1),
+        "oversubscription": (flags.oversubscription, 1),
+        "pod_nodes": (flags.pod_nodes, 1),
         "host_link": (flags.pcie_bandwidth, GIGA),
         "latency": (flags.network_latency, 1),
         "ramp_tokens": (flags.ramp_tokens, 1),

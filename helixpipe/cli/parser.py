@@ -22,6 +22,7 @@ from helixpipe.planning.documents.tuning import PackingOptions
 from helixpipe.planning.memory.offload import OffloadOptions
 from helixpipe.planning.memory.recompute import RecomputeOptions
 from helixpipe.planning.order.chunk_options import ChunkOptions
+from helixpipe.planning.search.goodput import GoodputOptions
 from helixpipe.planning.vocabulary.choice import VocabularyOptions
 from helixpipe.program.timeline import BUBBLE
 
@@ -140,6 +141,7 @@ def _planning(subparsers: Any) -> FlagParser:
     add_dataclass_arguments(parser, LengthOptions, title="documents of all lengths")
     add_dataclass_arguments(parser, ModelOptions, title="model and hardware")
     add_dataclass_arguments(parser, VocabularyOptions, title="vocabulary")
+    add_dataclass_arguments(parser, GoodputOptions, title="checkpoints and failures")
     return parser
 
 

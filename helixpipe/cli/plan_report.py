@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from helixpipe.cli.torchrun import torchrun_command
 from helixpipe.costs.hardware import GIB
+from helixpipe.costs.models import Layout
+from helixpipe.costs.piece_bytes import PieceBytes
 from helixpipe.draw.table import table
 from helixpipe.planning.search.bounds import Bounds
 from helixpipe.planning.search.documents import bounds_of
 from helixpipe.planning.search.explore import SearchResult, TriedCandidate
 from helixpipe.planning.search.flags import options_flags
+from helixpipe.planning.search.goodput import LARGE, Goodput, GoodputOptions, goodput_of
 from helixpipe.planning.search.space import Question, Saving, Setting
 from helixpipe.planning.search.terms import AtSize, Terms, compared, taking_over
 
@@ -32,6 +36,17 @@ class SearchReport:
     outcome: SearchResult
     terms: Sequence[Terms]
     scan: Sequence[AtSize]
+    failures: GoodputOptions = field(default_factory=GoodputOptions)
+
+    @cached_property
+    def goodput(self) -> Goodput | None:
+        """What checkpoints and failures leave of the time; None for fewer GPUs than that matters for."""
+        question = self.question
+        if question.gpus < LARGE:
+            return None
+        weights = PieceBytes(question.model, Layout()).parameters(question.model.pieces)
+        nodes = question.gpus // question.hardware.gpus_per_node
+        return goodput_of(self.failures, weights, question.gpus, nodes)
 
     @property
     def drawn(self) -> list[TriedCandidate]:
@@ -73,6 +88,7 @@ class SearchReport:
             else "Interrupted; the best so far, from few microbatches:",
             table(HEADERS, [self._row(number, each) for number, each in enumerate(best, start=1)]),
             *self._gains(),
+            *self._goodput_text(),
         ]
         if explain:
             lines += ["", *self._explanation()]
@@ -132,6 +148,17 @@ class SearchReport:
             for name, each in self.outcome.plain.items()
         ]
         return ["", f"The first has the speed of {', '.join(ratios)}."] if ratios else []
+
+    def _goodput_text(self) -> list[str]:
+        if (goodput := self.goodput) is None:
+            return []
+        tokens = goodput.share * self.tokens_per_gpu(self.outcome.best[0])
+        return [
+            "",
+            f"Goodput, with checkpoints of {goodput.nbytes / 1e12:.2f} TB ({goodput.checkpoint:.3g} s) every "
+            f"{goodput.interval / 60:.3g} minutes and a failure every {goodput.failures / 3600:.3g} hours: "
+            f"{100 * goodput.share:.1f} %, so {tokens:.1f} tokens/s/GPU of the first.",
+        ]
 
     def _explanation(self) -> list[str]:
         counts = self.outcome.counts
@@ -201,6 +228,7 @@ class SearchReport:
             "interrupted": outcome.interrupted,
             "counts": vars(outcome.counts),
             "plain_step_times": {name: each.trial.step for name, each in outcome.plain.items()},
+            **({"goodput": dataclasses.asdict(self.goodput)} if self.goodput is not None else {}),
             "plans": [self._json(number, each) for number, each in enumerate(outcome.best)],
             **({"pareto": [self._json(len(self.terms), each) for each in front]} if front else {}),
             **(

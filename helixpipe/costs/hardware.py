@@ -99,18 +99,26 @@ class Hardware:
     interference: float = 0.1
     """Share of its own time by which a collective slows down the kernels it runs beside, of whose multiprocessors and
     memory bandwidth it takes a part. An assumption, as the efficiencies are."""
+    pod_nodes: int = 32
+    """Nodes of a pod, within which the network is as fast as the nodes' adapters: a scalable unit of DGX SuperPOD (its
+    reference architecture, H100). Llama 3's pods have 384 (Grattafiori et al., 2024, section 3.3.1)."""
+    oversubscription: float = 1.0
+    """How many times more the nodes of a pod can send than the spine takes from a pod: 1 in a SuperPOD, 7 for Llama 3
+    (as above)."""
     duplex: float = 0.7
     """What of two directions' bandwidth is left to both together when both are in use: of an A100's 2 x 25.5 GB/s, 24
     out of the device and 12.5 into it (NVIDIA/nvbandwidth, issue 11). Taken to be the same on other hosts."""
 
-    def peer_bandwidth(self, gpus_sending: int, same_node: bool) -> float:
+    def peer_bandwidth(self, gpus_sending: int, same_node: bool, same_pod: bool = True) -> float:
         """Bytes a second from one GPU to one on another (or the same) node while `gpus_sending` of its node send.
 
-        Adapters are shared evenly; a GPU that sends alone uses one adapter.
+        Adapters are shared evenly; a GPU that sends alone uses one adapter. From pod to pod all nodes send at once, and
+        share what the spine takes.
         """
         if same_node:
             return self.nvlink * self.efficiency.network
-        return self.network / max(gpus_sending, self.adapters) * self.efficiency.network
+        share = self.network / max(gpus_sending, self.adapters) * self.efficiency.network
+        return share if same_pod else share / self.oversubscription
 
     def ring_bandwidth(self, size: int) -> float:
         """Bytes a second that each member of a group of `size` neighbouring GPUs passes on in a collective, while all

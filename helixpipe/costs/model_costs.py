@@ -130,8 +130,7 @@ class ModelCosts(CountsBytes):
         resource = row.resource
         if resource == "link":
             source, target = load.ranks
-            same_node = self._node(source) == self._node(target)
-            return latency + nbytes / self.hardware.peer_bandwidth(self._senders, same_node)
+            return latency + nbytes / self._bandwidth_between(source, target)
         if resource == "collective":
             passed = nbytes * (1 if row.entire else (load.members - 1) / load.members)
             bandwidth = self._data_parallel_bandwidth if row.group else self._pipeline_bandwidth(load.members)
@@ -229,6 +228,9 @@ class ModelCosts(CountsBytes):
             # that do not belong to it: one for each tensor-parallel rank that the node has.
             rings = min(self.layout.tensor_parallel, hardware.gpus_per_node)
             bandwidth = min(bandwidth, hardware.network / rings)
+            if self.layout.tensor_parallel * self.weight_holders > self._pod_gpus:
+                # So it leaves a pod: the rings of one node, over what the spine takes from all nodes of the pod.
+                bandwidth = min(bandwidth, hardware.network * hardware.pod_nodes / hardware.oversubscription / rings)
         return bandwidth * hardware.efficiency.network
 
     def _copies_time(self, program: Program) -> float:
@@ -243,7 +245,17 @@ class ModelCosts(CountsBytes):
 
     def _pipeline_bandwidth(self, ranks: int) -> float:
         """Bytes a second of a ring over the ranks of a pipeline."""
-        return self.hardware.peer_bandwidth(self._senders, self._node(0) == self._node(ranks - 1))
+        return self._bandwidth_between(0, ranks - 1)
+
+    def _bandwidth_between(self, source: int, target: int) -> float:
+        """Bytes a second from each GPU of a pipeline rank to one of another."""
+        same_node = self._node(source) == self._node(target)
+        pods = (rank * self._stage_gpus // self._pod_gpus for rank in (source, target))
+        return self.hardware.peer_bandwidth(self._senders, same_node, next(pods) == next(pods))
+
+    @property
+    def _pod_gpus(self) -> int:
+        return self.hardware.pod_nodes * self.hardware.gpus_per_node
 
     def step_flops(self, program: Program) -> float:
         """Of the mathematics, forward and backward (forward alone for evaluation), of all pipelines and their ranks."""
@@ -285,7 +297,7 @@ class ModelCosts(CountsBytes):
         far = sent * (cp - near) / (cp - 1)
         return max(
             (sent - far) / self.hardware.peer_bandwidth(1, same_node=True),
-            far / self.hardware.peer_bandwidth(self.hardware.gpus_per_node, same_node=False),
+            far / self.hardware.peer_bandwidth(self.hardware.gpus_per_node, False, self._in_a_pod),
         )
 
     def _context_neighbours(self) -> int:
@@ -298,7 +310,12 @@ class ModelCosts(CountsBytes):
         crossing = min(self.layout.tensor_parallel, self.hardware.gpus_per_node)
         if not same_node and self._context_neighbours() == 1:
             crossing = self.hardware.gpus_per_node
-        return self.hardware.peer_bandwidth(crossing, same_node)
+        return self.hardware.peer_bandwidth(crossing, same_node, self._in_a_pod)
+
+    @property
+    def _in_a_pod(self) -> bool:
+        """Whether the GPUs that run one stage of one microbatch are in one pod."""
+        return self.layout.model_gpus <= self._pod_gpus
 
     def _kernel_time(self, kernel: Kernel) -> float:
         hardware, efficiency = self.hardware, self.hardware.efficiency

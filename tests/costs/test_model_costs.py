@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from helixpipe.common.errors import UserError
-from helixpipe.costs.hardware import GIB, HARDWARE, Efficiency, find_hardware
+from helixpipe.costs.hardware import GIB, HARDWARE, Efficiency, Hardware, find_hardware
 from helixpipe.costs.model_costs import ModelCosts
 from helixpipe.costs.models import MODELS, Chunk, Layout, find_model
 from helixpipe.costs.piece_bytes import PieceBytes
@@ -17,8 +17,9 @@ from helixpipe.lowering.lower import lower
 from helixpipe.planning.memory.early import peak_memory
 from helixpipe.planning.memory.recompute import RecomputeOptions
 from helixpipe.program.costs import Work
-from helixpipe.program.program import Op, Program
+from helixpipe.program.program import Op, Program, Unit
 from helixpipe.program.stages import PIECE_KINDS, Piece, even_stages
+from helixpipe.program.transfer import Transfer
 from helixpipe.program.workload import Extent, uniform
 from helixpipe.simulate.memory import rank_memory
 from helixpipe.simulate.simulator import simulate
@@ -36,6 +37,11 @@ COSTS = ModelCosts(SEVEN, HARDWARE["a100-80"], Layout(), seq_length=4096)
         ("llama2-13b", 13_015_864_320),
         ("llama2-70b", 68_976_648_192),
         ("llama3-8b", 8_030_261_248),
+        ("llama3-405b", 405_853_388_800),
+        ("qwen3-4b", 4_022_468_096),
+        ("qwen3-8b", 8_190_735_360),
+        ("qwen3-14b", 14_768_307_200),
+        ("qwen3-32b", 32_762_123_264),
     ],
 )
 def test_number_of_weights_is_the_published_one(name: str, published: int) -> None:
@@ -321,3 +327,29 @@ def test_tied_head_has_a_copy_only_away_from_the_embedding() -> None:
     table = tied.model.padded_vocab(1) * 2048
     once = rank_memory(together, tied, 0).weights
     assert sum(rank_memory(apart, tied, rank).weights for rank in range(2)) == once + 2 * table
+
+
+def test_pods_share_what_the_spine_takes() -> None:
+    """Messages from pod to pod have a part of the bandwidth; within a pod, and in rings of several pods, all of it."""
+    hardware = replace(HARDWARE["h100"], pod_nodes=2)
+    full, thin = hardware, replace(hardware, oversubscription=4.0)
+
+    def messages(on: Hardware, layout: Layout, data: int) -> list[float]:
+        costs = ModelCosts(MODELS["llama2-7b"], on, layout, 4096, data)
+        stages = even_stages(costs.layer_kinds(32), 4)
+        program = Program("", stages, tuple((Op("F", rank, 0), Op("B", rank, 0)) for rank in range(4)), uniform(1, 1))
+        bound = BoundCosts(program, costs)
+        pairs = ((0, 1), (1, 2), (2, 3))
+        return [bound.transfer_time(Transfer(0, "activation", pair, Unit(pair[0], 0, 0))) for pair in pairs]
+
+    layout = Layout(8, True)
+    wide, narrow = messages(full, layout, 1), messages(thin, layout, 1)
+    assert narrow[0] == wide[0] and narrow[2] == wide[2]  # nodes 0 and 1 are a pod, and 2 and 3
+    assert narrow[1] - hardware.latency == pytest.approx(4 * (wide[1] - hardware.latency))
+    program = Program("", even_stages(32, 1), ((Op("F", 0, 0), Op("B", 0, 0)),), uniform(1, 1))
+    for factor, slower in ((2.0, 1.0), (6.0, 3.0)):  # the rings of one node leave a pod of two
+        reductions = [
+            ModelCosts(MODELS["llama2-7b"], on, layout, 4096, 8).after_time(program)[0]
+            for on in (full, replace(hardware, oversubscription=factor))
+        ]
+        assert reductions[1] == pytest.approx(slower * reductions[0])
