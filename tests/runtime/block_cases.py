@@ -20,6 +20,12 @@ GROUPS = cases.GROUPS | {
         Case("zbv", 2, 5, "gpt", tied=True, layers=4, memory_limit=2.2),
         Case("seq1f1b-zb", 2, 4, "llama", lengths=(5, 4, 3), layers=4, memory_limit=2.55),
     ],
+    "divisions": [  # stages of unlike numbers of layers, of embedding or head alone
+        Case("1f1b", 4, 3, "gpt", tied=True, layers=4, stage_layers=(0, 2, 1, 1)),
+        Case("interleaved-1f1b", 2, 4, "llama", v=2, layers=4, stage_layers=(1, 1, 2, 0)),
+        Case("zbv", 2, 5, "llama", tied=True, layers=5, stage_layers=(1, 3, 1, 0)),
+        Case("sppo", 2, 3, "gpt", layers=4, lengths=(5, 7), stage_layers=(3, 1)),
+    ],
     "blocks": [
         Case("sppo", 4, 1, "llama", lengths=(5, 4, 3), blocks=True),
         Case("sppo", 4, 3, "gpt", tied=True, lengths=(2, 2, 2, 2, 1, 1, 1, 1), blocks=True, offload=3),

@@ -96,6 +96,8 @@ class Case:
     """What they exchange."""
     vocabulary: str = "ends"
     """Where the head is."""
+    stage_layers: tuple[int, ...] = ()
+    """Layers of each stage; () for equally many."""
     dtype: torch.dtype = torch.float64
     """Of weights, hidden states and the reference."""
 
@@ -123,6 +125,7 @@ class Case:
             + ["blocks"] * self.blocks
             + [f"multiplex-{self.multiplex}"] * (self.multiplex != "off")
             + [f"cp{self.cp}-{self.cp_comm_type}"] * (self.cp > 1)
+            + ["layers-" + "-".join(map(str, self.stage_layers))] * bool(self.stage_layers)
             + [f"heads-{self.vocabulary}"] * (self.vocabulary != "ends")
             + [str(self.dtype).removeprefix("torch.")] * (self.dtype is not torch.float64)
         )
@@ -151,6 +154,7 @@ class Case:
         chunks, lengths = max(len(self.lengths), 1), self.lengths or None
         shape = Shape(self.pp, self.m, self.layers, chunks, self.v, lengths, costs, memory_limit=self.memory_limit)
         shape = replace(shape, vocabulary=VocabularyOptions(cast(Any, self.vocabulary)))
+        shape = replace(shape, stage_layers=self.stage_layers or None)
         if self.schedule == "shared middle":
             return shared_middle(self.split)
         options: Any = self.weipipe
