@@ -148,7 +148,7 @@ ONCE = {"build": 1, "validate": 1, "build_graph": 1, "list_schedule": 1}
         ("--pipeline-schedule helix --no-helix-recompute", {"build_graph": 1, "list_schedule": 1}),
         # And R ops in idle time: where they could be, where they are, and which of them are left; in the end the orders
         # with and without them are timed as they run.
-        ("--pipeline-schedule helix", {"validate": 1, "build_graph": 4, "list_schedule": 6}),
+        ("--pipeline-schedule helix", {"validate": 1, "build_graph": 4, "list_schedule": 7}),
     ],
 )
 def test_a_plan_is_made_once(flags: str, search: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from random import Random
 
@@ -11,13 +12,17 @@ from hypothesis import strategies as st
 
 from helixpipe.common.errors import ProgramError, ScheduleError
 from helixpipe.costs.by_hand import PieceTimes, segments_stash
+from helixpipe.costs.hardware import GIB, find_hardware
+from helixpipe.costs.model_costs import ModelCosts
+from helixpipe.costs.models import Layout, find_model
 from helixpipe.lowering.lower import lower
 from helixpipe.lowering.validate import validate
-from helixpipe.planning.memory.early import peak_memory, place_early
+from helixpipe.planning.memory.early import makespan, peak_memory, place_early
 from helixpipe.planning.memory.recompute import RecomputeOptions
-from helixpipe.program.program import Op, Program, Unit
+from helixpipe.program.program import Op, Program
 from helixpipe.program.stages import Piece, Segment, Stage, even_stages, model_pieces
 from helixpipe.program.workload import uniform
+from helixpipe.simulate.memory import rank_memory
 from helixpipe.simulate.simulator import simulate
 from schedules import Shape, build
 from tests.lowering.random_programs import DETERMINISTIC, random_costs, random_program
@@ -137,10 +142,17 @@ def test_stash(options: RecomputeOptions, after_forward: float, during_backward:
     assert segments_stash(stage.segments, "R") == 2
 
 
-def own_gradients(program: Program) -> set[Unit]:
-    """Units whose output's gradient is made on their own rank."""
-    home = {op.unit: rank for rank, ops in enumerate(program.ranks) for op in ops}
-    return {unit for unit, rank in home.items() if home.get(unit._replace(stage=unit.stage + 1)) == rank}
+def with_every_r(program: Program) -> Program:
+    """The program with an R right before each backward that would recompute inside."""
+    found = {op.unit for ops in program.ranks for op in ops if op.kind == "R"}
+
+    def ops_of(rank: Sequence[Op]) -> Iterator[Op]:
+        for op in rank:
+            if op.kind in "BI" and op.unit not in found and program.stages[op.stage].recompute:
+                yield op._replace(kind="R")
+            yield op
+
+    return replace(program, ranks=tuple(tuple(ops_of(rank)) for rank in program.ranks))
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b", "zb1p", "zbv"])
@@ -150,8 +162,9 @@ def test_every_schedule_recomputes(schedule: str, options: RecomputeOptions) -> 
     validate(program)
     assert all(stage.recompute for stage in program.stages)
     explicit = {op.unit for ops in program.ranks for op in ops if op.kind == "R"}
-    units = set(program.units())
-    assert units - own_gradients(program) <= explicit <= units if options.recompute_early else not explicit
+    assert explicit <= set(program.units()) if options.recompute_early else not explicit
+    if options.recompute_early:  # no other R would make it faster
+        assert makespan(program, COSTS) <= makespan(with_every_r(program), COSTS) * (1 + 1e-9)
 
 
 def test_one_f_one_b_recomputes_off_the_critical_path() -> None:
@@ -180,8 +193,8 @@ def test_early_recomputation_moves_into_gaps() -> None:
 
     assert placed(2.0, first, stages[1]) == ["0F0 0F1 0R0 0R1 0B0 0B1", "1F0 1F1 1B0 1B1"]
     assert placed(2.0, first, second)[0] == "0F0 0F1 0R0 0B0 0R1 0B1"  # rank 1 is slower: no need
-    assert placed(1.9, first, stages[1])[0] == "0F0 0F1 0R0 0B0 0R1 0B1"  # both at once would be 2
-    assert placed(None, first, stages[1])[0] == "0F0 0F1 0R0 0B0 0R1 0B1"
+    assert placed(1.9, first, stages[1])[0] == "0F0 0F1 0R0 0B0 0B1"  # both at once would be 2
+    assert placed(None, first, stages[1])[0] == "0F0 0F1 0R0 0B0 0B1"
 
 
 @settings(DETERMINISTIC, max_examples=150)
@@ -198,13 +211,7 @@ def test_early_is_never_later(seed: int) -> None:
     assert sum(after.busy) == pytest.approx(sum(before.busy))
     recomputed = {op.unit for ops in program.ranks for op in ops if program.stages[op.stage].recompute}
     found = {op.unit for ops in placed.ranks for op in ops if op.kind == "R"}
-    own = {
-        (op.stage - 1, *op.unit[1:], rank) for rank, ops in enumerate(program.ranks) for op in ops if op.kind in "BI"
-    }
-    home = {op.unit: rank for rank, ops in enumerate(program.ranks) for op in ops}
-    needed = {unit for unit in recomputed if (*unit, home[unit]) not in own}  # whose gradient comes from another rank
-    kept = placed is program  # what was given is the faster one, as messages and travelling weights then come
-    assert found <= recomputed and (program.forward_only or needed <= found or kept)
+    assert found <= recomputed and after.makespan <= simulate(lower(with_every_r(placed), costs), costs).makespan + 1e-9
     limit = rng.choice(before.peak_activation)
     bounded = place_early(program, costs, limit)
     validate(bounded)
@@ -212,3 +219,27 @@ def test_early_is_never_later(seed: int) -> None:
         own = peak_memory(program, costs)[rank]
         assert own == pytest.approx(before.peak_activation[rank])
         assert peak_memory(bounded, costs)[rank] <= max(limit, own) * (1 + 1e-9)
+
+
+@settings(DETERMINISTIC, max_examples=150)
+@given(seed=st.integers(0, 2**32))
+def test_early_costs_memory_only_where_it_saves_time(seed: int) -> None:
+    """A step that recomputing early makes no shorter needs no more memory for it, on any rank."""
+    rng = Random(seed)
+    program, costs = random_program(rng), random_costs(rng)
+    limit = rng.choice([None, *peak_memory(program, costs)])
+    placed = place_early(program, costs, limit)
+    if makespan(placed, costs) >= makespan(program, costs) * (1 - 1e-9):
+        for early, inside in zip(peak_memory(placed, costs), peak_memory(program, costs), strict=True):
+            assert early <= inside * (1 + 1e-9)
+
+
+def test_one_rank_never_recomputes_early() -> None:
+    """It waits for nothing: an R of its own would keep all layers' activations at once, in place of one layer's."""
+    model, hardware = find_model("llama2-7b"), find_hardware("h100")
+    costs = ModelCosts(model, hardware, Layout(), 1024)
+    for recompute in (FULL, LAZY):
+        program = build("1f1b", Shape(1, 2, 32, costs=costs, recompute=recompute))
+        assert not any(op.kind == "R" for op in program.ranks[0])
+        memory = rank_memory(lower(program, costs), costs, 0)
+        assert (memory.activations + memory.workspace) / GIB == pytest.approx(0.64, abs=0.01)

@@ -23,6 +23,9 @@ from helixpipe.simulate.sweep import sweep
 SWEEPS = 8
 """The most sweeps of `place_early` over idle time; two nearly always find all of it."""
 
+_EQUAL = 1e-9
+"""Times that differ by less than this part of them are equal."""
+
 
 def recomputed(
     program: Program, options: RecomputeOptions, costs: Costs | None = None, limit: float | None = None
@@ -39,17 +42,18 @@ def recomputed(
     return program
 
 
-def place_early(program: Program, costs: Costs, limit: float | None = None) -> Program:
+def place_early(program: Program, costs: Costs, limit: float | None = None, offloads: bool = False) -> Program:
     """Add an R op for every unit that is recomputed, each where its rank would otherwise wait.
 
     An R goes right before its backward, so that it may run before the gradient has come; where it would still keep the
     backward waiting, into an earlier gap of its rank that is long enough. So no op starts later than before. What an R
     makes is kept until its backward: a rank that would then keep more than `limit` (in the costs' unit, weights and
     optimizer included) keeps its R inside the backward, or in its place before it. Without a limit every R goes before
-    its backward, and into earlier gaps as long as its rank keeps no more for it. One that is still right before
-    its backward, on a rank that makes the gradient itself, is left to the backward. Messages then leave at other times
-    and weights may come with other ones, so a step may be slower for it all the same: the order stays as it was where
-    that is faster.
+    its backward, and into earlier gaps as long as its rank keeps no more for it. One that fills no idle time, being
+    still right before a backward whose gradient has come by then, is left to the backward, which keeps less. Messages
+    then leave at other times and weights may come with other ones, so a step may be no faster for it all the same: then
+    the order stays as it was. offloads: whether copies from the host, which are not there yet, will still delay
+    backwards; then an R stays that fills no idle time yet, but where its rank makes the gradient itself.
     """
     if program.forward_only or not recomputes(program):
         return program
@@ -62,9 +66,9 @@ def place_early(program: Program, costs: Costs, limit: float | None = None) -> P
         if moved.ranks == program.ranks:
             break
         program = moved
-    needed = tuple(_without_vain(ops, explicit) for ops in program.ranks)
-    program = program if needed == program.ranks else replace(program, ranks=needed)
-    if program.ranks == given.ranks or makespan(program, costs) <= makespan(given, costs):
+    program = _without_vain(program, costs, explicit, offloads)
+    bound = 1 + _EQUAL if offloads else 1 - _EQUAL
+    if program.ranks != given.ranks and makespan(program, costs) < makespan(given, costs) * bound:
         return program
     return given
 
@@ -94,18 +98,25 @@ def _with_r(program: Program, ops: Sequence[Op], explicit: Container[Unit]) -> I
         yield op
 
 
-def _without_vain(ops: Sequence[Op], given: Container[Unit]) -> tuple[Op, ...]:
-    """Return a rank's ops without every R right before its backward whose gradient the rank computes itself: the
-    backward could start as soon, and run by run keeps less. given: units that had an R before.
+def _without_vain(program: Program, costs: Costs, given: Container[Unit], offloads: bool) -> Program:
+    """Return the program without every R that fills no idle time: it is right before its backward, whose gradient has
+    come when it starts, so the backward could start as soon, and run by run keeps less. given: units that had an R
+    before. offloads: see `place_early`.
     """
-    own = {op.unit for op in ops if op.kind in "BI"}
-    vain = {
-        op
-        for op, after in pairwise(ops)
-        if op.kind == "R" and op.unit == after.unit and op.unit not in given
-        if op.unit._replace(stage=op.stage + 1) in own
-    }
-    return tuple(op for op in ops if op not in vain)
+    graph, times = graph_of(program), scheduled(program, costs)
+    ready = _gradient_arrivals(graph, times)
+    ranks = []
+    for ops, tasks in zip(program.ranks, graph.rank_tasks, strict=True):
+        own = {op.unit for op in ops if op.kind in "BI"}
+        vain = {
+            op
+            for (op, after), (task, backward) in zip(pairwise(ops), pairwise(tasks), strict=True)
+            if op.kind == "R" and op.unit == after.unit and op.unit not in given
+            if not offloads or op.unit._replace(stage=op.stage + 1) in own
+            if ready.get(backward, 0.0) <= times.start[task] + _EQUAL * times.end[task]
+        }
+        ranks.append(tuple(op for op in ops if op not in vain) if vain else ops)
+    return program if tuple(ranks) == program.ranks else replace(program, ranks=tuple(ranks))
 
 
 def peak_memory(program: Program, costs: Costs) -> list[float]:

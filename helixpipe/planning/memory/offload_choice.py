@@ -252,7 +252,7 @@ class _OffloadSearch:
             if stages == self.given.stages and any(level[0] for level in levels):
                 return None
             if self.early and any(stage.recompute for stage in stages):
-                program = place_early(program, self.costs, self.limits.device)
+                program = place_early(program, self.costs, self.limits.device, offloads=True)
             self._bases[levels] = Base(program, self.options, self.costs)
         return self._bases[levels]
 
