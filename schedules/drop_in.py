@@ -10,7 +10,6 @@ from helixpipe.model.device import prepare
 prepare()  # megatron-core must be imported quietly and, without CUDA, made to run on the CPU
 
 from collections.abc import Callable  # noqa: E402
-from dataclasses import fields  # noqa: E402
 from typing import Any  # noqa: E402
 
 from helixpipe.common.errors import ScheduleError  # noqa: E402
@@ -20,7 +19,7 @@ from helixpipe.planning.memory.recompute import RecomputeOptions  # noqa: E402
 from helixpipe.program.costs import Costs  # noqa: E402
 from helixpipe.program.files import is_file, load_program  # noqa: E402
 from helixpipe.program.program import Program  # noqa: E402
-from schedules import CATALOGUE, Shape, build, find  # noqa: E402
+from schedules import CATALOGUE, Shape, build  # noqa: E402
 
 __all__ = ["ForwardBackward", "OffloadOptions", "RecomputeOptions", "get_forward_backward_func"]
 
@@ -93,7 +92,7 @@ def _from_catalogue(name: str, costs: Costs | None, given: dict[str, Any], optio
     """Return a function that makes the program. given: the shape's fields for a PipelineModel. options: the schedule's
     own.
     """
-    own_options = None if is_file(name) else _options(name, options)
+    own_options = None if is_file(name) else CATALOGUE.own_options(name, options)
 
     def make(ranks: int, microbatches: int, chunks: int, layers: int | None = None) -> Program:
         if layers is not None:
@@ -107,17 +106,6 @@ def _from_catalogue(name: str, costs: Costs | None, given: dict[str, Any], optio
         return build(name, shape, own_options)
 
     return make
-
-
-def _options(name: str, given: dict[str, Any]) -> Any:
-    """Return the schedule's own options. Raises ScheduleError for an unknown schedule or option."""
-    schedule = find(name)
-    known = [field.name for field in fields(schedule.options)]
-    for option in given:
-        if option not in known:
-            valid = f"known are {', '.join(known)}" if known else "it has none"
-            raise ScheduleError(f"schedule {name} has no option {option}: {valid}.")
-    return schedule.options(**given)
 
 
 def _check_without_own_model(name: str, given: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@
     helixpipe compare -p 4 -m 16
     helixpipe draw 1f1b interleaved-1f1b -o compare.png
     helixpipe check my_schedule.csv
+    helixpipe export zbv -p 4 -m 8 --to torch
     helixpipe memory 1f1b --model llama2-7b --seq-length 131072 --hardware h20 --nodes 8 --tensor-parallel 8
     helixpipe plan --model llama2-7b --hardware h100 --gpus 64 --seq-length 32768 --global-batch-size 128
     helixpipe improve seq1f1b -p 4 -m 4 -k 4 --model llama2-7b --seq-length 32768 --hardware a800
@@ -26,6 +27,7 @@ from helixpipe.cli import (
     command_check,
     command_compare,
     command_draw,
+    command_export,
     command_improve,
     command_list,
     command_memory,
@@ -81,6 +83,7 @@ _COMMANDS: MappingProxyType[str, Callable[[argparse.Namespace], None]] = Mapping
         "memory": command_memory.run,
         "draw": command_draw.run,
         "check": command_check.run,
+        "export": command_export.run,
         "plan": command_plan.run,
         "improve": command_improve.run,
         "compare": command_compare.run,

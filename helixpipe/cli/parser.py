@@ -7,6 +7,7 @@ from typing import Any
 
 from helixpipe import __version__
 from helixpipe.cli.command_draw import DrawOptions
+from helixpipe.cli.command_export import ExportOptions
 from helixpipe.cli.command_improve import ImproveOptions
 from helixpipe.cli.command_plan import PlanOptions
 from helixpipe.cli.documents import BatchOptions
@@ -89,7 +90,7 @@ def parsers(catalogue: Catalogue) -> tuple[FlagParser, dict[str, FlagParser]]:
         help=".csv: a row a rank, an op a cell: 2F5, or 2F5.1 for a chunk; .json: see --save-program",
     )
 
-    planning = _planning(subparsers)
+    planning, exporting = _planning(subparsers), _exporting(subparsers, default)
     profiling = subparsers.add_parser(
         "profile",
         help="measure a model's costs on this machine",
@@ -98,12 +99,12 @@ def parsers(catalogue: Catalogue) -> tuple[FlagParser, dict[str, FlagParser]]:
     add_dataclass_arguments(profiling, ProfileOptions, title="what to measure")
 
     training, comparing, improving = _training(subparsers), _comparing(subparsers), _improving(subparsers, default)
-    for command in (simulating, weighing, drawing, checking, comparing, improving):
+    for command in (simulating, weighing, drawing, checking, comparing, improving, exporting):
         add_dataclass_arguments(command, ShapeOptions, title="size")
-    for command in (simulating, weighing, drawing, comparing, improving):
+    for command in (simulating, weighing, drawing, comparing, improving, exporting):
         for group, title in _PROBLEM:
             add_dataclass_arguments(command, group, title=title)
-    for command in (simulating, weighing, drawing, planning, comparing, improving):
+    for command in (simulating, weighing, drawing, planning, comparing, improving, exporting):
         for schedule in catalogue.values():
             if dataclasses.fields(schedule.options):
                 add_dataclass_arguments(command, schedule.options, title=f"options of {schedule.name}")
@@ -112,7 +113,7 @@ def parsers(catalogue: Catalogue) -> tuple[FlagParser, dict[str, FlagParser]]:
     add_dataclass_arguments(simulating, SimulateOptions, title="output of simulate")
     add_dataclass_arguments(drawing, DrawOptions, title="output of draw")
     commands = {"list": listing, "simulate": simulating, "memory": weighing, "draw": drawing, "check": checking}
-    commands |= {"plan": planning, "improve": improving}
+    commands |= {"plan": planning, "improve": improving, "export": exporting}
     return parser, {**commands, "profile": profiling, "compare": comparing, "train": training}
 
 
@@ -142,6 +143,19 @@ def _planning(subparsers: Any) -> FlagParser:
     add_dataclass_arguments(parser, ModelOptions, title="model and hardware")
     add_dataclass_arguments(parser, VocabularyOptions, title="vocabulary")
     add_dataclass_arguments(parser, GoodputOptions, title="checkpoints and failures")
+    return parser
+
+
+def _exporting(subparsers: Any, default: str) -> FlagParser:
+    """Add the parser of `export`, without the flags shared with other commands."""
+    parser: FlagParser = subparsers.add_parser(
+        "export",
+        common=(*_USUAL, "to", "output"),
+        help="a schedule as files for torch.distributed.pipelining and torchtitan",
+        description="Write a schedule's order of ops, and that with sends and receives, as another runtime's files.",
+    )
+    _one_program(parser, default)
+    add_dataclass_arguments(parser, ExportOptions, title="output")
     return parser
 
 

@@ -258,6 +258,17 @@ class Catalogue(Mapping[str, Schedule]):
                 return schedule.name
         raise ScheduleError(f"give the name of a pipeline schedule; known are {', '.join(self)}.")
 
+    def own_options(self, name: str, given: Mapping[str, Any]) -> Any:
+        """Return a schedule's own options. given: by the name of the field. Raises ScheduleError for an unknown
+        schedule or option."""
+        schedule = self.find(name)
+        known = [field.name for field in fields(schedule.options)]
+        for option in given:
+            if option not in known:
+                valid = f"known are {', '.join(known)}" if known else "it has none"
+                raise ScheduleError(f"schedule {name} has no option {option}: {valid}.")
+        return schedule.options(**given)
+
     def foreign_options(self, given: Mapping[str, str], chosen: Sequence[Schedule]) -> list[str]:
         """Return a sentence for each flag that none of the `chosen` schedules has. given: field -> flag as typed."""
         own = {field.name for schedule in chosen for field in fields(schedule.options)}

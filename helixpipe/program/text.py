@@ -83,7 +83,7 @@ def to_csv(program: Program, path: str | Path) -> None:
 def _lost(program: Program) -> str | None:
     """Return what the CSV would lose: what of a program differs from what `from_csv` makes of its ops."""
     try:
-        read = _from_ranks("it", program.ranks, program.layer_kinds)
+        read = from_rows("it", program.ranks, program.layer_kinds)
     except (ProgramError, ScheduleError):
         return "a program whose stages are not equally many whole layers"
     if not program.ranks[-1]:
@@ -125,11 +125,12 @@ def from_csv(path: str | Path, num_layers: int | None = None) -> Program:
         raise ProgramError(f"cannot read the schedule file {path}: {error}.") from None
     while ranks and not ranks[-1]:  # trailing blank lines
         ranks = ranks[:-1]
-    return _from_ranks(path.name, ranks, num_layers)
+    return from_rows(path.name, ranks, num_layers)
 
 
-def _from_ranks(name: str, ranks: tuple[tuple[Op, ...], ...], layers: Layers | None) -> Program:
-    """The program of these ops, with all that they leave open as it is most often."""
+def from_rows(name: str, ranks: tuple[tuple[Op, ...], ...], layers: Layers | None = None) -> Program:
+    """The program of these ops, with all that they leave open as it is most often: see `from_csv`. Raises
+    ProgramError, ScheduleError."""
     ops = [op for rank in ranks for op in rank]
     if not ops:
         raise ProgramError(f"{name} contains no ops.")
