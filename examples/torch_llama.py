@@ -34,7 +34,7 @@ class Part(torch.nn.Module):
             self.llama.model.norm = self.llama.lm_head = torch.nn.Identity()
 
     def forward(self, taken):
-        return self.llama(**{"input_ids" if self.first else "inputs_embeds": taken}).logits
+        return self.llama(**{"input_ids" if self.first else "inputs_embeds": taken}).logits.clone()  # no view
 
 
 def loss_fn(logits, labels):
@@ -51,8 +51,8 @@ if __name__ == "__main__":
     tokens = (torch.arange(LENGTH + 1) + torch.arange(MICROBATCHES * BATCH)[:, None]) % CONFIG.vocab_size
     for number in range(STEPS):
         losses = []
-        inputs = tokens[:, :-1] if 0 in own else None
-        step(*() if inputs is None else (inputs,), **{"target": tokens[:, 1:], "losses": losses} if total - 1 in own else {})
+        inputs = (tokens[:, :-1],) if 0 in own else ()
+        step(*inputs, **{"target": tokens[:, 1:], "losses": losses} if total - 1 in own else {})
         optimizer.step()
         optimizer.zero_grad()
         if losses:
