@@ -280,13 +280,11 @@ class StepRun:
     def _through(self, op: PlannedOp, graph: SegmentGraph, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Run a segment's backward: from the gradients of its outputs to those of its inputs."""
         assert graph.roots is not None
-        edges: tuple[Any, ...]
         edges, given, passed = split(graph.roots, gradients)
         keys_values = self._keys_values(op)
         if keys_values is not None:
             layers = [piece.layer for piece in graph.segment.pieces if piece.role == "attn"]
-            own, later = keys_values.roots(layers)
-            edges, given = (*own, *edges), (*later, *given)
+            keys_values.begin_backward(layers)
         _run_backward(edges, given, False, False, (), allow_unreachable=True, accumulate_grad=True)
         if keys_values is not None:
             keys_values.finish(layers)

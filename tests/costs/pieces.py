@@ -314,7 +314,7 @@ def _saved_of_chunks(shape: ModelShape, layout: Layout) -> list[tuple[str, float
             what = f"{pieces[0]}..{pieces[-1]}"
             found.append((f"saved store {what}", store.bytes_alive(), own.keys_values(pieces, TOKENS)))
             for unit, _ in reversed(units[1:]):
-                unit.roots(layers)
+                unit.begin_backward(layers)
                 unit.finish(layers)
             both = own.keys_values(pieces, TOKENS) + own.key_value_gradients(pieces, sum(CHUNKS[:-1]))
             found.append((f"saved store and gradients {what}", store.peak_bytes(), both))

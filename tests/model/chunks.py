@@ -106,8 +106,8 @@ class ChunkedRun:
         ):
             outputs = outputs or self.run(pieces, inputs, context)
             layers = [piece.layer for piece in pieces if piece.kind == "attn"]
-            tensors, sums = context.keys_values.roots(layers)
-            torch.autograd.backward((*outputs, *tensors), (*gradients, *sums))
+            context.keys_values.begin_backward(layers)
+            torch.autograd.backward(outputs, gradients)
             context.keys_values.finish(layers)
             gradients = tuple(tensor.grad for tensor in inputs if tensor.grad is not None)
             assert len(gradients) == len(inputs)

@@ -190,8 +190,8 @@ def combine(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def backward(unit: UnitKeyValues, output: torch.Tensor) -> None:
-    tensors, gradients = unit.roots([0])
-    torch.autograd.backward((output, *tensors), (torch.ones_like(output), *gradients))
+    unit.begin_backward([0])
+    output.backward()
     unit.finish([0])
 
 
@@ -298,9 +298,8 @@ def test_gradients_can_be_summed_in_float32(in_fp32: bool, expected: torch.dtype
     leaves = [make_rows(offset, 1, torch.bfloat16) for offset in range(4)]
     joined = [unit.join(0, *chunk) for unit, chunk in zip(units, leaves, strict=True)]
     for unit, (keys, values), weight in reversed(list(zip(units, joined, (0.0, 1.0, 1.0, 256.0), strict=True))):
-        tensors, gradients = unit.roots([0])
-        output = weight * (keys.sum() + values.sum())
-        torch.autograd.backward((output, *tensors), (torch.ones_like(output), *gradients))
+        unit.begin_backward([0])
+        (weight * (keys.sum() + values.sum())).backward()
         assert {gradient.dtype for gradient in store.get(0, 0).gradients} == {expected}
         unit.finish([0])
     for leaf in leaves[0]:
@@ -318,12 +317,12 @@ def test_chunks_out_of_order_are_refused() -> None:
         units[1].join(0, *make_rows(4, 2))
     outputs += [combine(*units[i].join(0, *make_rows(*SPANS[i]))) for i in (1, 2)]
     with pytest.raises(RuntimeError, match="tokens from 7 on must finish before those from 4 on"):
-        units[1].roots([0])
+        units[1].begin_backward([0])
     backward(units[2], outputs[2])
     with pytest.raises(RuntimeError, match="tokens from 4 on must finish before those from 0 on"):
-        units[0].roots([0])
+        units[0].begin_backward([0])
     with pytest.raises(RuntimeError, match="no keys and values of microbatch 1 in layer 0"):
-        store.unit(1, 0, 4, 9).roots([0])
+        store.unit(1, 0, 4, 9).begin_backward([0])
 
 
 def test_release_waits_for_the_last_chunk() -> None:

@@ -160,9 +160,8 @@ class UnitBlocks(NamedTuple):
         own = self.store.get(self.microbatch, layer, self.offset)
         return [*self.store.before(self.microbatch, layer, self.offset), Block(self.offset, *own)]
 
-    def roots(self, layers: Sequence[int]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """A backward has no more roots: attention's own takes what later chunks have summed up."""
-        return (), ()
+    def begin_backward(self, layers: Sequence[int]) -> None:
+        """Do nothing: attention's backward makes what it needs."""
 
     def finish(self, layers: Sequence[int]) -> None:
         """Free what the graph says goes after a backward."""

@@ -2,9 +2,8 @@
 
 Chunks run forward in their order and backward in reverse. The forward of a chunk writes its keys and values into the
 buffers and attends to all rows so far (`UnitKeyValues.join`). In its backward the gradient of the rows before it goes
-to gradient buffers, where it is summed over all later chunks, and the sum of its own rows enters its backward as the
-gradient of two more roots (`UnitKeyValues.roots`). The gradients are plain tensors that pass from one autograd graph to
-the next, as between stages; no graph reaches over two chunks.
+to gradient buffers, where it is summed over all later chunks, and what these have summed up of its own rows is added to
+its own gradient (`_Joined`). So no graph reaches over two chunks.
 
 Where a microbatch has several documents, a chunk needs the rows from the first token of the document that it begins in.
 
@@ -15,7 +14,6 @@ same memory, which autograd must not mistake for a change of what was saved.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -98,22 +96,13 @@ class _Sequence:
         """First row of each chunk that has been written."""
         self.finished = buffers[0].size(0)
         """First row of the chunk that was the last to finish its backward."""
-        self.own: dict[int, tuple[Tensor, ...]] = {}
-        """By the chunk's offset, its rows as part of its autograd graph."""
-
-    def add_gradient(self, which: int, since: int, prefix: Tensor) -> None:
-        """Move the gradient of rows from `since` on, which autograd has left at `prefix`, to the sum."""
-        gradient, prefix.grad = prefix.grad, None
-        assert gradient is not None
-        self.gradients[which][since : since + prefix.size(0)] += gradient
 
 
 class UnitKeyValues(NamedTuple):
     """Keys and values of a microbatch's sequences as one chunk sees them, in all layers of a pipeline rank.
 
-    The order of calls: `join` in every layer's forward, again if it is recomputed; then, in the backward, `roots` of
-    layers that lie in one autograd graph, the backward itself, and `finish` of the same layers. In evaluation `join`
-    and then `release`.
+    The order of calls: `join` in every layer's forward, again if it is recomputed; then `begin_backward` of layers that
+    lie in one autograd graph, its backward, and `finish` of the same layers. In evaluation `join` and then `release`.
     """
 
     store: KeyValueStore
@@ -147,16 +136,7 @@ class UnitKeyValues(NamedTuple):
                 tensor.data = buffer[self.offset : end].data
         if not torch.is_grad_enabled() or not (key.requires_grad or value.requires_grad):
             return keys[since:end].data, values[since:end].data
-        own = Stored.apply(key, value, keys[self.offset : end], values[self.offset : end])
-        sequence.own[self.offset] = own
-        if self.offset == since:
-            return own
-        prefixes = []
-        for which, buffer in enumerate(sequence.buffers):
-            prefix = buffer[since : self.offset].data.requires_grad_()
-            prefix.register_post_accumulate_grad_hook(partial(sequence.add_gradient, which, since))
-            prefixes.append(prefix)
-        joined: tuple[Tensor, Tensor] = Join.apply(*prefixes, *own, keys[since:end], values[since:end])
+        joined: tuple[Tensor, Tensor] = _Joined.apply(key, value, sequence, since, self.offset, end)
         return joined
 
     def chunks(self, layer: int) -> tuple[int, ...]:
@@ -172,35 +152,23 @@ class UnitKeyValues(NamedTuple):
         apart = self.store.rows_apart
         return max(start for start in starts if start * apart <= token) * apart
 
-    def roots(self, layers: Sequence[int]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """For the backward of a graph that holds these layers: more roots beside its outputs, and their gradients.
-
-        The roots are the chunk's own keys and values, the gradients what later chunks have summed up; none in the last
-        chunk. Raises RuntimeError when a later chunk has not finished.
+    def begin_backward(self, layers: Sequence[int]) -> None:
+        """Before the backward of a graph that holds these layers: the last chunk's makes the gradient buffers. Raises
+        RuntimeError when a later chunk has not finished.
         """
-        tensors: tuple[Tensor, ...] = ()
-        gradients: tuple[Tensor, ...] = ()
         end = self.offset + self.length
         for layer in layers:
             sequence = self.store.get(self.microbatch, layer)
             if sequence.finished != end:
                 raise RuntimeError(f"tokens from {end} on must finish before those from {self.offset} on")
-            if end < self.seq_length:
-                tensors += sequence.own[self.offset]
-                gradients += tuple(
-                    gradient[self.offset : end].to(buffer.dtype)
-                    for gradient, buffer in zip(sequence.gradients, sequence.buffers, strict=True)
-                )
-            elif self.offset > 0:
+            if end == self.seq_length and self.offset > 0:
                 self.store.make_gradients(sequence, self.offset)
-        return tensors, gradients
 
     def finish(self, layers: Sequence[int]) -> None:
         """After the backward of a graph that holds these layers: let go of the graph, and after the first chunk's of
         the buffers."""
         for layer in layers:
             sequence = self.store.get(self.microbatch, layer)
-            del sequence.own[self.offset]
             sequence.finished = self.offset
             if self.offset == 0:
                 self.store.free(self.microbatch, layer)
@@ -210,6 +178,33 @@ class UnitKeyValues(NamedTuple):
         for layer in self.store.layers(self.microbatch):
             if self.store.get(self.microbatch, layer).filled == self.seq_length:
                 self.store.free(self.microbatch, layer)
+
+
+class _Joined(torch.autograd.Function):
+    """A chunk's key and value behind those of the rows from `since` on, as they all lie in the buffers already.
+
+    One function for both: each of Python's costs the host as much as several kernels.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, key: Tensor, value: Tensor, sequence: _Sequence, since: int, offset: int, end: int
+    ) -> tuple[Tensor, Tensor]:
+        ctx.place = sequence, since, offset, end
+        keys, values = sequence.buffers
+        return keys[since:end].data, values[since:end].data
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        sequence, since, offset, end = ctx.place
+        own: list[Tensor] = []
+        for gradient, sums in zip(gradients, sequence.gradients or (None, None), strict=True):
+            if offset > since:
+                sums[since:offset] += gradient[: offset - since]
+            rows = gradient[offset - since :]
+            later = sums is not None and end <= sums.size(0)  # the last chunk has none behind it
+            own.append(rows + sums[offset:end].to(rows.dtype) if later else rows)
+        return *own, None, None, None, None
 
 
 class Stored(torch.autograd.Function):
