@@ -11,6 +11,7 @@ from helixpipe.common.flags import dataclass_from_namespace
 from helixpipe.draw.style import count
 from helixpipe.lowering.lower import lower
 from helixpipe.lowering.streams import check_streams
+from helixpipe.lowering.streams_text import save_streams
 from helixpipe.lowering.validate import untrainable
 
 
@@ -18,6 +19,8 @@ def run(namespace: argparse.Namespace) -> None:
     size = dataclass_from_namespace(ShapeOptions, namespace)
     lowered = lower(program_of_file(namespace.file, size, size.layers))
     check_streams(lowered)
+    if namespace.save_streams is not None:
+        save_streams(lowered, namespace.save_streams)
     program = lowered.program
     counts = {
         "ranks": program.num_ranks,

@@ -89,6 +89,11 @@ def parsers(catalogue: Catalogue) -> tuple[FlagParser, dict[str, FlagParser]]:
         metavar="FILE",
         help=".csv: a row a rank, an op a cell: 2F5, or 2F5.1 for a chunk; .json: see --save-program",
     )
+    checking.add_argument(
+        "--save-streams",
+        metavar="FILE.json",
+        help="write every rank's instructions, which tools/check_program.py certifies against a .json program",
+    )
 
     planning, exporting = _planning(subparsers), _exporting(subparsers, default)
     profiling = subparsers.add_parser(
