@@ -25,6 +25,7 @@ MAX_FUNCTION_LINES = {"lowering": 60, "simulate": 60, "program": 60, "planning":
 
 FLOORS = (
     "common",
+    "compiled",
     "program",
     "costs",
     "lowering",
@@ -60,7 +61,7 @@ PLANNING_FLOORS = ("memory", "vocabulary", "catalogue", "order", "reorder", "doc
 
 HOUSES = (("helixpipe", FLOORS), ("helixpipe.planning", PLANNING_FLOORS), ("megatron.pretrain", PRETRAIN_FLOORS))
 
-TORCH_FREE_FLOORS = ("common", "program", "costs", "lowering", "simulate", "planning", "draw", "cli")
+TORCH_FREE_FLOORS = ("common", "compiled", "program", "costs", "lowering", "simulate", "planning", "draw", "cli")
 
 
 def module_name(path: Path) -> str:

@@ -46,7 +46,7 @@ else:
     import tomli as tomllib  # pytest needs it, too
 
 ROOT = Path(__file__).resolve().parent.parent
-LEFT_OUT = (".*", "__pycache__", "build", "runs", "shared", "*.egg-info")
+LEFT_OUT = (".*", "__pycache__", "build", "runs", "shared", "*.egg-info", "*.so")
 """Files that the copies of the tree leave out."""
 
 SHORTEST = 0.05

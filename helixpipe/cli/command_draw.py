@@ -63,8 +63,7 @@ def run(namespace: argparse.Namespace) -> None:
 
 
 def _titled(simulation: Simulation, how: str) -> Simulation:
-    timeline = simulation.timeline
-    return dataclasses.replace(simulation, timeline=dataclasses.replace(timeline, title=f"{timeline.title} ({how})"))
+    return dataclasses.replace(simulation, title=f"{simulation.timeline.title} ({how})")
 
 
 def _measured(path: str) -> Timeline:

@@ -26,9 +26,9 @@ from helixpipe.draw.text import (
     chunk_times,
     chunks_text,
     copies_text,
+    drawn_in_text,
     sharing_text,
     summary,
-    text_timeline,
 )
 from helixpipe.lowering.lower import lowered_valid
 from helixpipe.planning.catalogue import Catalogue
@@ -131,7 +131,7 @@ def _print(
         if plan is not None:
             without += f", {max(late.device_needs) / GIB:.1f} GiB"
         print(f"Recomputing in idle time saves {100 * saved:.1f} % ({without}).")
-    drawing = text_timeline(simulation.timeline, shutil.get_terminal_size((100, 24)).columns)
+    drawing = drawn_in_text(simulation, shutil.get_terminal_size((100, 24)).columns)
     if drawing is not None:
         print(f"\n{drawing}")
     if options.order:

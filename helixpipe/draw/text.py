@@ -108,7 +108,7 @@ def summary(simulation: Simulation) -> str:
         ("makespan", f"{simulation.makespan:.6g}", ""),
         ("ideal", f"{simulation.ideal:.6g}", "total work / ranks"),
         ("bubble", f"{simulation.bubble_time:.6g}", f"{100 * simulation.bubble_ratio:.1f} % of the makespan"),
-        ("messages", str(len(simulation.lowered.messages)), "between ranks"),
+        ("messages", str(simulation.lowered.graph.count(lambda row: row.resource == "link")), "between ranks"),
     ]
     if (shifted := simulation.shifted_bubble_time) < (1 - 1e-6) * simulation.bubble_time:
         note = "the bubble of steps without a flush (--enable-optimizer-post-validation)"
@@ -133,9 +133,10 @@ def _ranks(simulation: Simulation) -> list[str]:
 def chunk_times(simulation: Simulation) -> list[float]:
     """Time of each chunk of a microbatch in all the stages together, forward and backward."""
     times = [0.0] * simulation.lowered.program.num_chunks
-    for event in simulation.timeline.ops:
-        if event.op.microbatch == 0:
-            times[event.op.chunk] += event.end - event.start
+    start, end = simulation.times.start, simulation.times.end
+    for task, op in enumerate(simulation.lowered.graph.ops):
+        if op.microbatch == 0:
+            times[op.chunk] += end[task] - start[task]
     return times
 
 
@@ -150,7 +151,7 @@ def chunks_text(simulation: Simulation) -> str | None:
     shares, lengths = chunk_shares(simulation), simulation.lowered.program.chunk_lengths
     if shares is None:
         return None
-    unit = f" ({simulation.timeline.unit})" if simulation.timeline.unit else ""
+    unit = f" ({simulation.unit})" if simulation.unit else ""
     sizes = [f"{100 * share:.4g} %" for share in shares] if lengths is None else map(str, lengths)
     rows = [
         f"{chunk:>5}  {size:>8}  {time:>8.4g}"
@@ -167,7 +168,7 @@ def copies_text(simulation: Simulation) -> str | None:
     """
     if not simulation.copies:
         return None
-    unit, total = simulation.timeline.unit, sum(simulation.copy_time)
+    unit, total = simulation.unit, sum(simulation.copy_time)
     said = "no time"
     if total:
         said = (
@@ -194,10 +195,10 @@ def sharing_text(simulation: Simulation) -> str | None:
     """Return the time of gathers of weights and scatters of gradients, and how much of it is hidden; None if weights
     are whole.
     """
-    took, held_up = simulation.sharing_time, simulation.held_up_by_sharing
-    if not simulation.timeline.sharing:
+    if not simulation.shares:
         return None
-    unit, hidden = simulation.timeline.unit, hidden_share(took, held_up)
+    took, held_up = simulation.sharing_time, simulation.held_up_by_sharing
+    unit, hidden = simulation.unit, hidden_share(took, held_up)
     return (
         f"Weights in parts over {simulation.lowered.program.sharded} data-parallel ranks: gathers and scatters take "
         f"{duration_text(max(took), unit)} of a rank's network at most,\n"
@@ -218,6 +219,14 @@ def _offloading(program: Program) -> Iterator[str]:
             yield f"{count}, {max(shares):.0f} %"
         else:
             yield f"{count}, {min(shares):.0f} to {max(shares):.0f} %"
+
+
+def drawn_in_text(simulation: Simulation, width: int) -> str | None:
+    """Return the `text_timeline` of a simulation; None where it has too many ops or ranks."""
+    ranks = simulation.lowered.program.ranks
+    if len(ranks) > MAX_RANK_LINES or sum(map(len, ranks)) > MAX_TEXT_OPS:
+        return None
+    return text_timeline(simulation.timeline, width)
 
 
 def text_timeline(timeline: Timeline, width: int) -> str | None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from helixpipe.lowering.compiled import draft_of
 from helixpipe.lowering.graph import Draft, Graph
 from helixpipe.lowering.index import OpIndex
 from helixpipe.lowering.passes.activations import activations
@@ -71,7 +72,17 @@ def build_graph(program: Program, index: OpIndex | None = None, passes: Sequence
     """Tasks, buffers and edges of a complete program (one that has every op its ops wait for; see `validate`).
     index: of its ops, if it is at hand. Raises ValueError where a pass comes before one that it needs."""
     check_passes(passes)
-    draft = Draft(program, index or OpIndex(program))
+    draft = draft_of(program) if passes is PASSES else None
+    if draft is not None:
+        try:
+            return _made(draft, passes)
+        except ValueError:  # of a program that is not complete, for validation to describe
+            pass
+    return _made(Draft(program, index or OpIndex(program)), passes)
+
+
+def _made(draft: Draft, passes: Sequence[Pass]) -> Graph:
     for own in passes:
-        own.add(draft)
-    return draft.graph
+        if not draft.adds(own.add.__name__):
+            own.add(draft)
+    return draft.finished()

@@ -12,19 +12,21 @@ The order of the tasks on one resource is the program's (ops) or the one order's
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
+from helixpipe.compiled import MadeWhenAsked
 from helixpipe.lowering.index import OpIndex
 from helixpipe.program.program import Op, Program, Unit
 from helixpipe.program.tasks import Buffer, Resource
-from helixpipe.program.transfer import TRANSFER_KINDS, Transfer
+from helixpipe.program.transfer import TRANSFER_KINDS, Transfer, TransferKind
 
 
 @dataclass(frozen=True)
-class Graph:
+class Graph(MadeWhenAsked):
     """Tasks, buffers and edges of a program. Tasks are numbered: its ops first, then its transfers.
 
     rank_tasks: for each rank its op tasks in program order. ranks: of each op. successors: for each task the tasks that
@@ -62,17 +64,24 @@ class Graph:
 
     @property
     def num_tasks(self) -> int:
-        return len(self.successors)
+        return len(self.successors) if self.compiled is None else int(self.compiled.num_tasks)
 
     @property
     def num_ops(self) -> int:
-        return len(self.ops)
+        return len(self.ops) if self.compiled is None else int(self.compiled.num_ops)
 
     def transfer(self, task: int) -> Transfer:
         return self.transfers[task - len(self.ops)]
 
     def task(self, transfer: Transfer) -> int:
         return len(self.ops) + transfer.number
+
+    def count(self, counted: Callable[[TransferKind], object]) -> int:
+        """Return the number of transfers of the kinds that are to be counted."""
+        rows = TRANSFER_KINDS
+        if self.compiled is None:
+            return sum(bool(counted(rows[each.kind])) for each in self.transfers)
+        return sum(self.compiled.count(number) for number, row in enumerate(rows.values()) if counted(row))
 
     @cached_property
     def messages(self) -> list[Transfer]:
@@ -103,14 +112,18 @@ class Graph:
 
 
 class Draft:
-    """A graph being made, and where the ops of each unit are.
+    """A graph being made, and where the ops of each unit are. The passes of `build.PASSES` read and change it by what
+    is here alone, for a compiled one (`compiled.CompiledDraft`) has no `graph`.
 
-    forward, backward (B or I), weight (W), recompute (R): the task of each unit, -1 where there is none, by the unit's
-    number (see `OpIndex`). units: of each op task, its unit's number.
+    ops, ranks, rank_tasks: as of `Graph`. forward, backward (B or I), weight (W), recompute (R): the task of each unit,
+    -1 where there is none, by the unit's number (see `OpIndex`). units: of each op task, its unit's number.
+    replica_sums: the collectives that sum gradients over ranks, with these ranks and the stage.
     """
 
     def __init__(self, program: Program, index: OpIndex):
-        self.program, self.units, self.per_stage, self.unit = program, index.units, index.per_stage, index.unit
+        self.program, self.units, self.per_stage, self.offsets = program, index.units, index.per_stage, index.offsets
+        self.ops, self.ranks, self.rank_tasks = index.ops, index.ranks, index.rank_tasks
+        self.replica_sums: list[tuple[int, tuple[int, ...], int]] = []
         graph = self.graph = Graph(program, index.ops, index.ranks, index.rank_tasks)
         numbers = range(self.per_stage * len(program.stages))
         tasks = index.tasks
@@ -125,6 +138,17 @@ class Draft:
         graph.takes.extend([-1] * graph.num_ops)
         graph.gives.extend([-1] * graph.num_ops)
         graph.saved.extend([-1] * graph.num_ops)
+
+    @property
+    def num_transfers(self) -> int:
+        return len(self.graph.transfers)
+
+    def unit(self, stage: int, microbatch: int, chunk: int) -> int:
+        return stage * self.per_stage + self.offsets[microbatch] + chunk
+
+    def adds(self, name: str) -> bool:
+        """Add what the pass of that name would, and return True; where nothing but that function can, return False."""
+        return False
 
     def wait(self, task: int, before: int) -> None:
         """An edge: `task` waits for `before`. A pass asks for one itself only where it paces a transfer, or where
@@ -149,22 +173,52 @@ class Draft:
         self.graph.reads[task] += (number,)
         self.wait(task, self.graph.writer[number])
 
+    def also_reads(self, task: int, number: int) -> None:
+        """Have a task read a buffer of one that it waits for already."""
+        self.graph.reads[task] += (number,)
+
+    def also_frees(self, task: int, number: int) -> None:
+        self.graph.frees[task] += (number,)
+
     def updated(self, buffer: Buffer, tasks: Sequence[int], freed_by: int) -> int:
         """Add a buffer that tasks work on in turn, the first of which makes it."""
         for before, task in pairwise(tasks):
             self.wait(task, before)
         return self.buffer(buffer, tasks[0], (), freed_by)
 
+    def crosses(self, number: int, giver: int = -1, taker: int = -1) -> None:
+        """Note a buffer as what crosses the cut out of one op, or into another."""
+        if giver >= 0:
+            self.graph.gives[giver] = number
+        if taker >= 0:
+            self.graph.takes[taker] = number
+
+    def keep(self, number: int, *tasks: int, inside: bool = False) -> None:
+        """Note a buffer as what the unit of these ops saved; inside: whether the last of them recomputes more."""
+        for task in tasks:
+            self.graph.saved[task] = number
+        if inside:
+            self.graph.recomputes.add(tasks[-1])
+
+    def lend(self, op: int, transfer: int) -> None:
+        """Note that an op runs with the weights that a transfer, given as its task, brings."""
+        self.graph.weights_of[self.ops[op]] = self.graph.transfer(transfer)
+
+    def collect(self, op: int, transfer: int) -> None:
+        """Note that an op adds to the gradients that a transfer, given as its task, takes away."""
+        self.graph.sum_of[self.ops[op]] = self.graph.transfer(transfer)
+
     def transfer(
-        self, kind: str, ranks: tuple[int, ...], unit: Unit, producer: Op | None = None, consumer: Op | None = None,
+        self, kind: str, ranks: tuple[int, ...], unit: Unit, producer: int = -1, consumer: int = -1,
         *, takes: Iterable[int] = (), follows: int = -1,
     ) -> int:  # fmt: skip
-        """Add a transfer (see `Transfer`) and return its task. takes: the buffers that it reads and frees. Raises
-        ValueError for a kind that is not in `TRANSFER_KINDS`."""
+        """Add a transfer (see `Transfer`) and return its task. producer, consumer: tasks of ops, -1 for none. takes:
+        the buffers that it reads and frees. Raises ValueError for a kind that is not in `TRANSFER_KINDS`."""
         if kind not in TRANSFER_KINDS:
             raise ValueError(f"{kind!r} is no kind of transfer; known are {', '.join(TRANSFER_KINDS)}")
         graph = self.graph
-        graph.transfers.append(Transfer(len(graph.transfers), kind, ranks, unit, producer, consumer, follows))
+        made, needed = (None if op < 0 else self.ops[op] for op in (producer, consumer))
+        graph.transfers.append(Transfer(len(graph.transfers), kind, ranks, unit, made, needed, follows))
         graph.successors.append([])
         graph.num_dependencies.append(0)
         graph.writes.append(())
@@ -174,6 +228,51 @@ class Draft:
         for number in graph.frees[task]:
             self.read(task, number)
         return task
+
+    def unit_order(self) -> list[int]:
+        """Return the ops in the order in which they end where each takes one time and a transfer none."""
+        return unit_order(self.graph)
+
+    def finished(self) -> Graph:
+        return self.graph
+
+
+def unit_order(graph: Graph) -> list[int]:
+    """The ops in the order in which `list_schedule` has them end where every op takes one time and a transfer none, in
+    linear time. Ops that can never start are absent."""
+    waiting, (resource, table) = list(graph.num_dependencies), graph.resources()
+    queues = [deque[int]() for _ in table]
+    for rank, tasks in enumerate(graph.rank_tasks):
+        queues[rank].extend(tasks)
+    busy = [False] * len(table)
+    running, instant = deque[int](), deque[int]()  # ops and transfers in the order they have started and so will end
+
+    def try_start(number: int) -> None:
+        queue = queues[number]
+        if queue and not busy[number] and not waiting[queue[0]]:
+            busy[number] = True
+            task = queue.popleft()
+            (running if task < graph.num_ops else instant).append(task)
+
+    for task in range(graph.num_ops, graph.num_tasks):
+        if not waiting[task]:
+            queues[resource[task]].append(task)
+    for number in range(len(table)):
+        try_start(number)
+    order = []
+    while instant or running:  # of what ends at one time transfers come first
+        task = instant.popleft() if instant else running.popleft()
+        if task < graph.num_ops:
+            order.append(task)
+        for successor in graph.successors[task]:
+            waiting[successor] -= 1
+            if not waiting[successor]:
+                if successor >= graph.num_ops:
+                    queues[resource[successor]].append(successor)
+                try_start(resource[successor])
+        busy[resource[task]] = False
+        try_start(resource[task])
+    return order
 
 
 def op_dependencies(graph: Graph) -> dict[Op, list[Op]]:

@@ -45,7 +45,8 @@ from helixpipe.common.collector import collector_paused
 from helixpipe.costs.by_hand import unit_costs
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.build import graph_of
-from helixpipe.lowering.order import TaskTimes, list_schedule
+from helixpipe.lowering.compiled import earliest_times, lowered_of
+from helixpipe.lowering.order import TaskTimes
 from helixpipe.lowering.places import without_holds
 from helixpipe.lowering.project import LoweredProgram, project
 from helixpipe.lowering.validate import check_ends, validate
@@ -75,13 +76,17 @@ def lowered_valid(program: Program, costs: Costs) -> LoweredProgram:
 def scheduled(program: Program, costs: Costs) -> TaskTimes:
     """When each task of a program's graph runs if all run as early as they can; found once, as `lowered_valid`."""
     graph = graph_of(program)
-    return program.derive("times", costs, lambda: list_schedule(graph, *BoundCosts(graph.program, costs).timers))
+    return program.derive("times", costs, lambda: earliest_times(graph, BoundCosts(graph.program, costs)))
 
 
 def _lowered(program: Program, costs: Costs) -> LoweredProgram:
     graph, times = graph_of(program), scheduled(program, costs)
     del program.derived["times"]  # once there is the order nobody asks for them
-    check_ends(graph, times.order)
+    if times.num_ended < graph.num_tasks:
+        check_ends(graph, times.order)
+    compiled = lowered_of(graph, times)
+    if compiled is not None:
+        return compiled
     times = without_holds(graph, times)
     projected, openings = project(graph, times)
     return LoweredProgram(graph.program, graph, tuple(times.order), tuple(map(tuple, projected)), openings)

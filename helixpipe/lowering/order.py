@@ -15,6 +15,7 @@ from heapq import heappop, heappush
 from math import inf
 from types import MappingProxyType
 
+from helixpipe.compiled import MadeWhenAsked
 from helixpipe.lowering.graph import Graph
 from helixpipe.program.program import Op
 from helixpipe.program.tasks import Resource
@@ -22,7 +23,7 @@ from helixpipe.program.transfer import Transfer
 
 
 @dataclass(frozen=True)
-class TaskTimes:
+class TaskTimes(MadeWhenAsked):
     """Start and end of every task, and `order`: ops by end and transfers by start, always a linear extension of the
     dependencies, of each rank's order and of each link's.
 
@@ -37,7 +38,12 @@ class TaskTimes:
 
     @property
     def makespan(self) -> float:
-        return max(self.end, default=0.0)
+        return max(self.end, default=0.0) if self.compiled is None else float(self.compiled.makespan)
+
+    @property
+    def num_ended(self) -> int:
+        """The number of tasks that can start."""
+        return len(self.order) if self.compiled is None else int(self.compiled.num_ended)
 
 
 class _EarliestStarts:
@@ -127,41 +133,3 @@ def list_schedule(
         busy[number], freed[number] = False, now
         try_start(number, now)
     return TaskTimes(run.start, run.end, order, run.crowded)
-
-
-def unit_order(graph: Graph) -> list[int]:
-    """The ops in the order in which `list_schedule` has them end where every op takes one time and a transfer none, in
-    linear time. Ops that can never start are absent."""
-    waiting, (resource, table) = list(graph.num_dependencies), graph.resources()
-    queues = [deque[int]() for _ in table]
-    for rank, tasks in enumerate(graph.rank_tasks):
-        queues[rank].extend(tasks)
-    busy = [False] * len(table)
-    running, instant = deque[int](), deque[int]()  # ops and transfers in the order they have started and so will end
-
-    def try_start(number: int) -> None:
-        queue = queues[number]
-        if queue and not busy[number] and not waiting[queue[0]]:
-            busy[number] = True
-            task = queue.popleft()
-            (running if task < graph.num_ops else instant).append(task)
-
-    for task in range(graph.num_ops, graph.num_tasks):
-        if not waiting[task]:
-            queues[resource[task]].append(task)
-    for number in range(len(table)):
-        try_start(number)
-    order = []
-    while instant or running:  # of what ends at one time transfers come first
-        task = instant.popleft() if instant else running.popleft()
-        if task < graph.num_ops:
-            order.append(task)
-        for successor in graph.successors[task]:
-            waiting[successor] -= 1
-            if not waiting[successor]:
-                if successor >= graph.num_ops:
-                    queues[resource[successor]].append(successor)
-                try_start(resource[successor])
-        busy[resource[task]] = False
-        try_start(resource[task])
-    return order

@@ -12,6 +12,7 @@ from enum import Enum
 from functools import partial
 from typing import NamedTuple
 
+from helixpipe.compiled import MadeWhenAsked
 from helixpipe.lowering.graph import Graph
 from helixpipe.lowering.order import TaskTimes
 from helixpipe.program.program import Derives, Op, Program
@@ -69,7 +70,7 @@ _WAIT, _FREE = Action.WAIT, Action.FREE
 
 
 @dataclass(frozen=True)
-class LoweredProgram(Derives):
+class LoweredProgram(MadeWhenAsked, Derives):
     """A program lowered to one stream of instructions a rank, which the executor and the simulator both read.
 
     streams: for each rank its instructions. graph: the tasks they came from. order: the one linear order of tasks.

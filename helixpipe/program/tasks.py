@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+RESOURCE_KINDS = ("compute", "link", "collective", "copy_out", "copy_in")
+
 
 class Resource(NamedTuple):
     """A device engine, link or group that runs one task at a time.
 
-    kind: `compute` (ranks: one), `link` (ranks: source, target), `copy_out` (device to host) and `copy_in` (ranks:
-    one), `collective` (ranks: all of the group).
+    kind: one of `RESOURCE_KINDS`: `compute` (ranks: one), `link` (ranks: source, target), `collective` (ranks: all of
+    the group), `copy_out` (device to host) and `copy_in` (ranks: one).
     """
 
     kind: str

@@ -9,20 +9,23 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 from random import Random
 from typing import Any
 
 from helixpipe.common.collector import collector_paused
 from helixpipe.lowering.bound import BoundCosts
-from helixpipe.lowering.order import list_schedule
+from helixpipe.lowering.compiled import rank_spans, rank_work, times_of_streams
+from helixpipe.lowering.order import TaskTimes, list_schedule
 from helixpipe.lowering.project import LoweredProgram
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Program
 from helixpipe.program.text import format_rows
 from helixpipe.program.timeline import OpEvent, Timeline, TransferEvent, bubble_of
+from helixpipe.program.transfer import TransferKind
 from helixpipe.simulate.blocking import blocking_schedule
 from helixpipe.simulate.streams import queue_waits, stream_waits, times_as_run, transfer_orders
-from helixpipe.simulate.sweep import Peak, sweep
+from helixpipe.simulate.sweep import Peak, peaks
 from helixpipe.simulate.transfer_costs import (
     handling_times,
     held_up_by_copies,
@@ -36,28 +39,52 @@ from helixpipe.simulate.transfer_costs import (
 class Simulation:
     """One simulated step.
 
+    times: of all tasks; unit: see `simulate`.
     makespan, ideal, bubble_time: in the costs' unit; ideal = total work / ranks; bubble_time = makespan - ideal.
     busy: time in ops of each rank. peaks: of each rank's memory, in the costs' unit.
     costs: what it was simulated with. peak_activation: the most that units and keys and values keep at once on each
     rank. offloaded: what leaves each rank for its host. held_up: how long ops of each rank wait for copies alone (see
     `transfer_costs`). held_up_by_sharing: how long they wait for gathers and scatters
-    alone. hidden: the share of all copy time for which none does.
+    alone. title: of the timeline, if not the schedule's name. hidden: the share of all copy time for which none does.
     """
 
     lowered: LoweredProgram
-    timeline: Timeline
-    makespan: float
+    times: TaskTimes
+    unit: str
     busy: list[float]
     peaks: list[Peak]
     costs: Costs
     offloaded: list[float]
     held_up: list[float]
     held_up_by_sharing: list[float]
+    title: str = ""
+
+    @property
+    def makespan(self) -> float:
+        return self.times.makespan
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The ops, and the transfers that belong to them, with when they run."""
+        graph, start, end = self.lowered.graph, self.times.start, self.times.end
+        ops = [OpEvent(graph.ranks[i], op, start[i], end[i]) for i, op in enumerate(graph.ops)]
+        moved = [
+            TransferEvent(each.kind, each.ranks, each.producer, each.consumer, start[i], end[i])
+            for i, each in enumerate(graph.transfers, start=graph.num_ops)
+            if each.producer or each.consumer
+        ]
+        program = self.lowered.program
+        return Timeline(self.title or program.schedule, program.num_ranks, ops, moved, self.unit, self.makespan)
 
     @property
     def copies(self) -> bool:
         """Whether anything leaves for the host."""
-        return bool(self.lowered.graph.copies)
+        return bool(self.lowered.graph.count(_copies))
+
+    @property
+    def shares(self) -> bool:
+        """Whether weights are in parts over data-parallel ranks."""
+        return bool(self.lowered.graph.count(_shares))
 
     @property
     def copy_time(self) -> list[float]:
@@ -106,11 +133,8 @@ class Simulation:
         from a rank's first op to its last, less the ideal. Papers on zero bubbles count so; a step that ends with
         something collective (the norm of all gradients) has `bubble_time` instead. Training has it with
         --enable-optimizer-post-validation."""
-        first, last = [self.makespan] * len(self.busy), [0.0] * len(self.busy)
-        for event in self.timeline.ops:
-            first[event.rank] = min(first[event.rank], event.start)
-            last[event.rank] = max(last[event.rank], event.end)
-        return max(end - start for start, end in zip(first, last, strict=True)) - self.ideal
+        spans = rank_spans(self.lowered.graph, self.times)
+        return max((end - start for start, end in spans), default=-self.makespan) - self.ideal
 
     @property
     def bubble_ratio(self) -> float:
@@ -133,7 +157,7 @@ class Simulation:
             "busy": [_plain(value) for value in self.busy],
             "peak_activation": [_plain(value) for value in self.peak_activation],
             "peak_activation_unit": self.costs.memory_unit,
-            "messages": len(self.lowered.messages),
+            "messages": self.lowered.graph.count(lambda row: row.resource == "link"),
             "recomputed": {kind: round(share, 9) for kind, share in recomputed_shares(program).items()},
         }
         if self.copies:
@@ -144,7 +168,7 @@ class Simulation:
                 "offloaded": [_plain(value) for value in self.offloaded],
                 "peak_host": [_plain(value) for value in self.peak_host],
             }
-        if self.timeline.sharing:
+        if self.shares:
             result |= {
                 "sharing_time": [_plain(value) for value in self.sharing_time],
                 "held_up_by_sharing": [_plain(value) for value in self.held_up_by_sharing],
@@ -157,14 +181,17 @@ class Simulation:
 
 def recomputed_shares(program: Program) -> dict[str, float]:
     """Return the share of units that recompute it, for each kind of piece of which something is recomputed."""
-    forwards = (op for ops in program.ranks for op in ops if op.kind == "F")
-    alike = Counter((op.stage, program.activations_of(op.unit)) for op in forwards)
+    each_stage = sum(map(len, program.workload.microbatches))
+    own = Counter(unit.stage for unit in program.activations)  # units not treated as their stage says
     all_there, again = Counter[str](), Counter[str]()
-    for (stage, activations), units in alike.items():
-        for piece in program.stages[stage].pieces:
-            all_there[piece.kind] += units
+    for number, stage in enumerate(program.stages):
+        for piece in stage.pieces:
+            all_there[piece.kind] += each_stage
+        for piece in (piece for run in stage.recompute for piece in run):
+            again[piece.kind] += each_stage - own[number]
+    for activations in program.activations.values():
         for piece in (piece for run in activations.recompute for piece in run):
-            again[piece.kind] += units
+            again[piece.kind] += 1
     return {kind: again[kind] / count for kind, count in all_there.items() if again[kind]}
 
 
@@ -195,23 +222,29 @@ def simulate(
         rng = Random(seed)
         exact = op_time
         op_time = lambda op: exact(op) * (1 + noise * (2 * rng.random() - 1))  # noqa: E731
-    waits = queue_waits(lowered) if one_queue else stream_waits(lowered)
-    if handling or noise or one_queue or blocking:
+    waits = queue_waits if one_queue else stream_waits
+    if noise or one_queue or blocking or (handling and lowered.compiled is None):
         run = blocking_schedule if blocking else list_schedule
-        times = run(graph, op_time, transfer_time, transfer_orders(lowered), waits)
+        times = run(graph, op_time, transfer_time, transfer_orders(lowered), waits(lowered))
+    elif handling:
+        times = times_of_streams(lowered, bound, lambda op: handling.get(op, 0.0))
     else:
         times = times_as_run(lowered, costs)
-    ops = [OpEvent(graph.ranks[i], op, times.start[i], times.end[i]) for i, op in enumerate(graph.ops)]
-    moved = [
-        TransferEvent(each.kind, each.ranks, each.producer, each.consumer, times.start[i], times.end[i])
-        for i, each in enumerate(graph.transfers, start=graph.num_ops)
-        if each.producer or each.consumer
-    ]
-    timeline = Timeline(program.schedule, program.num_ranks, ops, moved, unit, times.makespan)
-    peaks = [sweep(lowered, bound, rank) for rank in range(program.num_ranks)]
-    offloaded, held_up = leaving(graph, bound), held_up_by_copies(graph, times, waits)
-    shared = held_up_by_sharing(graph, times, waits)
-    return Simulation(lowered, timeline, times.makespan, timeline.busy(), peaks, costs, offloaded, held_up, shared)
+    offloaded = held_up = shared = [0.0] * program.num_ranks
+    if graph.count(_copies):
+        offloaded, held_up = leaving(graph, bound), held_up_by_copies(graph, times, waits(lowered))
+    if graph.count(_shares):
+        shared = held_up_by_sharing(graph, times, waits(lowered))
+    busy, most = rank_work(graph, times), peaks(lowered, bound)
+    return Simulation(lowered, times, unit, busy, most, costs, offloaded, held_up, shared)
+
+
+def _copies(row: TransferKind) -> bool:
+    return row.resource in ("copy_out", "copy_in")
+
+
+def _shares(row: TransferKind) -> bool:
+    return bool(row.group)
 
 
 def _plain(value: float) -> float | int:

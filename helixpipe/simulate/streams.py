@@ -8,6 +8,7 @@ cannot start yet holds up all that follows.
 from __future__ import annotations
 
 from helixpipe.lowering.bound import BoundCosts
+from helixpipe.lowering.compiled import times_of_streams
 from helixpipe.lowering.graph import Graph
 from helixpipe.lowering.order import TaskTimes, list_schedule
 from helixpipe.lowering.project import Action, LoweredProgram
@@ -68,8 +69,10 @@ def times_as_run(lowered: LoweredProgram, costs: Costs) -> TaskTimes:
     found once while it is asked for with the same costs."""
 
     def run() -> TaskTimes:
-        timers = BoundCosts(lowered.program, costs).timers
-        return list_schedule(lowered.graph, *timers, transfer_orders(lowered), stream_waits(lowered))
+        bound = BoundCosts(lowered.program, costs)
+        if lowered.compiled is not None:
+            return times_of_streams(lowered, bound)
+        return list_schedule(lowered.graph, *bound.timers, transfer_orders(lowered), stream_waits(lowered))
 
     return lowered.derive("as run", costs, run)
 

@@ -23,10 +23,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from helixpipe.compiled import core
 from helixpipe.lowering.bound import BoundCosts
+from helixpipe.lowering.compiled import buffer_sizes
 from helixpipe.lowering.graph import Graph
 from helixpipe.lowering.project import Action, LoweredProgram
-from helixpipe.program.tasks import Buffer
+from helixpipe.program.tasks import BUFFER_KINDS, Buffer
 from helixpipe.program.transfer import Transfer
 
 CATEGORIES = ("activations", "messages", "workspace", "weights", "gradients")
@@ -71,6 +73,28 @@ class Peak:
     @property
     def total(self) -> float:
         return sum(self.most.values())
+
+
+def peaks(lowered: LoweredProgram, costs: BoundCosts) -> list[Peak]:
+    """Return the most memory of every rank."""
+    ranks = range(lowered.program.num_ranks)
+    if lowered.compiled is None:
+        return [sweep(lowered, costs, rank) for rank in ranks]
+    module, kinds = core(), BUFFER_KINDS
+    assert module is not None
+    categories = module.Categories(
+        len(CATEGORIES),
+        ACTIVATIONS,
+        MESSAGES,
+        WORKSPACE,
+        [CATEGORY_OF.get(kind, -1) for kind in kinds],
+        [kind in GIVEN for kind in kinds],
+        [kind in TAKEN for kind in kinds],
+    )
+    return [
+        Peak(activations, dict(zip(CATEGORIES, most, strict=True)), host)
+        for activations, most, host in lowered.compiled.sweep(categories, *buffer_sizes(lowered.graph, costs))
+    ]
 
 
 def sweep(lowered: LoweredProgram, costs: BoundCosts, rank: int) -> Peak:
@@ -196,6 +220,6 @@ class Sweep:
         now = self.now
         if now[ACTIVATIONS] > self.activations:
             self.activations = now[ACTIVATIONS]
-        total = sum(now)
+        total = now[0] + now[1] + now[2] + now[3] + now[4]  # `sum` would round otherwise from Python 3.12 on
         if total > self._total:
             self._total, self.most = total, list(now)

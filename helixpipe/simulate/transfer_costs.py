@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 
 from helixpipe.lowering.bound import BoundCosts
+from helixpipe.lowering.compiled import transfer_samples
 from helixpipe.lowering.graph import Graph
 from helixpipe.lowering.order import TaskTimes
 from helixpipe.lowering.project import Action, LoweredProgram
@@ -25,8 +26,8 @@ _HANDLED, _STARTED = frozenset({Action.SEND, Action.WAIT}), frozenset({Action.ST
 
 def handling_times(lowered: LoweredProgram, bound: BoundCosts) -> dict[Op, float]:
     """Return the compute time of transfers by the op that it is charged to; empty where no transfer takes any."""
-    graph = lowered.graph
-    handled = [transfer for transfer in graph.transfers if TRANSFER_KINDS[transfer.kind].beside_ops]
+    samples = transfer_samples(lowered.graph)
+    handled = [transfer for transfer in samples if TRANSFER_KINDS[transfer.kind].beside_ops]
     if not any(bound.handling_time(transfer, sends) for transfer in handled for sends in (True, False)):
         return {}
     times: dict[Op, float] = {}

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from helixpipe.costs.by_hand import PieceTimes
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.build import build_graph
-from helixpipe.lowering.graph import Graph
+from helixpipe.lowering.graph import Graph, unit_order
 from helixpipe.lowering.lower import lower
-from helixpipe.lowering.order import TaskTimes, list_schedule, unit_order
+from helixpipe.lowering.order import TaskTimes, list_schedule
 from helixpipe.lowering.places import without_holds
 from helixpipe.lowering.project import Action, LoweredProgram
 from helixpipe.lowering.validate import validate

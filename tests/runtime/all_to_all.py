@@ -58,7 +58,7 @@ def expert_exchange(draft: Draft) -> None:
 def _between(draft: Draft, kind: str, task: int, number: int, reader: int) -> int:
     """A transfer that takes a buffer, and fills another for the one who would have read it."""
     graph, op = draft.graph, draft.graph.ops[task]
-    before, after = (None, op) if kind == "dispatch" else (op, None)
+    before, after = (-1, task) if kind == "dispatch" else (task, -1)
     exchange = draft.transfer(kind, (graph.ranks[task],), op.unit, before, after, takes=(number,))
     own = draft.buffer(graph.buffers[number], exchange)
     for table in (graph.reads, graph.frees):

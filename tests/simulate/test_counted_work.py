@@ -47,6 +47,7 @@ def test_work_grows_linearly_with_ops() -> None:
 
 
 def test_each_task_enters_the_queue_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HELIXPIPE_COMPILED", "0")
     pushes: list[Any] = []
     push = order_module.heappush
     monkeypatch.setattr(order_module, "heappush", lambda heap, item: (pushes.append(item), push(heap, item)))

@@ -13,10 +13,10 @@ from helixpipe.program.tasks import Buffer
 
 def activations(draft: Draft) -> None:
     """Add the buffers of every unit, and a message for each that crosses ranks."""
-    program, graph = draft.program, draft.graph
+    program = draft.program
     last, per_stage = program.chain - 1, draft.per_stage
     forward, backward = draft.forward, draft.backward
-    for task, (kind, stage, _, _) in enumerate(graph.ops):
+    for task, (kind, stage, _, _) in enumerate(draft.ops):
         unit = draft.units[task]
         if kind == "F":
             if 0 < stage <= last:
@@ -32,34 +32,33 @@ def activations(draft: Draft) -> None:
 def _cross(draft: Draft, kind: str, producer: int, consumer: int) -> None:
     """Add the buffer that `producer` writes and `consumer` reads; on different ranks a message carries it into a second
     buffer."""
-    graph, ranks = draft.graph, draft.graph.ranks
-    source, target = ranks[producer], ranks[consumer]
-    op = graph.ops[consumer]
+    source, target = draft.ranks[producer], draft.ranks[consumer]
+    op = draft.ops[consumer]
     there = Buffer(kind, target, *op[1:])
     if source == target:
-        graph.gives[producer] = graph.takes[consumer] = draft.buffer(there, producer, (consumer,), consumer)
+        draft.crosses(draft.buffer(there, producer, (consumer,), consumer), producer, consumer)
         return
-    here = graph.gives[producer] = draft.buffer(there._replace(rank=source), producer)
-    message = draft.transfer(kind, (source, target), op.unit, graph.ops[producer], op, takes=(here,))
-    graph.takes[consumer] = draft.buffer(there, message, (consumer,), consumer)
+    here = draft.buffer(there._replace(rank=source), producer)
+    draft.crosses(here, giver=producer)
+    message = draft.transfer(kind, (source, target), op.unit, producer, consumer, takes=(here,))
+    draft.crosses(draft.buffer(there, message, (consumer,), consumer), taker=consumer)
 
 
 def _save(draft: Draft, unit: int, task: int) -> None:
     """Add the buffers of what F saves for a B or I, and of what an R, or the op itself, recomputes."""
-    graph = draft.graph
-    op, rank, recompute = graph.ops[task], graph.ranks[task], draft.recompute[unit]
+    op, rank, recompute = draft.ops[task], draft.ranks[task], draft.recompute[unit]
     forward = draft.forward[unit]
     reader = recompute if recompute >= 0 else task
     number = draft.buffer(Buffer("saved", rank, *op[1:]), forward, (reader,), task)
-    graph.saved[forward] = graph.saved[task] = number
     if recompute >= 0:
-        graph.saved[recompute] = number
+        draft.keep(number, forward, recompute, task)
         draft.buffer(Buffer("recomputed", rank, *op.unit), recompute, (task,), task)
     elif draft.program.activations_of(op.unit).recompute:
-        graph.recomputes.add(task)
+        draft.keep(number, forward, task, inside=True)
         draft.buffer(Buffer("recomputed", rank, *op.unit), task, (), task)
+    else:
+        draft.keep(number, forward, task)
 
 
 def _defer(draft: Draft, backward: int, task: int) -> None:
-    graph = draft.graph
-    draft.buffer(Buffer("deferred", graph.ranks[task], *graph.ops[task].unit), backward, (task,), task)
+    draft.buffer(Buffer("deferred", draft.ranks[task], *draft.ops[task].unit), backward, (task,), task)

@@ -21,7 +21,7 @@ from helixpipe.program.tasks import Buffer
 
 def keys_values(draft: Draft) -> None:
     """Add the buffers of every row of several chunks, for every stage with attention."""
-    program, graph = draft.program, draft.graph
+    program = draft.program
     for stage, placed in enumerate(program.stages):
         if not placed.has_attention:
             continue
@@ -30,9 +30,9 @@ def keys_values(draft: Draft) -> None:
             units = [draft.unit(stage, *place) for place in places]
             forwards = [draft.forward[unit] for unit in units]
             backwards = [draft.backward[unit] for unit in reversed(units)]
-            rank = graph.ranks[forwards[0]]
+            rank = draft.ranks[forwards[0]]
             last = forwards[-1] if program.forward_only else backwards[-1]
-            if any(graph.ranks[task] != rank for task in forwards):
+            if any(draft.ranks[task] != rank for task in forwards):
                 spread(draft, stage, places)
             elif program.kv_blocks:
                 _blocks(draft, forwards, backwards[::-1])
@@ -44,14 +44,14 @@ def keys_values(draft: Draft) -> None:
 
 def _blocks(draft: Draft, forwards: list[int], backwards: list[int]) -> None:
     """Add the keys and values of a row's chunks in a stage, all of which run on one rank."""
-    graph, training = draft.graph, not draft.program.forward_only
+    training = not draft.program.forward_only
     for before, task in pairwise(forwards):
         draft.wait(task, before)
     for task, after in pairwise(backwards if training else ()):
         draft.wait(task, after)
     for number, forward in enumerate(forwards):
-        _, stage, microbatch, chunk = graph.ops[forward]
-        block = Buffer("keys_values", graph.ranks[forward], stage, microbatch, chunk)
+        _, stage, microbatch, chunk = draft.ops[forward]
+        block = Buffer("keys_values", draft.ranks[forward], stage, microbatch, chunk)
         draft.buffer(block, forward, (), backwards[number] if training else forwards[-1])
         if training and number + 1 < len(forwards):
             draft.buffer(block._replace(kind="kv_gradients"), backwards[-1], (), backwards[number])

@@ -19,23 +19,22 @@ from helixpipe.program.tasks import Buffer
 
 def offloaded(draft: Draft) -> None:
     """Add the two copies of every unit that offloads, with what they copy, in the host's memory too."""
-    program, graph = draft.program, draft.graph
+    program = draft.program
     if program.forward_only or not any(own.offload for own in program.activations.values()):
         return
-    for forward, op in enumerate(graph.ops):
+    for forward, op in enumerate(draft.ops):
         if op.kind == "F" and program.activations_of(op.unit).offload:
             _copies(draft, forward)
 
 
 def _copies(draft: Draft, forward: int) -> None:
-    graph, number = draft.graph, draft.units[forward]
-    op, rank, unit = graph.ops[forward], graph.ranks[forward], graph.ops[forward].unit
+    number, rank, unit = draft.units[forward], draft.ranks[forward], draft.ops[forward].unit
     backward, recompute = draft.backward[number], draft.recompute[number]
     reader = recompute if recompute >= 0 else backward
     leaves = Buffer("offloaded", rank, *unit)
-    out = draft.transfer("offload", (rank,), unit, producer=op, takes=(draft.buffer(leaves, forward),))
+    out = draft.transfer("offload", (rank,), unit, producer=forward, takes=(draft.buffer(leaves, forward),))
     there = draft.buffer(leaves._replace(host=True), out)
-    back = draft.transfer("fetch", (rank,), unit, consumer=graph.ops[reader], takes=(there,))
+    back = draft.transfer("fetch", (rank,), unit, consumer=reader, takes=(there,))
     draft.buffer(leaves._replace(kind="fetched"), back, (reader,), backward)
     before = reader - draft.program.activations_of(unit).ahead - 1
     if before > forward:  # a rank's ops are numbered in their order

@@ -12,7 +12,7 @@ from helixpipe.program.program import Unit
 
 def replica_sums(draft: Draft) -> None:
     """Add the collective of every replicated stage that several ranks hold."""
-    program, graph = draft.program, draft.graph
+    program = draft.program
     if program.forward_only:
         return
     for index, stage in enumerate(program.stages):
@@ -23,8 +23,9 @@ def replica_sums(draft: Draft) -> None:
         ends: dict[int, int] = {}  # the last backward of the stage on each rank
         for unit in range(first, first + draft.per_stage):
             task = draft.weight[unit] if draft.weight[unit] >= 0 else draft.backward[unit]
-            rank = graph.ranks[task]
+            rank = draft.ranks[task]
             ends[rank] = max(ends.get(rank, task), task)
         total = draft.transfer("replica_sum", holders, Unit(index, -1, -1))
+        draft.replica_sums.append((total, holders, index))
         for last in ends.values():
             draft.wait(total, last)

@@ -32,31 +32,30 @@ AHEAD = 1
 
 def sharded_weights(draft: Draft) -> None:
     """Add the gathers and scatters of a program whose weights are in parts."""
-    program, graph = draft.program, draft.graph
+    program = draft.program
     if program.sharded == 1:
         return
     copied = [frozenset(program.copied_stages(rank)) for rank in range(program.num_ranks)]
     last: dict[tuple[int, int], int] = {}  # of each rank and stage the last scatter
-    for rank, tasks in enumerate(graph.rank_tasks):
-        own = [task for task in tasks if _has_weights(draft, task) and graph.ops[task].stage not in copied[rank]]
+    for rank, tasks in enumerate(draft.rank_tasks):
+        own = [task for task in tasks if _has_weights(draft, task) and draft.ops[task].stage not in copied[rank]]
         for users in _runs(draft, own):
             _gather(draft, rank, users, tasks.start)
         if not program.forward_only:
-            _scatters(draft, rank, [task for task in own if graph.ops[task].kind in "BW"], last)
-    for total in graph.transfers:
-        if total.kind == "replica_sum":
-            for rank in total.ranks:
-                if (rank, total.unit.stage) in last:
-                    draft.wait(graph.task(total), last[rank, total.unit.stage])
+            _scatters(draft, rank, [task for task in own if draft.ops[task].kind in "BW"], last)
+    for total, ranks, stage in draft.replica_sums:
+        for rank in ranks:
+            if (rank, stage) in last:
+                draft.wait(total, last[rank, stage])
 
 
 def _has_weights(draft: Draft, task: int) -> bool:
-    return draft.program.stages[draft.graph.ops[task].stage].has_weights
+    return draft.program.stages[draft.ops[task].stage].has_weights
 
 
 def _runs(draft: Draft, own: list[int]) -> Iterator[list[int]]:
     """Group a rank's ops with weights into runs that share a gather."""
-    ops, run = draft.graph.ops, list[int]()
+    ops, run = draft.ops, list[int]()
     for task in own:
         if ops[task].kind == "W":
             continue
@@ -69,8 +68,8 @@ def _runs(draft: Draft, own: list[int]) -> Iterator[list[int]]:
 
 
 def _gather(draft: Draft, rank: int, users: list[int], start: int) -> None:
-    graph, stage = draft.graph, draft.graph.ops[users[0]].stage
-    task = draft.transfer("gather", (rank,), Unit(stage, -1, -1), consumer=graph.ops[users[0]])
+    stage = draft.ops[users[0]].stage
+    task = draft.transfer("gather", (rank,), Unit(stage, -1, -1), consumer=users[0])
     draft.buffer(Buffer("gathered", rank, stage), task, users, users[-1])
     before = users[0] - AHEAD - 1
     if before >= start:  # a rank's ops are numbered in their order
@@ -78,11 +77,11 @@ def _gather(draft: Draft, rank: int, users: list[int], start: int) -> None:
 
 
 def _scatters(draft: Draft, rank: int, makers: list[int], last: dict[tuple[int, int], int]) -> None:
-    graph, scatters = draft.graph, list[int]()
+    scatters = list[int]()
     for number, maker in enumerate(makers):
-        op = graph.ops[maker]
+        op = draft.ops[maker]
         made = draft.buffer(Buffer("made_gradients", rank, op.stage), maker)
-        task = draft.transfer("scatter", (rank,), Unit(op.stage, -1, -1), producer=op, takes=(made,))
+        task = draft.transfer("scatter", (rank,), Unit(op.stage, -1, -1), producer=maker, takes=(made,))
         if number > AHEAD:
             draft.wait(maker, scatters[number - AHEAD - 1])
         scatters.append(task)

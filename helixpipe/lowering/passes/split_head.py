@@ -32,33 +32,33 @@ def split_head(draft: Draft) -> None:
 
 def _forward(draft: Draft, parts: range, place: tuple[int, int]) -> int:
     """Add what the forwards of a chunk exchange; returns the collective of their sums."""
-    graph, last = draft.graph, draft.forward[draft.unit(parts[0] - 1, *place)]
+    last = draft.forward[draft.unit(parts[0] - 1, *place)]
     forwards = [draft.forward[draft.unit(part, *place)] for part in parts]
     ranks = tuple(range(draft.program.num_ranks))
     unit = Unit(parts[0], *place)
-    hidden = graph.gives[last] = draft.buffer(Buffer("activation", graph.ranks[last], *unit), last)
-    brought = draft.transfer("head_input", ranks, unit, producer=graph.ops[last], takes=(hidden,))
+    hidden = draft.buffer(Buffer("activation", draft.ranks[last], *unit), last)
+    draft.crosses(hidden, giver=last)
+    brought = draft.transfer("head_input", ranks, unit, producer=last, takes=(hidden,))
     made = []
     for part, task in zip(parts, forwards, strict=True):
-        there = Buffer("activation", graph.ranks[task], part, *place)
-        graph.takes[task] = draft.buffer(there, brought, (task,), task)
-        graph.gives[task] = draft.buffer(there._replace(kind="sums"), task)
-        made.append(graph.gives[task])
-    return draft.transfer("head_sums", ranks, unit, producer=graph.ops[forwards[0]], takes=made)
+        there = Buffer("activation", draft.ranks[task], part, *place)
+        draft.crosses(draft.buffer(there, brought, (task,), task), taker=task)
+        made.append(draft.buffer(there._replace(kind="sums"), task))
+        draft.crosses(made[-1], giver=task)
+    return draft.transfer("head_sums", ranks, unit, producer=forwards[0], takes=made)
 
 
 def _backward(draft: Draft, parts: range, place: tuple[int, int], sums: int) -> None:
     """Add what the backwards exchange. sums: the collective whose outcome they read."""
-    graph, unit = draft.graph, Unit(parts[0] - 1, *place)
+    unit = Unit(parts[0] - 1, *place)
     taker = draft.backward[draft.unit(*unit)]
     made = []
     for part in parts:
         task = draft.backward[draft.unit(part, *place)]
-        there = Buffer("sums", graph.ranks[task], part, *place)
-        graph.takes[task] = draft.buffer(there, sums, (task,), task)
-        graph.gives[task] = draft.buffer(Buffer("gradient", graph.ranks[task], *unit), task)
-        made.append(graph.gives[task])
-    summed = draft.transfer(
-        "head_gradient", tuple(range(draft.program.num_ranks)), unit, consumer=graph.ops[taker], takes=made
-    )
-    graph.takes[taker] = draft.buffer(Buffer("gradient", graph.ranks[taker], *unit), summed, (taker,), taker)
+        there = Buffer("sums", draft.ranks[task], part, *place)
+        draft.crosses(draft.buffer(there, sums, (task,), task), taker=task)
+        made.append(draft.buffer(Buffer("gradient", draft.ranks[task], *unit), task))
+        draft.crosses(made[-1], giver=task)
+    ranks = tuple(range(draft.program.num_ranks))
+    summed = draft.transfer("head_gradient", ranks, unit, consumer=taker, takes=made)
+    draft.crosses(draft.buffer(Buffer("gradient", draft.ranks[taker], *unit), summed, (taker,), taker), taker=taker)

@@ -60,20 +60,20 @@ def spread(draft: Draft, stage: int, places: Sequence[tuple[int, int]]) -> None:
 def _row(draft: Draft, stage: int, places: Sequence[tuple[int, int]]) -> _RowTasks:
     units = [draft.unit(stage, *place) for place in places]
     forwards = [draft.forward[unit] for unit in units]
-    ranks = [draft.graph.ranks[task] for task in forwards]
+    ranks = [draft.ranks[task] for task in forwards]
     training = not draft.program.forward_only
     backwards = [draft.backward[unit] for unit in units] if training else []
     stages, before = draft.program.stages, [unit - draft.per_stage for unit in units]
     if stages[stage].pieces[0].role == "attn" and stages[stage - 1].pieces[-1].role == "qkv":
         makers = [draft.forward[unit] for unit in before]
-        if [draft.graph.ranks[task] for task in makers] == ranks:
+        if [draft.ranks[task] for task in makers] == ranks:
             return _RowTasks(makers, forwards, backwards, [draft.backward[unit] for unit in before * training], ranks)
     return _RowTasks(forwards, forwards, backwards, backwards, ranks)
 
 
 def _block(draft: Draft, stage: int, row: _RowTasks, chunk: int) -> None:
-    graph, home, training = draft.graph, row.ranks[chunk], bool(row.backwards)
-    op = graph.ops[row.forwards[chunk]]
+    home, training = row.ranks[chunk], bool(row.backwards)
+    op = draft.ops[row.forwards[chunk]]
     block = Buffer("keys_values", home, stage, op.microbatch, op.chunk)
     made = draft.buffer(block, row.makers[chunk], (), row.backwards[chunk] if training else -1)
     for rank in sorted(set(row.ranks[chunk + 1 :])):
@@ -95,13 +95,12 @@ def _block(draft: Draft, stage: int, row: _RowTasks, chunk: int) -> None:
         number = draft.buffer(sums, row.backwards[last])
         message = _message(draft, "kv_gradients", sums, row.backwards[first], taker)
         draft.wait(message, row.backwards[first])
-        graph.reads[message] += (number,)
-        graph.frees[message] += (number,)
+        draft.also_reads(message, number)
+        draft.also_frees(message, number)
         draft.buffer(sums._replace(rank=home), message, (taker,), taker)
 
 
 def _message(draft: Draft, kind: str, moved: Buffer, producer: int, consumer: int) -> int:
     """Add a message from one op to another that carries a buffer; returns its task."""
-    graph = draft.graph
-    ranks, unit = (graph.ranks[producer], graph.ranks[consumer]), Unit(moved.stage, moved.microbatch, moved.chunk)
-    return draft.transfer(kind, ranks, unit, graph.ops[producer], graph.ops[consumer])
+    ranks, unit = (draft.ranks[producer], draft.ranks[consumer]), Unit(moved.stage, moved.microbatch, moved.chunk)
+    return draft.transfer(kind, ranks, unit, producer, consumer)

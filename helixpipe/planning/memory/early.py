@@ -18,7 +18,7 @@ from helixpipe.planning.memory.recompute import RecomputeOptions
 from helixpipe.program.costs import Costs
 from helixpipe.program.program import Op, Program, Unit
 from helixpipe.simulate.streams import times_as_run
-from helixpipe.simulate.sweep import sweep
+from helixpipe.simulate.sweep import peaks
 
 SWEEPS = 8
 """The most sweeps of `place_early` over idle time; two nearly always find all of it."""
@@ -125,8 +125,8 @@ def peak_memory(program: Program, costs: Costs) -> list[float]:
     """
     lowered, bound = lowered_valid(program, costs), BoundCosts(program, costs)
     return [
-        sweep(lowered, bound, rank).total + costs.static_memory(program.pieces_of_rank(rank))
-        for rank in range(program.num_ranks)
+        peak.total + costs.static_memory(program.pieces_of_rank(rank))
+        for rank, peak in enumerate(peaks(lowered, bound))
     ]
 
 

@@ -14,8 +14,8 @@ from helixpipe.common.errors import ScheduleError
 from helixpipe.costs.by_hand import unit_costs
 from helixpipe.lowering.bound import BoundCosts
 from helixpipe.lowering.build import build_graph
+from helixpipe.lowering.compiled import earliest_times
 from helixpipe.lowering.lower import scheduled
-from helixpipe.lowering.order import list_schedule
 from helixpipe.planning.catalogue import Shape
 from helixpipe.planning.memory.early import peak_memory, place_early
 from helixpipe.planning.memory.recompute_choice import (
@@ -226,7 +226,7 @@ class LayoutSearch:
 
     def _time(self, layout: Layout) -> float:
         """Return the time of a step that recomputes inside its backwards."""
-        return rounded(list_schedule(self._graph, *BoundCosts(self.program(layout), self.costs).timers).makespan)
+        return rounded(earliest_times(self._graph, BoundCosts(self.program(layout), self.costs)).makespan)
 
     def _time_placed(self, program: Program) -> float:
         placed = place_early(program, self.shape.costs or unit_costs(), self.shape.memory_limit)

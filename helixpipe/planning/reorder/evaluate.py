@@ -1,6 +1,6 @@
 """Evaluates an order of a step's ops: `list_schedule` and the memory sweep in one pass over flat lists.
 
-The compiled twin of `Evaluator` is `evaluate.cpp`; `evaluator` takes it where it was built. Both do the same
+The compiled twin of `Evaluator` is `compiled/orders.cpp`; `evaluator` takes it where it was built. Both do the same
 sums in the same order, so they agree to the last digit.
 """
 
@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from heapq import heappop, heappush
-from importlib import import_module
 from math import inf
 from typing import Protocol
 
+from helixpipe.compiled import core
 from helixpipe.planning.reorder.instance import Instance
-
-COMPILED = "helixpipe.planning.reorder._evaluate"
-"""The extension module that setup.py builds from evaluate.cpp where there is a compiler."""
 
 MARGIN = 1 + 1e-9
 """Rounding that a limit allows."""
@@ -51,21 +48,18 @@ def evaluator(instance: Instance) -> Judge:
 
 def is_compiled() -> bool:
     """Whether there is a compiled evaluator."""
-    try:
-        import_module(COMPILED)
-    except ImportError:
-        return False
-    return True
+    return core() is not None
 
 
 def compiled_evaluator(instance: Instance) -> Judge | None:
     """Return the compiled evaluator; None if it was not built."""
-    if not is_compiled():
+    module = core()
+    if module is None:
         return None
     starts = [0]
     for each in instance.successors:
         starts.append(starts[-1] + len(each))
-    judge: Judge = import_module(COMPILED).Evaluator(
+    judge: Judge = module.Evaluator(
         instance.num_ranks,
         instance.num_resources,
         instance.durations,

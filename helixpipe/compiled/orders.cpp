@@ -1,4 +1,4 @@
-// The compiled twin of Evaluator in evaluate.py, where everything is explained: the same sums in the same order.
+// The twin of Evaluator in planning/reorder/evaluate.py, where everything is explained: the same sums in the same order.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -174,8 +174,9 @@ class Evaluator {
 
 }  // namespace
 
-PYBIND11_MODULE(_evaluate, module) {
-  module.doc() = "The compiled twin of helixpipe.planning.reorder.evaluate.Evaluator.";
+namespace helixpipe {
+
+void bind_orders(pybind11::module_& module) {
   pybind11::class_<Evaluator>(module, "Evaluator")
       .def(pybind11::init<int, int, Figures, Numbers, Numbers, Numbers, Numbers, Figures, Figures, Figures, Numbers,
                           Figures, Numbers, Figures, Figures>())
@@ -184,3 +185,5 @@ PYBIND11_MODULE(_evaluate, module) {
       .def_property_readonly("ends", &Evaluator::ends)
       .def_property_readonly("peaks", &Evaluator::peaks);
 }
+
+}  // namespace helixpipe
