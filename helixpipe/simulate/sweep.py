@@ -77,11 +77,9 @@ class Peak:
 
 def peaks(lowered: LoweredProgram, costs: BoundCosts) -> list[Peak]:
     """Return the most memory of every rank."""
-    ranks = range(lowered.program.num_ranks)
-    if lowered.compiled is None:
-        return [sweep(lowered, costs, rank) for rank in ranks]
     module, kinds = core(), BUFFER_KINDS
-    assert module is not None
+    if lowered.compiled is None or module is None:
+        return [sweep(lowered, costs, rank) for rank in range(lowered.program.num_ranks)]
     categories = module.Categories(
         len(CATEGORIES),
         ACTIVATIONS,
