@@ -35,6 +35,8 @@ STEPS = MappingProxyType(
 )
 """About 4,096 ops each."""
 COMMANDS = (
+    "simulate 1f1b -p 128 -m 1024 -L 128 --json",
+    "simulate seq1f1b -k 8 -p 64 -m 256 -L 64 --json",
     "simulate 1f1b -p 64 -m 512 -L 64 --json",
     "simulate seq1f1b -k 16 -p 32 -m 128 --model llama3-8b --seq-length 32768 --json",
     "simulate helix -p 32 --json",

@@ -246,9 +246,10 @@ def _op_of(program: Program, compiled: Any, task: int) -> Op:
     return program.ranks[rank][place]
 
 
-def _transfer(compiled: Any, number: int, op: Callable[[int], Op]) -> Transfer:
+def _transfer(compiled: Any, number: int, op: Callable[[int], Op] | None = None) -> Transfer:
+    """Return a transfer; without the ops that it belongs to, which costs do not ask for, where none are given."""
     kind, ranks, stage, microbatch, chunk, producer, consumer, follows = compiled.transfer_fields(number)
-    made, needed = (None if task < 0 else op(task) for task in (producer, consumer))
+    made, needed = (None if op is None or task < 0 else op(task) for task in (producer, consumer))
     return Transfer(number, _KINDS[kind], ranks, Unit(stage, microbatch, chunk), made, needed, follows)
 
 
@@ -302,7 +303,7 @@ def _task_times(graph: Graph, bound: BoundCosts) -> list[float]:
     compiled, num_ops = graph.compiled, graph.num_ops
     op = partial(_op_of, graph.program, compiled)
     return [
-        bound.op_time(op(task)) if task < num_ops else bound.transfer_time(_transfer(compiled, task - num_ops, op))
+        bound.op_time(op(task)) if task < num_ops else bound.transfer_time(_transfer(compiled, task - num_ops))
         for task in compiled.samples
     ]
 
@@ -312,8 +313,7 @@ def transfer_samples(graph: Graph) -> list[Transfer]:
     compiled, num_ops = graph.compiled, graph.num_ops
     if compiled is None:
         return graph.transfers
-    op = partial(_op_of, graph.program, compiled)
-    return [_transfer(compiled, task - num_ops, op) for task in compiled.samples if task >= num_ops]
+    return [_transfer(compiled, task - num_ops) for task in compiled.samples if task >= num_ops]
 
 
 def buffer_sizes(graph: Graph, bound: BoundCosts) -> tuple[list[float], list[float]]:
